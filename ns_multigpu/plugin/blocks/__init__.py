@@ -1,1 +1,1 @@
-"""Runs of steps that go through the kernels: when they end, their graphs, capacities and storage."""
+"""Blocks of fused steps: block ends, CUDA graphs, capacities and point storage."""

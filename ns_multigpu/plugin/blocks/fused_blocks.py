@@ -1,4 +1,4 @@
-"""Blocks of fused steps as the training loop sees them: timed, looked at for NaN, and measured at their ends."""
+"""Blocks of fused steps for the training loop: timing, finiteness checks, and metrics at block ends."""
 
 import time
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from ns_multigpu.plugin.faults.guards import Guards
 from ns_multigpu.plugin.launch.run_parts import run_parts
 
 Measured: TypeAlias = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
-"""Of one step, on one rank: its share of the loss, of the loss's terms, and of the metrics, each []."""
+"""(loss, loss terms, metrics) of one step: this rank's shares, each []."""
 
 
 class FusedBlocks:
-    """Takes one block of fused steps after another.
+    """Runner of fused steps, one block after another.
 
     Args:
         pipeline: a `DistributedPipeline`, ready to train.
         optimizers: a `BatchOptimizers`, its checkpoint loaded.
         world: the ranks.
-        guards: told of each step.
+        guards: receives the numbers of each step.
 
     Attributes:
-        training: what takes the steps.
+        training: runs the steps.
     """
 
     def __init__(self, pipeline: Any, optimizers: Any, world: World, guards: Guards) -> None:
@@ -43,10 +43,10 @@ class FusedBlocks:
     def if_asked_for(
         cls, config: Any, pipeline: Any, optimizers: Any, world: World, guards: Guards, first: int
     ) -> "FusedBlocks | None":
-        """What takes this run's steps from the `first` on where they are fused, else None; says which on the terminal.
+        """Return the runner of this run's steps from `first` on, or None if steps are not fused; print the choice.
 
         Raises:
-            InputError: they must be fused and cannot, or something is asked for that is for fused steps only.
+            InputError: steps must be fused and cannot be, or an option requires fused steps.
         """
         yes, text = fuses(config, pipeline, optimizers, world)
         if text:
@@ -59,15 +59,15 @@ class FusedBlocks:
         return made
 
     def take(self, steps: range, *, metrics: bool, meanwhile: Callable[[], None] | None = None) -> Measured | None:
-        """Takes the steps of a block and what densification they are followed by. Every rank calls it with the same.
+        """Run the steps of a block and the densification after it. Every rank calls it with the same arguments.
 
         Args:
             steps: the steps.
-            metrics: whether to say how the last of them went (the trainer asks when it logs).
+            metrics: whether to return the loss and metrics of the last step (the trainer requests them when it logs).
             meanwhile: called once, while the device is busy with the block.
         """
         pipeline, last, began = self._pipeline, steps[-1], time.perf_counter()
-        if not (pipeline.training and pipeline.model.training):  # to tell all modules takes longer than to ask two
+        if not (pipeline.training and pipeline.model.training):  # testing two flags is faster than setting all modules
             pipeline.train()
         pipeline.model.step = steps[0] * pipeline.batch_size
         result = self.training.run(steps, metrics=metrics, meanwhile=meanwhile)
@@ -81,10 +81,10 @@ class FusedBlocks:
         return self._measured(result) if metrics else None
 
     def show_pace(self, step: int) -> float:
-        """Hands seconds a step, of late, and what they make the rest of the run take to nerfstudio's writers; returns
-        the former."""
-        # Nerfstudio's own averages would count a block of one step, with a refinement behind it, like one of fifty, and
-        # go back as many blocks as its buffer holds, of which not all are shown.
+        """Pass recent seconds per step, and the remaining time that follows, to nerfstudio's writers; return the
+        former."""
+        # Nerfstudio's own averages would weigh a block of one step and its refinement like a block of fifty. They would
+        # also span as many blocks as its buffer holds, some of which are not shown.
         for name in (EventName.ITER_TRAIN_TIME, EventName.TRAIN_RAYS_PER_SEC):
             writer.GLOBAL_BUFFER["events"].pop(name.value, None)
         writer.put_time(EventName.ITER_TRAIN_TIME, self._seconds, step, avg_over_steps=True, update_eta=True)
@@ -95,7 +95,7 @@ class FusedBlocks:
         terms: dict[str, torch.Tensor] = {"main_loss": result.reports[-1, :-1].sum() / pipeline.batch_size}
         if pipeline.model.densifier.noisy:
             share = pipeline.model.share_of_points(self._world)
-            with torch.no_grad():  # of the model as the block has left it
+            with torch.no_grad():  # on the model after the block
                 more = pipeline.model.regularisation(pipeline.batch_size)
             terms |= {name: share * value for name, value in more.items()}
         loss = torch.stack(list(terms.values())).sum()

@@ -1,8 +1,8 @@
-"""What MCMC adds to fused steps: its terms in the loss, which `splat_update` knows, and noise on every mean.
+"""MCMC in fused steps: regularization terms in `splat_update`'s loss, and noise on every mean.
 
-Noise follows a step by launches of its own. A step that the device does not take, because a capacity was exceeded, is
-taken again, so its noise is multiplied by whether it was taken. Where a refinement follows a step, noise follows that,
-as in ordinary training.
+Noise is launched separately after each step. A step that exceeded a capacity is skipped and retried, so its noise is
+multiplied by the step's `taken` flag. If a refinement follows a step, noise follows the refinement, as in ordinary
+training.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ from ns_multigpu.core.schema import POSITION
 
 
 class StepNoise:
-    """MCMC's part in fused steps; does nothing where the densifier is another.
+    """MCMC noise and regularization of fused steps; inactive with other densifiers.
 
     Args:
         pipeline: a `DistributedPipeline`. optimizers: its `BatchOptimizers`.
 
     Attributes:
-        active: whether the densifier is MCMC.
+        active: True if the densifier is MCMC.
     """
 
     def __init__(self, pipeline: Any, optimizers: Any) -> None:
@@ -26,18 +26,18 @@ class StepNoise:
         self._rate = 0.0
 
     def rate(self) -> float:
-        """The means' learning rate that a step of one image would have now; 0 where nobody asks for noise."""
+        """Return the current learning rate of the means for a step of one image; 0 without noise."""
         if not self.active:
             return 0.0
         return self._optimizers.rate_of_one_view(POSITION)
 
     def after(self, step: Any, number: int, rate: float) -> None:
-        """The noise of a step that was launched, unless a refinement comes first.
+        """Launch the noise of a launched step, unless a refinement comes first.
 
-        It needs memory. Where there is none for it the run ends as after that step, this one noise missing.
+        It allocates memory. If that fails, the run ends after that step, without this noise.
 
         Args:
-            step: a `Step`. number: the step's. rate: see `rate`, of the step.
+            step: a `Step`. number: the step's number. rate: the step's `rate`.
         """
         self._rate = rate
         first, batch = number * self._pipeline.batch_size, self._pipeline.batch_size
@@ -45,13 +45,13 @@ class StepNoise:
             self._model.densifier.move(self._model.gauss_params, first, batch, rate, step.taken)
 
     def after_refinement(self, number: int, taken: Any = None) -> None:
-        """The noise of the step before it, the last that `after` was told of; none where `taken` [] is False."""
+        """Launch the noise of the step that `after` last received; none if `taken` [] is False."""
         if self.active:
             batch = self._pipeline.batch_size
             self._model.densifier.move(self._model.gauss_params, number * batch, batch, self._rate, taken)
 
     def weights(self) -> dict[str, float]:
-        """`opacity_weight` and `scale_weight` of a step: the terms are means, and those are of sums."""
+        """Return `opacity_weight` and `scale_weight` of a step: MCMC's terms are means, the operators' are sums."""
         if not self.active:
             return {}
         options, points = self._model.config, max(self._model.total_points, 1)

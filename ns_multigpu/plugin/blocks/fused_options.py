@@ -1,4 +1,4 @@
-"""Whether a run's steps can be fused, and where a block of them has to end."""
+"""Conditions for fused steps, and the ends of their blocks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,14 +15,14 @@ _MOST_VIEWS = 128
 
 
 def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
-    """Whether this run's steps are fused, the same on every rank, and what to say about it.
+    """Return whether this run's steps are fused, the same on every rank, and a message about it.
 
     Args:
         config: a `DistributedTrainerConfig`.
         pipeline: its pipeline. optimizers: its `BatchOptimizers`.
 
     Raises:
-        InputError: they must be and cannot, or they are not and the optimizer's state is compact.
+        InputError: steps must be fused and cannot be, or are not fused although the optimizer's state is compact.
     """
     yes, reason = _decided(config, pipeline, optimizers, world)
     options = pipeline.model.config
@@ -33,13 +33,13 @@ def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bo
         )
     if yes:
         return True, "Steps are fused."
-    # On a CPU that is the usual, and nothing to speak of.
+    # On a CPU, unfused steps are the default and need no message.
     speaks = config.fused_steps == "never" or _on_gpu(world) or options.primitive != FIRST
     return False, f"Steps are not fused: {reason}." if speaks else ""
 
 
 def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
-    """Whether steps are fused, and why they are not."""
+    """Return whether steps are fused, and the reason if they are not."""
     if config.fused_steps == "never":
         return False, "--fused-steps never"
     reason = obstacle(config, pipeline, optimizers)
@@ -63,13 +63,13 @@ def _on_gpu(world: World) -> bool:
 
 
 def check_wishes(pipeline: Any, *, fused: bool) -> None:
-    """Whether what is asked for about the exchange of rows can be had.
+    """Check that the options for the exchange of rows apply to this run.
 
     Args:
-        pipeline: a `DistributedPipeline`. fused: whether its steps are.
+        pipeline: a `DistributedPipeline`. fused: whether its steps are fused.
 
     Raises:
-        InputError: it is for fused steps of sharded points, and these are others.
+        InputError: an option requires fused steps of sharded points, and these steps are others.
     """
     asked = pipeline.config
     travels = pipeline.model.sharded and pipeline.strategy.pixels.whole
@@ -96,7 +96,7 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
 
 
 def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
-    """What about the options or the capture keeps steps from being fused; None if nothing does."""
+    """Return the option or property of the capture that prevents fused steps; None if there is none."""
     model, options = pipeline.model, pipeline.model.config
     cameras = pipeline.datamanager.train_dataset.cameras
     sizes = {(int(w), int(h)) for w, h in zip(cameras.width.reshape(-1), cameras.height.reshape(-1), strict=True)}
@@ -140,16 +140,16 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
 
 
 def next_stop(config: Any, step: int, steps: int, *, evaluates: bool) -> int:
-    """The step before which a block that begins with `step` has to end, because there is something to do then.
+    """Return the step before which a block that begins with `step` must end.
 
     Args:
         config: a `DistributedTrainerConfig`.
-        steps: the run's.
+        steps: the run's number of steps.
         evaluates: whether there are held-out views.
     """
     periods = [config.logging.steps_per_log, config.steps_per_save]
     periods += [config.steps_per_checksum, config.steps_per_numeric_check]
     if evaluates:
         periods += [config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images]
-    # All act after the multiples of their period, as refinements do: a block's end costs milliseconds.
+    # Every periodic action follows a multiple of its period, like refinements: ending a block costs milliseconds.
     return min([steps, *(-(-step // period) * period + 1 for period in periods if period > 0)])

@@ -1,8 +1,8 @@
-"""A block of fused steps that runs out of memory: what its steps need, and the way back to the last one taken.
+"""Recovery of a block of fused steps that runs out of memory: its buffer demand, and return to the last completed step.
 
-Buffers are made before a step begins, and it takes none beside them. So the room for them is asked for first, on all
-ranks together, and where one has not got it nothing has begun that another would have to be told of. Alone, a process
-may run out at any moment of a step: its model changes in one launch at the end of a step, which needs no memory.
+A step's buffers are allocated before it begins, and it allocates nothing else. All ranks first check together that
+memory suffices, so no rank begins a step that another cannot run. A single process may run out anywhere in a step. Its
+model changes only in the launch that ends the step, which allocates nothing.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ from ns_multigpu.primitives.gaussians.schema import ORDER
 
 @dataclass
 class Taken:
-    """How many steps of a block the device is known to have taken."""
+    """Number of a block's steps that the device is known to have completed."""
 
     done: int = 0
 
 
 @contextlib.contextmanager
 def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) -> Iterator[Taken]:
-    """Encloses the steps of a block; the enclosed code says how many have been taken.
+    """Enclose the steps of a block; the enclosed code updates the number of completed steps.
 
     Args:
         training: a `Training`.
 
     Raises:
-        GivenUp: memory ran out, all ranks know, and everything is as after the last step that was taken.
+        GivenUp: memory ran out and all ranks know it; the state is that after the last completed step.
     """
     counts = Counts.now(optimizers.optimizers, optimizers.schedulers)
     taken = Taken()
@@ -61,14 +61,14 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
 def go_back(
     points: PointStorage, names: Sequence[str], optimizers: Any, lazy: Any, counts: Counts, done: int
 ) -> None:  # fmt: skip
-    """Takes the steps that points have been put off, and counts `done` steps from where `counts` was taken.
+    """Apply deferred steps of points, and advance the counters by `done` steps from `counts`.
 
     Args:
-        names: of the parameters' optimizers.
+        names: names of the parameters' optimizers.
     """
     groups = [optimizers.optimizers[name] for name in names]
     adam = AdamStep(groups, with_grads=False)
-    if lazy is not None and points.params:  # else no step has been made that could put anything off
+    if lazy is not None and points.params:  # without points, no step was made that could defer any
         moments = [[points.moments[name][i] for name in ORDER] for i in (0, 1)]
         splat_flush(_flat([points.params[name] for name in ORDER]), _flat(moments[0]), _flat(moments[1]), lazy)
     counts.restore(optimizers.optimizers, optimizers.schedulers)
@@ -81,12 +81,12 @@ def go_back(
 def bytes_of_step(
     capacities: Capacities, pixels: int, ranks: int, *, travels: bool, relays: Relays | None = None
 ) -> float:
-    """What the buffers of a step take, by the planning model; on the rank that the most rows arrive at.
+    """Return the bytes of a step's buffers by the planning model, on the rank that receives the most rows.
 
     Args:
-        pixels: that this rank draws.
-        travels: whether rows do. What they travel through is left out: it stays from step to step.
-        relays: that hand rows on over several machines, if any do.
+        pixels: pixels that this rank draws.
+        travels: whether rows are exchanged. The transport's memory is excluded: it persists from step to step.
+        relays: forwards rows between machines, if any.
     """
     rows, pairs, intersections = capacities
     if not travels:
@@ -101,5 +101,5 @@ def bytes_of_step(
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As the operators take them: opacities [N]."""
+    """Return the tensors in the operators' shapes: opacities are [N]."""
     return [flat(name, tensor) for name, tensor in zip(ORDER, tensors, strict=True)]

@@ -1,16 +1,16 @@
-"""CUDA graphs of a step: a chain for each plan that comes again, replayed from then on.
+"""CUDA graphs of a step: one chain of graphs for each recurring plan, captured once and then replayed.
 
-What is launched for a step depends on who draws what. Plans are few (`Assignment.assign_alike`), so each is captured
-when it comes for the second time: launching a step's hundred kernels one by one takes the host longer than they take on
-a capture of a million Gaussians. The first time warms up what a capture must not do (loading kernels, asking for
-attributes), and a step that is soon replaced is not worth a graph.
+The launches of a step depend on its plan. Plans are few (`Assignment.assign_alike`), so each is captured at its second
+occurrence. Launching a step's hundred kernels one by one takes the host longer than they take on a capture of a million
+Gaussians. The first occurrence loads kernels and queries attributes, which a capture must not do. A step that is soon
+replaced is not worth a graph.
 
-A step is one graph, or several with what must be launched by itself in between (see `transports.Collective`). Graphs
-have memory of their own: where there is little to spare, steps are launched as they come. GPUs that a model fills do
-not wait for the host.
+A step is one graph, or several with collectives between them that must be launched separately
+(`transports.Collective`). Graphs need memory of their own: if little is free, steps are launched without graphs. A GPU
+that a model fills does not wait for the host.
 
-A step that takes its numbers by itself may be in a graph several times, one behind the other: the host launches once,
-and the device goes from one step to the next without a new graph.
+A step that reads its inputs on the device may occur several times in one graph. One launch by the host then runs
+several steps without a gap between graphs.
 """
 
 from collections.abc import Callable, Generator, Hashable
@@ -30,14 +30,14 @@ from ns_multigpu.plugin.faults.memory import has_spare_capacity, hoards, release
 T = TypeVar("T")
 
 WORTH_SEVERAL = 256
-"""So often a step has been replayed before it is captured several times in a graph: one that is soon made anew is not
-worth as much capturing."""
+"""Replays of a step before several copies of it are captured in one graph; a step that is soon rebuilt does not repay
+the capture."""
 
 
 class GraphPool:
-    """Captures graphs that are replayed one at a time and share their memory.
+    """Memory pool and capture of graphs that are replayed one at a time.
 
-    The memory of a pool goes with the last graph that was captured in it: hold one until the next is there.
+    The memory of a pool is freed with the last graph captured in it: keep one graph until the next is captured.
 
     Args:
         device: a GPU.
@@ -48,32 +48,35 @@ class GraphPool:
         self._pool: Any = None
 
     def afresh(self) -> "GraphPool":
-        """A pool in the place of this one, whose graphs are all gone: what it held goes back to the device."""
+        """Return a pool that replaces this one, all of whose graphs are deleted; return its memory to the device."""
         torch.cuda.empty_cache()
         return type(self)(self._device)
 
     def has_spare_capacity(self) -> bool:
-        """Whether the device has room for another step's graphs."""
+        """Return whether the device has memory for another step's graphs."""
         return has_spare_capacity(self._device)
 
     def hoards(self) -> bool:
-        """Whether the device's memory is full of what nobody uses."""
+        """Return whether the device's memory is mostly cached but unused."""
         return hoards(self._device)
 
     def prepare(self) -> None:
-        """Called before the first graph of a step."""
+        """Prepare memory before the first graph of a step is captured."""
         release_idle_blocks(self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, part: Callable[[], None], stream: torch.cuda.Stream | None = None) -> Any:
-        """A graph of `part`, which is not run: something with a method `replay`. As torch.cuda.graph makes it, without
-        its pause to collect garbage; on a stream of its own, or on that where autograd's graph was first walked."""
+        """Return a graph of `part`, with a method `replay`, without running `part`.
+
+        It works like torch.cuda.graph without the garbage collection. It captures on a new stream, or on `stream`,
+        where autograd's graph was first traversed.
+        """
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream() if stream is None else stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Other threads, such as the viewer's, may go on using the GPU meanwhile.
+            # Other threads, such as the viewer's, may use the GPU during the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 part()
@@ -83,16 +86,17 @@ class GraphPool:
         return graph
 
     def clock(self) -> torch.Tensor:
-        """[1] int64, for `add_clock`."""
+        """Return a counter for `add_clock`, [1] int64."""
         return torch.zeros(1, dtype=torch.int64, device=self._device)
 
 
 def capture_parts(pool: GraphPool, step: Parts[T], stream: torch.cuda.Stream | None = None) -> tuple[list[Any], T]:
-    """Graphs of the parts of a step and the collectives between them, in order; and what the step returned. Nothing is
-    launched, no collective either: ranks need not capture at the same time.
+    """Return the graphs of a step's parts with the collectives between them, in order, and the step's result.
+
+    Nothing is launched, no collective either, so ranks need not capture at the same time.
 
     Args:
-        pool: prepared. stream: as of `GraphPool.capture`.
+        pool: prepared. stream: see `GraphPool.capture`.
     """
     chain: list[Any] = []
     result: list[T] = []
@@ -113,8 +117,8 @@ def capture_parts(pool: GraphPool, step: Parts[T], stream: torch.cuda.Stream | N
 
 @dataclass
 class _Captured:
-    """A step: graphs, and collectives between them; what its parts returned, tensors that a replay writes again; and
-    how often it was replayed."""
+    """Captured step: its graphs and the collectives between them, its result (tensors that a replay overwrites), and
+    its number of replays."""
 
     chain: list[Any]
     result: Any
@@ -122,23 +126,23 @@ class _Captured:
 
 
 def _one_after_the_other(parts: Callable[[], Parts[T]], steps: int) -> Parts[T]:
-    """So many steps as one; what the last of them returns."""
+    """Run the step `steps` times as one; return the result of the last."""
     for _ in range(steps - 1):
         yield from parts()
     return (yield from parts())
 
 
 class StepGraphs:
-    """Takes steps of one `Step` after another.
+    """Launcher of steps of one `Step` after another, replaying graphs if it has a pool.
 
     Args:
-        timer: what lies between collectives counts to `compute`, these to `exchange`.
-        computed: called when this rank has given its device all of a step that waits for no other.
-        pool: captures; None to launch all steps as they come, as on a CPU.
+        timer: counts the work between collectives as `compute` and collectives as `exchange`.
+        computed: called once this rank has launched the part of a step that waits for no other rank.
+        pool: captures graphs; None to launch all steps directly, as on a CPU.
 
     Attributes:
-        stream: that graphs are captured on; None for one of their own.
-        most_kept: plans whose graphs are kept, at most.
+        stream: stream on which graphs are captured; None for a new one.
+        most_kept: maximum number of plans whose graphs are kept.
     """
 
     stream: torch.cuda.Stream | None = None
@@ -149,51 +153,51 @@ class StepGraphs:
         self._captured: dict[Hashable, _Captured] = {}
         self._seen: set[Hashable] = set()
         self._retired: list[Any] = []  # see `GraphPool`
-        self._captures = False  # now
-        # How long graphs have exchanged, in nanoseconds: on the device, None before there are any; as it has told the
-        # host last; and what of that has been counted.
+        self._captures = False  # True during a capture
+        # Nanoseconds of exchange within graphs: on the device (None before the first graph), as last copied to the
+        # host, and as already counted.
         self._clock: torch.Tensor | None = None
         self._told = torch.zeros(1, dtype=torch.int64)
         self._counted = 0
-        self._exchanges = False  # any of them
+        self._exchanges = False  # of any graph
 
     def note(self, plan: Hashable) -> None:
-        """A step with this plan has been launched as it came: the next is captured."""
+        """Record that a step with this plan was launched directly: the next one is captured."""
         self._seen.add((plan, 1))
 
     def is_new(self, plan: Hashable) -> bool:
-        """Whether the next step with this plan would be captured."""
+        """Return whether the next step with this plan would be captured."""
         return (plan, 1) in self._seen and (plan, 1) not in self._captured
 
     def forget(self) -> None:
-        """The step has changed. Its graphs go when the next ones, which take over their memory, are there."""
-        # Graphs alone: collectives hold on to the step's buffers.
+        """Discard the graphs of a step that has changed. They are freed once the next graphs have taken over their
+        memory."""
+        # Keep only graphs: collectives hold references to the step's buffers.
         chains = [one.chain for one in self._captured.values()]
         graphs = [part for chain in chains for part in chain if not isinstance(part, Collective)]
         self._retired = graphs or self._retired
         self._captured, self._seen = {}, set()
 
     def at_once(self, plan: Hashable, steps: int) -> int:
-        """How many steps the next call of `take` had better take, of `steps` that come one after the other with this
-        plan: all of them, or one."""
+        """Return how many of `steps` consecutive steps with this plan the next `take` should run: all, or one."""
         one = self._captured.get((plan, 1))
         worth = one is not None and len(one.chain) == 1 and one.replays >= WORTH_SEVERAL
         return steps if worth else 1
 
     def take(self, plan: Hashable, parts: Callable[[], Parts[Any]], steps: int = 1) -> Any:
-        """Takes a step whose inputs are in place, or several that find theirs by themselves.
+        """Run a step whose inputs are in place, or several that read their inputs on the device.
 
         Args:
-            plan: all that what the step launches depends on, but for the step itself.
-            parts: begins a step; in operators that do not wait for the device, if there is a pool.
-            steps: to take one after the other; see `at_once`.
+            plan: key of everything that the step's launches depend on, except the step itself.
+            parts: begins a step; with a pool, its operators must not synchronize with the device.
+            steps: number of consecutive steps; see `at_once`.
 
         Returns:
-            what the parts of the last step have returned for this plan.
+            the result of the last step's parts for this plan.
         """
         key = plan, steps
         if steps > 1:
-            self._seen.add(key)  # their one step has been launched as it came
+            self._seen.add(key)  # its single step has been launched directly before
             parts = partial(_one_after_the_other, parts, steps)
         if self._pool is None:
             return self._as_it_comes(parts)
@@ -202,14 +206,14 @@ class StepGraphs:
             return self._as_it_comes(parts)
         spare = key in self._captured or self._pool.has_spare_capacity()
         if key not in self._captured and self._retired and (not spare or self._pool.hoards()):
-            self._retired = []  # nor is there room for what they hold
+            self._retired = []  # no memory is left for the retired graphs
             self._pool = self._pool.afresh()
         if not spare:
             return self._as_it_comes(parts)
         if key not in self._captured:
             self._captured[key] = self._capture(self._pool, parts())
             self._retired = []
-            if len(self._captured) > self.most_kept:  # the one that was used longest ago: its plan is not made any more
+            if len(self._captured) > self.most_kept:  # delete the least recently used: its plan no longer occurs
                 del self._captured[next(iter(self._captured))]
         one = self._captured[key] = self._captured.pop(key)
         self._replay(one.chain)
@@ -217,14 +221,16 @@ class StepGraphs:
         return one.result
 
     def measure(self, part: str) -> AbstractContextManager[None]:
-        """Counts the enclosed work of a step to `part`: by the timer, or by the clock in the graph that captures it."""
+        """Count the enclosed work to `part`: by the timer, or by the clock in the graph that captures it."""
         if not self._captures:
             return self._timer.measure(part)
         return self._clocked() if part == "exchange" else nullcontext()
 
     def count_exchanges(self) -> None:
-        """Counts to `exchange` what was exchanged within graphs up to the last call, and so was counted to `compute`.
-        What has been since then comes with the next: nobody waits for the device, which must be done with all of it."""
+        """Move the exchange time within graphs, up to the last call, from `compute` to `exchange`.
+
+        Later time is moved by the next call: reading it now would wait for the device.
+        """
         if self._clock is None or not self._exchanges:
             return
         told = int(self._told)

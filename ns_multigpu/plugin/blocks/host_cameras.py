@@ -1,4 +1,4 @@
-"""Cameras of training views as fused steps take them, made once."""
+"""Cached host-side cameras of training views for fused steps."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 class HostCameras:
-    """The training views of a run.
+    """Cached training views of a run.
 
     Args:
         data: a `DistributedDataManager`.
@@ -25,8 +25,8 @@ class HostCameras:
         self._made: dict[tuple[int, int], tuple[View, Numbers]] = {}
 
     def __call__(self, index: int, factor: int) -> tuple[View, Numbers]:
-        """A view on the host at 1 / `factor` of its size, and its 25 numbers for a step: world-to-camera matrix and
-        intrinsics."""
+        """Return a view on the host at 1 / `factor` of its size, and its 25 numbers (world-to-camera matrix,
+        intrinsics)."""
         key = (index, factor)
         if key not in self._made:
             cameras = self._data.train_dataset.cameras

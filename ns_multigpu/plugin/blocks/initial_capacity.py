@@ -1,7 +1,7 @@
-"""How much room a run's first steps have, and those after points were placed anew.
+"""Capacities of a run's first steps, and of steps after points were placed again.
 
-What goes by collectives travels whole, with the room that there is for more. So the rows that each rank will send are
-counted before the first step: points are projected for the batches of the block that begins, and nothing is drawn.
+Collectives transfer whole buffers, spare capacity included. So the rows that each rank will send are counted before the
+first step: points are projected for the batches of the coming block, without drawing.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ from ns_multigpu.plugin.blocks.step_capacities import Capacities
 from ns_multigpu.plugin.faults.out_of_memory import check_room
 
 _MOST_AT_FIRST = 1 << 22
-"""Points of which the first step of a run may draw all; one that needs more room is taken again with more."""
+"""Points of a run's first step up to which it has capacity to draw all; a step that needs more is retried with more."""
 _MOST_TO_SEND = 1 << 20
-"""Rows of a rank that the first step of a run has room for where rows travel, which takes room twice."""
+"""Capacity in rows of a rank's first step if rows are exchanged, which takes the memory twice."""
 
 
 class InitialCapacity:
-    """The room of steps whose needs nobody has seen yet.
+    """Capacities used before any demand has been measured.
 
     Args:
-        pipeline: a `DistributedPipeline`, ready to train. buffers: of its steps.
+        pipeline: a `DistributedPipeline`, ready to train. buffers: buffers of its steps.
     """
 
     def __init__(self, pipeline: Any, world: World, buffers: StepBuffers) -> None:
@@ -40,7 +40,7 @@ class InitialCapacity:
         self._placings = -1
 
     def due(self, now: Capacities | None) -> bool:
-        """Whether there is to be another room than the present one: there is none, or points were placed anew."""
+        """Return whether new capacities are due: none are set, or points were placed again."""
         counts = self._travels and not self._buffers.one_for_all
         return now is None or (counts and self._pipeline.strategy.placement.placings != self._placings)
 
@@ -48,12 +48,12 @@ class InitialCapacity:
         self, now: Capacities | None, view: View, batches: Sequence[Sequence[View]], model: Callable[[], Model],
         kernels: Kernels,
     ) -> Capacities:  # fmt: skip
-        """What to begin with. Every rank calls it at the same point.
+        """Return the capacities to begin with. Every rank calls it at the same point.
 
         Args:
-            now: the capacities so far. view: one of the size that all have.
-            batches: the views of the coming steps; may be empty where nobody knows them.
-            model: makes what `kernels` work with.
+            now: the capacities so far. view: a view of the common size.
+            batches: the views of the coming steps; empty if unknown.
+            model: builds the input of `kernels`.
         """
         strategy, first = self._pipeline.strategy, self._guess(view.width * view.height)
         self._placings = strategy.placement.placings
@@ -65,10 +65,10 @@ class InitialCapacity:
         return rows, pairs, intersections
 
     def check(self, now: Capacities | None, view: View) -> None:
-        """Whether there is memory on all ranks for the buffers of a step, before any rank begins it.
+        """Check that all ranks have memory for a step's buffers, before any rank begins the step.
 
         Raises:
-            CapacityExceeded: on every rank, if there is not.
+            CapacityExceeded: on every rank, if one lacks memory.
         """
         assert now is not None
         ranks = self._world.size
@@ -95,13 +95,13 @@ def rows_needed(
     kernels: Kernels, model: Model, strategy: Strategy, batches: Sequence[Sequence[View]], capacity: int,
     relays: Relays | None,
 ) -> Pairs:  # fmt: skip
-    """The most rows that ranks send each other in any of these batches; with relays, the most of all that they count.
+    """Return the most rows that ranks send each other in any of these batches; with relays, the maximum per relay pair.
 
-    Every rank calls it with the same batches. It waits for the device.
+    Every rank calls it with the same batches. It synchronizes with the device.
 
     Args:
-        capacity: rows that are projected at most; where there are more, the others are taken to go where these go.
-        relays: that hand rows on, if any do.
+        capacity: maximum number of projected rows; further rows are assumed to have the same destinations.
+        relays: forwards rows between machines, if any.
     """
     world = strategy.world
     machines = range(world.machines) if relays is not None else range(0)

@@ -1,8 +1,8 @@
-"""What a block's steps are served: numbers and images, where the device finds them by itself.
+"""Device-side input queue of a block's steps: numbers and images that the device selects by itself.
 
-Small models are as fast as the host is. So the host writes a step's numbers into a table in page-locked memory, and a
-step begins by taking the line that is next: one CUDA graph serves step after step, and costs the host one launch.
-Images that are kept on the GPU are chosen by the same line. What a step reports goes to a line of another table.
+Small models train as fast as the host launches. So the host writes a step's numbers into a table in page-locked memory,
+and each step first reads the next line. One CUDA graph then replays for many steps at one launch each. The line also
+selects images that are kept on the GPU. Each step writes its report to a line of another table.
 """
 
 import functools
@@ -23,15 +23,15 @@ from ns_multigpu.plugin.capture.device_images import DeviceImages
 
 
 class InputQueue:
-    """Serves the steps of one rank, block by block.
+    """Input queue of one rank's steps, block by block.
 
     Args:
         pipeline: a `DistributedPipeline`, ready to train. world: the ranks.
-        places: steps of a block at most.
+        places: maximum number of steps of a block.
 
     Attributes:
-        targets: what the last step compared its renderings with, a tensor for each of this rank's patches.
-        plan: of the last step, with halos.
+        targets: images that the last step compared its renderings with, one tensor per patch of this rank.
+        plan: plan of the last step, with halos.
     """
 
     def __init__(self, pipeline: Any, world: World, places: int) -> None:
@@ -46,15 +46,17 @@ class InputQueue:
         self.plan = Plan((), ())
 
     def bring(self, step: int, factor: int) -> None:
-        """Has the images that steps from this one on need, at 1 / `factor` of their size, where they are kept on the
-        GPU. Every rank calls it."""
+        """Load the images of steps from this one on, at 1 / `factor` of their size, if they are kept on the GPU.
+
+        Every rank calls it.
+        """
         self._images.bring(factor, functools.partial(self._small, step))
 
     def begin(self, step: Step, place: int) -> None:
-        """The next step that is taken is the block's step number `place`, and those behind it follow.
+        """Set the next step to the block's step number `place`; later steps follow in order.
 
         Args:
-            step: takes them. One with other numbers than the one before is no longer in any graph.
+            step: runs the steps. If its number of inputs differs from the previous one's, all graphs must be new.
         """
         numbers, views = len(step.inputs), len(step.report) - 1
         if (numbers, views) != (self._numbers.shape[1], self._indices.shape[1]):
@@ -67,16 +69,16 @@ class InputQueue:
         self._at.fill_(place)
 
     def put(self, place: int, feed: Feed) -> None:
-        """Says what the block's step number `place` is fed. Its line stays until the block is over."""
-        # Through numpy: torch's assignments take ten times as long.
+        """Write the inputs of the block's step number `place`. Its line is kept until the block ends."""
+        # Assign through numpy: torch takes ten times as long.
         self._lines[place] = feed.inputs.numpy()
         self._shown[place] = feed.indices
 
     def ready(self, buffers: StepBuffers, feed: Feed, plan: Plan, factor: int) -> None:
-        """Has the images of a step where it looks for them, unless it takes them by itself. Every rank calls it alike.
+        """Place the images of a step in its buffers, unless it selects them on the device. Every rank calls it alike.
 
         Args:
-            buffers: of the step. plan: its, with halos. factor: see `bring`.
+            buffers: buffers of the step. plan: its plan, with halos. factor: see `bring`.
         """
         mine, self.plan = plan.owned[self._world.rank], plan
         if self.shows(buffers):
@@ -87,7 +89,7 @@ class InputQueue:
         self.targets = buffers.targets(parts, mine, feed.views)
 
     def parts(self, buffers: StepBuffers, step: Step, feed: Feed) -> Generator[Collective, None, list[Tensor]]:
-        """The step that is next, from the line that it takes to the one that it leaves: what a graph may hold."""
+        """Run the next step, from reading its line to writing its report: the part that a graph may capture."""
         take_lines([self._numbers, self._indices], self._at, [step.inputs, self._chosen])
         if self.shows(buffers) and self.targets:
             mine = self.plan.owned[self._world.rank]
@@ -99,14 +101,14 @@ class InputQueue:
         return rgb
 
     def reports(self, steps: int) -> Tensor:
-        """[steps, B + 1] what the block's first steps have reported, see `Step.report`."""
+        """Return the reports of the block's first steps, [steps, B + 1]; see `Step.report`."""
         return self._reports[:steps].clone()
 
     def shows(self, buffers: StepBuffers) -> bool:
-        """Whether a step's images are chosen on the device: they are kept there, and lie where graphs find them."""
+        """Return whether a step's images are selected on the device: they are kept there and steps are captured."""
         return buffers.captures and self._images.kept is not None
 
     def _small(self, step: int, image: Tensor) -> Tensor:
-        """The image at the step's resolution, as floats."""
+        """Return the image at the step's resolution, as floats."""
         self._model.step = step * self._pipeline.batch_size
         return self._model.get_gt_img(image)

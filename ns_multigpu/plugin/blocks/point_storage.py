@@ -1,9 +1,9 @@
-"""Where points lie while steps are fused: in tensors with room to spare, so that a refinement moves none of them.
+"""Storage of points while steps are fused: tensors with spare capacity, so that refinements do not move them.
 
-The CUDA graph of a step knows addresses and sizes. A refinement makes new tensors of another length, and the step had
-to be made and captured again, which took the host 5 to 7 ms, every 25 steps where four GPUs draw a view
-each. Here the new values are copied to where the old ones were, and the graph stays as it is. Its kernels go over the
-room that is left as well; what lies there has no position, and so is never seen.
+A step's CUDA graph fixes addresses and sizes. A refinement makes new tensors of another length, and rebuilding and
+capturing the step took the host 5 to 7 ms, every 25 steps if four GPUs draw a view each. Here the new values are copied
+to the old addresses and the graph stays valid. Its kernels also process the spare rows, which have NaN positions and so
+are never drawn.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -17,21 +17,26 @@ from ns_multigpu.core.schema import POSITION
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 MOST_SPARED = 1 << 20
-"""Points of a model at most that gets room to spare: with more, a step takes so long that a capture is nothing beside
-it, and memory is worth more."""
+"""Largest model, in points, that gets spare capacity. Larger models have long steps, next to which a capture is cheap,
+and memory is scarcer."""
 WITH_CAP = 4
-"""So many times as many where points stop at a cap: the room is for them, and will be needed. Beside it there is a
-second model for a moment, when a refinement makes one."""
+"""Factor on `MOST_SPARED` for models with a cap: the capacity will be needed. A refinement briefly holds a second model
+in addition."""
 
 _GROWS = 1 << 15
-"""Points that a small model soon has more, if it has as many: in the first 2,000 images a model triples, and triples
-again. A step over room for so many takes some 10 us longer; to make it anew takes the host as long as a thousand such
-steps."""
+"""Spare points of a small model, up to its own size: a model triples in its first 2,000 images, and triples again.
+
+Processing that capacity takes a step some 10 us longer; rebuilding the step takes the host as long as a thousand such
+steps.
+"""
 
 
 def capacity_for(count: int, cap: int | None = None) -> int:
-    """How many points there is to be room for when there are `count`: a quarter more, and of a small model up to twice
-    as many, in steps of 64; but no more than for the `cap` that they stop at, if there is one."""
+    """Return the capacity in points for `count` points: a quarter more, up to twice as many for a small model, in
+    multiples of 64.
+
+    It is at most the `cap` that densification stops at, if there is one.
+    """
     wanted = max(64, -(-(count + _spare(count)) // 64) * 64)
     return wanted if cap is None else min(wanted, -(-max(count, cap) // 64) * 64)
 
@@ -41,13 +46,13 @@ def _spare(count: int) -> int:
 
 
 class PointStorage:
-    """The parameters, moments and statistics of a model's points as fused steps are given them.
+    """Parameters, moments and statistics of a model's points, as passed to fused steps.
 
-    Of a sharded model all ranks have as much room, by the longest shard: so they make their steps anew together.
+    All ranks of a sharded model have equal capacity, set by the longest shard, so they rebuild their steps together.
 
     Args:
-        names: of the parameters, in their kernels' order.
-        cap: points that densification stops at; None for no such number.
+        names: names of the parameters, in their kernels' order.
+        cap: points that densification stops at; None without a cap.
 
     Attributes:
         params: by name, [C, ...]: the model's parameters are the first rows.
@@ -58,24 +63,27 @@ class PointStorage:
     def __init__(self, *, names: Sequence[str] = ORDER, cap: int | None = None) -> None:
         self._names, self._cap = tuple(names), cap
         self._most = MOST_SPARED if cap is None else WITH_CAP * MOST_SPARED
-        self._has_capacity = False  # what is held now has room to spare
+        self._has_capacity = False  # True if the stored tensors have spare capacity
         self.params: dict[str, Tensor] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.statistics: dict[str, Tensor] = {}
 
     @property
     def rows(self) -> int:
-        """C, how many points there is room for."""
+        """Capacity C in points."""
         return len(self.params[POSITION])
 
     def keeps(self, points: int) -> bool:
-        """Whether what is held may still serve once a refinement has replaced the tensors of a model of so many points
-        (on the rank that has the most). If not, it is to be forgotten before: each tensor is to go when there is a new
-        one in its place."""
+        """Return whether the storage may remain valid after a refinement replaces the tensors of a model of `points`
+        points.
+
+        `points` is the largest shard's count. If False, call `forget` before the refinement, so that each old tensor is
+        freed as its replacement is made.
+        """
         return self._has_capacity and points <= self._most
 
     def has_capacity(self, points: int) -> bool:
-        """Whether so many points (on the rank that has the most) would lie where points lie now."""
+        """Return whether `points` points (the largest shard's count) fit the present storage without much waste."""
         most = max(2 * points, points + 2 * _spare(points))
         return self._has_capacity and points <= self.rows <= max(most, capacity_for(points, self._cap))
 
@@ -83,10 +91,10 @@ class PointStorage:
     def follows(
         self, params: MutableMapping[str, Any], adam: AdamStep, state: MutableMapping[str, Any], most: int
     ) -> bool:
-        """Whether a refinement has left all points here, in the room that they had; then this is as after `hold`.
+        """Return whether a refinement kept all points in this storage; if so, update it as `hold` would.
 
         Args:
-            params, adam, state, most: as of `hold`; `adam` is of before the refinement.
+            params, adam, state, most: see `hold`; `adam` is from before the refinement.
         """
         same = all(params[name] is adam.params[k] for k, name in enumerate(self._names))
         if not (same and adam.is_current() and self.has_capacity(most)):
@@ -102,7 +110,7 @@ class PointStorage:
         return True
 
     def forget(self) -> None:
-        """Holds nothing any longer: the model's tensors are to be the only ones."""
+        """Release the stored tensors; only the model's remain."""
         self._has_capacity = False
         self.params, self.moments, self.statistics = {}, {}, {}
 
@@ -110,16 +118,16 @@ class PointStorage:
     def hold(
         self, params: MutableMapping[str, Any], adam: AdamStep, state: MutableMapping[str, Any], most: int | None = None
     ) -> bool:
-        """Brings a model's points here; afterwards its tensors, and its optimizers', are views of these.
+        """Copy a model's points into this storage; its tensors and its optimizers' become views of it.
 
         Args:
             params: the model's parameters by name.
-            adam: of their optimizers, in the kernels' order; and perhaps of others behind them.
-            state: densification's, whose running sums are `grad2d`, `count` and `radii`, as far as they are there.
-            most: points of the rank that has the most, where each has its own; the same on all.
+            adam: step of their optimizers in the kernels' order, possibly followed by others.
+            state: densification's state; its running sums are those present of `grad2d`, `count` and `radii`.
+            most: points of the largest shard, the same on all ranks; None for this rank's count.
 
         Returns:
-            whether all of it lies where it lay at the last call: a step made then still serves.
+            True if all tensors kept their addresses: a step made at the last call remains valid.
         """
         count, names = len(params[POSITION]), self._names
         most = count if most is None else most
@@ -140,7 +148,7 @@ class PointStorage:
         ]
         if moved:
             torch._foreach_copy_([there[:count] for there, _ in moved], [x for _, x in moved])  # pyright: ignore
-        self.params[POSITION][count:].fill_(torch.nan)  # no operator sees a point without a position
+        self.params[POSITION][count:].fill_(torch.nan)  # operators skip points without a position
         for name, there in self.params.items():
             params[name].data = there[:count]
         for place, name in enumerate(names):
@@ -150,7 +158,7 @@ class PointStorage:
         return same
 
     def _fits(self, count: int, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> bool:
-        """Whether what is held has room for `count` points, not far too much, and is of their kind."""
+        """Return whether the storage has capacity for `count` points without much waste, and equal types."""
         if not self.has_capacity(count):
             return False
         here = [(x.dtype, x.shape[1:]) for x in self._all()]
@@ -159,8 +167,7 @@ class PointStorage:
         ]
 
     def _make(self, rows: int, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> None:
-        """Room for so many rows, with the points in it. What was held is let go before, and each tensor as soon as the
-        new one has its values: there are never two models."""
+        """Allocate `rows` rows and copy the points. Old tensors are freed one by one, so there are never two models."""
         self.forget()
         count = len(params[POSITION])
         for place, name in enumerate(self._names):
@@ -176,23 +183,23 @@ class PointStorage:
         self._has_capacity = True
 
     def _given(self, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> list[Tensor]:
-        """What `hold` is given, in the order of `_all`."""
+        """Return the arguments of `hold` in the order of `_all`."""
         moments = [*adam.exp_avgs[: len(self._names)], *adam.exp_avg_sqs[: len(self._names)]]
         return [*(params[name].detach() for name in self._names), *moments, *sums.values()]
 
     def _all(self) -> list[Tensor]:
-        """Everything, in the order of `hold`."""
+        """Return all stored tensors, in the order of `hold`."""
         firsts, seconds = zip(*self.moments.values(), strict=True)
         return [*self.params.values(), *firsts, *seconds, *self.statistics.values()]
 
 
 def _sums(state: MutableMapping[str, Any]) -> dict[str, Tensor]:
-    """Densification's running sums, as far as they are there."""
+    """Return the running sums of densification that are present."""
     return {name: state[name] for name in ("grad2d", "count", "radii") if isinstance(state.get(name), Tensor)}
 
 
 def _with_capacity(x: Tensor, rows: int) -> Tensor:
-    """[rows, ...] with the values of `x` in front, and zeros."""
+    """Return zeros [rows, ...] with the values of `x` in the first rows."""
     made = x.new_zeros(rows, *x.shape[1:])
     made[: len(x)] = x
     return made

@@ -1,15 +1,15 @@
-"""What a fused step depends on that changes on its own, by the number of images seen."""
+"""Scheduled properties of a fused step: those that change with the number of images seen."""
 
 from typing import Any, TypeAlias
 
 from ns_multigpu.plugin.model import surfaces
 
 Signature: TypeAlias = tuple[int, int, bool, tuple[tuple[str, float], ...]]
-"""Harmonics, by what images are made smaller, whether statistics count, and weights of further losses."""
+"""(degree of harmonics, downscale factor of images, whether statistics are counted, weights of further losses)."""
 
 
 class Signatures:
-    """Of the steps of a run.
+    """Cached signatures of a run's steps.
 
     Args:
         pipeline: a `DistributedPipeline`, ready to train.
@@ -20,7 +20,7 @@ class Signatures:
         self._found: dict[int, Signature] = {}
 
     def __call__(self, step: int) -> Signature:
-        """That of a step."""
+        """Return the signature of a step."""
         if step in self._found:
             return self._found[step]
         config, images = self._model.config, step * self._pipeline.batch_size
@@ -31,13 +31,13 @@ class Signatures:
         return found
 
     def forget(self) -> None:
-        """A block begins: what was found of steps before it is of no use."""
+        """Clear the cache when a block begins."""
         self._found.clear()
 
     def same(self, steps: range) -> None:
-        """All of these have that of the first: nothing that it depends on changes back."""
+        """Store the first step's signature for all `steps`: no property changes back, so equal ends suffice."""
         self._found.update(dict.fromkeys(steps, self(steps[0])))
 
     def enlarges(self, step: int) -> bool:
-        """Whether images are larger in this step than in the one before."""
+        """Return whether images are larger in this step than in the one before."""
         return step > 0 and self(step)[1] < self(step - 1)[1]

@@ -1,4 +1,4 @@
-"""What steps work with that outlives a step made anew: transport, lists, and room for images that graphs read."""
+"""Resources that outlive a rebuilt step: transport, tile lists, and image buffers that graphs read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,22 +22,22 @@ from ns_multigpu.plugin.faults.errors import InputError
 
 
 class StepBuffers:
-    """The buffers of one rank's steps. Those of other sizes go before new ones are made: they take each other's memory.
+    """Buffers of one rank's steps. Those of other sizes are freed before new ones are made, to reuse their memory.
 
     Args:
-        pipeline: a `DistributedPipeline`: of its options `transport`, `tile_lists` and `wire`.
+        pipeline: a `DistributedPipeline`; its options `transport`, `tile_lists` and `wire` are used.
         world: the ranks.
 
     Raises:
-        InputError: what is asked for about the exchange of rows cannot be had.
+        InputError: the options for the exchange of rows cannot be met.
 
     Attributes:
-        captures: whether CUDA graphs can hold steps.
-        peer: whether all rows are written into the memory of other GPUs.
-        tells: whether replicas so tell each other what they drew.
-        relays: how rows are handed on over several machines; None where they are not.
-        one_for_all: whether what rows travel through has one size for all pairs of ranks.
-        pictures: [n] room for what graphs look for, see `places`.
+        captures: True if CUDA graphs can hold steps.
+        peer: True if all rows are written into the memory of other GPUs.
+        tells: True if replicas exchange the rows that they drew through peer memory.
+        relays: forwards rows between machines; None if rows are sent directly.
+        one_for_all: True if the transport's buffers have one size for all pairs of ranks.
+        pictures: [n] buffer of the images that graphs read, see `places`.
     """
 
     def __init__(self, pipeline: Any, world: World) -> None:
@@ -81,17 +81,17 @@ class StepBuffers:
             CONSOLE.print(choice.reason)
 
     def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
-        """What carries rows, and their gradients."""
+        """Return the transport of rows and their gradients."""
         rows, words = settings.rows, settings.words(self._strategy.assignment)
         pairs = self.pairs(settings.segment)
         old, shape = self._transport, (rows, pairs, words)
         if old is not None and type(old.kernels) is type(kernels):
-            of_rows_alone = self._shape[1:] == shape[1:]  # they differ, if at all
+            of_rows_alone = self._shape[1:] == shape[1:]  # True if shapes differ in `rows` at most
             if self._shape == shape or (of_rows_alone and old.fit(rows)):
                 self._shape = shape
-                old.kernels = kernels  # what they differ in is not what a row is
+                old.kernels = kernels  # a row's layout is the same
                 return old
-        old = self._transport = None  # its memory is the next one's
+        old = self._transport = None  # free its memory for the next one
         self._shape = shape
         self._transport = make_transport(
             self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
@@ -100,43 +100,43 @@ class StepBuffers:
         return self._transport
 
     def spared(self) -> dict[str, bool]:
-        """What may have room to spare: not what goes by collectives, which travels with its room."""
+        """Return which capacities may have a margin. Collectives' may not: they transfer the margin too."""
         replicas = self._strategy.gradients.summed and self._world.size > 1
         return {"rows": self.tells or not replicas, "pairs": self.peer}
 
     def pairs(self, segment: int | Pairs) -> Pairs:
-        """The capacities of all pairs of ranks, or with relays of all that they count."""
+        """Return the capacities of all pairs of ranks, or with relays of all relay pairs."""
         return pairs_of(segment, self._world.size, self.relays.numbers if self.relays else self._world.size)
 
     def forget(self) -> None:
-        """The step goes. What rows travel through stays: it is made anew by all ranks together, and takes time."""
+        """Release the step's buffers. A lasting transport is kept: rebuilding it is slow and needs all ranks."""
         if self._transport is not None and not self._transport.lasts:
             self._transport = None
 
     def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport) -> TileLists:
-        """What finds each tile's splats."""
+        """Return the builder of each tile's list of splats."""
         if not self._by_sort:
             return GatheredLists(kernels, settings.intersections)
         shape = (settings.width, settings.height, settings.rows, transport.lines, settings.intersections)
         if self._lists is None or self._lists_shape != shape:
-            self._lists = None  # its memory is the next one's
+            self._lists = None  # free its memory for the next one
             self._lists_shape = shape
             self._lists = SortedLists(settings, self._world, transport.lines, peer=self.peer)
         return self._lists
 
     def make_pictures(self, settings: StepSettings, kind: torch.dtype) -> None:
-        """Makes room for the images of a step of graphs, which read them where they were when they were captured."""
+        """Allocate the image buffer of captured steps, which read images at fixed addresses."""
         size = settings.views, settings.width, settings.height, self._world.size
         room = 3 * self._strategy.assignment.most_pixels(*size, HALO) if self.captures else 0
         if len(self.pictures) != room or self.pictures.dtype != kind:
             self.pictures = torch.empty(room, dtype=kind, device=self._world.device)
 
     def targets(self, parts: Sequence[ImagePart], patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
-        """What lies of each image [h, w, 3] under a rendered rectangle, where a step finds it.
+        """Return the part [h, w, 3] of each image under a rendered rectangle, in the buffer that a step reads.
 
         Args:
-            parts, patches: of this rank's patches.
-            views: the batch's.
+            parts, patches: those of this rank.
+            views: the batch's views.
         """
         rectangles = [patch.rendered(views[patch.view]) for patch in patches]
         there = [part.under(one).data["image"] for part, one in zip(parts, rectangles, strict=True)]
@@ -145,8 +145,10 @@ class StepBuffers:
         return [place.copy_(image) for place, image in zip(self.places(patches, views), there, strict=True)]
 
     def places(self, patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
-        """Where graphs look for what lies of each image [h, w, 3] under a rendered rectangle: one behind the other, and
-        of one plan's patches always the same. Arguments as `targets`'."""
+        """Return the buffers [h, w, 3] from which graphs read the images under rendered rectangles.
+
+        They are consecutive, and the same for every step of a plan. See `targets` for the arguments.
+        """
         found: list[Tensor] = []
         start = 0
         for patch in patches:
@@ -157,10 +159,10 @@ class StepBuffers:
         return found
 
     def exchanges_in(self, part: str) -> bool:
-        """Whether ranks meet within this part of a step without a collective, which would be measured by itself."""
+        """Return whether this part of a step exchanges data without a collective, which is timed separately."""
         return part in (("send", "return") if self.peer and self._world.size > 1 else ("return",) if self.tells else ())
 
     def count_traffic(self, status: Status) -> None:
-        """Counts what peers wrote to each other; collectives count for themselves."""
+        """Count bytes that peers wrote to each other; collectives count their own."""
         if self._transport is not None:
             self._world.traffic.add(self._transport.written_bytes(status.done, status.rows, status.sent))

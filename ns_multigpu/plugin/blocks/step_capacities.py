@@ -1,9 +1,9 @@
-"""How much room the buffers of fused steps have: what was needed of late, and some more.
+"""Capacities of the buffers of fused steps: recent demand plus a margin.
 
-A step that has not enough is not taken, nor are those behind it in its block: all are taken again. So room is given
-up only when every view has been drawn without needing it: views of one capture differ by a factor of ten.
+A step that exceeds a capacity is skipped, as are those after it in its block; all are retried. Demand varies tenfold
+between views of one capture. So a capacity shrinks only after every view has been drawn without needing it.
 
-Each pair of ranks has room of its own, so that what one pair needs is not sent by all others.
+Each pair of ranks has its own capacity, so that one pair's demand does not enlarge the messages of all others.
 """
 
 from collections import deque
@@ -14,16 +14,16 @@ from ns_multigpu.core.exchange.pair_capacities import Pairs, alike
 from ns_multigpu.core.step.step_settings import padded
 
 Capacities: TypeAlias = tuple[int, Pairs, int]
-"""Of rows, of the rows of each pair of ranks, and of intersections."""
+"""(rows, rows of each pair of ranks, intersections)."""
 _SPARE = 3 * 8192
-"""Rows or intersections of too much room that are not worth new buffers."""
+"""Excess capacity, in rows or intersections, that does not justify new buffers."""
 _MOST_SPARE = 1 << 20
-"""Rows or intersections that there is room for beside those that were needed, at most, before more are needed."""
+"""Largest margin above recent demand, in rows or intersections."""
 LEAST_ROWS, LEAST_INTERSECTIONS = 1 << 17, 1 << 19
-"""Room that a GPU's steps may have at least: sorting so many takes hardly longer than sorting few, and a small model
-that grows meets no end of it for a while."""
+"""Least capacities on a GPU: sorting so many takes hardly longer than sorting few, and a growing small model does not
+exceed them soon."""
 _IMAGES = 500
-"""Images that must have been seen, and every view once, before room is given up."""
+"""Images to be seen, besides every view once, before a capacity shrinks."""
 
 
 class StepCapacities:
@@ -31,36 +31,36 @@ class StepCapacities:
 
     Args:
         views: training views of the capture.
-        one_for_all: all pairs have the room of the largest, where their segments have one size anyway.
-        least: room of rows and of intersections that there is whatever was needed.
+        one_for_all: give all pairs the largest pair's capacity, if their segments have one size anyway.
+        least: minimum capacities of rows and of intersections.
     """
 
     def __init__(self, views: int, *, one_for_all: bool = False, least: tuple[int, int] = (0, 0)) -> None:
         self._one_for_all, self._least = one_for_all, least
         self._window = max(_IMAGES, views)
-        self._recent: deque[tuple[int, Capacities]] = deque()  # images of a block, and what it needed
+        self._recent: deque[tuple[int, Capacities]] = deque()  # images of a block, and its demand
         self._now: Capacities | None = None
 
     @property
     def now(self) -> Capacities | None:
-        """The capacities; None before the first."""
+        """Current capacities; None before the first."""
         if self._now is None:
             return None
         rows, pairs, intersections = self._now
         return max(rows, self._least[0]), pairs, max(intersections, self._least[1])
 
     def begin(self, capacities: Capacities) -> None:
-        """Sets the first ones, also where what was needed before says nothing of what will be."""
+        """Set capacities and discard measured demand, which no longer predicts future demand."""
         self._now = capacities
         self._recent.clear()
 
     def learn(self, needed: Capacities, full: bool, images: int) -> None:
-        """Fits the capacities to what steps have needed.
+        """Update capacities from measured demand.
 
         Args:
-            needed: the most of any of the steps, by capacity; the same on all ranks, as are the other arguments.
-            full: whether it was more than there was room for.
-            images: that the steps which were taken have seen.
+            needed: maximum demand of any of the steps, by capacity; all arguments are the same on all ranks.
+            full: whether a capacity was exceeded.
+            images: number of images seen by the completed steps.
         """
         assert self._now is not None
         if self._one_for_all:
@@ -69,10 +69,10 @@ class StepCapacities:
         while sum(seen for seen, _ in self._recent) - self._recent[0][0] >= self._window:
             self._recent.popleft()
         if full:
-            # What was counted beyond a full capacity of rows may be too little: go well beyond.
+            # The count beyond a full capacity of rows may be too low: enlarge well beyond it.
             self._now = self._each(lambda w, c: max(c, 2 * w if w > c else w), needed)
             return
-        # Before all views have been seen, only what is far too much: the first guess of a run.
+        # Before all views have been seen, shrink only a far too large first guess.
         all_seen = sum(seen for seen, _ in self._recent) >= self._window
         self._now = self._each(
             lambda w, c: w + w // 8 if c > (_too_much(w) if all_seen else 3 * w) + _SPARE else c,
@@ -81,25 +81,27 @@ class StepCapacities:
         )
 
     def spare(self, least: int = 9, wanted: int = 16, *, rows: bool = True, pairs: bool = False) -> None:
-        """Has room for `wanted` eighths of what was needed of late, and some more, where there is not for `least`
-        eighths. Called where steps are made anew in any case: room that turns out too small costs a block. Far more
-        than is needed now, for other room may be another buffer that all GPUs reach, and making one takes 20 ms.
+        """Raise capacities below `least` eighths of recent demand to `wanted` eighths, with a limited margin.
+
+        Call it only if steps are rebuilt anyway: a capacity that proves too small costs a block. The margin is generous
+        because a change may need new peer buffers on all GPUs, which takes 20 ms.
 
         Args:
-            rows, pairs: for those of a rank, and of each pair of ranks, too. Not where they travel with their room.
+            rows, pairs: whether to raise capacities of a rank's rows and of pairs; not if collectives transfer the
+                margin.
         """
 
         def chosen(w: int, c: int, eighths: int = wanted) -> int:
             return max(c, w + min(w * (eighths - 8) // 8, _MOST_SPARE)) if c < w * least // 8 else c
 
         if self._recent:
-            # Room of pairs is given up sooner than that of others.
+            # Capacities of pairs shrink sooner than others.
             found = self._each(chosen, self._most(), lambda w, c: chosen(w, c, min(wanted, 12)))
             assert self._now is not None
             self._now = found[0] if rows else self._now[0], found[1] if pairs else self._now[1], found[2]
 
     def _most(self) -> Capacities:
-        """That any step of late has needed."""
+        """Return the maximum recent demand of any step."""
         rows, pairs, intersections = zip(*(most for _, most in self._recent), strict=True)
         most = tuple(tuple(map(max, *of_source, of_source[0])) for of_source in zip(*pairs, strict=True))
         return max(rows), most, max(intersections)
@@ -107,8 +109,7 @@ class StepCapacities:
     def _each(
         self, chosen: Callable[[int, int], int], needed: Capacities, of_pairs: Callable[[int, int], int] | None = None
     ) -> Capacities:
-        """A choice for each capacity, from what there should be room for and what there is; another one for those of
-        pairs, where it is given."""
+        """Return new capacities, each chosen from its padded demand and present value; pairs by `of_pairs` if given."""
         assert self._now is not None
         of_pairs = of_pairs or chosen
         rows, pairs, intersections = self._now
@@ -120,6 +121,9 @@ class StepCapacities:
 
 
 def _too_much(wanted: int) -> int:
-    """Room that is given up once all views have been seen: of a small model more than `spare` makes, of a large one,
-    where memory counts, half as much again."""
+    """Return the capacity above which it shrinks once all views have been seen.
+
+    That is 2.5 times the demand of a small model, above the margin of `spare`, and 1.5 times that of a large one, whose
+    memory matters.
+    """
     return min(5 * wanted // 2, max(3 * wanted // 2, wanted + _MOST_SPARE))

@@ -1,7 +1,7 @@
-"""What a step is fed: views, cameras, backgrounds and Adam's numbers, drawn on the host while the device is busy.
+"""Inputs of a step: views, cameras, backgrounds and Adam's numbers, drawn on the host while the device is busy.
 
-Small models are as fast as the host is. So all numbers of a step are put into one array as they are, one copy carries
-them to the device, and nothing is made anew that the steps before had as well.
+Small models train as fast as the host launches. So all numbers of a step go into one array, one copy moves them to the
+device, and values shared with earlier steps are cached.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +21,18 @@ from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.model.batch_scaling import next_rates
 
 TOGETHER = 8
-"""Steps at most that are drawn at once. So many are taken at once where one graph may hold them."""
+"""Maximum number of steps drawn at once, and run at once if one graph can hold them."""
 
 
 @dataclass
 class Feed:
-    """Of one step; kept until its block is over, for a step may have to be taken again.
+    """Inputs of one step, kept until its block ends because a step may be retried.
 
     Attributes:
-        step: its number. indices: of its views, in the capture. views: these, on the host.
-        inputs: what `Step.inputs` is to be, float32 on the host. Of B views: 16 B numbers of world-to-camera matrices,
+        step: its number. indices: its views' indices in the capture. views: these views, on the host.
+        inputs: the values of `Step.inputs`, float32 on the host. Of B views: 16 B numbers of world-to-camera matrices,
             9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times, and with exposures B indices.
-        plan: who draws what. rate: see `StepNoise.rate`.
+        plan: the step's plan. rate: see `StepNoise.rate`.
     """
 
     step: int
@@ -44,24 +44,24 @@ class Feed:
 
 
 class Feeding:
-    """Draws one step after another, of one rank.
+    """Source of one rank's step inputs.
 
     Args:
         pipeline: a `DistributedPipeline`, ready to train. optimizers: a `BatchOptimizers`.
-        rank: this one's. cameras: of the training views.
+        rank: this rank. cameras: cameras of the training views.
     """
 
     def __init__(self, pipeline: Any, optimizers: Any, rank: int, cameras: HostCameras) -> None:
         self._pipeline, self._optimizers, self._rank, self._cameras = pipeline, optimizers, rank, cameras
         self._draws = torch.Generator()
-        self._prefetched = 0  # steps of which the assignment has been told
+        self._prefetched = 0  # end of the steps whose plans were prefetched
         self._seed, self._random = pipeline.model.seed, pipeline.model.config.background_color == "random"
 
     def prefetch_plans(self, steps: range, more: int, factor: Callable[[int], int]) -> None:
-        """Tells the assignment of a block's batches and of `more`, which are likely the next block's.
+        """Prefetch the plans of a block's batches and of `more` steps, likely the next block's.
 
         Args:
-            factor: of a step, see `draw`.
+            factor: downscale factor of a step, see `draw`.
         """
         data, batch = self._pipeline.datamanager, self._pipeline.batch_size
         first = max(self._prefetched, steps[0])
@@ -73,11 +73,11 @@ class Feeding:
         )
 
     def together(self, place: int) -> int:
-        """How many steps to draw at once, from a block's step number `place` on.
+        """Return how many steps to draw at once, from the block's step number `place` on.
 
-        A host that has launched a step has little of what draws one left in its caches. Eight steps that are drawn one
-        after the other take it as long as two. As many at most as the block has had before, for the device waits
-        if it has none left; and one alone where plans follow from steps of late, or images have to be decoded in time.
+        Launching a step evicts the drawing code and data from the host's caches, so eight steps drawn in a row take as
+        long as two. At most as many are drawn as the block has had before, because the device waits if none is queued.
+        It is one if plans depend on recent steps, or images must be decoded in time.
         """
         pipeline = self._pipeline
         if pipeline.strategy.assignment.learns is not Feedback.NOTHING or pipeline.datamanager.train_share.lookahead:
@@ -85,15 +85,15 @@ class Feeding:
         return min(TOGETHER, max(place, 1))
 
     def alike(self, feeds: Sequence[Feed]) -> bool:
-        """Whether these are as many steps as are drawn at once, and one plan serves all."""
+        """Return whether this is a full group of steps drawn at once, all with the same plan."""
         return len(feeds) == TOGETHER and all(feed.plan == feeds[0].plan for feed in feeds)
 
     def draw(self, step: int, factor: int, adam: AdamStep, rate: Callable[[], float]) -> Feed:
-        """Draws a step's views and backgrounds, and counts it in optimizers and schedules.
+        """Draw a step's views and backgrounds, and advance optimizers and schedules by one step.
 
         Args:
-            factor: images are at 1 / `factor` of their size. adam: of all parameters.
-            rate: asked for the feed's behind the schedules' step.
+            factor: images are at 1 / `factor` of their size. adam: step of all parameters.
+            rate: returns the noise's rate, called after the schedules' step.
         """
         pipeline, batch = self._pipeline, self._pipeline.batch_size
         indices = pipeline.datamanager.train_batch(step, batch)
@@ -109,15 +109,15 @@ class Feeding:
         for place, (_, numbers) in enumerate(cameras):
             matrices[place], Ks[place] = numbers[:16], numbers[16:]
         backgrounds = inputs[25 * batch : 28 * batch].reshape(batch, 3)
-        for view in {patch.view for patch in plan.owned[self._rank]}:  # nobody looks at the others
+        for view in {patch.view for patch in plan.owned[self._rank]}:  # other backgrounds are unused
             backgrounds[view] = self._background(step * batch + view)
         inputs[28 * batch :] = [number for line in lines for number in line] + told
         return Feed(step, indices, views, torch.from_numpy(inputs), plan, rate())
 
     def _background(self, image: int) -> np.ndarray[Any, Any]:
-        """[3] the background of an image, by its number in the whole course."""
+        """Return the background [3] of an image, given its number in the whole run."""
         if not self._random:
             return self._pipeline.model.background_color.float().cpu().numpy()  # type: ignore[no-any-return]
-        # As a generator of the key's own would draw: making one takes longer than to seed it.
+        # Equals a generator seeded per key: reseeding one is faster than making one.
         self._draws.manual_seed(seed_from(self._seed, "background", image))
         return torch.rand(3, generator=self._draws).numpy()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Where a step's time goes, without making the device wait for the answer."""
+"""Timing of a step's parts, without synchronizing the device during steps."""
 
 import time
 from collections import defaultdict, deque
@@ -9,32 +9,32 @@ from typing import Any
 import torch
 
 ONE_OF = 7
-"""Of so many steps one is measured. Blocks often have 25 or 50 steps, of which the first is slower than the others: a
-number that goes into neither comes to all of them alike."""
+"""Period of measured steps. Blocks often have 25 or 50 steps with a slower first one; 7 divides neither, so it samples
+all positions alike."""
 _NOTHING = nullcontext()
 
 
 class StepTimer:
-    """Adds up the time of named parts of steps.
+    """Accumulator of the time of named parts of steps.
 
-    On CUDA it records events and reads them only when asked for totals: it makes no step wait. Both cost the host some
-    microseconds, so that of the steps enclosed in `step` it measures a few, which stand for all of them; what lies
-    outside is measured each time. Elsewhere it reads the clock, always.
+    On CUDA it records events and reads them only when totals are requested, so no step waits. Both cost the host some
+    microseconds, so of the steps enclosed in `step` it measures a few, which represent all. Work outside of `step` is
+    measured each time. On a CPU it always reads the clock.
 
-    A part may stand within another, which then counts without it.
+    A part may be nested in another, whose time then excludes it.
 
     Attributes:
         listener: called with the name of each part that begins, measured or not.
-        part: the one that has begun last.
+        part: the part that began last.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
-        # Of a part: the one that it stands in, whether it is of a step, its begin and its end.
+        # Of each part: its name, the enclosing part, whether it is in a step, its first and last event.
         self._events: list[tuple[str, str, bool, Any, Any]] = []
-        self._around = ""  # the part that one which begins now would stand in
-        self._spare: list[Any] = []  # events that have been read: making one takes longer than recording it
+        self._around = ""  # the current part, which would enclose a new one
+        self._spare: list[Any] = []  # events to reuse: making one takes longer than recording it
         self._count = 0  # of all steps
         self._steps = self._measured = 0  # since the last call of `take`
         self._in_step, self._measures = False, True
@@ -44,8 +44,7 @@ class StepTimer:
 
     @contextmanager
     def step(self, steps: int = 1) -> Iterator[None]:
-        """Encloses a step, or several taken at once, whose parts are measured or not: which are is the same on all
-        ranks."""
+        """Enclose a step, or several run at once. The choice of measured steps is the same on all ranks."""
         self._in_step, self._measures = True, not self._cuda or -self._count % ONE_OF < steps
         self._count, self._steps = self._count + steps, self._steps + steps
         self._measured += steps * self._measures
@@ -55,7 +54,7 @@ class StepTimer:
             self._in_step, self._measures = False, True
 
     def measure(self, part: str) -> AbstractContextManager[None]:
-        """Counts the enclosed work to `part`."""
+        """Count the enclosed work to `part`."""
         self.part = part
         if self.listener is not None:
             self.listener(part)
@@ -64,33 +63,33 @@ class StepTimer:
         return self._on_device(part) if self._cuda else self._on_host(part)
 
     def within(self, around: str, part: str) -> AbstractContextManager[None]:
-        """Counts the enclosed work to `part` if it stands in `around`; else nobody counts it."""
+        """Count the enclosed work to `part` if nested in `around`; otherwise do not count it."""
         return self.measure(part) if self._around == around else _NOTHING
 
     def move(self, part: str, to: str, seconds: float) -> None:
-        """Counts so many seconds to another part than they were counted to."""
+        """Move `seconds` from one part's total to another's."""
         self._seconds[part] -= seconds
         self._seconds[to] += seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call. On CUDA it waits for what is measured to be done."""
+        """Return the seconds of each part since the last call. On CUDA, wait for the measured work."""
         return self.cut()()
 
     def cut(self) -> Callable[[], dict[str, float]]:
-        """Begins anew; what it returns says what `take` would have said now, and may be asked later."""
+        """Reset the totals and return a function that later computes what `take` would return now."""
         events, seconds, steps, measured = self._events, self._seconds, self._steps, self._measured
         self._events, self._seconds, self._steps, self._measured = [], defaultdict(float), 0, 0
 
         def read() -> dict[str, float]:
             sampled: dict[str, float] = defaultdict(float)
             if events:
-                events[-1][-1].synchronize()  # the others were over before
+                events[-1][-1].synchronize()  # earlier events are complete then
             for part, around, in_step, first, last in events:
                 self._add(sampled if in_step else seconds, part, around, first.elapsed_time(last) / 1e3)
                 self._spare += (first, last)
             if measured:
                 self._usual = {part: took / measured for part, took in sampled.items()}
-            if self._cuda and steps:  # if they are too few for one to be measured, they were as those before
+            if self._cuda and steps:  # if too few steps ran to measure one, use the previous values
                 for part, took in self._usual.items():
                     seconds[part] += took * steps
             return dict(seconds)
@@ -119,7 +118,7 @@ class StepTimer:
 
     @contextmanager
     def _within(self, part: str) -> Iterator[str]:
-        """Encloses a part; gives the one that it stands in, "" if it stands alone."""
+        """Enclose a part; yield the name of its enclosing part, "" without one."""
         around, self._around = self._around, part
         try:
             yield around
@@ -138,7 +137,7 @@ class StepTimer:
 
 
 class Pace:
-    """Seconds a step over the last blocks that have `steps` of them together, refinements included."""
+    """Mean seconds per step over recent blocks of at least `steps` steps together, refinements included."""
 
     def __init__(self, steps: int = 300) -> None:
         self._steps = steps
@@ -146,7 +145,7 @@ class Pace:
         self._held = 0  # steps of the recent blocks
 
     def after(self, steps: int, seconds: float) -> float:
-        """With a block of so many steps, which took so long."""
+        """Add a block of `steps` steps that took `seconds`; return the updated mean."""
         self._recent.append((steps, seconds))
         self._held += steps
         while self._held - self._recent[0][0] >= self._steps:

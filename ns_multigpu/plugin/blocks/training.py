@@ -1,17 +1,15 @@
-"""Training in blocks of fused steps: what the host does between two looks at the device.
+"""Training in blocks of fused steps: the host's work between two synchronizations with the device.
 
-The ordinary step goes through autograd, some hundred launches and as many objects; on a small capture the GPU waits for
-the host most of the time. Here a step is captured in CUDA graphs (see `graphs`) and replayed until something about it
-changes: the number of points, the resolution, the harmonics, the plan. The host uploads a hundred numbers and names
-images.
+An ordinary step through autograd makes some hundred launches and as many objects; on a small capture the GPU mostly
+waits for the host. Here a step is captured in CUDA graphs (see `graphs`) and replayed until one of its properties
+changes: the number of points, the resolution, the harmonics, the plan. The host uploads a hundred numbers and the
+images' indices.
 
-A step's plan may follow from how much work each row of tiles was when its view was seen last. Those counts come from
-the device some steps later than they are made, always the same number, so that nobody waits for them and all ranks plan
-the same.
+A step's plan may depend on the measured work of each row of tiles when its view was last drawn. These counts are read
+back after a fixed number of steps. So no rank waits for them, and all ranks plan alike.
 
-Within a block the steps of points that are not drawn are put off (`LazyAdam`); before anybody else may look
-at the model, they are taken. With MCMC none is put off, for its noise moves all points after each step
-(`fused_noise`).
+Within a block, steps of points that are not drawn are deferred (`LazyAdam`); they are applied before other code may
+access the model. With MCMC none is deferred, because its noise moves all points after each step (`fused_noise`).
 """
 
 from collections.abc import Callable, Sequence
@@ -52,18 +50,18 @@ from ns_multigpu.plugin.model import exposures
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 
 MOST_STEPS = 64
-"""Steps of a block at most: so long a signal, or the viewer, may have to wait."""
+"""Maximum number of steps of a block: a signal, or the viewer, may have to wait for so many."""
 
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What a block of steps leaves behind.
+    """Results of a block of steps.
 
     Attributes:
         steps: their numbers.
-        views: of each step, the batch's views by their number in the capture.
+        views: of each step, the batch's views by their index in the capture.
         reports: [steps, B + 1] see `Step.report`.
-        mse: [] this rank's share of the last step's mean squared error; None where nobody asked.
+        mse: [] this rank's share of the last step's mean squared error; None without metrics.
     """
 
     steps: range
@@ -73,13 +71,13 @@ class BlockResult:
 
 
 class Training:
-    """The fused steps of one rank.
+    """Fused steps of one rank.
 
     Args:
         pipeline: a `DistributedPipeline`, ready to train.
         optimizers: a `BatchOptimizers`, its checkpoint loaded.
         world: the ranks.
-        computed: called when this rank has given its device all of a step that waits for no other.
+        computed: called once this rank has launched the part of a step that waits for no other rank.
     """
 
     def __init__(self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None]) -> None:
@@ -94,23 +92,23 @@ class Training:
         self._lazy: LazyAdam | None = None
         self._key: object = None
         self._names = names(self._model.schema)
-        self._stepped = [*self._names, *exposures.groups(self._model)]  # by the same Adam
+        self._stepped = [*self._names, *exposures.groups(self._model)]  # updated by the same Adam
         options = self._model.config
         cap = options.max_gaussians if options.densifier == "mcmc" else None
         self._points = PointStorage(names=self._names, cap=cap)
         self._noise = StepNoise(pipeline, optimizers)
         self._refining = Refining(pipeline, optimizers, self._noise)
         self._wants_lazy = self._may_put_off()
-        self._rows_drawn: int | None = None  # by one rank in one step, at most
+        self._rows_drawn: int | None = None  # maximum per rank and step
         self._buffers = StepBuffers(pipeline, world)
-        # On a CPU, and where rows travel with their room, sorting or sending it takes as long as it is.
+        # On a CPU, and with collectives, the cost of sorting or sending grows with the capacity.
         spares = world.device.type == "cuda" and self._buffers.spared()["rows"]
         self._room = StepCapacities(
             len(pipeline.datamanager.train_share.shapes), one_for_all=self._buffers.one_for_all,
             least=(LEAST_ROWS, LEAST_INTERSECTIONS) if spares else (0, 0),
         )  # fmt: skip
         self._first = InitialCapacity(pipeline, world, self._buffers)
-        self._block = range(0)  # the present one
+        self._block = range(0)  # the current one
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
         self._learnt = DelayedReadback(pipeline.strategy.assignment.learn)
@@ -120,11 +118,11 @@ class Training:
         return self._pipeline.strategy.rows.travels and self._world.size > 1
 
     def block(self, first: int, limit: int) -> range:
-        """The steps from `first` on, before `limit`, that can be taken without a change in between."""
+        """Return the steps from `first` on, before `limit`, between which no property of the step changes."""
         batch, densifier = self._pipeline.batch_size, self._model.densifier
         self._signature.forget()
         signature, fits, beyond = self._signature(first), first, min(limit, first + MOST_STEPS)
-        # Whatever changes does so once in so few steps: the last one before it is found by halves.
+        # Every property changes at most once in so few steps, so bisection finds the last step before a change.
         while beyond - fits > 1:
             last = (fits + beyond) // 2
             changes = densifier.due_after(first * batch, (last - first) * batch) or self._signature(last) != signature
@@ -133,13 +131,13 @@ class Training:
         return range(first, fits + 1)
 
     def run(self, steps: range, *, metrics: bool = True, meanwhile: Callable[[], None] | None = None) -> BlockResult:
-        """Takes the steps of a block. Every rank calls it with the same.
+        """Run the steps of a block. Every rank calls it with the same arguments.
 
         Refining, and resetting opacities, is left to the caller: see `refine`.
 
         Args:
-            metrics: whether somebody wants to know how the last step went.
-            meanwhile: called once, when the device has been given all steps.
+            metrics: whether to compute the last step's mean squared error.
+            meanwhile: called once, when all steps have been launched.
         """
         self._block = steps
         self._choose_lazy()
@@ -152,21 +150,21 @@ class Training:
         step: Step | None = None
         with last_whole_step(self, steps, self._optimizers, self._world) as taken:
             while taken.done < len(steps):
-                step = None  # its memory is the next one's, if there is to be another
+                step = None  # free its memory for the next one, if there is to be one
                 step = self._prepared(steps[0])
-                step.refresh()  # whoever had the points since the block before may have changed them
+                step.refresh()  # other code may have changed the points since the last block
                 self._serving.begin(step, taken.done)
                 k = taken.done
                 while k < len(steps):
                     together = min(self._feeding.together(k), len(steps) - k)
-                    if k == len(feeds):  # drawn while the device is busy with the steps before
+                    if k == len(feeds):  # drawn while the device runs earlier steps
                         for place in range(k, k + together):
                             feeds.append(self._feed(steps[place]))
                             self._serving.put(place, feeds[place])
                     taking = self._take(step, feeds[k : k + together])
                     self._noise.after(step, steps[k], feeds[k].rate)
                     k += taking
-                if self._lazy is None:  # else steps that were put off come first
+                if self._lazy is None:  # otherwise deferred steps come first
                     self._refining.ahead(steps[-1], step.taken)
                 if meanwhile is not None:
                     meanwhile()
@@ -177,32 +175,34 @@ class Training:
                 self._graphs.count_exchanges()
                 self._learn(status)
             assert step is not None
-            step.flush()  # here only: where it happens must not depend on capacities, for it rounds
-        if self._signature.enlarges(steps[0]):  # its views are a few; the next ones may need more
+            step.flush()  # only here: it rounds, so its place must not depend on capacities
+        if self._signature.enlarges(steps[0]):  # few views were seen at this size; the next ones may need more
             self._room.spare(12, 12, **self._buffers.spared())
-        self._learnt.learn(leave=0)  # what is known at a checkpoint must not depend on what was on its way
+        self._learnt.learn(leave=0)  # feedback in a checkpoint must not depend on pending readbacks
         mse = self._mse(step) if metrics else None
         return BlockResult(steps, [feed.indices for feed in feeds], self._serving.reports(len(steps)), mse)
 
     def _choose_lazy(self) -> None:
-        """Whether to put steps off in the block that begins: not where a step draws much of the model, for a point that
-        is drawn then costs 2.5 times as much as one that takes an ordinary step (benchmarks/NOTES.md).
+        """Choose whether to defer steps in the coming block: not if a step draws much of the model.
 
-        Between blocks alone, for within one there are steps put off. On a CPU always: it must give the same bits again.
+        A point that is drawn then costs 2.5 times as much as one with an ordinary step (benchmarks/NOTES.md). The
+        choice changes only between blocks, because within one there are deferred steps. On a CPU steps are always
+        deferred, so that results are bitwise reproducible.
         """
         if not self._may_put_off() or self._world.device.type != "cuda" or self._rows_drawn is None:
             return
-        # Of a sharded model every rank draws about its part; of replicas every rank steps what all have drawn.
+        # Of a sharded model every rank draws about its shard; of replicas every rank updates the points that any rank
+        # drew.
         wanted = self._world.size * self._rows_drawn < LAZY_BELOW * max(self._model.total_points, 1)
         if wanted != self._wants_lazy:
             self._wants_lazy, self._key = wanted, None
 
     def _may_put_off(self) -> bool:
-        """Not where noise moves the points that are not drawn, or kernels put nothing off."""
+        """Return whether steps may be deferred: not if noise moves undrawn points, or the kernels lack support."""
         return self._model.primitive(depth=False).kernels().puts_off and not self._noise.active
 
     def refine(self, steps: range) -> None:
-        """Densification after a block."""
+        """Run the densification that is due after a block."""
         if not self._refining.due(steps[-1]):
             return
         if not self._refining.replaces(steps[-1]):
@@ -210,29 +210,29 @@ class Training:
             return
         if not self._points.keeps(self._model.most_points):
             self._release()
-        adam, self._adam = self._adam, None  # the step may stay, if the points find room where they are
+        adam, self._adam = self._adam, None  # the step remains valid if the points keep their storage
         self._refining.take(steps[-1])
         if adam is not None and self._stays(adam):
             self._adam = adam
 
     def _stays(self, adam: AdamStep) -> bool:
-        """Whether a refinement has changed nothing that the step and its Adam know: all points lie where they lay."""
+        """Return whether the step and its Adam remain valid after a refinement: all points kept their addresses."""
         model = self._model
         return not self._first.due(self._room.now) and self._points.follows(
             model.gauss_params, adam, model.densifier_state, model.most_points
         )
 
     def taken_since(self) -> int:
-        """Steps that the device has taken since it was asked last."""
+        """Return the number of steps completed by the device since the last query."""
         return self._step.status().done if self._step is not None else 0
 
     def go_back(self, counts: Counts, done: int) -> None:
-        """Leaves everything as after `done` steps of a block, which the device has taken, and holds no buffers."""
+        """Restore the state after `done` completed steps of a block, and release all buffers."""
         go_back(self._points, self._stepped, self._optimizers, self._lazy, counts, done)
         self._release()
 
     def _let_go(self) -> None:
-        """There is no step any longer that holds on to buffers; points stay where they are."""
+        """Release the step and its graphs, which hold buffers; keep the points' storage."""
         self._graphs.forget()
         self._step = self._key = None
 
@@ -245,7 +245,7 @@ class Training:
     # ---- the step ----
 
     def _take(self, step: Step, feeds: Sequence[Feed]) -> int:
-        """Takes the step that is next, or all of these if nothing has to be done between them; returns how many."""
+        """Run the next step, or all of these if the host has nothing to do between them; return how many were run."""
         feed = feeds[0]
         plan, factor = with_halos(feed.plan, step.settings.width, step.settings.height), self._signature(feed.step)[1]
         several = self._graphs.at_once(plan, len(feeds))
@@ -261,16 +261,16 @@ class Training:
         return steps
 
     def _follow(self, feeds: Sequence[Feed]) -> bool:
-        """Whether steps need nothing of the host between them: all that they are fed is in place, or they take it."""
+        """Return whether steps need no host work between them: their inputs are in place or selected on the device."""
         between = self._noise.active or self._observed is not None or not self._serving.shows(self._buffers)
         return not between and self._feeding.alike(feeds)
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
-        """What a step's part is measured by."""
+        """Return the context that times a part of a step."""
         return self._graphs.measure("exchange" if self._buffers.exchanges_in(part) else "compute")
 
     def _begin_room(self, step: int, kernels: Kernels) -> None:
-        """Room for the steps from this one on, by what the batches of the block that begins will need."""
+        """Set the capacities from this step on, by the demand of the coming block's batches."""
         factor = self._signature(step)[1]
         coming = self._pipeline.datamanager.coming(self._block, self._pipeline.batch_size)
         batches = [[self._camera(index, factor)[0] for index in indices] for indices in coming]
@@ -283,7 +283,7 @@ class Training:
         )  # fmt: skip
 
     def _made(self, view: View, kernels: Kernels, counts: bool, kind: torch.dtype) -> Step:
-        """The step for the present capacities."""
+        """Return the step for the present capacities."""
         assert self._room.now is not None and self._adam is not None
         options, strategy = self._model.config, self._pipeline.strategy
         rows, pairs, intersections = self._room.now
@@ -292,14 +292,14 @@ class Training:
             rows=rows, segment=pairs, intersections=intersections,
             exposures=self._model.exposures is not None,
         )  # fmt: skip
-        # Where every rank sees every row, rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
+        # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
         transport = self._buffers.transport(settings, kernels)
         self._buffers.make_pictures(settings, kind)
         return Step(
             kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}, settings,
             strategy, transport, self._lazy, self._buffers.lists(settings, kernels, transport), self._measure,
-            # Noise moves all points after each step: boxes would have to be made anew, which reads as much as it saves.
+            # Noise moves all points after each step: rebuilding group boxes would cost as much as culling saves.
             group_culling=False if self._noise.active else None,
             observed=None if self._observed is None else self._observed.batch,
             exposures=exposures.in_steps(self._model, self._adam, settings.views),
@@ -316,7 +316,7 @@ class Training:
         return replace(kernels, sized=sized) if isinstance(kernels, GaussianKernels) else kernels
 
     def _mse(self, step: Step) -> Tensor:
-        """[] this rank's share of the last step's mean squared error."""
+        """Return this rank's share of the last step's mean squared error, []."""
         view = View(step.viewmats[0], step.Ks[0], step.settings.width, step.settings.height)
         mine = self._serving.plan.owned[self._world.rank]
         return share_of_mse(step.rgb, self._serving.targets, mine, view, step.settings.views)
@@ -324,18 +324,18 @@ class Training:
     # ---- the host's part of a step ----
 
     def _feed(self, step: int) -> Feed:
-        """What a step is fed; it is counted in optimizers and schedules."""
+        """Return the inputs of a step, and advance optimizers and schedules."""
         self._prepared(step)
         assert self._adam is not None
         self._learnt.learn()
         return self._feeding.draw(step, self._signature(step)[1], self._adam, self._noise.rate)
 
     def bring_images(self, step: int) -> None:
-        """Has the images that steps from this one on need, where they are kept on the GPU. Every rank calls it."""
+        """Load the images of steps from this one on, if they are kept on the GPU. Every rank calls it."""
         self._serving.bring(step, self._signature(step)[1])
 
     def _prepared(self, step: int) -> Step:
-        """The fused step for `step`, made anew if anything about it has changed."""
+        """Return the fused step for `step`, rebuilt if one of its properties has changed."""
         signature = self._signature(step)
         key = (signature, self._room.now)
         if self._step is not None and self._adam is not None and self._key == key:
@@ -347,15 +347,15 @@ class Training:
         groups = [self._optimizers.optimizers[name] for name in self._names]
         self._adam = AdamStep([self._optimizers.optimizers[name] for name in self._stepped], with_grads=False)
         if not self._points.has_capacity(model.most_points):
-            self._let_go()  # what is too small makes room for what is not
+            self._let_go()  # free the old storage for the larger one
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
         if stays and self._step is not None and self._key == key and not self._first.due(self._room.now):
-            return self._step  # a refinement has changed nothing that its graph knows
-        self._room.spare(13, 18, **self._buffers.spared())  # points become more; the step is made anew here
+            return self._step  # a refinement has changed nothing that its graph depends on
+        self._room.spare(13, 18, **self._buffers.spared())  # points grow in number; the step is rebuilt here anyway
         serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)
         if not self._wants_lazy or not serves:
             self._lazy = None
-        elif self._lazy is None or len(self._lazy.last) != self._points.rows:  # else there may be steps put off in it
+        elif self._lazy is None or len(self._lazy.last) != self._points.rows:  # otherwise it may hold deferred steps
             self._lazy = LazyAdam.make(self._points.rows, self._world.device)
         self._graphs.forget()
         self._buffers.forget()
@@ -378,5 +378,5 @@ class Training:
         pairs = all_gather_counts(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
         needed = (status.rows, pairs, status.intersections)
         self._room.learn(needed, status.full, status.done * self._pipeline.batch_size)
-        if not status.full:  # a step made anew before it lacks room costs less than half a block that is taken again
+        if not status.full:  # rebuilding a step before it exceeds a capacity costs less than half a retried block
             self._room.spare(7, 12, **self._buffers.spared())

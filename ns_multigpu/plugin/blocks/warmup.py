@@ -1,8 +1,8 @@
-"""What training launches seldom, launched once while a run starts: then its code is on the GPU.
+"""Warm-up of rarely launched kernels while a run starts, so that their code is on the GPU.
 
-CUDA loads a kernel's code when it is first launched, and torch's come in large parts: 5 to 35 ms each, 0.2 s for a
-first refinement and the first looks at how training goes. The GPU would wait for that in the middle of training, all
-GPUs for each other. While images are decoded nobody does.
+CUDA loads a kernel's code at its first launch, torch's in large parts: 5 to 35 ms each, 0.2 s for a first refinement
+and the first finiteness checks. Otherwise all GPUs would wait for that in the middle of training. While images are
+decoded, none does.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ _POINTS = 96
 
 
 def warm_up(model: Any, world: World) -> Callable[[], object]:
-    """Begins with it, beside whatever else goes on, on a few points of the model's kind; nothing of the model changes,
-    and no other rank is needed.
+    """Start the warm-up in a thread, on a few points of the model's primitive; the model and other ranks are not
+    involved.
 
     Args:
         model: a `SplatModel` with its points.
 
     Returns:
-        waits for it; raises what it has failed with.
+        a function that waits for the warm-up and raises its error, if any.
     """
     if world.device.type != "cuda":
         return lambda: None
@@ -44,11 +44,11 @@ def _on_device(model: Any, device: torch.device) -> None:
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), torch.no_grad():
         _refine(model, device)
         _look(device)
-        torch.cuda.current_stream().synchronize()  # its memory is another stream's next
+        torch.cuda.current_stream().synchronize()  # its memory is used next by another stream
 
 
 def _refine(model: Any, device: torch.device) -> None:
-    """Refinements of a model that is thrown away."""
+    """Refine a throwaway model."""
     options = model.config
     alone = World.single(str(device))
     densifier = make_densifier(options, 1, alone, seed=0)
@@ -62,7 +62,7 @@ def _refine(model: Any, device: torch.device) -> None:
         moments = {key: torch.zeros_like(value, dtype=kind) for key in ("exp_avg", "exp_avg_sq")}
         optimizers[name].state[value] = {"step": torch.tensor(1.0), **moments}
     state = densifier.initialize_state()
-    # The first refinement, the first that may bring points into their order, and the first reset of opacities.
+    # The first refinement, the first that may reorder points, and the first reset of opacities.
     every, taken = options.refine_every, torch.ones((), dtype=torch.bool, device=device)
     begun = options.warmup_length // every
     for image in (every * (begun + 1), 10 * every * (begun // 10 + 1), every * options.reset_alpha_every):
@@ -74,14 +74,14 @@ def _refine(model: Any, device: torch.device) -> None:
 
 
 def _few(values: torch.Tensor) -> torch.Tensor:
-    """Rows of a model's parameter, some of them more than once if there are few; zeros where a rank has none."""
+    """Return `_POINTS` rows of a model's parameter, repeated if there are few; zeros if a rank has none."""
     if len(values) == 0:
         return values.new_zeros(_POINTS, *values.shape[1:])
     return values[torch.arange(_POINTS, device=values.device) % len(values)].contiguous()
 
 
 def _count(densifier: Densifier, params: Any, state: dict[str, Any]) -> None:
-    """Statistics and points of which some are split, some duplicated, some pruned."""
+    """Set statistics and points so that some are split, some duplicated, some pruned."""
     sums = densifier.statistics(params, state)
     for name, value in sums.items():
         value.fill_(1.0 if name == "count" else 0.0)
@@ -95,7 +95,7 @@ def _count(densifier: Densifier, params: Any, state: dict[str, Any]) -> None:
 
 
 def _look(device: torch.device) -> None:
-    """How a step went, whether it was taken, and whether numbers are finite."""
+    """Compute a step's error, its `taken` flag and finiteness flags once."""
     view = View(torch.eye(4, device=device), torch.eye(3, device=device), 4, 4)
     image = torch.zeros(4, 4, 3, device=device)
     for target in (image, image.byte()):

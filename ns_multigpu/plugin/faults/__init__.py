@@ -1,1 +1,1 @@
-"""What can go wrong during a run: what detects it, and the errors and reports that the user gets."""
+"""Faults during a run: their detection, and the errors and reports for the user."""

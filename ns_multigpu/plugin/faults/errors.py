@@ -1,7 +1,7 @@
-"""Errors that speak to the person at the terminal, and how they are shown there.
+"""Errors with messages for the user, and their display.
 
-They stay ordinary exceptions for whoever calls the plugin from Python; only an exception that nobody caught is turned
-into a message instead of a traceback.
+They are ordinary exceptions for Python code that calls the plugin. Only uncaught ones are shown as a message instead of
+a traceback.
 """
 
 import json
@@ -18,38 +18,38 @@ from rich.console import Console
 from rich.text import Text
 
 LAST_WORDS = 0.5
-"""Seconds a failing worker lingers. A peer's sudden death shows in the others as a broken connection, within
-milliseconds; the agent, which looks every 0.1 s, must find the dead one and not them."""
+"""Seconds that a failing worker waits before it exits. Its peers see a broken connection within milliseconds. The
+agent, which polls every 0.1 s, must find the first failed worker before them."""
 
 
 class PlainError(Exception):
-    """An error whose message is all that the person at the terminal needs: it is shown without a traceback.
+    """Error whose message is all that the user needs: it is shown without a traceback.
 
     Attributes:
-        title: what it is shown under.
+        title: heading of the message.
     """
 
     title = "Training stopped"
 
 
 class InputError(PlainError, ValueError):
-    """What was asked for cannot be done. The message says what is wrong and what to do about it."""
+    """Error of an invalid request. The message says what is wrong and what to do about it."""
 
     title = "This cannot be started"
 
 
 class SaveFailed(PlainError, RuntimeError):
-    """A run's last checkpoint could not be written. The message says what is lost, and where it could be saved."""
+    """Failure to write a run's last checkpoint. The message says what is lost, and where it could be saved."""
 
     title = "The model is not saved"
 
 
 PLAIN = {kind.__name__: kind for kind in (InputError, SaveFailed)}
-"""The plain errors by name, for a process that hears of another's."""
+"""Plain errors by name, for a process that receives another's."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker process ended with an error.
+    """Error of a worker process.
 
     Attributes:
         report: the worker's own traceback, or what is known of its end if it left none.
@@ -61,10 +61,10 @@ class WorkerFailed(RuntimeError):
 
 
 def show(error: PlainError | WorkerFailed) -> None:
-    """Writes `error` to stderr without a traceback of this process.
+    """Write `error` to stderr without a traceback of this process.
 
-    When a launcher such as torchrun has started several ranks, all of them may end with the same error: the first of
-    each machine shows it in full, the others in one line. Where there are several machines, each says which it is.
+    If a launcher such as torchrun has started several ranks, all may end with the same error. The first of each machine
+    shows it in full, the others in one line. With several machines, each names itself.
     """
     console, rank = Console(stderr=True), f"rank {os.environ.get('RANK', '?')}"
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
@@ -79,7 +79,8 @@ def show(error: PlainError | WorkerFailed) -> None:
 
 
 def _framed(console: Console, title: str, text: str) -> None:
-    """Shows a message between two lines. What is indented is a command: it is not broken, so that it can be copied."""
+    """Print a message between two lines. Indented lines are commands and are not wrapped, so that they can be
+    copied."""
     console.rule(Text(title, "bold red"), style="red", align="left")
     for line in text.splitlines():
         console.print(Text(line), soft_wrap=line.startswith("  "))
@@ -87,7 +88,7 @@ def _framed(console: Console, title: str, text: str) -> None:
 
 
 def end_soon(status: int, seconds: float = 3.0) -> None:
-    """Sees to it that this process, which is about to end, has ended in `seconds`: its libraries may wait for peers."""
+    """Exit this process within `seconds`, even if its libraries wait for peers."""
 
     def wait() -> None:
         time.sleep(seconds)
@@ -108,10 +109,10 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def _take_leave(error: BaseException) -> None:
-    """Ends a worker that another launcher started so that its launcher finds the first to fail, and shows why it did.
+    """End a worker of another launcher so that the launcher finds the first failure and its reason.
 
-    Torchrun shows what lies in a file of its form, last of all. A rank that only failed because another was gone must
-    not be gone sooner than that one is seen to be.
+    Torchrun shows the contents of its error file at the end. A rank that failed only because of another must exit after
+    the other is detected.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -124,10 +125,9 @@ def _take_leave(error: BaseException) -> None:
 
 
 def show_uncaught() -> None:
-    """From now on this process shows an uncaught `PlainError`, `WorkerFailed` or Ctrl-C as its message; its exit status
-    stays what it was.
+    """Show an uncaught `PlainError`, `WorkerFailed` or Ctrl-C of this process as its message; keep the exit status.
 
-    Another hook that somebody has installed is left in place.
+    Another installed hook is left in place.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _excepthook

@@ -1,4 +1,4 @@
-"""What guards a rank while it trains: against signals, stalls, NaN and infinity, and memory that runs out."""
+"""Guards of a rank in training against signals, stalls, NaN and infinity, and lack of memory."""
 
 import contextlib
 import time
@@ -17,11 +17,11 @@ from ns_multigpu.plugin.faults.signals import GO_ON, MANY, RENDER, STOP, WAIT, I
 from ns_multigpu.plugin.faults.watchdog import Heartbeat, Watchdog, heartbeat_store
 
 _PAUSE = 0.05
-"""Seconds between two looks at whether a pause is over."""
+"""Seconds between two checks whether a pause is over."""
 
 
 class Renders(Protocol):
-    """Renders for a viewer what takes all ranks; see `RenderService`."""
+    """Renderer for a viewer that needs all ranks; see `RenderService`."""
 
     @property
     def waiting(self) -> int: ...
@@ -32,13 +32,13 @@ class Renders(Protocol):
 
 
 class Guards:
-    """The guards of one rank, made from the trainer's options.
+    """Guards of one rank, made from the trainer's options.
 
     Args:
         config: a `RunConfig`.
         world: the ranks.
-        view_name: what to call a training view.
-        last_checkpoint: the path of the newest one that the run has written, "" if there is none.
+        view_name: returns the name of a training view.
+        last_checkpoint: returns the path of the newest checkpoint of the run, "" if there is none.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Guards:
         self._config, self._world, self._last_checkpoint = config, world, last_checkpoint
         self.heart = Heartbeat()
         self._settled: int | None = None
-        # Alone, a process waits for nobody: nothing can keep it from seeing a signal.
+        # A single process has no collectives that could keep it from handling a signal.
         self.signals = StopSignals(self.heart if world.group is not None else None)
         self.numbers = NumericGuard(
             world,
@@ -59,7 +59,7 @@ class Guards:
 
     @contextlib.contextmanager
     def on_duty(self, circumstances: Callable[[], memory.Circumstances]) -> Iterator[None]:
-        """Watches over what is enclosed: the steps, and what follows them."""
+        """Guard the enclosed steps and the actions that follow them."""
         store = heartbeat_store(self._world)
         warn, abort = self._config.stall_seconds, self._config.stall_abort_seconds
         world = self._world
@@ -69,7 +69,7 @@ class Guards:
 
     @contextlib.contextmanager
     def explained(self, circumstances: Callable[[], memory.Circumstances]) -> Iterator[None]:
-        """Says of a lack of memory in what is enclosed what to change.
+        """Replace an enclosed lack of memory by an error with remedies.
 
         Raises:
             RanOutOfMemory: instead of the allocator's error.
@@ -83,12 +83,12 @@ class Guards:
             raise told from error
 
     def computed(self) -> None:
-        """This rank has given its device all of the step that waits for no other."""
+        """Record that this rank has launched the part of the step that waits for no other rank."""
         if self._world.device.type == "cuda" and self._world.group is not None:
             self.heart.mark_device()
 
     def circumstances(self, trainer: Any) -> memory.Circumstances:
-        """What `trainer` is doing, as far as it has got."""
+        """Return the present circumstances of `trainer`, as far as it is set up."""
         pipeline = getattr(trainer, "pipeline", None)
         return memory.Circumstances(
             rank=self._world.rank,
@@ -102,22 +102,21 @@ class Guards:
 
     @property
     def granted(self) -> int:
-        """Steps that all ranks may take before they ask again."""
+        """Number of steps that all ranks may run before the next agreement."""
         return self.signals.granted
 
     def may_go_on(
         self, step: int, *, stop: Callable[[], bool], paused: Callable[[], bool], renders: Renders | None = None,
         due: bool = True, steps: int = MANY,
     ) -> bool:  # fmt: skip
-        """Whether all ranks take another step; every rank calls it and gets the same. It returns when a pause is over.
+        """Return whether all ranks run another step, the same on each; wait during a pause. Every rank calls it.
 
         Args:
             step: the step.
-            stop, paused: what this rank's viewer says; rank 0 has it.
-            renders: renders for rank 0's viewer: before a step an image for each page that waits then, and as many as
-                it wants in a pause.
+            stop, paused: the state of this rank's viewer; rank 0 has one.
+            renders: renders for rank 0's viewer: before a step one image for each waiting page, in a pause any number.
             due: on rank 0, whether to render before this step, if a page waits.
-            steps: on rank 0, how many steps to take before all ask again.
+            steps: on rank 0, the number of steps until the next agreement.
         """
         served, pages = 0, renders.waiting if renders is not None and due else 0
         while True:
@@ -138,29 +137,31 @@ class Guards:
                 return verdict != STOP
 
     def settle(self, step: int, *, asks: bool) -> None:
-        """Settles ahead of time that all ranks take `step`, where none of them `asks` to be asked when it comes. Every
-        rank calls it, at any time before."""
-        if self._world.group is None:  # alone, nobody waits for an answer
+        """Agree in advance that all ranks run `step`, unless one of them `asks` for an agreement at the step itself.
+
+        Every rank calls it, at any time before.
+        """
+        if self._world.group is None:  # a single process needs no agreement
             return
         self.heart.beat("decide", step)
         verdict = self.signals.verdict(self._world, wait=asks)
         self._settled = step if verdict == GO_ON else None
 
     def has_settled(self, step: int) -> bool:
-        """Whether `step` has been settled; else `may_go_on` is to be called. The same on every rank."""
+        """Return whether `step` has been agreed on, the same on every rank; else call `may_go_on`."""
         return self._settled == step
 
     def interrupted(self, step: int | None, saved: Path | None, folder: Path, command: str) -> Interrupted:
-        """What to raise when all ranks have stopped for a signal; says so, on rank 0.
+        """Return the exception to raise when all ranks have stopped for a signal; print a message on rank 0.
 
         Args:
-            step: the last step taken, if any.
-            saved: the checkpoint that was written for the occasion.
-            folder: where checkpoints lie.
-            command: goes on from the newest of them.
+            step: the last completed step, if any.
+            saved: the checkpoint written now, if any.
+            folder: folder of checkpoints.
+            command: resumes from the newest of them.
         """
         signum = self.signals.agreed
-        barrier(self._world)  # no rank leaves, and takes its connections with it, while another still needs them
+        barrier(self._world)  # no rank may close its connections while another needs them
         after = f"after step {step}" if step is not None else "before the first step"
         if saved is not None:
             text = f"Saved {saved}. To go on from there:\n\n  {command}\n"

@@ -1,4 +1,4 @@
-"""How much host memory this process may still take, and what it holds."""
+"""Host memory that is available to this process, and that it holds."""
 
 import os
 from pathlib import Path
@@ -7,11 +7,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int | None:
-    """Bytes that can be taken without pushing anything out, the container's limit included; None if unknown.
+    """Return the bytes available without evicting other data, within the container's limit; None if unknown.
 
     Args:
-        proc: where Linux tells of memory (`meminfo`).
-        cgroup: where it tells of a container's limit, version 2 or 1.
+        proc: Linux's folder with `meminfo`.
+        cgroup: folder with a container's limit, version 2 or 1.
     """
     bounds = [_field(proc / "meminfo", "MemAvailable")]
     for limit, used, stat, cached in (
@@ -20,19 +20,19 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int 
     ):
         most, taken = _number(cgroup / limit), _number(cgroup / used)
         if most is not None and taken is not None:
-            # Pages of files count as taken, though the kernel gives the unused ones back when asked.
+            # Cached file pages count as used, although the kernel frees unused ones on demand.
             bounds.append(max(0, most - taken + (_field(cgroup / stat, cached) or 0)))
     known = [bound for bound in bounds if bound is not None]
     return min(known) if known else None
 
 
 def own_memory(pid: int | str = "self", proc: Path = Path("/proc")) -> tuple[int, int]:
-    """A process's bytes in memory, as (USS, PSS): those it alone holds, and with its part of what it shares.
+    """Return a process's bytes in memory, as (USS, PSS): its private ones, and those with its part of shared ones.
 
-    Where the kernel does not tell them apart (some sandboxes), both are the resident pages that are of no file.
+    If the kernel does not provide them (some sandboxes), both are the resident pages that are of no file.
 
     Raises:
-        OSError: there is no such process, or this is not Linux.
+        OSError: the process does not exist, or this is not Linux.
     """
     try:
         text = (proc / str(pid) / "smaps_rollup").read_text("utf8")
@@ -45,7 +45,7 @@ def own_memory(pid: int | str = "self", proc: Path = Path("/proc")) -> tuple[int
 
 
 def _field(path: Path, name: str) -> int | None:
-    """A line `name[:] number [kB]` of a file; None where there is none."""
+    """Return the number in a line `name[:] number [kB]` of a file, in bytes; None without such a line."""
     try:
         lines = path.read_text("utf8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Out of memory, said with what it was needed for and what to change."""
+"""Out-of-memory errors with the cause and remedies."""
 
 import errno
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a rank was doing when its memory ran out.
+    """Circumstances of a rank when its memory ran out.
 
     Attributes:
-        rank: whose.
+        rank: the rank.
         step: the step, or None before the first.
-        device: where it computes.
-        facts: what took memory, in words. gpu_remedies, host_remedies: what to change, of the method's options.
-        last_checkpoint: what the run can go on from, in words; "" if there is nothing.
+        device: its device.
+        facts: what used memory, in words. gpu_remedies, host_remedies: changes of the method's options that help.
+        last_checkpoint: checkpoint to resume from; "" if there is none.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Circumstances:
 
 
 def where_memory_ran_out(error: BaseException) -> str | None:
-    """Whether `error`, or what caused it, is a lack of memory: "device" or "host" if so, else None."""
+    """Return "device" or "host" if `error`, or its cause, is a lack of memory there, else None."""
     seen: BaseException | None = None if isinstance(error, RanOutOfMemory) else error
     while seen is not None:
         text = str(seen)
@@ -56,7 +56,7 @@ def where_memory_ran_out(error: BaseException) -> str | None:
 
 
 def explain(error: BaseException, now: Circumstances) -> RanOutOfMemory | None:
-    """The error to raise instead of `error` if memory ran out; None if it is something else."""
+    """Return the error to raise instead of `error` if memory ran out; None otherwise."""
     where = where_memory_ran_out(error)
     if where is None:
         return None
@@ -78,7 +78,8 @@ def explain(error: BaseException, now: Circumstances) -> RanOutOfMemory | None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that this process can still have of a GPU, its allocator's idle blocks included; None of a CPU."""
+    """Return the bytes of a GPU that this process can still allocate, its allocator's idle blocks included; None on a
+    CPU."""
     if device.type != "cuda":
         return None
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -86,8 +87,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def release_idle_blocks(device: torch.device) -> None:
-    """Gives the allocator's idle blocks back to a GPU that has less than that free. Called before a capture, which has
-    memory of its own and cannot have them given back when it finds none."""
+    """Return the allocator's idle blocks to a GPU that has less than that free.
+
+    Called before a capture, which uses a separate pool and cannot release idle blocks.
+    """
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if torch.cuda.mem_get_info(device)[0] < idle:
         torch.cuda.synchronize(device)
@@ -95,14 +98,18 @@ def release_idle_blocks(device: torch.device) -> None:
 
 
 def hoards(device: torch.device) -> bool:
-    """Whether the allocator has taken more than three times what was ever in use. Graphs that are captured one after
-    the other in one pool, each a little larger than the last, leave it pieces that fit none of them."""
+    """Return whether the allocator has reserved more than three times the peak use.
+
+    Graphs captured in turn in one pool, each a little larger than the last, leave fragments that fit none of them.
+    """
     return torch.cuda.memory_reserved(device) > 3 * torch.cuda.max_memory_allocated(device) + _MARGIN
 
 
 def has_spare_capacity(device: torch.device) -> bool:
-    """Whether a GPU has as much free as the allocator holds idle, and a little more: room for a graph's own set of the
-    buffers that a step has just used, beside the next step's."""
+    """Return whether a GPU's free memory exceeds the allocator's idle memory by a margin.
+
+    That suffices for a graph's own copy of a step's buffers, next to those of the next step.
+    """
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] >= idle + _MARGIN
 

@@ -1,9 +1,9 @@
-"""NaN and infinity, found soon and named, without making a step wait for the device.
+"""Detection of NaN and infinity, with the affected views and parameters, without synchronizing steps with the device.
 
-Every step leaves two small tensors on the device: the loss of each view that this rank rendered, and a number for each
-parameter's gradient that shows whether all of it is finite (one read-only pass). Every so many steps they are read, all
-at once, and all ranks put together what they found. Parameters are read then too: the operators drop a Gaussian that
-has a NaN, so that nothing else would show it.
+Every step leaves two small tensors on the device. One holds the loss of each view that this rank rendered. The other
+holds a number per parameter that is finite if its gradient is (one read-only pass). They are read periodically, all at
+once, and gathered over ranks. Parameters are checked then too: the operators skip a Gaussian with a NaN, so nothing
+else would show it.
 """
 
 import itertools
@@ -24,12 +24,12 @@ OnNonFinite = Literal["stop", "skip"]
 
 @dataclass
 class _Noted:
-    """What steps left behind, on the device until it is read: numbers [steps, C] that are finite where all is well.
+    """Unread records of steps on the device: numbers [steps, C] that are finite if all is well.
 
     Attributes:
         steps: their numbers.
         views: of each step, the views whose losses are the first columns.
-        names: of the parameters whose gradients the last columns are about.
+        names: names of the parameters whose gradients the last columns describe.
     """
 
     steps: Sequence[int]
@@ -40,10 +40,10 @@ class _Noted:
 
 @dataclass(frozen=True)
 class Finding:
-    """A step that was not finite, as one rank saw it.
+    """Non-finite step, as one rank saw it.
 
     Attributes:
-        rank, step: where and when.
+        rank, step: its rank and number.
         views: numbers of the views whose loss was not finite.
         others: the views this rank rendered in that step.
         gradients: names of the parameters whose gradient was not finite.
@@ -57,15 +57,15 @@ class Finding:
 
 
 class NumericGuard:
-    """Watches loss, gradients and parameters of one rank, in step with the others.
+    """Monitor of losses, gradients and parameters of one rank, in step with the others.
 
     Args:
         world: the ranks.
-        every: steps between two looks; 0 for none.
-        on_nonfinite: "stop" raises; "skip" leaves parameters and optimizers as they were before a step with such
-            gradients, and raises only if every step since the last look was one.
+        every: steps between two checks; 0 for none.
+        on_nonfinite: "stop" raises. "skip" leaves parameters and optimizers unchanged in a step with such gradients,
+            and raises only if every step since the last check was one.
         replicated: whether gradients are the same on every rank once exchanged.
-        view_name: what to call a view.
+        view_name: returns the name of a view.
         say: shows a warning.
     """
 
@@ -83,20 +83,20 @@ class NumericGuard:
         self.replicated, self._view_name, self._say = replicated, view_name, say
         self._noted: list[_Noted] = []
         self.unsure = False
-        """Parameters hold what may come from steps that were not noted yet: to be looked at as soon as they are."""
+        """True if parameters may hold values of unrecorded steps: check them as soon as these are recorded."""
 
     @property
     def active(self) -> bool:
-        """Whether it watches at all."""
+        """True if checks are enabled."""
         return self._every > 0
 
     def prepare(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Makes optimizers able to leave out a step that only the device knows to be bad. Called once they are loaded.
+        """Prepare optimizers to skip a step by a flag on the device. Called once they are loaded.
 
-        On a GPU that takes Adam's fused kernel, which reads the decision where it lies.
+        On a GPU that requires Adam's fused kernel, which reads the flag in device memory.
 
         Raises:
-            InputError: skipping was asked for, and an optimizer on a GPU cannot.
+            InputError: skipping was requested, and an optimizer on a GPU does not support it.
         """
         if not (self._skip and self.active) or self._world.device.type == "cpu":
             return
@@ -122,18 +122,19 @@ class NumericGuard:
         optimizers: Mapping[str, torch.optim.Optimizer],
         probe: Tensor | None = None,
     ) -> bool:
-        """Records whether a step's losses and gradients are finite, on the device, without waiting for it. Called on
-        every rank, after the exchange of gradients and before the optimizers.
+        """Record, without synchronizing, whether a step's losses and gradients are finite.
+
+        Called on every rank, after the exchange of gradients and before the optimizers.
 
         Args:
             step: the step.
             view_losses: view number -> its loss [], of the views that this rank rendered.
             params: the parameters by name, the same names on every rank.
-            optimizers: made to skip the step where a gradient is not finite and `on_nonfinite` is "skip".
-            probe: a tensor whose gradient densification reads too; there what is not finite becomes 0.
+            optimizers: set to skip the step if a gradient is not finite and `on_nonfinite` is "skip".
+            probe: a tensor whose gradient densification reads too; its non-finite values become 0.
 
         Returns:
-            whether to call the optimizers. (On a GPU always: they read on the device whether to skip.)
+            whether to call the optimizers. (On a GPU always: they read the flag on the device.)
         """
         if not self.active:
             return True
@@ -156,33 +157,34 @@ class NumericGuard:
         return True
 
     def note(self, steps: Sequence[int], views: Sequence[Sequence[int]], names: Sequence[str], numbers: Tensor) -> None:
-        """As `watch`, for steps whose updates the device has taken already.
+        """Record numbers as `watch` does, for steps whose updates the device has already applied.
 
         Args:
             steps: their numbers.
             views: of each step, those that this rank rendered.
-            names: of what the last numbers are about.
-            numbers: [steps, C] of each step, first the losses of its views and last one for each name, finite where its
-                gradients are; what lies between is not looked at.
+            names: names that the last numbers describe.
+            numbers: [steps, C] of each step, first the losses of its views and last one for each name, finite if its
+                gradients are; numbers between are ignored.
         """
         if self.active:
             self._noted.append(_Noted(steps, views, names, numbers))
 
     def due(self, step: int, *, now: bool = False) -> bool:
-        """Whether `look` would read anything after `step`."""
+        """Return whether `look` would read anything after `step`."""
         return self.active and bool(self._noted) and (now or self.unsure or step % self._every == 0)
 
     @torch.no_grad()
     def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False, in_flight: bool = False) -> None:
-        """Reads what `watch` and `note` have recorded since the last time, every so many steps or, with `now`, at once.
+        """Read what `watch` and `note` have recorded, periodically or, with `now`, at once.
+
         Called on every rank at the same steps.
 
         Args:
-            in_flight: further steps have been given to the device. What only parameters show may come from these: then
-                it is `unsure`, and forgets nothing.
+            in_flight: whether later steps have been launched. They may have caused what only parameters show: then set
+                `unsure` and keep the records.
 
         Raises:
-            NonFiniteError: on every rank, the same, where the run cannot go on.
+            NonFiniteError: on every rank, the same, if the run cannot continue.
         """
         if not self.due(step, now=now):
             return
@@ -204,7 +206,7 @@ class NumericGuard:
         for part in all_gather_objects(points, self._world):
             bad.update(part)
         if not every and not bad:
-            return  # it was something that nobody looks at
+            return  # only ignored numbers are not finite
         if in_flight and not every:
             self._noted, self.unsure = noted, True
             return
@@ -222,7 +224,7 @@ class NumericGuard:
         )
 
     def _findings(self, noted: Sequence[_Noted], fine: Iterator[bool]) -> list[Finding]:
-        """What is wrong with the numbers of steps, of each of which `fine` says in turn whether it is finite."""
+        """Return the non-finite steps; `fine` iterates over the finiteness of all their numbers."""
         findings: list[Finding] = []
         for one in noted:
             for step, views in zip(one.steps, one.views, strict=True):
@@ -235,7 +237,7 @@ class NumericGuard:
         return findings
 
     def _together(self, numbers: Sequence[Tensor]) -> Tensor:
-        """All numbers of the tensors, one after the other: [C]."""
+        """Return all numbers of the tensors, concatenated: [C]."""
         joined = [number.reshape(-1) for number in numbers]
         return torch.cat(joined) if joined else torch.zeros(0, device=self._world.device)
 
@@ -261,12 +263,12 @@ class NumericGuard:
 
 
 def _bad_rows(x: Tensor) -> int:
-    """How many rows hold NaN or infinity."""
+    """Return the number of rows that hold NaN or infinity."""
     return int((~x.isfinite()).reshape(len(x), -1).any(-1).sum())
 
 
 def finite_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """One number of each tensor (none of them empty), [], that is finite if and only if all of its elements are.
+    """Return one number [] for each non-empty tensor that is finite if and only if all of its elements are.
 
     On a GPU it is the largest magnitude, of all tensors in one pass. On a CPU, where torch adds tens of times faster
     than it compares, it is the sum. A sum that is not finite may have overflowed: then it is the largest magnitude.

@@ -1,9 +1,8 @@
-"""A step that runs out of memory before it has changed anything: given up on all ranks, the model saved, the run ended.
+"""Recovery from a step that runs out of memory before it has changed the model: cancelled on all ranks, saved, ended.
 
-A rank that runs out while it renders or goes backward still takes part in the sums of gradients that the others wait
-in, with whatever it has; then all ask each other, over the control group, whether anybody ran out, before any optimizer
-steps. Where a rank cannot take part any more, or has begun to change the model, its error goes its usual way and ends
-the run: what is kept then is the last checkpoint.
+A rank that runs out in rendering or backward still takes part in the sums of gradients that the others wait for, with
+arbitrary values. Then all ranks agree, over the control group, whether one ran out, before any optimizer step. If a
+rank cannot take part, or has begun to change the model, its error ends the run, and the last checkpoint remains.
 """
 
 import contextlib
@@ -22,10 +21,10 @@ from ns_multigpu.plugin.faults.signals import RanOutOfMemory
 
 
 class GivenUp(Exception):
-    """All ranks have given a step up, some of them for lack of memory; the model is whole.
+    """Cancellation of a step on all ranks for lack of memory on some; the model is intact.
 
     Attributes:
-        last: the last step that was taken.
+        last: the last completed step.
         cause: this rank's own lack of memory; None if it was another's.
     """
 
@@ -35,7 +34,7 @@ class GivenUp(Exception):
 
 
 class Attempt:
-    """What stands between forward and backward, which may fail, and the update, which must not begin then.
+    """Guard between forward and backward, which may fail, and the update, which then must not begin.
 
     Args:
         objective: a `SplatObjective`.
@@ -46,10 +45,10 @@ class Attempt:
 
     @contextlib.contextmanager
     def rendering(self, step: int) -> Iterator[None]:
-        """Encloses the rendering of `step` and its way back.
+        """Enclose the rendering and backward pass of `step`.
 
         Raises:
-            GivenUp: memory ran out here, and all ranks know.
+            GivenUp: memory ran out here, and all ranks know it.
         """
         try:
             yield
@@ -63,7 +62,7 @@ class Attempt:
             raise GivenUp(step - 1, error) from None
 
     def rendered(self, step: int) -> None:
-        """Called when gradients have been exchanged. Every rank whose rendering succeeded calls it.
+        """Agree with all ranks after the exchange of gradients. Every rank whose rendering succeeded calls it.
 
         Raises:
             GivenUp: memory ran out on another rank.
@@ -75,20 +74,19 @@ class Attempt:
         return max_int(int(failed), self._objective.world) > 0
 
     def _others_can_go_on(self) -> bool:
-        """Whether the ranks that wait for this one can be brought to where all ask each other."""
+        """Return whether the ranks that wait for this one can proceed to the agreement."""
         pipeline = self._objective.pipeline
-        # Images are brought from rank to rank before anything is rendered.
+        # Images are exchanged between ranks before rendering.
         rendering = pipeline.timer.part == "compute" and pipeline.strategy.survives_giving_up
         return self._objective.world.group is None or rendering
 
 
 @contextlib.contextmanager
 def saving(trainer: Any) -> Iterator[None]:
-    """Encloses a run's steps: saves, with all ranks, what a step that was given up has left whole, and after any other
-    error finishes the save that is on its way.
+    """Enclose a run's steps: save the intact model after a cancelled step; after any other error finish a pending save.
 
     Raises:
-        RanOutOfMemory: on every rank, with the remedies and the checkpoint to go on from.
+        RanOutOfMemory: on every rank, with the remedies and the checkpoint to resume from.
     """
     try:
         yield
@@ -129,13 +127,13 @@ def _leave(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
 
 
 def give_back(world: World) -> None:
-    """Gives memory that no tensor uses back to the device."""
+    """Return unused memory to the device."""
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def forget_frames(error: BaseException) -> None:
-    """Lets go of what the frames that have ended with `error` held: activations, mostly."""
+    """Release the locals of frames that ended with `error`: activations, mostly."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -143,13 +141,13 @@ def forget_frames(error: BaseException) -> None:
 
 
 def check_room(needed: float, what: str, world: World) -> None:
-    """Whether every rank's GPU has `needed` bytes to give; asked before anything of a step has begun.
+    """Check that every rank's GPU has `needed` free bytes, before anything of a step has begun.
 
     Args:
-        needed: bytes. what: is to have them.
+        needed: bytes. what: their use, for the message.
 
     Raises:
-        CapacityExceeded: on every rank: one of them has not.
+        CapacityExceeded: on every rank, if one has less.
     """
     free = memory.free_bytes(world.device)
     if free is None:
@@ -161,10 +159,10 @@ def check_room(needed: float, what: str, world: World) -> None:
 
 
 class CapacityExceeded(torch.cuda.OutOfMemoryError):
-    """There is no room for a step that has not begun: known on all ranks.
+    """Lack of memory for a step that has not begun, known on all ranks.
 
     Attributes:
-        here: whether it is this rank that has none.
+        here: True if this rank lacks memory.
     """
 
     def __init__(self, text: str, *, here: bool) -> None:
@@ -174,12 +172,12 @@ class CapacityExceeded(torch.cuda.OutOfMemoryError):
 
 @dataclass(frozen=True)
 class Counts:
-    """What the host counts of steps: Adam's counters, rates, schedules. So that steps that were counted but not taken
-    can be uncounted.
+    """Step counts on the host: Adam's counters, rates, schedules. They can be restored after steps that were counted
+    but not completed.
 
     Attributes:
-        counters: by optimizer's name and place of the parameter, its counter; none before its first step.
-        rates: by optimizer's name, of its groups. schedules: by name.
+        counters: (optimizer's name, index of the parameter) -> its counter; none before its first step.
+        rates: rates of the groups, by optimizer's name. schedules: states by name.
     """
 
     counters: dict[tuple[str, int], float]
@@ -188,7 +186,7 @@ class Counts:
 
     @classmethod
     def now(cls, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Mapping[str, Any]) -> "Counts":
-        """As they stand."""
+        """Return the current counts."""
         counters = {
             (name, place): float(state["step"])
             for name, optimizer in optimizers.items()
@@ -199,7 +197,7 @@ class Counts:
         return cls(counters, rates, {name: copy.deepcopy(s.state_dict()) for name, s in schedulers.items()})
 
     def restore(self, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Mapping[str, Any]) -> None:
-        """Makes them stand as they did."""
+        """Restore these counts."""
         for name, optimizer in optimizers.items():
             for place, state in enumerate(_states(optimizer)):
                 if "step" in state:

@@ -1,7 +1,7 @@
-"""What ends a run early (signals, stalls, NaN or infinity), and how a process ends that must not go on.
+"""Early ends of a run (signals, stalls, NaN or infinity), and the exit of a process that must not continue.
 
 `StopSignals` turns Ctrl-C and SIGTERM into a request that all ranks grant after the same step. The errors of this file
-are those that a restart would not mend, or that say on whose account a run ended.
+are those that a restart would not fix, or that name the cause of a run's end.
 """
 
 import contextlib
@@ -21,39 +21,38 @@ from ns_multigpu.core.dist.world import World
 STOPPING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 _REPEAT = 1.0
-"""Seconds within which a second signal counts as the first one again: a terminal sends Ctrl-C to every process, and
-launchers pass on to their workers what they have been sent themselves."""
+"""Seconds within which a second signal counts as a repetition: a terminal sends Ctrl-C to every process, and launchers
+forward their own signals to their workers."""
 
 _STUCK = 4.0
-"""Seconds after a signal in which a rank must move on, or be taken for one that waits for a dead peer."""
+"""Seconds after a signal without progress after which a rank is taken to wait for a dead peer."""
 
 GO_ON, WAIT, RENDER, STOP, _SIGNAL = 0, 1, 2, 3, 16
 MANY = 1 << 30
-"""Steps that may be taken before the ranks look again, where nobody says how many."""
+"""Default number of steps until the next agreement."""
 _FAR = 1 << 40
-"""Below zero: a rank that says nothing of steps says this, so that the one that does is heard. (Zero, and what lies
-behind, are GO_ON and the others.)"""
+"""Offset below zero of a rank's number of steps, so that rank 0's is the maximum; other verdicts are 0 and above."""
 
 
 class NonFiniteError(ArithmeticError):
-    """NaN or infinity in the loss, the gradients or the parameters. A restart would meet it again."""
+    """NaN or infinity in the loss, the gradients or the parameters. A restart would fail alike."""
 
 
 class RanOutOfMemory(RuntimeError):
-    """A rank's device or its machine has no memory left. A restart would meet it again."""
+    """Lack of memory on a rank's device or machine. A restart would fail alike."""
 
 
 class StallError(RuntimeError):
-    """A rank has kept the others waiting for too long."""
+    """Stall of a rank, for which the others have waited too long."""
 
 
 class Interrupted(SystemExit):
-    """The run was asked to stop, and has stopped after the same step on every rank.
+    """End of a run on request, after the same step on every rank.
 
     Attributes:
         code: the exit status that shells expect, 128 + the signal's number.
         signum: the signal.
-        checkpoint: where to continue from, if anything was saved.
+        checkpoint: checkpoint to resume from, if anything was saved.
     """
 
     def __init__(self, signum: int, checkpoint: Path | None) -> None:
@@ -63,7 +62,7 @@ class Interrupted(SystemExit):
 
 
 class Progress(Protocol):
-    """What is known of a rank's own progress; see `watchdog.Heartbeat`."""
+    """Progress of a rank; see `watchdog.Heartbeat`."""
 
     @property
     def beats(self) -> int: ...
@@ -72,18 +71,18 @@ class Progress(Protocol):
 
 
 class StopSignals:
-    """Listens for Ctrl-C, SIGTERM and SIGHUP while it is entered.
+    """Handler of Ctrl-C, SIGTERM and SIGHUP while it is entered.
 
-    The first asks to stop and the run goes on until all ranks have agreed (`verdict`). A second, a second later or
-    more, ends this process at once. A process that was asked to stop but waits inside a collective for a peer that has
-    died cannot run Python's signal handlers; a thread ends it once it has stood still for some seconds.
+    The first signal requests a stop, and the run continues until all ranks have agreed (`verdict`). A second, a second
+    later or more, ends this process at once. A process that waits in a collective for a dead peer cannot run Python's
+    signal handlers. A thread ends it after some seconds without progress.
 
     Args:
-        progress: whether this rank moves; None where nothing can make it wait.
-        on_first: called with the signal's number when the first arrives, in the main thread.
-        on_second: called instead of ending the process when the second arrives, in the main thread.
+        progress: this rank's progress; None if nothing can make it wait.
+        on_first: called in the main thread with the first signal's number.
+        on_second: called in the main thread instead of ending the process at the second signal.
 
-    Outside the main thread, where Python cannot listen, it does nothing.
+    Outside the main thread, where Python cannot handle signals, it has no effect.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class StopSignals:
         self.agreed = 0
         """Number of the signal, received by any rank, for which all ranks have agreed to stop; 0 if there is none."""
         self.granted = MANY
-        """Steps that all ranks may take before they ask `verdict` again, as rank 0 said when they last did."""
+        """Steps that all ranks may run before the next `verdict`, as rank 0 set at the last one."""
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is not threading.main_thread():
@@ -112,7 +111,7 @@ class StopSignals:
                 self._before[signum] = signal.signal(signum, self._handle)
         if self._progress is not None:
             self._wakeup = socket.socketpair()
-            self._wakeup[1].setblocking(False)  # Python asks for it
+            self._wakeup[1].setblocking(False)  # Python requires it
             self._wakeup_before = signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=(self._wakeup[0],), name="signals", daemon=True).start()
         return self
@@ -129,16 +128,17 @@ class StopSignals:
     def verdict(
         self, world: World, *, stop: bool = False, wait: bool = False, render: bool = False, steps: int = MANY
     ) -> int:
-        """What all ranks do now: GO_ON, WAIT (ask again soon), RENDER (then ask again) or STOP; every rank calls it and
-        gets the same.
+        """Return what all ranks do now, the same on each: GO_ON, WAIT, RENDER (both: call again) or STOP. Every rank
+        calls it.
 
-        One integer over the control group. A signal on any rank stops all of them, and is then in `agreed` of all.
+        It exchanges one integer over the control group. A signal on any rank stops all of them, and is then in `agreed`
+        of all.
 
         Args:
             stop: this rank has another reason to end.
             wait: this rank wants to pause.
             render: this rank has an image to be rendered by all.
-            steps: of rank 0, how many steps all may take before they ask again; `granted` has it on all then.
+            steps: on rank 0, number of steps until the next agreement; all ranks store it in `granted`.
         """
         going = (steps if world.is_main else 0) - _FAR
         other = STOP if stop else RENDER if render else WAIT if wait else going
@@ -154,7 +154,8 @@ class StopSignals:
 
     @contextlib.contextmanager
     def as_keyboard_interrupt(self) -> Iterator[None]:
-        """Within, a signal raises KeyboardInterrupt, also one that came before: for waits that nothing else ends."""
+        """Raise KeyboardInterrupt at a signal in the context, or at an earlier one: for waits that nothing else
+        ends."""
         kept = {signum: signal.signal(signum, _interrupt) for signum in self._before}
         try:
             if self.requested:
@@ -174,8 +175,11 @@ class StopSignals:
             (self._on_second or _end_now)(signum)
 
     def _watch(self, wakeup: socket.socket) -> None:
-        """In a thread: ends the process if a signal asked it to stop and it makes no progress. Signals wake this thread
-        through a socket that the interpreter's C code writes to, even while the main thread runs no Python."""
+        """End the process if a signal requested a stop and it makes no progress; runs in a thread.
+
+        Signals wake this thread through a socket to which the interpreter's C code writes, even while the main thread
+        runs no Python.
+        """
         assert self._progress is not None
         signum, since, still, seen = 0, 0.0, 0.0, -1
         with wakeup:
@@ -204,9 +208,9 @@ class StopSignals:
 
 
 def stop_before_training() -> None:
-    """From now on a signal that asks this process to stop does so in one line, until `StopSignals` listens for it.
+    """Make stop signals end this process with one line of output, until `StopSignals` handles them.
 
-    nerfstudio would show where it was when it was interrupted.
+    nerfstudio would print a traceback.
     """
     if threading.current_thread() is threading.main_thread():
         for signum in STOPPING_SIGNALS:
@@ -221,7 +225,7 @@ def _stop_at_once(signum: int, _: object) -> None:
 
 
 def signal_name(signum: int) -> str:
-    """SIGTERM for 15."""
+    """Return the name of a signal, such as SIGTERM for 15."""
     return signal.Signals(signum).name
 
 
@@ -237,14 +241,15 @@ _last_words: Callable[[BaseException], None] | None = None
 
 
 def set_last_words(leave: Callable[[BaseException], None] | None) -> None:
-    """Sets what `end_process` calls with the error before it ends this process: a worker's way to hand the error to
-    the process that started it."""
+    """Set the function that `end_process` calls with the error before it ends this process: a worker sends the error to
+    its parent."""
     global _last_words
     _last_words = leave
 
 
 def end_process(error: BaseException, status: int = 1) -> None:
-    """Ends this process because of `error`, from a thread beside the main one, which is blocked and cannot raise it."""
+    """End this process because of `error`, from another thread than the main one, which is blocked and cannot
+    raise it."""
     try:
         if _last_words is not None:
             _last_words(error)

@@ -1,4 +1,4 @@
-"""Detects a run that makes no progress, and names the rank that the others wait for.
+"""Detection of a run without progress, and of the rank that the others wait for.
 
 The training thread only records its step and the phase that it begins (a few assignments, no device, no network). Once
 a second a thread of each rank publishes that record, a `Note`, in the launcher's key-value store. When its own rank has
@@ -29,24 +29,24 @@ LONG_PHASES = frozenset({"start", "evaluation", "checkpoint"})
 """Phases that may take longer than others. The first step counts as `start`: kernels may be compiled in it."""
 _LONGER = 10.0
 _ANSWER = timedelta(seconds=15)
-"""How long the launcher's store may take to answer."""
+"""Timeout of requests to the launcher's store."""
 _SILENCE = 10
-"""Periods after which a rank that was asked for a note and has published none counts as silent."""
+"""Periods after which a rank that has not answered a request for a note counts as silent."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """The progress of a rank, as it last published it.
+    """Progress of a rank, as it last published it.
 
     Attributes:
-        rank: whose.
-        beats: how many phases it has begun; all ranks begin the same ones in the same order.
+        rank: the rank.
+        beats: number of phases it has begun; all ranks begin the same ones in the same order.
         step: the step, -1 before the first.
-        phase: what it was about to do.
-        age: seconds since it began to.
-        device_step: the last step whose rendering and backward its device has finished; None where the host computes.
-        silent: whether it publishes no more (its process is stopped, gone, or stuck outside Python).
-        stack: where its training thread is, if it was asked and could answer.
+        phase: the phase that it began last.
+        age: seconds since then.
+        device_step: the last step whose rendering and backward its device has finished; None if the host computes.
+        silent: True if it publishes no more (its process is stopped, gone, or stuck outside Python).
+        stack: stack trace of its training thread, if it was requested and available.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Note:
 
 
 class Heartbeat:
-    """Where this rank is. Written by the training thread, read by others."""
+    """Progress of this rank, written by the training thread and read by others."""
 
     def __init__(self) -> None:
         self.step, self.phase, self.beats = -1, "start", 0
@@ -68,11 +68,11 @@ class Heartbeat:
         self._gap = 0.0
         self._steps = 0
         self._device: deque[tuple[int, Any]] = deque()
-        self._spare: deque[Any] = deque()  # events that have come to pass: making one takes longer than recording it
+        self._spare: deque[Any] = deque()  # completed events: making one takes longer than recording it
         self._device_step: int | None = None
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """This rank is about to do `phase`, of `step` if that has changed. Costs about a microsecond."""
+        """Record that this rank begins `phase`, of `step` if that has changed. Costs about a microsecond."""
         now = time.monotonic()
         if self.phase not in LONG_PHASES:
             self._gap = max(now - self._at, 0.95 * self._gap)
@@ -84,13 +84,13 @@ class Heartbeat:
         self.beats += 1
 
     def mark_device(self) -> None:
-        """The device has been given all of this step that waits for no other rank."""
+        """Record that the part of this step that waits for no other rank has been launched."""
         event = self._spare.popleft() if self._spare else torch.cuda.Event()
         event.record()
         self._device.append((self.step, event))
 
     def note(self, rank: int) -> Note:
-        """The note to publish. Called by the watchdog's thread only."""
+        """Return the note to publish. Called by the watchdog's thread only."""
         while self._device and self._device[0][1].query():
             self._device_step, event = self._device.popleft()
             self._spare.append(event)
@@ -98,14 +98,18 @@ class Heartbeat:
         return Note(rank, self.beats, self.step, self.phase, time.monotonic() - self._at, device_step)
 
     def patience(self, least: float) -> float | None:
-        """Seconds in one phase that count as a stall: three times the slowest of late, at least `least`; None in a long
-        phase, which has no such limit."""
+        """Return the seconds in one phase that count as a stall: three times the slowest recent one, at least `least`.
+
+        It is None in a long phase, which has no such limit.
+        """
         return None if self.phase in LONG_PHASES else max(least, 3 * self._gap)
 
 
 def late_ranks(notes: Sequence[Note]) -> list[Note]:
-    """Who is behind: those that do not answer; else those that have begun fewer phases than others; else those whose
-    device has finished fewer steps. None if all stand at the same place."""
+    """Return the late ranks: silent ones, else those with the fewest phases, else those with the fewest device steps.
+
+    It is empty if all have the same progress.
+    """
     silent = [note for note in notes if note.silent]
     if silent:
         return silent
@@ -119,16 +123,16 @@ def late_ranks(notes: Sequence[Note]) -> list[Note]:
 
 
 def plain_name(rank: int) -> str:
-    """What a rank is called where all are on one machine."""
+    """Return the name of a rank on a single machine."""
     return f"rank {rank}"
 
 
 def describe(notes: Sequence[Note], late: Sequence[Note], name: Callable[[int], str] = plain_name) -> str:
-    """The report on a stall, for people.
+    """Return the report on a stall for the user.
 
     Args:
-        notes: of all ranks. late: of those that are.
-        name: what to call a rank.
+        notes: notes of all ranks. late: those of the late ranks.
+        name: returns the name of a rank.
     """
     lines: list[str] = []
 
@@ -165,17 +169,17 @@ def describe(notes: Sequence[Note], late: Sequence[Note], name: Callable[[int], 
 
 
 class Watchdog:
-    """Looks after one rank from a thread, while it is entered.
+    """Monitor of one rank's progress by a thread, while it is entered.
 
     Args:
         heartbeat: this rank's.
-        rank, size: its place.
-        store: where ranks leave their notes; a client of its own, since another thread may block a shared one. None in
-            a world of one: nothing is watched there.
-        warn_after, abort_after: seconds of standing still after which it says who is late, and after which it ends the
-            process with a `StallError`; 0 for never. Evaluations and checkpoints may take ten times as long.
+        rank, size: its rank and the world's size.
+        store: store of the ranks' notes; a separate client, since another thread may block a shared one. None in a
+            world of one, which is not monitored.
+        warn_after, abort_after: seconds without progress until the late ranks are reported, and until the process ends
+            with a `StallError`; 0 for never. Evaluations and checkpoints may take ten times as long.
         say: shows a report. abort: ends the process. Changed by tests.
-        name: what to call a rank, and with it its machine.
+        name: returns the name of a rank with its machine.
     """
 
     def __init__(
@@ -209,8 +213,8 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         if self._thread is not None:
-            # A thread that is asking the store when the interpreter ends may abort the process. Who has failed does not
-            # wait for a store that may be gone.
+            # A thread in a store request at interpreter exit may abort the process. After an error, do not wait long
+            # for a store that may be gone.
             self._thread.join(2 * self._period if kind is not None else _ANSWER.total_seconds() + self._period)
 
     def _run(self, store: dist.Store) -> None:
@@ -223,9 +227,9 @@ class Watchdog:
                 self._tell(store)
                 notes = self._ask_all(store) if warn or abort else []
             except (RuntimeError, OSError):
-                notes = None  # whoever keeps the store is stopped or gone
+                notes = None  # the process of the store is stopped or gone
             if not (warn or abort) or self._heart.beats != note.beats or self._stop.is_set():
-                continue  # it moves, or moved on while the others were asked
+                continue  # there is progress, perhaps since the request
             report, speaks = self._report(note, notes)
             if warn and self._overdue(note, notes, self._warn_after):
                 reported = note.beats
@@ -237,7 +241,7 @@ class Watchdog:
                 return
 
     def _report(self, own: Note, notes: Sequence[Note] | None) -> tuple[str, bool]:
-        """What there is to say, and whether this rank is the one to say it."""
+        """Return the report, and whether this rank is the one to print it."""
         if notes is None:
             called = self._name(own.rank)
             where = f"{called[:1].upper()}{called[1:]} waits in step {own.step}, phase {own.phase}"
@@ -245,12 +249,12 @@ class Watchdog:
         return describe(notes, late_ranks(notes), self._name), own.rank == next(n.rank for n in notes if not n.silent)
 
     def _overdue(self, own: Note, notes: Sequence[Note] | None, limit: float) -> bool:
-        """Whether every rank that the others wait for has been in its phase for longer than `limit`, or is silent."""
+        """Return whether every late rank has been in its phase for longer than `limit`, or is silent."""
         late = late_ranks(notes) if notes is not None else []
         return all(n.silent or n.age > limit * (_LONGER if n.phase in LONG_PHASES else 1.0) for n in late or [own])
 
     def _tell(self, store: dist.Store) -> None:
-        """Publishes this rank's note: with its stack if it stands still, and with how often ranks have been asked."""
+        """Publish this rank's note: with its stack if it makes no progress, and with the number of requests seen."""
         note = self._heart.note(self._rank)
         stack = ""
         if note.age > 2 * self._period:
@@ -261,7 +265,8 @@ class Watchdog:
         store.set(f"note/{self._rank}", json.dumps(told))
 
     def _ask_all(self, store: dist.Store) -> list[Note]:
-        """All ranks' notes, published after this call began; a rank without one after `_SILENCE` periods is silent."""
+        """Return all ranks' notes, published after this call began; a rank without one after `_SILENCE` periods is
+        silent."""
         question = store.add("asked", 1)
         end = time.monotonic() + _SILENCE * self._period
         while True:
@@ -280,10 +285,11 @@ class Watchdog:
 
 
 def heartbeat_store(world: World) -> dist.Store | None:
-    """A client for the ranks' notes: of the store that the launcher keeps, or of the default group's; None alone."""
+    """Return a client of the launcher's store, or of the default group's, for the ranks' notes; None in a world
+    of one."""
     if world.group is None:
         return None
-    name = broadcast_object(uuid.uuid4().hex, 0, world)  # the launcher's store may outlive a life of the job
+    name = broadcast_object(uuid.uuid4().hex, 0, world)  # the launcher's store may outlive one attempt of the job
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address and port:
         store: dist.Store = dist.TCPStore(address, int(port), None, False, _ANSWER)

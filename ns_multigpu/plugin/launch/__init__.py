@@ -1,1 +1,1 @@
-"""How the processes of a run start, meet and agree; what is checked before they do."""
+"""Start of a run's processes, their rendezvous and agreement, and the checks before it."""

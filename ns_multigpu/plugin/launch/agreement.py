@@ -1,4 +1,4 @@
-"""Whether all ranks were started alike: the same options, the same code, the same versions."""
+"""Check that all ranks were started alike: with the same options, code and versions."""
 
 import dataclasses
 import enum
@@ -16,7 +16,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 
 Manifest = dict[str, str]
-"""What a rank was started with: "option ..." , "version ..." and "source ..." to a short text each."""
+"""Start of a rank: "option ...", "version ..." and "source ..." mapped to a short text each."""
 
 _PACKAGES = ("ns_multigpu", "strategies", "cuda_ext")
 _SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
@@ -38,7 +38,7 @@ _PLACES = re.compile(r"(?:.*\.)?(?:data|output_dir|relative_model_dir|load_dir|l
 
 
 def manifest_of(config: Any) -> Manifest:
-    """What this process was started with.
+    """Return this process's options and versions.
 
     Args:
         config: the run's configuration, a dataclass.
@@ -57,7 +57,7 @@ def manifest_of(config: Any) -> Manifest:
 
 
 def options_of(config: Any) -> dict[str, str]:
-    """What decides a run's course, by option as it is typed; as texts.
+    """Return the options that influence a run's result, as typed, with their values as text.
 
     Args:
         config: the run's configuration, a dataclass.
@@ -75,7 +75,7 @@ def _options(config: Any) -> dict[str, str]:
 
 
 def differences(manifests: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for each thing in which ranks differ.
+    """Return a line for each difference between ranks.
 
     Args:
         manifests: by rank.
@@ -91,7 +91,7 @@ def differences(manifests: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def refuse_differences(manifests: Sequence[Mapping[str, str]]) -> None:
-    """Raises if ranks differ.
+    """Raise if ranks differ.
 
     Args:
         manifests: by rank.
@@ -108,7 +108,7 @@ def refuse_differences(manifests: Sequence[Mapping[str, str]]) -> None:
 
 
 def check_same_start(config: Any, world: World) -> None:
-    """Compares this rank with all others. Every rank calls it.
+    """Compare this rank with all others. Every rank calls it.
 
     Args:
         config: this rank's configuration.
@@ -124,7 +124,7 @@ def check_same_start(config: Any, world: World) -> None:
 
 
 def digest_of(manifest: Manifest) -> str:
-    """A short text that differs where manifests differ."""
+    """Return a short text that differs if manifests differ."""
     return hashlib.sha1(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -20,7 +20,7 @@ _NOT_UNDER_TORCHRUN = ("--machine.num-machines", "--machine.machine-rank", "--ma
 
 
 def check_devices(device_type: str, num_devices: int, ranks: Ranks | None, cuda_devices: int) -> None:
-    """Whether this machine can hold the workers asked of it.
+    """Check that this machine has the devices for the requested workers.
 
     Args:
         device_type: --machine.device-type.
@@ -29,7 +29,7 @@ def check_devices(device_type: str, num_devices: int, ranks: Ranks | None, cuda_
         cuda_devices: how many CUDA devices torch sees here.
 
     Raises:
-        InputError: they cannot.
+        InputError: it has not.
     """
     if num_devices < 1:
         raise InputError(
@@ -68,7 +68,7 @@ _WORKER_BYTES = 600e6
 
 
 def crowd(workers: int, cores: int, memory: int | None) -> str:
-    """A warning where CPU workers get in each other's way, else "".
+    """Return a warning if CPU workers compete for cores or memory, else "".
 
     Args:
         workers: how many there are to be. cores: that they share.
@@ -94,7 +94,7 @@ def crowd(workers: int, cores: int, memory: int | None) -> str:
 def check_machines(
     num_machines: int, machine_rank: int, num_devices: int, dist_url: str, ranks: Ranks | None, argv: Sequence[str]
 ) -> None:
-    """Whether as many machines take part as were asked for: several machines are started by torchrun.
+    """Check that the requested number of machines takes part: torchrun starts several machines.
 
     Args:
         num_machines, machine_rank, num_devices, dist_url: the fields of nerfstudio's MachineConfig.
@@ -122,7 +122,7 @@ def check_machines(
 
 
 def torchrun_command(argv: Sequence[str], num_devices: int, num_machines: int, machine_rank: int, dist_url: str) -> str:
-    """The torchrun command line that does what `ns-train ARGV` asked for on one of several machines."""
+    """Return the torchrun command line equivalent to `ns-train ARGV` on one of several machines."""
     address = urlparse(dist_url)
     kept: list[str] = []
     skip = False
@@ -141,7 +141,7 @@ def torchrun_command(argv: Sequence[str], num_devices: int, num_machines: int, m
 
 
 def check_run_folder(folder: Path) -> None:
-    """Makes `folder` and writes to it once, so that a run does not find out at its first checkpoint.
+    """Make `folder` and write to it once, so that a failure shows before the first checkpoint.
 
     Raises:
         InputError: it cannot be made or written.
@@ -156,7 +156,7 @@ def check_run_folder(folder: Path) -> None:
 
 
 def check_fallback_folder(folder: Path) -> None:
-    """Makes the folder of `--save-fallback-dir` and writes to it once.
+    """Make the folder of `--save-fallback-dir` and write to it once.
 
     Raises:
         InputError: it cannot be made or written.
@@ -176,10 +176,10 @@ def _try_out(folder: Path) -> None:
 
 
 def check_lengths(images: int | None, steps: int) -> None:
-    """Whether a run is of any length.
+    """Check that a run has a positive length.
 
     Raises:
-        InputError: it is not.
+        InputError: it has not.
     """
     for flag, length in (("--max-num-images", images), ("--max-num-iterations", steps)):
         if length is not None and length < 1:
@@ -190,7 +190,7 @@ def check_lengths(images: int | None, steps: int) -> None:
 
 
 def check_retries(seconds: float) -> None:
-    """Whether a time for which to try again to save is one.
+    """Check the time for which saving is retried.
 
     Raises:
         InputError: it is negative.
@@ -200,7 +200,7 @@ def check_retries(seconds: float) -> None:
 
 
 def check_strategy(name: str, known: Collection[str]) -> None:
-    """Whether one can train with the strategy `name`, one of those `known`.
+    """Check that the strategy `name` is one of those `known`.
 
     Raises:
         InputError: one cannot, or there is none of that name; it lists those there are, the closest first.
@@ -213,7 +213,7 @@ def check_strategy(name: str, known: Collection[str]) -> None:
 
 
 def check_views(views: int, ranks: int) -> None:
-    """Whether there is a training view for every rank.
+    """Check that there is a training view for every rank.
 
     Raises:
         InputError: there are fewer `views` than `ranks`.
@@ -226,17 +226,17 @@ def check_views(views: int, ranks: int) -> None:
 
 
 def check_views_per_rank(views: int) -> None:
-    """Whether each rank renders at least one view a step.
+    """Check that each rank renders at least one view per step.
 
     Raises:
-        InputError: it does not.
+        InputError: it renders none.
     """
     if views < 1:
         raise InputError(f"--pipeline.views-per-rank {views}: at least one view a rank is needed.")
 
 
 def check_views_per_step(views: int | None, ranks: int, *, cuts_views: bool) -> None:
-    """Whether a step's views can be spread over the ranks.
+    """Check that a step's views can be spread over the ranks.
 
     Args:
         views: --pipeline.views-per-step, if given.
@@ -244,7 +244,7 @@ def check_views_per_step(views: int | None, ranks: int, *, cuts_views: bool) -> 
         cuts_views: whether the strategy can have a view drawn by several ranks.
 
     Raises:
-        InputError: they cannot.
+        InputError: they cannot be spread evenly.
     """
     if views is None:
         return
@@ -258,7 +258,7 @@ def check_views_per_step(views: int | None, ranks: int, *, cuts_views: bool) -> 
 
 
 def check_no_accumulation(steps: Mapping[str, int]) -> None:
-    """Whether each step updates all parameters: gradients are exchanged once a step.
+    """Check that each step updates all parameters: gradients are exchanged once per step.
 
     Raises:
         InputError: gradients of some parameters are to be gathered over several steps.
@@ -272,7 +272,7 @@ def check_no_accumulation(steps: Mapping[str, int]) -> None:
 
 
 def check_cap(points: int, densifier: str, cap: int | None) -> None:
-    """Whether the model starts below the cap that its densifier keeps; None is none.
+    """Check that the model starts below its densifier's cap, if there is one.
 
     Raises:
         InputError: it starts with more points.
@@ -285,7 +285,7 @@ def check_cap(points: int, densifier: str, cap: int | None) -> None:
 
 
 def check_first_points(opacity: float, scale: float) -> None:
-    """Whether the Gaussians that training starts from can be drawn.
+    """Check that the initial Gaussians can be drawn.
 
     Raises:
         InputError: they have no opacity, or no size.
@@ -297,7 +297,7 @@ def check_first_points(opacity: float, scale: float) -> None:
 
 
 def check_random_points(count: int, extent: float) -> None:
-    """Whether there are points to start from where a capture gives none, or none are wanted of it.
+    """Check that there are initial points if the capture has none, or its points are not used.
 
     Raises:
         InputError: there are none, or all lie at one place.
@@ -309,7 +309,7 @@ def check_random_points(count: int, extent: float) -> None:
 
 
 def check_precision(mixed: bool, scaler: bool) -> None:
-    """Whether training is in single precision, as Splatfacto's is.
+    """Check that training uses single precision, as Splatfacto does.
 
     Raises:
         InputError: mixed precision or a gradient scaler is asked for.
@@ -323,10 +323,10 @@ def check_precision(mixed: bool, scaler: bool) -> None:
 
 
 def check_rates_at_end(part: float, fall_from: float) -> None:
-    """Whether learning rates can fall to that part of what they were, behind that part of the run.
+    """Check the final factor of learning rates and the fraction of the run after which they decay.
 
     Raises:
-        InputError: they cannot.
+        InputError: a value is out of range.
     """
     if not 0 < part <= 1:
         raise InputError(
@@ -341,14 +341,14 @@ def check_rates_at_end(part: float, fall_from: float) -> None:
 
 
 def check_operators(device_type: str, problem: str | None) -> None:
-    """Whether the native operators that training on `device_type` needs can be had.
+    """Check that the native operators for training on `device_type` are available.
 
     Args:
         device_type: "cuda" or "cpu".
         problem: what `cuda_ext.compiler_problem(device_type)` says.
 
     Raises:
-        InputError: they cannot. Without them training would take days, so it is not done unasked.
+        InputError: they are missing. Without them training would take days, so it must be requested.
     """
     if problem is not None:
         raise InputError(
@@ -371,7 +371,7 @@ def prepare_operators(device_type: Literal["cpu", "cuda", "mps"]) -> None:
 
 
 def check_image_memory(gigabytes: float | None) -> None:
-    """Whether the memory for images is a number of GB that makes sense.
+    """Check that the memory for images is a valid number of GB.
 
     Raises:
         InputError: it is not above 0.

@@ -1,4 +1,4 @@
-"""Command lines: those that a user is told to paste, and what was given beside `--load-config`."""
+"""Command lines: those printed for users to paste, and options given along with `--load-config`."""
 
 import os
 import shlex
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def train_command(method: str, *words: str | Path) -> str:
-    """The command that starts a training run as this process's was started: by ns-train, or by torchrun."""
+    """Return the command that starts a training run as this process was started: by ns-train, or by torchrun."""
     given = [method, *map(str, words)]
     ranks = Ranks.from_env()
     if ranks is None or OWN_LAUNCHER in os.environ:
@@ -35,7 +35,7 @@ def train_command(method: str, *words: str | Path) -> str:
 
 
 def resume_command(method: str, folder: Path, models: Path, *more: str) -> str:
-    """The command that goes on with a run from its newest checkpoint, with the run's options.
+    """Return the command that resumes a run from its newest checkpoint, with the run's options.
 
     Args:
         method: the run's. folder: its folder. models: its folder of checkpoints.
@@ -45,11 +45,11 @@ def resume_command(method: str, folder: Path, models: Path, *more: str) -> str:
 
 
 def commands_afterwards(method: str, folder: Path, models: Path, *longer: str) -> list[tuple[str, str]]:
-    """What can be done with a run that has ended, and the command for it.
+    """Return (name, command) of possible next actions for a finished run.
 
     Args:
-        method, folder, models: as for `resume_command`.
-        longer: the option that makes it twice as long.
+        method, folder, models: see `resume_command`.
+        longer: the option that doubles its length.
     """
     config = str(folder / "config.yml")
     return [
@@ -60,7 +60,7 @@ def commands_afterwards(method: str, folder: Path, models: Path, *longer: str) -
 
 
 def named_config(argv: Sequence[str] | None = None) -> Path | None:
-    """The file that `--load-config` names on this process's command line; None if it is not given."""
+    """Return the file that `--load-config` names on this process's command line; None without it."""
     words = sys.argv[1:] if argv is None else argv
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")
@@ -70,13 +70,12 @@ def named_config(argv: Sequence[str] | None = None) -> Path | None:
 
 
 def with_options(config: T, argv: Sequence[str] | None = None) -> T:
-    """A configuration that was read from a file, with what the command line says besides.
+    """Return a configuration read from a file, updated by the command line.
 
-    nerfstudio reads the file and forgets the rest of the command line, also what says from which checkpoint to go on.
+    nerfstudio reads the file and ignores the rest of the command line, including the checkpoint to resume from.
 
     Args:
-        config: what was read. What it says of its own start (what it was resumed from, whether it began anew) is not
-            kept.
+        config: the configuration read. Its options about its own start (its checkpoint, starting over) are discarded.
         argv: the method's name and its options; by default this process's.
 
     Raises:

@@ -48,7 +48,7 @@ class Helpers:
 
     @property
     def pids(self) -> list[int]:
-        """The helpers' processes."""
+        """Processes of the helpers."""
         return self._ranks.pids
 
     def end(self) -> None:
@@ -71,11 +71,11 @@ class Helpers:
                 print(error.report.rstrip(), file=sys.stderr)
             CONSOLE.print(Text(text, "bold red"), soft_wrap=True)
             sys.stdout.flush()
-            os._exit(1)  # other threads may wait for the dead one, where no exception reaches them
+            os._exit(1)  # other threads may wait for the dead one, and would not see an exception
 
 
 def obey(pipeline: Any, told: Any) -> None:
-    """Do with the others what rank 0 has told: call a method (`Team.tell`), or render what is asked for."""
+    """Execute a command published by rank 0, with all helpers: call a method (`Team.tell`), or render a request."""
     if isinstance(told, tuple):
         name, args, kwargs = told
         getattr(pipeline, name)(*args, **kwargs)
@@ -84,7 +84,7 @@ def obey(pipeline: Any, told: Any) -> None:
 
 
 def help_rank_0(device_type: str) -> None:
-    """Meet the others, make the pipeline that rank 0 makes, and do what it tells until it is gone; in a helper."""
+    """Join the world, make the pipeline that rank 0 makes, and execute its commands until it ends; in a helper."""
     CONSOLE.quiet = True
     warnings.simplefilter("ignore")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

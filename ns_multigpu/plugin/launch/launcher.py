@@ -1,4 +1,5 @@
-"""A training run's worker processes: started, restarted from the last checkpoint when one dies, and what each does.
+"""Worker processes of a training run: their start, their restart from the last checkpoint after a failure, and their
+work.
 
 Workers and the process that started them inform each other by files in a folder: `interrupted`, the signal's number, if
 one has ended the run; `failure-R.json` of each worker R that has failed.
@@ -52,7 +53,7 @@ class Trainer(Protocol):
 
 
 class Config(Protocol):
-    """A training configuration: it can be pickled, and makes the trainer of the process it is in."""
+    """Training configuration that can be pickled and makes the trainer of its process."""
 
     machine: Any
 
@@ -60,11 +61,12 @@ class Config(Protocol):
 
 
 class WorkerLauncher:
-    """Stands in for the trainer in the process that the user started: its `train` runs `workers` trainers elsewhere.
+    """Replacement of the trainer in the process that the user started: `train` runs `workers` trainers in other
+    processes.
 
     Args:
         config: the run's. workers: how many.
-        abandon: called where the run is refused or stopped; it is to leave nothing if nothing has been trained.
+        abandon: called if the run is refused or stopped; it must remove the run's files if nothing has been trained.
     """
 
     def __init__(self, config: Config, workers: int, abandon: Callable[[], None] = lambda: None) -> None:
@@ -79,9 +81,9 @@ class WorkerLauncher:
         """Run the workers to their end.
 
         Raises:
-            InputError, SaveFailed: a worker found that what was asked for cannot be done, or could not save the model.
+            InputError, SaveFailed: an option or the capture is invalid, or a worker could not save the model.
             WorkerFailed: a worker ended with another error; the others have been ended too.
-            SystemExit: this process was told to stop (Ctrl-C, SIGTERM); no worker is left.
+            SystemExit: this process received Ctrl-C or SIGTERM; no worker is left.
         """
         try:
             run_workers(self.config, self.workers)
@@ -91,10 +93,9 @@ class WorkerLauncher:
 
 
 def use_own_share_of_cores(ranks: Ranks | None) -> None:
-    """Give torch this process's share of the machine's cores; several workers would otherwise crowd each other out.
+    """Give torch this process's share of the machine's cores; otherwise several workers would oversubscribe them.
 
-    A thread count that the user set in OMP_NUM_THREADS stays. (Under torchrun that variable says 1 when the user was
-    silent, so 1 is not taken for a wish there.)
+    A thread count that the user set in OMP_NUM_THREADS is kept. (torchrun's default of 1 is ignored.)
     """
     if ranks is None or ranks.local_size == 1:
         return
@@ -177,7 +178,7 @@ class _Job:
         return None, False
 
     def forward(self, signum: int) -> None:
-        """Pass the wish to stop on to the workers, also to those that are not there yet."""
+        """Forward a stop request to the workers, including those that start later."""
         self._asked = signum
         if self._ranks is not None:
             self._ranks.send(signum)
@@ -194,10 +195,10 @@ class Failure:
     """End of a worker, kept in a file for the process that started it.
 
     Attributes:
-        rank: whose.
-        time_ns: when, to tell the first failure from those that followed it.
-        plain: the name of its kind in `errors.PLAIN`, "" if it is none of them.
-        hopeless: whether another attempt would meet it again.
+        rank: the worker's rank.
+        time_ns: time of the failure, which distinguishes the first from those that it caused.
+        plain: its class's name in `errors.PLAIN`, "" if it is none of them.
+        hopeless: True if another attempt would fail alike.
         message: one or more lines for the user.
         report: the traceback.
     """
@@ -265,7 +266,7 @@ def _leave_record(error: BaseException, rank: int, folder: Path) -> None:
     message = str(error) if plain else f"{type(error).__name__}: {error}"
     report = "".join(traceback.format_exception(error))
     record = Failure(rank, time.time_ns(), plain, isinstance(error, _HOPELESS), message, report)
-    # Whole or not at all: this process may be ended while it writes, and whoever ends it reads.
+    # Write atomically: this process may be killed during the write, and its parent reads the file.
     begun = folder / f"begun-{rank}.json"
     begun.write_text(json.dumps(asdict(record)), "utf8")
     begun.replace(folder / f"failure-{rank}.json")

@@ -1,4 +1,4 @@
-"""A trainer's process joins the others: the world, and what all must have in common before anything is loaded."""
+"""Entry of a trainer's process into the world, and checks of what ranks must share before anything is loaded."""
 
 import os
 import secrets
@@ -53,17 +53,17 @@ def enter_world(config: Any) -> World:
 
 
 def check_shared_folder(folder: Path, world: World, patience: float = _PATIENCE) -> None:
-    """Whether all machines see one run folder and can write there, for all write checkpoints. Every rank calls it.
+    """Check that all machines share one writable run folder, because all write checkpoints. Every rank calls it.
 
-    Rank 0 writes a file. Each other machine's first rank looks for it and writes one of its own, for which rank 0
-    looks. Nobody looks before a file is there: a network file system may remember for long that there was none.
+    Rank 0 writes a file. Each other machine's first rank waits for it and writes one of its own, for which rank 0
+    waits. A name is only looked up once its folder lists it: network file systems may cache a failed look-up for long.
 
     Args:
         folder: the run's, as this machine names it.
         patience: seconds that a file may take to show.
 
     Raises:
-        InputError: on every rank: a machine does not. It names the machine, the folder and the remedy.
+        InputError: on every rank, if a machine fails. It names the machine, the folder and the remedy.
     """
     if world.machines == 1:
         return
@@ -99,7 +99,7 @@ def check_shared_folder(folder: Path, world: World, patience: float = _PATIENCE)
 
 
 def _written(path: Path, here: str) -> str:
-    """Writes a file; what keeps it from being written, else ""."""
+    """Write a file; return the error, "" on success."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -109,11 +109,11 @@ def _written(path: Path, here: str) -> str:
 
 
 def _shows(path: Path, patience: float) -> bool:
-    """Whether a file shows within some seconds."""
+    """Return whether a file appears within some seconds."""
     end = time.monotonic() + patience
     while True:
         try:
-            if path.name in os.listdir(path.parent):  # a folder that is opened is asked for anew, a name may not be
+            if path.name in os.listdir(path.parent):  # a listing is refreshed, a cached look-up may not be
                 return True
         except OSError:
             pass
@@ -123,7 +123,7 @@ def _shows(path: Path, patience: float) -> bool:
 
 
 def device_kind(device: torch.device) -> str:
-    """What a rank computes with: the GPU's name and memory in GB; "" on a processor."""
+    """Return a rank's GPU name and memory in GB; "" on a CPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -131,7 +131,7 @@ def device_kind(device: torch.device) -> str:
 
 
 def different_devices(kind: str, world: World) -> str:
-    """A warning where the ranks' GPUs are not all of a kind, else "". Every rank calls it.
+    """Return a warning if the ranks' GPUs differ, else "". Every rank calls it.
 
     Args:
         kind: this rank's.
@@ -151,9 +151,9 @@ def different_devices(kind: str, world: World) -> str:
 
 
 def restarts_in_vain(environment: Mapping[str, str]) -> str:
-    """A warning where torchrun was asked to restart and could not when a machine comes again, else "".
+    """Return a warning if torchrun was set to restart but cannot when a machine rejoins, else "".
 
-    Its agents keep the address of the store that they met at first, and tell nobody (pytorch/pytorch#135712).
+    Its agents keep the address of the first store and do not share a new one (pytorch/pytorch#135712).
 
     Args:
         environment: this process's.
@@ -170,7 +170,7 @@ def restarts_in_vain(environment: Mapping[str, str]) -> str:
 
 
 def machines_named(world: World) -> str:
-    """Which ranks are on which machine, for people; "" where there is one machine."""
+    """Return the assignment of ranks to machines, in words; "" on one machine."""
     if world.machines == 1:
         return ""
     listed = [f"{world.machine_name(n)} has {_span(world.ranks_of(n))}" for n in range(world.machines)]
@@ -178,7 +178,7 @@ def machines_named(world: World) -> str:
 
 
 def at_another_machine(world: World) -> str:
-    """What a machine's first rank says; "" for its others, and where rank 0 is, who says all else."""
+    """Return the message of another machine's first rank; "" for other ranks and on rank 0's machine."""
     if world.machine == 0 or world.local_rank:
         return ""
     here, ranks = world.machine_name(world.machine), _span(world.ranks_of(world.machine))
@@ -186,5 +186,5 @@ def at_another_machine(world: World) -> str:
 
 
 def _span(ranks: range) -> str:
-    """ "ranks 2 to 3" for ranks 2 and 3."""
+    """Return a range of ranks in words, such as "ranks 2 to 3"."""
     return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"

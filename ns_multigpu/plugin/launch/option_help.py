@@ -1,9 +1,9 @@
-"""Options that `--help` shows only where they have an effect.
+"""Options that `--help` shows only if they have an effect.
 
 A method's options are those of its dataclasses. Some have an effect only with one value of another option: those of one
-kind of point, of MCMC, of one strategy. They are marked where they are declared, with `Only`. `--help` leaves them out
-unless the command line gives that value, as in `ns-train splatfacto-batch --help --pipeline.model.primitive 2dgs`.
-A command line without `--help` may name all of them: a run that resumes takes the other option from its config.yml.
+primitive, of MCMC, of one strategy. They are marked with `Only` in their declaration. `--help` omits them unless the
+command line gives that value, as in `ns-train splatfacto-batch --help --pipeline.model.primitive 2dgs`. A command line
+without `--help` may name all of them: a run that resumes takes the other option from its config.yml.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def show_what_applies(config: Any, words: Sequence[str]) -> None:
 
 
 def _hide(kind: type, config: Any, asked: dict[str, str]) -> None:
-    """Suppress the fields that a class of options declares and whose mark does not hold."""
+    """Suppress the fields declared by a class of options whose condition is not met."""
     hints: dict[str, Any] = vars(kind).get("__annotations__", {})
     for name, hint in hints.items():
         marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Only)]
@@ -77,7 +77,7 @@ def _hide(kind: type, config: Any, asked: dict[str, str]) -> None:
 
 
 def _value(config: Any, asked: dict[str, str], option: str) -> str | None:
-    """Return what an option will be: as asked for, or by default; None if the method does not have it."""
+    """Return an option's value, given or default; None if the method does not have it."""
     if option in asked:
         return asked[option]
     for name in option.split("."):

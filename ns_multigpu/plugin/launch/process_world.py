@@ -8,40 +8,42 @@ from pathlib import Path
 from ns_multigpu.core.dist.world import World
 
 _GLOO = "pt_gloo_runloop"
-"""What torch calls gloo's threads."""
+"""Name of gloo's threads in torch."""
 
 _REST = 0.005
-"""Seconds in which a thread that has something to do, and is let, does some of it."""
+"""Seconds in which a thread with work, if allowed to run, does some of it."""
 
 _current: World | None = None
 
 
 def set_world(world: World | None) -> None:
-    """Makes `world` this process's; None forgets it."""
+    """Set this process's `world`; None removes it."""
     global _current
     _current = world
 
 
 def get_world(device: str = "cpu") -> World:
-    """This process's world; a world of one on `device` where no launcher made one (ns-eval, ns-render, ns-viewer)."""
+    """Return this process's world; a world of one on `device` if no launcher made one (ns-eval, ns-render,
+    ns-viewer)."""
     return _current if _current is not None else World.single(device)
 
 
 def wait_for_gloo(limit: float = 2.0, tasks: Path = Path("/proc/self/task")) -> bool:
-    """Waits until gloo's threads have nothing to do.
+    """Wait until gloo's threads are idle.
 
-    After a collective such a thread still holds its tensors. To let go of them it takes Python's lock. If Python has
-    come to its end by then, the process aborts: "terminate called without an active exception". It helps neither that
-    the collective was waited for, nor `destroy_process_group`: the threads last as long as anything holds the group.
+    After a collective such a thread still holds its tensors, and takes Python's lock to release them. If Python has
+    been finalized by then, the process aborts: "terminate called without an active exception". Waiting for the
+    collective and `destroy_process_group` do not prevent it: the threads last as long as anything references the group.
 
-    A thread that sleeps, and did not run while this one slept, waits for work, not for Python's lock: that was free.
+    A thread that sleeps, and did not run while this one slept, waits for work, not for Python's lock, which was free.
 
     Args:
-        limit: seconds after which it gives up.
-        tasks: where Linux tells of this process's threads. Elsewhere there is no such place, and nothing is waited for.
+        limit: timeout in seconds.
+        tasks: Linux's folder of this process's threads. On other systems it does not exist, and the call returns at
+            once.
 
     Returns:
-        Whether they have nothing to do, as far as one can tell.
+        True if the threads appear idle.
     """
     end = time.monotonic() + limit
     before: dict[str, list[str]] | None = None
@@ -54,13 +56,13 @@ def wait_for_gloo(limit: float = 2.0, tasks: Path = Path("/proc/self/task")) -> 
 
 
 def _gloo_threads(tasks: Path) -> dict[str, list[str]]:
-    """By thread: its state, and how often it has been called and left by a processor."""
+    """Return the state and the numbers of context switches of each gloo thread."""
     found: dict[str, list[str]] = {}
     for status in tasks.glob("*/status"):
         try:
             lines = status.read_text().splitlines()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has just ended
         if lines[0].split()[1:] == [_GLOO]:
             told = [line.split()[1] for line in lines if line.startswith(("State:", "voluntary", "nonvoluntary"))]
             found[status.parent.name] = told
@@ -69,7 +71,7 @@ def _gloo_threads(tasks: Path) -> dict[str, list[str]]:
 
 @atexit.register
 def _leave() -> None:
-    """Ends the groups of a process that torchrun has started, while Python is whole: torch asks for it.
+    """Destroy the process groups of a worker of torchrun before Python is finalized, as torch requires.
 
     Where an error ends it, the groups stay: other ranks may never come to the end.
     """

@@ -1,4 +1,4 @@
-"""Processes of this machine that are ranks of one world: started, watched, signalled and ended.
+"""Processes of this machine that are ranks of one world: starting, watching, signalling and ending them.
 
 Built on torch.multiprocessing. Where the platform allows it, ranks are forked from Python's fork server, which imports
 once what all of them need (`preload`). The server must not use CUDA's driver, which does not outlive a fork.
@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 from ns_multigpu.plugin.faults.signals import signal_name
 
 COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Where this is 1 in the environment, torch looks for GPUs by the management library, not by CUDA's driver."""
+"""Environment variable; if 1, torch counts GPUs by the management library instead of CUDA's driver."""
 _LOOPBACK = "127.0.0.1"
 _METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 _preload: list[str] = []
@@ -34,7 +34,7 @@ logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # `
 
 
 class RankFailed(RuntimeError):
-    """A rank's process ended with an error, and all others have been ended.
+    """Error of a rank's process, after which all others have been ended.
 
     Attributes:
         rank: the first one that failed. code: its exit code; below 0 the signal that killed it.
@@ -142,7 +142,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, by rank."""
+        """Processes, by rank."""
         return self._context.pids()
 
     def wait(self, seconds: float | None = None, *, grace: float = 0.0) -> bool:
@@ -181,7 +181,7 @@ class RankProcesses:
                     os.kill(process.pid, signum)
 
     def end(self, seconds: float = 0.0) -> None:
-        """End all ranks: by SIGTERM, and those that run after so many seconds by SIGKILL."""
+        """End all ranks by SIGTERM, and by SIGKILL those that still run after the timeout."""
         processes = self._context.processes
         for process in processes:
             if process.is_alive():
@@ -224,8 +224,10 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
-    """Within, processes are started: they find GPUs without CUDA's driver, and Ctrl-C, which a terminal sends to all,
-    does not reach them before `_run`; this process gets it afterwards."""
+    """Enclose the start of processes: they count GPUs without CUDA's driver, and block Ctrl-C until `_run`.
+
+    A terminal sends Ctrl-C to all processes; this one receives it after the context.
+    """
     resource_tracker.ensure_running()  # it would unblock the signal
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

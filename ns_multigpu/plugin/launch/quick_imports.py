@@ -22,10 +22,10 @@ from nerfstudio.configs import external_methods
 from ns_multigpu.plugin.launch.processes import COUNT_BY_NVML, preload, start_server
 
 _METHODS = ("splatfacto-", "nerfacto-xl")
-"""Beginnings of our methods' names."""
+"""Prefixes of our methods' names."""
 _DEVICES, _FILE = "--machine.num-devices", "--load-config"
 _OF_WORKERS = ("ns_multigpu.methods", "ns_multigpu.plugin.checkpoint.saved_tensors", "scipy.spatial")
-"""Modules that workers use. (The last is for the distances between seed points.)"""
+"""Modules that workers use. (The last computes distances between seed points.)"""
 
 _Entry: Any = external_methods.ExternalMethodDummyTrainerConfig
 _ask_to_install = _Entry.__post_init__

@@ -1,4 +1,4 @@
-"""Which rank of a job this process is, as its launcher says, and what the ranks agree on at the start."""
+"""Rank of this process in its job, by its launcher's environment, and agreement of ranks at the start."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ _stores: list[dist.Store] = []  # kept open: where rank 0 serves the store itsel
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in a job that torchrun, or a launcher that speaks its language, has started.
+    """Rank of this process in a job started by torchrun, or by a launcher with the same environment variables.
 
     Attributes:
         rank, size: among all processes.
@@ -41,7 +41,7 @@ class Ranks:
 
     @staticmethod
     def from_env() -> "Ranks | None":
-        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE; None if no launcher set them."""
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE; None if no launcher set them."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
 
@@ -59,12 +59,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank says of its start, when all meet.
+    """Start of a rank, as published at the rendezvous.
 
     Attributes:
-        place: where it runs.
-        agent: the process that started it, named so that no other process of any machine is; "" if nothing is known.
-        restarts: how often that one has restarted it, as it counts.
+        place: its machine and device.
+        agent: globally unique name of the process that started it; "" if unknown.
+        restarts: number of restarts by that process.
     """
 
     place: Place
@@ -73,10 +73,10 @@ class Start:
 
     @staticmethod
     def of_this_process() -> "Start":
-        """This process's.
+        """Return the start of this process.
 
         Raises:
-            InputError: its environment says what cannot be.
+            InputError: its environment is inconsistent.
         """
         try:
             place = own_place()
@@ -86,7 +86,7 @@ class Start:
 
 
 def agent() -> str:
-    """The process that started this one: its machine, number and start; "" where that cannot be known."""
+    """Return the process that started this one, as machine, number and start time; "" if unknown."""
     parent = os.getppid()
     try:
         # The 20th word behind the name, which may hold anything but this bracket last.
@@ -97,13 +97,13 @@ def agent() -> str:
 
 
 def check_layout(places: Sequence[Place]) -> Layout:
-    """How the ranks lie on machines.
+    """Return the layout of ranks on machines.
 
     Args:
         places: by rank.
 
     Raises:
-        InputError: not as they must; see `layout_of`.
+        InputError: the layout is invalid; see `layout_of`.
     """
     try:
         return layout_of(places)
@@ -117,10 +117,9 @@ def agree(
     patience: timedelta = _PATIENCE,
     manifest: Mapping[str, str] | None = None,
 ) -> str:
-    """What `decide` returns on rank 0, on every rank; an `InputError` that it raises there is raised everywhere.
+    """Return rank 0's result of `decide` on every rank; an `InputError` that it raises there is raised on all.
 
-    Goes through the rendezvous that the launcher set up, before there is a process group and under a prefix of its
-    own, so that it meets none of the group's keys.
+    It uses the launcher's rendezvous before there is a process group, with its own prefix of keys.
 
     Args:
         ranks: this process's place.
@@ -164,7 +163,7 @@ def agree(
 
 
 def _meet(patience: timedelta) -> dist.Store:
-    """The store that the launcher or rank 0 serves.
+    """Return the store that the launcher or rank 0 serves.
 
     In a thread, because torch waits for ever for the answer of a stranger that listens on rank 0's port.
     """
@@ -188,10 +187,10 @@ def _meet(patience: timedelta) -> dist.Store:
 
 @contextlib.contextmanager
 def rendezvous_explained() -> Iterator[None]:
-    """Turns the errors of ranks that cannot meet into messages that name the address and the remedy.
+    """Replace rendezvous errors by messages that name the address and the remedy.
 
     Raises:
-        InputError: rank 0's port is in use, or rank 0 cannot be reached.
+        InputError: rank 0's port is in use, or rank 0 does not answer.
     """
     try:
         yield

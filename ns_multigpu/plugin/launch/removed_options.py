@@ -29,12 +29,12 @@ REMOVED_OPTIONS: dict[str, str | None] = {
     "pipeline.locality.assignment": _ABLATION,
     "pipeline.locality.balance": _ABLATION,
 }
-"""By name, what takes the option's place where its value changed the run; None if no value changed the results."""
+"""Replacement of each removed option whose value changed the run; None if no value changed the results."""
 REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("pipeline.model.spread", "mega"): _BASELINE,
     ("pipeline.model.spread", "block"): _BASELINE,
 }
-"""Values that an option no longer takes, and what takes their place."""
+"""Removed values of options, and their replacements."""
 _CAP, _OLD_CAP = "pipeline.model.max_gaussians", "max_gs_num"
 """The cap of both densifiers, and the name that MCMC's had; the command line knows both."""
 _DEFAULTS: Mapping[str, Any] = {
@@ -76,7 +76,7 @@ def take_out(config: Any) -> None:
 
 
 def account_for(config: Any) -> str | None:
-    """Return the line that says which options of a run's config.yml are gone; None if it names none.
+    """Return the line on removed options in a run's config.yml; None if it has none.
 
     Raises:
         InputError: the run had one of them at a value that changed the run.
@@ -92,7 +92,7 @@ def account_for(config: Any) -> str | None:
 
 
 def refuse_removed(words: Sequence[str]) -> None:
-    """Raise if a command line gives an option, or a value, that is gone.
+    """Raise if a command line gives a removed option or value.
 
     Args:
         words: the command line behind the method's name.

@@ -1,10 +1,10 @@
-"""A run's folder: where it is, its name, kept for when the job's launcher restarts it, and its end where nothing came.
+"""Run folder: its path, its name across restarts by the job's launcher, and its removal if nothing was trained.
 
 torchrun starts the same command again after a failure, and each start would name a folder after its own time. So the
-first start notes the name, under each process of torchrun (its agents, one a machine) that takes part, and a restart
-looks it up there. The note lies beside the run folders: rank 0 may come back on another machine, which shares nothing
-with the first but the output folder. And an agent that came later knows nothing of earlier lives: one that was there
-then is what tells a restart from another job.
+first start stores the name under each process of torchrun that takes part (its agents, one per machine), and a restart
+looks it up. The note lies next to the run folders: rank 0 may restart on another machine, which shares only the output
+folder with the first. An agent that joined later has no record of earlier attempts. Only an agent of the first attempt
+distinguishes a restart from another job.
 """
 
 import hashlib
@@ -23,22 +23,24 @@ from ns_multigpu.plugin.launch.ranks import Start
 
 _EVAL_SETUP = ("nerfstudio", "utils", "eval_utils.py")
 _NOT_TRAINED = ("config.yml", "dataparser_transforms.json", "viewer_log_filename.txt", "events.out.tfevents*")
-"""What a run writes before its first step."""
+"""Files that a run writes before its first step."""
 
 
 class Run(Protocol):
-    """A run that may have a folder of its own already."""
+    """Run that may already have a folder of its own."""
 
     def abandon(self) -> None: ...
 
 
 _restarts = 0
-"""What the other ranks know of."""
+"""Number of restarts known to the other ranks."""
 
 
 def restarts() -> int:
-    """How often this job has been restarted, as far as this process knows; rank 0 knows what all know (`recall`). 0 in
-    its first life, and without a launcher that restarts."""
+    """Return this job's number of restarts as known to this process; rank 0 knows the job's (`recall`).
+
+    It is 0 in the first attempt, and without a launcher that restarts.
+    """
     return max(_restarts, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
@@ -59,7 +61,7 @@ def recall(folder: Path, starts: Sequence[Start]) -> str | None:
 
 
 def note_name(folder: Path, name: str, starts: Sequence[Start]) -> None:
-    """Keeps the name of this job's run folder, which lies in `folder`, for its later lives.
+    """Store the name of this job's run folder in `folder`, for restarts of the job.
 
     Args:
         starts: what the ranks say.
@@ -87,7 +89,7 @@ def _noted_name(folder: Path, starts: Sequence[Start]) -> str | None:
 
 
 def _job() -> str:
-    """torchrun's --rdzv-id; "none" if it was given none."""
+    """Return torchrun's --rdzv-id; "none" without one."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none")
 
 
@@ -97,7 +99,7 @@ def _note(folder: Path, agent: str) -> Path:
 
 
 def config_being_loaded() -> Path | None:
-    """The config.yml that ns-eval, ns-render, ns-viewer or ns-export is reading a run's configuration from.
+    """Return the config.yml from which ns-eval, ns-render, ns-viewer or ns-export is reading a configuration.
 
     They ask the configuration where its checkpoints are, and not where it was found: that stands further up the stack.
     """
@@ -110,7 +112,7 @@ def config_being_loaded() -> Path | None:
 
 
 def remove_unused(folder: Path, top: Path) -> None:
-    """Removes a run's folder in which nothing has been trained, and the folders above it that it alone was in.
+    """Remove a run's folder in which nothing has been trained, and parent folders that become empty.
 
     Args:
         top: the output folder, which stays.
@@ -127,7 +129,7 @@ def remove_unused(folder: Path, top: Path) -> None:
 
 @contextmanager
 def abandoned_unless_begun(run: Run) -> Iterator[None]:
-    """Encloses what comes before a run's first step: where it is refused, or stopped, no empty folder stays."""
+    """Enclose the start of a run: if it is refused or stopped, remove its empty folder."""
     try:
         yield
     except (InputError, SystemExit, KeyboardInterrupt):

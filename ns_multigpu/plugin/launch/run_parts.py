@@ -1,7 +1,7 @@
-"""What a run spends its time on besides training, part by part, from the moment that its process began.
+"""Time of a run's parts besides training, from the start of its process.
 
-The parts of the main thread follow one another without a gap: each begins where the last one ended. What a thread does
-meanwhile is told beside them. Only the standard library is imported here, for the first part is imports.
+The parts of the main thread are consecutive: each begins when the last one ended. Work of other threads is listed
+separately. Only the standard library is imported here, for the first part is imports.
 """
 
 import atexit
@@ -16,11 +16,11 @@ from pathlib import Path
 
 @dataclass
 class RunParts:
-    """A run's parts so far. A worker goes on with those of the process that started it.
+    """Times of a run's parts so far. A worker continues those of the process that started it.
 
     Attributes:
-        began: when the run's first process began, and last: when the last part ended; seconds since the machine's boot.
-        parts: milliseconds of the main thread, by name, in the order in which they came.
+        began: start of the run's first process, and last: end of the last part; seconds since the machine's boot.
+        parts: milliseconds of the main thread, by name, in order.
         beside: milliseconds of other threads, by name.
     """
 
@@ -38,14 +38,14 @@ class RunParts:
         return parts
 
     def done(self, part: str) -> None:
-        """`part` ends now; it began where the one before it ended. A part that comes again is added up."""
+        """End `part`, which began when the previous one ended; repeated parts are summed."""
         now = _now()
         self.parts[part] = self.parts.get(part, 0.0) + 1e3 * (now - self.last)
         self.last = now
 
     @contextmanager
     def meanwhile(self, part: str) -> Iterator[None]:
-        """What a thread does beside the main one is `part`."""
+        """Count the enclosed work of another thread as `part`."""
         start = _now()
         try:
             yield
@@ -53,25 +53,25 @@ class RunParts:
             self.beside[part] = self.beside.get(part, 0.0) + 1e3 * (_now() - start)
 
     def told(self) -> dict[str, float]:
-        """Milliseconds by part, as the run's sum has them; those of threads last, and named as such."""
+        """Return milliseconds by part for the run's summary; those of other threads last, and marked."""
         rows = {**self.parts, **{f"{name} (meanwhile)": spent for name, spent in self.beside.items()}}
         return {name: round(spent, 1) for name, spent in rows.items()}
 
     def add_exit(self, file: Path, part: str) -> None:
-        """Has the interpreter's end write what it took into `file`, a JSON object whose `startup_ms` are these.
+        """Write the duration of the interpreter's exit to `file`, a JSON object whose `startup_ms` are these, at exit.
 
-        What comes after that (the driver lets go of the GPU) only who waits for the process can see.
+        Later work (the driver releases the GPU) is visible only to a process that waits for this one.
         """
         self._at_exit = file, part
 
     def write_exit(self) -> None:
-        """Writes what the way from the last part to here took; nothing if nobody has asked for it."""
+        """Write the time from the last part until now, if `add_exit` was called."""
         asked: tuple[Path, str] | None = vars(self).pop("_at_exit", None)
         if asked is None:
             return
         file, part = asked
         self.done(part)
-        with suppress(OSError, ValueError):  # the run is over: nobody can do anything about it any more
+        with suppress(OSError, ValueError):  # the run is over: errors can no longer be handled
             summary = json.loads(file.read_text("utf8"))
             summary["startup_ms"] = self.told()
             beside = file.with_name(f"{file.name}.new")
@@ -80,12 +80,12 @@ class RunParts:
 
 
 def run_parts() -> RunParts:
-    """This process's."""
+    """Return the parts of this process."""
     return _state[0]
 
 
 def go_on_with(parts: RunParts) -> None:
-    """This process goes on where the one that started it was."""
+    """Continue the parts of the process that started this one."""
     _state[0] = parts
 
 
@@ -95,7 +95,7 @@ def _now() -> float:
 
 
 def _began() -> float:
-    """When this process began, as `_now` counts; now, where the system does not tell."""
+    """Return the start time of this process, as `_now` counts; the current time if unknown."""
     try:
         # The 20th word behind the name, which may hold anything but this bracket last: clock ticks since boot.
         ticks = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]

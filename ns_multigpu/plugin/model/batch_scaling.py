@@ -1,12 +1,13 @@
-"""Optimizers and schedules for a batch of B views that follow one view's course, and what their rates fall to.
+"""Optimizers and schedules for a batch of B views that reproduce the trajectory of single views, and their rates'
+decay.
 
-Grendel (Zhao et al. 2024, section 4.2) takes the gradients of views as nearly independent. Then B steps of Adam are one
-step on their mean with learning rate * sqrt(B) and momenta beta^B; eps shrinks by sqrt(B) with the mean's root mean
+Grendel (Zhao et al. 2024, section 4.2) treats the gradients of views as nearly independent. Then B steps of Adam equal
+one step on their mean with learning rate * sqrt(B) and momenta beta^B; eps shrinks by sqrt(B) with the mean's root mean
 square. Schedules count images instead of steps.
 
-Once a model is near where it is going its steps are small beside the noise of the views, and the mean of B views has
-less of it: rates that fall from Grendel's to one view's over the run keep that gain ("sqrt-to-none"). A run that has
-hardly time to get there wants its rates to the end.
+Near convergence, steps are small compared with the noise of views, and the mean of B views is less noisy. Rates that
+decay from Grendel's to one view's over the run keep that gain ("sqrt-to-none"). A run too short to converge needs its
+rates to the end.
 """
 
 from bisect import bisect_right
@@ -26,13 +27,13 @@ BY_ROOT: tuple[ScalingRule, ...] = ("sqrt-to-none", "sqrt")
 """The rules that take the gradients of views as independent."""
 
 OFTEN = 100
-"""How often a run has to see each view for rates to fall by themselves. Measured with four views a step: at 19 times
-falling costs 1.3 dB, at 50 0.3, at 100 nothing; on a larger city at 107 it gains 0.5, on the fox at 349 it changes
+"""Number of times that a run must see each view for rates to decay by default. Measured with four views a step: at 19
+times decay costs 1.3 dB, at 50 0.3, at 100 nothing; on a larger city at 107 it gains 0.5, on the fox at 349 it changes
 nothing (benchmarks/results/city-h200.md)."""
 
 
 def scaling_rule(choice: ScalingChoice, images: int, views: int) -> ScalingRule:
-    """The rule for a run of so many images of a capture of so many training views."""
+    """Return the rule for a run of `images` images of a capture of `views` training views."""
     if choice != "auto":
         return choice
     return "sqrt-to-none" if images >= OFTEN * views else "sqrt"
@@ -40,15 +41,15 @@ def scaling_rule(choice: ScalingChoice, images: int, views: int) -> ScalingRule:
 
 @dataclass(frozen=True)
 class RateSchedule:
-    """What learning rates are multiplied by, besides their own schedules, from a run's start to its end.
+    """Factor on learning rates, besides their own schedules, over a run.
 
     Attributes:
-        rule: how they follow the batch.
-        batch: views a step.
-        images: that the whole run will see.
-        at_end: the factor at the end of a run of one view a step, which begins with 1.
-        fall_from: the part of the run, 0 <= fall_from < 1, behind which the factor falls to `at_end`; what a rule lets
-            fall does so from the start.
+        rule: dependence on the batch size.
+        batch: views per step.
+        images: images that the whole run will see.
+        at_end: the factor at the end of a run of one view per step, which begins with 1.
+        fall_from: fraction of the run, 0 <= fall_from < 1, after which the factor decays to `at_end`; a decay of `rule`
+            begins at the start.
     """
 
     rule: ScalingRule
@@ -59,30 +60,30 @@ class RateSchedule:
 
     @property
     def start(self) -> float:
-        """The factor of the first step."""
+        """Factor of the first step."""
         powers = {"sqrt-to-none": 0.5, "sqrt": 0.5, "linear": 1.0, "none": 0.0}
         return float(self.batch ** powers[self.rule])
 
     @property
     def varies(self) -> bool:
-        """Whether the factor changes during the run."""
+        """True if the factor changes during the run."""
         return self.at_end != 1.0 or (self.rule == "sqrt-to-none" and self.batch > 1)
 
     def described(self) -> str:
-        """How the rates follow the batch, for the user of a run."""
+        """Return the rates' dependence on the batch in words, for the user."""
         falling = ", falling to those of one view over the run" if self.rule == "sqrt-to-none" else ""
         times = "as of one view" if self.rule == "none" else f"times {self.start:.3g}{falling}"
         return f"Learning rates for {self.batch} views a step: {times} (--batch-scaling {self.rule})."
 
     def at(self, step: int) -> float:
-        """The factor after so many steps, in those of the first: what falls does so exponentially with images seen."""
+        """Return the factor after so many steps, relative to the first; a decay is exponential in images seen."""
         if self.at_end == 1.0:
             return self._of_rule(step)
         fallen = max(self._seen(step) - self.fall_from, 0.0) / (1.0 - self.fall_from)
         return self._of_rule(step) * self.at_end**fallen
 
     def of_batch(self, step: int) -> float:
-        """The part of the factor after so many steps that one view a step would not have."""
+        """Return the part of the factor after so many steps that is due to the batch size."""
         return self.start * self._of_rule(step)
 
     def _of_rule(self, step: int) -> float:
@@ -93,7 +94,7 @@ class RateSchedule:
 
 
 def scale_optimizer(optimizer: torch.optim.Optimizer, course: RateSchedule) -> None:
-    """Makes one step of an Adam on a batch's mean gradient go as far as `batch` steps. Changes it in place.
+    """Scale an Adam in place so that one step on a batch's mean gradient equals `batch` steps.
 
     Raises:
         InputError: it is not of Adam's kind: the rule is about a step that does not grow with the gradient.
@@ -115,18 +116,18 @@ def scale_optimizer(optimizer: torch.optim.Optimizer, course: RateSchedule) -> N
 
 
 def scaled_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any | None, course: RateSchedule) -> Any | None:
-    """The scheduler of an optimizer that is scaled already, to be stepped once a batch: it follows the images seen.
+    """Return the scheduler of an already scaled optimizer, stepped once a batch: it follows the images seen.
 
     Args:
-        optimizer: whose rates it sets.
-        scheduler: the optimizer's own, made for one view a step, which is changed; None if it has none.
-        course: of the run.
+        optimizer: the optimizer whose rates it sets.
+        scheduler: the optimizer's own, made for one view per step, which is changed; None if it has none.
+        course: the run's rate schedule.
 
     Returns:
-        It or another in its place; None where rates stay as they are.
+        `scheduler` or its replacement; None if rates are constant.
 
     Raises:
-        InputError: a kind of scheduler that nerfstudio's configs do not make.
+        InputError: a class of scheduler that nerfstudio's configs do not make.
     """
     if scheduler is None:
         return LambdaLR(optimizer, _followed(lambda _: 1.0, course)) if course.varies else None
@@ -149,9 +150,9 @@ def scaled_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any | None, co
 
 
 def next_rates(scheduler: Any) -> None:
-    """What `scheduler.step()` does, of which torch's way takes longer than all else that the host does for a small step
-    where there are six of them."""
-    if type(scheduler) is not LambdaLR or scheduler._step_count < 2:  # at first torch looks whether all is in order
+    """Step a scheduler as `scheduler.step()` does, but faster: torch's is the slowest host work of a small step with
+    six."""
+    if type(scheduler) is not LambdaLR or scheduler._step_count < 2:  # torch's first steps make checks
         scheduler.step()
         return
     scheduler._step_count += 1
@@ -167,7 +168,7 @@ def next_rates(scheduler: Any) -> None:
 
 
 def _followed(schedule: Callable[[int], float], course: RateSchedule) -> Callable[[int], float]:
-    """A schedule over images, asked about steps."""
+    """Return a function of steps from a schedule over images."""
 
     def at(step: int) -> float:
         return schedule(step * course.batch) * course.at(step)
@@ -176,7 +177,7 @@ def _followed(schedule: Callable[[int], float], course: RateSchedule) -> Callabl
 
 
 def _stairs(milestones: Sequence[int], gamma: float, course: RateSchedule) -> Callable[[int], float]:
-    """A factor gamma more behind each of these steps."""
+    """Return a schedule that multiplies by gamma at each of these steps."""
 
     def at(step: int) -> float:
         return gamma ** bisect_right(milestones, step) * course.at(step)

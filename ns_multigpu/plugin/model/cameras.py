@@ -10,7 +10,7 @@ from ns_multigpu.core.types import View
 
 
 def view_from_camera(camera: Cameras, camera_to_world: Tensor, index: int, downscale: int = 1) -> View:
-    """A view of one pinhole camera.
+    """Return the view of one pinhole camera.
 
     Args:
         camera: a single camera; its distortion must have been taken out of its image.
@@ -22,7 +22,7 @@ def view_from_camera(camera: Cameras, camera_to_world: Tensor, index: int, downs
 
 
 class Intrinsics(NamedTuple):
-    """What a camera is but for its pose: pixels, and the moment of its photograph in [0, 1]."""
+    """Intrinsics of a camera in pixels, and the time of its photograph in [0, 1]."""
 
     fx: float
     fy: float
@@ -42,7 +42,7 @@ def intrinsics_of(cameras: Cameras) -> list[Intrinsics]:
 
 
 def view_at(camera: Intrinsics, viewmat: Tensor, index: int, downscale: int = 1) -> View:
-    """A view by its intrinsics and world-to-camera matrix [4, 4]; see `view_from_camera`."""
+    """Return a view by its intrinsics and world-to-camera matrix [4, 4]; see `view_from_camera`."""
     scale = 1.0 / downscale
     fx, fy, cx, cy = (x * scale for x in camera[:4])
     K = torch.tensor([[fx, 0.0, cx], [0.0, fy, cy], [0.0, 0.0, 1.0]], device=viewmat.device)
@@ -51,14 +51,14 @@ def view_at(camera: Intrinsics, viewmat: Tensor, index: int, downscale: int = 1)
 
 
 def views_of(cameras: Cameras) -> list[View]:
-    """The views of all of these cameras, on the host, with the poses that they have."""
+    """Return the views of all these cameras, on the host, with their poses."""
     poses = cameras.camera_to_worlds.reshape(-1, 3, 4)
     pairs = zip(intrinsics_of(cameras), poses, strict=True)
     return [view_at(one, world_to_camera(pose), index) for index, (one, pose) in enumerate(pairs)]
 
 
 def world_to_camera(camera_to_world: Tensor) -> Tensor:
-    """[3, 4] camera-to-world with OpenGL axes -> [4, 4] world-to-camera with OpenCV axes; differentiable."""
+    """Convert [3, 4] camera-to-world with OpenGL axes to [4, 4] world-to-camera with OpenCV axes; differentiable."""
     flip = camera_to_world.new_tensor([1.0, -1.0, -1.0])
     rotation = (camera_to_world[:3, :3] * flip).transpose(0, 1)
     # A product of batches, as nerfstudio's: on some processors that of plain matrices rounds otherwise.

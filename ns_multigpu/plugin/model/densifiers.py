@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 ANY_NUMBER = 1 << 40
-"""A cap that caps nothing: one that suits the capture is chosen where the capture is known (`train/capacity.py`)."""
+"""Placeholder cap without effect: one that suits the capture is chosen once the capture is known
+(`train/capacity.py`)."""
 
 
 def make_densifier(
     options: "SplatModelConfig", views: int, world: World, seed: int, *, holding: ShardIndex | None = None
 ) -> Densifier:
-    """The densifier, which counts images seen and decides alike on every rank.
+    """Return the densifier, which counts images seen and decides alike on every rank.
 
     Args:
         options: Splatfacto's.

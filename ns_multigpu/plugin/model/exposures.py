@@ -1,4 +1,4 @@
-"""A model's maps of colours, one for each training view: where it has them (`--pipeline.model.exposure`)."""
+"""Colour maps of a model, one for each training view, and their presence (`--pipeline.model.exposure`)."""
 
 from typing import Any, Literal
 
@@ -15,18 +15,18 @@ GROUP = "exposures"
 
 
 def add(model: Any) -> None:
-    """Gives a model maps that change nothing yet; in the place of those that it has."""
+    """Set a model's colour maps to the identity, replacing existing ones."""
     maps = identity_maps(model.num_train_data).to(model.gauss_params[POSITION].device)
     model.register_parameter(GROUP, torch.nn.Parameter(maps))
 
 
 def groups(model: Any) -> list[str]:
-    """The groups of learning rates that a model has for its maps."""
+    """Return the parameter groups of a model's colour maps."""
     return [] if model.exposures is None else [GROUP]
 
 
 def in_steps(model: Any, adam: AdamStep, views: int) -> StepExposures | None:
-    """A model's maps as fused steps of so many views take them; None where it has none.
+    """Return a model's colour maps as fused steps take them; None if it has none.
 
     Args:
         adam: of the points, and of the maps behind them.
@@ -37,7 +37,7 @@ def in_steps(model: Any, adam: AdamStep, views: int) -> StepExposures | None:
 
 
 def expect(model: Any, state: dict[str, Any], *, looks: bool) -> None:
-    """Makes a model ready for a checkpoint that has maps or none. A model that goes on training is by now.
+    """Prepare a model for a checkpoint with or without colour maps. A model that resumes training is already prepared.
 
     Args:
         state: the checkpoint's.

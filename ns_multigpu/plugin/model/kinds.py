@@ -1,4 +1,4 @@
-"""What is to be said of the times of views and frames, by the kind of point: some have times, and some have none."""
+"""Notes on the times of views and frames, by primitive: some primitives have times."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,10 @@ from ns_multigpu.primitives.registry import KINDS, titled
 
 
 def times_note(primitive: str, cameras: Cameras) -> str:
-    """What is to be said about the times of a capture's training views before points of this kind learn from them; ""
-    for nothing.
+    """Return a note on the times of a capture's training views for this primitive; "" for none.
 
     Raises:
-        InputError: points with times are to learn from times outside of 0 to 1.
+        InputError: the primitive has times, and a view's is outside of 0 to 1.
     """
     kind, times = KINDS[primitive], cameras.times
     several = times is not None and bool((times != times.flatten()[0]).any())
@@ -39,7 +38,7 @@ def times_note(primitive: str, cameras: Cameras) -> str:
 
 
 def frames_note(primitive: str, cameras: Sequence[Cameras]) -> str:
-    """What is to be said about the times of frames that are to be drawn of points of this kind; "" for nothing."""
+    """Return a note on the times of frames to be rendered with this primitive; "" for none."""
     if not KINDS[primitive].timed or not cameras:
         return ""
     times = [float(camera.times.reshape(-1)[0]) for camera in cameras if camera.times is not None]

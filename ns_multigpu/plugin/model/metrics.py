@@ -15,12 +15,13 @@ from torch import Tensor
 
 
 def psnr(target: Tensor, predicted: Tensor) -> Tensor:
-    """[] peak signal-to-noise ratio in dB of images in [0, 1], any shape: -10 log10 of the mean squared error."""
+    """Return the peak signal-to-noise ratio [] in dB of images in [0, 1], any shape: -10 log10 of the mean
+    squared error."""
     return -10 * (target - predicted).square().mean().log10()
 
 
 def means(rows: Sequence[Mapping[str, Any]], *, deviations: bool) -> dict[str, float]:
-    """Means over images, of each metric over those that have it.
+    """Return means over images, of each metric over the images that have it.
 
     Args:
         rows: the metrics of each image by name; numbers, or tensors of one.
@@ -58,7 +59,7 @@ class OptionalLpips:
 
     def _build(self) -> None:
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # torch tells of a download before it is one
+            with contextlib.redirect_stdout(io.StringIO()):  # torch announces a download before it succeeds
                 torchvision.models.AlexNet_Weights.DEFAULT.get_state_dict(
                     progress=False
                 )  # first: without them nothing is loaded

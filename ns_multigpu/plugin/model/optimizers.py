@@ -21,10 +21,10 @@ class BatchOptimizers(Optimizers):
     Args:
         config: see nerfstudio's.
         param_groups: see nerfstudio's.
-        course: what learning rates follow; kept as an attribute.
-        fused: our fused Adam in the place of torch's on a CPU too; on a GPU it always is.
-        compact: groups whose Adam keeps its moments as bfloat16, wherever it is ours.
-        spread: groups of which every rank holds its part only, and the ranks.
+        course: schedule of learning rates; kept as an attribute.
+        fused: use our fused Adam instead of torch's on a CPU too; on a GPU it is always used.
+        compact: groups whose Adam keeps its moments as bfloat16, if it is ours.
+        spread: groups of which every rank holds only its shard, and the ranks.
 
     Raises:
         InputError: an optimizer or scheduler cannot follow the batch.
@@ -55,7 +55,7 @@ class BatchOptimizers(Optimizers):
                 self.schedulers[name] = scheduler
 
     def rate_of_one_view(self, group: str) -> float:
-        """A group's learning rate as it would be now with one view a step."""
+        """Return a group's present learning rate for one view per step."""
         scheduler = self.schedulers.get(group)
         steps = scheduler.last_epoch if scheduler is not None else 0  # without one the factor stays
         # A scheduler's rates are numpy's numbers, which have a way of their own of multiplying tensors.
@@ -63,7 +63,7 @@ class BatchOptimizers(Optimizers):
 
     @property
     def parameters(self) -> dict[str, list[Parameter]]:
-        """The parameters that are optimized now. Nerfstudio keeps those of the start, which lose their gradients."""
+        """Return the presently optimized parameters. Nerfstudio keeps the initial ones, which lose their gradients."""
         return {
             name: [p for group in optimizer.param_groups for p in group["params"]]
             for name, optimizer in self.optimizers.items()
@@ -75,7 +75,7 @@ class BatchOptimizers(Optimizers):
             raise AttributeError("parameters follow from the optimizers")
 
     def optimizer_step_all(self) -> None:
-        """Clips gradients where a group's config has a max_norm, then takes a step of every optimizer at once."""
+        """Clip gradients of groups whose config has a max_norm, then step all optimizers."""
         stepped: list[torch.optim.Optimizer] = []
         for name, optimizer in self.optimizers.items():
             params = self.parameters[name]
@@ -89,7 +89,7 @@ class BatchOptimizers(Optimizers):
 
 
 def clip_gradients(params: Sequence[Parameter], most: float, world: World | None) -> None:
-    """Scales gradients down to a norm of `most`, as `torch.nn.utils.clip_grad_norm_` does.
+    """Scale gradients down to a norm of `most`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         params: those whose gradients are clipped together; others have none.
@@ -107,7 +107,7 @@ def clip_gradients(params: Sequence[Parameter], most: float, world: World | None
 
 
 def _fused(group: dict[str, Any], params: Sequence[Parameter], always: bool, kind: type) -> dict[str, Any]:
-    """The group's config with our Adam, of this kind, in the place of torch's for parameters on a GPU, or `always`."""
+    """Return a group's config with our Adam instead of torch's, for parameters on a GPU or if `always`."""
     optimizer = group["optimizer"]
     if optimizer._target is not torch.optim.Adam or not (always or any(p.is_cuda for p in params)):
         return group

@@ -26,13 +26,13 @@ class SplatModelConfig(SplatfactoModelConfig):
 
     _target: type = field(default_factory=lambda: SplatModel)
     primitive: PrimitiveName = FIRST
-    """What the points are: "3dgs", 3D Gaussians; "2dgs", flat ones, which lie on surfaces (Huang et al. 2024);
+    """Primitive of the model: "3dgs", 3D Gaussians; "2dgs", flat ones, which lie on surfaces (Huang et al. 2024);
     "4dgs", Gaussians over space and time, for captures whose views have times (Yang et al. 2024); "convex", 3D convex
-    shapes with edges as sharp as need be (Held et al. 2024). See docs/primitives.md for what each kind can do.
-    --help shows the options of one kind where it is given: --help --pipeline.model.primitive convex."""
+    shapes with edges as sharp as need be (Held et al. 2024). See docs/primitives.md for their features. Add a primitive
+    to --help to see its options: --help --pipeline.model.primitive convex."""
     densify_grad_thresh_convex: Annotated[float, _CONVEX] = 0.0008
-    """With convex, what densify-grad-thresh is for 3dgs. Of convexes the gradient itself counts, and use-absgrad is not
-    read. A split makes six of one."""
+    """Densification threshold of convexes, in the place of densify-grad-thresh. It applies to the gradient itself, and
+    use-absgrad has no effect. A split makes six of one."""
     cull_alpha_thresh_convex: Annotated[float, _CONVEX] = 0.03
     """With convex, what cull-alpha-thresh is for 3dgs: convexes of less opacity are removed. A split halves opacity."""
     densify_grad_thresh_2dgs: Annotated[float, _FLAT] = 0.0002
@@ -41,34 +41,34 @@ class SplatModelConfig(SplatfactoModelConfig):
     normal_loss: Annotated[float, _FLAT] = 0.05
     """With 2dgs, weight of the loss by which rendered normals and those of the depth agree; 0 for none."""
     normal_loss_start: Annotated[int, _FLAT] = 7000
-    """With 2dgs, how many images are seen before the normal loss counts."""
+    """With 2dgs, number of images seen before the normal loss applies."""
     distortion_loss: Annotated[float, _FLAT] = 0.0
-    """With 2dgs, weight of the depth distortion, which brings the splats of a ray together; 0 for none. It is in the
+    """With 2dgs, weight of the depth distortion, which concentrates the splats of a ray; 0 for none. It is in the
     capture's units: larger for smaller scenes."""
     distortion_loss_start: Annotated[int, _FLAT] = 3000
-    """With 2dgs, how many images are seen before the depth distortion counts."""
+    """With 2dgs, number of images seen before the depth distortion applies."""
     depth_loss: float = 0.0
     """Weight of the loss by which the depth that is drawn, and that of COLMAP's points where a view observes them,
     agree: of disparities, in units of the scene; 0 for none. The published weight is 0.01. It needs COLMAP's tracks."""
     depth_loss_start: int = 0
-    """How many images are seen before the depth loss counts."""
+    """Number of images seen before the depth loss applies."""
     exposure: exposures.Choice = "off"
-    """A map of colours for each training view, learnt beside the Gaussians, for photographs of different exposure or
-    white balance: "affine" has one, "off" none, and "auto" where the photographs differ. Views that are held out, and
-    what is shown, have none. See docs/recipes.md#exposure."""
+    """Trained colour map for each training view, for photographs of different exposure or white balance: "affine" has
+    one, "off" none, and "auto" has one if the photographs differ. Held-out views and rendered images have none. See
+    docs/recipes.md#exposure."""
     optimizer_state: Literal["full", "compact"] = "full"
-    """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
-    472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian
-    takes 484 bytes in all instead of 720. For fused steps only (see --fused-steps)."""
+    """Storage of Adam's two moments of every parameter of the Gaussians: "full" is float32, 8 bytes a parameter and 472
+    a Gaussian; "compact" is bfloat16 with stochastic rounding, half of that. With compact a Gaussian takes 484 bytes in
+    all instead of 720. For fused steps only (see --fused-steps)."""
     densifier: Literal["default", "mcmc"] = "default"
-    """How points are added and removed: "default" splits, clones and prunes; "mcmc" relocates, up to
-    max-gaussians. --help shows the options of MCMC where it is given: --help --pipeline.model.densifier mcmc."""
+    """Rule that adds and removes points: "default" splits, clones and prunes; "mcmc" relocates, up to max-gaussians.
+    Add it to --help to see the options of MCMC: --help --pipeline.model.densifier mcmc."""
     morton_order: bool = False
-    """Order the Gaussians, at every tenth refinement, along a Morton curve within small cells, which are dealt out:
-    neighbours in space, neighbours in memory. Where they are spread over the GPUs, that is always done."""
+    """Order the Gaussians, at every tenth refinement, along a Morton curve within small cells, distributed round-robin:
+    neighbours in space are neighbours in memory. If they are sharded over GPUs, that is always done."""
     rebalance_above: Annotated[float, _SHARDED] = 1.1
-    """Where the Gaussians are spread over the GPUs: spread them anew, at a refinement, once a GPU has more than this
-    times the mean of the work."""
+    """If the Gaussians are sharded: reshard them, at a refinement, once a GPU has more than this times the mean of the
+    work."""
     max_gaussians: Annotated[int | None, tyro.conf.arg(aliases=("--pipeline.model.max-gs-num",))] = None
     """The most Gaussians the whole model may have, over all ranks. "None" with default: what fits the GPUs' memory (see
     docs/planning.md), on a CPU any number. "None" with mcmc: as many as suit the capture; the start of a run says how

@@ -1,4 +1,4 @@
-"""A model whose points are spread over the ranks, as far as the model itself has to know."""
+"""Properties of a model whose points are sharded over the ranks."""
 
 import torch
 from nerfstudio.models.splatfacto import SplatfactoModel
@@ -12,14 +12,14 @@ from ns_multigpu.primitives.morton import dealt_order
 
 
 class ShardedPoints(SplatfactoModel):
-    """What `SplatModel` can say about the points that other ranks hold.
+    """Base of `SplatModel` with information on the points that other ranks hold.
 
     A sharded model's parameters are rows of the whole model's, which is in the order of `primitives.morton`: those at
-    the places that its placement gives this rank.
+    the places that its placement assigns to this rank.
 
     Attributes:
-        holding: of a sharded model who says which rank owns what, and which places are this rank's.
-        shard_counts: of a sharded model how many points each rank holds; None where this process holds all.
+        holding: shard index of a sharded model: the owners of rows, and this rank's places.
+        shard_counts: number of points on each rank of a sharded model; None if this process holds all.
         shard_world: the ranks.
     """
 
@@ -29,25 +29,25 @@ class ShardedPoints(SplatfactoModel):
 
     @property
     def sharded(self) -> bool:
-        """Whether this process holds its rank's part of the points only."""
+        """True if this process holds only its rank's shard of the points."""
         return self.shard_counts is not None
 
     @property
     def total_points(self) -> int:
-        """Points of the whole model."""
+        """Number of points of the whole model."""
         return self.num_points if self.shard_counts is None else sum(self.shard_counts)
 
     @property
     def most_points(self) -> int:
-        """Points of the rank that holds the most: the same on all."""
+        """Number of points of the largest shard: the same on all ranks."""
         return self.num_points if self.shard_counts is None else max(self.shard_counts)
 
     @torch.no_grad()
     def hold_shard(self, placement: Placement, world: World) -> None:
-        """Brings the whole model, which every rank holds, into its order and keeps what the placement gives this rank.
+        """Reorder the whole model, which every rank holds, and keep this rank's shard by the placement.
 
         Raises:
-            ValueError: the placement does not deal these points out to these ranks.
+            ValueError: the placement does not assign these points to these ranks.
         """
         means = self.gauss_params[POSITION].detach()
         order = dealt_order(means)
@@ -72,19 +72,19 @@ class ShardedPoints(SplatfactoModel):
             self.shard_counts = list(self.holding.of_ranks(self.num_points, self.shard_world))
 
     def replicated_parameters(self) -> list[torch.nn.Parameter]:
-        """What is to be the same on every rank: all parameters, or all but a sharded model's points."""
+        """Return the parameters that are the same on every rank: all, or all but a sharded model's points."""
         points = {id(param) for param in self.gauss_params.values()} if self.sharded else set[int]()
         return [param for param in self.parameters() if id(param) not in points]
 
     def spread_parameters(self) -> dict[str, World]:
-        """The parameters of which each rank holds its rows only, and these ranks."""
+        """Return the sharded parameters, and the ranks."""
         return {} if self.shard_world is None else dict.fromkeys(self.gauss_params.keys(), self.shard_world)
 
     def share_of_points(self, world: World) -> float:
-        """The weight on this rank of a mean over this process's points, so that the ranks' sum is that over all."""
+        """Return this rank's weight of a mean over its points, so that the sum over ranks is the global mean."""
         return self.num_points / max(self.total_points, 1) if self.sharded else 1 / world.size
 
 
 def mean_of(values: Tensor) -> Tensor:
-    """The mean [], with gradients; 0 of none, as a shard without points has it."""
+    """Return the mean [], with gradients; 0 for an empty shard."""
     return values.mean() if values.numel() else values.sum()

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 class SplatModel(ShardedPoints, SplatfactoModel):
-    """Splatting of 3D Gaussians, or of another kind of point, for any strategy.
+    """Splatting of 3D Gaussians, or of another primitive, for any strategy.
 
-    `step` is the number of images seen, so that warm-up, resolution schedule, harmonics and densification keep their
-    meaning whatever the batch.
+    `step` is the number of images seen, so that warm-up, resolution schedule, harmonics and densification do not depend
+    on the batch size.
     """
 
     config: "SplatModelConfig"
@@ -57,20 +57,21 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     chosen_cap: ChosenCap | None = None
     """With mcmc, how many Gaussians suit the capture, where that is what caps them."""
     elsewhere: Any = None
-    """Renders with other ranks, or for a viewer; None where this process is to do it (see `RenderService.outputs`)."""
+    """Renderer that uses other ranks, or serves a viewer; None if this process renders (see
+    `RenderService.outputs`)."""
 
     @property
     def kind(self) -> Kind:
-        """What its points are."""
+        """Primitive of the points."""
         return KINDS[self.config.primitive]
 
     @property
     def schema(self) -> tuple[Parameter, ...]:
-        """The parameters of its points, which are in `gauss_params`."""
+        """Parameters of its points, which are in `gauss_params`."""
         return self.kind.schema
 
     def populate_modules(self) -> None:
-        """Builds parameters and modules on the CPU; nothing is fetched and no GPU is needed."""
+        """Build parameters and modules on the CPU, without downloads or a GPU."""
         config, params = self.config, self.initial_points()
         self.gauss_params = torch.nn.ParameterDict({k: torch.nn.Parameter(params[k]) for k in names(self.schema)})
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
@@ -97,7 +98,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         self.prepare_densifier(World.single(), self.seed)
 
     def initial_points(self) -> dict[str, Tensor]:
-        """The parameters that training starts from."""
+        """Return the initial parameters."""
         config, seeds = self.config, self.seed_points
         check_first_points(config.initial_opacity, config.initial_scale)
         if config.random_init or seeds is None or len(seeds[0]) == 0:
@@ -114,7 +115,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         )
 
     def get_gaussian_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
-        """A group of learning rates for each parameter of the points."""
+        """Return a parameter group for each parameter of the points."""
         return {name: [param] for name, param in self.gauss_params.items()}
 
     def get_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
@@ -122,27 +123,27 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return super().get_param_groups() | ({} if self.exposures is None else {exposures.GROUP: [self.exposures]})
 
     def prepare_densifier(self, world: World, seed: int) -> None:
-        """Makes densification count over `world` and draw by `seed`. Called before the first step."""
+        """Make densification count over `world` and draw by `seed`. Called before the first step."""
         self.seed = seed
         self.densifier: Densifier = make_densifier(self.config, self.num_train_data, world, seed, holding=self.holding)
         self.densifier_state = self.densifier.initialize_state()
 
     @property
     def lpips(self) -> OptionalLpips:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """LPIPS, made when first asked for."""
+        """LPIPS, built on first use."""
         return self._lpips
 
     @property
     def points(self) -> Points:
-        """The parameters as the primitive wants them."""
+        """Return the parameters in the primitive's form."""
         return Points(dict(self.gauss_params.items()))
 
     def counts(self, images: int) -> bool:
-        """Whether densification counts what a step does that begins after so many images."""
+        """Return whether densification counts a step that begins after so many images."""
         return self.densifier.counts(images)
 
     def primitive(self, *, depth: bool, counted: bool = True) -> Primitive:
-        """The primitive for the images seen so far.
+        """Return the primitive for the images seen so far.
 
         Args:
             depth: whether it renders depth as well.
@@ -163,7 +164,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     def in_one_color(
         self, primitive: Primitive, points: Points, color: tuple[float, float, float]
     ) -> tuple[Primitive, Points]:
-        """The same points in one colour from wherever they are seen, and the primitive that renders them.
+        """Return the points in one colour from all directions, and the primitive that renders them.
 
         Args:
             color: red, green and blue, each above 0 and below 1.
@@ -171,13 +172,13 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         plain = points.params["features_dc"]
         constant = (torch.tensor(color, dtype=plain.dtype, device=plain.device) - 0.5) / SH_C0
         params = {**points.params, "features_dc": constant.expand_as(plain).contiguous()}
-        # Each kind of point that has harmonics is a dataclass, and has this field.
+        # Each primitive that has harmonics is a dataclass with this field.
         return replace(cast(Any, primitive), sh_degree=0), Points(params)
 
     # ---- training ----
 
     def training_views(self, cameras: Sequence[tuple[Cameras, Cameras]], indices: Sequence[int]) -> list[View]:
-        """The views of a batch, at the resolution and with the pose corrections of this moment.
+        """Return the views of a batch, at the present resolution and with the present pose corrections.
 
         Args:
             cameras: each camera twice, on the host (its numbers are read) and on the device (its pose is corrected).
@@ -198,7 +199,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         world: World,
         metrics: bool,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """This rank's share of the batch's loss, which is the mean over views of Splatfacto's.
+        """Return this rank's share of the batch's loss, which is the mean over views of Splatfacto's.
 
         Args:
             rendering: this rank's patches.
@@ -267,7 +268,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             self.count_shards()
 
     def _training_background(self, position: int) -> Tensor:
-        """The background of the batch's view at `position`, drawn by the number of its image in the whole course."""
+        """Return the background of the batch's view at `position`, seeded by its image's number in the whole run."""
         if self.config.background_color != "random":
             return self._get_background_color()
         drawn = torch.rand(3, generator=keyed_generator(self.seed, "background", self.step + position))
@@ -287,7 +288,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return out["rgb"].reshape(rgb.shape)
 
     def _target(self, part: ImagePart, patch: Patch, view: View, background: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The image under a patch, halo included, and its mask; uint8 as long as nothing has to be computed on it."""
+        """Return the image under a patch, halo included, and its mask; uint8 while nothing is computed on it."""
         rectangle, small = patch.rendered(view), self._get_downscale_factor() > 1
         data = part.data if small else part.under(rectangle).data
         image, mask = data["image"], data.get("mask")
@@ -302,15 +303,15 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return (target, None) if covered is None else (target * covered, covered)
 
     def _downscale_if_required(self, image: Tensor) -> Tensor:
-        """The mean over squares of pixels: nerfstudio's without its convolution, for which a GPU loads cuDNN, and that
-        takes up to a second and a half."""
+        """Return means over squares of pixels, like nerfstudio's convolution, which would make a GPU load cuDNN
+        for up to 1.5 s."""
         factor = self._get_downscale_factor()
         if factor == 1 or image.numel() == 0:  # of a patch without pixels there is no image
             return image
         return avg_pool2d(image.float().permute(2, 0, 1)[None], factor)[0].permute(1, 2, 0).contiguous()
 
     def regularisation(self, batch: int) -> dict[str, Tensor]:
-        """The mean over a batch's images of Splatfacto's terms on the points themselves."""
+        """Return the mean over a batch's images of Splatfacto's regularization of the points."""
         config = self.config
         terms = {"scale_reg": torch.zeros((), device=self.device)}
         # PhysGaussian's penalty on needles counts for every tenth image.
@@ -329,7 +330,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     # ---- evaluation and viewing: the whole view ----
 
     def get_outputs(self, camera: Cameras) -> MutableMapping[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Renders one camera: here, or `elsewhere`. See `SplatfactoModel.get_outputs`.
+        """Render one camera, by this process or by `elsewhere`. See `SplatfactoModel.get_outputs`.
 
         Returns:
             rgb [H, W, 3], depth [H, W, 1], accumulation [H, W, 1], background [3] or [H, W, 3].
@@ -353,7 +354,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return self.outputs_of(primitive.render(splats, [Patch.whole(0, view)], [view])[0], view)
 
     def outputs_of(self, pixels: Pixels, view: View) -> dict[str, Any]:
-        """What `get_outputs` makes of a whole view's pixels, with their depth."""
+        """Return the outputs of `get_outputs` for a full view's pixels, with their depth."""
         background = self._get_background_color()
         rgb = (pixels.color + (1 - pixels.alpha) * background).clamp(0.0, 1.0)
         depth = pixels.depth
@@ -367,7 +368,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     @property
     def corrects_colours(self) -> bool:
-        """Whether PSNR with corrected colours is of interest: the model maps exposures, or the metric was asked for."""
+        """True if PSNR with corrected colours is measured: the model maps exposures, or the metric was requested."""
         return self.exposures is not None or self.config.color_corrected_metrics
 
     def compared(self, outputs: dict[str, Any], image: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -377,7 +378,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     @property
     def shown(self) -> list[str]:
-        """The names of further outputs that its kind of point has."""
+        """Names of the primitive's further outputs."""
         return list(self.primitive(depth=False, counted=False).shown)
 
     def get_empty_outputs(self, width: int, height: int, background: Tensor) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The losses that points may have besides the image's: that of depth, and 2D Gaussians those of normals and distortion;
-and which options a kind of point has no use for."""
+"""Losses of points besides the image's: depth, and for 2D Gaussians normals and distortion; and options that a
+primitive does not support."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
 
 SURFACES = "2dgs"
-"""The kind of point that has channels, and losses of them."""
+"""Primitive with channels, and losses of them."""
 DEPTH = "depth"
-"""What the loss that all kinds of points can have is of. It is no channel."""
+"""Name of the depth loss, which all primitives can have. It is no channel."""
 
 
 def weights(options: "SplatModelConfig", step: int) -> dict[str, float]:
-    """The weights of the losses that count in a step that begins after `step` images, by what they are of."""
+    """Return the weights of the losses of a step that begins after `step` images, by loss."""
     asked = {DEPTH: (options.depth_loss, options.depth_loss_start)}
     if options.primitive == SURFACES:
         asked["normals"] = (options.normal_loss, options.normal_loss_start)
@@ -30,22 +30,22 @@ def weights(options: "SplatModelConfig", step: int) -> dict[str, float]:
 
 
 def add_shares(losses: dict[str, Tensor], counted: Mapping[str, float], pixels: Pixels, view: View, views: int) -> None:
-    """Adds a patch's share of the mean over `views` views to `losses`, where each loss that counts is."""
+    """Add a patch's share of the mean over `views` views to each active loss in `losses`."""
     for name, weight in counted.items():
         key = loss_name(name)
         losses[key] = losses[key] + weight * TERMS[name](pixels, view) / views
 
 
 def loss_name(of: str) -> str:
-    """Of the loss of a channel, or of depth, in logs."""
+    """Return the name in logs of the loss of a channel, or of depth."""
     return f"{of}_loss"
 
 
 def check_primitive(options: "SplatModelConfig", strategy: str) -> None:
-    """Whether the kind of point can do what the options ask for.
+    """Check that the primitive supports the options.
 
     Raises:
-        InputError: it cannot; the message says why, and what to do.
+        InputError: it does not; the message says why, and what to do.
     """
     kind = KINDS[options.primitive]
     for (name, value), why in kind.lacks.items():

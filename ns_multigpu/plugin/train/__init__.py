@@ -1,1 +1,1 @@
-"""The training loop, its pipeline and its configuration; going on from a checkpoint."""
+"""The training loop, its pipeline and configuration; resuming from a checkpoint."""

@@ -1,4 +1,4 @@
-"""Size of a run's model: what memory holds, the cap that densification gets, and what pruning by size would take."""
+"""Model size of a run: what memory holds, the densification cap, and a warning about pruning by size."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,14 @@ from ns_multigpu.primitives.gaussians.cap import chosen_cap
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the memory of all ranks holds, by the planning model; the same on every rank.
+    """Memory capacity of all ranks by the planning model; the same on every rank.
 
     Attributes:
         now: points of the whole model.
-        fits: points of the largest model that fits; None if that cannot be said.
-        memory: bytes that the rank with the least may use for the model and its steps.
-        course: what the figures are for.
-        on_gpu: whether it is a GPU's memory.
+        fits: points of the largest model that fits; None if unknown.
+        memory: bytes that the rank with the least memory may use for the model and its steps.
+        course: the run that the figures are for.
+        on_gpu: True for GPU memory.
     """
 
     now: int
@@ -39,7 +39,7 @@ class Capacity:
 
 
 def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Capacity:
-    """Asks the devices what is free and the planning model what fits there. Every rank calls it.
+    """Return the largest model that fits the devices' free memory by the planning model. Every rank calls it.
 
     Args:
         pipeline: a `DistributedPipeline`, ready to train. optimizers: its `BatchOptimizers`.
@@ -60,10 +60,10 @@ def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Cap
 
 
 def usable_memory(world: World, model: int) -> int | None:
-    """Bytes that the model and its steps may take here; None if the machine does not say.
+    """Return the bytes available to the model and its steps on this rank; None if unknown.
 
     Args:
-        model: bytes of the model, which are taken already.
+        model: bytes of the model, which are already allocated.
     """
     free = free_bytes(world.device)
     if free is not None:
@@ -85,13 +85,14 @@ def _model_bytes(model: Any, optimizers: Any) -> int:
 
 
 def choose_cap(model: Any, cameras: Any) -> None:
-    """With mcmc and no cap given, caps the model at as many Gaussians as suit the capture, the same on every rank.
+    """Set the cap to a number of Gaussians that suits the capture, the same on every rank, for MCMC without a given
+    cap.
 
     Args:
-        model: a `SplatModel` that holds all of the points that training starts from. cameras: the training views'.
+        model: a `SplatModel` that holds all points that training starts from. cameras: the training views'.
 
     Raises:
-        InputError: there is to be no Gaussian for a seed point.
+        InputError: `gs_per_seed` is below 1.
     """
     options, seeds = model.config, model.seed_points
     if options.gs_per_seed < 1:
@@ -105,17 +106,17 @@ def choose_cap(model: Any, cameras: Any) -> None:
 
 
 def cap_of(found: Capacity, wanted: int | None) -> int | None:
-    """The most points that densification may make: `wanted`, or on GPUs what fits; None for any number."""
+    """Return the most points that densification may make: `wanted`, or on GPUs what fits; None for no limit."""
     return wanted if wanted is not None else found.fits if found.on_gpu else None
 
 
 def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Capacity:
-    """Caps the default densifier and says, on rank 0, how many points there are, fit, and may become.
+    """Cap the default densifier and print, on rank 0, the number of points, what fits, and the cap.
 
     Every rank calls it, before the first step, with the same arguments as `measure`.
 
     Raises:
-        InputError: the cap that was asked for is below 1.
+        InputError: the given cap is below 1.
     """
     options = pipeline.model.config
     if options.max_gaussians is not None and options.max_gaussians < 1:
@@ -139,7 +140,8 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
 
 
 def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str) -> list[str]:
-    """What this run's GPUs let one expect of each strategy; nothing where there is no choice, or no GPU."""
+    """Return lines on the expected performance of each strategy on these GPUs; none without a choice, or
+    without a GPU."""
     if not found.on_gpu or found.course.gpus == 1 or strategy not in STRATEGIES:
         return []
     grown = cap if densifier == "mcmc" and cap is not None else SOME_SIZE
@@ -149,7 +151,7 @@ def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str
 
 
 def describe(found: Capacity, strategy: str, cap: int | None, why: str | None = None) -> tuple[str, bool]:
-    """The line on capacity, and whether there is something to worry about."""
+    """Return the line on capacity, and whether it is a warning."""
     text = f"{found.now:,} Gaussians to begin with."
     if found.fits is not None:
         each = "GPU" if found.on_gpu else "worker"
@@ -166,20 +168,21 @@ def describe(found: Capacity, strategy: str, cap: int | None, why: str | None = 
 
 
 MANY = 0.1
-"""The part of the model from which on it is said. Of seed points on a phone's captures 1 in 7,000 is so large."""
+"""Fraction of the model above which the warning is printed. Of seed points on a phone's captures 1 in 7,000 is so
+large."""
 
 
 @torch.no_grad()
 def warn_of_size_rule(model: Any, world: World, images: int) -> None:
-    """Print, on rank 0, how much of the model pruning by size would take, if it is much. Every rank calls it.
+    """Print a warning, on rank 0, if pruning by size would remove a large part of the model. Every rank calls it.
 
-    From its first reset of opacities on (image 3,000) splatfacto prunes what is larger than `cull-scale-thresh`. The
-    unit follows from where cameras stand. If they stand close together, as on one rig, a street is fifty units wide,
-    and three quarters of what shows it are larger: they go at once, and pictures do not recover
-    (docs/moving-scenes.md). Where cameras stand all around a scene hardly any are.
+    From its first reset of opacities (image 3,000), splatfacto prunes Gaussians larger than `cull-scale-thresh`. The
+    unit follows from the cameras' positions. If cameras stand close together, as on one rig, a street is fifty units
+    wide and three quarters of its Gaussians are larger. They are then pruned at once, and quality does not recover
+    (docs/moving-scenes.md). If cameras surround the scene, hardly any are larger.
 
     Args:
-        model: a `SplatModel`. images: how many the run sees in all.
+        model: a `SplatModel`. images: number of images that the run sees in all.
     """
     rules = model.densifier
     limit = getattr(rules, "prune_scale3d", None)  # MCMC prunes nothing by size
@@ -194,10 +197,10 @@ def warn_of_size_rule(model: Any, world: World, images: int) -> None:
 
 
 def size_rule_text(part: float, limit: float, begins: int) -> str:
-    """The warning.
+    """Return the warning.
 
     Args:
-        part: of the model that is larger than `limit`. begins: images after which it is pruned.
+        part: fraction of the model that is larger than `limit`. begins: images after which it is pruned.
     """
     return (
         f"{100 * part:.0f} % of the Gaussians are larger than --pipeline.model.cull-scale-thresh {limit:g}, and will "
@@ -207,7 +210,7 @@ def size_rule_text(part: float, limit: float, begins: int) -> str:
 
 
 class _Told:
-    """Says once, on rank 0, that growth has been held back."""
+    """Printer of one message, on rank 0, when the cap first limits growth."""
 
     def __init__(self, cap: int | None, world: World) -> None:
         self._cap, self._world, self._done = cap, world, False

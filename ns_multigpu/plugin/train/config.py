@@ -1,10 +1,10 @@
-"""The configuration of a training run: nerfstudio's, plus how its workers come to life.
+"""Configuration of a training run: nerfstudio's, plus the start of its worker processes.
 
 `ns-train` calls, in this order and in the process that the user (or torchrun) started: `set_timestamp`,
 `print_to_terminal`, `save_config`; then, if `machine.num_devices` is 1, `setup(local_rank=0, world_size=1)`, whose
 result it sets up and trains. With more devices it would start the processes itself, on CUDA only and with a seed for
-each. So `save_config` writes the file as the user asked for it and then sets `machine.num_devices` to 1, and `setup`
-uses the number asked for: the processes are torchrun's, or a `WorkerLauncher` starts them.
+each. So `save_config` writes the file with the user's values and then sets `machine.num_devices` to 1, and `setup`
+restores the number. The processes are torchrun's, or a `WorkerLauncher` starts them.
 """
 
 import copy
@@ -56,14 +56,14 @@ from strategies import STRATEGIES
 Run = TypeVar("Run", bound="RunConfig")
 
 _MOST_LINES = 30
-"""Faults of a capture that are listed, at most."""
+"""Maximum number of listed faults of a capture."""
 _ASKED = "_asked_of_nerfstudio"
 """Name of the attribute that holds (num_devices, num_machines) between `save_config` and `setup`; never saved."""
 _FOLDER = "_run_folder"
-"""Name of the attribute that holds the run's folder where it is not the one that the options give: the run was moved.
-Never saved."""
+"""Name of the attribute that holds a moved run's folder, which differs from the one that the options give;
+never saved."""
 _MADE = "_made_run_folder"
-"""Name of the attribute that says whether this process has made the run's folder; never saved."""
+"""Name of the attribute that is True if this process has made the run's folder; never saved."""
 
 
 @dataclass
@@ -78,40 +78,40 @@ class RunConfig(TrainerConfig):
     """Training ends once all ranks together have seen this many images, or after max_num_iterations steps. Where steps
     are of rays, an image is as many rays as a training photograph has pixels, on average."""
     steps_per_checksum: int = 500
-    """Steps between proofs that all replicas are identical; 0 for none."""
+    """Steps between checks that all replicas are identical; 0 for none."""
     save_in_background: bool = True
-    """Write checkpoints while training goes on, which waits only until the state has been copied to the host's memory;
-    where a quarter of what is available there is not enough for that, it waits for the disk."""
+    """Write checkpoints while training goes on. Training waits only until the state is copied to the host's memory; if
+    that needs more than a quarter of the available memory, it waits for the disk."""
     save_on_interrupt: bool = True
     """Save a checkpoint when Ctrl-C or SIGTERM ends the run; a second Ctrl-C ends it at once."""
     max_restarts: int = 3
-    """How often ns-train starts its workers anew, from the last checkpoint, after one has died; under torchrun its own
-    --max-restarts counts."""
+    """Number of times that ns-train restarts its workers from the last checkpoint after one has died. Under torchrun
+    its own --max-restarts counts."""
     stall_seconds: float = 120.0
-    """After how long a standstill to say which rank is late (ten times that in evaluations, saves and the first step);
-    0 for never."""
+    """Seconds without progress after which the late rank is reported (ten times that in evaluations, saves and the
+    first step); 0 for never."""
     stall_abort_seconds: float = 300.0
-    """After how long a standstill to end the run; 0 to leave it to the collectives' own limit of ten minutes."""
+    """Seconds without progress after which the run ends; 0 leaves it to the collectives' own limit of ten minutes."""
     steps_per_numeric_check: int = 50
-    """Steps between two looks for NaN and infinity in losses, gradients and parameters; 0 for none."""
+    """Steps between checks for NaN and infinity in losses, gradients and parameters; 0 for none."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do about NaN or infinity in gradients: stop the run, or leave such steps out."""
+    """Reaction to NaN or infinity in gradients: stop the run, or skip such steps."""
     fused_steps: Literal["auto", "always", "never"] = "auto"
-    """Whether to take steps in our own fused operators and CUDA graphs instead of autograd: "auto" does on GPUs where
-    the options allow it and says so, or what does not allow it; "always" refuses to start where they do not."""
+    """Run steps in our own fused operators and CUDA graphs instead of autograd. "auto" does on GPUs if the options
+    allow it, and prints the choice or the obstacle; "always" refuses to start if they do not."""
     keep_checkpoints: int = 2
-    """How many checkpoints to keep, the newest; 0 for all (as with save_only_latest_checkpoint False)."""
+    """Number of newest checkpoints to keep; 0 for all (as with save_only_latest_checkpoint False)."""
     save_fallback_dir: Path | None = None
-    """Where to save the model in the end if the run's own folder does not take it: another disk."""
+    """Folder, on another disk, for the final model if it cannot be saved in the run's own folder."""
     save_retry_seconds: float = 60.0
-    """For how long to try again, every few seconds, to save the model in the end: time to make room on a disk."""
+    """Seconds during which saving the final model is retried, every few seconds: time to free disk space."""
     start_over: bool = False
     """Begin at step 0 in a run folder that holds checkpoints, which the new ones replace. Otherwise that is refused."""
     verbose: bool = False
     """Print all options at the start. config.yml in the run's folder always has them."""
 
     def __post_init__(self) -> None:
-        """nerfstudio is about to read the file that `--load-config` names.
+        """Check the file that `--load-config` names, before nerfstudio reads it.
 
         Raises:
             InputError: it is not the config.yml of a run of ours.
@@ -127,21 +127,21 @@ class RunConfig(TrainerConfig):
         return min(self.max_num_iterations, math.ceil(self.max_num_images / batch))
 
     def for_steps(self: Run, steps: int) -> Run:
-        """The same, to train for so many steps."""
+        """Return a copy of this configuration, to train for `steps` steps."""
         same = copy.copy(self)
-        vars(same).update(vars(self))  # what is not pickled, too
+        vars(same).update(vars(self))  # attributes that are not pickled, too
         same.max_num_iterations = steps
         return same
 
     def checkpoints_to_keep(self) -> int:
-        """How many checkpoints a save leaves; 0 for all."""
+        """Return the number of checkpoints that a save keeps; 0 for all."""
         return self.keep_checkpoints if self.save_only_latest_checkpoint else 0
 
     def set_timestamp(self) -> None:
-        """Names the run folder, the same on all ranks, once what was asked for is known to be possible.
+        """Check what was asked for and name the run folder, the same on all ranks.
 
         Raises:
-            InputError: it is not possible.
+            InputError: an option or the capture is invalid.
         """
         show_uncaught()
         quick_imports.end_quickly()
@@ -168,7 +168,7 @@ class RunConfig(TrainerConfig):
             self._begin([])
         else:
             machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
-            # Also the experiment's name: it may come from the capture's folder, which each machine may call otherwise.
+            # The experiment's name too: it may come from the capture's folder, whose name may differ between machines.
             self.experiment_name, self.timestamp = json.loads(agree(ranks, self._begin, manifest=manifest_of(self)))
         run_parts().done("first look at the capture")
         with abandoned_unless_begun(self):
@@ -189,12 +189,12 @@ class RunConfig(TrainerConfig):
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Makes ready what all workers use."""
+        """Prepare what all workers use."""
         checks.prepare_operators(self.machine.device_type)
 
     def _follow(self, named: Path) -> None:
-        """Reads the rest of the command line, which nerfstudio forgets for the file `named`; and stays in that file's
-        folder, wherever it is by now, unless the command line names another."""
+        """Apply the rest of the command line, which nerfstudio ignores next to `--load-config`. Keep the folder of the
+        file `named`, even if it was moved, unless the command line names another."""
         if (line := account_for(self)) and _speaks():
             CONSOLE.print(Text(line, "yellow"), soft_wrap=True)
         places = ("output_dir", "experiment_name", "timestamp", "relative_model_dir")
@@ -204,13 +204,13 @@ class RunConfig(TrainerConfig):
             vars(self)[_FOLDER] = named.parent
 
     def _begin(self, starts: Sequence[Start]) -> str:
-        """Looks at what there is to train on, and names and makes the run's folder; on one rank of the job.
+        """Check the capture, and name and make the run's folder; on one rank of the job.
 
         Args:
-            starts: what all ranks say of their start; none where no launcher has started them.
+            starts: the starts of all ranks; none without a launcher.
 
         Returns:
-            the names that the folder is made of: the experiment's, and the time's.
+            the names in the folder's path, as JSON: the experiment's, and the time's.
         """
         noted = recall(self.output_dir, starts) if starts else None
         if restarts() == 0:
@@ -221,10 +221,10 @@ class RunConfig(TrainerConfig):
         return json.dumps([self.experiment_name, self.timestamp])
 
     def _look_at_capture(self) -> None:
-        """Says what is to be known of the capture.
+        """Check the capture and print notes about it.
 
         Raises:
-            InputError: something is wrong with it; all of it, a line each.
+            InputError: something is wrong with it; lists all problems, one per line.
         """
         tracks = getattr(cast(Any, self.pipeline).model, "depth_loss", 0.0) > 0  # nerfacto-xl has none
         found = first_look(cast(Any, self.pipeline).datamanager, tracks=tracks)
@@ -247,10 +247,10 @@ class RunConfig(TrainerConfig):
             note_name(self.output_dir, self.timestamp, starts)
 
     def _refuse_to_replace(self) -> None:
-        """Whether the run's folder is free for what it begins with.
+        """Check that the run would not replace another run's checkpoints.
 
         Raises:
-            InputError: it holds checkpoints that the run does not go on from, and would replace.
+            InputError: the folder holds checkpoints that the run does not resume from and would replace.
         """
         folder, models = self.get_base_dir(), self.get_checkpoint_dir()
         kept = checkpoints_in(models)
@@ -268,22 +268,23 @@ class RunConfig(TrainerConfig):
         )
 
     def abandon(self) -> None:
-        """Leaves nothing of a run that has not begun: removes its folder, if this process has made it."""
+        """Remove the folder of a run that has not begun, if this process has made it."""
         if vars(self).pop(_MADE, False) and not checkpoints_in(self.get_checkpoint_dir()):
             remove_unused(self.get_base_dir(), self.output_dir)
 
     def get_base_dir(self) -> Path:
-        """The run's folder."""
+        """Return the run's folder."""
         return vars(self).get(_FOLDER) or super().get_base_dir()
 
     def get_checkpoint_dir(self) -> Path:
-        """The run's folder of checkpoints: beside the config.yml that one of nerfstudio's commands was given.
+        """Return the run's folder of checkpoints: next to the config.yml given to one of nerfstudio's commands.
 
-        It is also set as the pipeline's `checkpoints`: those commands ask for this folder before they set the pipeline
-        up, and later give the pipeline the contents of a .ckpt without its path.
+        It is also set as the pipeline's `checkpoints`: those commands call this before they set up the pipeline. Later
+        they pass the contents of a .ckpt to the pipeline without its path.
 
         Raises:
-            InputError: such a command asks, and there are no checkpoints, neither there nor where the run began.
+            InputError: such a command calls it, and there are no checkpoints, neither there nor in the original run
+                folder.
         """
         named = config_being_loaded()
         if named is not None:
@@ -308,7 +309,7 @@ class RunConfig(TrainerConfig):
         )
 
     def print_to_terminal(self) -> None:
-        """Says what is about to be done, or all options, on one rank of the job."""
+        """Print a summary of the run, or all options, on one rank of the job."""
         if not _speaks():
             return
         if self.verbose:
@@ -328,11 +329,11 @@ class RunConfig(TrainerConfig):
         )
 
     def length_in_words(self, ranks: int) -> str:
-        """Return what a run of so many ranks sees in all, from ": 30,000 images" on."""
+        """Return the length of a run on `ranks` ranks in words, from ": 30,000 images" on."""
         raise NotImplementedError
 
     def save_config(self) -> None:
-        """Writes config.yml, on one rank of the job, and keeps nerfstudio from starting processes of its own."""
+        """Write config.yml, on one rank of the job, and prevent nerfstudio from starting processes of its own."""
         if _speaks():
             folder = self.get_base_dir()
             folder.mkdir(parents=True, exist_ok=True)
@@ -341,16 +342,16 @@ class RunConfig(TrainerConfig):
         self.machine.num_devices = self.machine.num_machines = 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other processes of the run get."""
+        """Return the attributes that other processes of the run receive."""
         return {name: value for name, value in vars(self).items() if name not in (_ASKED, _MADE)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what a file or another process has, without the options that are gone."""
+        """Load attributes from a file or another process, without removed options."""
         vars(self).update(state)
         take_out(self)
 
     def setup(self, **kwargs: Any) -> Any:
-        """The trainer of this process, or what starts the processes that the trainers will be in."""
+        """Return the trainer of this process, or the launcher of the processes that train."""
         workers = 1
         if _ASKED in vars(self):
             workers, machines = vars(self).pop(_ASKED)
@@ -368,11 +369,11 @@ class RunConfig(TrainerConfig):
     # nerfstudio starts a viewer on each machine's first rank; there is one viewer a job, on rank 0.
 
     def is_viewer_enabled(self) -> bool:
-        """Whether this rank runs the viewer."""
+        """True if this rank runs the viewer."""
         return _speaks() and super().is_viewer_enabled()
 
     def is_viewer_legacy_enabled(self) -> bool:
-        """Whether this rank runs the legacy viewer."""
+        """True if this rank runs the legacy viewer."""
         return _speaks() and super().is_viewer_legacy_enabled()
 
 
@@ -383,38 +384,41 @@ class DistributedTrainerConfig(RunConfig):
     max_num_images: int | None = 30000
     """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
     batch_scaling: ScalingChoice = "auto"
-    """How learning rates (and with them Adam's betas and eps) follow the number of views in a step; auto is
+    """Scaling of learning rates (and with them Adam's betas and eps) with the number of views in a step. "auto" is
     sqrt-to-none for runs that see each view 100 times or more, and sqrt for others."""
     rates_at_end: float = 1.0
-    """What learning rates, besides their own schedules, are multiplied by at the end of training; 1 for no fall."""
+    """Factor on learning rates, besides their own schedules, at the end of training; 1 for no decay."""
     rates_fall_from: float = 0.5
-    """Behind which part of the run they fall to rates_at_end, exponentially with the images seen; 0 is the start."""
+    """Fraction of the run after which rates decay to rates_at_end, exponentially with the images seen; 0 is the
+    start."""
     recipe: Recipe = "splatfacto"
-    """Sets the options that decide how good the pictures get, all but those that you give: "splatfacto" as nerfstudio's
-    splatfacto has them; "best" for the best held-out pictures that we know how to get (docs/recipes.md)."""
+    """Preset of the options that decide image quality; options that you give take precedence. "splatfacto" has the
+    values of nerfstudio's splatfacto; "best" gives the best held-out images that we know how to get (docs/recipes.md).
+    """
 
     def rate_schedule(self, batch: int, views: int) -> RateSchedule:
-        """What learning rates follow when each step sees `batch` images of a capture of so many training views."""
+        """Return the schedule of learning rates if each step sees `batch` images of a capture of `views` training
+        views."""
         images = max(self.steps_for(batch), 1) * batch
         rule = scaling_rule(self.batch_scaling, images, views)
         return RateSchedule(rule, batch, images, self.rates_at_end, self.rates_fall_from)
 
     def complete(self, ranks: int) -> None:
-        """Set what `recipe` sets.
+        """Set the options of `recipe`.
 
         Raises:
-            InputError: the recipe is not for this method, or rates cannot fall as they are to.
+            InputError: the recipe is not for this method, or the decay of rates is out of range.
         """
         apply_recipe(self, ranks)
         checks.check_rates_at_end(self.rates_at_end, self.rates_fall_from)
 
     def check_method(self) -> None:
-        """Raise an InputError unless the strategy and the kind of point go together."""
+        """Raise an InputError unless the strategy and the primitive go together."""
         checks.check_strategy(strategy := str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
         check_primitive(cast(Any, self.pipeline).model, strategy)
 
     def check_precision(self) -> None:
-        """See `RunConfig.check_precision`: it is single precision, as Splatfacto's."""
+        """Raise an InputError unless single precision is used, as Splatfacto does."""
         checks.check_precision(self.mixed_precision, self.use_grad_scaler)
 
     def objective(self) -> type[Objective]:
@@ -422,7 +426,7 @@ class DistributedTrainerConfig(RunConfig):
         return SplatObjective
 
     def length_in_words(self, ranks: int) -> str:
-        """Return how many images a run of so many ranks sees."""
+        """Return the number of images that a run on `ranks` ranks sees, in words."""
         batch = cast(Any, self.pipeline).batch(ranks)
         return f": {self.steps_for(batch) * batch:,} images"
 
@@ -431,7 +435,7 @@ class DistributedTrainerConfig(RunConfig):
 
 
 def _speaks() -> bool:
-    """Whether this process is the one of its job that writes files and talks to the user."""
+    """Return whether this process writes files and prints for its job."""
     ranks = Ranks.from_env()
     return ranks is None or ranks.rank == 0
 

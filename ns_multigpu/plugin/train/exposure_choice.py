@@ -1,4 +1,4 @@
-"""`--pipeline.model.exposure`: whether the model of a run that begins has maps of colours, and what is said of that."""
+"""Choice of `--pipeline.model.exposure` at the start of a run, and its message."""
 
 from typing import Any
 
@@ -16,15 +16,14 @@ from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.model.cameras import view_from_camera
 
 LOOKED_AT = 64
-"""Photographs, at most: evenly spread over the capture."""
+"""Maximum number of compared photographs, evenly spread over the capture."""
 
 
 def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
-    """Decides, before training, whether the model has maps, and says so where that is the program's choice. Every rank
-    calls it.
+    """Decide, before training, whether the model has colour maps, and print an automatic choice. Every rank calls it.
 
     Raises:
-        InputError: the option does not go with another one.
+        InputError: the option conflicts with another one.
     """
     config = model.config
     if config.exposure != "off" and config.use_bilateral_grid:
@@ -42,14 +41,15 @@ def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
 
 
 def exposures_of(datamanager: Any, seed_points: tuple[Tensor, Tensor] | None, world: World) -> Exposures | None:
-    """How the training photographs' exposures differ. Every rank calls it and gets the same; one reads.
+    """Return the spread of the training photographs' exposures, the same on every rank. Every rank calls it; rank 0
+    reads.
 
     Args:
         datamanager: a `DistributedDataManager`, its capture checked.
         seed_points: [N, 3] positions in the model's world and [N, 3] colours up to 255.
 
     Returns:
-        None where too few seed points, or photographs that show them, tell.
+        None if too few seed points, or photographs that show them, can be compared.
 
     Raises:
         InputError: on every rank, if a photograph cannot be read.
@@ -63,14 +63,14 @@ def exposures_of(datamanager: Any, seed_points: tuple[Tensor, Tensor] | None, wo
         views = [view_from_camera(one, one.camera_to_worlds.reshape(-1, 3, 4)[0], 0) for one in singles]
         try:
             found = measured(*seed_points, views, lambda k: datamanager.train_reader.read(chosen[k])["image"])
-        except ValueError as error:  # says which file it is
+        except ValueError as error:  # names the file
             problems = [str(error)]
     raise_together(problems, world, "A photograph cannot be read:")
     return broadcast_object(found, 0, world)
 
 
 def described(found: Exposures | None) -> str:
-    """What is said of the choice; None is what could not be measured."""
+    """Return the message about the choice; None stands for an exposure that could not be measured."""
     if found is None:
         return (
             "Exposure: too few seed points to compare the photographs with, so no correction "

@@ -1,4 +1,5 @@
-"""The checkpoint that a run ends with, written wherever there is room: until then the model is in memory alone."""
+"""Final checkpoint of a run, with a fallback folder and retries: until it is written, the model exists only in
+memory."""
 
 import re
 import shutil
@@ -27,21 +28,22 @@ _COPIED = ("config.yml", "dataparser_transforms.json", "metrics.jsonl")
 def save_last(
     trainer: Any, step: int, *, seconds: float, give_up: Callable[[], bool], meanwhile: Callable[[], None] | None = None
 ) -> Path:
-    """Writes the checkpoint after `step`: into the run's folder, else into `--save-fallback-dir`, and where neither
-    takes it again and again, while somebody may make room. Every rank calls it.
+    """Write the checkpoint after `step` into the run's folder, else into `--save-fallback-dir`; retry if both fail.
+
+    Retries give the user time to free disk space. Every rank calls it.
 
     Args:
         trainer: a `DistributedTrainer`.
-        seconds: for how long to try.
-        give_up: whether somebody wants no more attempts; all ranks are asked together, and answer alike.
-        meanwhile: called while threads write, or behind it where checkpoints are not to be written in the background.
-            It changes nothing of what is saved.
+        seconds: duration of retries.
+        give_up: returns whether to stop retrying; all ranks call it together and get the same answer.
+        meanwhile: called while threads write, or after the save if checkpoints are not written in the background. It
+            must not change what is saved.
 
     Returns:
-        the run folder that the checkpoint is in.
+        the run folder that holds the checkpoint.
 
     Raises:
-        SaveFailed: on every rank: nothing took it. It says what is lost, and where there is room.
+        SaveFailed: on every rank: no folder accepted it. The message says what is lost, and where space is free.
     """
     checkpoints: RunCheckpoints = trainer.checkpoints
     if meanwhile is None or not trainer.config.save_in_background:
@@ -59,12 +61,13 @@ def save_last(
 
 
 def fallback_folder(folder: Path, place: Path) -> Path:
-    """Where in `place` a run lies whose own folder is `folder`: under the same names of capture, method and time."""
+    """Return the folder in `place` for the run whose own folder is `folder`, with the same names of capture, method and
+    time."""
     return place.joinpath(*folder.parts[-3:])
 
 
 def _saved(trainer: Any, step: int, seconds: float, give_up: Callable[[], bool]) -> Path:
-    """See `save_last`: it waits for what has been begun, and tries again."""
+    """Save as `save_last` does: wait for a save that has begun, and retry."""
     checkpoints: RunCheckpoints = trainer.checkpoints
     config, world, folder = trainer.config, trainer.world, trainer.base_dir
     elsewhere = None if config.save_fallback_dir is None else fallback_folder(folder, config.save_fallback_dir)
@@ -96,7 +99,7 @@ def _saved(trainer: Any, step: int, seconds: float, give_up: Callable[[], bool])
 
 
 def _complete(folder: Path, elsewhere: Path) -> None:
-    """Makes a run folder of one that holds a checkpoint."""
+    """Copy the files of a run folder next to a checkpoint in another folder."""
     for name in _COPIED:
         with suppress(OSError):
             shutil.copy(folder / name, elsewhere / name)
@@ -122,13 +125,13 @@ def _lost(trainer: Any, step: int, problem: str) -> str:
 
 
 def in_short(problem: str) -> str:
-    """What the disk said to the ranks, once each, without the names of unfinished files."""
+    """Return the disk errors of all ranks, once each, without the names of unfinished files."""
     said = re.findall(r"\[Errno \d+\] ([^:;]+)", problem)
     return "; ".join(dict.fromkeys(said)) or problem
 
 
 def _places(needed: int) -> list[tuple[Path, int]]:
-    """Folders of this machine with room for `needed` bytes."""
+    """Return folders of this machine with free space for `needed` bytes, and their free bytes."""
     found: dict[int, tuple[Path, int]] = {}
     for path in (Path.home(), Path.cwd(), Path(tempfile.gettempdir())):
         with suppress(OSError):

@@ -1,8 +1,8 @@
-"""TensorBoard's images, written while training goes on.
+"""TensorBoard's images, written in the background of training.
 
-nerfstudio hands its writers three full-size images at each look at a held-out view, every 100 steps by default. To make
-PNG files of them takes two seconds at 1062 x 1894, twenty times as long as the 100 steps do. And TensorBoard takes
-checksums in Python, for which the thread that trains waits: 0.3 s an image.
+nerfstudio passes three full-size images to its writers at each evaluation of a held-out view, every 100 steps by
+default. Encoding them as PNG takes two seconds at 1062 x 1894, twenty times as long as the 100 steps. TensorBoard also
+computes checksums in Python, which blocks the training thread for 0.3 s an image.
 """
 
 import importlib.util
@@ -18,18 +18,17 @@ from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 from torch import Tensor
 
 _COMPRESSION = 1
-"""Of PNG files, of 9: the least takes a fifth of the time that TensorBoard's takes."""
+"""Compression level of PNG files, of 9: the lowest takes a fifth of TensorBoard's time."""
 
 
 class LateImages:
-    """Stands in for a writer: its images are written by a thread, all else at once.
+    """Proxy of a writer that writes images in a thread and forwards all other calls.
 
-    Where images come faster than they can be written, older ones of the same name give way: the newest is always
-    written.
+    If images come faster than they can be written, newer ones replace older ones of the same name.
 
     Args:
         inner: the writer.
-        write: what writes an image in the place of the writer's `write_image`: its name, itself and its step.
+        write: writes an image instead of the writer's `write_image`; gets its name, pixels and step.
     """
 
     def __init__(self, inner: Any, write: Callable[[str, Tensor, int], None] | None = None) -> None:
@@ -45,7 +44,7 @@ class LateImages:
         return getattr(self._inner, name)
 
     def write_image(self, name: str, image: Tensor, step: int) -> None:
-        """See nerfstudio's `Writer.write_image`; it returns at once.
+        """Queue an image and return at once; see nerfstudio's `Writer.write_image`.
 
         Args:
             image: [H, W, C], on the host.
@@ -55,7 +54,7 @@ class LateImages:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Waits until the newest images are written, and ends the thread."""
+        """Wait until the newest images are written, and end the thread."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -73,7 +72,7 @@ class LateImages:
 
 
 def write_png(board: writer.TensorboardWriter, name: str, image: Tensor, step: int) -> None:
-    """As `write_image` of nerfstudio's writer does, in less time.
+    """Write an image as `write_image` of nerfstudio's writer does, in less time.
 
     Args:
         image: [H, W, 1 or 3], from 0 to 1, on the host.
@@ -87,9 +86,9 @@ def write_png(board: writer.TensorboardWriter, name: str, image: Tensor, step: i
 
 
 def quick_checksums() -> None:
-    """Has TensorBoard take the checksums of what it writes in C: a microsecond a kilobyte at most, instead of 90.
+    """Make TensorBoard compute checksums in C: at most a microsecond a kilobyte instead of 90.
 
-    Where `google-crc32c` is not installed they stay as they are: files are the same.
+    Without `google-crc32c` they stay in Python; files are the same.
     """
     if importlib.util.find_spec("google_crc32c") is not None:
         from google_crc32c import value
@@ -98,7 +97,8 @@ def quick_checksums() -> None:
 
 
 def write_images_late() -> list[LateImages]:
-    """From now on this process's TensorBoard gets its images late; returns what to `finish` before it ends."""
+    """Make this process's TensorBoard writers write images in the background; return them, to `finish` before
+    it ends."""
     late: list[LateImages] = []
     quick_checksums()
     for place, one in enumerate(writer.EVENT_WRITERS):

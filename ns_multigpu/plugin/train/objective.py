@@ -1,4 +1,4 @@
-"""Objectives: what a run trains, as its trainer, checkpoints and logs know it.
+"""Objectives: what a run trains, behind the interface that its trainer, checkpoints and logs use.
 
 Splats (`train.splats`) and a radiance field (`radiance.objective`) are two. Launching, the loop, faults, saving, logs,
 viewer and evaluation are the run's, the same for each.
@@ -25,16 +25,17 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One log of a step, as far as this rank knows it.
+    """Log entry of one step on this rank.
 
     Attributes:
-        measured: this rank's shares of the loss, of its terms and of the metrics, which are summed over ranks; a share
-            of `mse` becomes PSNR. The same names on every rank.
-        images: that all ranks see in a step.
-        row: for metrics.jsonl, the same on every rank.
-        metrics: for nerfstudio's writers, rank 0's.
-        rates: learning rates, by group of parameters.
-        by_rank: numbers of this rank, which all ranks learn. derived: makes more of the row from them, a list each.
+        measured: this rank's shares of the loss, its terms and the metrics, which are summed over ranks; `mse` becomes
+            PSNR. Names are the same on every rank.
+        images: images that all ranks see in a step.
+        row: values for metrics.jsonl, the same on every rank.
+        metrics: rank 0's values for nerfstudio's writers.
+        rates: learning rates, by parameter group.
+        by_rank: numbers of this rank, which are gathered. derived: computes further values of the row from them, given
+            a list over ranks for each.
     """
 
     measured: Measured
@@ -48,11 +49,11 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run after its checkpoint has been loaded.
+    """State of a run after its checkpoint has been loaded.
 
     Attributes:
-        steps: taken so far. whole: whether the checkpoint is of this very moment, and need not be written again.
-        lines: for the user.
+        steps: completed steps. whole: True if the checkpoint matches this state exactly and need not be written again.
+        lines: messages for the user.
     """
 
     steps: int
@@ -61,19 +62,20 @@ class Resumed:
 
 
 class Objective(ABC):
-    """Trains one kind of model on one rank, in step with the others. Every rank calls each method.
+    """Base of objectives: training of one kind of model on one rank, in step with the others. Every rank calls each
+    method.
 
     Args:
         config: a `RunConfig`, whose `max_num_iterations` is the run's length.
-        pipeline: a `RunPipeline`. world: the ranks. guards: told of steps and gradients.
+        pipeline: a `RunPipeline`. world: the ranks. guards: receives steps and gradients.
 
     Attributes:
         optimizers: see `build_optimizers`.
-        blocks: takes several steps at once, where steps are fused; else None, and `step` takes one.
+        blocks: runs several steps at once if steps are fused; else None, and `step` runs one.
     """
 
     unit: ClassVar[str]
-    """What a step sees, in the plural, of which `units_per_step` are counted for the user."""
+    """Plural name of the unit counted for the user; a step sees `units_per_step` of them."""
 
     def __init__(self, config: Any, pipeline: Any, world: World, guards: Guards) -> None:
         self.config, self.pipeline, self.world, self.guards = config, pipeline, world, guards
@@ -102,12 +104,12 @@ class Objective(ABC):
     # ---- steps ----
 
     def begin_step(self, step: int) -> None:
-        """Make the model that of `step`, before nerfstudio's callbacks."""
+        """Prepare the model for `step`, before nerfstudio's callbacks."""
         del step
 
     @abstractmethod
     def step(self, step: int, *, metrics: bool) -> Measured:
-        """Take a step on this rank's share of the batch.
+        """Run a step on this rank's share of the batch.
 
         Args:
             metrics: whether to compute metrics as well as losses.
@@ -122,7 +124,7 @@ class Objective(ABC):
 
     @property
     def partition_due(self) -> bool:
-        """Whether the model has been spread over the ranks anew; the same on every rank."""
+        """True if the partition of the model has changed since the last drawing; the same on every rank."""
         return False
 
     @abstractmethod
@@ -130,7 +132,7 @@ class Objective(ABC):
         """Draw `partition.png` in the run's folder: which rank owns what."""
 
     def release(self) -> None:
-        """Free what a step that was given up has left."""
+        """Free what a cancelled step has left."""
         self.optimizers.zero_grad_all()
 
     # ---- words and numbers ----
@@ -138,30 +140,30 @@ class Objective(ABC):
     @property
     @abstractmethod
     def units_per_step(self) -> int:
-        """How many of `unit` all ranks together see in a step."""
+        """Number of `unit` that all ranks together see in a step."""
 
     @property
     @abstractmethod
     def rays_per_step(self) -> int:
-        """Pixels that all ranks together see in a step, or nearly: nerfstudio shows speed in rays."""
+        """Approximate number of pixels that all ranks together see in a step: nerfstudio shows speed in rays."""
 
     @abstractmethod
     def log(self, measured: Measured) -> LogEntry:
-        """Return what this rank measured of the last step."""
+        """Return this rank's measurements of the last step."""
 
     @abstractmethod
     def size(self) -> dict[str, int]:
-        """Return how large the model is, for the run's summary: a number, by what it counts."""
+        """Return the size of the model for the run's summary, by name of what is counted."""
 
     @abstractmethod
     def lost(self, steps: int) -> tuple[str, int]:
-        """Return the model after so many steps, in words, and the bytes that a checkpoint of it takes."""
+        """Return a description of the model after `steps` steps, and the bytes of its checkpoint."""
 
     # ---- checkpoints ----
 
     @abstractmethod
     def content(self, step: int) -> Content:
-        """Return what a checkpoint after `step` holds; the run adds what is its own."""
+        """Return the objective's part of a checkpoint after `step`; the run adds its own."""
 
     @abstractmethod
     def resume(self, opened: Opened) -> Resumed:

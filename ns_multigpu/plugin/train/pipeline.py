@@ -1,4 +1,5 @@
-"""The pipeline: a step's batch, spread by a strategy; evaluation in lockstep. No DDP wrapper."""
+"""Pipeline of splats: a step's batch is spread over ranks by a strategy; evaluation runs in lockstep. No DDP
+wrapper."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ from strategies import STRATEGIES
 
 @dataclass
 class DistributedPipelineConfig(RunPipelineConfig):
-    """Which strategy spreads the work, and over how large a batch."""
+    """Options of the strategy that spreads the work, and of the batch size."""
 
     has_surfaces: ClassVar[bool] = True
 
@@ -61,35 +62,35 @@ class DistributedPipelineConfig(RunPipelineConfig):
     datamanager: DistributedDataManagerConfig = field(default_factory=DistributedDataManagerConfig)
     model: SplatModelConfig = field(default_factory=SplatModelConfig)
     strategy: str = "batch"
-    """How the work of a step is spread over the ranks."""
+    """Strategy that spreads the work of a step over the ranks."""
     views_per_rank: int = 1
-    """Views a rank in each step; the batch is this times the number of ranks."""
+    """Views per rank in each step; the batch is this times the number of ranks."""
     views_per_step: int | None = None
-    """Views of a step over all ranks, instead of views-per-rank times their number. Strategies that deal out whole
-    views need a multiple of the number of ranks; those that cut views, any number."""
+    """Views of a step over all ranks, instead of views-per-rank times their number. Strategies that assign full views
+    to ranks need a multiple of the number of ranks; those that split views accept any number."""
     level_steps: bool = True
-    """Views that see about as many seed points come into one step, so that no GPU waits long for another. False takes
-    them in splatfacto's order, as steps of one view always do."""
+    """Group views that see about equally many seed points into one step, so that no GPU waits long for another. False
+    keeps splatfacto's order, which steps of one view always have."""
 
     transport: Annotated[
         Literal["auto", "peer", "collective"], Only("pipeline.strategy", "batch", "tile", "locality")
     ] = "auto"
-    """How splats and their gradients travel where points are sharded: "peer" reads and writes the other GPUs' memory
-    (one machine with NVLink or peer access), "collective" goes through torch.distributed, with the same results."""
+    """Transport of splats and their gradients if points are sharded: "peer" reads and writes the other GPUs' memory
+    (one machine with NVLink or peer access); "collective" uses torch.distributed, with the same results."""
     tile_lists: Annotated[Literal["gather", "sort"], Only("pipeline.strategy", "tile")] = "gather"
-    """How the splats of each tile are found where points are sharded: "gather", each rank sorts what it draws; "sort",
-    one merge-path sort of all splats over all GPUs. The lists are the same."""
+    """Construction of each tile's list of splats if points are sharded: with "gather" each rank sorts what it draws;
+    "sort" is one merge-path sort of all splats over all GPUs. The lists are the same."""
     wire: Annotated[Literal["full", "half"], Only("pipeline.strategy", "tile", "locality")] = "full"
-    """With collective transport, what splats and their gradients are on the wire: "full" is float32, and changes
-    nothing; "half" is float16 for all but positions and depths, and rounds: each rank's own splats not at all."""
+    """Format in which collective transport exchanges splats and their gradients: "full" is float32 and exact; "half" is
+    float16 for all but positions and depths, with rounding, except for each rank's own splats."""
 
     @property
     def options(self) -> Any:
-        """What the strategy is made with, besides the ranks: a dataclass with a method `problem`; None for nothing."""
+        """Options of the strategy besides the ranks: a dataclass with a method `problem`; None for none."""
         return None
 
     def batch(self, ranks: int) -> int:
-        """Views a step of so many ranks.
+        """Return the number of views per step on `ranks` ranks.
 
         Raises:
             InputError: views-per-rank or views-per-step is below 1.
@@ -124,27 +125,27 @@ class DistributedPipelineConfig(RunPipelineConfig):
 
 @dataclass
 class LocalityPipelineConfig(DistributedPipelineConfig):
-    """The same, with what only the strategy `locality` has."""
+    """Pipeline options with those of the strategy `locality`."""
 
     strategy: str = "locality"
     locality: LocalityOptions = field(default_factory=LocalityOptions)
 
     @property
     def options(self) -> LocalityOptions | None:
-        """Those of the strategy."""
+        """Options of the strategy `locality`."""
         return self.locality if self.strategy == "locality" else None
 
 
 @dataclass
 class PixelPipelineConfig(DistributedPipelineConfig):
-    """The same, with what only the strategy `pixel` has."""
+    """Pipeline options with those of the strategy `pixel`."""
 
     strategy: str = "pixel"
     pixel: PixelOptions = field(default_factory=PixelOptions)
 
     @property
     def options(self) -> PixelOptions | None:
-        """Those of the strategy."""
+        """Options of the strategy `pixel`."""
         return self.pixel if self.strategy == "pixel" else None
 
 
@@ -180,16 +181,16 @@ class DistributedPipeline(RunPipeline):
             self._check_and_place()
         self.renders = RenderService(self.model, Pictures(self.model, self.strategy), self.world)
         self.warmed_up: Callable[[], object] = lambda: None
-        # Of steps through autograd; images that evaluation and the viewer ask for are nobody's.
+        # Counts the exchange of steps through autograd; images for evaluation and the viewer are not counted.
         self.world.traffic.measured = lambda: self.timer.within("compute", "exchange")
         seed = broadcast_object(torch.initial_seed(), 0, self.world)
         self.model.prepare_densifier(self.world, seed)
         run_parts().done("placement and densifier")
 
     def _check_and_place(self) -> None:
-        """Check the capture, choose what follows from it, and spread the points, before training.
+        """Check the capture, choose options that follow from it, and spread the points, before training.
 
-        Later than the datamanager, because it knows; earlier than any image is read.
+        It runs after the datamanager is built, which knows the capture, and before any image is read.
         """
         config = self.config
         run_parts().done("model")
@@ -217,12 +218,12 @@ class DistributedPipeline(RunPipeline):
             self.model.hold_shard(self.strategy.placement, self.world)
 
     def _training_views(self) -> list[View]:
-        """All training views, on the host, at full resolution, with the poses of the capture."""
+        """Return all training views, on the host, at full resolution, with the poses of the capture."""
         return views_of(self.datamanager.train_dataset.cameras)
 
     @property
     def batch_size(self) -> int:
-        """Views a step, over all ranks."""
+        """Views per step, over all ranks."""
         return self.config.batch(self.world.size)
 
     @property
@@ -244,7 +245,7 @@ class DistributedPipeline(RunPipeline):
         return [f"{self.model.num_points:,} Gaussians", f"{views}, images of up to {size} pixels"]
 
     def prepare_training(self) -> None:
-        """Reads this rank's images. Every rank calls it; `warmed_up` then waits for what goes on beside it."""
+        """Read this rank's images and start the warm-up in parallel; `warmed_up` waits for it. Every rank calls it."""
         run_parts().done("optimizers, viewer, checkpoint, logs")
         self.warmed_up = warm_up(self.model, self.world)  # while images are decoded
         data, at_home = self.datamanager, self.strategy.placement.homes_of_views
@@ -257,9 +258,10 @@ class DistributedPipeline(RunPipeline):
         run_parts().done("images")
 
     def _arranged(self) -> Callable[[list[int], int], list[int]] | None:
-        """Puts views of like work into one step; None where there is nothing to choose, or nothing to tell by.
+        """Return a function that groups views of similar work into one step; None if there is no choice, or no seed
+        point.
 
-        It goes by the capture alone: a run that goes on, and one with another strategy, has the same order.
+        It depends on the capture alone, so resumed runs and runs with another strategy have the same order.
         """
         seeds, size = self.model.seed_points, self.batch_size
         if not self.config.level_steps or size < 2 or seeds is None or len(seeds[0]) == 0:
@@ -267,11 +269,12 @@ class DistributedPipeline(RunPipeline):
         work: list[float] = []
         if self.world.is_main:
             work = works(seeds[0].cpu(), self._training_views())
-        work = broadcast_object(work, 0, self.world)  # for processors round differently
+        work = broadcast_object(work, 0, self.world)  # processors round differently
         return lambda order, begins: alike(order, work, size, -begins % size)
 
     def own_rows(self, loaded_state: dict[str, Any]) -> OwnRows:
-        """The rows of a .ckpt's points that this rank goes on with, as its placement says; all where it holds all.
+        """Return the rows of a .ckpt's points that this rank's placement assigns to it; all rows if points are
+        replicated.
 
         Raises:
             InputError: the shards are missing or damaged.
@@ -280,11 +283,11 @@ class DistributedPipeline(RunPipeline):
         return own_rows(loaded_state, self.config.checkpoints, holding and holding.placement, self.world)
 
     def frames_note(self, cameras: Sequence[Cameras]) -> str:
-        """See `RunPipeline.frames_note`: of moving points, which moments are shown."""
+        """Return the note of `RunPipeline.frames_note` on moving points: which moments are shown."""
         return frames_note(self.config.model.primitive, list(cameras))
 
     def load_own(self, loaded_state: dict[str, Any], step: int) -> None:
-        """See `RunPipeline.load_own`: this rank's points if they are in shards, or all of them."""
+        """Load this rank's points from shards, or all points; see `RunPipeline.load_own`."""
         model, load = self.model, partial(VanillaPipeline.load_pipeline, self)
         where = str((self.config.checkpoints or Path()) / f"step-{step:09d}.ckpt")
         check_kind(loaded_state, model.config.primitive, where)
@@ -308,11 +311,11 @@ class DistributedPipeline(RunPipeline):
     def get_train_loss_dict(
         self, step: int, *, metrics: bool = False
     ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-        """This rank's share of the step's losses; summed over ranks they are the batch's.
+        """Return this rank's share of the step's losses; summed over ranks they are the batch's.
 
         Args:
             step: the step; its views follow from it.
-            metrics: whether to compute metrics (the trainer asks when it logs).
+            metrics: whether to compute metrics (the trainer requests them when it logs).
         """
         data, model, timer = self.datamanager, self.model, self.timer
         with timer.measure("data"):

@@ -27,18 +27,18 @@ from ns_multigpu.plugin.render.service import RenderService
 
 @dataclass
 class RunPipelineConfig(VanillaPipelineConfig):
-    """Base of the pipelines' options, which also answers what is asked of a method before its model exists."""
+    """Base of the pipelines' options, with properties of a method that are needed before its model exists."""
 
-    # No fields: these are no options, and nothing that ranks have to be started alike with.
+    # No fields: these are no options, and ranks may differ in them.
 
     has_surfaces: ClassVar[bool] = False
-    """Whether meshes can be made of the models."""
+    """True if meshes can be made of the models."""
 
     @property
     def checkpoints(self) -> Path | None:
-        """The folder of the .ckpt that is about to be loaded, beside which the rest of the model lies.
+        """Folder of the .ckpt that is about to be loaded, which also holds the model's shards.
 
-        nerfstudio's commands hand on nothing of a run but its pipeline's configuration.
+        nerfstudio's commands pass only the pipeline's configuration of a run.
         """
         return vars(self).get("_checkpoints")
 
@@ -48,7 +48,7 @@ class RunPipelineConfig(VanillaPipelineConfig):
 
     @property
     def resumed_from(self) -> Path | None:
-        """The .ckpt that a run goes on from; None for a new run."""
+        """The .ckpt that a run resumes from; None for a new run."""
         return vars(self).get("_resumed_from")
 
     @resumed_from.setter
@@ -56,21 +56,21 @@ class RunPipelineConfig(VanillaPipelineConfig):
         vars(self)["_resumed_from"] = checkpoint
 
     def team_plan(self, state: Mapping[str, Any], checkpoint: Path, devices: team.Devices) -> team.Plan | None:
-        """Return how many of these devices look at a saved model, and how it is spread over them; see `team.begin`.
+        """Return the number of these devices that render a saved model, and its spread over them; see `team.begin`.
 
         Args:
             state: the pipeline's state in the .ckpt `checkpoint`.
 
         Returns:
-            None where it cannot be told.
+            None if unknown.
 
         Raises:
-            InputError: the model fits the devices in no way.
+            InputError: the model cannot be spread to fit the devices.
         """
         raise NotImplementedError
 
     def most_ranks(self, state: Mapping[str, Any], checkpoint: Path) -> int | None:
-        """Return how many ranks can hold a part of a saved model at most; None for any number.
+        """Return the largest number of ranks that can hold a shard of a saved model; None for no limit.
 
         Raises:
             InputError: the checkpoint is not of this method.
@@ -78,7 +78,7 @@ class RunPipelineConfig(VanillaPipelineConfig):
         raise NotImplementedError
 
     def memory_remedies(self, on_gpu: bool) -> Sequence[str]:
-        """Return what to change where memory runs out, on a GPU or on the host; most helpful first."""
+        """Return remedies if memory runs out, on a GPU or on the host; most helpful first."""
         raise NotImplementedError
 
 
@@ -87,7 +87,7 @@ class RunPipeline(VanillaPipeline, ABC):
 
     Attributes:
         renders: renders for evaluations and viewers.
-        timer: of the parts of a step.
+        timer: times the parts of a step.
         team: the helpers of one of nerfstudio's commands; None without.
     """
 
@@ -112,7 +112,7 @@ class RunPipeline(VanillaPipeline, ABC):
             config, self.team = team.begin(config, test_mode, config.team_plan)
         self.world = get_world(str(device))
         self.begin(config, test_mode)
-        # A world of one as far as nerfstudio knows: it would wrap the model in DDP, which densification breaks.
+        # nerfstudio sees a world of one: otherwise it would wrap the model in DDP, which densification breaks.
         super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         self.timer = StepTimer(self.world.device)
         self.complete()
@@ -121,7 +121,7 @@ class RunPipeline(VanillaPipeline, ABC):
 
     @abstractmethod
     def begin(self, config: Any, test_mode: str) -> None:
-        """Check options and set up what the datamanager and the model need. `world` is there."""
+        """Check options and set up what the datamanager and the model need. `world` is set."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -130,20 +130,21 @@ class RunPipeline(VanillaPipeline, ABC):
     @property
     @abstractmethod
     def images_per_step(self) -> float:
-        """Images that all ranks together see in a step; of rays, as a part of a training photograph's pixels."""
+        """Images that all ranks together see in a step; for rays, their number over the pixels of a training
+        photograph."""
 
     @property
     @abstractmethod
     def described(self) -> str:
-        """What the model is made of, in words."""
+        """Description of what the model is made of."""
 
     @property
     @abstractmethod
     def memory_facts(self) -> Sequence[str]:
-        """What takes this rank's memory in a step, in words."""
+        """Descriptions of what uses this rank's memory in a step."""
 
     def frames_note(self, cameras: Sequence[Cameras]) -> str:
-        """Return what is to be known of frames by these cameras; "" for nothing."""
+        """Return a note about frames rendered from these cameras; "" for none."""
         del cameras
         return ""
 
@@ -151,17 +152,17 @@ class RunPipeline(VanillaPipeline, ABC):
 
     @abstractmethod
     def load_own(self, loaded_state: dict[str, Any], step: int) -> None:
-        """Load what a .ckpt holds, and this rank's part of what lies beside it. Every rank calls it.
+        """Load a .ckpt and this rank's shard next to it. Every rank calls it.
 
         Args:
             loaded_state: the .ckpt's pipeline. step: its step.
 
         Raises:
-            InputError: parts are missing or damaged, or do not fit the model.
+            InputError: shards are missing or damaged, or do not fit the model.
         """
 
     def load_pipeline(self, loaded_state: dict[str, Any], step: int) -> None:
-        """Do as `load_own`; helpers, where there are any, load their parts."""
+        """Load as `load_own` does; helpers, if any, load their shards."""
         if self.team is None:
             self.load_own(loaded_state, step)
             return
@@ -173,7 +174,7 @@ class RunPipeline(VanillaPipeline, ABC):
         self.renders.lead_always()
 
     def load_file(self, path: Path) -> None:
-        """Do as `load_own` with a .ckpt. Every rank calls it.
+        """Load a .ckpt as `load_own` does. Every rank calls it.
 
         Raises:
             InputError: it is missing or damaged.
@@ -183,8 +184,11 @@ class RunPipeline(VanillaPipeline, ABC):
     # ---- evaluation ----
 
     def get_eval_image_metrics_and_images(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """One held-out view, drawn by the step. Every rank calls it and gets the same metrics; ranks that have the
-        photograph get the pictures, rank 0 at least."""
+        """Return metrics and images of one held-out view, chosen by the step. Every rank calls it and gets the same
+        metrics.
+
+        Ranks that hold the photograph get the images, rank 0 at least.
+        """
         if self.team is not None and self.renders.leads_always:
             return self._with_helpers("get_eval_image_metrics_and_images", step)
         self.eval()
@@ -206,7 +210,8 @@ class RunPipeline(VanillaPipeline, ABC):
     def get_average_eval_image_metrics(
         self, step: int | None = None, output_path: Path | None = None, get_std: bool = False
     ) -> dict[str, float]:
-        """Mean metrics over the held-out views, each rank measuring those whose images it holds. Every rank calls it.
+        """Return mean metrics over the held-out views, each rank measuring those whose images it holds. Every rank
+        calls it.
 
         Args:
             step: unused; nerfstudio passes it.
@@ -237,11 +242,11 @@ class RunPipeline(VanillaPipeline, ABC):
         gathered: dict[int, dict[str, float]] = {}
         for part in all_gather_objects(rows, self.world):
             gathered.update(part)
-        # In the order of the views, so that the mean has the same bits on every world size.
+        # Keep the order of the views, so that the mean has the same bits on every world size.
         return means([gathered[index] for index in sorted(gathered)], deviations=get_std)
 
     def _with_helpers(self, method: str, *args: Any) -> Any:
-        """Call a method on rank 0, which is here, and on its helpers."""
+        """Call a method on rank 0, which is this process, and on its helpers."""
         assert self.team is not None
         self.team.tell(method, *args)
         with self.renders.side_by_side():

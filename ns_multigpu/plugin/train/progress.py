@@ -1,4 +1,4 @@
-"""What a run tells of itself while it goes on, and its sum at the end."""
+"""Progress log of a run, and its summary at the end."""
 
 import gc
 import json
@@ -26,16 +26,20 @@ from ns_multigpu.plugin.train.terminal import PsnrWatch
 _PARTS = ("data", "compute", "exchange")
 
 _PATIENCE = 1000
-"""Steps that training's PSNR may be far below its best before somebody is warned."""
+"""Steps for which training's PSNR must be far below its best before a warning."""
 
 _FEWEST_LOGS = 20
-"""Logs that it has to be below for, at least: a few views say little."""
+"""Minimum number of logs for which it must be below: a few views say little."""
 
 
 @dataclass(frozen=True)
 class _Since:
-    """How far a run has come since its last log: the step, how many since then of `batch` images each, in how many
-    seconds, and bytes that each has sent."""
+    """Progress since the last log.
+
+    Attributes:
+        step: the current step. steps: steps since the last log, of `batch` images each.
+        elapsed: seconds. sent: bytes sent per step.
+    """
 
     step: int
     steps: int
@@ -45,20 +49,20 @@ class _Since:
 
 
 class ProgressLog:
-    """Writes `metrics.jsonl` (a line each time the run logs) and `training_summary.json` into the run folder.
+    """Writer of `metrics.jsonl` (one line per log) and `training_summary.json` in the run folder.
 
-    Times are of this kind: `data` (choosing views, bringing images), `compute` (render, loss, backward, update),
-    `exchange` (what the exchange adds after backward) and `waiting` (for the slowest rank), milliseconds a step.
+    Times are in milliseconds per step: `data` (choosing views, loading images), `compute` (render, loss, backward,
+    update), `exchange` (what the exchange adds after backward) and `waiting` (for the slowest rank).
 
     Args:
         world: the ranks.
         folder: the run's.
-        period: steps from log to log.
+        period: steps between logs.
 
     Attributes:
-        start_metrics: held-out metrics before the first step, where they were asked for.
-        psnr: what has become of training's PSNR.
-        seconds: what training alone took, once it is over.
+        start_metrics: held-out metrics before the first step, if requested.
+        psnr: monitor of training's PSNR.
+        seconds: duration of training alone, once it is over.
     """
 
     def __init__(self, world: World, folder: Path, period: int = 10) -> None:
@@ -80,7 +84,7 @@ class ProgressLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the enclosed time and traffic (evaluation, checkpoints) out of the training's."""
+        """Exclude the enclosed time and traffic (evaluation, checkpoints) from training's."""
         start, sent = time.perf_counter(), self._world.traffic.sent
         with self._world.traffic.apart("log"):
             yield
@@ -90,23 +94,23 @@ class ProgressLog:
         self._bytes_evaluating += self._world.traffic.sent - sent
 
     def restart_clock(self, first_step: int = 0) -> None:
-        """Training starts now, with `first_step`."""
-        gc.freeze()  # what has been imported and set up stays: the collector need not go through it again and again
+        """Start the clock of training, which begins with `first_step`."""
+        gc.freeze()  # imported and set-up objects stay alive: exclude them from garbage collection
         run_parts().done("before the first step")
         self._last_step = first_step - 1
         self._began = self._last_time = time.perf_counter()
 
     def log(self, step: int, timer: StepTimer, entry: LogEntry, further: Mapping[str, float]) -> Callable[[], None]:
-        """Takes down what this rank measured. Every rank calls it at the same steps.
+        """Record this rank's measurements. Every rank calls it at the same steps.
 
         Args:
-            timer: of this rank's time by part since the last log.
-            entry: of the step.
-            further: what else belongs into the row: what saves took.
+            timer: this rank's time by part since the last log.
+            entry: the step's log entry.
+            further: further values of the row, such as the time of saves.
 
         Returns:
-            sums it over the ranks and writes it: to be called once, by every rank, also when the next steps are on
-            their way.
+            a function that sums them over the ranks and writes them. Every rank calls it once; later steps may be
+            running.
         """
         loss, losses, metrics = entry.measured
         shares = {"loss": loss, **losses, **metrics}
@@ -117,7 +121,7 @@ class ProgressLog:
 
         def finish() -> None:
             taken = seconds()
-            # All that one rank tells the others goes in one collective, over the host: each would be waited for.
+            # Gather everything in one collective over the host: each would be waited for.
             parts = (taken.get(part, 0.0) for part in _PARTS)
             table = all_gather_floats([*values, *own, *parts, crossed], self._world)
             summed = summed_up(list(shares), [row[: len(values)] for row in table])
@@ -135,7 +139,7 @@ class ProgressLog:
         return finish
 
     def _since(self, step: int, batch: float) -> "_Since":
-        """How far the run has come since the last log; the next one begins here."""
+        """Return the progress since the last log, and restart the interval here."""
         now, steps = time.perf_counter(), max(step - self._last_step, 1)
         elapsed = max(now - self._last_time - self._pause_since_log, 1e-9)
         self._last_step, self._last_time, self._pause_since_log = step, now, 0.0
@@ -148,16 +152,16 @@ class ProgressLog:
         values: Mapping[str, float],
         more: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The means since the last row, over ranks, for the logs.
+        """Return the means over ranks since the last row, and write them to metrics.jsonl.
 
         Args:
             seconds: of each rank, its time for data, compute and exchange since the last row.
             values: losses and metrics of this step, already summed over ranks.
-            more: what else belongs into the row.
+            more: further values of the row.
         """
         busy, steps = [data + compute for data, compute, _ in seconds], since.steps
         data, compute, exchange = (sum(column) / len(seconds) for column in zip(*seconds, strict=True))
-        # A rank that is ready early spends the difference to the slowest inside the exchange.
+        # A fast rank spends its lead over the slowest inside the exchange.
         waiting = sum(min(max(busy) - b, row[2]) for b, row in zip(busy, seconds, strict=True)) / len(seconds)
         result = {
             "data_ms": 1e3 * data / steps,
@@ -176,7 +180,7 @@ class ProgressLog:
         return result
 
     def _write(self, name: str, mode: str, text: str) -> None:
-        """Writes into the run's folder. A disk that takes nothing more does not end a run for a log's sake."""
+        """Write a file in the run's folder. A failing disk produces one message and does not end the run."""
         try:
             with (self._folder / name).open(mode, encoding="utf8") as file:
                 file.write(text)
@@ -188,16 +192,16 @@ class ProgressLog:
                 )
 
     def trained(self) -> None:
-        """Training is over: what follows is not part of its time."""
+        """Stop the clock of training."""
         self.seconds = max(time.perf_counter() - self._began - self._not_training, 1e-9)
         run_parts().done("training")
 
     def finish(self, steps: int, batch: float, size: Mapping[str, int], more: Mapping[str, Any] | None = None) -> None:
-        """Writes the run's sum, on rank 0: seconds are those of training alone, bytes are those that a rank sends.
+        """Write the run's summary, on rank 0: seconds of training alone, bytes sent per rank.
 
         Args:
-            steps: taken. batch: images of each. size: of the model.
-            more: what else belongs to it.
+            steps: completed steps. batch: images of each. size: size of the model.
+            more: further entries.
         """
         run_parts().done("last look at held-out views")
         for images in self._images:
@@ -221,14 +225,14 @@ class ProgressLog:
             "startup_ms": run_parts().told(),
         }
         file = self._folder / "training_summary.json"
-        # A restart that finds nothing left to do has nothing to add to what the run before it said.
+        # A restart without steps left to run must not replace the earlier summary.
         if self._world.is_main and (steps > 0 or not file.exists()):
             self._write(file.name, "w", json.dumps(summary, indent=2) + "\n")
             run_parts().add_exit(file, "goodbye and exit")
 
 
 def summed_up(names: Sequence[str], shares: Sequence[Sequence[float]]) -> dict[str, float]:
-    """The sums over ranks, by name, of what each has a share of; `mse` becomes `psnr`."""
+    """Return the sums of shares over ranks, by name; `mse` becomes `psnr`."""
     summed = {name: float(sum(column)) for name, column in zip(names, zip(*shares, strict=True), strict=True)}
     if "mse" in summed:
         summed["psnr"] = -10 * math.log10(max(summed.pop("mse"), 1e-12))
@@ -244,13 +248,13 @@ def write_step(
     rates: Mapping[str, float],
     world: World,
 ) -> None:
-    """Hands a step's numbers to nerfstudio's writers, under its names.
+    """Pass a step's numbers to nerfstudio's writers, under its names.
 
     Args:
         summed: the loss and its terms, by name.
         losses: the names of the terms.
-        metrics: what nerfstudio calls metrics.
-        row: what `ProgressLog.row` returned.
+        metrics: nerfstudio's metrics.
+        row: the result of `ProgressLog._row`.
         rates: learning rates by parameter group.
     """
     writer.put_scalar(name="Train Loss", scalar=summed["loss"], step=step)

@@ -1,9 +1,9 @@
-"""`--recipe`: many options at once. What the command line says of one of them counts more.
+"""`--recipe`: a preset of many options. Options on the command line take precedence.
 
-Schedules count images from the start and span 30,000, as splatfacto's do, so that a short run ends in the middle of
-them: fitted to a run of 7,000 they cost up to 0.4 dB (benchmarks/results/recipes.md). Three things follow the run's
-length: refinements come more often in a short one, which would else be half over before the model has grown to its cap;
-a long one has more Gaussians; and all rates fall over its last part.
+Schedules count images from the start and span 30,000, as splatfacto's do, so a short run ends in the middle of them.
+Fitted to a run of 7,000 they cost up to 0.4 dB (benchmarks/results/recipes.md). Three settings follow the run's length.
+Refinements are more frequent in a short run, which would otherwise be half over before the model has grown to its cap.
+A long run has more Gaussians. All rates decay over the last part.
 """
 
 import sys
@@ -17,19 +17,19 @@ from ns_multigpu.primitives.registry import KINDS
 Recipe = Literal["splatfacto", "best"]
 
 _TOLD = "_recipe_told"
-"""Name of a config's attribute that says what its recipe has set; never saved."""
+"""Name of a config's attribute that holds the message about its recipe; never saved."""
 
 
 def best(images: int) -> dict[str, Any]:
-    """The recipe of docs/recipes.md, for a run that sees so many images: options and their values.
+    """Return the options of the recipe in docs/recipes.md and their values, for a run that sees `images` images.
 
-    MCMC (Kheradmand et al. 2024) with a cap that suits the capture, and Gaussians added where opacity and gradients on
-    screen say so. Gaussians begin as splatfacto's do: as small as
-    gsplat's MCMC has them, they leave holes where few views look (benchmarks/results/recipes.md).
+    MCMC (Kheradmand et al. 2024) with a cap that suits the capture adds Gaussians by opacity and screen gradients.
+    Initial Gaussians are sized as splatfacto's: the small ones of gsplat's MCMC leave holes where few views overlap
+    (benchmarks/results/recipes.md).
 
-    Each view pulls the model its own way, and Adam's steps stay long. So over the last 15 % of the run all rates fall
-    to a tenth. Images reach their full size twice as soon as splatfacto's, and harmonics of higher degrees are learnt
-    four times as fast.
+    Each view pulls the model in another direction, and Adam's steps stay long. So all rates decay to a tenth over the
+    last 15 % of the run. Images get full size twice as early as splatfacto's, and the rate of higher harmonics is four
+    times as high.
     """
     return {
         "rates_at_end": 0.1,
@@ -46,17 +46,17 @@ def best(images: int) -> dict[str, Any]:
 
 
 def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> None:
-    """Sets the options of `config.recipe` that the command line does not name.
+    """Set the options of `config.recipe` that the command line does not name.
 
-    A config that was read from a run's file has had its recipe, and keeps what it has.
+    A config that was read from a run's file already includes its recipe and is unchanged.
 
     Args:
         config: a `DistributedTrainerConfig`, as the command line gave it; changed in place.
-        ranks: of the run.
+        ranks: number of ranks of the run.
         argv: the words of the command line; by default this process's.
 
     Raises:
-        InputError: the run goes on from a file, and a recipe is given.
+        InputError: the run resumes from a file, and a recipe is given.
     """
     words = sys.argv[1:] if argv is None else argv
     named = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
@@ -92,5 +92,5 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
 
 
 def told(config: Any) -> list[str]:
-    """What the start of a run says of its recipe: a line, or none where it is splatfacto's."""
+    """Return the lines on the recipe for the start of a run: one, or none with splatfacto's."""
     return [vars(config)[_TOLD]] if _TOLD in vars(config) else []

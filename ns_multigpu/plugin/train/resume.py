@@ -1,4 +1,4 @@
-"""A run's checkpoints: when they are written, where, and from which one a run goes on."""
+"""Checkpoints of a run: saving, and the choice of the one to resume from."""
 
 import threading
 from collections.abc import Mapping
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class RunCheckpoints:
-    """Writes a run's checkpoints and goes on from one. All methods are called by every rank.
+    """Writer and loader of a run's checkpoints. Every rank calls each method.
 
     Args:
         config: the run's.
         models: its `nerfstudio_models` folder.
-        world: this process's.
+        world: the ranks.
 
     Attributes:
-        writer: writes them.
-        objective: what is saved and restored; set once it is there.
+        writer: writes checkpoints.
+        objective: saved and restored; set once it exists.
     """
 
     objective: Objective
@@ -50,35 +50,35 @@ class RunCheckpoints:
     # ---- saving ----
 
     def save(self, step: int, *, background: bool = False) -> bool:
-        """Writes a checkpoint after `step`, unless there is one, and removes the oldest.
+        """Write a checkpoint after `step`, unless there is one, and remove the oldest.
 
         Args:
-            background: return when the state has been copied, where there is memory for that: `checkpoint.background`.
+            background: return when the state has been copied, if there is memory for that: `checkpoint.background`.
 
         Returns:
-            whether there is one now, or one is on its way. If the disk would not take it, the earlier ones are as they
-            were, and the user is told.
+            True if the checkpoint exists or is being written. If the disk fails, earlier ones are unchanged and a
+            message is printed.
         """
-        if threading.get_ident() != self._thread:  # the button of nerfstudio's legacy viewer, on rank 0 alone
+        if threading.get_ident() != self._thread:  # nerfstudio's legacy viewer has a save button, on rank 0 alone
             _tell(f"Checkpoints are written by all workers, every {self._config.steps_per_save} steps: not on request.")
             return False
         return step >= 0 and self.writer.save(step, lambda: self._content(step), background=background)
 
     def begin(self, step: int) -> None:
-        """Begins to write a checkpoint after `step`, unless there is one, for `write` to wait for. Until then nobody
-        may change what training has come to."""
+        """Begin to write a checkpoint after `step`, unless there is one. The training state must not change until
+        `write` returns."""
         self.writer.finish()
         if step != self.writer.saved_step:
             self.writer.begin(step, self._content(step))
 
     def write(self, step: int, elsewhere: Path | None = None) -> str:
-        """Writes a checkpoint after `step`, unless there is one, and waits for it.
+        """Write a checkpoint after `step`, unless there is one, and wait for it.
 
         Args:
-            elsewhere: the folder for it, where it is not to be the run's.
+            elsewhere: folder to use instead of the run's.
 
         Returns:
-            "" if there is one now; otherwise what the disk said.
+            "" on success; otherwise the disk's error.
         """
         self.writer.finish()
         if elsewhere is None and step == self.writer.saved_step:
@@ -92,7 +92,7 @@ class RunCheckpoints:
         return problem
 
     def _content(self, step: int) -> Content:
-        """What the objective has to save, and what is saved of every run."""
+        """Return the objective's content with what is saved of every run."""
         content = self.objective.content(step)
         values = {
             "method": self._config.method_name,
@@ -106,18 +106,18 @@ class RunCheckpoints:
     # ---- going on ----
 
     def find(self) -> Path | None:
-        """The .ckpt to go on from, as the flags or a restart by the launcher say; None for a new run.
+        """Return the .ckpt to resume from, by the flags or a restart by the launcher; None for a new run.
 
         Raises:
-            InputError: there is none where a flag points.
+            InputError: a flag names none.
         """
         return to_go_on_from(self._config, self._models, restarts(), self._world, _tell)
 
     def resume(self, path: Path | None) -> int:
-        """Goes on from a checkpoint, if there is one.
+        """Resume from a checkpoint, if there is one.
 
         Returns:
-            the first step to take: 0 for a new run.
+            the first step to run: 0 for a new run.
 
         Raises:
             InputError: it is damaged, another method's, or does not fit this run.
@@ -136,10 +136,10 @@ class RunCheckpoints:
 
 
 def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """A line for each option that a run has otherwise than the one that it goes on from, behind one that says so.
+    """Return a heading and a line for each option that differs from the checkpoint's run; none without differences.
 
     Args:
-        before, now: as `options_of` has them; of older checkpoints nothing is known.
+        before, now: results of `options_of`; empty for older checkpoints.
     """
     changed = [name for name in now if name in before and before[name] != now[name]]
     if not changed:

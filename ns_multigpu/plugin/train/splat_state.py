@@ -1,4 +1,4 @@
-"""State of a run of splats in its checkpoints: what is saved beside the model, and how a run goes on from it."""
+"""State of a run of splats in its checkpoints: saving it next to the model, and resuming from it."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -32,17 +32,17 @@ _OPTIONS = {
     "bil_grids": "--pipeline.model.use-bilateral-grid",
     "exposures": "--pipeline.model.exposure",
 }
-"""What decides whether a model has a part."""
+"""Options that decide whether a model has a component."""
 _NOT_CARRIED = ("_model.lpips.",)
-"""Weights that nerfstudio's Splatfacto saves and ours fetches when it needs them."""
+"""Weights that nerfstudio's Splatfacto saves and ours loads on demand."""
 
 
 class SplatState:
-    """Saves and loads a run of splats. Every rank calls each method.
+    """Saving and loading of a run of splats. Every rank calls each method.
 
     Args:
         config: a `DistributedTrainerConfig`. world: the ranks.
-        pipeline, optimizers: what is saved and loaded; optimizers already scaled for the batch.
+        pipeline, optimizers: saved and loaded; optimizers are already scaled for the batch.
     """
 
     def __init__(self, config: Any, world: World, pipeline: DistributedPipeline, optimizers: BatchOptimizers) -> None:
@@ -152,14 +152,14 @@ class SplatState:
 
 
 def fitting(opened: Opened, present: Mapping[str, Any], method: str, primitive: Primitive) -> dict[str, Any]:
-    """The checkpoint's pipeline state, once it is known to fit this run's.
+    """Return the checkpoint's pipeline state after checking that it fits this run's.
 
     Args:
         present: this run's pipeline state.
-        method: this run's method. primitive: what its points are.
+        method: this run's method. primitive: its primitive.
 
     Raises:
-        InputError: it is of another method, or of a model with other options; the message names what differs.
+        InputError: it is of another method, or of a model with other options; the message names the differences.
     """
     saved = {
         key.removeprefix("module.").replace("_model.module.", "_model.", 1): value
@@ -179,7 +179,7 @@ def fitting(opened: Opened, present: Mapping[str, Any], method: str, primitive: 
     differences += [f"it has {_short(key)}, which this run has not{_by(key)}" for key in shapes.keys() - present.keys()]
     for key in shapes.keys() & present.keys():
         there, here = shapes[key], tuple(present[key].shape)
-        if key.startswith(POINTS):  # any number of points will do
+        if key.startswith(POINTS):  # any number of points fits
             there, here = there[1:], here[1:]
         if there != here and key in by_degree:
             was, now = (degree_of(int(shape[by_degree[key]])) for shape in (there, here))
@@ -195,7 +195,7 @@ def fitting(opened: Opened, present: Mapping[str, Any], method: str, primitive: 
 
 
 def _by(key: str) -> str:
-    """The option that decides about a part of the model, where there is one."""
+    """Return the option that decides about a component of the model, in brackets; "" if there is none."""
     return next((f" ({option})" for part, option in _OPTIONS.items() if part in key), "")
 
 
@@ -210,7 +210,7 @@ def _clock(opened: Opened) -> state.Clock:
 
 
 def _plain_optimizers(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    """The moments, and the counts of the schedulers, in a checkpoint that nerfstudio's trainer wrote."""
+    """Return the moments, and the counts of the schedulers, in a checkpoint that nerfstudio's trainer wrote."""
     moments = {
         f"optimizers/{group}/{number}/{name}": value
         for group, table in content["optimizers"].items()
@@ -221,7 +221,7 @@ def _plain_optimizers(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def _views(datamanager: Any) -> list[Any]:
-    """What the order of the views follows from."""
+    """Return the properties that determine the order of the views."""
     config = datamanager.config
     return [
         len(datamanager.train_dataset),

@@ -1,4 +1,4 @@
-"""The objective of `splatfacto-*`: points that a strategy spreads over the ranks, and densifies."""
+"""Objective of `splatfacto-*`: points that a strategy spreads over the ranks, and densifies."""
 
 import functools
 from pathlib import Path
@@ -29,7 +29,7 @@ from ns_multigpu.plugin.train.splat_state import SplatState
 
 
 class SplatObjective(Objective):
-    """See `Objective`; `config` is a `DistributedTrainerConfig`, `pipeline` a `DistributedPipeline`."""
+    """Objective of splats; `config` is a `DistributedTrainerConfig`, `pipeline` a `DistributedPipeline`."""
 
     unit = "images"
     pipeline: DistributedPipeline
@@ -44,7 +44,7 @@ class SplatObjective(Objective):
     # ---- before the first step ----
 
     def build_optimizers(self) -> BatchOptimizers:
-        """See `Objective.build_optimizers`: scaled for the batch."""
+        """Return optimizers scaled for the batch; see `Objective.build_optimizers`."""
         config, pipeline = self.config, self.pipeline
         course = config.rate_schedule(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
         if course.batch > 1:
@@ -56,13 +56,13 @@ class SplatObjective(Objective):
         return BatchOptimizers(*what, fused=fused, compact=compact, spread=spread)
 
     def prepare(self) -> None:
-        """See `Objective.prepare`: images are read."""
+        """Read images and prepare as `Objective.prepare`."""
         self.pipeline.prepare_training()
         super().prepare()
         self.guards.numbers.replicated = self.pipeline.strategy.placement.replicated
 
     def begin(self, first: int) -> None:
-        """See `Objective.begin`; where steps are fused, images are on the GPUs then."""
+        """Choose how steps run; see `Objective.begin`. If steps are fused, load images onto the GPUs."""
         given = (self.config, self.pipeline, self.optimizers, self.world, self.guards)
         self.blocks = FusedBlocks.if_asked_for(*given, first)
         announce(self.pipeline, self.optimizers, self.world, fused=self.blocks is not None)
@@ -76,7 +76,7 @@ class SplatObjective(Objective):
         self.pipeline.model.step = step * self.pipeline.batch_size
 
     def step(self, step: int, *, metrics: bool) -> Measured:
-        """See `Objective.step`: through autograd."""
+        """Run a step through autograd; see `Objective.step`."""
         timer, gradients = self.pipeline.timer, self.pipeline.strategy.gradients
         self.optimizers.zero_grad_all()
         with self._attempt.rendering(step):
@@ -96,7 +96,7 @@ class SplatObjective(Objective):
         return loss.detach(), losses, measured
 
     def parameters(self) -> list[Tensor]:
-        """What the optimizers update, points last: gradients become ready in the reverse of this order."""
+        """Return the optimized parameters, points last: gradients become ready in the reverse of this order."""
         model = self.pipeline.model
         points = {id(p) for p in model.gauss_params.values()}
         others: list[Tensor] = [p for p in model.parameters() if id(p) not in points]
@@ -124,7 +124,7 @@ class SplatObjective(Objective):
         return self.picture is not None and self.picture.due
 
     def draw_partition(self, folder: Path) -> None:
-        """See `Objective.draw_partition`: at the start, and whenever points have been placed anew."""
+        """Draw the partition at the start and after each change of placement; see `Objective.draw_partition`."""
         if self.picture is None:
             poses = self.pipeline.datamanager.train_dataset.cameras.camera_to_worlds
             self.picture = PartitionPicture(self.pipeline.model, poses, self.world, folder)
@@ -183,7 +183,7 @@ class SplatObjective(Objective):
         return self._state.content(step)
 
     def resume(self, opened: Opened) -> Resumed:
-        """See `Objective.resume`; points of another number of ranks are dealt anew."""
+        """Load a checkpoint, redistributing points of another number of ranks; see `Objective.resume`."""
         return self._state.resume(opened)
 
 
@@ -191,10 +191,10 @@ PARTITION = "partition.png"
 
 
 class PartitionPicture:
-    """Draws the partition at the start and whenever points have been placed anew. Made on every rank.
+    """Drawing of the partition at the start and after each change of placement. Made on every rank.
 
     Args:
-        model: whose points are spread; nothing is drawn of one whose points are not.
+        model: the model whose points are spread; a replicated model is not drawn.
         cameras: [V, 3, 4] the training views' poses (camera to world).
         world: the ranks. folder: the run's.
     """
@@ -205,7 +205,7 @@ class PartitionPicture:
 
     @property
     def due(self) -> bool:
-        """Whether the partition is another than that of the last picture; the same on every rank."""
+        """True if the partition has changed since the last drawing; the same on every rank."""
         holding = self._model.holding
         if self._world.size == 1 or not self._model.sharded or holding is None:
             return False
@@ -213,8 +213,11 @@ class PartitionPicture:
 
     @torch.no_grad()
     def draw(self) -> None:
-        """Draws it, on rank 0, from a sample of everybody's points, and says what was not placed as asked. Every rank
-        calls it. A disk that takes nothing does not end a run for a picture's sake."""
+        """Draw the partition on rank 0 from a sample of all points, and print the placement's remarks. Every rank calls
+        it.
+
+        If the disk fails, print a message; the run continues.
+        """
         model, world = self._model, self._world
         assert model.holding is not None and model.shard_counts is not None
         self._drawn = model.holding.placement.placings
@@ -226,7 +229,7 @@ class PartitionPicture:
         for remark in model.holding.placement.remarks():
             CONSOLE.print(remark, soft_wrap=True)
         homes = np.array(model.holding.placement.homes_of_views, dtype=np.int64)
-        if len(homes) != len(self._cameras):  # a placement that was saved, of a capture that had other views
+        if len(homes) != len(self._cameras):  # a saved placement, of a capture with other views
             homes = homes[:0]
         picture = Partition(
             positions=sample.cpu().double().numpy(),
@@ -246,7 +249,7 @@ class PartitionPicture:
 
 
 def changes_of(densifier: Any) -> dict[str, float]:
-    """How many points refinements have duplicated, split and pruned since somebody asked last; nothing with MCMC."""
+    """Return the points duplicated, split and pruned by refinements since the last call; empty with MCMC."""
     changes: dict[str, int] = getattr(densifier, "changes", {})
     told = {name: float(count) for name, count in changes.items()}
     changes.clear()
@@ -254,7 +257,7 @@ def changes_of(densifier: Any) -> dict[str, float]:
 
 
 def reordering_of(densifier: Any) -> dict[str, float]:
-    """What the last refinement of a sharded model did to its ranges and what that cost, if nobody has asked yet."""
+    """Return the effect and cost of the last reordering of a sharded model's ranges; empty if already returned."""
     done = getattr(densifier, "reordering", None)
     if done is None:
         return {}

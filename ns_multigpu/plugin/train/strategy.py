@@ -1,4 +1,4 @@
-"""The strategy that a run's options ask for."""
+"""Construction of the strategy that a run's options name."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from strategies import STRATEGIES
 
 
 def strategy_of(config: Any, world: World) -> Strategy:
-    """The strategy of a run, with its options if it has any.
+    """Return the strategy of a run, with its options if it has any.
 
     Raises:
         InputError: an option is out of range.
@@ -20,9 +20,9 @@ def strategy_of(config: Any, world: World) -> Strategy:
         raise InputError(f"--pipeline.{config.strategy}.{problem}.")
     try:
         strategy = make(world) if options is None else make(world, options)
-    except ValueError as error:  # what does not fit these ranks
+    except ValueError as error:  # it does not fit these ranks
         raise InputError(str(error)) from error
-    travels = isinstance(strategy.rows, ExchangedRows) and strategy.pixels.whole  # not in cells, beside pixels
+    travels = isinstance(strategy.rows, ExchangedRows) and strategy.pixels.whole  # without pixel exchange
     if isinstance(strategy.rows, ExchangedRows) and travels:
         strategy.rows.half = config.wire == "half"
     return strategy

@@ -1,4 +1,4 @@
-"""What a run shows: a table that is redrawn on a terminal, a line a print elsewhere, and a box at the end."""
+"""Terminal output of a run: a table redrawn in place, or a line per print without a terminal, and a box at the end."""
 
 import math
 import sys
@@ -20,15 +20,15 @@ from rich.text import Text
 from ns_multigpu.plugin.launch.commands import commands_afterwards
 
 _BETWEEN_LINES = 5.0
-"""Seconds between two lines where there is no terminal, at least."""
+"""Minimum seconds between two lines without a terminal."""
 
 FAR_BELOW = 6.0
-"""dB by which training's PSNR may fall below its best before somebody is warned. A reset of opacities, and a higher
-resolution, cost less, and not for long."""
+"""dB by which training's PSNR must fall below its best before a warning. A reset of opacities, and a higher resolution,
+cost less, and only briefly."""
 
 
 class TerminalLog(LocalWriter):
-    """nerfstudio's table where stdout is a terminal; else lines, of which there is one every few seconds."""
+    """nerfstudio's table if stdout is a terminal; else a line every few seconds."""
 
     _last = float("-inf")
 
@@ -50,10 +50,10 @@ class TerminalLog(LocalWriter):
 
 
 def line(step: int, steps: int, latest: Mapping[str, Any]) -> str:
-    """How far a run is, in one line.
+    """Return a run's progress in one line.
 
     Args:
-        step: the step. steps: how many there are.
+        step: the step. steps: the total number.
         latest: nerfstudio's numbers, by name.
     """
     parts = [f"step {step:,} of {steps:,} ({100 * step / max(steps, 1):.0f} %)"]
@@ -70,7 +70,7 @@ def line(step: int, steps: int, latest: Mapping[str, Any]) -> str:
 
 @contextmanager
 def quiet(console: Console) -> Iterator[None]:
-    """Within, what nerfstudio prints of itself is left out."""
+    """Suppress output of the console within the context."""
     before, console.quiet = console.quiet, True
     try:
         yield
@@ -79,7 +79,7 @@ def quiet(console: Console) -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
+    """Return a duration in words."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -88,11 +88,11 @@ def duration(seconds: float) -> str:
 
 
 def print_summary(lines: Sequence[tuple[str, str]], commands: Sequence[tuple[str, str]]) -> None:
-    """What a run says at its end.
+    """Print the run summary.
 
     Args:
-        lines: what is to be told, by name.
-        commands: what can be done next, and the command for it, which is shown as one line, to be copied.
+        lines: (name, text) of each entry.
+        commands: (name, command) of possible next actions; each command is printed on one line, to be copied.
     """
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in lines:
@@ -103,11 +103,11 @@ def print_summary(lines: Sequence[tuple[str, str]], commands: Sequence[tuple[str
 
 
 def say_how_it_went(trainer: Any, folder: Path, held_out: Any) -> None:
-    """Says how a run went, and what can be done next.
+    """Print the summary of a run and commands for next actions.
 
     Args:
-        trainer: a `DistributedTrainer`, done. folder: the run's, or where its last checkpoint is.
-        held_out: a `HeldOut`, of the last look at held-out views; None without one.
+        trainer: a `DistributedTrainer`, done. folder: the run's, or the one with its last checkpoint.
+        held_out: a `HeldOut` of the last evaluation; None without one.
     """
     unit, batch = trainer.objective.unit, trainer.objective.units_per_step
     steps = trainer.step + 1
@@ -132,14 +132,14 @@ def say_how_it_went(trainer: Any, folder: Path, held_out: Any) -> None:
 
 
 class PsnrWatch:
-    """Notices when training makes the images worse instead of better.
+    """Monitor of training's PSNR that detects when the images become worse.
 
     Args:
-        patience: logs in a row that PSNR has to be far below its best; half as many are what it is averaged over.
+        patience: consecutive logs for which PSNR must be far below its best; the mean is over half as many.
 
     Attributes:
-        best: the best mean so far, dB, and the step that it was reached at.
-        now: the mean now, dB; None before the first log.
+        best: the best mean so far, dB, and its step.
+        now: the current mean, dB; None before the first log.
     """
 
     def __init__(self, patience: int = 100) -> None:
@@ -151,11 +151,11 @@ class PsnrWatch:
 
     @property
     def fallen(self) -> bool:
-        """Whether the mean is far below its best."""
+        """True if the mean is far below its best."""
         return self.now is not None and self.now < self.best[0] - FAR_BELOW
 
     def look(self, psnr: float, step: int) -> str:
-        """Takes a training PSNR into account.
+        """Add a training PSNR.
 
         Returns:
             a warning, once; else "".

@@ -1,4 +1,4 @@
-"""The training loop of one rank, in step with the others."""
+"""Training loop of one rank, in step with the others."""
 
 import contextlib
 import functools
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 
 _HELD_OUT = 16
-"""Held-out views that the end of a run is judged by, at most: all of them would take long on a large capture."""
+"""Maximum number of held-out views in the final evaluation: all of them would take long on a large capture."""
 
 
 class DistributedTrainer(Trainer):
     """Training loop of one rank, with all ranks of the world that the launcher described.
 
-    Differs from nerfstudio's in what happens around a step: the ranks move in lockstep, replicas are compared, and only
-    rank 0 writes. What a step is, and what is saved and logged of it, is the objective's (`train.objective`).
+    It differs from nerfstudio's around a step: ranks run in lockstep, replicas are compared, and only rank 0 writes.
+    The objective defines a step and what is saved and logged of it (`train.objective`).
 
     Attributes:
-        objective: what is trained.
+        objective: the objective that is trained.
     """
 
     config: "RunConfig"
@@ -67,10 +67,10 @@ class DistributedTrainer(Trainer):
         checks.check_no_accumulation(config.gradient_accumulation_steps)
         config.check_precision()
         self.world = enter_world(config)
-        with warnings.catch_warnings(), quiet(CONSOLE):  # of a name that torch has changed, and of mixed precision
+        with warnings.catch_warnings(), quiet(CONSOLE):  # a renamed torch function, and mixed precision, would warn
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(config, local_rank=local_rank, world_size=world_size)
-        # Nerfstudio opens viewers and writers where the rank is 0, once on each machine; and ranks may share a GPU.
+        # Nerfstudio opens viewers and writers on rank 0 of each machine; and ranks may share a GPU.
         self.local_rank, self.device = self.world.rank, str(self.world.device)
         # No method scales losses (`check_precision`), which ranks would have to agree on.
         self.use_grad_scaler, self.grad_scaler = False, torch.amp.GradScaler(enabled=False)  # type: ignore[assignment]
@@ -78,7 +78,7 @@ class DistributedTrainer(Trainer):
         self.checkpoints = RunCheckpoints(config, self.checkpoint_dir, self.world)
 
     def setup(self, test_mode: Any = "val") -> None:
-        """Builds everything; when it returns, every rank is ready to take the first step."""
+        """Build everything; on return every rank is ready for the first step."""
         with abandoned_unless_begun(self.config), self.guards.explained(self._circumstances):
             self._setup(test_mode)
 
@@ -91,20 +91,20 @@ class DistributedTrainer(Trainer):
         barrier(self.world)
 
     def setup_optimizers(self) -> Optimizers:
-        """The objective's, made now that there is a pipeline."""
-        # Nerfstudio shows progress and remaining time against this.
+        """Return the objective's optimizers, built now that the pipeline exists."""
+        # Nerfstudio computes progress and remaining time from this.
         self.config = self.config.for_steps(self.config.steps_for(self.pipeline.images_per_step))
         self.objective = self.config.objective()(self.config, self.pipeline, self.world, self.guards)
         self.checkpoints.objective = self.objective
-        self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next
+        self.train_lock = self.pipeline.renders.lock  # nerfstudio passes it to its viewer next
         return self.objective.optimizers
 
     def train(self) -> None:
-        """Runs the steps. Every rank calls it; all leave it after the same step.
+        """Run the steps. Every rank calls it; all return after the same step.
 
         Raises:
             Interrupted: a signal has ended it.
-            NonFiniteError: NaN or infinity turned up.
+            NonFiniteError: NaN or infinity was found.
         """
         self.pipeline.timer.listener = self.guards.heart.beat
         self.guards.numbers.prepare(self.optimizers.optimizers)
@@ -125,9 +125,9 @@ class DistributedTrainer(Trainer):
         self.progress.restart_clock(self._start_step)
         self.stop_training = False
         self.steps_taken, self._late, self._look_later = 0, list[Callable[[], None]](), False
-        steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
+        steps = self.config.max_num_iterations  # in all, including steps before a resume
         self.step = self._start_step - 1
-        # Nerfstudio's terminal log prints it, also where a run that was killed after its last save has no step to take.
+        # Nerfstudio's terminal log prints it, even if a resumed run has no step left.
         writer.GLOBAL_BUFFER["step"] = max(self.step, 0)
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
             step, evaluates = self._start_step, bool(self.pipeline.datamanager.eval_dataset)
@@ -162,14 +162,14 @@ class DistributedTrainer(Trainer):
         self._finish_late()
 
     def _fused_steps(self, fused: FusedBlocks, steps: range, last: bool) -> None:
-        """Takes the steps of a block; only after the last of them is there anything else to do."""
+        """Run the steps of a block, and the actions that follow its last step."""
         self.step = steps[-1]
         logs = self._logs(self.step) or last
         with self.train_lock:
             measured = fused.take(steps, metrics=logs, meanwhile=functools.partial(self._meanwhile, steps, last))
         self.steps_taken += len(steps)
-        writer.GLOBAL_BUFFER["step"] = self.step  # a run that a signal ends prints it
-        # It costs a millisecond: when it is shown, a viewer goes by it, or something else waits to be written with it.
+        writer.GLOBAL_BUFFER["step"] = self.step  # printed if a signal ends the run
+        # It costs a millisecond, so do it only if it is shown, a viewer uses it, or other events are written anyway.
         if self.viewer_state is not None or writer.EVENT_STORAGE:
             self._show_speed(self.step, fused.show_pace(self.step))
         elif logs:
@@ -177,16 +177,16 @@ class DistributedTrainer(Trainer):
         self._after_steps(self.step, last, measured, later=True)
 
     def _meanwhile(self, steps: range, last: bool) -> None:
-        """What the host does while the device is busy with a block of steps. Every rank calls it."""
+        """Run the host's tasks while the device is busy with a block of steps. Every rank calls it."""
         self._finish_late()
         if not last:
             viewing.settle(self, steps.stop)
-        if self._look_later:  # it waits for the device, as what comes next does
+        if self._look_later:  # it synchronizes with the device, as the end of the block does
             self._look_later = False
             self._look_for_nan(now=True, in_flight=True)
 
     def _finish_late(self) -> None:
-        """What was left for later of what follows a block: nobody waits for it. Every rank calls it."""
+        """Run the deferred tasks of the previous block. Every rank calls it."""
         late, self._late = self._late, []
         for task in late:
             task()
@@ -200,8 +200,10 @@ class DistributedTrainer(Trainer):
             writer.put_time(EventName.TRAIN_RAYS_PER_SEC, rate, step, avg_over_steps=True)
 
     def _after_steps(self, step: int, last: bool, measured: Measured | None, *, later: bool = False) -> None:
-        """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints. With
-        `later`, looks that are not for a checkpoint may wait for `_meanwhile`."""
+        """Run the actions after a step or block: finiteness checks, logs, evaluation, checkpoints.
+
+        With `later`, checks that do not precede a checkpoint may be deferred to `_meanwhile`.
+        """
         now = last or step_check(step, self.config.steps_per_save)
         self._look_later = later and not now and not self.guards.numbers.unsure and self.guards.numbers.due(step)
         if not self._look_later:
@@ -230,19 +232,19 @@ class DistributedTrainer(Trainer):
         return self.objective.step(step, metrics=metrics)
 
     def compare_replicas(self, step: int) -> None:
-        """Proves that all ranks hold the same parameters, where they are to.
+        """Check that all ranks hold the same replicated parameters.
 
         Raises:
-            ReplicaDivergedError: they do not.
+            ReplicaDivergedError: they differ.
         """
         assert_identical(self.objective.replicated(), self.world, step)
 
     def save_checkpoint(self, step: int, *, background: bool = False) -> None:
-        """Writes a checkpoint with all ranks together, whole or not at all. If the disk is full, training goes on."""
+        """Write a checkpoint with all ranks together, atomically. If the disk is full, training goes on."""
         self.checkpoints.save(step, background=background)
 
     def _load_checkpoint(self) -> None:
-        """Goes on from the checkpoint that the flags, or a restart by the launcher, ask for."""
+        """Resume from the checkpoint that the flags, or a restart by the launcher, name."""
         self._start_step = self.checkpoints.resume(self._found)
 
     def _run_callbacks(self, step: int, location: TrainingCallbackLocation) -> None:
@@ -250,11 +252,11 @@ class DistributedTrainer(Trainer):
             callback.run_callback_at_location(step, location=location)
 
     def _may_go_on(self, step: int) -> bool:
-        """Whether to take `step`: all ranks go on or none; while rank 0's viewer pauses, all wait."""
+        """Return whether all ranks run `step`, the same on each; while rank 0's viewer pauses, all wait."""
         return viewing.may_go_on(self, step)
 
     def _stop_early(self) -> None:
-        """Saves, where asked to, and leaves: a signal has ended the run, after the same step on every rank.
+        """Save, if requested, and end the run after a signal, after the same step on every rank.
 
         Raises:
             Interrupted: always.
@@ -267,7 +269,7 @@ class DistributedTrainer(Trainer):
         if taken is not None and self.config.save_on_interrupt:
             self._look_for_nan(now=True)
             try:
-                folder = save_last(self, taken, seconds=0, give_up=lambda: True)  # nobody has time to make room
+                folder = save_last(self, taken, seconds=0, give_up=lambda: True)  # no time for retries
                 saved = folder / self.config.relative_model_dir / f"step-{taken:09d}.ckpt"
             except SaveFailed as error:
                 CONSOLE.print(Text(str(error), "bold red"), soft_wrap=True)
@@ -275,7 +277,7 @@ class DistributedTrainer(Trainer):
         raise self.guards.interrupted(taken, saved, self.checkpoint_dir, self._command_to_go_on(folder))
 
     def _look_for_nan(self, *, now: bool, in_flight: bool = False) -> None:
-        """Looks whether all numbers are finite, if it is time to or `now`. Before each save: no file shall hold NaN."""
+        """Check that all numbers are finite, if it is due or `now`. Called before each save: no file may hold NaN."""
         if self.guards.numbers.due(self.step, now=now):
             params = dict(self.pipeline.model.named_parameters())
             self.guards.numbers.look(self.step, params, now=now, in_flight=in_flight)
@@ -291,21 +293,21 @@ class DistributedTrainer(Trainer):
         return self.guards.circumstances(self)
 
     def _log(self, step: int, measured: Measured) -> Callable[[], None]:
-        """Takes down what this rank measured; see `ProgressLog.log`. Every rank calls it at the same steps."""
+        """Record this rank's measurements; see `ProgressLog.log`. Every rank calls it at the same steps."""
         entry = self.objective.log(measured)
         return self.progress.log(step, self.pipeline.timer, entry, self.checkpoints.writer.measured())
 
     def _after_train(self) -> None:
-        """Saves, says how it went and what can be done next, and keeps the viewer open if there is one.
+        """Save, print the summary and next commands, and keep the viewer open if there is one.
 
         Raises:
-            SaveFailed: there was no room for the last checkpoint, anywhere.
+            SaveFailed: the last checkpoint could not be written anywhere.
         """
         self._look_for_nan(now=True)
         self.guards.heart.beat("checkpoint")
         barrier(self.world)
         self.training_state = "completed"
-        looks: list[Any] = []  # one; None where no view is held out
+        looks: list[Any] = []  # one entry; None if no view is held out
         folder = self.save_last(self.step, lambda: looks.append(self._look_at_held_out()))
         held_out = looks[0]
         quality = None if held_out is None else (held_out.psnr, held_out.ssim, held_out.views)
@@ -317,7 +319,7 @@ class DistributedTrainer(Trainer):
             viewing.stay_open(self)
 
     def _look_at_held_out(self) -> HeldOut | None:
-        """How good held-out views are now; None if there are none. Every rank calls it."""
+        """Return the quality of held-out views; None if there are none. Every rank calls it."""
         self.guards.heart.beat("evaluation")
         with self.train_lock:
             found = self.pipeline.held_out_quality(_HELD_OUT)
@@ -325,13 +327,13 @@ class DistributedTrainer(Trainer):
         return found
 
     def save_last(self, step: int, meanwhile: Callable[[], None]) -> Path:
-        """Writes the checkpoint that the run ends with, wherever there is room; returns the run folder that it is in.
+        """Write the final checkpoint, with fallback and retries; return the run folder that holds it.
 
         Args:
             meanwhile: called while it is written.
 
         Raises:
-            SaveFailed: nothing took it.
+            SaveFailed: no folder accepted it.
         """
         signals, seconds = self.guards.signals, self.config.save_retry_seconds
         return save_last(
