@@ -71,9 +71,7 @@ class PointSource:
         else:
             for key, value in pipeline.items():
                 name = key.removeprefix("module.").replace("_model.module.", "_model.", 1)
-                name = name.removeprefix(POINTS).removeprefix(
-                    "_model."
-                )  # older nerfstudio versions used the second prefix
+                name = name.removeprefix(POINTS).removeprefix("_model.")  # "_model." is an older prefix
                 if name in PLY_ORDER:
                     self._tensors[name] = value
             shapes = {name: tuple(value.shape) for name, value in self._tensors.items()}
