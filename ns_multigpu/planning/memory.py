@@ -29,8 +29,8 @@ _INTERSECTION = 20
 _PIXEL = 95
 _PER_TILE = 40  # of 256 pixels: TileInfo, offsets, slots
 # State of the placement of `locality`: the place of a point (`ShardIndex`). During placement, one GPU holds for each
-# sample  # sample its position, also in double precision, its cells, its code and its rank in their order (`ByViews`). `pixel`
-# GPU.  # has places as well.
+# sample its position, also in double precision, its cells, its code and its rank in their order (`ByViews`). `pixel`
+# has places as well.
 _PLACE = 8
 _LAYER = 4 * (4 + 1 + 4)  # received pixel, transmittance before it, its gradients
 _SENT = 4 * (4 + 4 + 4)  # per rendered pixel: sent, returned, and its gradients in the patch
