@@ -46,7 +46,7 @@ def sample_seed_points(capture: "CityCapture", count: int, noise: float, device:
     """Draws points (see CityCapture.seed_points).
 
     Rays go through random places of pictures of evenly chosen training views, as many through each. Points on the sky,
-    far away, or on cars of a time-varying capture are drawn anew.
+    far away, or on cars of a time-varying capture are drawn again.
 
     Raises:
         ValueError: count is below 1 or noise negative.

@@ -10,8 +10,9 @@ import torch
 Job = TypeVar("Job")
 
 _THREADS = 4
-"""So many threads at most render on a CPU. A picture is thousands of small operations, between which a thread needs
-Python's lock: two threads use four fifths of two cores; thirty, on 32 cores, did not render 240 small views in 60 s."""
+"""Largest number of rendering threads on a CPU. A picture is thousands of small operations, and each needs Python's
+lock. Two threads use four fifths of two cores; thirty, on 32 cores, did not render 240 small views in 60 s.
+"""
 
 
 def side_by_side(

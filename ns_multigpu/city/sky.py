@@ -44,10 +44,10 @@ def sky_colour(d: Tensor, clouds: bool = True) -> Tensor:
 
 
 class Surroundings:
-    """How much sky is seen from any place: an approximation of ambient occlusion from blurred heights.
+    """Visibility of the sky from any place: ambient occlusion approximated from blurred heights.
 
-    Two maps of the heights of what stands are kept, blurred over a street's width and over a step. A place below its
-    surroundings' mean height loses sky in proportion to how deep it lies.
+    Two maps of the solids' heights are kept, blurred over a street's width and over a step. A place below its
+    surroundings' mean height loses sky in proportion to its depth.
     """
 
     def __init__(self, layers: list[Solids], half: float) -> None:
