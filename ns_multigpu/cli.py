@@ -1,6 +1,6 @@
-"""The command `ns-multigpu`: what nerfstudio's own commands have no place for.
+"""The command `ns-multigpu`: functions that nerfstudio's own commands do not have.
 
-A subcommand is a function with documented, typed arguments in COMMANDS; tyro makes its options from them.
+A subcommand is a function with documented, typed arguments in COMMANDS; tyro creates its options from them.
 """
 
 import functools
@@ -42,28 +42,28 @@ def city(
     """Write a capture of a procedural city, in COLMAP's layout or that of D-NeRF's scenes.
 
     Args:
-        output: Folder to write: images/, sparse/0/ and, if asked for, depth/; with dnerf train/, val/ and test/.
+        output: Folder to write: images/, sparse/0/ and, on request, depth/; with dnerf train/, val/ and test/.
         blocks: Blocks along each side of the city; a block and its road measure 70 m.
         capture: Nadir and oblique views from the air, or views along the roads.
-        views: How many views.
+        views: Number of views.
         width: Width of a picture, pixels.
         height: Height of a picture, pixels.
-        samples: Rays a pixel.
-        seed: Of the city and of the course of the cameras.
-        eval_interval: Every such view gives no seed points, so that it can be held out (nerfstudio's colmap parser
+        samples: Rays per pixel.
+        seed: Seed of the city and of the camera path.
+        eval_interval: Interval of views without seed points, so that they can be held out (nerfstudio's colmap parser
             holds out every 8th); 0 for none.
-        points: Seed points; by default a number that suits the city and the views.
-        time_varying: Cars move from view to view; times.txt tells each view's time.
-        car_density: 1 for an ordinary day, 0 for no cars.
-        rig: So many cameras stand still and film at the same moments, instead of one that goes along.
-        altitude: Height of the cameras above the ground, metres; by default what suits the capture.
+        points: Number of seed points; by default it follows from the city and the number of views.
+        time_varying: Move the cars from view to view; times.txt lists each view's time.
+        car_density: Density of cars: 1 for an ordinary day, 0 for none.
+        rig: Number of fixed cameras that film at the same moments; by default one moving camera.
+        altitude: Height of the cameras above the ground, metres; by default it follows from the capture.
         layout: COLMAP's; or D-NeRF's, for --time-varying: views with times, png pictures, no points and no depth.
-        image_format: Of the pictures.
+        image_format: Format of the pictures.
         depth: Write depth along the camera's axis too: 16-bit png, or float32 npy in metres.
-        depth_unit: Metres of one step of a 16-bit depth; 0.01 reaches 655 m.
-        device: Where pictures are rendered; auto takes a GPU if there is one.
-        workers: Views rendered side by side; on a CPU each takes one core.
-        overwrite: Write into a folder that holds something already.
+        depth_unit: Metres per step of a 16-bit depth; 0.01 covers 655 m.
+        device: Device that renders pictures; auto takes a GPU if available.
+        workers: Views rendered in parallel; on a CPU each takes one core.
+        overwrite: Write into a folder that is not empty.
     """
     import torch
 
@@ -105,13 +105,13 @@ def export(
 
     Args:
         load_config: config.yml in the run's folder.
-        output: The file to write: NAME.ply, or NAME.splat for browsers, an eighth of the size and without harmonics.
-        step: Of the checkpoint; by default the newest.
+        output: File to write: NAME.ply, or NAME.splat for browsers, an eighth of the size and without harmonics.
+        step: Step of the checkpoint; by default the newest.
         overwrite: Replace the file if it exists.
-        color: Of a PLY: spherical harmonics, or plain red, green and blue.
-        obb_center: Centre of a box; what is outside is left out. With obb-rotation and obb-scale.
-        obb_rotation: Of the box: roll, pitch and yaw in radians.
-        obb_scale: Of the box: its length along each of its axes.
+        color: Colours of a PLY: spherical harmonics, or plain red, green and blue.
+        obb_center: Centre of a crop box; points outside are omitted. Requires obb-rotation and obb-scale.
+        obb_rotation: Rotation of the box: roll, pitch and yaw in radians.
+        obb_scale: Size of the box along each of its axes.
     """
     from nerfstudio.data.scene_box import OrientedBox
 
@@ -156,26 +156,26 @@ def export_mesh(
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
     data: Path | None = None,
 ) -> None:
-    """Write a mesh of a run's surfaces: depths and colours of the training views, drawn on all GPUs and fused.
+    """Write a mesh of a run's surfaces: depths and colours of the training views, rendered on all GPUs and fused.
 
     Args:
         load_config: config.yml in the run's folder.
         output_path: The .ply file to write.
-        max_depth: Depths beyond it are left out, in the model's units; by default twice the distance from what the
-            views look at to the nearest of them.
+        max_depth: Largest depth that is used, in the model's units; by default twice the distance of the nearest view
+            from the point that all look at.
         voxel_size: Side of a voxel, in the model's units; by default max-depth / resolution.
-        truncation: Distance from a surface up to which it is known, in the model's units; by default 5 voxels.
-        resolution: Voxels along max-depth, where voxel-size is not given.
-        parts: How many of the largest connected parts to keep.
-        depth: Where a pixel's surface is: where its opacity passes one half, or the mean over its Gaussians. auto is
-            median for 2D Gaussians, and expected for others.
-        min_opacity: Pixels that are less opaque have no surface.
-        downscale_factor: Draws at the views' size divided by this.
+        truncation: Distance from a surface up to which the field is defined, in the model's units; by default 5 voxels.
+        resolution: Voxels along max-depth, if voxel-size is not given.
+        parts: Number of the largest connected parts to keep.
+        depth: Surface depth of a pixel: median, where its opacity passes one half, or expected, the mean over its
+            Gaussians. auto is median for 2D Gaussians, and expected for others.
+        min_opacity: Least opacity of a pixel with a surface.
+        downscale_factor: Divisor of the views' size for rendering.
         overwrite: Replace the file if it exists.
-        step: Of the checkpoint; by default the newest.
-        num_devices: How many devices draw; by default all GPUs, or as many CPU workers as trained the model.
-        device_type: Of the devices; auto takes GPUs if there are any.
-        data: Where the capture is, if it is not where it was when the run was trained.
+        step: Step of the checkpoint; by default the newest.
+        num_devices: Number of devices; by default all GPUs, or as many CPU workers as trained the model.
+        device_type: Type of the devices; auto takes GPUs if there are any.
+        data: Current path of the capture, if it was moved after training.
     """
     from ns_multigpu.plugin.tools.meshing import Meshing
     from ns_multigpu.plugin.tools.models import run_tool
@@ -202,10 +202,10 @@ def evaluate(
         load_config: config.yml in the run's folder.
         output_path: The JSON file to write.
         render_output_path: Folder for the rendered images; by default they are not kept.
-        step: Of the checkpoint; by default the newest.
-        num_devices: How many devices take part; by default all GPUs, or as many CPU workers as trained the model.
-        device_type: Of the devices; auto takes GPUs if there are any.
-        data: Where the capture is, if it is not where it was when the run was trained.
+        step: Step of the checkpoint; by default the newest.
+        num_devices: Number of devices; by default all GPUs, or as many CPU workers as trained the model.
+        device_type: Type of the devices; auto takes GPUs if there are any.
+        data: Current path of the capture, if it was moved after training.
     """
     from ns_multigpu.plugin.tools.models import Evaluation, run_tool
 
@@ -241,39 +241,38 @@ def render(
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
     data: Path | None = None,
 ) -> None:
-    """Render a run's model as ns-render does, on all GPUs. The same command goes on with a render that was interrupted.
+    """Render a run's model as ns-render does, on all GPUs. The same command resumes an interrupted render.
 
     Args:
         load_config: config.yml in the run's folder.
-        mode: Along a camera path, between the views of the capture, in a spiral, or from the views themselves.
+        mode: Cameras along a camera path, between the views of the capture, on a spiral, or the views themselves.
         camera_path_filename: camera-path: the JSON file of the path, from the viewer.
         output_path: The video to write (.mp4); a name without a suffix is a folder for images, as it is with dataset.
-        rendered_output_names: What to show, side by side: rgb (which it is if nothing is named), rgba, depth,
-            accumulation, of 2D Gaussians normals, and where the model is spread over several devices rank, each
-            Gaussian in its owner's colour.
-            dataset: each in a folder of its own, also gt-rgb, and raw- before a name for numbers; by default all.
-        downscale_factor: Renders at the cameras' size divided by this.
-        image_format: Of images in a folder.
-        jpeg_quality: Of those, 1 to 100.
-        depth_near_plane: Depth at the near end of its colours; by default each frame's least.
-        depth_far_plane: Depth at the far end of its colours; by default each frame's largest.
-        colormap: Colours of depth and accumulation.
-        normalize: Spread what is there over all colours: a frame's least value gets the first, its largest the last.
-        invert: Colours in the opposite order.
-        colormap_min: Where in the colours the value 0 lies, 0 to 1.
-        colormap_max: Where in the colours the value 1 lies, 0 to 1.
-        render_nearest_camera: Show beside each frame the training photograph that is nearest to it.
-        pose_source: interpolate: between which views.
+        rendered_output_names: Outputs to show side by side: rgb (the default), rgba, depth, accumulation; normals for
+            2D Gaussians; rank, each Gaussian in its owner's colour, if the model is sharded. dataset: each in its own
+            folder, also gt-rgb, and the prefix raw- for numbers; by default all.
+        downscale_factor: Divisor of the cameras' size for rendering.
+        image_format: Format of images in a folder.
+        jpeg_quality: Quality of JPEG images, 1 to 100.
+        depth_near_plane: Depth at the near end of the colour scale; by default each frame's least.
+        depth_far_plane: Depth at the far end of the colour scale; by default each frame's largest.
+        colormap: Colour map of depth and accumulation.
+        normalize: Stretch each frame's values over the full colour scale.
+        invert: Reverse the colour map.
+        colormap_min: Position of the value 0 in the colour map, 0 to 1.
+        colormap_max: Position of the value 1 in the colour map, 0 to 1.
+        render_nearest_camera: Show the nearest training photograph next to each frame.
+        pose_source: interpolate: split of the views.
         interpolation_steps: interpolate: frames from one view to the next.
-        order_poses: interpolate: go to the nearest view next.
-        frame_rate: interpolate, spiral: frames a second.
-        seconds: spiral: how long.
-        radius: spiral: of the circle.
-        split: dataset: which views.
-        step: Of the checkpoint; by default the newest.
-        num_devices: How many devices render; by default all GPUs, or as many CPU workers as trained the model.
-        device_type: Of the devices; auto takes GPUs if there are any.
-        data: Where the capture is, if it is not where it was when the run was trained.
+        order_poses: interpolate: sort the views by proximity.
+        frame_rate: interpolate, spiral: frames per second.
+        seconds: spiral: duration.
+        radius: spiral: radius of the circle.
+        split: dataset: split of the views.
+        step: Step of the checkpoint; by default the newest.
+        num_devices: Number of devices; by default all GPUs, or as many CPU workers as trained the model.
+        device_type: Type of the devices; auto takes GPUs if there are any.
+        data: Current path of the capture, if it was moved after training.
     """
     from nerfstudio.utils.colormaps import ColormapOptions
 
@@ -315,7 +314,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs a subcommand; what is wrong with its input ends it with a one-line error and exit code 1."""
+    """Run a subcommand. Invalid input prints a one-line error and exits with code 1."""
     try:
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="ns-multigpu", description="Tools of ns_multigpu.", args=args

@@ -1,14 +1,14 @@
-"""The methods that nerfstudio finds through the entry points: the composition root.
+"""Method specifications for nerfstudio's entry points: the composition root.
 
-Splatfacto's recipe is written out rather than taken from nerfstudio's `method_configs`: importing that looks for
-methods, this module's among them, before this module is done.
+Splatfacto's recipe is written out, not taken from nerfstudio's `method_configs`. Importing that would search for
+methods, including those of this module, while this module is being imported.
 """
 
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ns_multigpu.plugin.launch.run_parts import run_parts  # first: what was imported before is a part of its own
+from ns_multigpu.plugin.launch.run_parts import run_parts  # first: it times the following imports
 
 # isort: split
 
@@ -37,17 +37,17 @@ from ns_multigpu.primitives.registry import all_parameters
 
 if quick_imports.trains(sys.argv):
     quick_imports.collect_again()
-    show_uncaught()  # Ctrl-C, from here on, is no traceback
+    show_uncaught()  # from here on, Ctrl-C prints no traceback
     refuse_removed(sys.argv[2:])
 
 run_parts().done("imports of ns_multigpu")
 
 IMAGES = 30000
-"""How many images a run sees, and its schedules span."""
+"""Number of images of a run, and length of its schedules."""
 
 
 def _group(rate: float, final: float | None = None, warmup: int = 0, steps: int = IMAGES) -> dict[str, Any]:
-    """An Adam, and a learning rate that decays exponentially to `final` in `steps` if there is one."""
+    """Return an Adam optimizer, with a learning rate that decays exponentially to `final` in `steps` if it is given."""
     schedule = None
     if final is not None:
         schedule = ExponentialDecaySchedulerConfig(lr_final=final, max_steps=steps, warmup_steps=warmup)
@@ -63,8 +63,9 @@ def splatfacto(
     schema: Sequence[Parameter] = all_parameters(),
     pipeline: type[DistributedPipelineConfig] = DistributedPipelineConfig,
 ) -> DistributedTrainerConfig:
-    """Splatfacto's recipe (nerfstudio 1.1.5) under a strategy of ours, for points with these parameters; by default,
-    with those of any kind of point."""
+    """Return Splatfacto's recipe (nerfstudio 1.1.5) for a strategy, with the optimizers of these parameters; by default
+    those of all primitives.
+    """
     return DistributedTrainerConfig(
         method_name=f"splatfacto-{strategy}",
         steps_per_eval_image=100,
@@ -85,8 +86,8 @@ def splatfacto(
             "bilateral_grid": _group(2e-3, final=1e-4, warmup=1000),
             "exposures": _group(2e-3, final=2e-4),
         },
-        # A table of what nerfstudio's own profiler saw would follow the end of a run; `metrics.jsonl` has our times.
-        # A log ends a block of fused steps, and that takes as long as a small capture's step.
+        # "none": the profiler's table at the end of a run is redundant, since `metrics.jsonl` has the times.
+        # steps_per_log: a log ends a block of fused steps, which costs as much as a step of a small capture.
         logging=LoggingConfig(
             local_writer=LocalWriterConfig(_target=TerminalLog, enable=True), profiler="none", steps_per_log=50
         ),

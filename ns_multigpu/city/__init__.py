@@ -1,4 +1,4 @@
-"""A procedural city that gives any amount of training data with no download.
+"""Procedural city: any amount of training data without download.
 
     city = City(blocks=4, seed=0)
     capture = CityCapture(city, kind="aerial", views=200, width=960, height=540)

@@ -1,4 +1,4 @@
-"""The buildings of a city: houses, flats, shops and towers, with what stands on their roofs."""
+"""Buildings of a city: houses, flats, shops and towers, with their rooftop structures."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ _METAL = np.array([0.45, 0.46, 0.47])
 
 
 def _pick(rng: np.random.Generator, palette: F, n: int) -> F:
-    """n colours of a palette, each a little off."""
+    """Return n colours of a palette, each slightly varied."""
     return np.clip(palette[rng.integers(len(palette), size=n)] * rng.uniform(0.85, 1.15, (n, 1)), 0.02, 0.9)
 
 
@@ -39,7 +39,7 @@ def _walls(rng: np.random.Generator, styles: F) -> F:
 
 
 def add_buildings(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
-    """Adds the buildings of every lot of the plan to the pile."""
+    """Add the buildings of every lot of the plan to the pile."""
     _houses(plan.lots.of(Use.HOUSE), pile, rng)
     _flats(plan.lots.of(Use.FLATS), pile, rng)
     _shops(plan.lots.of(Use.SHOP), pile, rng)
@@ -198,7 +198,7 @@ def _towers(lots: Lots, pile: Pile, rng: np.random.Generator) -> None:
 
 
 def _parapet(pile: Pile, x0: F, y0: F, x1: F, y1: F, z: F, wall: F) -> None:
-    """A low wall around each flat roof."""
+    """Add a low wall around each flat roof."""
     thick, high = 0.3, 0.75
     for ax0, ay0, ax1, ay1 in (
         (x0, y0, x1, y0 + thick), (x0, y1 - thick, x1, y1),
@@ -208,7 +208,7 @@ def _parapet(pile: Pile, x0: F, y0: F, x1: F, y1: F, z: F, wall: F) -> None:
 
 
 def _machines(pile: Pile, rng: np.random.Generator, x0: F, y0: F, x1: F, y1: F, z: F, count: int) -> None:
-    """A stair head, and up to `count` air-conditioning boxes, within each flat roof."""
+    """Add a stair head and up to `count` air-conditioning boxes on each flat roof."""
     n = len(x0)
     width, depth = x1 - x0, y1 - y0
 

@@ -1,4 +1,4 @@
-"""A bounded store of what was made last."""
+"""Bounded cache of recently used tensors."""
 
 import threading
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class TensorCache:
-    """Keeps the tensors used last, up to a number of bytes; safe to use from several threads.
+    """Cache of recently used tensors, bounded in bytes; thread-safe.
 
     Args:
         limit: bytes; 0 keeps nothing.
@@ -26,12 +26,12 @@ class TensorCache:
         return len(self._kept)
 
     def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """The tensor kept under a key, or else the one that `make` returns. It is shared: do not write to it."""
+        """Return the cached tensor of a key, or the result of `make`. It is shared: do not write to it."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        made = make()  # outside the lock, so that threads render side by side
+        made = make()  # outside the lock, so that threads render in parallel
         size = made.numel() * made.element_size()
         with self._lock:
             if key not in self._kept and size <= self.limit:

@@ -1,4 +1,4 @@
-"""Where the views of a capture are taken from; any number, computed at once."""
+"""Camera positions of a capture's views; any number, computed at once."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ AERIAL_FOV = 52.0
 STREET_FOV = 75.0
 """Horizontal field of view, degrees."""
 _OBLIQUE = math.radians(48.0)
-"""How far below the horizon an oblique view looks."""
+"""Angle of oblique views below the horizon, radians."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Views:
 
 
 def look(position: F, forward: F, top: F) -> F:
-    """Poses [n, 3, 4] at positions [n, 3], looking along forward [n, 3], with top [n, 3] about up in the picture."""
+    """Return poses [n, 3, 4] at positions [n, 3], looking along forward [n, 3], with top [n, 3] about up in the
+    picture.
+    """
     back = -forward / np.linalg.norm(forward, axis=1, keepdims=True)
     right = np.cross(top, back)
     right /= np.linalg.norm(right, axis=1, keepdims=True)
@@ -41,14 +43,14 @@ def look(position: F, forward: F, top: F) -> F:
 
 
 def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> Views:
-    """A flight over the city: at each station of a grid a nadir view and four oblique ones, towards N, E, S and W.
+    """Return aerial views: at each station of a grid a nadir view and four oblique ones, towards N, E, S and W.
 
     The stations are what the views look at, so that oblique views at the rim look at the city and not past it.
 
     Args:
         city: to fly over.
         views: how many, at least 2.
-        seed: of the small deviations from the planned course.
+        seed: of the small deviations from the planned path.
         altitude: metres; by default low enough for detail, high enough that neighbouring views overlap, and well
             above the roofs.
 
@@ -90,7 +92,7 @@ def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> 
 
 
 def street(city: City, views: int, seed: int, altitude: float | None = None) -> Views:
-    """A drive along the middle of every road, looking ahead, right, back and left in turn.
+    """Return street views along the middle of every road, alternately ahead, right, back and left.
 
     Args:
         city: to drive through.
@@ -125,7 +127,7 @@ def street(city: City, views: int, seed: int, altitude: float | None = None) -> 
 
 
 def _turn(views: int, looks: int) -> NDArray[np.int64]:
-    """Which of its looks each view takes: each once a station, in an order that shifts from station to station.
+    """Return the direction index of each view: each once per station, in an order that shifts between stations.
 
     Without the shift, holding out every 8th of views that take turns by 4 would hold out one and the same look.
     """

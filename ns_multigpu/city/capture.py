@@ -1,4 +1,4 @@
-"""A capture of a city: cameras known at once, pictures rendered when asked for."""
+"""Capture of a city: cameras known at once, pictures rendered on demand."""
 
 import math
 import threading
@@ -23,7 +23,7 @@ _TRAJECTORIES = {"aerial": cameras.aerial, "street": cameras.street}
 
 
 class CityCapture:
-    """Views of a city. Nothing is rendered before it is asked for, and nothing is written to disk.
+    """Views of a city, rendered on demand and never written to disk.
 
     Args:
         city: what is captured.
@@ -31,7 +31,7 @@ class CityCapture:
         views: how many, at least 2; 60,000 are no trouble.
         width, height: of the pictures, pixels.
         samples: rays a pixel.
-        seed: of the small deviations from the planned course.
+        seed: of the small deviations from the planned path.
         eval_interval: every such view is held out, beginning with view 0 (as nerfstudio's parsers do); 0 for none.
         time_varying: moving cars are where they are at each view's time; otherwise they stand where they are at time 0.
         altitude: of the cameras, metres above the ground; None for the kind's own choice.
@@ -107,13 +107,15 @@ class CityCapture:
         return self.views
 
     def camera(self, view: int) -> Pinhole:
-        """The camera of a view."""
+        """Return the camera of a view."""
         if not 0 <= view < self.views:
             raise IndexError(f"view {view} of a capture of {self.views} views")
         return Pinhole(self.c2w[view], self.fx, self.fy, self.cx, self.cy, self.width, self.height)
 
     def viewmats(self) -> Tensor:
-        """[views, 4, 4] world to camera, OpenCV axes (x right, y down, looking along +z): COLMAP's and gsplat's."""
+        """Return [views, 4, 4] world to camera, OpenCV axes (x right, y down, looking along +z): COLMAP's and
+        gsplat's.
+        """
         rotation = self.c2w[:, :, :3].double() * torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
         result = torch.eye(4, dtype=torch.float64).repeat(self.views, 1, 1)
         result[:, :3, :3] = rotation.transpose(1, 2)
@@ -121,11 +123,11 @@ class CityCapture:
         return result.float()
 
     def name(self, view: int) -> str:
-        """File name of a view, without a folder or suffix."""
+        """Return the file name of a view, without folder and suffix."""
         return f"{self.kind}_{view:06d}"
 
     def split(self, which: Split) -> NDArray[np.int64]:
-        """Numbers of the views of a split: "train", "val" and "test" (both: the held-out ones), or "all".
+        """Return the views of a split: "train", "val" and "test" (both: the held-out ones), or "all".
 
         Where no views are held out, "val" and "test" are all views, as are "train" and "all".
         """
@@ -136,7 +138,7 @@ class CityCapture:
         return numbers[~held_out] if which == "train" else numbers[held_out]
 
     def image(self, view: int, device: torch.device | str = "cpu", scale: float = 1.0) -> Tensor:
-        """The picture of a view, [height, width, 3] uint8 on the CPU; cached, so do not write to it.
+        """Return the picture of a view, [height, width, 3] uint8 on the CPU; cached, so do not write to it.
 
         Args:
             view: its number.
@@ -151,7 +153,8 @@ class CityCapture:
         return self.cache.get(("rgb", view, device.type, scale), make)
 
     def depth(self, view: int, device: torch.device | str = "cpu", scale: float = 1.0) -> Tensor:
-        """Depth of a view: [height, width] float32 metres along the camera's axis, through the middle of each pixel.
+        """Return the depth of a view: [height, width] float32 metres along the camera's axis, through each pixel's
+        middle.
 
         0 where there is only sky. On the CPU, cached: do not write to it.
         """
@@ -163,13 +166,15 @@ class CityCapture:
         return self.cache.get(("depth", view, device.type, scale), make)
 
     def render(self, view: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Picture [height, width, 3] uint8 and depth [height, width] metres of a view (see `image` and `depth`)."""
+        """Return picture [height, width, 3] uint8 and depth [height, width] metres of a view (see `image` and
+        `depth`).
+        """
         return self.image(view, device), self.depth(view, device)
 
     def seed_points(
         self, count: int | None = None, noise: float = 0.03, device: torch.device | str = "cpu"
     ) -> SeedPoints:
-        """Points on the surfaces that the training views see, as structure from motion would find them.
+        """Return points on the surfaces that the training views see, like those of structure from motion.
 
         Args:
             count: how many; None for a number that grows with the city and the views.

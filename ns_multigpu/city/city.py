@@ -1,4 +1,4 @@
-"""A procedural city: any number of blocks, the same for the same seed, at any moment, on any device."""
+"""Procedural city: any number of blocks, deterministic in the seed, at any moment, on any device."""
 
 import threading
 
@@ -16,7 +16,7 @@ from ns_multigpu.city.streets import Cars, add_furniture, add_trees, make_cars
 from ns_multigpu.city.trace import Geometry
 
 _MARGIN = 44.0
-"""Solids stand at most this far outside the city, metres."""
+"""Largest distance of solids from the city's edge, metres."""
 _CAR_TOP = 1.5
 
 
@@ -74,20 +74,20 @@ class City:
 
     @property
     def half(self) -> float:
-        """From the centre to the outer edge of the outermost road, metres."""
+        """Return the distance from the centre to the outer edge of the outermost road, metres."""
         return self.plan.half
 
     @property
     def tallest(self) -> float:
-        """Height of the tallest building or tree, metres."""
+        """Return the height of the tallest building or tree, metres."""
         return float(self._top.max())
 
     def solids(self, time: float = 0.0) -> tuple[Solids, ...]:
-        """All solids at a time in [0, 1], in the order of their numbers."""
+        """Return all solids at a time in [0, 1], in the order of their numbers."""
         return (*self.still, self.cars.solids(time))
 
     def scene(self, time: float = 0.0, device: torch.device | str = "cpu") -> Scene:
-        """The city at a time in [0, 1] (cars move), ready to be looked at on a device."""
+        """Return the city at a time in [0, 1] (cars move), as a scene on a device."""
         device = torch.device(device)
         with self._lock:
             key = (device, float(time))

@@ -28,7 +28,7 @@ _PINHOLE = 1
 
 
 def quaternion(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Unit quaternions [n, 4] (w first, w >= 0) of rotations [n, 3, 3].
+    """Return unit quaternions [n, 4] (w first, w >= 0) of rotations [n, 3, 3].
 
     The largest of the four components is found from the trace and the diagonal, the others from it, so that none is
     divided by a small number (Shepperd, "Quaternion from rotation matrix", 1978).
@@ -51,7 +51,7 @@ def quaternion(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def write_model(folder: Path, capture: CityCapture, suffix: str, points: SeedPoints) -> None:
-    """Writes cameras.bin, images.bin and points3D.bin; views are numbered from 1, points have empty tracks."""
+    """Write cameras.bin, images.bin and points3D.bin; views are numbered from 1, points have empty tracks."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "cameras.bin").open("wb") as file:
         file.write(struct.pack("<Q", 1))
@@ -77,7 +77,7 @@ def write_model(folder: Path, capture: CityCapture, suffix: str, points: SeedPoi
 
 
 def prepare_folder(folder: Path, overwrite: bool) -> None:
-    """Makes an output folder and sees to it that it can be written.
+    """Create an output folder and check that it is writable.
 
     Raises:
         FileExistsError: it holds something and overwrite is not given, or it is a file.
@@ -108,7 +108,7 @@ def write_colmap(
     workers: int = 2,
     progress: Callable[[Iterable[int], int], Iterable[int]] = lambda done, total: done,
 ) -> None:
-    """Renders all views of a capture into a folder in COLMAP's layout.
+    """Render all views of a capture into a folder in COLMAP's layout.
 
     Args:
         capture: to write.
@@ -116,7 +116,7 @@ def write_colmap(
         points: seed points; None for the capture's default.
         image_format: of the pictures.
         depth: "png" for 16-bit pictures in depth_unit (0: sky, or too far for 16 bits), "npy" for float32 metres.
-        depth_unit: metres of one step of a 16-bit depth; the default reaches 65 m, so aerial captures want 1e-2.
+        depth_unit: metres of one step of a 16-bit depth; the default covers 65 m, so aerial captures need 1e-2.
         overwrite: write into a folder that holds something. Files of the same names are replaced, no others removed.
         device: where views are rendered.
         workers: views rendered side by side (on a CPU each takes one core).
@@ -151,7 +151,7 @@ def _write_view(
     device: torch.device | str,
     view: int,
 ) -> int:
-    """Renders a view's picture, and its depth, into the folder. See `write_colmap`."""
+    """Render a view's picture, and its depth, into the folder. See `write_colmap`."""
     from PIL import Image  # only here: rendering needs no more than torch, numpy and scipy
 
     name = capture.name(view)

@@ -32,7 +32,7 @@ def write_dnerf(
     workers: int = 2,
     progress: Callable[[Iterable[int], int], Iterable[int]] = lambda done, total: done,
 ) -> None:
-    """Renders all views of a capture into a folder in D-NeRF's layout.
+    """Render all views of a capture into a folder in D-NeRF's layout.
 
     Args:
         capture: to write; time-varying. folder, overwrite, device, workers, progress: see `write_colmap`.
@@ -71,7 +71,7 @@ def write_dnerf(
 
 
 def _write_view(capture: CityCapture, device: torch.device | str, job: tuple[int, Path]) -> int:
-    """Renders a view into its file."""
+    """Render a view into its file."""
     from PIL import Image  # only here: rendering needs no more than torch, numpy and scipy
 
     view, path = job

@@ -18,7 +18,7 @@ def _colour(values: tuple[float, float, float], like: Tensor) -> Tensor:
 def wall_colour(
     p: Columns, side: Tensor, g: Columns, attributes: Columns, fp: Tensor, number: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Colour of the walls of buildings.
+    """Return the colour of the walls of buildings.
 
     Args:
         p: 3 columns [n], the place on the wall, metres.
@@ -99,7 +99,9 @@ def wall_colour(
 
 
 def roof_colour(p: Columns, g: Columns, attributes: Columns, fp: Tensor) -> Tensor:
-    """Colour [3, n] of flat roofs: gravel, tar with seams, pale membrane, a few lawns (arguments as above)."""
+    """Return the colour [3, n] of flat roofs: gravel, tar with seams, pale membrane, a few lawns (arguments as
+    above).
+    """
     random = attributes[3]
     x, y = p[0], p[1]
     base = fractal(71, x, y, fp, (8.0, 2.2, 0.7), (0.3, 0.28, 0.2))

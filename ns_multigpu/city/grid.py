@@ -17,18 +17,18 @@ FAR = 1e9
 
 @dataclass(frozen=True)
 class Frame:
-    """Where the cells lie: a square of n x n cells of side CELL centred on the origin, its outermost ring empty."""
+    """Square of n x n cells of side CELL centred on the origin; its outermost ring is empty."""
 
     n: int
 
     @staticmethod
     def around(half: float) -> "Frame":
-        """The smallest frame that holds [-half, half] squared inside its empty ring."""
+        """Return the smallest frame that holds [-half, half] squared inside its empty ring."""
         return Frame(2 * int(np.ceil(half / CELL)) + 2)
 
     @property
     def low(self) -> float:
-        """Coordinate of the lower edge, along x and along y, metres."""
+        """Return the coordinate of the lower edge, along x and along y, metres."""
         return -0.5 * self.n * CELL
 
 
@@ -56,19 +56,19 @@ class Layer:
     top: Tensor
 
     def to(self, device: torch.device) -> "Layer":
-        """The same layer on another device."""
+        """Return the same layer on another device."""
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
 
 def _expand(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For counts c: which entry each of sum(c) items belongs to, and its rank within the entry."""
+    """Return, for counts c, the entry of each of sum(c) items, and its rank within the entry."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def make_layer(solids: Solids, first: int, frame: Frame) -> Layer:
-    """Lists solids by the cells that their bounding boxes touch.
+    """List solids by the cells that their bounding boxes touch.
 
     Args:
         solids: to list; they must lie inside the frame's ring.
@@ -79,7 +79,7 @@ def make_layer(solids: Solids, first: int, frame: Frame) -> Layer:
         The layer, on the CPU.
 
     Raises:
-        ValueError: a solid reaches beyond the frame.
+        ValueError: a solid extends beyond the frame.
     """
     low, high = solids.bounds()
     cells_low = np.floor((low[:, :2].astype(np.float64) - frame.low) / CELL).astype(np.int64)
@@ -113,7 +113,7 @@ def make_layer(solids: Solids, first: int, frame: Frame) -> Layer:
 def clear_height(
     top: NDArray[np.float32], frame: Frame, sun: NDArray[np.float64], moving: float
 ) -> NDArray[np.float32]:
-    """The height above which nothing that stands can hide the sun, for each cell.
+    """Return, for each cell, the height above which no static solid can occlude the sun.
 
     A ray towards the sun that leaves a cell at height z meets, k cells further on, only what is taller than z plus the
     height won on the way. Marching along the sun's direction and taking the greatest need of all cells touched gives a

@@ -13,7 +13,7 @@ EDGE = 0.5 * ROAD
 
 @dataclass(frozen=True)
 class GroundPlan:
-    """What the ground's colours need of a plan, as tensors of one device (cuts: [4, blocks^2], use: [blocks^2 * 9])."""
+    """Tensors of a plan that the ground's colours need, on one device (cuts: [4, blocks^2], use: [blocks^2 * 9])."""
 
     blocks: int
     half: float
@@ -23,7 +23,7 @@ class GroundPlan:
 
     @staticmethod
     def of(plan: Plan, device: torch.device) -> "GroundPlan":
-        """The tensors of a plan."""
+        """Return the tensors of a plan."""
         return GroundPlan(
             plan.blocks,
             plan.half,
@@ -38,7 +38,7 @@ def _rgb(r: float, g: float, b: float, like: Tensor) -> Tensor:
 
 
 def grass(x: Tensor, y: Tensor, fp: Tensor) -> Tensor:
-    """Colour [3, n] of a lawn."""
+    """Return the colour [3, n] of a lawn."""
     broad = fractal(11, x, y, fp, (23.0, 7.0, 2.3), (0.5, 0.45, 0.4))
     blades = fractal(12, x, y, fp, (0.7, 0.26, 0.09), (0.8, 0.8, 0.7))
     green = mix(_rgb(0.085, 0.17, 0.035, x), _rgb(0.20, 0.23, 0.07, x), (0.5 + broad).clamp(0, 1))
@@ -53,7 +53,7 @@ def _asphalt(x: Tensor, y: Tensor, fp: Tensor) -> Tensor:
 
 
 def _slabs(x: Tensor, y: Tensor, fp: Tensor, side: float, seed: int) -> Tensor:
-    """Paving stones: a factor around 1 for each, darker joints."""
+    """Return the brightness factor of paving stones: around 1 per stone, darker joints."""
     u, v, w = x / side, y / side, fp / side
     far = (w * 1.6).clamp(0, 1)
     stone = (hash_unit(seed, u.floor().long(), v.floor().long()) - 0.5) * 0.26 * (1 - far)
@@ -64,7 +64,7 @@ def _slabs(x: Tensor, y: Tensor, fp: Tensor, side: float, seed: int) -> Tensor:
 
 
 def _road_marks(along: Tensor, across: Tensor, to_crossing: Tensor, fp: Tensor, outside: Tensor) -> Tensor:
-    """How much white paint [n] covers a road: along and across it, and past the edge of the crossing road, metres."""
+    """Return the coverage [n] of a road by white paint: along and across it, and past the crossing's edge, metres."""
     open_road = ((to_crossing > 6.0) | outside).float()
     dashes = stripe(across, fp, 0.0, 0.075) * pulse(along / 6.0, fp / 6.0, 0.0, 0.5)
     edges = stripe(across.abs(), fp, EDGE - 2.2, 0.05) * (~outside).float()
@@ -76,7 +76,7 @@ def _road_marks(along: Tensor, across: Tensor, to_crossing: Tensor, fp: Tensor, 
 
 
 def ground_colour(plan: GroundPlan, x: Tensor, y: Tensor, fp: Tensor) -> tuple[Tensor, Tensor]:
-    """Colour of the ground.
+    """Return the colour of the ground.
 
     Args:
         plan: of the city.
@@ -120,7 +120,7 @@ def ground_colour(plan: GroundPlan, x: Tensor, y: Tensor, fp: Tensor) -> tuple[T
 
 
 def _fields(x: Tensor, y: Tensor, fp: Tensor) -> Tensor:
-    """Meadows and crops outside the city."""
+    """Return the colour of meadows and crops outside the city."""
     kind = hash_unit(31, (x / 90.0 + 0.37).floor().long(), (y / 60.0 + 0.71).floor().long())
     crop = mix(_rgb(0.22, 0.21, 0.08, x), _rgb(0.24, 0.17, 0.10, x), (kind * 3 % 1.0))
     rows = (
@@ -132,7 +132,7 @@ def _fields(x: Tensor, y: Tensor, fp: Tensor) -> Tensor:
 
 
 def _block_colour(plan: GroundPlan, x: Tensor, y: Tensor, fp: Tensor) -> tuple[Tensor, Tensor]:
-    """Pavement and the ground of lots and parks."""
+    """Return the colour of pavements and of the ground of lots and parks."""
     blocks = plan.blocks
     column, row = ((v / PITCH + 0.5 * blocks).floor().clamp(0, blocks - 1) for v in (x, y))
     u = x - (column - 0.5 * blocks) * PITCH - EDGE - WALK  # from the inner corner of the block
@@ -173,7 +173,9 @@ def _block_colour(plan: GroundPlan, x: Tensor, y: Tensor, fp: Tensor) -> tuple[T
 
 
 def _park(x: Tensor, y: Tensor, u: Tensor, v: Tensor, fp: Tensor) -> tuple[Tensor, Tensor]:
-    """A park around its centre (u = v = 0): lawn, gravel paths, a pond. Gives its colour and the share of water."""
+    """Return the colour of a park around its centre (u = v = 0), and the fraction of water: lawn, gravel paths, a
+    pond.
+    """
     radius = (u * u + v * v).sqrt()
     gravel = _rgb(0.44, 0.37, 0.27, x) * (1.0 + fractal(51, x, y, fp, (2.0, 0.5, 0.12, 0.05), (0.2, 0.25, 0.35, 0.4)))
     cross = torch.maximum(stripe(u, fp, 0.0, 1.4), stripe(v, fp, 0.0, 1.4)) * (radius > 12).float()

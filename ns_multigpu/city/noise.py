@@ -18,7 +18,7 @@ _MASK = _SIZE - 1
 
 @lru_cache(maxsize=32)
 def _tables(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Uniform random lattice values [65536] and the four corners of each lattice cell [65536, 4]."""
+    """Return uniform random lattice values [65536] and the four corners of each lattice cell [65536, 4]."""
     generator = torch.Generator().manual_seed(seed)
     lattice = torch.rand(_SIZE, _SIZE, generator=generator)
     right = lattice.roll(-1, 1)
@@ -27,7 +27,7 @@ def _tables(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def hash_unit(seed: int, *keys: Tensor) -> Tensor:
-    """A uniform number in [0, 1) for each tuple of integer keys.
+    """Return a uniform number in [0, 1) for each tuple of integer keys.
 
     Args:
         seed: which table of random numbers.
@@ -45,7 +45,7 @@ def hash_unit(seed: int, *keys: Tensor) -> Tensor:
 
 
 def value_noise(seed: int, u: Tensor, v: Tensor) -> Tensor:
-    """Value noise of unit wavelength, periodic every 256 units, in [0, 1] with mean one half.
+    """Return value noise of unit wavelength, periodic every 256 units, in [0, 1] with mean one half.
 
     Args:
         seed: which lattice.
@@ -66,7 +66,7 @@ def value_noise(seed: int, u: Tensor, v: Tensor) -> Tensor:
 
 
 def value_noise_3d(seed: int, u: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """Value noise in space: two layers of the plane's lattice, shifted by their height and blended."""
+    """Return value noise in space: two layers of the plane's lattice, shifted by their height and blended."""
     layer = w.floor()
     z = w - layer
     z = z * z * (3.0 - 2.0 * z)
@@ -79,7 +79,7 @@ def value_noise_3d(seed: int, u: Tensor, v: Tensor, w: Tensor) -> Tensor:
 def fractal(
     seed: int, u: Tensor, v: Tensor, footprint: Tensor, wavelengths: Sequence[float], gains: Sequence[float]
 ) -> Tensor:
-    """A sum of octaves of centred value noise, each faded where it is finer than the footprint.
+    """Return a sum of octaves of centred value noise, each faded if it is finer than the footprint.
 
     Args:
         seed: which lattice.
@@ -103,7 +103,7 @@ def fractal(
 
 
 def pulse(x: Tensor, width: Tensor, start: Tensor | float, end: Tensor | float) -> Tensor:
-    """The train of pulses that is 1 where frac(x) lies in [start, end), averaged over a box around x.
+    """Return the pulse train that is 1 where frac(x) is in [start, end), averaged over a box around x.
 
     Args:
         x: [N] coordinate in periods.
@@ -127,7 +127,7 @@ def pulse(x: Tensor, width: Tensor, start: Tensor | float, end: Tensor | float) 
 
 
 def stripe(x: Tensor, width: Tensor, centre: Tensor | float, half: Tensor | float) -> Tensor:
-    """One stripe [centre - half, centre + half] averaged over a box of the given width around x, in [0, 1]."""
+    """Return one stripe [centre - half, centre + half] averaged over a box of the given width around x, in [0, 1]."""
     width = width.clamp_min(1e-3)
     low = (x - centre - width * 0.5).clamp_min(-half)
     high = (x - centre + width * 0.5).clamp_max(half)
@@ -135,5 +135,5 @@ def stripe(x: Tensor, width: Tensor, centre: Tensor | float, half: Tensor | floa
 
 
 def mix(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
-    """a + (b - a) * weight for colours [3, N] (or [3, 1]) and weights [N]."""
+    """Return a + (b - a) * weight for colours [3, N] (or [3, 1]) and weights [N]."""
     return a + (b - a) * weight

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PITCH = 70.0
-"""From the middle of a road to the middle of the next."""
+"""Distance between the middles of neighbouring roads."""
 ROAD = 11.0
 """Width of a carriageway: two lanes of 3.3 m between two rows of parked cars."""
 WALK = 3.2
@@ -19,11 +19,11 @@ WALK = 3.2
 INNER = PITCH - ROAD - 2 * WALK
 """Side of the part of a block that is cut into lots."""
 SLOTS = 3
-"""Lots along one side of a block at most."""
+"""Largest number of lots along one side of a block."""
 
 
 class Use(IntEnum):
-    """What stands on a lot; also how its ground looks."""
+    """Use of a lot; it also sets the colour of its ground."""
 
     NONE = 0
     GARDEN = 1
@@ -46,7 +46,7 @@ class Lots:
     use: NDArray[np.int64]
 
     def of(self, use: Use) -> "Lots":
-        """The lots of one use."""
+        """Return the lots of one use."""
         keep = self.use == use
         return Lots(*(getattr(self, name)[keep] for name in self.__dataclass_fields__))
 
@@ -56,7 +56,7 @@ class Lots:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where roads, blocks, parks and lots lie.
+    """Positions of roads, blocks, parks and lots.
 
     Attributes:
         blocks: blocks along each side.
@@ -74,22 +74,22 @@ class Plan:
 
     @property
     def half(self) -> float:
-        """From the centre of the city to the outer edge of its outermost road, metres."""
+        """Return the distance from the city's centre to the outer edge of its outermost road, metres."""
         return 0.5 * (self.blocks * PITCH + ROAD)
 
     def roads(self) -> NDArray[np.float64]:
-        """[blocks + 1] the middle of the roads, the same along x and along y, metres."""
+        """Return [blocks + 1] the middle of the roads, the same along x and along y, metres."""
         return (np.arange(self.blocks + 1) - 0.5 * self.blocks) * PITCH
 
     def corners(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """x and y [blocks * blocks] of the lower inner corner of each block, metres."""
+        """Return x and y [blocks * blocks] of the lower inner corner of each block, metres."""
         low = self.roads()[:-1] + 0.5 * ROAD + WALK
         y, x = np.meshgrid(low, low, indexing="ij")
         return x.ravel(), y.ravel()
 
 
 def _density(blocks: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """[blocks * blocks] in [0, 1]: a centre, a few lesser centres, and some chance."""
+    """Return [blocks * blocks] in [0, 1]: a centre, a few lesser centres, and random variation."""
     at = (np.arange(blocks) + 0.5) / blocks * 2 - 1
     y, x = np.meshgrid(at, at, indexing="ij")
     total = np.exp(-2.2 * (x**2 + y**2))
@@ -102,7 +102,7 @@ def _density(blocks: int, rng: np.random.Generator) -> NDArray[np.float64]:
 
 
 def make_plan(blocks: int, seed: int) -> Plan:
-    """Plans a city.
+    """Plan a city.
 
     Args:
         blocks: blocks along each side, at least 1.

@@ -1,4 +1,4 @@
-"""Pictures: rays through pixels, averaged; and depth."""
+"""Pictures, averaged over rays through each pixel; and depth."""
 
 import math
 from collections.abc import Iterator
@@ -35,7 +35,9 @@ class Pinhole:
     height: int
 
     def rays(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rays through image places x, y [n]: origin [3, n], unit direction [3, n], and depth per distance [n]."""
+        """Return rays through image positions x, y [n]: origin [3, n], unit direction [3, n], and depth per distance
+        [n].
+        """
         pose = self.c2w.to(x.device, torch.float32)
         right, up = (x - self.cx) / self.fx, (self.cy - y) / self.fy
         scale = (right * right + up * up + 1.0).rsqrt()
@@ -45,13 +47,13 @@ class Pinhole:
 
 
 def default_chunk(device: torch.device) -> int:
-    """Rays to trace at once: few enough for a CPU's caches, or to fill a GPU."""
+    """Return the number of rays to trace at once: few enough for a CPU's caches, or enough to fill a GPU."""
     return 1 << 17 if device.type == "cpu" else 1 << 21
 
 
 @contextmanager
 def single_threaded(device: torch.device) -> Iterator[None]:
-    """One core for this thread while it renders on a CPU.
+    """Limit this thread to one core while it renders on a CPU.
 
     The thousands of small operations of a picture gain little from being split, and each split waits for the slowest
     core: on a busy machine a hundred times longer than the work. Views are rendered side by side instead.
@@ -69,7 +71,9 @@ def single_threaded(device: torch.device) -> Iterator[None]:
 
 @lru_cache(maxsize=16)
 def _jitter(samples: int, device: torch.device) -> Tensor:
-    """[2, TILE * TILE, samples] places in a pixel: one at random in each cell of the finest near-square grid."""
+    """Return [2, TILE * TILE, samples] positions in a pixel: a random one in each cell of the finest near-square
+    grid.
+    """
     rows = max(r for r in range(1, math.isqrt(samples) + 1) if samples % r == 0)
     columns = samples // rows
     generator = torch.Generator().manual_seed(samples)
@@ -80,7 +84,7 @@ def _jitter(samples: int, device: torch.device) -> Tensor:
 
 
 def tone_map(colour: Tensor) -> Tensor:
-    """Linear light to display values in [0, 1]: Narkowicz's fit of the ACES filmic curve (2015), then gamma 2.2."""
+    """Map linear light to display values in [0, 1]: Narkowicz's fit of the ACES filmic curve (2015), then gamma 2.2."""
     x = (colour * _EXPOSURE).clamp_min(0)
     x = (x * (2.51 * x + 0.03)) / (x * (2.43 * x + 0.59) + 0.14)
     return x.clamp(0, 1).pow(1 / 2.2)
@@ -88,7 +92,7 @@ def tone_map(colour: Tensor) -> Tensor:
 
 @torch.no_grad()
 def render_rgb(scene: Scene, camera: Pinhole, samples: int, chunk: int | None = None) -> Tensor:
-    """A picture.
+    """Render a picture.
 
     Args:
         scene: what is looked at; its device does the work.
@@ -125,7 +129,7 @@ def _render_rgb(scene: Scene, camera: Pinhole, samples: int, chunk: int) -> Tens
 
 @torch.no_grad()
 def render_depth(scene: Scene, camera: Pinhole, chunk: int | None = None) -> Tensor:
-    """Depth along the camera's axis through the middle of each pixel: [height, width] float32 metres, 0 for sky."""
+    """Return depth along the camera's axis through each pixel's middle: [height, width] float32 metres, 0 for sky."""
     with single_threaded(scene.device):
         return _render_depth(scene, camera, chunk or default_chunk(scene.device))
 

@@ -1,4 +1,4 @@
-"""Seed points: what structure from motion would find of a city, drawn from the surfaces that views see."""
+"""Seed points like those of structure from motion, sampled from the surfaces that views see."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ns_multigpu.city.capture import CityCapture
 
 _MOST_VIEWS = 256
-"""Rays start from at most this many views; more add nothing that these do not see."""
+"""Largest number of views that rays start from; more see nothing new."""
 _MOST_MOMENTS = 48
-"""The same where every view has its own time, hence its own scene."""
+"""The same limit if every view has its own time and so its own scene."""
 _FARTHEST = 600.0
-"""Structure from motion finds little beyond some hundred metres."""
+"""Largest distance of points: structure from motion finds few beyond some hundred metres."""
 _MOST = 4_000_000
 
 
@@ -30,13 +30,13 @@ class SeedPoints(NamedTuple):
 
 
 def default_count(city: City, views: int) -> int:
-    """A number of points that suits a city and its views: some per square metre, some hundred a view."""
+    """Return a number of points for a city and its views: some per square metre, some hundred per view."""
     area = (2 * city.half) ** 2
     return int(min(max(2000, min(1.2 * area, 400 * views)), _MOST))
 
 
 def moving_range(scene: Scene, city: City) -> tuple[int, int]:
-    """Numbers [first, end) of the solids that can move: bodies, then cabins."""
+    """Return the numbers [first, end) of the solids that can move: bodies, then cabins."""
     end = scene.attributes.shape[1]
     return end - 2 * len(city.cars), end
 
@@ -46,7 +46,7 @@ def sample_seed_points(capture: "CityCapture", count: int, noise: float, device:
     """Draws points (see CityCapture.seed_points).
 
     Rays go through random places of pictures of evenly chosen training views, as many through each. Points on the sky,
-    far away, or on cars of a time-varying capture are drawn anew.
+    far away, or on cars of a time-varying capture are drawn again.
 
     Raises:
         ValueError: count is below 1 or noise negative.
@@ -86,7 +86,7 @@ def sample_seed_points(capture: "CityCapture", count: int, noise: float, device:
 
 
 def _cast(capture: "CityCapture", views: Tensor, places: Tensor, device: torch.device) -> SeedPoints:
-    """What rays through places [2, n] in [0, 1] of the pictures of views [n] (in order) meet, if it is of use."""
+    """Trace rays through positions [2, n] in [0, 1] of the pictures of views [n] (in order); return the usable hits."""
     parts: list[SeedPoints] = []
     step = default_chunk(device)
     times = capture.times[views]

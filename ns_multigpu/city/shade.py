@@ -1,4 +1,4 @@
-"""Light: from what rays met to the colour that comes back along them."""
+"""Shading: the light along rays, from the surfaces that they hit."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from ns_multigpu.city.trace import GROUND, SKY, Geometry, Width, surface_normal,
 
 @dataclass(frozen=True)
 class Scene:
-    """A city at one moment on one device: what rays meet, and all that colours it.
+    """City at one moment on one device: geometry for rays, and data for shading.
 
     Attributes:
         geometry: what rays meet.
@@ -29,13 +29,13 @@ class Scene:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Return the device of the tensors."""
         return self.attributes.device
 
 
 @dataclass
 class _Surface:
-    """What is known of the points that rays met: [3, n] or [n]."""
+    """Properties of the points hit by rays: [3, n] or [n]."""
 
     albedo: Tensor
     gloss: Tensor
@@ -56,7 +56,7 @@ def _rows(table: Tensor, pick: Tensor) -> list[Tensor]:
 
 
 def radiance(scene: Scene, origin: Tensor, direction: Tensor, spread: float) -> Tensor:
-    """The light that comes back along rays.
+    """Return the light along rays.
 
     Args:
         scene: what is looked at.
@@ -83,7 +83,7 @@ def radiance(scene: Scene, origin: Tensor, direction: Tensor, spread: float) -> 
 
 
 def _surface_light(scene: Scene, o: Tensor, d: Tensor, t: Tensor, number: Tensor, spread: float) -> Tensor:
-    """Colour [3, n] of surface points at distance t along rays."""
+    """Return the colour [3, n] of surface points at distance t along rays."""
     p = o + d * t
     normal = surface_normal(scene.geometry, o, d, t, number)
     facing = -(normal * d).sum(0)
@@ -119,7 +119,7 @@ def _surface_light(scene: Scene, o: Tensor, d: Tensor, t: Tensor, number: Tensor
 
 
 def _reflect(colour: Tensor, surface: _Surface, d: Tensor, normal: Tensor, facing: Tensor, open_sky: Tensor) -> Tensor:
-    """Adds the sky's mirror image on what is glossy (Schlick, "An inexpensive BRDF model", 1994)."""
+    """Add the sky's reflection on glossy surfaces (Schlick, "An inexpensive BRDF model", 1994)."""
     pick = (surface.gloss > 0.02).nonzero().squeeze(1)
     if not len(pick):
         return colour
@@ -138,7 +138,7 @@ def _reflect(colour: Tensor, surface: _Surface, d: Tensor, normal: Tensor, facin
 
 
 def _surface(scene: Scene, p: Tensor, normal: Tensor, number: Tensor, fp: Tensor) -> _Surface:
-    """Colour, gloss and glow of each point, by the material of what it lies on."""
+    """Return colour, gloss and glow of each point, by its material."""
     surface = _Surface(torch.zeros_like(p), torch.zeros_like(fp), torch.zeros_like(p), normal.clone())
     pick = (number == GROUND).nonzero().squeeze(1)
     if len(pick):
@@ -158,13 +158,13 @@ def _surface(scene: Scene, p: Tensor, normal: Tensor, number: Tensor, fp: Tensor
 
 
 def _at(scene: Scene, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> tuple:
-    """Place, number, attributes and footprint of the picked points."""
+    """Return position, number, attributes and footprint of the picked points."""
     which = number.index_select(0, pick)
     return _rows(p, pick), which, _rows(scene.attributes, which), fp.index_select(0, pick)
 
 
 def _geometry(layers: tuple[Layer, ...], which: Tensor) -> list[Tensor]:
-    """Geometry (the first six columns) of solids by number, whatever their layer."""
+    """Return the geometry (the first six columns) of solids by number, from any layer."""
     result = [torch.zeros(len(which), device=which.device) for _ in range(6)]
     for layer in layers:
         n = layer.geometry.shape[1]

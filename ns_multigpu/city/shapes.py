@@ -1,4 +1,4 @@
-"""How a ray meets a box, a roof or a blob, and the surface's normal there. Vectorised over (ray, solid) pairs."""
+"""Intersection of rays with boxes, roofs and blobs, and surface normals. Vectorised over (ray, solid) pairs."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def _box(g: Columns, o: Columns, inv: Columns) -> tuple[Tensor, Tensor]:
 
 
 def _slopes(g: Columns, o: Columns, d: Columns) -> list[tuple[Tensor, Tensor]]:
-    """Value at the origin and rate along the ray of each slope's plane function, negative inside; +x, -x, +y, -y."""
+    """Return value and rate along the ray of each slope's plane function, negative inside; +x, -x, +y, -y."""
     planes: list[tuple[Tensor, Tensor]] = []
     above = o[2] - g[8]
     for axis in (0, 1):
@@ -37,7 +37,7 @@ def _slopes(g: Columns, o: Columns, d: Columns) -> list[tuple[Tensor, Tensor]]:
 
 
 def entry(shape: Shape, g: Columns, o: Columns, d: Columns, inv: Columns) -> tuple[Tensor, Tensor]:
-    """Where each ray enters its solid.
+    """Return the point at which each ray enters its solid.
 
     Args:
         shape: of the solids.
@@ -70,7 +70,7 @@ def entry(shape: Shape, g: Columns, o: Columns, d: Columns, inv: Columns) -> tup
 
 
 def normal(shape: Shape, g: Columns, o: Columns, d: Columns, inv: Columns, t: Tensor) -> Tensor:
-    """Outward unit normal [3, n] where each ray enters its solid at distance t (arguments as for `entry`)."""
+    """Return the outward unit normal [3, n] at each ray's entry at distance t (arguments as for `entry`)."""
     if shape is Shape.BLOB:
         n = torch.stack([(o[k] + d[k] * t - g[k]) / (g[3 + k] * g[3 + k]) for k in range(3)])
         return n / n.norm(dim=0).clamp_min(1e-12)

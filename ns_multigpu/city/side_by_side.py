@@ -1,4 +1,4 @@
-"""Work on many views at once: in threads, or in processes where threads would wait for each other."""
+"""Parallel work on many views: in threads, or in processes if threads would block each other."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
@@ -10,14 +10,15 @@ import torch
 Job = TypeVar("Job")
 
 _THREADS = 4
-"""So many threads at most render on a CPU. A picture is thousands of small operations, between which a thread needs
-Python's lock: two threads use four fifths of two cores; thirty, on 32 cores, did not render 240 small views in 60 s."""
+"""Largest number of rendering threads on a CPU. A picture is thousands of small operations, and each needs Python's
+lock. Two threads use four fifths of two cores; thirty, on 32 cores, did not render 240 small views in 60 s.
+"""
 
 
 def side_by_side(
     work: Callable[[Job], int], jobs: Sequence[Job], workers: int, device: torch.device | str
 ) -> Iterator[int]:
-    """What `work` returns for each job, in their order.
+    """Yield the result of `work` for each job, in order.
 
     Args:
         work: on one job. With many workers on a CPU it is sent to other processes: then it has to be picklable.
@@ -40,11 +41,11 @@ def side_by_side(
 
 
 _work: Callable[[Any], int]
-"""In a process of many, what it does: sent once, for a capture builds its scene on first use."""
+"""Task of a worker process: sent once, since a capture builds its scene on first use."""
 
 
 def _begin(work: Callable[[Any], int]) -> None:
-    """Called in a process of many, which has one core."""
+    """Initialize a worker process, which has one core."""
     global _work
     _work = work
     torch.set_num_threads(1)

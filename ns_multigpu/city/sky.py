@@ -1,4 +1,4 @@
-"""The sky, the sun, and how much of the sky each place sees."""
+"""Sky, sun, and visibility of the sky from each place."""
 
 import numpy as np
 import scipy  # its parts are loaded when they are first asked for
@@ -25,7 +25,7 @@ AO_STEP = 2.0
 
 
 def sky_colour(d: Tensor, clouds: bool = True) -> Tensor:
-    """Colour [3, n] of the sky in unit directions [3, n]; below the horizon, haze."""
+    """Return the colour [3, n] of the sky in unit directions [3, n]; below the horizon, haze."""
     up = d[2].clamp(0.0, 1.0)
     horizon, zenith = (torch.tensor(c, device=d.device)[:, None] for c in (HAZE, (0.17, 0.36, 0.74)))
     colour = zenith + (horizon - zenith) * (1 - up).pow(3.2)
@@ -44,10 +44,10 @@ def sky_colour(d: Tensor, clouds: bool = True) -> Tensor:
 
 
 class Surroundings:
-    """How much sky is seen from any place: an approximation of ambient occlusion from blurred heights.
+    """Visibility of the sky from any place: ambient occlusion approximated from blurred heights.
 
-    Two maps of the heights of what stands are kept, blurred over a street's width and over a step. A place below its
-    surroundings' mean height loses sky in proportion to how deep it lies.
+    Two maps of the solids' heights are kept, blurred over a street's width and over a step. A place below its
+    surroundings' mean height loses sky in proportion to its depth.
     """
 
     def __init__(self, layers: list[Solids], half: float) -> None:
@@ -65,13 +65,13 @@ class Surroundings:
         self.n = n
 
     def to(self, device: torch.device) -> "Surroundings":
-        """The same on another device."""
+        """Return the same on another device."""
         moved = object.__new__(Surroundings)
         moved.half, moved.n, moved.maps = self.half, self.n, self.maps.to(device)
         return moved
 
     def openness(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        """Share [n] of the sky's light that reaches a place, in (0, 1]."""
+        """Return the fraction [n] of the sky's light at a place, in (0, 1]."""
         u = ((x + self.half) / AO_STEP - 0.5).clamp(0, self.n - 1.001)
         v = ((y + self.half) / AO_STEP - 0.5).clamp(0, self.n - 1.001)
         iu, iv = u.floor(), v.floor()
@@ -90,7 +90,7 @@ class Surroundings:
 
 
 def _raise(heights: NDArray[np.float32], low: NDArray, high: NDArray, tall: NDArray, half: float) -> None:
-    """Lifts the texels whose middle a solid's bounding box covers to its height; small solids count not at all."""
+    """Raise the texels whose middle is inside a solid's bounding box to its height; smaller solids are ignored."""
     first = np.ceil((low[:, :2] + half) / AO_STEP - 0.5).astype(np.int64).clip(0, len(heights))
     last = np.floor((high[:, :2] + half) / AO_STEP - 0.5).astype(np.int64).clip(-1, len(heights) - 1)
     spans = (last - first + 1).clip(0)

@@ -1,4 +1,4 @@
-"""The solids that a city is built of, as plain tables.
+"""Solids of a city, as plain tables.
 
 Three shapes suffice: boxes (buildings, machines, trunks), roofs (boxes cut by up to four slopes: gables, hips,
 mansards, cars' cabins) and blobs (ellipsoids: the crowns of trees). All are axis-aligned; lengths are metres, z is up.
@@ -14,7 +14,7 @@ Array = NDArray[np.float32]
 
 
 class Shape(IntEnum):
-    """What a solid is, hence how a ray meets it and which numbers describe it."""
+    """Shape of a solid: it sets the ray intersection and the numbers that describe the solid."""
 
     BOX = 0  # x0 y0 z0 x1 y1 z1
     ROOF = 1  # the same, then slope_x, slope_y and the height at which the slopes meet
@@ -22,12 +22,12 @@ class Shape(IntEnum):
 
     @property
     def fields(self) -> int:
-        """Numbers that describe one solid."""
+        """Return the count of numbers that describe one solid."""
         return (6, 9, 7)[self]
 
 
 class Material(IntEnum):
-    """How a solid's surface is coloured (facade.py, surfaces.py)."""
+    """Material of a solid's surface (facade.py, surfaces.py)."""
 
     FACADE = 0  # walls with windows, a flat roof on top
     PLAIN = 1  # one colour with grain: machines, chimneys, poles, trunks
@@ -66,14 +66,14 @@ class Solids:
         return len(self.geometry)
 
     def bounds(self) -> tuple[Array, Array]:
-        """Corners [n, 3] and [n, 3] of the solids' axis-aligned bounding boxes."""
+        """Return corners [n, 3] and [n, 3] of the solids' axis-aligned bounding boxes."""
         if self.shape is Shape.BLOB:
             return self.geometry[:, :3] - self.geometry[:, 3:6], self.geometry[:, :3] + self.geometry[:, 3:6]
         return self.geometry[:, :3], self.geometry[:, 3:6]
 
 
 class Pile:
-    """Collects solids of every shape while a city is laid out."""
+    """Collection of solids of every shape during planning."""
 
     def __init__(self) -> None:
         self._parts: dict[Shape, list[tuple[Array, Array]]] = {shape: [] for shape in Shape}
@@ -102,7 +102,7 @@ class Pile:
         self._parts[shape].append((columns(geometry), np.concatenate([rgb, rest], axis=1)))
 
     def solids(self, shape: Shape) -> Solids:
-        """All solids of one shape, in the order in which they were added."""
+        """Return all solids of one shape, in the order in which they were added."""
         parts = self._parts[shape]
         if not parts:
             return Solids(shape, np.zeros((0, shape.fields), np.float32), np.zeros((0, ATTRIBUTES), np.float32))

@@ -1,4 +1,4 @@
-"""What stands in the streets, gardens and parks: trees, lamps, benches, parked and moving cars."""
+"""Objects in streets, gardens and parks: trees, lamps, benches, parked and moving cars."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from ns_multigpu.city.solids import Material, Pile, Shape, Solids
 F = NDArray[np.float64]
 
 LANE = 1.75
-"""From the middle of the road to the middle of a lane, metres."""
+"""Distance from the middle of the road to the middle of a lane, metres."""
 PARKED = 0.5 * ROAD - 1.15
-"""From the middle of the road to the middle of the parked cars."""
+"""Distance from the middle of the road to the middle of the parked cars, metres."""
 SECONDS = 10.0
-"""How long the time from 0 to 1 of a time-varying capture lasts."""
+"""Duration in seconds of the times from 0 to 1 of a time-varying capture."""
 
 _PAINT = np.array(
     [[0.62, 0.62, 0.63], [0.05, 0.05, 0.06], [0.42, 0.03, 0.03], [0.04, 0.09, 0.30], [0.25, 0.26, 0.28],
@@ -24,7 +24,7 @@ _PAINT = np.array(
 
 
 def add_trees(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
-    """Adds the trees along the pavements, in gardens, in parks, and a few outside the city."""
+    """Add the trees along the pavements, in gardens, in parks, and a few outside the city."""
     corner_x, corner_y = plan.corners()
     places: list[tuple[F, F, F]] = []  # x, y, height
     # Pavements: both kerbs of every block, a tree each 9 m, some missing, none near the corners.
@@ -66,7 +66,7 @@ def add_trees(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
 def _scatter(
     rng: np.random.Generator, x0: F, y0: F, x1: F, y1: F, tall: tuple[float, float], margin: float
 ) -> tuple[F, F, F]:
-    """One place in each rectangle, and a height."""
+    """Return one random position in each rectangle, and a height."""
     u, v = rng.random((2, len(x0)))
     x = x0 + margin + u * np.maximum(x1 - x0 - 2 * margin, 0)
     y = y0 + margin + v * np.maximum(y1 - y0 - 2 * margin, 0)
@@ -74,7 +74,7 @@ def _scatter(
 
 
 def _trees(pile: Pile, rng: np.random.Generator, x: F, y: F, height: F) -> None:
-    """A trunk and a crown of several overlapping blobs for each tree."""
+    """Add a trunk and a crown of several overlapping blobs for each tree."""
     n = len(x)
     green = np.array([[0.075, 0.16, 0.030], [0.10, 0.19, 0.04], [0.055, 0.125, 0.035], [0.17, 0.19, 0.04]])
     colour = green[rng.integers(len(green), size=n)] * rng.uniform(0.8, 1.2, (n, 1))
@@ -104,7 +104,7 @@ def _trees(pile: Pile, rng: np.random.Generator, x: F, y: F, height: F) -> None:
 
 
 def add_furniture(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
-    """Adds street lamps along the pavements and benches in the parks."""
+    """Add street lamps along the pavements and benches in the parks."""
     corner_x, corner_y = plan.corners()
     dark = np.array([0.09, 0.10, 0.10])
     for at in (3.5, INNER / 2, INNER - 3.5):
@@ -132,7 +132,7 @@ def add_furniture(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
 
 @dataclass(frozen=True)
 class Cars:
-    """Cars by their place at time 0, and how they move along their road.
+    """Cars by their position at time 0, and their motion along their road.
 
     Attributes:
         along, across: [n] coordinate along the road's direction and across it, metres.
@@ -155,7 +155,7 @@ class Cars:
         return len(self.along)
 
     def solids(self, time: float) -> Solids:
-        """Bodies and cabins (as roofs with cut tops) at a time in [0, 1]."""
+        """Return bodies and cabins (as roofs with cut tops) at a time in [0, 1]."""
         run = self.reach * 2
         along = (self.along + self.speed * SECONDS * time + self.reach) % run - self.reach
         long, wide = 2.05 + 0.35 * self.random, 0.88
@@ -182,7 +182,7 @@ class Cars:
 
 
 def make_cars(plan: Plan, density: float, rng: np.random.Generator) -> Cars:
-    """Draws parked and moving cars for every road.
+    """Draw random parked and moving cars for every road.
 
     Args:
         plan: of the city.

@@ -1,4 +1,4 @@
-"""Everything that is neither ground nor building wall: machines and poles, tiled roofs, leaves, cars."""
+"""Surfaces other than ground and walls: machines and poles, tiled roofs, leaves, cars."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,9 @@ from ns_multigpu.city.shapes import Columns
 
 
 def plain_colour(p: Columns, normal: Tensor, attributes: Columns, fp: Tensor) -> Tensor:
-    """Colour [3, n] of machines (style 1: with grilles), bark and wood (style 2: with grain), or plain stuff."""
+    """Return the colour [3, n] of machines (style 1: with grilles), bark and wood (style 2: with grain), or plain
+    surfaces.
+    """
     style, random = attributes[6], attributes[3]
     u = p[0] * normal[1].abs() + p[1] * normal[0].abs() + p[0] * normal[2].abs()
     v = p[2] + p[1] * normal[2].abs()
@@ -20,7 +22,7 @@ def plain_colour(p: Columns, normal: Tensor, attributes: Columns, fp: Tensor) ->
 
 
 def tiles_colour(p: Columns, normal: Tensor, attributes: Columns, fp: Tensor) -> Tensor:
-    """Colour [3, n] of tiled slopes, and of the plaster of gables."""
+    """Return the colour [3, n] of tiled slopes, and of the plaster of gables."""
     random = attributes[3]
     steep = normal[2] < 0.2
     slope_x = normal[0].abs() > normal[1].abs()
@@ -41,7 +43,7 @@ def tiles_colour(p: Columns, normal: Tensor, attributes: Columns, fp: Tensor) ->
 
 
 def leaves_colour(p: Columns, normal: Tensor, attributes: Columns, fp: Tensor) -> tuple[Tensor, Tensor]:
-    """Colour [3, n] of crowns, and normals [3, n] ruffled as if by clumps of leaves."""
+    """Return the colour [3, n] of crowns, and normals [3, n] perturbed as by clumps of leaves."""
     random = attributes[3]
     one, two = torch.zeros_like(fp), torch.zeros_like(fp)
     for wavelength, gain in ((0.95, 0.8), (0.4, 1.0), (0.16, 1.1)):
@@ -62,7 +64,7 @@ def leaves_colour(p: Columns, normal: Tensor, attributes: Columns, fp: Tensor) -
 
 
 def car_colour(p: Columns, normal: Tensor, g: Columns, attributes: Columns, fp: Tensor) -> tuple[Tensor, Tensor]:
-    """Colour [3, n] and gloss [n] of cars: paint, dark windows, wheels."""
+    """Return colour [3, n] and gloss [n] of cars: paint, dark windows, wheels."""
     cabin = attributes[6] > 0.5
     along_x = (g[3] - g[0]) > (g[4] - g[1])
     along = torch.where(along_x, p[0] - g[0], p[1] - g[1])

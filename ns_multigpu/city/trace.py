@@ -17,7 +17,7 @@ from ns_multigpu.city.noise import value_noise_3d
 from ns_multigpu.city.solids import Shape
 
 SKY = -2
-"""Number of what a ray meets that meets nothing."""
+"""Number of a ray without a hit."""
 GROUND = -1
 """Number of the ground, the plane z = 0."""
 _NONE = 0x7FFFFFFF
@@ -25,7 +25,7 @@ _NONE = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class Geometry:
-    """All that rays can meet at one moment.
+    """Geometry for rays at one moment.
 
     Attributes:
         frame: the grid.
@@ -42,7 +42,7 @@ class Geometry:
     clear: Tensor
 
     def to(self, device: torch.device) -> "Geometry":
-        """The same on another device."""
+        """Return the same on another device."""
         return replace(
             self,
             layers=tuple(layer.to(device) for layer in self.layers),
@@ -52,13 +52,13 @@ class Geometry:
 
 
 def reciprocal(d: Tensor) -> Tensor:
-    """1 / d, with zeros taken as tiny numbers so that no infinity times zero arises."""
+    """Return 1 / d, with zeros replaced by tiny numbers to avoid infinity times zero."""
     tiny = torch.full_like(d, 1e-9)
     return 1.0 / torch.where(d.abs() < 1e-9, tiny, d)
 
 
 def _keys(t: Tensor, numbers: Tensor | int) -> Tensor:
-    """Sortable keys: the bits of a positive float grow with it."""
+    """Return sortable keys: the bits of a positive float increase with its value."""
     return (t.view(torch.int32).to(torch.int64) << 32) | numbers
 
 
@@ -67,12 +67,12 @@ def _distance(keys: Tensor) -> Tensor:
 
 
 LEAF = 0.09
-"""Gaps between leaves are seen where a pixel is narrower than this, metres; from further away crowns are closed."""
+"""Pixel width below which gaps between leaves are visible, metres; from further away crowns are closed."""
 
 
 @dataclass(frozen=True)
 class Width:
-    """How wide rays are: at + spread * distance, metres (at: [n])."""
+    """Width of rays: at + spread * distance, metres (at: [n])."""
 
     at: Tensor
     spread: float
@@ -81,7 +81,7 @@ class Width:
 def trace(
     scene: Geometry, origin: Tensor, direction: Tensor, width: Width | None = None, *, shadow: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The first thing that each ray meets.
+    """Return the first hit of each ray.
 
     Args:
         scene: what can be met.
@@ -165,7 +165,7 @@ def _meet_cells(
     width: Width | None,
     best: Tensor,
 ) -> None:
-    """Lowers `best` to the nearest of the hits of each ray [m] with the solids listed in its cell [m]."""
+    """Lower `best` to the nearest hit of each ray [m] with the solids listed in its cell [m]."""
     for layer in scene.layers:
         if not layer.numbers.numel():
             continue
@@ -194,7 +194,7 @@ def _meet_cells(
 
 
 def _leaves(ray: Tensor, t: Tensor, gaps: Tensor, o: shapes.Columns, d: shapes.Columns, width: Width) -> Tensor:
-    """Whether there is a leaf [n] (and not a gap) where rays meet the skin of a crown at distance t.
+    """Return [n] True if rays hit a leaf, not a gap, on the skin of a crown at distance t.
 
     gaps: [n] about which share of the skin is open.
     """
@@ -213,7 +213,7 @@ def _leaves(ray: Tensor, t: Tensor, gaps: Tensor, o: shapes.Columns, d: shapes.C
 
 
 def expand(count: Tensor) -> tuple[Tensor, Tensor]:
-    """For counts [m], all at least 1: which entry each of the sum(count) items belongs to, and its rank in the entry.
+    """Return, for counts [m], all at least 1, the entry of each of sum(count) items, and its rank in the entry.
 
     The same as repeat_interleave, several times faster on a CPU.
     """
@@ -227,7 +227,7 @@ def expand(count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def surface_normal(scene: Geometry, origin: Tensor, direction: Tensor, t: Tensor, number: Tensor) -> Tensor:
-    """Outward unit normals [3, n] of what rays met (as `trace` tells it); up for ground and sky."""
+    """Return the outward unit normals [3, n] at the hits of `trace`; up for ground and sky."""
     result = torch.zeros_like(origin)
     result[2] = 1.0
     for layer in scene.layers:

@@ -1,1 +1,1 @@
-"""What a run will need: memory and time by arithmetic, without a GPU."""
+"""Estimates of a run's memory and time by arithmetic, without a GPU."""

@@ -1,4 +1,4 @@
-"""`ns-multigpu plan`: which strategy to use, memory a GPU and time a step, before anything is rented or started."""
+"""`ns-multigpu plan`: recommended strategy, memory per GPU and time per step, before GPUs are rented."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +13,10 @@ from ns_multigpu.planning.simulated import SCENES, SOURCE, Simulated, simulated
 from ns_multigpu.planning.work import PATCHES, ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, in_sight, share
 
 _KEPT = 0.1
-"""The part of a GPU's memory that training images may take (`plugin.capture.device_images`)."""
+"""Fraction of a GPU's memory that training images may take (`plugin.capture.device_images`)."""
 _MOST_INTERSECTIONS = 2**31 - 1
 MOST_RANKS, MOST_OWNERS = 32, 128
-"""Most ranks that a rank sends rows to, and most owners of the rows that it draws (`cuda_ext.ops.exchange`)."""
+"""Largest number of ranks that a rank sends rows to, and of owners of the rows it renders (`cuda_ext.ops.exchange`)."""
 
 
 def plan(
@@ -39,33 +39,33 @@ def plan(
     between_gbit: float = 25.0,
     scene: Literal["auto", "aerial", "street", "street-far-plane", "street-visible"] = "auto",
 ) -> None:
-    """Print which strategy to use, then the memory that each GPU needs and the time of a step, for each strategy.
+    """Print the recommended strategy, then the memory per GPU and the time per step of each strategy.
 
-    The exit status is 1 where no strategy fits.
+    The exit status is 1 if no strategy fits.
 
     Args:
-        points: Gaussians of the whole model: 8000000, 400M, 1.5B.
+        points: Gaussians of the full model: 8000000, 400M, 1.5B.
         image: Size of the training images: 3840x2160.
-        gpus: GPUs to spread the work over, of all machines together.
-        views_per_step: Views a step, over all GPUs; batch rounds it up to whole views on every GPU.
+        gpus: Number of GPUs, on all machines together.
+        views_per_step: Views per step, on all GPUs; batch rounds it up to full views on every GPU.
         sh_degree: Degree of the harmonics, 0 to 3.
-        gpu: The kind of GPU, whose memory and speed count. auto: this machine's, an H200 where there is none; of
-            other kinds the memory counts, with an H200's speed.
-        gpu_memory: Memory of a GPU in GiB, instead of what gpu says.
-        strategy: Which strategy to plan. "all" leaves out locality where there is one machine, and pixel where
-            there is one GPU.
-        images: Training images; they are kept on the GPUs where they take at most a tenth of their memory.
-        visible_fraction: The part of the Gaussians that a view shows; by default the measured scene's.
-        intersections_per_splat: Tiles of 16x16 pixels that a visible Gaussian meets; by default the measured scene's.
-        transport: How tile and locality exchange rows in a machine: through peer memory (NVLink), or by collectives.
-        densify: The model grows and is pruned while it trains, which takes memory of its own.
-        fused: Steps are fused (see docs/kernels.md). If not there is no time, for none was measured; memory is an upper
+        gpu: GPU model, which sets memory and speed. auto: this machine's, or an H200 if there is none; other models use
+            their own memory with an H200's speed.
+        gpu_memory: Memory of a GPU in GiB, instead of the model's.
+        strategy: Strategy to plan. "all" omits locality on one machine, and pixel on one GPU.
+        images: Number of training images; they are kept on the GPUs if they take at most a tenth of the memory.
+        visible_fraction: Fraction of the Gaussians that a view shows; by default the measured scene's.
+        intersections_per_splat: Tiles of 16x16 pixels that a visible Gaussian overlaps; by default the measured
+            scene's.
+        transport: Exchange of rows in a machine by tile and locality: through peer memory (NVLink), or by collectives.
+        densify: Include the memory of densification, which grows and prunes the model.
+        fused: Plan fused steps (see docs/kernels.md). Unfused steps have no measured time; their memory is an upper
             bound.
         optimizer_state: Adam's moments as float32, or as bfloat16 (--pipeline.model.optimizer-state). Compact steps
-            have not been timed: the time is that of full ones.
-        machines: Machines that the GPUs are in, equally many in each.
-        between_gbit: Gbit/s that a machine takes in from the others, while it sends as much.
-        scene: Simulated scene that says what locality saves; by default that whose views show the most similar part.
+            have no measured time: the time is that of full ones.
+        machines: Number of machines, with equally many GPUs each.
+        between_gbit: Gbit/s that a machine receives from the others, while it sends as much.
+        scene: Simulated scene that gives locality's savings; by default the one with the most similar visible fraction.
     """
     if intersections_per_splat is not None and not intersections_per_splat > 0:
         raise ValueError(f"intersections-per-splat is {intersections_per_splat}: give more than 0")
@@ -112,11 +112,13 @@ def plan(
 
 @dataclass(frozen=True)
 class Planned:
-    """One strategy's figures.
+    """Figures of one strategy.
 
     Attributes:
-        memory: of one GPU. most: points of the largest model that fits. pace: None where steps are not fused.
-        unsupported_reason: why the strategy cannot run this at all; None if it can.
+        memory: of one GPU.
+        most: points of the largest model that fits.
+        pace: None if steps are not fused.
+        unsupported_reason: reason why the strategy cannot run; None if it can.
     """
 
     memory: Memory
@@ -126,9 +128,9 @@ class Planned:
 
 
 def conclusion(plans: dict[str, Planned], course: Course, *, densify: bool) -> tuple[str, bool]:
-    """Return the line that says what to use, and whether anything fits.
+    """Return the line that recommends a strategy, and True if any strategy fits.
 
-    Of the strategies that fit it is the one with the most images a second; without times, the one that needs the least
+    It recommends the fitting strategy with the most images per second; without times, the one that needs the least
     memory.
     """
     usable = {name: one for name, one in plans.items() if one.unsupported_reason is None}
@@ -167,7 +169,7 @@ def _whole_gib(size: float) -> str:
 
 
 def _kind(gpu: str, given: float | None) -> rates.Gpu:
-    """Return the kind of GPU; its memory is `given`, GiB, if that is not None."""
+    """Return the GPU model, with `given` GiB of memory if that is not None."""
     kind = rates.GPUS["h200" if gpu == "auto" else gpu]
     if gpu == "auto":
         import torch
@@ -224,7 +226,7 @@ def _memory_table(plans: dict[str, Planned], *, densify: bool) -> str:
 
 
 def _traffic_table(crossing: dict[str, Traffic], course: Course) -> str:
-    """What crosses machines, strategy beside strategy, and how level `locality` leaves the ranks."""
+    """Return the table of traffic between machines by strategy, with the balance of `locality`."""
     lines = [
         ["Traffic a step, MiB, there and back", *crossing],
         ["  into a machine, from the others", *(f"{found.between / 2**20:,.1f}" for found in crossing.values())],
@@ -297,14 +299,14 @@ def _uncountable(strategy: str, course: Course) -> bool:
 
 
 def _unsupported_reason(strategy: str, course: Course) -> str | None:
-    """Return why a strategy cannot run this at all; None if it can."""
+    """Return the reason why a strategy cannot run; None if it can."""
     if _uncountable(strategy, course):
         return "more intersections on a GPU than it can count (2^31)"
     return _too_many(course) if strategy in ("tile", "locality") else None
 
 
 def _too_many(course: Course) -> str | None:
-    """Return why rows cannot be exchanged between so many GPUs; None if they can."""
+    """Return the reason why rows cannot be exchanged between so many GPUs; None if they can."""
     if course.gpus <= MOST_RANKS:
         return None
     if course.machines == 1 or course.per_machine == 1:
@@ -317,7 +319,7 @@ def _too_many(course: Course) -> str | None:
 
 
 def _on_locality(course: Course) -> list[str]:
-    """What the figures of `locality` are taken from, and where that is far from what is planned."""
+    """Return notes on the source of the figures of `locality`, and on deviations from the planned run."""
     scene, level = SCENES[course.scene], simulated(course.scene, course.machines)
     known = list(scene.lines)
     notes = [

@@ -1,8 +1,7 @@
-"""Memory of one GPU, by part: what a `Step`, the CUDA operators under it and densification allocate.
+"""Memory of one GPU, by part: allocations of a `Step`, its CUDA operators, and densification.
 
-Every figure is a count of bytes of buffers that exist in the code named beside it; on the four scenes that were
-measured the sum is within 2 % of the allocator's peak (benchmarks/results/data/kernels/train-step-h200.json; see
-tests/planning/test_planning.py).
+Every figure counts the bytes of buffers in the code named next to it. On the four measured scenes the sum is within 2 %
+of the allocator's peak (benchmarks/results/data/kernels/train-step-h200.json; see tests/planning/test_planning.py).
 """
 
 from dataclasses import dataclass
@@ -10,38 +9,38 @@ from dataclasses import dataclass
 from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, WIRE_BYTES, Course, Share, ranks_used, share
 from ns_multigpu.primitives.gaussians.schema import ROW
 
-# Bytes a point.
+# Bytes per point.
 STATISTICS = 12  # grad2d, count, radii
 LAZY = 1  # LazyAdam.last
-_INDICES = 40  # where new points come from, and their order
-# Bytes a row that is projected here.
+_INDICES = 40  # indices of new points, and their order
+# Bytes per row that is projected on this rank.
 _ROWS = 4 * (2 + sum(ROW.values()))  # SplatRows: with two ids
-_KEPT_ROWS = _ROWS  # those of the step before, until new ones are there
-# Bytes a row that is drawn here.
+_KEPT_ROWS = _ROWS  # the previous step's rows, until the new ones exist
+# Bytes per row that is rendered on this rank.
 _TABLE = 48  # RasterState.table
 _RECORDS = RECORD_BYTES + 8  # gradients, owners, slots
 _GATHERED = ROW_BYTES + 4 * ROW["features"]  # of every rank; and colours (see GaussianReplicaRows)
 _ARRIVED = 4 * (3 + sum(ROW.values()))  # with view ids, owners and slots
-# Bytes an intersection: row_ids, and checkpoints of transmittance and colour. Keys and ids that are sorted are gone by
+# Bytes per intersection: row_ids, and checkpoints of transmittance and colour. Sorted keys and ids are freed by
 # then: 12 (16 beyond 65,535 tiles), of which row_ids are 4.
 _INTERSECTION = 20
-# Bytes a pixel, at the loss: target 3, rgb of this step and the last 24, colour, alpha, last 20, the loss's gradient 12
-# and its maps 36.
+# Bytes per pixel during the loss: target 3, rgb of this step and the last 24, colour, alpha, last 20, the loss's
+# gradient 12 and its maps 36.
 _PIXEL = 95
 _PER_TILE = 40  # of 256 pixels: TileInfo, offsets, slots
-# What the placement of `locality` takes: the place of a point (`ShardIndex`); while points are placed, of each of a
-# sample # its position, in double precision too, its cells, its code and its rank in their order (`ByViews`), on one
-# GPU. # `pixel` has places as well.
+# State of the placement of `locality`: the place of a point (`ShardIndex`). During placement, one GPU holds for each
+# sample its position, also in double precision, its cells, its code and its rank in their order (`ByViews`). `pixel`
+# has places as well.
 _PLACE = 8
-_LAYER = 4 * (4 + 1 + 4)  # what arrives, what is let through before it, its gradients
-_SENT = 4 * (4 + 4 + 4)  # of a drawn pixel what leaves, what comes back, and its gradients in the patch
+_LAYER = 4 * (4 + 1 + 4)  # received pixel, transmittance before it, its gradients
+_SENT = 4 * (4 + 4 + 4)  # per rendered pixel: sent, returned, and its gradients in the patch
 _SAMPLE = 12 + 24 + 48 + 8 + 16 + 24
 MOST_SAMPLED = 4_000_000
 
 RESERVE = 2 << 30
-"""Bytes of CUDA itself, kernels, NCCL's channels. Assumed."""
+"""Bytes of the CUDA context, kernels and NCCL's channels. Assumed."""
 SLACK = 0.05
-"""The part of a GPU's memory that its allocator cannot use, being in pieces. Assumed."""
+"""Fraction of a GPU's memory lost to fragmentation. Assumed."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,14 @@ class Memory:
     """Bytes on one GPU.
 
     Attributes:
-        parameters, moments, statistics: of the model. gradients: of all parameters, where steps are not fused.
+        parameters, moments, statistics: of the model.
+        gradients: of all parameters, if steps are not fused.
         rows, intersections, pixels, exchange: buffers of a step.
-        images: training images that are kept on the GPU.
-        placement: what tells where points are, with `locality` and `pixel`.
-        refining: what densification needs beside the model, in place of a step's buffers: old tensors of which new
-            ones are made (`regroup.grow_and_prune`).
-        reserve: for CUDA, and what its allocator cannot use.
+        images: training images kept on the GPU.
+        placement: index map of points, with `locality` and `pixel`.
+        refining: memory of densification next to the model, instead of a step's buffers: old tensors while new ones are
+            built (`regroup.grow_and_prune`).
+        reserve: for CUDA, and the allocator's fragmentation.
         available: of the GPU.
     """
 
@@ -75,26 +75,26 @@ class Memory:
 
     @property
     def model(self) -> float:
-        """What there is throughout."""
+        """Return the bytes that are allocated throughout training."""
         return self.parameters + self.moments + self.statistics + self.gradients + self.images + self.placement
 
     @property
     def step(self) -> float:
-        """Buffers of a step."""
+        """Return the bytes of a step's buffers."""
         return self.rows + self.intersections + self.pixels + self.exchange
 
     @property
     def training(self) -> float:
-        """The most that a step holds."""
+        """Return the peak during a step."""
         return self.model + self.step + self.reserve
 
     @property
     def densifying(self) -> float:
-        """The most that there is while points are grown and pruned."""
+        """Return the peak during densification."""
         return self.model + self.refining + self.reserve
 
     def headroom(self, *, densify: bool) -> float:
-        """What is left; negative where it does not fit."""
+        """Return the free bytes; negative if the run does not fit."""
         return self.available - (max(self.training, self.densifying) if densify else self.training)
 
 
@@ -109,15 +109,15 @@ def memory(strategy: str, course: Course, available: float, images: float = 0.0)
     numbers = float(course.floats * one.points)
     parameters = 4.0 * numbers
     pieces = step_buffers(one, ranks)
-    # Tensors are replaced one by one: of the largest there are the old value and an old moment beside all that is new;
-    # and indices, masks and positions of all points. A sharded model keeps what ranks exchange rows through.
+    # Tensors are replaced one by one. The peak has the old value and an old moment of the largest, all new tensors, and
+    # indices, masks and positions of all points. A sharded model also keeps its exchange buffers.
     largest = (4.0 + course.moment_bytes) * course.largest
     refining = (largest + _INDICES) * one.points + (pieces["exchange"] if one.arrivals else 0.0)
     placement = 0.0
     if strategy in ("locality", "pixel") and ranks > 1:
         placement = float(_PLACE * one.points)
     if strategy == "locality" and ranks > 1:
-        refining = max(refining, float(_SAMPLE * min(course.points, MOST_SAMPLED)))  # before anything is replaced
+        refining = max(refining, float(_SAMPLE * min(course.points, MOST_SAMPLED)))  # before any tensor is replaced
     return Memory(
         parameters=parameters,
         moments=2 * course.moment_bytes * numbers,
@@ -133,7 +133,7 @@ def memory(strategy: str, course: Course, available: float, images: float = 0.0)
 
 
 def checkpoint_bytes(course: Course) -> int:
-    """Return the bytes of a checkpoint of the whole model: parameters, moments, densification's statistics."""
+    """Return the bytes of a checkpoint of the full model: parameters, moments, densification statistics."""
     return course.points * ((4 + 2 * course.moment_bytes) * course.floats + STATISTICS)
 
 
@@ -141,20 +141,21 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
     """Return the bytes of a step's buffers: `rows`, `intersections`, `pixels` and `exchange`.
 
     Args:
-        capacity: by how much capacities exceed counts.
+        capacity: ratio of capacities to counts.
     """
     rows = capacity * one.rows
-    if one.arrivals:  # rows travel: `CollectiveRows` or `PeerRows`
+    if one.arrivals:  # rows are exchanged: `CollectiveRows` or `PeerRows`
         arrivals = capacity * one.arrivals
         on_rows = rows * (_ROWS + _KEPT_ROWS + 4 * ranks) + arrivals * (_ARRIVED + _TABLE)
-        # By collectives, which take more than peer memory: of every arrival what comes and the sum of its gradients; as
-        # much as comes for what leaves; and what is collected, twice.
+        # Collectives take more than peer memory: per received row its data and the sum of its gradients, as much again
+        # for
+        # sent rows, and twice the gathered rows.
         exchange = arrivals * (2 * WIRE_BYTES + RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
-    else:  # rows stay: `OwnRows` or `ReplicatedRows`
+    else:  # rows are local: `OwnRows` or `ReplicatedRows`
         on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)
-        # What all ranks sent, and the view ids that this one sends: the rest of it goes from where it lies.
+        # The rows of all ranks, and this rank's view ids: the rest is sent in place.
         exchange = rows * (ranks * _GATHERED + 4) if ranks > 1 else 0.0
-        if one.layers:  # rows are nobody else's: `CompositeOperators`
+        if one.layers:  # pixels are exchanged instead of rows: `CompositeOperators`
             exchange = _LAYER * one.layers + _SENT * one.pixels
     return {
         "rows": on_rows,
@@ -165,7 +166,7 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
 
 
 def most_points(strategy: str, course: Course, available: float, *, densify: bool, images: float = 0.0) -> int:
-    """Return the points of the largest model that fits, all else being as in `course`; 0 if nothing does."""
+    """Return the points of the largest model that fits, with everything else as in `course`; 0 if nothing fits."""
 
     def fits(points: int) -> bool:
         return memory(strategy, course.with_points(points), available, images).headroom(densify=densify) >= 0

@@ -1,4 +1,4 @@
-"""Speeds that a run may expect of each strategy on its GPUs, and whether another one would be much faster."""
+"""Expected speed of each strategy on a run's GPUs, and a recommendation if another one is much faster."""
 
 from dataclasses import dataclass, replace
 
@@ -7,35 +7,38 @@ from ns_multigpu.planning.pace import pace
 from ns_multigpu.planning.work import Course
 
 WORTH_SAYING = 1.2
-"""Another strategy is named where it would be so many times as fast."""
+"""Least speedup for which another strategy is recommended."""
 SOME_SIZE = 1_000_000
-"""Gaussians that a model may end with, where nothing says how many."""
+"""Assumed final number of Gaussians if it is unknown."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Images a second by strategy, for a model of some size. "single" is one GPU, whatever the strategy.
+    """Images per second by strategy, for a model of some size. "single" is one GPU for any strategy.
 
     Attributes:
         points: of the model.
-        speeds: by strategy; those that memory has no room for are left out.
+        speeds: by strategy; those that exceed the memory are omitted.
     """
 
     points: int
     speeds: dict[str, float]
 
     def better(self, than: str) -> str | None:
-        """The fastest strategy, if it is much faster than `than`."""
+        """Return the fastest strategy if it is much faster than `than`, else None."""
         best = max(self.speeds, key=lambda name: self.speeds[name], default=than)
         slow = self.speeds.get(than)
         return best if slow is not None and self.speeds[best] >= WORTH_SAYING * slow else None
 
 
 def outlook(mine: str, course: Course, points: int, memory: float | None) -> Outlook:
-    """Return the speeds of `mine`, with its batch, and of the other strategies, with theirs by default.
+    """Return the speeds of `mine`, with its batch, and of the other strategies, with their default batches.
 
     Args:
-        course: the run's. points: of the model. memory: bytes of a GPU that a model and its steps may take, if known.
+        mine: the run's strategy.
+        course: the run's quantities.
+        points: of the model.
+        memory: bytes of a GPU that a model and its steps may take; None if unknown.
     """
     speeds: dict[str, float] = {}
     for name, views in (("single", 1), ("batch", course.gpus), ("tile", 1), ("locality", course.gpus)):
@@ -51,10 +54,12 @@ def outlook(mine: str, course: Course, points: int, memory: float | None) -> Out
 
 
 def described(found: list[Outlook], mine: str, gpus: int) -> list[str]:
-    """The lines that a run begins with.
+    """Return the lines that are printed at a run's start.
 
     Args:
-        found: for models of several sizes, the largest last. mine: the run's strategy. gpus: how many it has.
+        found: for models of several sizes, the largest last.
+        mine: the run's strategy.
+        gpus: number of GPUs.
     """
     lines = [f"Planned, images a second on {gpus} GPUs, by the rates of an H200 (ns-multigpu plan says how):"]
     for one in found:

@@ -1,4 +1,4 @@
-"""Time of a step, by part, from the measured rates; and what crosses between GPUs and between machines."""
+"""Time of a step, by part, from measured rates; and traffic between GPUs and between machines."""
 
 from dataclasses import asdict, dataclass
 
@@ -6,21 +6,25 @@ from ns_multigpu.planning import rates
 from ns_multigpu.planning.work import Course, batch_of, ranks_used, share
 
 BYTES_OF_GBIT = 125_000
-"""Bytes a millisecond of 1 Gbit/s."""
+"""Bytes per millisecond of 1 Gbit/s."""
 RELAYED = {"tile": 0.0, "locality": 0.058}
-"""The part of what would cross between machines that is saved where a row crosses once, and is handed on there. Of
-`locality` measured with two ranks a machine (benchmarks/results/two-machines.md); more share more. Of `tile`, whose
-bands rarely share a row on one machine and not on another, taken to be none."""
+"""Fraction of the traffic between machines that is saved by sending a row once per machine and forwarding it there. For
+`locality` it was measured with two ranks per machine (benchmarks/results/two-machines.md); more ranks share more. For
+`tile` it is assumed to be 0, since bands of one machine rarely share a row.
+"""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Milliseconds of one step; its parts follow one another.
+    """Milliseconds of one step; its parts run one after another.
 
     Attributes:
-        project: culling, projection, colours. sort: intersection with tiles, sorts. raster, loss, backward: see
-            `rates`. exchange: what crosses between the GPUs of a machine; with `pixel` compositing, too. between: what
-            crosses between machines. update: gradients to parameters, Adam.
+        project: culling, projection, colours.
+        sort: intersection with tiles, sorts.
+        raster, loss, backward: see `rates`.
+        exchange: traffic between the GPUs of a machine; with `pixel` compositing, too.
+        between: traffic between machines.
+        update: gradients to parameters, Adam.
         host: the least time in which the host launches a step.
         views: of the step.
     """
@@ -38,21 +42,22 @@ class Pace:
 
     @property
     def step(self) -> float:
-        """The whole step on the GPUs."""
+        """Return the time of the step on the GPUs."""
         return sum(value for name, value in asdict(self).items() if name not in ("host", "views"))
 
     @property
     def images_per_second(self) -> float:
-        """Training images a second: a step takes the GPUs' time, or the host's if that is longer."""
+        """Return training images per second: a step takes the GPUs' time, or the host's if that is longer."""
         return 1e3 * self.views / max(self.step, self.host)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one step over several machines, the way there and the way back, capacities included.
+    """Bytes of one step on several machines, forward and backward, padding to capacities included.
 
     Attributes:
-        inside: into a GPU from others of its machine. between: into a machine from the others; both of the busiest.
+        inside: received by a GPU from others of its machine; of the busiest.
+        between: received by a machine from the others; of the busiest.
     """
 
     inside: float
@@ -60,11 +65,11 @@ class Traffic:
 
 
 def traffic(strategy: str, course: Course) -> Traffic:
-    """What crosses in a step of `strategy` over several machines.
+    """Return the traffic of a step of `strategy` on several machines.
 
-    A machine takes in what `batch` gathers once and passes it on to all of its GPUs. A row of `tile` and `locality`
-    goes to one GPU of a machine that needs it, which hands it on: to itself, or to one of the others. Pixels of `pixel`
-    go to each GPU that owns them.
+    A machine receives the rows that `batch` gathers once and forwards them to all of its GPUs. A row of `tile` and
+    `locality` is sent to one GPU of a machine that needs it, which keeps or forwards it. Pixels of `pixel` are sent to
+    each GPU that owns them.
     """
     if ranks_used(strategy, course) == 1:
         return Traffic(0.0, 0.0)
@@ -91,11 +96,10 @@ def pace(
     """Return the time of a step of `strategy`.
 
     Args:
-        lazy: Adam's steps of points that are not drawn are deferred within a block; None: where fused training does.
-        transport: of `batch`, `tile` and `locality` inside a machine: "peer" or "collective". `pixel` has collectives
-            alone.
+        lazy: True if Adam's steps of points that are not rendered are deferred within a block; None: as fused training.
+        transport: of `batch`, `tile` and `locality` inside a machine: "peer" or "collective". `pixel` uses collectives.
         gbit: Gbit/s that a machine receives from others, while it sends as much.
-        gpu: the kind of GPU.
+        gpu: the GPU model.
     """
     one, ranks = share(strategy, course), ranks_used(strategy, course)
     crossing = between = 0.0

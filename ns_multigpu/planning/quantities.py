@@ -1,19 +1,19 @@
-"""Numbers as people type and read them: 400M, 1.5B, 3840x2160, 12.3 GiB."""
+"""Parsing and formatting of quantities: 400M, 1.5B, 3840x2160, 12.3 GiB."""
 
 import re
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 _COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)(?:(e[+-]?\d+)|\s*([kmbg]?))", re.IGNORECASE)
 _MOST = 10**12
-"""Points: more than any machine holds."""
+"""Largest number of points; beyond any machine."""
 _SIZE = re.compile(r"\s*(\d+)\s*[xX]\s*(\d+)\s*")
 
 
 def parse_count(text: str) -> int:
-    """400M, 1.5B, 250k, 8000000, 8_000_000 or 8e6 as an integer.
+    """Parse 400M, 1.5B, 250k, 8000000, 8_000_000 or 8e6 as an integer.
 
     Raises:
-        ValueError: it is none of these, or not a whole number from 1 to a million million.
+        ValueError: the text is none of these, or not a whole number from 1 to 10^12.
     """
     match = _COUNT.fullmatch(text.strip())
     if match is None:
@@ -29,10 +29,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """3840x2160 as (width, height).
+    """Parse 3840x2160 as (width, height).
 
     Raises:
-        ValueError: it is no such size, or one too small for the loss's window of 11 pixels.
+        ValueError: the text is no such size, or a side is below the 11 pixels of the loss's window.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -44,6 +44,6 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, with two digits after the point where they mean something."""
+    """Format bytes in GiB, with two decimals below 100 and one above."""
     value = size / 2**30
     return f"{value:,.2f}" if abs(value) < 100 else f"{value:,.1f}"

@@ -1,9 +1,9 @@
-"""What `locality` saves, and how level it is: figures of a simulation, for a plan to go by.
+"""Simulated savings and balance of `locality`, as input of a plan.
 
-All are of `benchmarks/results/locality-sim.md`, table "Traffic and balance" (tests/planning/test_planning_machines.py
-compares them). There a procedural city of 1 M points, 4 GPUs a machine and 16 patches a view were simulated on a CPU,
-and compared with points at random whose images are drawn anywhere. Nothing of it was measured on GPUs or over a
-network.
+All figures are from `benchmarks/results/locality-sim.md`, table "Traffic and balance"
+(tests/planning/test_planning_machines.py compares them). The simulation ran on a CPU, with a procedural city of 1 M
+points, 4 GPUs per machine and 16 patches per view. The baseline has points and patches on random ranks. Nothing was
+measured on GPUs or over a network.
 """
 
 from bisect import bisect_left
@@ -12,7 +12,7 @@ from math import log, log2
 
 SOURCE = "benchmarks/results/locality-sim.md"
 GPUS = 4
-"""Of a machine, there."""
+"""GPUs per machine in the simulation."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Simulated:
     """One line of the table.
 
     Attributes:
-        between: the part of what crosses between machines that is saved; in_all: of all that leaves a GPU.
-        sends, receives, draws, holds: the busiest rank over the mean: splats sent, received and drawn; points held.
+        between: fraction of the traffic between machines that is saved.
+        in_all: fraction of all traffic between GPUs that is saved.
+        sends, receives, draws, holds: the busiest rank over the mean: splats sent, received and rendered; points held.
         views: of a step.
     """
 
@@ -39,8 +40,9 @@ class Scene:
     """Lines of one scene.
 
     Attributes:
-        title: as the table has it. visible: the part of the points that a view shows.
-        lines: by number of machines, ascending, of the fewest views that were simulated.
+        title: as in the table.
+        visible: fraction of the points that a view shows.
+        lines: by number of machines, ascending, for the fewest simulated views.
     """
 
     title: str
@@ -84,20 +86,22 @@ SCENES = {
         (32, 45.4, 6.2, 1.63, 2.11, 2.08, 1.05, 256),
     ),
 }  # fmt: skip
-"""By the name that a user types."""
+"""Scenes by option value."""
 
 
 def nearest_scene(visible: float) -> str:
-    """The scene whose views show a part of the points that is nearest to `visible`, by ratio."""
+    """Return the scene whose visible fraction is nearest to `visible`, by ratio."""
     return min(SCENES, key=lambda name: abs(log(SCENES[name].visible / visible)))
 
 
 def simulated(scene: str, machines: int) -> Simulated:
-    """The figures for so many machines: between two that were simulated on the line through them, over the logarithm;
-    beyond the most those of the most. One machine has nothing to save, and is taken to be level.
+    """Return the figures for a number of machines.
+
+    Between two simulated numbers they are interpolated linearly over the logarithm. Beyond the largest they are the
+    largest's. One machine saves nothing and is assumed balanced.
 
     Raises:
-        ValueError: there is no such scene.
+        ValueError: the scene does not exist.
     """
     if scene not in SCENES:
         raise ValueError(f"scene is {scene!r}: choose from auto, {', '.join(SCENES)}")

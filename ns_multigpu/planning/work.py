@@ -1,9 +1,9 @@
-"""How much of everything one rank has in a step, by strategy.
+"""Counts of one rank's work in a step, by strategy.
 
-How many points a view shows, and how many tiles a splat meets, depends on the scene. The defaults are those of the
-largest scene that was measured: the garden of Mip-NeRF 360 repeated on a grid (benchmarks/scenes/garden.py), 7.93 M
-points, of which 1.73 M are drawn; each meets 3.5 tiles of an image of 1920x1080, and 7.9 of one of 3840x2160 (`counts`
-in benchmarks/results/data/kernels/rasterizer-h200.json; gsplat, which bounds splats by squares, counts 5.8 and 14.7).
+The visible points per view and the tiles per splat depend on the scene. The defaults are those of the largest measured
+scene: the garden of Mip-NeRF 360 repeated on a grid (benchmarks/scenes/garden.py). It has 7.93 M points, of which 1.73
+M are visible. Each overlaps 3.5 tiles of an image of 1920x1080, and 7.9 of one of 3840x2160 (`counts` in
+benchmarks/results/data/kernels/rasterizer-h200.json). gsplat, which bounds splats by squares, counts 5.8 and 14.7.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from ns_multigpu.planning.simulated import GPUS, SCENES, nearest_scene, simulate
 from ns_multigpu.primitives.gaussians.schema import RECORD_FLOATS, ROW, SCHEMA
 
 STRATEGIES = ("single", "batch", "tile", "locality", "pixel")
-"""The strategies that can be planned."""
+"""Strategies that can be planned."""
 
 SCENE = "garden repeated on a grid, 7.93 M Gaussians (benchmarks/results/data/kernels/rasterizer-h200.json)"
 VISIBLE = 1_734_766 / 7_927_073
@@ -24,46 +24,50 @@ _PIXELS_1080P, _PIXELS_4K = 1920 * 1080, 3840 * 2160
 TILE = 16
 """Side of a tile, and rows of pixels of a band's halo."""
 ROOM = 1.25
-"""Capacities have this much more room than was needed (`step_settings.padded`)."""
+"""Ratio of capacities to measured counts (`step_settings.padded`)."""
 PAIRS = 1.43
-"""How much more than in the mean the fullest step sends from one rank to another: collectives send whole capacities
-(limited-links-h100.md: 148 MB a step of `tile`)."""
+"""Ratio of the largest message between two ranks to the mean: collectives send full capacities (limited-links-h100.md:
+148 MB per step of `tile`).
+"""
 UNEVEN = 2.0
-"""How much more than an equal share the largest of the segments holds that ranks send each other. Assumed."""
+"""Ratio of the largest exchanged segment to an equal share. Assumed."""
 PATCHES, HALO = 4, 5
-"""Of `locality`: patches along each side of a view, and the pixels around each that its loss needs."""
+"""Patches of `locality` along each side of a view, and the halo in pixels that its loss needs."""
 
 IN_SIGHT = {1: 1.0, 2: 0.672, 4: 0.422, 8: 0.254, 16: 0.152}
-"""Of `pixel`: the part of a view in which it sees the cell of a GPU, in the mean, by the number of GPUs: of the streets
-of a simulated city (benchmarks/results/pixel-sim.md). From the air it is less."""
+"""For `pixel`: mean fraction of a view covered by the cell of one GPU, by the number of GPUs, in the streets of a
+simulated city (benchmarks/results/pixel-sim.md). In aerial views it is less.
+"""
 CROSSES = {2: 0.61, 4: 0.75, 8: 0.94, 16: 1.1}
-"""Of `pixel`: what crosses beside what would if a pixel's owner drew as much of it as others do, by the number of GPUs.
-Owners are chosen among those that draw the most. Of 2 GPUs measured (limited-links-h100.md: 54.1 MB a step of a city
-from the air); the others are the busiest GPU's bytes in streets (pixel-sim.md)."""
+"""For `pixel`: ratio of the traffic to that of owners that render an average part of their pixels, by the number of
+GPUs. Owners are chosen among the ranks that render the most. The value for 2 GPUs was measured (limited-links-h100.md:
+54.1 MB per step of an aerial city). The others are the busiest GPU's bytes in streets (pixel-sim.md).
+"""
 BALANCE_OF_ONE = {1: 1.0, 2: 0.84, 4: 0.67, 8: 0.55, 16: 0.44}
 BALANCE = {1: 1.0, 2: 0.86, 4: 0.81, 8: 0.83, 16: 0.78}
-"""Of `pixel`: pixels that GPUs draw, the mean over the most, by the number of GPUs, with one view a step, and with as
-many views as GPUs, put together such that they conflict least: of streets (pixel-sim.md)."""
+"""For `pixel`: mean over maximum of rendered pixels per GPU, by the number of GPUs, in streets (pixel-sim.md).
+`BALANCE_OF_ONE` is for one view per step, `BALANCE` for as many views as GPUs, grouped for least conflict.
+"""
 PIXEL_BYTES = 4 * 4
-"""Of `pixel`: a layer's pixel, or its gradients, on the wire: colour and alpha."""
+"""For `pixel`: bytes of a pixel of a cell image, or of its gradients, in a message: colour and alpha."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """What is to be trained.
+    """Quantities of the run to be planned.
 
     Attributes:
-        points: of the whole model.
+        points: of the full model.
         width, height: of an image.
-        views: views a step, over all GPUs.
-        gpus: how many.
-        sh_degree: harmonics, 0 to 3.
-        visible: the part of the points that a view shows.
-        tiles: tiles that a visible splat meets.
-        fused: whether steps are fused (see docs/kernels.md); else gradients of all parameters are in memory.
-        compact: whether Adam's moments are bfloat16 instead of float32 (see docs/planning.md).
-        machines: that the GPUs are in, equally many in each.
-        scene: of the simulation that `locality` is planned by; auto: that whose views show the most similar part.
+        views: views per step, on all GPUs.
+        gpus: number of GPUs.
+        sh_degree: degree of the harmonics, 0 to 3.
+        visible: fraction of the points that a view shows.
+        tiles: tiles that a visible splat overlaps.
+        fused: True if steps are fused (see docs/kernels.md); otherwise gradients of all parameters are in memory.
+        compact: True if Adam's moments are bfloat16 instead of float32 (see docs/planning.md).
+        machines: number of machines, with equally many GPUs each.
+        scene: simulated scene for `locality`; auto: the one with the most similar visible fraction.
         schema: the parameters of a point.
     """
 
@@ -105,50 +109,51 @@ class Course:
 
     @property
     def pixels(self) -> int:
-        """Of an image."""
+        """Return the pixels of an image."""
         return self.width * self.height
 
     @property
     def per_machine(self) -> int:
-        """GPUs of a machine."""
+        """Return the GPUs of a machine."""
         return self.gpus // self.machines
 
     @property
     def floats(self) -> int:
-        """Numbers of a point."""
+        """Return the numbers of a point."""
         return floats(self.schema, self.sh_degree)
 
     @property
     def largest(self) -> int:
-        """Numbers of a point in the parameter that has the most."""
+        """Return the numbers of a point in its largest parameter."""
         return max(parameter.floats(self.sh_degree) for parameter in self.schema)
 
     @property
     def moment_bytes(self) -> int:
-        """Of one moment of one parameter."""
+        """Return the bytes of one moment of one number."""
         return 2 if self.compact else 4
 
     def with_points(self, points: int) -> "Course":
-        """The same with another model."""
+        """Return the same run with another number of points."""
         return replace(self, points=points)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has in a step; the rank with the most, where they differ.
+    """Work of one rank in a step; of the busiest rank if they differ.
 
     Attributes:
-        points: that it holds.
-        views: of which it projects its points.
+        points: points that the rank holds.
+        views: views into which it projects its points.
         rows: splats of its own points in all its views.
-        arrivals: rows that it draws but may not own, padding included (`tile`); 0 where it draws its own.
-        drawn: rows that it draws.
-        intersections, pixels: that it draws, halos included.
-        updated: rows by whose gradients it updates its points. touched: points that have any of these rows.
-        traffic: bytes that it receives from other ranks, the way there and the way back.
-        traffic_padded: the same by collectives, which send less of a row, but capacities whole.
-        between: the part of the traffic that comes from other machines.
-        layers: pixels of cells' layers that it composites (`pixel`); 0 where pixels stay.
+        arrivals: received rows that it renders, padding included (`tile`); 0 if it renders its own.
+        drawn: rows that it renders.
+        intersections, pixels: of the rendered rows and patches, halos included.
+        updated: rows whose gradients update its points.
+        touched: points with any of these rows.
+        traffic: bytes received from other ranks, forward and backward.
+        traffic_padded: the same by collectives, which send less of a row, but full capacities.
+        between: fraction of the traffic that comes from other machines.
+        layers: pixels of cell images that it composites (`pixel`); 0 if pixels are local.
     """
 
     points: int
@@ -167,24 +172,25 @@ class Share:
 
 
 def usual_tiles(pixels: int) -> float:
-    """Tiles that a visible splat meets in the measured scene, for images of so many pixels: linear between the two
-    sizes measured, and beyond them."""
+    """Return the tiles that a visible splat overlaps in the measured scene, for an image size. It is linear through the
+    two measured sizes.
+    """
     slope = (_TILES_4K - _TILES_1080P) / (_PIXELS_4K - _PIXELS_1080P)
     return _TILES_1080P + slope * (pixels - _PIXELS_1080P)
 
 
 def ranks_used(strategy: str, course: Course) -> int:
-    """GPUs that the strategy uses."""
+    """Return the number of GPUs that the strategy uses."""
     return 1 if strategy == "single" else course.gpus
 
 
 def batch_of(strategy: str, course: Course) -> int:
-    """Views a step: `batch` gives each rank equally many whole ones, at least one."""
+    """Return the views per step: `batch` gives each rank equally many full views, at least one."""
     return ceil(course.views / course.gpus) * course.gpus if strategy == "batch" else course.views
 
 
 def share(strategy: str, course: Course) -> Share:
-    """Return what a rank has in a step of `strategy`. Views are taken to show points independently of each other.
+    """Return the work of a rank in a step of `strategy`, if views show points independently of each other.
 
     Raises:
         ValueError: the strategy cannot be planned.
@@ -212,7 +218,7 @@ def _share(strategy: str, course: Course) -> Share:
     if strategy != "tile":
         raise ValueError(f"there is no plan for the strategy {strategy!r}: choose from {', '.join(STRATEGIES)}")
     part = course.views / ranks
-    # Where views are cut, a band is drawn with a row of tiles more on either side.
+    # If views are cut, a band is rendered with one more row of tiles on either side.
     cut = ranks > 1 and course.views % ranks != 0
     halo = 1 + 2 * TILE / (course.height * part) if cut else 1.0
     rows, drawn = seen * part, min(seen * part * halo, seen * course.views)
@@ -226,12 +232,12 @@ def _share(strategy: str, course: Course) -> Share:
 
 
 def in_sight(gpus: int) -> float:
-    """Return `IN_SIGHT` of any number of GPUs."""
+    """Return `IN_SIGHT` for any number of GPUs."""
     return _between(IN_SIGHT, gpus)
 
 
 def _between(known: dict[int, float], gpus: int) -> float:
-    """Return the value for a number of GPUs: between those known, and beyond them, a power of their number."""
+    """Return the value for a number of GPUs, interpolated and extrapolated as a power of that number."""
     numbers = sorted(known)
     above = next((n for n in numbers[1:] if n >= gpus), numbers[-1])
     below = numbers[numbers.index(above) - 1]
@@ -240,8 +246,9 @@ def _between(known: dict[int, float], gpus: int) -> float:
 
 
 def _pixel(course: Course, elsewhere: float) -> Share:
-    """Return the share of a rank with one cell: it draws its part of all views' splats and owns its part of the pixels.
-    Every view is taken to show each cell alike, but for `CROSSES` and `BALANCE`."""
+    """Return the work of a rank with one cell, which renders its part of all views' splats and owns its part of the
+    pixels. Every view is assumed to show each cell alike, except for `CROSSES` and `BALANCE`.
+    """
     ranks = course.gpus
     rows = course.points * course.visible * course.views / ranks
     if ranks == 1:
@@ -260,13 +267,15 @@ def _pixel(course: Course, elsewhere: float) -> Share:
 
 
 def _balance(views: int, ranks: int) -> float:
-    """Return `BALANCE` for so many views a step, between one and one a GPU linear in their logarithm."""
+    """Return `BALANCE` for a number of views per step, interpolated in its logarithm between one view and one per
+    GPU.
+    """
     one, many = _between(BALANCE_OF_ONE, ranks), _between(BALANCE, ranks)
     return one + (many - one) * min(log(views) / log(ranks), 1.0)
 
 
 def _locality(course: Course) -> Share:
-    """`tile`'s, but that patches go where their points are: how much that saves, and how level it is, was simulated."""
+    """Return the work of `tile` with patches on the ranks of their points; savings and balance were simulated."""
     ranks, per_machine = course.gpus, course.per_machine
     level = simulated(course.scene, course.machines)
     seen, part = course.points * course.visible, course.views / ranks
@@ -276,7 +285,8 @@ def _locality(course: Course) -> Share:
     halo = 2 * HALO if ranks > 1 else 0
     around = (width + halo) * (height + halo) / (width * height)
     drawn = min(seen * part * around * level.draws, seen * course.views)
-    # Parts of a rank's rows that go to another machine, and to another GPU of its own: these depend on how many it has.
+    # Fractions of a rank's rows sent to other machines, and to other GPUs of its own; they depend on the number of
+    # both.
     leave = (course.machines - 1) / course.machines * (1 - level.between)
     there = GPUS * course.machines
     stay = ((there - 1) / there * (1 - level.in_all) - leave) * (1 - 1 / per_machine) / (1 - 1 / GPUS)
@@ -291,10 +301,10 @@ def _locality(course: Course) -> Share:
 
 
 RECORD_BYTES = 4 * RECORD_FLOATS
-"""A row, or its gradients, as `tile` exchanges them in peer memory (`cuda_ext.ops.exchange.row_exchange`)."""
+"""Bytes of a row, or its gradients, in peer memory with `tile` (`cuda_ext.ops.exchange.row_exchange`)."""
 WIRE_BYTES, GRADIENT_BYTES = 4 * 12, 4 * 11
-"""A row, and its gradients with absolute ones, as collectives carry them (`cuda_ext.ops.exchange.row_wire`)."""
+"""Bytes of a row, and of its gradients with absolute ones, in collectives (`cuda_ext.ops.exchange.row_wire`)."""
 ROW_BYTES = 4 * (2 + ROW["radii"] + ROW["conics"]) + RECORD_BYTES
-"""A row (its ids, radii and conic) and its gradients as `batch` gathers them by collectives."""
+"""Bytes of a row (ids, radii, conic) and its gradients in the collectives of `batch`."""
 TOLD_BYTES = ROW_BYTES - 4 * (RECORD_FLOATS - 12)
-"""The same through peer memory, without the numbers of a record that mean nothing."""
+"""As `ROW_BYTES`, through peer memory: without the record's padding."""

@@ -1,1 +1,1 @@
-"""The capture: its views and images, who holds them, and what may be wrong with them."""
+"""The capture: its views and images, the ranks that hold them, and the checks before training."""

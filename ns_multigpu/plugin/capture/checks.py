@@ -1,6 +1,6 @@
-"""What can be known to be wrong with a capture before training starts: all of it, named, with the remedy.
+"""Checks of a capture before training starts; each problem is reported with its fix.
 
-The functions look and return lines; `raise_together` makes every rank stop with all ranks' lines.
+The check functions return lines. `raise_together` raises on every rank with the lines of all ranks.
 """
 
 import json
@@ -20,27 +20,27 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 
 RENDERED = (CameraType.PERSPECTIVE, CameraType.FISHEYE, CameraType.FISHEYE624)
-"""Camera models whose distortion is taken out of the image, so that Splatfacto's pinhole projection fits it."""
+"""Supported camera models. Images are undistorted first, because Splatfacto projects with a pinhole model."""
 
 DIFFERENT = "The ranks have read different captures. Copy one to all machines, or put it where all of them can read it:"
-"""Headline of what differs."""
+"""Headline of the list of differences between ranks."""
 
 _ROUNDING = 1e-4
-"""How far numbers may differ that machines have computed from the same files, relative to their size."""
+"""Relative tolerance between numbers that machines compute from the same files."""
 
 RIGID = 1e-2
-"""How far an entry of R^T R may be from the identity's. Poses written with three digits stay well below."""
+"""Largest difference of an entry of R^T R from the identity's; poses written with three digits stay well below."""
 
 
 def raise_together(problems: Sequence[str], world: World, headline: str) -> None:
-    """Raises if any rank has a problem, on every rank, with all of them. Every rank calls it.
+    """Raise on every rank, with the problems of all ranks, if any rank has one. Every rank calls it.
 
     Args:
-        problems: this rank's, a line each.
-        headline: what they have in common and what to do; "{count}" in it becomes their number.
+        problems: this rank's problems, a line each.
+        headline: first line of the message; "{count}" in it is replaced by the number of problems.
 
     Raises:
-        InputError: there are problems; of those that not all machines have seen it says which have.
+        InputError: a rank has a problem. The message names the machines if not all of them have it.
     """
     seen: defaultdict[str, set[int]] = defaultdict(set)
     for rank, part in enumerate(all_gather_objects(list(problems), world)):
@@ -59,14 +59,14 @@ def _machines(numbers: Collection[int], world: World) -> str:
 
 
 def camera_problems(cameras: Cameras, names: Sequence[str]) -> list[str]:
-    """What is wrong with poses, intrinsics and camera models.
+    """Check poses, intrinsics and camera models.
 
     Args:
         cameras: [n], as the dataset has them (distortion still in).
-        names: of their images, to tell views by.
+        names: [n] image names, which identify views in the messages.
 
     Returns:
-        A line for each wrong view and reason.
+        A line for each faulty view and reason.
     """
     if len(cameras) != len(names):
         return [f"{len(names)} images for {len(cameras)} cameras: the lists must be equally long"]
@@ -115,11 +115,11 @@ def _model_problems(cameras: Cameras, names: Sequence[str]) -> list[str]:
 
 
 def list_problems(names: Sequence[Path], cameras: Cameras, masks: Sequence[Path] | None) -> list[str]:
-    """What is wrong with the list of image files as a list.
+    """Check the list of image files: number of masks, duplicate files with different poses.
 
     Args:
         names: image files.
-        cameras: theirs.
+        cameras: one for each image.
         masks: mask files, if there are any.
     """
     lines: list[str] = []
@@ -130,17 +130,17 @@ def list_problems(names: Sequence[Path], cameras: Cameras, masks: Sequence[Path]
         places[name].append(index)
     for name, indices in places.items():
         poses = cameras.camera_to_worlds[indices]
-        # The same frame twice only counts double; the same picture from two places cannot be right.
+        # A repeated frame only counts double; one picture with two poses is a fault.
         if len(indices) > 1 and not torch.allclose(poses, poses[:1].expand_as(poses), equal_nan=True):
             lines.append(f"{name}: listed {len(indices)} times, with different poses")
     return lines
 
 
 def transforms_problems(data: Path) -> list[str]:
-    """What is wrong with the frames of a transforms.json, before a dataparser's centring spreads it over all of them.
+    """Check the frames of a transforms.json. Run it first: a dataparser's centring spreads one bad pose to all.
 
     Args:
-        data: the file, or the folder that holds it; one without such a file has no problem here.
+        data: the file, or its folder; no problem is reported if the file does not exist.
     """
     path = data if data.suffix == ".json" else data / "transforms.json"
     try:
@@ -178,13 +178,14 @@ def _is_table(value: Any) -> bool:
 def different_captures(
     cameras: Cameras, names: Sequence[str], world: World, sizes: Sequence[int] | None = None
 ) -> list[str]:
-    """Whether all ranks have read rank 0's capture. Every rank calls it, and gets a line for each that has not.
+    """Compare every rank's capture with rank 0's; return a line for each rank that differs. Every rank calls it.
 
-    Poses may differ by rounding, for machines of different processors; all else may not.
+    Poses and intrinsics may differ by rounding, since processors differ; everything else must be equal.
 
     Args:
-        cameras: as the dataset has them. names: of their images.
-        sizes: bytes of the images' files, if there are files.
+        cameras: as the dataset has them.
+        names: of their images.
+        sizes: bytes of the image files; None if images are not files.
     """
     poses = cameras.camera_to_worlds.detach().double().cpu()
     numbers = torch.cat([cameras.width, cameras.height, cameras.fx, cameras.fy, cameras.cx, cameras.cy], -1).cpu()
@@ -198,11 +199,11 @@ def different_captures(
 
 
 _Read = tuple[list[str], Tensor, list[int] | None, Tensor]
-"""What a rank has read: names of images, their cameras' numbers, bytes of their files, poses."""
+"""One rank's capture: image names, camera sizes and intrinsics, bytes of the files, poses."""
 
 
 def _difference(mine: _Read, first: _Read) -> str:
-    """The first in which a rank's capture differs from rank 0's, else ""."""
+    """Describe the first difference between a rank's capture and rank 0's; "" if none."""
     (names, numbers, sizes, poses), (names_0, numbers_0, sizes_0, poses_0) = mine, first
     if len(names) != len(names_0):
         return f"{len(names)} views and rank 0 has {len(names_0)}"
@@ -212,7 +213,7 @@ def _difference(mine: _Read, first: _Read) -> str:
             f"{names_0[index]} there"
         )
     if len(numbers) != len(numbers_0) or len(numbers) != len(names):
-        return ""  # not as many cameras as images, which is told elsewhere
+        return ""  # `camera_problems` reports the unequal counts
     scale = poses_0[poses_0.isfinite()].abs().amax().item() if bool(poses_0.isfinite().any()) else 1.0
     other_poses = ~torch.isclose(poses, poses_0, rtol=0, atol=_ROUNDING * scale, equal_nan=True).flatten(1).all(1)
     other_numbers = ~torch.isclose(numbers, numbers_0, rtol=_ROUNDING, atol=0, equal_nan=True).all(1)
@@ -226,7 +227,7 @@ def _difference(mine: _Read, first: _Read) -> str:
 
 
 def different_points(points: tuple[Tensor, Tensor] | None, world: World) -> list[str]:
-    """Whether all ranks have read rank 0's seed points. Every rank calls it, and gets a line for each that has not.
+    """Compare every rank's seed points with rank 0's; return a line for each rank that differs. Every rank calls it.
 
     Args:
         points: positions [n, 3] and colours [n, 3]; None for none.
@@ -244,5 +245,5 @@ def different_points(points: tuple[Tensor, Tensor] | None, world: World) -> list
 
 
 def _natural(line: str) -> list[tuple[int, str]]:
-    """Sorts "view 10" after "view 9"."""
+    """Return a sort key that puts "view 10" after "view 9"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", line)]

@@ -1,8 +1,8 @@
-"""The procedural city as a nerfstudio dataparser: `ns-train METHOD city --blocks 4 --capture aerial --views 200`.
+"""Nerfstudio dataparser of the procedural city: `ns-train METHOD city --blocks 4 --capture aerial --views 200`.
 
-No data folder is read and none is written: all follows from the options, which config.yml keeps, so that ns-eval,
-ns-render and ns-viewer see the same city. Pictures are rendered when `CityDataset` is asked for them; the parser names
-that class in its attribute `dataset_type`, for the datamanager to build its datasets with.
+It reads and writes no data folder. The options in config.yml determine the city, so ns-eval, ns-render and ns-viewer
+use the same one. `CityDataset` renders pictures on demand. The parser's attribute `dataset_type` names that class for
+the datamanager.
 """
 
 from dataclasses import dataclass, field
@@ -25,11 +25,11 @@ CAPTURE, VIEWS, DEPTH = "city_capture", "city_views", "city_depth"
 
 
 class CityDataset(InputDataset):
-    """Views of a city, rendered when asked for and kept in the capture's bounded cache.
+    """Dataset of city views, rendered on demand and kept in the capture's bounded cache.
 
     Args:
         dataparser_outputs: of a CityDataParser.
-        scale_factor: of the pictures' size; they are rendered at the scaled size.
+        scale_factor: factor of the pictures' size; pictures are rendered at the scaled size.
 
     Raises:
         ValueError: the outputs are those of another dataparser.
@@ -45,11 +45,13 @@ class CityDataset(InputDataset):
         self.render_device = render_device(dataparser_outputs.metadata["city_render_device"])
 
     def get_numpy_image(self, image_idx: int) -> npt.NDArray[np.uint8]:
-        """The picture [height, width, 3] of the image_idx-th view of the split; yours to write to."""
+        """Return a copy of the picture [height, width, 3] of the split's view `image_idx`."""
         return self.capture.image(self.views[image_idx], self.render_device, self.scale_factor).numpy().copy()
 
     def get_metadata(self, data: dict[str, Any]) -> dict[str, Any]:
-        """`depth_image` [height, width, 1], scaled as the poses are, 0 for sky, if the parser was asked for depth."""
+        """Return `depth_image` [height, width, 1] in the poses' scale, 0 for sky; {} unless the parser was asked for
+        depth.
+        """
         if not self.metadata[DEPTH]:
             return {}
         depth = self.capture.depth(self.views[data["image_idx"]], self.render_device, self.scale_factor)
@@ -57,7 +59,7 @@ class CityDataset(InputDataset):
 
 
 def render_device(wanted: str) -> torch.device:
-    """The device that renders: "cpu", or "cuda" (the current one), or "auto" (cuda where there is one).
+    """Return the device that renders: "cpu", "cuda" (the current one), or "auto" (cuda if available).
 
     Raises:
         RuntimeError: cuda is wanted and there is none.
@@ -71,50 +73,50 @@ def render_device(wanted: str) -> torch.device:
 
 @dataclass
 class CityDataParserConfig(DataParserConfig):
-    """A procedural city, rendered as it is needed: no download, no data folder."""
+    """Options of a procedural city that is rendered on demand, without download or data folder."""
 
     _target: type = field(default_factory=lambda: CityDataParser)
     data: Path = Path()
-    """Not used: the city needs no data."""
+    """Unused: the city needs no data."""
     blocks: int = 2
     """Blocks along each side of the city; a block and its road measure 70 m."""
     capture: Literal["aerial", "street"] = "aerial"
-    """Where views are taken from: nadir and oblique from the air, or along the roads."""
+    """Camera positions: nadir and oblique from the air ("aerial"), or along the roads ("street")."""
     views: int = 200
-    """How many views, held-out ones included."""
+    """Number of views, held-out ones included."""
     width: int = 960
     """Width of a picture, pixels."""
     height: int = 540
     """Height of a picture, pixels."""
     samples: int = 4
-    """Rays a pixel."""
+    """Rays per pixel."""
     seed: int = 0
-    """Of the city and of the course of the cameras."""
+    """Seed of the city and of the camera path."""
     eval_interval: int = 8
-    """Every such view is held out, beginning with the first; 0 to train on all (and evaluate on the same)."""
+    """Interval of held-out views, beginning with the first; 0 trains and evaluates on all views."""
     points: int | None = None
-    """Seed points; by default a number that suits the city and the views."""
+    """Number of seed points; by default it follows from the city and the number of views."""
     point_noise: float = 0.03
-    """Standard deviation of the seed points' places, metres."""
+    """Standard deviation of the seed points' positions, metres."""
     time_varying: bool = False
-    """Cars move from view to view; every view has its time in [0, 1]."""
+    """Move the cars from view to view; each view gets a time in [0, 1]."""
     rig: int | None = None
-    """So many cameras stand still and film at the same moments, instead of one that goes along."""
+    """Number of fixed cameras that film at the same moments; by default one moving camera."""
     car_density: float = 1.0
-    """1 for an ordinary day, 0 for no cars."""
+    """Density of cars: 1 for an ordinary day, 0 for none."""
     altitude: float | None = None
-    """Height of the cameras above the ground, metres; by default what suits the capture."""
+    """Height of the cameras above the ground, metres; by default it follows from the capture."""
     depth: bool = False
-    """Datasets give depth_image as well."""
+    """Add depth_image to each dataset item."""
     render_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where pictures are rendered; auto takes the current GPU if there is one."""
+    """Device that renders pictures; auto takes the current GPU if available."""
     cache_mb: int = 64
-    """At most so much memory is kept for rendered pictures, MiB; training keeps its images elsewhere."""
+    """Memory limit of the cache of rendered pictures, MiB. Training keeps its images outside of it."""
 
 
 @dataclass
 class CityDataParser(DataParser):
-    """Gives the cameras and seed points of a city; see CityDataParserConfig.
+    """Dataparser of the cameras and seed points of a city; see CityDataParserConfig.
 
     Attributes:
         dataset_type: the dataset that renders this parser's views.
@@ -130,13 +132,13 @@ class CityDataParser(DataParser):
 
     @property
     def city_capture(self) -> "CityCapture":
-        """The capture, made when first needed.
+        """Create the capture at first use.
 
         Raises:
             ValueError: an option is out of range.
         """
         if self._capture is None:
-            from ns_multigpu.city import City, CityCapture  # only here: every command of nerfstudio's loads this file
+            from ns_multigpu.city import City, CityCapture  # here, since every nerfstudio command loads this file
 
             c = self.config
             self._capture = CityCapture(
@@ -148,7 +150,7 @@ class CityDataParser(DataParser):
     def _generate_dataparser_outputs(self, split: str = "train", **_: Any) -> DataparserOutputs:
         capture = self.city_capture
         numbers = torch.from_numpy(capture.split(split))  # type: ignore[arg-type]
-        # z is up already; centre on the cameras and scale them into [-1, 1], as nerfstudio's other parsers do.
+        # z is up already: centre on the cameras and scale into [-1, 1], as nerfstudio's other parsers do.
         positions = capture.c2w[:, :, 3]
         transform = torch.eye(4)[:3]
         transform[:, 3] = -positions.double().mean(dim=0).float()

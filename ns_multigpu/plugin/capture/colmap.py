@@ -1,7 +1,7 @@
-"""COLMAP's files, looked at before anybody reads them in full: which views there are, and whether a file is whole.
+"""Fast check of COLMAP's files: read the list of views and detect damaged files.
 
-Keypoints and tracks, most of the bytes, are stepped over, so that a capture of thousands of views takes a second. The
-format: https://colmap.github.io/format.html.
+Keypoints and tracks, most of the bytes, are skipped, so thousands of views take a second. The format:
+https://colmap.github.io/format.html.
 """
 
 import math
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _PARAMETERS = {0: 3, 1: 4, 2: 4, 3: 5, 4: 8, 5: 8, 6: 12, 7: 5, 8: 4, 9: 5, 10: 12}
-"""Numbers of parameters of a camera, by the model's number."""
+"""Number of camera parameters, by model number."""
 _NAMES = (
     "SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV", "OPENCV_FISHEYE", "FULL_OPENCV", "FOV",
     "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "THIN_PRISM_FISHEYE",
 )  # fmt: skip
 READABLE = _NAMES[:6]
-"""The camera models that nerfstudio's parser makes cameras of."""
+"""Camera models that nerfstudio's parser supports."""
 
 _IMAGE, _POINT = struct.Struct("<i7di"), struct.Struct("<Q3d3BdQ")
 _CAMERA, _COUNT = struct.Struct("<iiQQ"), struct.Struct("<Q")
@@ -29,7 +29,7 @@ _KEYPOINT, _TRACK = 24, 8
 
 @dataclass(frozen=True)
 class ColmapView:
-    """An image of the reconstruction: its name, and its camera's width and height in pixels."""
+    """Image of the reconstruction: its name, and its camera's width and height in pixels."""
 
     name: str
     width: int
@@ -38,12 +38,12 @@ class ColmapView:
 
 @dataclass
 class Reconstruction:
-    """What a folder of COLMAP's says of itself.
+    """Contents of a folder with a COLMAP reconstruction.
 
     Attributes:
         views: by image id, as nerfstudio orders them.
-        points: how many seed points there are; None if there is no file of them.
-        observations: how many views observe them, added up over points: the length of all tracks.
+        points: number of seed points; None if there is no file of them.
+        observations: total length of all tracks: the number of (point, view) observations.
         problems: a line each.
     """
 
@@ -54,14 +54,15 @@ class Reconstruction:
 
 
 class Damaged(Exception):
-    """A file ends too early, or holds what cannot be."""
+    """A file that ends too early or holds invalid values."""
 
 
 def look_at(folder: Path) -> Reconstruction:
-    """A reconstruction's views, as nerfstudio would read them (.txt before .bin; points the other way round).
+    """Read a reconstruction's views as nerfstudio does (cameras and images: .txt before .bin; points: .bin before
+    .txt).
 
     Args:
-        folder: with `cameras`, `images` and `points3D`, each .bin or .txt.
+        folder: holds `cameras`, `images` and `points3D`, each .bin or .txt.
     """
     found = Reconstruction()
     text = (folder / "cameras.txt").exists()
@@ -100,7 +101,7 @@ def look_at(folder: Path) -> Reconstruction:
 
 
 def point_count(folder: Path) -> int | None:
-    """How many seed points a reconstruction says it has; None if it has no file of them, or one that says nothing."""
+    """Return the number of seed points of a reconstruction; None without a file of them or if it is unreadable."""
     try:
         if (path := folder / "points3D.bin").exists():
             with path.open("rb") as file:
@@ -112,7 +113,7 @@ def point_count(folder: Path) -> int | None:
 
 @contextmanager
 def _told(found: Reconstruction, path: Path) -> Iterator[Path]:
-    """Turns what is wrong with a file into a line about it."""
+    """Convert errors of reading a file into a line in `found.problems`."""
     try:
         yield path
     except FileNotFoundError:
@@ -174,7 +175,7 @@ def _images_binary(path: Path) -> dict[int, tuple[str, int, bool]]:
 
 
 def _points_binary(path: Path) -> tuple[int, int]:
-    """How many points there are, and the length of all tracks."""
+    """Return the number of points and the total length of all tracks."""
     with _bytes_of(path) as data:
         starts = point_starts(data)
     count = len(starts) - 1
@@ -182,10 +183,10 @@ def _points_binary(path: Path) -> tuple[int, int]:
 
 
 def point_starts(data: bytes | mmap.mmap) -> "array[int]":
-    """Where each point of a points3D.bin begins, its track behind it; and at last where the last one ends.
+    """Return the byte offset of each point of a points3D.bin, and the end of the last one. A track follows its point.
 
     Raises:
-        Damaged: the file ends before.
+        Damaged: the file ends too early.
     """
     count, place = _COUNT.unpack_from(data)[0], _COUNT.size
     length, size, unpack = len(data), _POINT.size, _COUNT.unpack_from
@@ -204,7 +205,7 @@ def point_starts(data: bytes | mmap.mmap) -> "array[int]":
 
 
 def _lines(path: Path) -> Iterator[list[str]]:
-    """The words of each line that is no comment, empty ones included."""
+    """Yield the words of each line that is no comment, empty lines included."""
     with path.open(encoding="utf8") as file:
         for line in file:
             if not line.lstrip().startswith("#"):
@@ -241,7 +242,7 @@ def _images_text(path: Path) -> dict[int, tuple[str, int, bool]]:
 
 
 def _points_text(path: Path) -> tuple[int, int]:
-    """As `_points_binary`."""
+    """Return the same as `_points_binary` for points3D.txt."""
     count = observations = 0
     for words in _lines(path):
         if not words:

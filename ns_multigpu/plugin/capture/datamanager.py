@@ -1,4 +1,4 @@
-"""Nerfstudio's full-image datamanager for several ranks: one sequence of views, each rank holding its share."""
+"""Nerfstudio's full-image datamanager for several ranks: one sequence of views, images distributed over the ranks."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -34,32 +34,32 @@ from ns_multigpu.plugin.launch.process_world import get_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
 
 _FREE_FOR_IMAGES = 0.5
-"""The part of a machine's free memory that its ranks may fill with images unless the user says otherwise."""
+"""Default fraction of a machine's free memory that its ranks may fill with images."""
 
 
 @dataclass
 class DistributedDataManagerConfig(FullImageDatamanagerConfig):
-    """Nerfstudio's options, under their own names."""
+    """Options of the distributed datamanager, under nerfstudio's names."""
 
     _target: type = field(default_factory=lambda: DistributedDataManager)
     cache_images: Literal["cpu", "gpu"] = "cpu"
-    """Where a rank keeps its share of the images: "cpu" (page-locked where there is a GPU) or "gpu"."""
+    """Memory that holds a rank's images: "cpu" (page-locked if there is a GPU) or "gpu"."""
     cache_images_type: Literal["uint8", "float32"] = "uint8"
-    """How images are kept and sent between ranks; float32 takes four times the memory."""
+    """Data type of images in memory and between ranks; float32 takes four times the memory of uint8."""
     image_memory_gb: float | None = None
-    """Memory a rank may fill with images, held-out ones included, in GB (10^9 bytes); what does not fit is decoded
-    again each time it is needed, ahead of its use. By default half of the machine's free memory, divided by its
-    ranks."""
+    """Memory limit of a rank's images, held-out ones included, in GB (10^9 bytes). Images beyond it are decoded again
+    before each use. By default half of the machine's free memory, divided by its ranks.
+    """
 
 
 class DistributedDataManager(FullImageDatamanager[InputDataset]):
-    """Serves the same list of views to every rank, and each image to the rank that renders it.
+    """Datamanager that gives every rank the same list of views, and each image to the rank that renders it.
 
-    Image i is held by rank i % world size, unless `hold_by` says otherwise of the training images. A dataparser may
-    name the dataset to use in an attribute `dataset_type` (one that renders its images, say).
+    Rank i % world size holds image i, unless `hold_by` sets the owners of training images. A dataparser's attribute
+    `dataset_type` may name the dataset class, for example one that renders its images.
 
     Raises:
-        InputError: on every rank, that the capture cannot be read on one of them.
+        InputError: on every rank, if the capture cannot be read on one of them.
     """
 
     config: DistributedDataManagerConfig
@@ -86,9 +86,10 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             )
 
     def _draw_by_distance(self, first: list[int]) -> list[int]:
-        """The next epoch's views; nerfstudio has drawn the first's.
+        """Return the next epoch's views; nerfstudio has drawn the first epoch's.
 
-        It draws from numpy's global generator, whose state must not depend on when a rank looks ahead.
+        Numpy's global generator is seeded by the epoch and restored, so the draw does not depend on when a rank
+        prefetches.
         """
         epoch = next(self._draws)
         if epoch == 0:
@@ -105,14 +106,14 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     @cached_property
     def dataset_type(self) -> type[InputDataset]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The dataparser's own dataset class, if it has one, else nerfstudio's `InputDataset`."""
+        """Return the dataparser's own dataset class, else nerfstudio's `InputDataset`."""
         return getattr(self.dataparser, "dataset_type", None) or InputDataset
 
     def check_capture(self) -> None:
-        """Looks at all cameras and at the headers of all image files, held-out ones included. Every rank calls it.
+        """Check all cameras and the headers of all image files, held-out ones included. Every rank calls it.
 
         Raises:
-            InputError: on every rank, naming everything that is wrong.
+            InputError: on every rank, with all problems.
         """
         refuse_different([self.train_dataset, self.eval_dataset], self.world)
         lines = capture_problems([self.train_dataset, self.eval_dataset])
@@ -123,43 +124,46 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     @cached_property
     def train_headers(self) -> list[Header] | None:
-        """Of all training files, the same on every rank. Read by all ranks together, before there is a reader."""
+        """Read the headers of all training files; the same on every rank. Every rank calls it, before a reader
+        exists.
+        """
         return file_headers(self.train_dataset, self.world)
 
     @cached_property
     def eval_headers(self) -> list[Header] | None:
-        """Of all held-out files, as `train_headers`."""
+        """Read the headers of all held-out files, as `train_headers`."""
         return file_headers(self.eval_dataset, self.world)
 
     @cached_property
     def train_reader(self) -> ImageReader:
-        """What reads training images. Made by all ranks together; from then on the cameras are free of distortion."""
+        """Create the reader of training images; the cameras are free of distortion afterwards. Every rank calls it."""
         return self._reader(self.train_dataset)
 
     @cached_property
     def eval_reader(self) -> ImageReader:
-        """What reads held-out images, as `train_reader`."""
+        """Create the reader of held-out images, as `train_reader`."""
         return self._reader(self.eval_dataset)
 
     @cached_property
     def train_shapes(self) -> list[ImageShape]:
-        """Of all training images, the same on every rank. Made by all ranks together."""
+        """Return the shapes of all training images, the same on every rank. Every rank calls it."""
         headers, kind = self.train_headers, self.config.cache_images_type
         return image_shapes(self.train_dataset, self.train_reader, headers, kind, self.world)
 
     @cached_property
     def eval_shapes(self) -> list[ImageShape]:
-        """Of all held-out images, as `train_shapes`."""
+        """Return the shapes of all held-out images, as `train_shapes`."""
         headers, kind = self.eval_headers, self.config.cache_images_type
         return image_shapes(self.eval_dataset, self.eval_reader, headers, kind, self.world)
 
     def hold_by(self, homes: Sequence[int]) -> None:
-        """Says which rank is to hold each training image: `homes_of` makes homes of the machines that see most of each
-        view, with `train_shapes` and `train_memory`. Every rank calls it with the same, before there is a
-        `train_share`, which checks them.
+        """Set the rank that holds each training image.
+
+        `homes_of` computes the owners from the machine that sees most of each view, `train_shapes` and `train_memory`.
+        Every rank calls it with the same owners, before `train_share` exists, which checks them.
 
         Raises:
-            RuntimeError: there is one.
+            RuntimeError: `train_share` exists already.
         """
         if "train_share" in vars(self):
             raise RuntimeError(
@@ -170,22 +174,26 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     @cached_property
     def train_share(self) -> ImageShare:
-        """This rank's training images. Made by all ranks together."""
+        """Create this rank's store of training images. Every rank calls it."""
         return self._share(self.train_reader, self.train_shapes, "training", self.train_memory, self._homes)
 
     @cached_property
     def eval_share(self) -> ImageShare:
-        """This rank's held-out images. Made by all ranks together."""
+        """Create this rank's store of held-out images. Every rank calls it."""
         return self._share(self.eval_reader, self.eval_shapes, "held-out", self.eval_memory)
 
     @cached_property
     def train_cameras_on_device(self) -> Cameras:
-        """The training cameras, for poses; intrinsics are read from the host's, which costs no wait."""
+        """Return the training cameras on the device, for poses. Intrinsics are read on the host, without
+        synchronization.
+        """
         return self.train_dataset.cameras.to(self.device)
 
     @cached_property
     def image_memory(self) -> int | None:
-        """Bytes a rank may fill with images, the same on every rank; None for no limit. Made by all ranks together."""
+        """Return the bytes a rank may fill with images, the same on every rank; None for no limit. Every rank calls
+        it.
+        """
         if self.config.image_memory_gb is not None:
             return int(self.config.image_memory_gb * 1e9)
         free = available_memory()
@@ -195,14 +203,15 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     @cached_property
     def train_memory(self) -> int | None:
-        """Bytes a rank may fill with training images, the same on every rank; None for no limit. Made by all ranks
-        together. Held-out images live in the same memory: they have their part first, two of them at least."""
+        """Return the bytes a rank may fill with training images, the same on every rank; None for no limit. Every rank
+        calls it. Held-out images use the same memory and are allocated first, at least two of them.
+        """
         budget, held_out = self._split_memory, self.eval_memory
         return max(0, budget - held_out) if self._trains and budget is not None and held_out is not None else budget
 
     @cached_property
     def eval_memory(self) -> int | None:
-        """As `train_memory`, with held-out images."""
+        """Return the bytes a rank may fill with held-out images, as `train_memory`."""
         budget = self._split_memory
         if budget is None or not self._trains:
             return budget
@@ -212,7 +221,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     @cached_property
     def _split_memory(self) -> int | None:
-        """What both splits have together."""
+        """Return the memory limit of both splits together."""
         return None if self.config.cache_images == "gpu" and self.config.image_memory_gb is None else self.image_memory
 
     def _reader(self, dataset: InputDataset) -> ImageReader:
@@ -243,9 +252,9 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     # ---- training ----
 
     def train_batch(self, step: int, size: int) -> list[int]:
-        """The step's views, the same on every rank; those of the steps to come begin to be decoded."""
+        """Return the step's views, the same on every rank, and start to decode those of the next steps."""
         batch = self.sequence.batch(step, size)
-        # Not beyond the next epoch: a sequence forgets the epochs before the last two that it was asked for.
+        # Within one epoch: a sequence only keeps the last two epochs that were requested.
         ahead = min(self.train_share.lookahead, self._epoch - size)
         if ahead > 0:
             last = (step + 1) * size
@@ -253,7 +262,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         return batch
 
     def coming(self, steps: range, size: int) -> list[list[int]]:
-        """The views of coming steps, for whoever plans ahead; none where they are drawn by distance, as they come."""
+        """Return the views of coming steps, to prefetch plans; [] if views are drawn by distance, epoch by epoch."""
         if self.config.train_cameras_sampling_strategy == "fps":
             return []
         if self._preview is None:
@@ -261,74 +270,76 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         return [self._preview.batch(step, size) for step in steps]
 
     def train_camera(self, index: int) -> Cameras:
-        """One training camera, [1], on the host, with its `cam_idx`."""
+        """Return one training camera, [1], on the host, with its `cam_idx`."""
         return _one_camera(self.train_dataset.cameras, index)
 
     def train_camera_on_device(self, index: int) -> Cameras:
-        """The same on the device."""
+        """Return one training camera, [1], on the device, with its `cam_idx`."""
         return _one_camera(self.train_cameras_on_device, index)
 
     def next_train(self, step: int) -> tuple[Cameras, dict[str, Any]]:
-        """One view of the sequence with its image, for callers who know nothing of batches. Every rank calls it."""
+        """Return one view of the sequence with its image, for callers without batches. Every rank calls it."""
         index = self.sequence.at(step)
         return self.train_camera_on_device(index), self.train_share.fetch(index, torch.device(self.device))
 
     def get_train_rays_per_batch(self) -> int:
-        """Pixels of the first training image: nerfstudio's speed display multiplies it by steps a second."""
+        """Return the pixels of the first training image; nerfstudio's speed display multiplies them by steps per
+        second.
+        """
         camera = self.train_dataset.cameras[0]
         return int(camera.width.item()) * int(camera.height.item())
 
     # ---- evaluation ----
 
     def eval_camera(self, index: int) -> Cameras:
-        """One held-out camera, [1], on the device."""
+        """Return one held-out camera, [1], on the device."""
         return self.eval_dataset.cameras[index : index + 1].to(self.device)
 
     def next_eval_image(self, step: int) -> tuple[Cameras, dict[str, Any]]:
-        """A held-out view drawn by the step, with its image, the same on every rank. Every rank calls it."""
+        """Return a held-out view drawn by the step, with its image; the same on every rank. Every rank calls it."""
         index = keyed_permutation(len(self.eval_dataset), self.config.train_cameras_sampling_seed, "eval", step)[0]
         data = self.eval_share.fetch(index, torch.device(self.device))
         return self.eval_camera(index), data
 
     def eval_held(self) -> Sequence[int]:
-        """The held-out views whose images this rank holds, ascending. No property: see below."""
+        """Return the held-out views whose images this rank holds, ascending. Not a property: see `eval_dataloader`."""
         return self.eval_share.own
 
     def eval_holder(self, index: int) -> int:
-        """The rank that holds a held-out view's image."""
+        """Return the rank that holds a held-out view's image."""
         return self.eval_share.holder(index)
 
     def eval_image(self, index: int) -> tuple[Cameras, dict[str, Any]]:
-        """A held-out view that this rank holds, by its number, with its image; those behind it begin to be read."""
+        """Return a held-out view of this rank by its number, with its image, and start to read the following ones."""
         return self.fixed_indices_eval_dataloader[self.eval_share.own.index(index)]
 
     @property
     def eval_dataloader(self) -> "_FirstCamera":
-        """What `ns-render spiral` asks for a camera to begin with."""
+        """Return the source of the first camera of `ns-render spiral`."""
         return _FirstCamera(self)
 
     # Cached, because nerfstudio's viewer reads every other property of every object on rank 0 alone, and making the
     # share takes all ranks.
     @cached_property
     def fixed_indices_eval_dataloader(self) -> Sequence[tuple[Cameras, dict[str, Any]]]:  # pyright: ignore
-        """The held-out views that this rank holds: all of them in a world of one. Each is read when it is asked for."""
+        """Return the held-out views that this rank holds (all if the world has one rank). Each is read on demand."""
         return _OwnViews(self, self.eval_share)
 
 
 class _FirstCamera:
-    """As much of nerfstudio's evaluation dataloader as a spiral begins with."""
+    """Part of nerfstudio's evaluation dataloader that `ns-render spiral` uses."""
 
     def __init__(self, data: DistributedDataManager) -> None:
         self._data = data
 
     def get_camera(self, image_idx: int = 0) -> tuple[Cameras, dict[str, Any]]:
-        """A held-out camera, or a training camera where none is held out; without its image."""
+        """Return a held-out camera without its image; a training camera if none is held out."""
         dataset = self._data.eval_dataset if len(self._data.eval_dataset) else self._data.train_dataset
         return dataset.cameras[image_idx : image_idx + 1].to(self._data.device), {}
 
 
 class _OwnViews(Sequence[tuple[Cameras, dict[str, Any]]]):
-    """Held-out cameras with their images, on the device."""
+    """Sequence of held-out cameras with their images, on the device."""
 
     def __init__(self, data: DistributedDataManager, share: ImageShare) -> None:
         self._data, self._share = data, share

@@ -1,4 +1,4 @@
-"""All training images on every rank's GPU, where they fit: a step then waits for no copy and no other rank."""
+"""All training images on every rank's GPU, if they fit: a step then needs no copy and no communication for them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -13,54 +13,56 @@ from ns_multigpu.core.types import View
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 
 _SHARE = 0.1
-"""The part of a GPU's memory that images may take."""
+"""Fraction of a GPU's memory that images may take."""
 _WHOLE = 0.025
-"""The part of a GPU's memory that whole images may take beside those that are shown. They are bytes, so that whole and
-smaller ones take no more than twice as much; to bring them again takes all ranks, and a host that copies."""
+"""Fraction of a GPU's memory that full-size images may take next to smaller ones. They are uint8, so both together take
+at most twice as much. Fetching them again is a collective with host copies.
+"""
 _AT_ONCE = 64 << 20
-"""Bytes of images that ranks send each other in one message. One for each image is hundreds, which are waited for."""
+"""Bytes of images per message between ranks. One message per image would be hundreds, each with its latency."""
 
 
 class DeviceImages:
-    """The images of a batch's views on the ranks that render them.
+    """Images of a batch's views on the ranks that render them.
 
-    They are kept on every GPU if all of them take at most a tenth of its memory; otherwise each step has them brought
-    from the ranks that hold them. What is kept has the resolution that training is at: as bytes become floats, images
-    at half the resolution take as much memory as whole ones, and both are never there at once. Every rank makes one
-    and calls it with the same views and factors.
+    Every GPU keeps all images if they take at most a tenth of its memory. Otherwise each step fetches them from their
+    owners. Kept images have the current training resolution. Smaller images are float32: at half the resolution they
+    take as much memory as the uint8 originals, so only one set is kept. Every rank creates one and calls it with the
+    same views and factors.
 
     Args:
-        data: holds each rank's share of the images, which are of one size.
+        data: holds each rank's images, all of one size.
         world: the ranks.
 
     Attributes:
-        kept: [V, H, W, 3] all images as they were brought last, where they are kept; None before, and elsewhere.
+        kept: [V, H, W, 3] all images as fetched last; None before the first fetch, or if they do not fit.
     """
 
     def __init__(self, data: DistributedDataManager, world: World) -> None:
         self._share, self._world = data.train_share, world
         self.kept: Tensor | None = None
         self._factor = 0
-        """By what the images in `kept` were made smaller; 0 before there are any."""
+        """Downscale factor of the images in `kept`; 0 before there are any."""
         self._originals: Tensor | None = None
-        """Whole images, where bringing them again would take long or they take little room."""
+        """Full-size images, kept if fetching them again is slow or they are small."""
         total = sum(shape.nbytes for shape in self._share.shapes)
         memory = 0
         if world.device.type == "cuda":
             memory = torch.cuda.get_device_properties(world.device).total_memory
-        # The ranks' GPUs may differ, and fetching takes all ranks: the smallest decides, and one that has to decode
-        # images again and again.
+        # The ranks' GPUs may differ and fetching is a collective, so the smallest GPU decides. So does a rank
+        # that decodes its images on demand.
         rows = all_gather_ints([memory, int(self._share.store.complete)], world)
         self._fits = total <= _SHARE * min(row[0] for row in rows)
         self._again = all(row[1] for row in rows) and total > _WHOLE * min(row[0] for row in rows)
 
     def get(self, indices: list[int], plan: Plan, views: Sequence[View]) -> list[ImagePart]:
-        """What this rank's patches show of their images [H, W, 3], in the order of the patches; see
-        `ImageShare.deliver`. Where no rank needs an image that another one holds, nobody waits for the others.
+        """Return this rank's patches of the images [H, W, 3], in the order of the patches; see `ImageShare.deliver`.
+
+        No communication takes place if every rank holds the images it needs.
 
         Args:
             indices: the batch's views by their number in the capture.
-            plan: whose pixels are whose.
+            plan: the owner of each pixel.
             views: the batch's.
         """
         return self.get_smaller(indices, plan, views, 1, lambda image: image)
@@ -73,14 +75,15 @@ class DeviceImages:
         factor: int,
         shrink: Callable[[Tensor], Tensor],
     ) -> list[ImagePart]:
-        """The same at a lower resolution, then whole images [H / factor, W / factor, 3]. Every rank calls it alike.
+        """Return the same at a lower resolution, as complete images [H / factor, W / factor, 3]. Every rank calls it
+        alike.
 
-        Where images are kept on the GPU, all are made smaller at the first call with a `factor`, and those of another
-        one are let go.
+        If images are kept on the GPU, the first call with a `factor` scales all of them and frees those of another
+        factor.
 
         Args:
-            factor: 1 for the images as they are.
-            shrink: makes an image so much smaller; it depends on the image alone.
+            factor: 1 for the original resolution.
+            shrink: scales one image down by `factor`; it depends on the image alone.
         """
         mine = plan.owned[self._world.rank]
         if self._fits:
@@ -94,7 +97,7 @@ class DeviceImages:
         return [ImagePart.whole({"image": shrink(part.data["image"])}) for part in parts]
 
     def bring(self, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
-        """Has all images here at a resolution, where they are kept. As `get_smaller`, every rank calls it alike."""
+        """Fetch all images at a resolution, if they are kept on the GPU. Every rank calls it alike."""
         if not self._fits or factor == self._factor:
             return
         self.kept, self._factor = None, factor
@@ -112,12 +115,12 @@ class DeviceImages:
         return len(self._share.shapes)
 
     def _brought(self) -> Iterator[Tensor]:
-        """All whole images, in order, as they come from the ranks that hold them."""
+        """Yield all full-size images in order, fetched from their owners."""
         for indices in self._parts():
             yield from (data["image"] for data in self._share.fetch_all(indices, self._world.device))
 
     def _parts(self) -> list[list[int]]:
-        """All images, in parts that are brought at once."""
+        """Return all image indices, split into groups that are fetched together."""
         parts, room = list[list[int]](), 0
         for index, shape in enumerate(self._share.shapes):
             if shape.nbytes > room:
@@ -129,7 +132,7 @@ class DeviceImages:
 
 
 def _together(images: Iterable[Tensor], count: int) -> Tensor:
-    """So many images of one size in one tensor, each put there as it comes."""
+    """Stack `count` images of one size into one tensor, copying each as it is received."""
     whole: Tensor | None = None
     for index, image in enumerate(images):
         if whole is None:

@@ -1,4 +1,4 @@
-"""What training views observe, on a rank's device: for steps through autograd, and where graphs find it."""
+"""Observations of training views on a rank's device, for autograd steps and for captured graphs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,18 +12,18 @@ from ns_multigpu.plugin.capture.tracks import Tracks
 
 
 class DeviceObservations:
-    """What the training views observe.
+    """Observations of the training views.
 
-    It is held whole by each rank: 4 bytes for each time that a view observes a point, and 12 a point.
+    Each rank holds all of them: 4 bytes per observation and 12 per point.
 
     Args:
         tracks: of the training views.
-        batch: views of a step.
-        device: where they are to be.
+        batch: number of views in a step.
+        device: device that holds them.
 
     Attributes:
-        batch: what the views of a fused step observe: in the same place for all steps, with room for as much as any
-            view observes. See `fill`.
+        batch: observations of a fused step's views, at a fixed address, with the capacity of the largest view. See
+            `fill`.
     """
 
     def __init__(self, tracks: Tracks, batch: int, device: torch.device) -> None:
@@ -33,14 +33,14 @@ class DeviceObservations:
         self.batch = Observations(points, room, tracks.scale)
 
     def fill(self, indices: Sequence[int]) -> None:
-        """Puts into `batch` what these views observe, by their numbers in the capture. Nobody waits for the device."""
+        """Copy the observations of these views, by capture index, into `batch`, without synchronization."""
         for row, index in zip(self.batch.ids, indices, strict=True):
             some = self._of(index)
             row[: len(some)].copy_(some)
             row[len(some) :].fill_(-1)
 
     def given(self, views: Sequence[View]) -> list[View]:
-        """The views of a batch, with what they observe."""
+        """Return the views of a batch with their observations."""
         return [replace(view, observations=replace(self.batch, ids=self._of(view.index))) for view in views]
 
     def _of(self, index: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Whether a capture's photographs differ in exposure, measured before training.
+"""Measurement, before training, of how much the exposures of a capture's photographs differ.
 
-A seed point has the mean colour of the photographs that it was found in. So where a photograph shows it, it tells by
-how much that one is brighter than the others. Points that something hides tell nothing true: of those in one small part
-of a photograph only the nearest counts, and of all that count the median.
+A seed point has the mean colour of the photographs that observe it. The ratio of a photograph's colour to the point's
+gives that photograph's relative exposure. Occluded points would give wrong ratios. Only the nearest point of each image
+cell counts, and the result is the median.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,28 +15,30 @@ from torch import Tensor
 from ns_multigpu.core.types import View
 
 MANY = 0.25
-"""Stops from which on photographs differ: see `Exposures.spread`. Measured in benchmarks/results/recipes.md."""
+"""Threshold in stops above which exposures differ: see `Exposures.spread`. Measured in
+benchmarks/results/recipes.md.
+"""
 _POINTS = 20_000
-"""Seed points that are looked at, at most."""
+"""Largest number of seed points that are compared."""
 _FEW = 30
-"""Points that a photograph has to show, at least."""
+"""Smallest number of points that a photograph must show."""
 _CELLS = 48
-"""Parts of a photograph along its longer side."""
+"""Number of cells along a photograph's longer side."""
 _GAMMA = 2.2
-"""Of the displays that photographs are made for, near enough: here colours are only compared."""
+"""Approximate display gamma of photographs; sufficient because colours are only compared."""
 _BLACK, _WHITE = 16 / 255, 245 / 255
-"""What is darker is noise, and what is brighter may have been cut off."""
+"""Limits of usable brightness: darker values are noise, brighter ones may be clipped."""
 _THREADS = 8
-"""That read photographs, at most."""
+"""Largest number of threads that read photographs."""
 
 
 @dataclass(frozen=True)
 class Exposures:
-    """What was measured.
+    """Measured exposures.
 
     Attributes:
-        stops: by how much each photograph that could be measured is brighter than the middle one.
-        spread: half the distance of the tenth brightest of a hundred from the tenth darkest, in stops.
+        stops: relative exposure of each measurable photograph against the median one.
+        spread: half the distance between the 90th and the 10th percentile, in stops.
     """
 
     stops: Sequence[float]
@@ -44,20 +46,22 @@ class Exposures:
 
 
 def differ(exposures: Exposures) -> bool:
-    """Whether photographs differ by so much that a correction pays."""
+    """True if exposures differ enough that a correction pays off."""
     return exposures.spread > MANY
 
 
 def measured(points: Tensor, colours: Tensor, views: Sequence[View], read: Callable[[int], Tensor]) -> Exposures | None:
-    """How exposures differ; see the module.
+    """Measure how much exposures differ; see the module.
 
     Args:
-        points: [N, 3]. colours: [N, 3] up to 255.
-        views: of the photographs. read: gives the photograph [H, W, 3 or 4] of the view at a place, uint8 or float up
-            to 1; called from several threads.
+        points: [N, 3].
+        colours: [N, 3] up to 255.
+        views: of the photographs.
+        read: returns the photograph [H, W, 3 or 4] of a view by position, uint8 or float up to 1. Several threads call
+            it.
 
     Returns:
-        None where fewer than three photographs tell.
+        None if fewer than three photographs can be measured.
     """
     stride = max(1, -(-len(points) // _POINTS))
     points, colours = points[::stride].detach().float().cpu(), colours[::stride].detach().float().cpu() / 255
@@ -67,7 +71,7 @@ def measured(points: Tensor, colours: Tensor, views: Sequence[View], read: Calla
         return _stops(colours[seen], x, y, read(place))
 
     cores = torch.get_num_threads()
-    try:  # each photograph has a thread: split further, torch's small operations would wait for each other
+    try:  # one thread per photograph: nested threads of torch's small operations would block each other
         with ThreadPoolExecutor(min(_THREADS, cores), initializer=torch.set_num_threads, initargs=(1,)) as threads:
             told = [stops for stops in threads.map(stops_of, range(len(views))) if stops is not None]
     finally:
@@ -81,7 +85,7 @@ def measured(points: Tensor, colours: Tensor, views: Sequence[View], read: Calla
 
 
 def _nearest(points: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
-    """Which points are the nearest of their part of the image, and the pixels x and y [n] that they are in."""
+    """Return the indices of the nearest point in each image cell, and their pixels x and y [n]."""
     local = points @ view.viewmat[:3, :3].T + view.viewmat[:3, 3]
     depth = local[:, 2]
     x, y = (local[:, axis] / depth * view.K[axis, axis] + view.K[axis, 2] for axis in (0, 1))
@@ -90,7 +94,7 @@ def _nearest(points: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
     seen = seen[depth[seen].argsort(stable=True)]
     side = max(view.width, view.height) / _CELLS
     cells = (y[seen] / side).long() * _CELLS + (x[seen] / side).long()
-    order = cells.argsort(stable=True)  # within a cell the nearest stays first
+    order = cells.argsort(stable=True)  # stable: the nearest stays first within a cell
     first = torch.ones(len(seen), dtype=torch.bool)
     first[1:] = cells[order][1:] != cells[order][:-1]
     seen = seen[order[first]]
@@ -98,8 +102,8 @@ def _nearest(points: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stops(colours: Tensor, x: Tensor, y: Tensor, image: Tensor) -> float | None:
-    """By how many stops an image is brighter than colours [n, 3] at pixels; None where too few can be compared."""
-    steps = torch.arange(-1, 2)  # a point is seldom in the middle of its pixel
+    """Return by how many stops an image is brighter than colours [n, 3] at pixels; None if too few are comparable."""
+    steps = torch.arange(-1, 2)  # average 3 x 3 pixels: a point is seldom centred in its pixel
     nine = image[y[:, None, None] + steps[:, None], x[:, None, None] + steps, :3].flatten(1, 2)
     around = nine.float().mean(1) / (1.0 if image.dtype.is_floating_point else 255.0)
     fair = torch.ones(len(x), dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""What can be seen of a capture before any worker starts: from file names, headers and COLMAP's own files.
+"""Preliminary check of a capture, from file names, headers and COLMAP's files, before any worker starts.
 
-The workers look again, at everything (see `checks` and `reading`). This look takes seconds and needs no GPU, so that
-what is wrong is told before processes have been started, and before a run folder has been made.
+Workers check everything again (see `checks` and `reading`). This check takes seconds and needs no GPU, so problems are
+reported before processes start and before a run folder exists.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
 _THREADS = 16
 _PATIENCE = 8.0
-"""Seconds after which the rest of the headers is left to the workers."""
+"""Time limit in seconds; the workers check the remaining headers."""
 
 
 @dataclass
 class Findings:
-    """What there is to say of a capture.
+    """Result of the check.
 
     Attributes:
-        problems: a line for each reason not to begin.
-        notes: a line for each thing to know.
+        problems: a line for each reason not to start.
+        notes: a line for each hint.
     """
 
     problems: list[str] = field(default_factory=list[str])
@@ -49,11 +49,11 @@ class _Image:
 
 
 def first_look(datamanager: Any, *, tracks: bool = False) -> Findings:
-    """Looks at a capture in COLMAP's or nerfstudio's format; of others there is nothing to say.
+    """Check a capture in COLMAP's or nerfstudio's format; captures of other formats are not checked.
 
     Args:
         datamanager: the configuration of nerfstudio's full-image datamanager.
-        tracks: whether what views observe is needed (see `tracks`).
+        tracks: True if observations are needed (see `tracks`).
     """
     parser = datamanager.dataparser
     data = Path(datamanager.data or parser.data)
@@ -77,7 +77,7 @@ def first_look(datamanager: Any, *, tracks: bool = False) -> Findings:
 
 
 def colmap_problems(parser: ColmapDataParserConfig) -> tuple[list[str], Reconstruction | None]:
-    """What is wrong with the reconstruction that a dataparser is about to read, and the reconstruction."""
+    """Check the reconstruction that a dataparser will read; return the problems and the reconstruction."""
     folder = parser.data / parser.colmap_path
     if not folder.is_dir():
         others = _reconstructions(parser.data)
@@ -115,14 +115,14 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
 
 
 def _reconstructions(data: Path) -> list[Path]:
-    """Folders with a reconstruction of COLMAP's, as `--colmap-path` takes them."""
+    """Return the folders with a COLMAP reconstruction, in the form of `--colmap-path`."""
     files = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in data.glob(f"{depth}cameras.*")]
     found = dict.fromkeys(path.parent for path in files if path.suffix in (".bin", ".txt"))
     return [folder.relative_to(data) for folder in found]
 
 
 def _image_folder(parser: ColmapDataParserConfig, model: Reconstruction, found: Findings) -> tuple[Path, int]:
-    """The folder that images are read from, and by which factor they are smaller than COLMAP's."""
+    """Return the folder that images are read from, and their downscale factor against COLMAP's images."""
     whole = parser.data / parser.images_path
     smaller = _smaller(whole)
     have = [f"{whole.name}_{n} (--downscale-factor {n})" for n in smaller]
@@ -149,7 +149,7 @@ def _no_folder(folder: Path, have: Sequence[str]) -> str:
 
 
 def _smaller(whole: Path) -> list[int]:
-    """By which factors there are smaller copies of a folder of images."""
+    """Return the downscale factors of the scaled copies of an image folder."""
     tails = [path.name.removeprefix(f"{whole.name}_") for path in whole.parent.glob(f"{whole.name}_*") if path.is_dir()]
     return sorted(int(tail) for tail in tails if tail.isdigit())
 
@@ -176,7 +176,7 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
     found.problems += transforms_problems(parser.data)
     if found.problems:
         return []
-    # Its own parser knows which files are meant, and reads nothing large but the seed points.
+    # nerfstudio's own parser knows the files; seed points are all that it reads in full.
     outputs: list[Any] = []
     for split in ("train", "val"):
         try:
@@ -206,10 +206,10 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
 
 
 def _look_at_split(parser: ColmapDataParserConfig, names: Sequence[str], found: Findings) -> None:
-    """Whether views are left to train with, and whether one stands for two."""
+    """Check that training views remain, and that no view is listed twice."""
     if any((parser.data / f"{part}_list.txt").exists() for part in ("train", "test", "validation")):
         return
-    listed: Any = list(names)  # nerfstudio says List, for want of a better word
+    listed: Any = list(names)  # nerfstudio's annotation is the invariant List
     if parser.eval_mode == "interval":
         train, held_out = get_train_eval_split_interval(listed, parser.eval_interval)
     elif parser.eval_mode == "fraction":
@@ -237,7 +237,7 @@ def _look_for_twins(names: Sequence[str], held_out: Iterable[str], found: Findin
 
 
 def _look_at_images(images: Sequence[_Image], found: Findings) -> None:
-    """Reads the headers, side by side, for as long as there is time."""
+    """Read the headers in parallel until the time limit."""
     end = time.monotonic() + _PATIENCE
 
     def look(image: _Image) -> Header | None:

@@ -1,4 +1,4 @@
-"""What the headers of image files tell, without decoding them."""
+"""Checks of image files by their headers, without decoding."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +12,11 @@ from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 
 _CHANNELS = {"RGB": 3, "L": 3, "RGBA": 4}
-"""Channels of the array that nerfstudio makes of an image, by PIL's mode."""
+"""Channels of nerfstudio's array of an image, by PIL mode."""
 
 _EXIF_ORIENTATION = 0x0112
 _TURNED, _LYING = range(2, 9), range(5, 9)
-"""EXIF's orientations other than upright, and those that exchange width and height."""
+"""EXIF orientations other than upright, and those that exchange width and height."""
 
 _THREADS = 8
 _TAIL = 64
@@ -24,13 +24,13 @@ _TAIL = 64
 
 @dataclass(frozen=True)
 class Header:
-    """What one image file says of itself.
+    """Properties of one image file.
 
     Attributes:
-        channels: of the decoded image, 0 where it cannot be used.
-        problems: what is wrong with it or its mask, a line each.
-        turned: whether its EXIF data say that it is to be turned or mirrored, and its size does not tell whether that
-            has been done.
+        channels: of the decoded image; 0 if it is unusable.
+        problems: faults of the image or its mask, a line each.
+        turned: True if EXIF data ask for a rotation or mirroring and the size does not show whether it has been
+            applied.
     """
 
     channels: int
@@ -39,7 +39,7 @@ class Header:
 
 
 def read_headers(dataset: InputDataset, sizes: Sequence[tuple[int, int]], world: World) -> list[Header]:
-    """The headers of all images of a dataset that reads files. Every rank calls it, and reads its part.
+    """Read the headers of all images of a dataset, each rank a part of them. Every rank calls it.
 
     Args:
         dataset: nerfstudio's, or one that reads images as it does.
@@ -63,13 +63,13 @@ def read_headers(dataset: InputDataset, sizes: Sequence[tuple[int, int]], world:
 
 
 def read_header(path: Path, mask: Path | None, size: tuple[int, int], scale: float = 1.0) -> Header:
-    """The header of one image and, if it has one, of its mask.
+    """Read the header of one image and, if it has one, of its mask.
 
     Args:
         path: the image.
         mask: its mask.
         size: (width, height) of its camera.
-        scale: of the file's size, as nerfstudio scales what it has read.
+        scale: nerfstudio's scale factor of the image after reading.
     """
     problems: list[str] = []
     found, turned = _look(path, _mode_problem, problems), False
@@ -95,13 +95,13 @@ def read_header(path: Path, mask: Path | None, size: tuple[int, int], scale: flo
 
 
 def header_size(path: Path) -> tuple[int, int] | None:
-    """Width and height of a picture; None where it cannot be read as one."""
+    """Return width and height of a picture; None if it is unreadable."""
     found = _look(path, lambda mode: None, [])
     return None if found is None else found.size
 
 
 def file_problem(path: Path) -> str | None:
-    """Why a file cannot be read as a picture, if so."""
+    """Return the reason why a file is unreadable as a picture; None if it is readable."""
     problems: list[str] = []
     _look(path, lambda mode: None, problems)
     return problems[0] if problems else None
@@ -115,7 +115,7 @@ class _Picture:
 
 
 def _look(path: Path, mode_problem: Callable[[str], str | None], problems: list[str]) -> _Picture | None:
-    """What a file says of itself; None, and a line in `problems`, where it is of no use."""
+    """Read a file's header; return None, with a line in `problems`, if it is unusable."""
     try:
         with Image.open(path) as image:
             mode, size, orientation = image.mode, image.size, _orientation(image)
@@ -128,24 +128,24 @@ def _look(path: Path, mode_problem: Callable[[str], str | None], problems: list[
     except FileNotFoundError:
         problems.append(f"{path}: there is no such file")
         return None
-    except Exception as error:  # PIL's plugins raise what they like for damaged files
+    except Exception as error:  # PIL's plugins raise any exception type for damaged files
         problems.append(f"{path}: it is truncated or unreadable ({error})")
         return None
     return _Picture(mode, size, orientation)
 
 
 def _orientation(image: Image.Image) -> int:
-    """As EXIF has it: 1 for upright."""
+    """Return EXIF's orientation; 1 for upright."""
     try:
         return int(image.getexif().get(_EXIF_ORIENTATION, 1))
-    except Exception:  # EXIF data are whatever some program has written
+    except Exception:  # EXIF data may be malformed
         return 1
 
 
 def _ends_well(path: Path, kind: str) -> bool:
-    """Whether a file ends as its format says: then it is whole, as far as can be seen without decoding it.
+    """Return True if a file ends with its format's end marker; then it is taken as complete without decoding.
 
-    Where this says no (some cameras write more behind the picture), decoding must tell.
+    If not (some cameras append data behind the picture), the file must be decoded.
     """
     mark = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}.get(kind)
     if mark is None:

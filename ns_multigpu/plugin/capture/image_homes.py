@@ -1,4 +1,4 @@
-"""Which rank holds which image: the views of a machine over its ranks, as many bytes on each (Gaian, section 5)."""
+"""Assignment of images to ranks: a machine's views over its ranks, with equal bytes on each (Gaian, section 5)."""
 
 import zlib
 from array import array
@@ -16,27 +16,27 @@ def homes_of(
     per_machine: int,
     budget: int | None = None,
 ) -> list[int]:
-    """The rank that holds each view's image, given the machine that should.
+    """Return the rank that holds each view's image, given its preferred machine.
 
-    The images of a machine are dealt to its ranks, the largest first, each to the rank that has the fewest bytes.
+    A machine's images are assigned to its ranks largest first, each to the rank with the fewest bytes.
 
-    With a budget, images that their machine has no room for go to ranks of other machines that have room. They are
-    dealt in the same way. The largest have been dealt first, so it is the smallest images that leave a machine; what
-    other machines see of them is not looked at. Images for which no machine has room stay with their own, and are
-    decoded when they are needed.
+    With a budget, images that exceed their machine's budget are assigned to ranks of other machines with free budget,
+    in the same way. Since the largest are assigned first, these are the smallest images. Their visibility on other
+    machines is not considered. Images that fit nowhere stay with their machine and are decoded on demand.
 
     Args:
-        view_machines: [V] the machine whose ranks are to hold each view, where they have room.
+        view_machines: [V] preferred machine of each view.
         shapes: of the views' images.
-        machines: how many.
-        per_machine: ranks of each; those of machine m are m * per_machine and following.
+        machines: number of machines.
+        per_machine: ranks of each; machine m has the ranks from m * per_machine.
         budget: bytes that a rank may hold; None for no limit.
 
     Returns:
-        [V] ranks. The same wherever the arguments are.
+        [V] ranks, deterministic in the arguments.
 
     Raises:
-        ValueError: there is no rank, there is not one machine a view, or a machine does not exist.
+        ValueError: no rank is given, the number of machines differs from the number of views, or a machine does not
+            exist.
     """
     if machines < 1 or per_machine < 1:
         raise ValueError(f"homes_of: {machines} machine(s) of {per_machine} rank(s); at least one of each is needed")
@@ -51,7 +51,7 @@ def homes_of(
     homes = [-1] * len(sizes)
 
     def deal(views: Sequence[int], ranks_of: Sequence[range], limit: int | None) -> list[int]:
-        """Gives each view a rank of its range, the largest first; returns those that no rank has room for."""
+        """Assign each view to a rank of its range, largest first; return the views that exceed every rank's budget."""
         left: list[int] = []
         for view in sorted(views, key=lambda v: (-sizes[v], v)):
             rank = min(ranks_of[wanted[view]], key=lambda r: (held[r], r))
@@ -70,13 +70,13 @@ def homes_of(
 
 
 def checked_homes(homes: Sequence[int] | None, views: int, label: str, world: World) -> list[int]:
-    """The rank that holds each of so many views: as given, or i % world size. Every rank calls it.
+    """Return the rank that holds each view: as given, or i % world size. Every rank calls it.
 
     Args:
-        label: what the error calls the images.
+        label: name of the images in the error.
 
     Raises:
-        ValueError: on every rank, that homes are not one rank a view, or not the same on all ranks.
+        ValueError: on every rank, if homes are not one rank per view, or differ between ranks.
     """
     found = [view % world.size for view in range(views)] if homes is None else [int(home) for home in homes]
     tables = all_gather_ints([len(found), zlib.crc32(array("q", found).tobytes())], world)

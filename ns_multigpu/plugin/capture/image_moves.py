@@ -1,4 +1,4 @@
-"""Which rectangles of a batch's images go from which rank to which. All ranks find the same, from shared data alone."""
+"""Schedule of image rectangles that ranks exchange. All ranks compute the same one from shared data alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from ns_multigpu.plugin.capture.image_store import ImageShape
 
 @dataclass(frozen=True)
 class Move:
-    """A rectangle of an image that goes from one rank to another.
+    """Rectangle of an image that one rank sends to another.
 
     Attributes:
-        source, to: the ranks; the same where it is needed by the rank that holds it.
+        source, to: sending and receiving rank; equal if the rank that needs it holds it.
         position: of the view in the batch.
         rectangle: in pixels of the image.
     """
@@ -32,11 +32,11 @@ def moves_of(
     shapes: Sequence[ImageShape],
     holder: Callable[[int], int],
 ) -> list[Move]:
-    """What each rank needs for the pixels that it owns, by rank, then by position.
+    """Return the rectangles that each rank needs for the pixels it owns, ordered by rank, then by position.
 
     Args:
         indices: the batch's views by their number in the capture.
-        plan: whose pixels are whose.
+        plan: the owner of each pixel.
         views: the batch's.
         shapes: of all images of the capture.
         holder: the rank that holds a view's image.
@@ -54,10 +54,10 @@ def moves_of(
 
 
 def rectangles_of(patches: Sequence[Patch], view: View, shape: ImageShape) -> list[Rectangle]:
-    """The rectangles of an image that cover some patches of its view, halos included, in the patches' order.
+    """Return the rectangles of an image that cover some patches of its view, halos included, in the patches' order.
 
-    Where the rectangles together are not fewer bytes than the whole image it is the whole one. So it is where the view
-    is drawn at another resolution than the image's: what a pixel becomes there follows from the whole image.
+    The result is the complete image if the rectangles together have as many bytes. It is also the complete image if the
+    view's resolution differs from the image's: resampling needs all of it.
     """
     drawn = [patch.rendered(view) for patch in patches]
     needed = list(dict.fromkeys(rectangle for rectangle in drawn if not is_empty(rectangle)))

@@ -1,4 +1,4 @@
-"""Reading one image and taking its lens distortion out; and what is known of that before an image is read."""
+"""Image reader that removes lens distortion; camera parameters are known before an image is read."""
 
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -24,41 +24,41 @@ Pinhole = tuple[float, float, float, float, int, int]
 
 
 class ImageReader:
-    """Reads a dataset's images as a pinhole camera would have taken them, or as they are (`lens`).
+    """Reader of a dataset's images: undistorted to a pinhole camera, or unchanged (`lens`).
 
-    Nerfstudio learns the undistorted cameras by undistorting the images; here they are known first (they depend on the
-    lens alone), so that images can wait until they are needed. Every rank makes one, together.
+    Nerfstudio computes the undistorted cameras while it undistorts the images. Here they are computed first, from the
+    lenses alone, so images can be read on demand. Every rank creates one, together.
 
     Args:
-        dataset: whose images; its cameras are those of the files.
-        kind: how images are kept.
+        dataset: the images; its cameras are those of the files.
+        kind: data type of the images in memory.
         world: the ranks.
-        lens: whether distortion stays in, for who renders through the lens.
+        lens: True to keep the distortion, for rendering through the lens.
 
     Attributes:
-        cameras: those that the images are of, to render with.
+        cameras: cameras of the returned images, for rendering.
 
     Raises:
-        InputError: a lens leaves no image; its views are named.
+        InputError: undistortion leaves no image; the message names the views.
     """
 
     def __init__(self, dataset: InputDataset, kind: ImageType, world: World, *, lens: bool = False) -> None:
         self._dataset = dataset
         self._kind: ImageType = kind
-        # The dataset's own become the pinhole cameras later.
+        # A copy: the dataset's own cameras become pinhole cameras later.
         self._lenses = deepcopy(dataset.cameras)
         self._distorted = [False] * len(self._lenses) if lens else _distorted(self._lenses)
         self.cameras = self._pinholes(world)
 
     def read(self, index: int) -> ImageData:
-        """An image, and its mask if it has one, on the host; called from several threads.
+        """Read an image, and its mask if it has one, on the host. Several threads call it.
 
         Raises:
-            ValueError: it cannot be read or does not fit its camera; says which file it is.
+            ValueError: the image is unreadable or does not fit its camera; the message names the file.
         """
         try:
             return self._read(index)
-        except Exception as error:  # PIL's plugins raise what they like for damaged files
+        except Exception as error:  # PIL's plugins raise any exception type for damaged files
             raise ValueError(f"{self._dataset.image_filenames[index]}: {error}") from error
 
     def _read(self, index: int) -> ImageData:
@@ -84,12 +84,12 @@ class ImageReader:
         return kept
 
     def masked(self, index: int) -> bool:
-        """Whether an image comes with a mask: a file, or the border of a fisheye's circle."""
+        """Return True if an image has a mask: a file, or the border of a fisheye's circle."""
         circle = int(self._lenses.camera_type[index].item()) == CameraType.FISHEYE624.value and self._distorted[index]
         return self._dataset._dataparser_outputs.mask_filenames is not None or circle  # pyright: ignore
 
     def _pinholes(self, world: World) -> Cameras:
-        """The cameras of the undistorted images. Views of one lens share the work, and ranks share the lenses."""
+        """Compute the cameras of the undistorted images, once per lens, with the lenses distributed over the ranks."""
         lenses: dict[tuple[float, ...], list[int]] = {}
         for index, key in enumerate(_keys(self._lenses)):
             if self._distorted[index]:
@@ -124,7 +124,9 @@ class ImageReader:
 
 
 def _distorted(cameras: Cameras) -> list[bool]:
-    """Which cameras have a distortion to take out. As with nerfstudio, a fisheye without parameters has none."""
+    """Return True for each camera with distortion to remove. As in nerfstudio, a fisheye without parameters has
+    none.
+    """
     if cameras.distortion_params is None:
         return [False] * len(cameras)
     return (cameras.distortion_params != 0).any(dim=-1).tolist()

@@ -1,4 +1,4 @@
-"""The images that one rank holds, and how they reach the rank that renders them."""
+"""Images held by one rank, and their exchange with the ranks that render them."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,28 +21,28 @@ _MOST_THREADS = 16
 
 
 class ImageError(RuntimeError):
-    """An image could be read when training started, and cannot any more."""
+    """Image that was readable when training started and is unreadable now."""
 
 
 class ImageShare:
-    """Each view of a split is held by one rank, so that a machine holds its ranks' views once, and no others.
+    """Images of a split, distributed so that one rank holds each view.
 
-    A share that fits into `budget` is decoded at once, by several threads; of a larger one, images are decoded when
-    they are needed, or before if `expect` told so. What is delivered is the same in both cases.
+    Images that fit into `budget` are decoded at once, by several threads. Otherwise images are decoded on demand, or
+    earlier if `expect` named them. The delivered pixels are the same.
 
     Args:
         shapes: of all views' images, the same on every rank.
-        decode: view -> its image; called from several threads.
+        decode: view -> its image; several threads call it.
         world: the ranks.
         homes: the rank that holds each view, the same on every rank; None: rank i % world size holds view i.
-        label: what the progress bar and errors call the split.
+        label: name of the split in the progress bar and in errors.
         budget: bytes that this rank may hold; None for no limit.
         place: the device that holds them.
         pinned: keep the images in page-locked memory, for asynchronous copies to a GPU.
 
     Raises:
-        InputError: on every rank, naming each image that could not be read, or that the budget is too small.
-        ValueError: on every rank, that homes are not one rank a view, or differ between ranks.
+        InputError: on every rank, naming each unreadable image, or if the budget is too small.
+        ValueError: on every rank, if homes are not one rank per view, or differ between ranks.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class ImageShare:
         self._label = label
         self.shapes = list(shapes)
         self.homes = checked_homes(homes, len(self.shapes), label, world)
-        """The rank that holds each view."""
+        """Rank that holds each view."""
         self.own = [index for index, home in enumerate(self.homes) if home == world.rank]
-        """The views held here."""
+        """Views held by this rank."""
         problems: list[str] = []
         try:
             self.store = ImageStore(
@@ -87,49 +87,49 @@ class ImageShare:
         self._say_what_is_kept()
 
     def holder(self, index: int) -> int:
-        """The rank that holds a view's image."""
+        """Return the rank that holds a view's image."""
         return self.homes[index]
 
     def expect(self, indices: Sequence[int]) -> None:
-        """Starts to decode those of `indices`, in the order of need, that are held here and not yet decoded."""
+        """Start to decode, in this order, the views that this rank holds and has not decoded."""
         if not self.store.complete:
             self.store.expect([index for index in indices if self.holder(index) == self._world.rank])
 
     @property
     def lookahead(self) -> int:
-        """How many coming views `expect` can make use of; 0 if all images held here are there."""
+        """Return the number of coming views that `expect` can use; 0 if all images are decoded already."""
         return 0 if self.store.complete else -(-self.store.depth * len(self.shapes) // len(self.own))
 
     def image(self, index: int, device: torch.device) -> ImageData:
-        """The image of a view held here, on `device`.
+        """Return the image of a view held by this rank, on `device`.
 
         Raises:
             KeyError: another rank holds it.
-            ImageError: an image that is decoded on demand cannot be read any more.
+            ImageError: an image that is decoded on demand is unreadable now.
         """
         return self._rows(index, device)
 
     def deliver(
         self, indices: Sequence[int], plan: Plan, device: torch.device, views: Sequence[View]
     ) -> dict[Patch, ImagePart]:
-        """Brings what a batch's patches show of its images to the ranks that own their pixels.
+        """Send the image parts that a batch's patches show to the ranks that own their pixels.
 
-        Only the rectangles that are rendered travel, halos included, or the whole image: see `rectangles_of`. An image
-        is read once, however many ranks need some of it. Nothing is sent, and nobody waits for others, when every image
-        is where it is needed.
+        Only rendered rectangles are sent, halos included, or the complete image: see `rectangles_of`. Each image is
+        read once. No communication takes place if every rank holds the images it needs. Every rank calls it with the
+        same views and plan.
 
         Args:
             indices: the batch's views by their number in the capture.
-            plan: whose pixels are whose.
-            device: where the images are to be.
-            views: the batch's, at the resolution of this moment. Every rank calls it with the same, and the same plan.
+            plan: the owner of each pixel.
+            device: destination of the images.
+            views: the batch's, at the current resolution.
 
         Returns:
-            by patch of this rank, a part of the image that reaches as far as `Patch.rendered`: the whole image where
-            the view is drawn at another resolution. What is held on `device` is not copied.
+            by patch of this rank, an image part that covers `Patch.rendered`; the complete image if the view's
+                resolution differs. Images held on `device` are not copied.
 
         Raises:
-            ImageError: an image that is decoded on demand cannot be read any more.
+            ImageError: an image that is decoded on demand is unreadable now.
         """
         rank = self._world.rank
         moves = moves_of(indices, plan, views, self.shapes, self.holder)
@@ -138,12 +138,12 @@ class ImageShare:
             if move.source == rank:
                 needed.setdefault(indices[move.position], []).append(move.rectangle)
         held: dict[int, ImagePart] = {}
-        for index in dict.fromkeys(indices):  # in the order in which they are expected
+        for index in dict.fromkeys(indices):  # in the order of `expect`
             if index in needed:
                 top, bottom = min(r[1] for r in needed[index]), max(r[3] for r in needed[index])
                 rows = self._rows(index, device, (top, bottom))
                 held[index] = ImagePart((0, top, self.shapes[index].width, bottom), rows)
-        # What is needed where it is held stays as it is.
+        # Local parts are not sent.
         here = {m.position: [held[indices[m.position]]] for m in moves if m.source == m.to == rank}
         for move, part in self._exchange([m for m in moves if m.source != m.to], indices, held, device):
             here.setdefault(move.position, []).append(part)
@@ -153,11 +153,13 @@ class ImageShare:
         }
 
     def fetch(self, index: int, device: torch.device) -> ImageData:
-        """A view's image on every rank. Every rank calls it."""
+        """Return a view's image on every rank. Every rank calls it."""
         return self.fetch_all([index], device)[0]
 
     def fetch_all(self, indices: Sequence[int], device: torch.device) -> list[ImageData]:
-        """Several views' images on every rank, in one message between each two. Every rank calls it with the same."""
+        """Return several views' images on every rank, with one message per pair of ranks. Every rank calls it with the
+        same.
+        """
         rank, moves, held = self._world.rank, list[Move](), dict[int, ImagePart]()
         for position, index in enumerate(indices):
             home, shape = self.holder(index), self.shapes[index]
@@ -169,7 +171,7 @@ class ImageShare:
         return [dict((held | arrived)[index].data) for index in indices]
 
     def _rows(self, index: int, device: torch.device, rows: tuple[int, int] | None = None) -> ImageData:
-        """Some rows of an image that is held here; all of them unless told."""
+        """Return some rows of a locally held image; all of them by default."""
         if not 0 <= index < len(self.shapes) or self.holder(index) != self._world.rank:
             raise KeyError(f"view {index} of {len(self.shapes)} is not held by rank {self._world.rank}")
         try:
@@ -183,13 +185,13 @@ class ImageShare:
     def _exchange(
         self, moves: Sequence[Move], indices: Sequence[int], held: Mapping[int, ImagePart], device: torch.device
     ) -> list[tuple[Move, ImagePart]]:
-        """Carries out the moves of all ranks, of which none stays where it is; returns what came here.
+        """Exchange image parts between ranks; return the parts that this rank received.
 
         Args:
-            moves: the same on every rank.
+            moves: of all ranks, the same on every rank; none is local.
             indices: the batch's views by their number in the capture.
-            held: by that number, what this rank sends of.
-            device: where parts are and are to be.
+            held: this rank's image parts to send, by that number.
+            device: device of the sent and received parts.
         """
         if not moves:
             return []
@@ -222,7 +224,7 @@ class ImageShare:
         return arrived
 
     def _say_what_is_kept(self) -> None:
-        """Says so where some rank decodes images when they are needed. Every rank calls it."""
+        """Print a note if a rank decodes images on demand. Every rank calls it."""
         share = sum(aligned(self.shapes[index].nbytes) for index in self.own)
         table = all_gather_ints([self.store.nbytes, share, int(self.store.complete)], self._world)
         late = [rank for rank, (_, _, complete) in enumerate(table) if not complete]
@@ -239,10 +241,10 @@ class ImageShare:
 
 
 def _under(patch: Patch, view: View, shape: ImageShape, parts: Sequence[ImagePart], device: torch.device) -> ImagePart:
-    """Of the parts of its image that are here, the one under a patch."""
+    """Return the received image part that covers a patch."""
     rectangle = patch.rendered(view)
     if is_empty(rectangle):
         return ImagePart(rectangle, from_bytes(torch.empty(0, dtype=torch.uint8, device=device), shape.cut(rectangle)))
     if (view.width, view.height) != (shape.width, shape.height):
-        return parts[0]  # all of it
+        return parts[0]  # the complete image
     return next(part for part in parts if contains(part.rectangle, rectangle))

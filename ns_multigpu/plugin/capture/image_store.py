@@ -1,7 +1,7 @@
-"""Decoded images in one block of memory, and the threads that bring them there.
+"""Store of decoded images in one block of memory, with the threads that decode them.
 
-One block, because images of some megabytes each would otherwise leave holes in the heap, and because torch rounds every
-page-locked allocation up to a power of two.
+Images of some megabytes each would fragment the heap, and torch rounds each page-locked allocation up to a power of
+two. One block avoids both.
 """
 
 import os
@@ -21,12 +21,12 @@ ImageData = dict[str, Tensor]
 """`image` [H, W, 3 or 4] and perhaps `mask` [H, W, 1] bool."""
 
 _ALIGNMENT = 64
-"""Bytes: images may be of any dtype."""
+"""Alignment in bytes: images may be of any dtype."""
 
 
 @dataclass(frozen=True)
 class ImageShape:
-    """What every rank knows of an image, whoever holds it and whether or not it has been decoded."""
+    """Shape of an image, known to every rank before it is decoded."""
 
     height: int
     width: int
@@ -36,12 +36,12 @@ class ImageShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory and on the wire: the image, then its mask."""
+        """Return the bytes in memory and in messages: the image, then its mask."""
         pixels = self.height * self.width
         return pixels * self.channels * self.dtype.itemsize + (pixels if self.masked else 0)
 
     def cut(self, rectangle: Rectangle) -> "ImageShape":
-        """The shape of a rectangle of it."""
+        """Return the shape of a rectangle of the image."""
         x0, y0, x1, y1 = rectangle
         return replace(self, height=y1 - y0, width=x1 - x0)
 
@@ -52,32 +52,31 @@ class ImageShape:
 
 
 class ImageStore:
-    """Images of some views, all of them (`complete`) or as many as the memory holds.
+    """Images of some views: all of them (`complete`), or as many as the budget allows.
 
-    Where there is no room for all, `expect` says which are needed next, and threads decode them meanwhile. The image
-    that makes room is the one *used last*: each view comes once an epoch, so that one comes again latest. A memory for
-    a fraction f of the images then spares a fraction f of the decoding, as much as any policy can; dropping the one
-    unused for longest would spare f^2 / 2 of it.
+    If not all fit, `expect` names the next views and threads decode them. The image used *last* is evicted: each view
+    comes once per epoch, so that one is needed latest. A budget for a fraction f of the images then spares a fraction f
+    of the decoding, the optimum. Evicting the least recently used would spare f^2 / 2.
 
     One thread calls it.
 
     Args:
         shapes: of each view's image.
-        decode: view -> its image, on the host; called from several threads.
-        budget: bytes to take at most; None for as many as all images need.
+        decode: view -> its image, on the host; several threads call it.
+        budget: largest number of bytes; None for all images.
         place: the device whose memory holds the images.
         pinned: page-lock the host's memory, for asynchronous copies to a GPU.
-        threads: how many decode.
+        threads: number of decoding threads.
         device: the CUDA device that decoding may use, made current in the threads.
 
     Attributes:
-        complete: whether there is room for all.
+        complete: True if all images fit.
         place: the device whose memory holds the images.
-        decoded: how many images have been decoded so far, again or for the first time.
+        decoded: number of images decoded so far, repeats included.
         waited: seconds that readers have waited for decoding.
 
     Raises:
-        ValueError: the budget has no room for two images.
+        ValueError: the budget is below two images.
     """
 
     def __init__(
@@ -117,11 +116,11 @@ class ImageStore:
         self._block = torch.empty(self.nbytes, dtype=torch.uint8, device=place)
         self._locked = pinned and self.nbytes > 0 and _lock_pages(self, self._block)
         self._free = starts[::-1]
-        self._starts: dict[int, int] = {}  # by view, the one used last at the end
+        self._starts: dict[int, int] = {}  # by view, the most recently used at the end
         self._filling: dict[int, Future[None]] = {}
-        self._leaving: dict[int, torch.cuda.Event] = {}  # by start: copies to the device that may not have ended
+        self._leaving: dict[int, torch.cuda.Event] = {}  # by start: copies to the device that may be in progress
         self.decoded, self.waited = 0, 0.0
-        self._table: tuple[Tensor, Tensor] | None = None  # where each image begins, and a pixel's bytes
+        self._table: tuple[Tensor, Tensor] | None = None  # start of each image, and offsets of a pixel's bytes
 
         def enter() -> None:
             if device is not None and device.type == "cuda":
@@ -131,13 +130,13 @@ class ImageStore:
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def load_all(self, each: Callable[[], None] = lambda: None) -> dict[int, Exception]:
-        """Decodes all images, of a complete store.
+        """Decode all images of a complete store.
 
         Args:
             each: called after each image.
 
         Returns:
-            What kept an image from being read, by view.
+            the error of each unreadable image, by view.
         """
         failed: dict[int, Exception] = {}
         for index in self._shapes:
@@ -145,7 +144,7 @@ class ImageStore:
         for index in list(self._shapes):
             try:
                 self._finish(index)
-            except Exception as error:  # an unreadable image may fail in many ways; the caller reports them all
+            except Exception as error:  # decoders raise various errors; the caller reports them all
                 failed[index] = error
             each()
         if self._block.is_cuda:
@@ -154,10 +153,10 @@ class ImageStore:
         return failed
 
     def expect(self, indices: Sequence[int]) -> None:
-        """Starts to decode what will be read next, as far as there is room.
+        """Start to decode the views that will be read next, within the budget.
 
         Args:
-            indices: views, in the order in which they will be read; `depth` of them are worth naming.
+            indices: views, in the order in which they will be read; the first `depth` are used.
         """
         if self.complete:
             return
@@ -172,17 +171,18 @@ class ImageStore:
             self._start(index, start)
 
     def read(self, index: int, device: torch.device) -> Tensor:
-        """The bytes [nbytes] uint8 of an image on `device`: a copy, or the store's own if they stay where they are.
+        """Return the bytes [nbytes] uint8 of an image on `device`: a copy, or the store's own tensor if it is
+        permanent.
 
         Raises:
-            KeyError: the view is not of this store.
-            Exception: what decoding raised.
+            KeyError: the view does not belong to this store.
+            Exception: the error of decoding.
         """
         held = self._held(index)
         return self._on(device, index, [held])[0]
 
     def rows(self, index: int, device: torch.device, top: int, bottom: int) -> ImageData:
-        """Rows [top, bottom) of an image on `device`; nothing else is copied. As `read`."""
+        """Return rows [top, bottom) of an image on `device`, copying only those. Raises as `read`."""
         shape = self._shapes[index]
         if (top, bottom) == (0, shape.height):
             return from_bytes(self.read(index, device), shape)
@@ -190,15 +190,15 @@ class ImageStore:
         return dict(zip(held, self._on(device, index, [part[top:bottom] for part in held.values()]), strict=True))
 
     def pixels(self, indices: Tensor, at: Tensor) -> Tensor:
-        """Single pixels of many images of a complete store, [K, bytes of a pixel] uint8, where the store has them.
+        """Return single pixels of many images of a complete store, [K, bytes of a pixel] uint8, on the store's device.
 
         Args:
-            indices: [K] the views that they are of; those of images with as many channels each.
+            indices: [K] the view of each pixel; all images have the same number of channels.
             at: [K] row * width + column of each.
 
         Raises:
             KeyError: not all images have been read.
-            ValueError: the images have pixels of different kinds.
+            ValueError: the images differ in bytes per pixel.
         """
         if self._table is None:
             kinds = {shape.channels * shape.dtype.itemsize for shape in self._shapes.values()}
@@ -215,11 +215,11 @@ class ImageStore:
         return self._block[begins[:, None] + channels]
 
     def _held(self, index: int) -> Tensor:
-        """The bytes of an image where the store has them, decoded now if need be."""
+        """Return the bytes of an image in the store, decoding it if necessary."""
         shape = self._shapes[index]
         if index not in self._starts:
             start = self._room(set())
-            while start is None:  # all is being decoded: let the one needed last go
+            while start is None:  # all slots are being decoded: evict the one needed last
                 last = next(reversed(self._filling))
                 self._filling[last].exception()
                 del self._filling[last]
@@ -231,7 +231,7 @@ class ImageStore:
         return self._block[start : start + shape.nbytes]
 
     def _on(self, device: torch.device, index: int, held: Sequence[Tensor]) -> list[Tensor]:
-        """What is held of an image, on `device`; if the store may need its place again, a copy."""
+        """Return the parts of an image on `device`; copies if the store may reuse their slot."""
         if device.type == self.place.type:
             return [part if self.complete else part.clone() for part in held]
         copies = [part.to(device, non_blocking=True) for part in held]
@@ -242,7 +242,9 @@ class ImageStore:
         return copies
 
     def _room(self, protected: set[int]) -> int | None:
-        """The start of a free slot, made free if need be; None if all are protected or being filled."""
+        """Return the start of a free slot, evicting an image if necessary; None if all are protected or being
+        filled.
+        """
         if self._free:
             return self._free.pop()
         for index in reversed(self._starts):
@@ -286,13 +288,13 @@ class ImageStore:
 
 
 def shape_of(data: ImageData) -> ImageShape:
-    """The shape of a decoded image."""
+    """Return the shape of a decoded image."""
     height, width, channels = data["image"].shape
     return ImageShape(height, width, channels, data["image"].dtype, "mask" in data)
 
 
 def from_bytes(raw: Tensor, shape: ImageShape) -> ImageData:
-    """The image that `raw` [nbytes] uint8 holds; shares its memory where alignment allows."""
+    """Return the image in `raw` [nbytes] uint8, as a view of its memory if alignment allows."""
     pixels = shape.height * shape.width
     size = pixels * shape.channels * shape.dtype.itemsize
     image = raw[:size]
@@ -305,7 +307,7 @@ def from_bytes(raw: Tensor, shape: ImageShape) -> ImageData:
 
 
 def into_bytes(data: Mapping[str, Tensor], raw: Tensor) -> None:
-    """Writes an image, or a rectangle of one, into `raw` [nbytes] uint8, as `from_bytes` reads it."""
+    """Write an image, or a rectangle of one, into `raw` [nbytes] uint8, as `from_bytes` reads it."""
     start = 0
     for name in ("image", "mask"):
         if name in data:
@@ -315,12 +317,12 @@ def into_bytes(data: Mapping[str, Tensor], raw: Tensor) -> None:
 
 
 def aligned(size: int) -> int:
-    """The bytes that an image of `size` bytes takes."""
+    """Return the bytes that an image of `size` bytes takes, with alignment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _lock_pages(owner: object, block: Tensor) -> bool:
-    """Page-locks a host tensor for as long as `owner` lives; says so and returns False where the system refuses."""
+    """Page-lock a host tensor for the lifetime of `owner`; warn and return False if the system refuses."""
     runtime = torch.cuda.cudart()
     assert runtime is not None
     code = runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
@@ -337,6 +339,6 @@ def _lock_pages(owner: object, block: Tensor) -> bool:
         if os.getpid() == pid:
             runtime.cudaHostUnregister(kept.data_ptr())
 
-    # At exit the CUDA context goes, and the lock with it.
+    # At exit the CUDA context is destroyed, and the page lock with it.
     weakref.finalize(owner, unlock, os.getpid(), block).atexit = False
     return True

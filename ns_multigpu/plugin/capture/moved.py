@@ -1,4 +1,4 @@
-"""A capture that lies elsewhere than when its run was trained: on another machine, or moved."""
+"""Override of a run's data path, for a capture that was moved or is on another machine."""
 
 import os
 from pathlib import Path
@@ -7,23 +7,23 @@ from typing import Any
 from ns_multigpu.plugin.faults.errors import InputError
 
 DATA = "NS_MULTIGPU_DATA"
-"""In the environment, where the capture of a run is that is looked at."""
+"""Environment variable with the current path of the capture of an opened run."""
 
 
 def look_where_it_is(config: Any) -> None:
-    """Has a datamanager look where the user says that the capture is.
+    """Set a datamanager's data path to the environment variable's, if it is set.
 
     Args:
         config: the datamanager's; its `data` is set.
 
     Raises:
-        InputError: there is nothing there, or nothing where it was, and the user did not say.
+        InputError: the given path does not exist, or none is given and the original path does not exist.
     """
     told = os.environ.get(DATA)
     if told:
         config.data = Path(told)
     data: Path | None = config.data or getattr(config.dataparser, "data", None)
-    if data is None or data == Path() or data.exists():  # some are computed, and have no folder
+    if data is None or data == Path() or data.exists():  # computed captures have no folder
         return
     if told:
         raise InputError(f"{DATA}={told}: there is no such folder. Give the one that the capture is in now.")

@@ -1,4 +1,4 @@
-"""A dataparser run on every rank: it asks nobody, and what it cannot read is said on all of them."""
+"""Dataparser run on every rank, without prompts; errors of one rank are raised on all of them."""
 
 import dataclasses
 import traceback
@@ -23,15 +23,15 @@ from ns_multigpu.plugin.capture.reading import FAULTS
 
 @contextmanager
 def parsed_together(config: Any, world: World, trains: bool) -> Iterator[None]:
-    """Encloses what makes a datamanager read its capture, and has no collectives. Every rank enters it.
+    """Wrap the code in which a datamanager reads its capture; it must contain no collectives. Every rank enters it.
 
     Args:
-        config: the datamanager's. Its dataparser becomes one that asks nothing.
+        config: the datamanager's. Its dataparser is replaced by one without prompts.
         world: the ranks.
-        trains: whether the run trains; one that is looked at may have a capture that has moved.
+        trains: True for a training run. An opened run may have a capture that was moved.
 
     Raises:
-        InputError: on every rank, that the capture cannot be read on one of them.
+        InputError: on every rank, if the capture is unreadable on one of them.
     """
     if trains:
         raise_together(_wrong_before_reading(config) if world.is_main else [], world, FAULTS)
@@ -49,7 +49,7 @@ def parsed_together(config: Any, world: World, trains: bool) -> Iterator[None]:
 
 
 def _wrong_before_reading(config: Any) -> list[str]:
-    """What is wrong with the files that a dataparser is about to read; its own errors would not name the files."""
+    """Check the files that a dataparser will read; its own errors would not name the files."""
     parser = config.dataparser
     if config.data is not None:
         parser = dataclasses.replace(parser, data=Path(config.data))
@@ -61,16 +61,18 @@ def _wrong_before_reading(config: Any) -> list[str]:
 
 
 class _UnaskedNerfstudio(Nerfstudio):
-    """nerfstudio's parser, which asks nobody: workers have no terminal. Without a ply_file_path there are no seed
-    points, which is for the pipeline to say."""
+    """nerfstudio's parser without prompts, as workers have no terminal. Without a ply_file_path it returns no seed
+    points; the pipeline reports that.
+    """
 
     prompted_user = True
     create_pc = False
 
 
 def _unasked(config: Any) -> Any:
-    """The dataparser's configuration, for one that asks nothing, reads no points where there are none, and COLMAP's
-    points at once."""
+    """Return the dataparser's configuration without prompts, with fast reading of COLMAP's points, and none if it has
+    none.
+    """
     parser = config.dataparser
     if type(parser) is NerfstudioDataParserConfig:
         return dataclasses.replace(parser, _target=_UnaskedNerfstudio)
@@ -82,16 +84,16 @@ def _unasked(config: Any) -> Any:
 
 
 def by_a_dataparser(error: Exception) -> bool:
-    """Whether it was a dataparser that failed: what it says is then about the capture."""
+    """Return True if the error was raised by a dataparser; then its message concerns the capture."""
     frames = traceback.extract_tb(error.__traceback__)
     return any("dataparsers" in Path(frame.filename).parts for frame in frames)
 
 
 def unreadable(config: DataParserConfig, error: Exception) -> list[str]:
-    """Lines for a capture that its dataparser cannot read.
+    """Return the problems of a capture that its dataparser cannot read.
 
-    A dataparser stops at the first image that it opens to choose a downscale factor. With a factor given it opens none:
-    it is run again with one, and every image is then checked, so that all missing or damaged files can be listed.
+    A dataparser stops at the first image that it opens to choose a downscale factor. With a given factor it opens none.
+    It is run again with one, and every image is checked, so all missing or damaged files are listed.
     """
     lines = [f"{getattr(config, 'data', '')}: {type(error).__name__}: {error}"]
     if not isinstance(error, OSError) or getattr(config, "downscale_factor", 1) is not None:
@@ -99,7 +101,7 @@ def unreadable(config: DataParserConfig, error: Exception) -> list[str]:
     try:
         parser = dataclasses.replace(config, downscale_factor=1).setup()  # pyright: ignore[reportCallIssue]
         outputs = [parser.get_dataparser_outputs(split) for split in ("train", "val")]
-    except Exception:  # the first error is the one to tell of
+    except Exception:  # report the first error
         return lines
     files: dict[Path, None] = {}
     for part in outputs:

@@ -1,7 +1,7 @@
-"""nerfstudio's COLMAP parser, but that it reads seed points at once, and once.
+"""nerfstudio's COLMAP parser with fast reading of seed points, once for both splits.
 
-nerfstudio makes an object of each point, for the training views and again for the held-out ones: 13 us a point. What it
-makes of them is the same here, to the bit.
+nerfstudio creates an object per point, for the training and the held-out views: 13 us a point. The result here is
+bitwise the same.
 """
 
 from pathlib import Path
@@ -15,13 +15,15 @@ from torch import Tensor
 from ns_multigpu.plugin.capture.colmap import Damaged, point_starts
 
 _POINT = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error", "<f8"), ("track", "<u8")])
-"""What is before a point's track, https://colmap.github.io/format.html."""
+"""Fields before a point's track, https://colmap.github.io/format.html."""
 _AT_ONCE = 1 << 18
-"""Points that are taken out of a file together: an index of each of their bytes is made."""
+"""Points per batch of extraction, which indexes each of their bytes."""
 
 
 class QuickColmap(ColmapDataParser):
-    """See above. Where points' views are asked for as well, or points are a text, nerfstudio reads them."""
+    """COLMAP parser of the module. nerfstudio's reader is used for text files, or if the points' views are
+    requested.
+    """
 
     _read: tuple[Path, bytes, float, dict[str, Tensor]] | None = None
 
@@ -39,10 +41,10 @@ class QuickColmap(ColmapDataParser):
 
 
 def read_points(file: Path) -> np.ndarray[Any, Any]:
-    """The points of a points3D.bin, in the file's order.
+    """Read the points of a points3D.bin, in the file's order.
 
     Returns:
-        [points] with the fields id, xyz [3] float64, rgb [3] uint8, error, and track: how many views are in it.
+        [points] with the fields id, xyz [3] float64, rgb [3] uint8, error, and track: its number of views.
 
     Raises:
         Damaged: the file ends too early.
@@ -61,7 +63,7 @@ def read_points(file: Path) -> np.ndarray[Any, Any]:
 
 
 def _placed(points: np.ndarray[Any, Any], transform_matrix: Tensor, scale_factor: float) -> dict[str, Tensor] | None:
-    """What nerfstudio's parser says of points; None where two have one id, of which it would keep the last."""
+    """Return the points as nerfstudio's parser does; None if two share an id, of which nerfstudio keeps the last."""
     if len(np.unique(points["id"])) < len(points):
         return None
     xyz = torch.from_numpy(points["xyz"].astype(np.float32))

@@ -1,4 +1,4 @@
-"""What is known of a capture's images before they are decoded: whether they can be used, and their shapes."""
+"""Checks of a capture's images before they are decoded, and their shapes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,22 +20,22 @@ from ns_multigpu.plugin.capture.image_reading import ImageReader, ImageType
 from ns_multigpu.plugin.capture.image_store import ImageShape, shape_of
 
 FAULTS = "The capture has {count} fault(s); mend or remove these views, or give another capture:"
-"""Headline of a list of what is wrong with a capture."""
+"""Headline of the list of a capture's problems."""
 
 
 def reads_files(dataset: InputDataset) -> bool:
-    """Whether a dataset's images are the files that it names, rather than rendered, say."""
+    """Return True if a dataset's images are the files that it names, not rendered for example."""
     return type(dataset).get_numpy_image is InputDataset.get_numpy_image
 
 
 def refuse_different(datasets: Sequence[InputDataset], world: World) -> None:
-    """Raises unless all ranks have read the same capture. Every rank calls it.
+    """Raise unless all ranks have read the same capture. Every rank calls it.
 
     Args:
         datasets: the splits, before lens distortion is taken out.
 
     Raises:
-        InputError: on every rank: one has read another; it says what differs.
+        InputError: on every rank, with the differences.
     """
     lines: list[str] = []
     for dataset in datasets:
@@ -48,12 +48,12 @@ def refuse_different(datasets: Sequence[InputDataset], world: World) -> None:
 def _bytes(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # told of when the files are looked at, by whoever is to read them
+    except OSError:  # the rank that reads the file reports it
         return -1
 
 
 def capture_problems(datasets: Sequence[InputDataset]) -> list[str]:
-    """What is wrong with cameras and lists of files, a line each.
+    """Check cameras and lists of files; return the problems, a line each.
 
     Args:
         datasets: the splits, before lens distortion is taken out.
@@ -69,7 +69,7 @@ def capture_problems(datasets: Sequence[InputDataset]) -> list[str]:
 
 
 def file_headers(dataset: InputDataset, world: World) -> list[Header] | None:
-    """The headers of a dataset's files, before lens distortion is taken out; None if it reads none.
+    """Read the headers of a dataset's files, before lens distortion is removed; None if it reads no files.
 
     Every rank calls it.
     """
@@ -82,10 +82,10 @@ def file_headers(dataset: InputDataset, world: World) -> list[Header] | None:
 def image_shapes(
     dataset: InputDataset, reader: ImageReader, headers: Sequence[Header] | None, kind: ImageType, world: World
 ) -> list[ImageShape]:
-    """The shapes of a dataset's images, lens distortion taken out. Every rank calls it and gets the same.
+    """Return the shapes of a dataset's undistorted images, the same on every rank. Every rank calls it.
 
-    Files are known by their headers, of which there are none where a dataset makes its images itself. Then the first
-    image is made, and the others are taken to be of its kind, in their cameras' sizes.
+    Shapes follow from the files' headers. For a dataset that renders its images, the first image is rendered, and the
+    others are assumed to have its channels and dtype, in their cameras' sizes.
 
     Raises:
         InputError: on every rank, naming each file that is missing, truncated, unreadable, or unlike its camera.

@@ -1,7 +1,8 @@
-"""Which points of COLMAP's reconstruction views observe: its tracks, which nerfstudio's dataparsers drop.
+"""Tracks of COLMAP's reconstruction: which points each view observes. nerfstudio's dataparsers drop them.
 
-Points are transformed as the dataparser transforms and scales poses. Where a view observes one follows from its camera
-when the view is drawn (`core.depth_loss`): so nothing here depends on the size of images, or on their distortion.
+Points are transformed and scaled as the dataparser transforms poses. The pixel of an observation is computed from the
+camera when the view is drawn (`core.depth_loss`). So nothing here depends on the size of images, or on their
+distortion.
 """
 
 import struct
@@ -27,29 +28,29 @@ from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.colmap import look_at
 
 OPTION = "--pipeline.model.depth-loss"
-"""What asks for observations."""
+"""Option that requires observations."""
 _HEADLINE = f"{OPTION}: the depths of points that views observe cannot be had from this capture:"
 _LEAVE = f"or leave {OPTION} out"
 _USUAL = Path("colmap/sparse/0")
-"""Where COLMAP's model is beside a transforms.json, as ns-process-data leaves it."""
+"""Default folder of COLMAP's model next to a transforms.json, as ns-process-data writes it."""
 _FITS = 1e-2
-"""How far a camera of COLMAP's may be from the capture's, in units of the scene."""
+"""Largest distance between a COLMAP camera and the capture's, in units of the scene."""
 _AROUND = 1.1
-"""The scene's size in units of the farthest camera's distance from the middle: gsplat's."""
+"""Scene size in units of the farthest camera's distance from the centre: gsplat's."""
 
 
 class NoTracks(ValueError):
-    """A capture has no observations; says why, and what to give."""
+    """A capture without observations; the message gives the reason and the fix."""
 
 
 @dataclass(frozen=True)
 class Tracks:
-    """What views observe.
+    """Observations of views.
 
     Attributes:
-        points: [P, 3] float32, where they are in the model's world: those that a view observes.
-        ids: [N] int32, rows of `points`, those of a view behind those of the view before it.
-        counts: how many of them each view has.
+        points: [P, 3] float32, world positions of the observed points.
+        ids: [N] int32, rows of `points`, grouped by view in view order.
+        counts: number of observations of each view.
         scale: the scene's size, world units.
     """
 
@@ -60,7 +61,7 @@ class Tracks:
 
 
 def track_problems(parser: Any) -> list[str]:
-    """Why a capture has no observations, as far as a look at COLMAP's files shows; a line each.
+    """Check COLMAP's files for observations; return the reasons why there are none, a line each.
 
     Args:
         parser: a dataparser's configuration, with its data.
@@ -88,13 +89,13 @@ def track_problems(parser: Any) -> list[str]:
 
 
 def training_tracks(datamanager: Any, world: World) -> Tracks:
-    """What the training views observe, the same on every rank. Every rank calls it; one reads.
+    """Read the observations of the training views on rank 0 and broadcast them. Every rank calls it.
 
     Args:
         datamanager: a `DistributedDataManager`, its capture checked.
 
     Raises:
-        InputError: on every rank, if that is not known; it says what is missing.
+        InputError: on every rank, if there are none; the message says what is missing.
     """
     found: Tracks | None = None
     problems: list[str] = []
@@ -122,11 +123,11 @@ def training_tracks(datamanager: Any, world: World) -> Tracks:
 
 
 def read_tracks(parser: Any, outputs: DataparserOutputs) -> Tracks:
-    """What the views of a split observe.
+    """Read the observations of a split's views.
 
     Args:
-        parser: the configuration of the dataparser, of which `track_problems` says nothing.
-        outputs: what it made of the split.
+        parser: the configuration of the dataparser, without `track_problems`.
+        outputs: the dataparser's outputs of the split.
 
     Raises:
         NoTracks: COLMAP's model is not the capture's, or no view of the split observes anything.
@@ -134,7 +135,7 @@ def read_tracks(parser: Any, outputs: DataparserOutputs) -> Tracks:
     """
     folder = _model_of(parser)
     assert folder is not None
-    text = (folder / "cameras.txt").exists()  # as nerfstudio's dataparser decides; points the other way round
+    text = (folder / "cameras.txt").exists()  # nerfstudio: cameras text first, points binary first
     images: dict[int, Any] = (
         colmap.read_images_text(folder / "images.txt") if text else colmap.read_images_binary(folder / "images.bin")
     )
@@ -169,7 +170,7 @@ def read_tracks(parser: Any, outputs: DataparserOutputs) -> Tracks:
 
 
 def scene_scale(poses: NDArray[np.float64]) -> float:
-    """The size of a scene, as gsplat's trainer has it: 1.1 times the largest distance of a camera from their middle.
+    """Return the scene's size as gsplat's trainer: 1.1 times the largest distance of a camera from their centre.
 
     Args:
         poses: [n, 3, 4] camera-to-world.
@@ -179,13 +180,13 @@ def scene_scale(poses: NDArray[np.float64]) -> float:
 
 
 def images_of(files: Sequence[Path], names: dict[int, str]) -> list[int | None]:
-    """The image of COLMAP's that each file is, by its number; None for none.
+    """Return the number of the COLMAP image that each file is; None for none.
 
-    An image's name is the end of its file's path, the longest one that fits; or else their last parts are the same, as
-    of no other image: smaller copies of images may lie in one folder.
+    An image matches if its name is the end of the file's path, the longest such name first. Otherwise it matches if the
+    file names are equal and unique, since scaled copies of images may be in one folder.
 
     Args:
-        names: by number.
+        names: image names, by number.
     """
     by_last: defaultdict[str, list[tuple[int, tuple[str, ...]]]] = defaultdict(list)
     for number, name in names.items():
@@ -200,7 +201,7 @@ def images_of(files: Sequence[Path], names: dict[int, str]) -> list[int | None]:
 
 
 def _model_of(parser: Any) -> Path | None:
-    """The folder of COLMAP's model; None where a dataparser knows of none."""
+    """Return the folder of COLMAP's model; None if the dataparser has none."""
     if not isinstance(parser, (ColmapDataParserConfig, NerfstudioDataParserConfig)):
         return None
     data = Path(parser.data)
@@ -211,11 +212,12 @@ def _check_fit(
     folder: Path, pictures: Sequence[Any], poses: NDArray[np.float64], moved: tuple[NDArray[np.float64], float],
     scale: float,
 ) -> None:  # fmt: skip
-    """Whether the model's cameras are where the capture's are, once they are `moved` (matrix [3, 4], factor): each
-    one's middle, and what lies a scene's size along each of its axes.
+    """Check that the model's cameras, transformed by `moved` (matrix [3, 4], factor), equal the capture's.
+
+    Each camera's centre is compared, and the points at the scene's size along each of its axes.
 
     Raises:
-        NoTracks: one is not.
+        NoTracks: a camera differs.
     """
     matrix, factor = moved
     corners = scale * np.concatenate([np.zeros((1, 3)), np.eye(3)])
@@ -234,7 +236,7 @@ def _check_fit(
 
 
 def _observed(numbers: Sequence[int | None], points: dict[int, Any]) -> list[NDArray[np.int64]]:
-    """Of each image, by its number, the points whose tracks it is in: their places in `points`, each once."""
+    """Return, for each image number, the points whose tracks contain it: their rows in `points`, without duplicates."""
     tracks = [np.asarray(point.image_ids, dtype=np.int64) for point in points.values()]
     images = np.concatenate([np.zeros(0, np.int64), *tracks])
     rows = np.repeat(np.arange(len(tracks)), [len(track) for track in tracks])

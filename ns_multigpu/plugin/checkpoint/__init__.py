@@ -1,1 +1,1 @@
-"""Checkpoints: written by all ranks, whole or absent, and read on any number of ranks."""
+"""Checkpoints, written atomically by all ranks and read on any number of ranks."""

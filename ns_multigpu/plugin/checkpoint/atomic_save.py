@@ -1,9 +1,9 @@
-"""Writing checkpoints with all ranks together, whole or not at all, and opening them.
+"""Atomic saving of checkpoints by all ranks together, and opening them.
 
-See `checkpoint.verify` for where things lie. A save goes: a folder `unfinished-...` beside the states; everything is
-written into it and brought to the disk, the model beside the training state; the manifest last; the folder gets its
-name; the .ckpt is moved into its place. A process that dies anywhere in between leaves at most a folder that nothing
-names, which the next save removes.
+See `checkpoint.verify` for the files. A save creates a folder `unfinished-...` in the states folder. It writes and
+syncs all files into it, the training state concurrently with the model, and the manifest last. It then renames the
+folder and moves the .ckpt to its place. A process that dies in between leaves at most an unnamed folder, which the next
+save removes.
 """
 
 import gc
@@ -61,18 +61,18 @@ def save(
     *,
     at_once: bool = True,
 ) -> str:
-    """Writes a checkpoint. Every rank calls it, and gets the same answer.
+    """Write a checkpoint. Every rank calls it, and gets the same result.
 
     Args:
         models: the run's `nerfstudio_models` folder, on a file system that all ranks share.
         step: the last step taken.
-        pipeline: the state that nerfstudio's commands read; called on rank 0. A marker of shards in it (see
-            sharded_state) is told the name of the state folder.
+        pipeline: returns the state that nerfstudio's commands read; called on rank 0. The name of the state folder is
+            added to its marker of shards (see sharded_state).
         tensors, values: the training state (see training_state); values are rank 0's.
-        at_once: several threads write. Not where training goes on meanwhile: it needs the host more.
+        at_once: write with several threads. False during training, which needs the host's cores.
 
     Returns:
-        "" if there is a checkpoint now; otherwise what the disk said, and everything is as it was.
+        "" on success; otherwise the disk's error, and all files are unchanged.
     """
     from ns_multigpu.plugin.checkpoint.saved_tensors import save_tensors
 
@@ -91,7 +91,7 @@ def save(
 
     def write() -> tuple[dict[str, Stamp], Stamp | None]:
         if at_once and world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)  # other threads copy on streams that wait for none
+            torch.cuda.synchronize(world.device)  # wait for copies of other threads on their own streams
         if not at_once or not world.is_main:
             stamps = save_tensors(folder, tensors, world, at_once=at_once)
             return stamps, write_model() if world.is_main else None
@@ -100,7 +100,7 @@ def save(
             return save_tensors(folder, tensors, world), stamp.result()
 
     def write_model() -> Stamp:
-        if world.device.type == "cuda":  # whatever asks for the thread's device is to find this rank's
+        if world.device.type == "cuda":  # set this thread's device, which starts as GPU 0
             torch.cuda.set_device(world.device)
         content = dict(pipeline())
         if SHARDS in content:
@@ -142,9 +142,9 @@ def save(
 
 
 def _date_last(file: Path, models: Path) -> None:
-    """Sees to it that a checkpoint's time is behind that of all others: `remove_old` goes by it.
+    """Set a checkpoint's modification time after that of all others, since `remove_old` sorts by it.
 
-    The others may have been written by another machine, whose clock need not agree with this one's.
+    Others may have been written by a machine with a different clock.
     """
     others = [path.stat().st_mtime_ns for path in checkpoints_in(models)]
     told = file.stat()
@@ -153,10 +153,10 @@ def _date_last(file: Path, models: Path) -> None:
 
 
 def remove_old(models: Path, keep: int, world: World) -> None:
-    """Removes all but the `keep` checkpoints written last (0 keeps all), and states that no checkpoint names."""
+    """Remove all but the newest `keep` checkpoints (0 keeps all), and state folders that no checkpoint names."""
     if not world.is_main:
         return
-    with suppress(OSError):  # one that cannot be removed now can be the next time
+    with suppress(OSError):  # the next save tries again
         found = sorted(checkpoints_in(models), key=lambda path: (path.stat().st_mtime_ns, step_of(path)))
         for path in found[: len(found) - keep] if keep else []:
             path.unlink()
@@ -164,7 +164,7 @@ def remove_old(models: Path, keep: int, world: World) -> None:
         for path in checkpoints_in(models):
             try:
                 named.add(state_of(path, read_checkpoint_file(path)))
-            except InputError:  # damaged: leave everything of its step for whoever wants to look into it
+            except InputError:  # damaged: keep all files of its step for inspection
                 named.update(states_folder(models).glob(f"{path.stem}-*"))
         for folder in states_folder(models).glob("step-*"):
             if folder not in named:
@@ -173,13 +173,13 @@ def remove_old(models: Path, keep: int, world: World) -> None:
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose files are all as they were written.
+    """Checkpoint whose files are verified.
 
     Attributes:
         path: the .ckpt.
-        content: what is in it.
-        values: the plain part of the training state; empty for plain nerfstudio's.
-        tensors: the other part; None for plain nerfstudio's, which has its optimizers in `content`.
+        content: of the .ckpt.
+        values: plain values of the training state; empty for a plain nerfstudio checkpoint.
+        tensors: tensors of the training state; None for a plain nerfstudio checkpoint, with optimizers in `content`.
     """
 
     path: Path
@@ -189,11 +189,11 @@ class Opened:
 
 
 def open_checkpoint(path: Path, world: World) -> Opened:
-    """Verifies a checkpoint, the ranks sharing the reading, and opens it. Every rank calls it.
+    """Verify a checkpoint, with the files distributed over the ranks, and open it. Every rank calls it.
 
     Raises:
-        InputError: on every rank: it is damaged (a `DamagedCheckpoint` on the rank that saw it), no checkpoint, or a
-            newer version's.
+        InputError: on every rank: the file is damaged (a `DamagedCheckpoint` on the rank that found it), no checkpoint,
+            or written by a newer version.
     """
 
     from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
@@ -228,18 +228,18 @@ def chosen(
     restarts: int,
     tell: Callable[[str], None],
 ) -> Path | None:
-    """The checkpoint to go on from.
+    """Return the checkpoint to resume from.
 
-    A job that its launcher has restarted goes on from its own newest whole one. Otherwise nerfstudio's flags decide.
+    A restarted job resumes from its own newest complete checkpoint. Otherwise nerfstudio's flags decide.
 
     Args:
         load_dir, load_step, load_checkpoint: nerfstudio's flags.
         own: this run's `nerfstudio_models`.
-        restarts: how often the launcher has restarted this job.
+        restarts: number of restarts of this job by the launcher.
         tell: called with lines for the user.
 
     Raises:
-        InputError: there is none where a flag points.
+        InputError: a flag names no checkpoint.
     """
     if restarts > 0 and (path := latest_checkpoint(own, tell)) is not None:
         return path
@@ -259,14 +259,14 @@ def chosen(
 
 
 def to_go_on_from(config: Any, own: Path, restarts: int, world: World, tell: Callable[[str], None]) -> Path | None:
-    """The checkpoint that all ranks go on from; None for a new run. Rank 0 looks, and all know. Every rank calls it.
+    """Return the checkpoint that all ranks resume from, chosen by rank 0; None for a new run. Every rank calls it.
 
     Args:
         config: with nerfstudio's flags `load_dir`, `load_step` and `load_checkpoint`.
         own, restarts, tell: see `chosen`.
 
     Raises:
-        InputError: on every rank, where there is none at which a flag points.
+        InputError: on every rank, if a flag names no checkpoint.
     """
 
     def choose() -> Path | None:
@@ -283,16 +283,17 @@ def to_go_on_from(config: Any, own: Path, restarts: int, world: World, tell: Cal
 
 
 def together(work: Callable[[], T], world: World, expected: type[Exception]) -> tuple[T | None, str]:
-    """Runs `work` on every rank; they learn of each other's failure, so that all go on or none does.
+    """Run `work` on every rank and share failures, so that all ranks succeed or none does.
 
     Args:
-        expected: a kind of error that is no bug.
+        expected: type of an error that is no bug.
 
     Returns:
-        the result, and ""; or None, and what the first rank with an `expected` error says.
+        the result, and ""; or None, and the message of the first rank with an `expected` error.
 
     Raises:
-        Exception: any other error of this rank's; RuntimeError, that of another's.
+        Exception: any other error of this rank.
+        RuntimeError: any other error of another rank.
     """
     result, problem, bug = None, "", None
     try:
@@ -304,14 +305,14 @@ def together(work: Callable[[], T], world: World, expected: type[Exception]) -> 
     except BaseException as error:
         from torch.distributed.checkpoint.api import CheckpointException
 
-        # torch has told every rank what happened on each.
+        # torch has sent every rank the errors of all.
         failures = error.failures if isinstance(error, CheckpointException) else {}
         if not failures or not all(isinstance(cause, expected) for cause, _ in failures.values()):
             raise
         problem = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in failures.items())
     if problem:
-        # The frames of a failed save refer to each other and to the process groups, whose threads must not be left to
-        # the end of the interpreter: gloo's would abort it.
+        # The frames of a failed save refer to each other and to the process groups. Free them now: gloo's threads abort
+        # the interpreter if they exist at its end.
         gc.collect()
     said = all_gather_objects((problem, repr(bug) if bug else ""), world)
     if bug is not None:

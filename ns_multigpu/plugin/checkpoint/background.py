@@ -1,9 +1,9 @@
-"""Checkpoints that are written while training goes on.
+"""Checkpoint writer that saves while training continues.
 
-Training stops only while what this rank will write is copied (see training_copy). A thread then writes the copy, with
-those of the other ranks and over a process group of their own: two threads must not mix their calls in one. One save is
-under way at a time; the training thread reports how it ended when it next calls `look`. The training thread writes by
-itself where there is too little memory for copies, and where it must not go on before a checkpoint is complete.
+Training stops only while this rank's data are copied (see training_copy). A thread then writes the copy, together with
+the threads of other ranks. They use their own process group, since two threads must not interleave collectives in one.
+At most one save is in progress; `look` reports its result. The training thread writes by itself if memory is too small
+for copies, or if the checkpoint must be complete first.
 """
 
 import atexit
@@ -29,20 +29,20 @@ from ns_multigpu.plugin.faults.out_of_memory import forget_frames
 from ns_multigpu.plugin.faults.signals import NonFiniteError
 
 _LINGER = 2.0
-"""Seconds that a failing rank among several waits for its save: they must all have ended within ten."""
+"""Seconds that a failing rank of several waits for its save: all ranks must end within ten."""
 
 _RAISED_BY_ALL = (NonFiniteError, ReplicaDivergedError)
-"""Errors that end all ranks after the same step: all of them are there to finish a save."""
+"""Errors that end all ranks after the same step: all ranks can then finish a save."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended.
+    """Result of a save.
 
     Attributes:
-        step: whose.
-        problem: what the disk said, the same on all ranks; "" if there is a checkpoint now.
-        seconds: that it took.
+        step: step of the checkpoint.
+        problem: the disk's error, the same on all ranks; "" on success.
+        seconds: duration of the save.
     """
 
     step: int
@@ -51,16 +51,16 @@ class Outcome:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, one at a time. All methods but `look` and `measured` are called by every rank.
+    """Writer of a run's checkpoints, one at a time. Every rank calls all methods but `look` and `measured`.
 
     Args:
         models: the run's `nerfstudio_models` folder.
-        keep: how many checkpoints a save leaves; 0 for all.
+        keep: number of checkpoints to keep; 0 for all.
         world: this process's.
         tell: called with a warning for the user.
 
     Attributes:
-        saved_step: the step of the newest checkpoint that is known to be whole; -1 if none is.
+        saved_step: step of the newest checkpoint known to be complete; -1 if none is.
     """
 
     def __init__(self, models: Path, keep: int, world: World, tell: Callable[[str], None]) -> None:
@@ -70,14 +70,14 @@ class CheckpointWriter:
         self.saved_step = -1
 
     def save(self, step: int, content: Callable[[], Content], *, background: bool) -> bool:
-        """Writes a checkpoint after `step`, unless there is one, when the one on its way is finished.
+        """Write a checkpoint after `step`, unless it exists; wait for the save in progress first.
 
         Args:
-            content: gives what training has come to; called by every rank that calls this, if it is needed.
-            background: return once it is copied, where there is memory for that.
+            content: returns the training state; called on every rank, if it is needed.
+            background: return once the state is copied, if memory allows.
 
         Returns:
-            whether there is one now, or one is on its way.
+            True if the checkpoint exists or its save is in progress.
         """
         began = time.perf_counter()
         self.finish()
@@ -97,38 +97,39 @@ class CheckpointWriter:
         return self._under_way is not None or self.saved_step == step
 
     def begin(self, step: int, content: Content) -> None:
-        """Begins to write a checkpoint after `step`, straight from what training has come to: nobody changes that until
-        `finish` has been called. If it cannot be written nobody is told: it is not the `saved_step` then.
+        """Start to write a checkpoint after `step` without a copy: `content` must not change until `finish` returns.
+
+        A failure is not reported: `saved_step` then keeps its value. No other save may be in progress.
 
         Args:
-            content: what training has come to. None is on its way.
+            content: the training state.
         """
         self._under_way = _UnderWay(
             step, lambda world: self._write(step, content, world, at_once=True), self._world, tells=False
         )
 
     def finish(self) -> None:
-        """Waits until the save on its way, if there is one, has ended.
+        """Wait for the save in progress, if there is one.
 
         Raises:
-            Exception: what ended it, if that was no disk.
+            Exception: an error of the save other than the disk's.
         """
         self._collect(None)
 
     def look(self) -> None:
-        """Reports the save that was under way if it has ended, without waiting; ranks may see it after different steps.
+        """Report the save in progress if it has ended, without waiting; ranks may see it after different steps.
 
         Raises:
-            Exception: what ended it, if that was no disk.
+            Exception: an error of the save other than the disk's.
         """
         self._collect(0.0)
 
     def leave(self, error: BaseException) -> None:
-        """Before a run ends with `error`: finishes the save on its way, if there are ranks to do it with."""
+        """Finish the save in progress before a run ends with `error`, if the other ranks can take part."""
         all_here = self._world.size == 1 or isinstance(error, _RAISED_BY_ALL)
         try:
             self._collect(None if all_here else _LINGER)
-        except Exception as bug:  # the run ends with the error that it has
+        except Exception as bug:  # `error` ends the run
             self._tell(f"The checkpoint that was on its way could not be written: {bug!r}")
         if self._under_way is not None:
             self._under_way.give_up()
@@ -138,8 +139,9 @@ class CheckpointWriter:
             )
 
     def measured(self) -> dict[str, float]:
-        """Milliseconds that training stood still for saves (`save_stall_ms`) and that the last one to end took
-        (`save_ms`), each only if there is something new."""
+        """Return new timings in milliseconds: training's stall for saves (`save_stall_ms`), and the last save's
+        duration (`save_ms`).
+        """
         measured, self._measured = self._measured, {}
         return measured
 
@@ -173,13 +175,13 @@ class CheckpointWriter:
 
 
 class _UnderWay:
-    """A save that a thread of this rank writes with those of the others.
+    """Save that threads of all ranks write together.
 
     Args:
-        step: whose.
-        write: writes it in the world that it is given; returns what the disk said.
+        step: step of the checkpoint.
+        write: writes it in the given world; returns the disk's error.
         world: this process's.
-        tells: whether the user is told if it cannot be written.
+        tells: True to report a failure to the user.
     """
 
     def __init__(self, step: int, write: Callable[[World], str], world: World, *, tells: bool = True) -> None:
@@ -187,7 +189,7 @@ class _UnderWay:
         self._problem, self._seconds = "", 0.0
         self._error: BaseException | None = None
         self._limit: float | None = None if world.size == 1 else _LINGER
-        # A daemon: it must not keep a process that fails from ending.
+        # A daemon does not keep a failing process alive.
         self._thread = threading.Thread(
             target=self._run, args=(write, world_beside(world)), name="checkpoint", daemon=True
         )
@@ -195,27 +197,27 @@ class _UnderWay:
         self._thread.start()
 
     def ended(self, seconds: float | None) -> bool:
-        """Whether it has ended, after `seconds` at the latest; None: as long as it takes."""
+        """Return True if the save has ended, after at most `seconds`; None waits without limit."""
         if seconds != 0:
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def outcome(self) -> Outcome:
-        """How it ended.
+        """Return the result of the save.
 
         Raises:
-            Exception: what ended it.
+            Exception: the error of the save.
         """
         if self._error is not None:
             raise self._error
         return Outcome(self.step, self._problem, self._seconds)
 
     def give_up(self) -> None:
-        """It has been waited for as long as may be: the process that ends does not wait again."""
+        """Set the time limit to 0, so that the ending process does not wait again."""
         self._limit = 0.0
 
     def ended_for_exit(self) -> bool:
-        """Whether it has ended, as long as a process that ends may wait for it."""
+        """Wait up to the time limit of an ending process; return True if the save has ended."""
         return self.ended(self._limit)
 
     def _run(self, write: Callable[[World], str], world: World) -> None:
@@ -224,15 +226,15 @@ class _UnderWay:
             with _own_stream(world.device):
                 self._problem = write(world)
         except BaseException as error:
-            forget_frames(error)  # they hold the copy, and the process group, whose threads must end before Python
+            forget_frames(error)  # frames hold the copy and the process group, whose threads must end before Python
             self._error = error
-        del write, world  # and so does this one
+        del write, world  # this frame holds them too
         self._seconds = time.perf_counter() - began
 
 
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """Makes this thread's work on a GPU wait for nothing that training has given it."""
+    """Run this thread's GPU work on its own stream, so it does not wait for training's."""
     if device.type != "cuda":
         yield
         return
@@ -243,12 +245,13 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 _under_way: WeakSet[_UnderWay] = WeakSet()
 _groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-"""By control group of a world, the group of the threads beside it."""
+"""Process group of the background threads, by a world's control group."""
 
 
 def world_beside(world: World) -> World:
-    """`world` as a thread beside training may use it: what is over the control group there goes over a group of its own
-    here. It is made once; every rank calls it, in the same place."""
+    """Return `world` with a control group of its own, for a background thread. The group is created once; every rank
+    calls it, in the same order.
+    """
     if world.control is None:
         return world
     if world.control not in _groups:
@@ -259,8 +262,9 @@ def world_beside(world: World) -> World:
 
 @atexit.register
 def _take_leave() -> None:
-    """Ends a process that has failed while its save waits for others: Python, which cannot end a thread inside C++,
-    would abort. A process that ends in good order has finished its save."""
+    """End a failed process whose save waits for others. Python would abort, since it cannot end a thread inside C++. A
+    process that ends in good order has finished its save.
+    """
     if all(under_way.ended_for_exit() for under_way in list(_under_way)):
         return
     for stream in (sys.stdout, sys.stderr):

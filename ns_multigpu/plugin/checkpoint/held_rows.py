@@ -1,4 +1,4 @@
-"""Rows of a tensor that several ranks hold together: what a checkpoint is told to write."""
+"""Rows of a tensor that is sharded over ranks, as input of a checkpoint."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """This rank's rows of a tensor that the ranks hold together.
+    """This rank's rows of a sharded tensor.
 
     Attributes:
         own: [n, ...] on any device; n may be 0.
-        first: the row of the whole tensor that `own` begins with: those of the ranks before.
-        total: rows of the whole tensor.
+        first: row of `own[0]` in the full tensor; the rows of lower ranks precede it.
+        total: rows of the full tensor.
     """
 
     own: Tensor
@@ -22,5 +22,5 @@ class Rows:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Return the shape of the full tensor."""
         return torch.Size((self.total, *self.own.shape[1:]))

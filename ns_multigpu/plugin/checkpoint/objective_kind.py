@@ -1,4 +1,4 @@
-"""Which kind of point a checkpoint is of: it names it, and is refused where another kind is wanted."""
+"""Primitive of a checkpoint: it is saved by name, and another primitive is refused on loading."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,30 +7,31 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.registry import FIRST, titled
 
 PRIMITIVE = "ns_multigpu.primitive"
-"""Key of the pipeline's state in a .ckpt that names the kind of its points (see `primitives.registry`). A state without
-it is of 3D Gaussians: what nerfstudio's own Splatfacto wrote, and versions of ours that knew no other kind."""
+"""Key of the primitive's name (see `primitives.registry`) in the pipeline's state of a .ckpt. Without it the points are
+3D Gaussians: the file is from nerfstudio's Splatfacto, or from an early version of this package.
+"""
 
 
 def named(pipeline: Callable[[], Mapping[str, Any]], kind: str) -> dict[str, Any]:
-    """A pipeline's state with the name of its points' kind, to be saved."""
+    """Return a pipeline's state with the name of its primitive, to be saved."""
     return {**pipeline(), PRIMITIVE: kind}
 
 
 def kind_in(pipeline: Mapping[str, Any]) -> str:
-    """The kind of the points in a pipeline's saved state."""
+    """Return the primitive of a pipeline's saved state."""
     return str(pipeline.get(PRIMITIVE, FIRST))
 
 
 def without_kind(pipeline: Mapping[str, Any]) -> dict[str, Any]:
-    """A pipeline's saved state as the pipeline itself has it."""
+    """Return a pipeline's saved state without the name of the primitive, as the pipeline loads it."""
     return {name: value for name, value in pipeline.items() if name != PRIMITIVE}
 
 
 def check_kind(pipeline: Mapping[str, Any], wanted: str, where: str) -> None:
-    """Whether a pipeline's saved state has points of the kind `wanted`. `where` is the file that it is from.
+    """Check that a pipeline's saved state has the primitive `wanted`. `where` is its file.
 
     Raises:
-        InputError: it has others; the message names both kinds.
+        InputError: its primitive differs; the message names both.
     """
     found = kind_in(pipeline)
     if found != wanted:

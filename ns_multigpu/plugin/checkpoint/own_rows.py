@@ -1,7 +1,7 @@
-"""Which rows of a saved model this rank goes on with: its placement says so.
+"""Rows of a saved model that this rank loads, according to its placement.
 
-As many ranks as wrote it, with the same placement, go on with what they had, and so exactly as they would have. Any
-others are dealt the points anew, as at the start, and their order stays.
+With the same number of ranks and the same placement, each rank loads the rows it wrote, and training continues exactly.
+Otherwise points are distributed as at the start, in their order.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from ns_multigpu.plugin.checkpoint.verify import SHARDS
 
 @dataclass(frozen=True)
 class OwnRows:
-    """What this rank reads of a saved model.
+    """Rows that this rank reads of a saved model.
 
     Attributes:
-        total: points of the whole model.
-        rows: of the file, by place: a range, or [N] int64 on the CPU.
-        counts: how many each rank reads.
-        places: [N] int64 on the CPU, where they stand in the whole model; None where each rank reads a range of that.
+        total: points of the full model.
+        rows: rows of the file, by place: a range, or [N] int64 on the CPU.
+        counts: number of rows that each rank reads.
+        places: [N] int64 on the CPU, their places in the full model; None if each rank reads a range of it.
     """
 
     total: int
@@ -37,22 +37,22 @@ class OwnRows:
 
 
 def own_rows(pipeline: Mapping[str, Any], models: Path | None, placement: Placement | None, world: World) -> OwnRows:
-    """The rows that this rank goes on with. Every rank asks together.
+    """Return the rows that this rank loads. Every rank calls it.
 
     Args:
         pipeline: of a .ckpt, with a marker of shards or with all points.
-        models: the folder that the .ckpt lies in.
-        placement: says who owns what; None where each process holds all points.
+        models: the folder of the .ckpt.
+        placement: assigns points to ranks; None if each process holds all points.
 
     Raises:
         InputError: see `SavedPoints.of`.
-        ValueError: the placement does not deal these points out to these ranks.
+        ValueError: the placement cannot distribute these points over these ranks.
     """
     counts, marker = counts_in(pipeline), pipeline.get(SHARDS, {})
     total, written = sum(counts), marker.get("placement")
     points = SavedPoints.of(pipeline, models) if SHARDS in pipeline else None
     places = None if written is None or points is None else points.tensors.rows_of(PLACES, range(total))
-    # Which row of the file stands at each place.
+    # Row of the file at each place.
     by_place: range | Tensor = range(total) if places is None else torch.sort(places).indices
     if placement is None:
         return OwnRows(total, by_place, [total])

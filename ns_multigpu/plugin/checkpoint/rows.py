@@ -1,8 +1,7 @@
-"""Tensors of which each rank holds some rows: written where they are, read from any row on by any number of ranks.
+"""Tensors sharded by rows: each rank writes its own rows, and any number of ranks read any rows.
 
-torch.distributed.checkpoint knows such tensors as chunks of one. We cut a rank's rows into blocks, each a chunk of its
-own: torch brings chunks to the host, and back from the disk, one at a time and whole, so that a block, and not a rank's
-whole part, is what either needs of the host's memory.
+torch.distributed.checkpoint treats them as chunks of one tensor. A rank's rows are cut into blocks, each a chunk. Torch
+copies one chunk at a time to and from the host. So the host's memory must hold a block, not all rows of a rank.
 """
 
 import dataclasses
@@ -26,13 +25,13 @@ from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.to_host import to_host
 
 BLOCK = 1 << 20
-"""Rows that are written as one piece."""
+"""Rows per block."""
 
 
 class RowsPlanner(dcp.DefaultSavePlanner):
-    """Plans the writing of a state, and of `rows` beside it; brings what is on a GPU to the host.
+    """Save planner of a state and of sharded `rows`, with copies from the GPU to the host.
 
-    Nobody's rows are sent to anybody: ranks tell each other which blocks they hold, and each writes its own.
+    No rows are sent: ranks gather the list of blocks, and each writes its own.
     """
 
     def __init__(self, rows: Mapping[str, Rows]) -> None:
@@ -40,14 +39,14 @@ class RowsPlanner(dcp.DefaultSavePlanner):
         self._rows = rows
 
     def create_local_plan(self) -> SavePlan:
-        """The state's items, and this rank's blocks."""
+        """Return the plan with the state's items and this rank's blocks."""
         plan = super().create_local_plan()
         blocks = [item for name, rows in self._rows.items() for item in _blocks(name, rows, self.is_coordinator)]
         self.plan = dataclasses.replace(plan, items=[*plan.items, *blocks])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is to be written under `index`."""
+        """Return the object to be written under `index`."""
         rows = self._rows.get(index.fqn)
         if rows is None:
             return super().lookup_object(index)
@@ -58,13 +57,13 @@ class RowsPlanner(dcp.DefaultSavePlanner):
         return rows.own[begin : begin + BLOCK]
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """What is to be written for an item, in the host's memory."""
+        """Return an item's data in the host's memory."""
         found = super().resolve_data(write_item)
         return to_host(found) if isinstance(found, Tensor) and not found.is_cpu else found
 
 
 def _blocks(name: str, rows: Rows, is_coordinator: bool) -> Iterator[WriteItem]:
-    if math.prod(rows.shape) == 0:  # nothing but its shape: one rank writes that
+    if math.prod(rows.shape) == 0:  # only the shape is saved: one rank writes it
         if is_coordinator:
             yield _item(name, rows, 0, rows.total)
         return
@@ -85,7 +84,7 @@ def _chunk(first: int, count: int, shape: torch.Size) -> ChunkStorageMetadata:
 
 
 class _Into(dcp.DefaultLoadPlanner):
-    """Knows the tensors to read into, by name."""
+    """Load planner with the destination tensors, by name."""
 
     def __init__(self, into: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -98,15 +97,15 @@ class _Into(dcp.DefaultLoadPlanner):
 def read_rows(
     reader: dcp.FileSystemReader, listed: Mapping[str, TensorStorageMetadata], into: Mapping[str, Tensor], first: int
 ) -> None:
-    """Reads rows of saved tensors, a block at a time, straight into tensors on any device; each process on its own.
+    """Read rows of saved tensors, a block at a time, straight into tensors on any device, without communication.
 
     Args:
-        reader: of the folder, told of its metadata.
-        listed: what there is, by name.
-        into: [n, ...] by name: rows `first` to `first + n` of the whole; of another dtype they are converted.
+        reader: of the folder, with its metadata set.
+        listed: metadata of the saved tensors, by name.
+        into: [n, ...] by name: rows `first` to `first + n` of the full tensor, converted to its dtype.
 
     Raises:
-        ValueError: rows that were not saved are asked for.
+        ValueError: the requested rows were not saved.
     """
     items: list[Any] = []
     for name, tensor in into.items():

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint: written through torch.distributed.checkpoint, read without trusting what is there.
+"""Tensors of a checkpoint: written through torch.distributed.checkpoint, read without trusting the files.
 
-That library is the larger part of what a start would import of ours, and nothing needs it before the first save: who
-writes or reads tensors imports this module, and `rows`, when it does.
+That library dominates the import time of this package and is not needed before the first save. So this module and
+`rows` are imported only where tensors are written or read.
 """
 
 import pickle
@@ -28,17 +28,17 @@ from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.launch.processes import cores
 
 _PART = 64 << 20
-"""Bytes of a rank that are worth a file of their own, written beside its others."""
+"""Smallest number of bytes of a rank for which an additional file is written."""
 _PARTS = 4
-"""Files of a rank at most."""
+"""Largest number of files of a rank."""
 
 
 class _StampingFiles(FileSystem):
-    """torch's access to files, through `StampedFile`.
+    """File system of torch's writer that opens files as `StampedFile`.
 
     Attributes:
-        stamps: of the files that are whole, by name.
-        errors: of those that are not, and that torch's further threads wrote: it would let them pass.
+        stamps: of the complete files, by name.
+        errors: of files that torch's additional threads failed to write, since torch ignores those.
     """
 
     def __init__(self) -> None:
@@ -69,21 +69,19 @@ class _StampingFiles(FileSystem):
 def save_tensors(
     folder: Path, tensors: Mapping[str, Tensor | Rows], world: World, *, at_once: bool = True
 ) -> dict[str, Stamp]:
-    """Writes tensors; those that several ranks name are the same on each and are written by one of them.
-
-    Every rank calls it.
+    """Write tensors. A tensor of several ranks is the same on each, and one of them writes it. Every rank calls it.
 
     Args:
-        folder: an empty folder that all ranks see.
-        tensors: by name; of one that the ranks hold together each writes its rows.
-        at_once: a rank may write several files, each in a thread.
+        folder: an empty folder on a file system that all ranks share.
+        tensors: by name; each rank writes its rows of a sharded one.
+        at_once: True to write several files per rank, each in a thread.
 
     Returns:
-        what this rank has written.
+        the stamps of the files that this rank has written.
 
     Raises:
-        CheckpointException: it failed, here or on another rank (torch tells all of them).
-        OSError: it failed here, and the others do not know.
+        CheckpointException: writing failed on any rank; torch raises it on all.
+        OSError: writing failed on this rank only, unknown to the others.
     """
     threads = files_at_once(tensors, world.host_size) if at_once else 1
     writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=threads)  # `StampedFile` syncs them
@@ -103,10 +101,10 @@ def save_tensors(
 
 
 def files_at_once(tensors: Mapping[str, Tensor | Rows], local_ranks: int) -> int:
-    """Files in which a rank writes tensors, each in a thread.
+    """Return the number of files in which a rank writes tensors, each in a thread.
 
-    They are at most 4, one for 64 MiB, and one for a core of this rank's share. Each holds a copy of what it takes from
-    a GPU: together these have half of the rank's share of the host's memory.
+    The number is at most 4, one per 64 MiB, and one per core of this rank. Each thread holds a host copy of a GPU
+    block. The copies together take at most half of the rank's part of the free host memory.
     """
     size = copy = 0
     for value in tensors.values():
@@ -121,7 +119,7 @@ def files_at_once(tensors: Mapping[str, Tensor | Rows], local_ranks: int) -> int
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the list of tensors with an unpickler that makes nothing but such a list."""
+    """Reader of the tensor metadata, with an unpickler restricted to the metadata's types."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -159,7 +157,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class SavedTensors:
-    """The tensors in a state folder, by name; each process reads what it needs, on its own."""
+    """Tensors in a state folder, by name. Each process reads independently."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -169,11 +167,11 @@ class SavedTensors:
 
     @property
     def names(self) -> list[str]:
-        """The names, sorted."""
+        """Return the names, sorted."""
         return sorted(self._listed)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Tensors on the CPU, as they were saved."""
+        """Return tensors on the CPU, as they were saved."""
         wanted: dict[str, Any] = {
             name: torch.empty(self._listed[name].size, dtype=self._listed[name].properties.dtype) for name in names
         }
@@ -184,15 +182,15 @@ class SavedTensors:
         return wanted
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the full tensor."""
         return tuple(self._listed[name].size)
 
     def dtype(self, name: str) -> torch.dtype:
-        """As it was saved."""
+        """Return the dtype in the file."""
         return self._listed[name].properties.dtype
 
     def read_rows(self, into: Mapping[str, Tensor], first: int) -> None:
-        """Rows from `first` on into tensors that lie where they are wanted; see `checkpoint.rows.read_rows`."""
+        """Read rows from `first` on into existing tensors; see `checkpoint.rows.read_rows`."""
         reader = _Reader(self._folder)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         read_rows(reader, self._listed, into, first)
@@ -200,10 +198,10 @@ class SavedTensors:
     def rows_of(
         self, name: str, rows: range | Tensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Some rows of one tensor, on `device`.
+        """Return some rows of one tensor, on `device`.
 
         Args:
-            rows: a range, or [n] int64 in any order: these are picked out of the blocks that they lie in.
+            rows: a range, or [n] int64 in any order, which is read block by block.
             dtype: to convert to.
         """
         dtype, shape = dtype or self.dtype(name), self.shape(name)

@@ -1,13 +1,12 @@
-"""A model whose points are spread over the ranks, in a checkpoint.
+"""Checkpoint format of a model whose points are sharded over the ranks.
 
-Points, their moments and their statistics lie in the state folder, as rows of whole tensors: `model/<parameter>`,
-`optimizers/<parameter>/0/<moment>`, `densifier/<statistic>`, each rank's written by itself. The .ckpt, which
-nerfstudio's commands read, holds the rest of the pipeline's state, and under the key SHARDS where its points are.
+The state folder holds points, their moments and their statistics as rows of full tensors. Their names are
+`model/<parameter>`, `optimizers/<parameter>/0/<moment>` and `densifier/<statistic>`. Each rank writes its own rows. The
+.ckpt, which nerfstudio's commands read, holds the rest of the pipeline's state. Its key SHARDS names the state folder.
 
-Rows go in the order of the ranks. Where each rank has a range of the whole model's order that is the order of the
-whole model; with any other placement the marker names it, and each point's place is saved too, as `placement/places`.
-So any number of ranks can go on from them, each reading rows of its own (`own_rows`); and so can strategies that keep
-the whole model on each rank, and the other way round.
+Rows are in rank order. If each rank has a range of the full model, that is the full model's order. With any other
+placement the marker names it, and `placement/places` holds each point's place. So any number of ranks can resume, each
+reading its own rows (`own_rows`). Strategies that replicate the model can resume too, and vice versa.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
     from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 
 POINTS = "_model.gauss_params."
-"""How the keys of points begin in a pipeline's state."""
+"""Prefix of the keys of points in a pipeline's state."""
 KNOWLEDGE = "knowledge/"
-"""What a placement remembers is saved under this."""
+"""Prefix of the tensors of a placement's state."""
 PLACES = "placement/places"
-"""The places of points in the order of the whole model, where they are not saved in that order."""
+"""Places of points in the order of the full model, saved if the rows are in another order."""
 
 
 # ---- saving ----
@@ -45,12 +44,13 @@ PLACES = "placement/places"
 def split_state(
     tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], world: World, holding: ShardIndex | None = None
 ) -> tuple[dict[str, Tensor | Rows], dict[str, Any]]:
-    """What the ranks of a sharded model write, each its rows; every rank calls it. No rows leave their rank.
+    """Return the tensors that the ranks of a sharded model write, each its own rows. Every rank calls it; no rows are
+    sent.
 
     Args:
         tensors: the training state (see training_state).
         params: this rank's rows of the model's parameters.
-        holding: where they stand; None for a range of the whole model.
+        holding: their places; None for a range of the full model.
 
     Returns:
         the training state with the model, and the marker for the .ckpt.
@@ -71,7 +71,7 @@ def split_state(
             mine[f"densifier/{name.split('/densifier/')[1]}"] = value
         else:
             rest[name] = value
-    # A rank whose points took part in nothing yet, or that has none, knows of no moments and statistics: zeros.
+    # A rank without points, or whose points had no gradients yet, has no moments and statistics: write zeros.
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for part in all_gather_objects({name: (tuple(v.shape[1:]), v.dtype) for name, v in mine.items()}, world):
         kinds.update(part)
@@ -90,7 +90,7 @@ def split_state(
 
 
 def without_points(pipeline: Mapping[str, Any], marker: Mapping[str, Any]) -> dict[str, Any]:
-    """A pipeline's state for the .ckpt, in which the marker stands for the points."""
+    """Return a pipeline's state for the .ckpt, with the marker in place of the points."""
     rest = {name: value for name, value in pipeline.items() if not name.startswith(POINTS)}
     return {**rest, SHARDS: dict(marker)}
 
@@ -99,14 +99,14 @@ def without_points(pipeline: Mapping[str, Any], marker: Mapping[str, Any]) -> di
 
 
 def counts_in(pipeline: Mapping[str, Any]) -> list[int]:
-    """How many points each rank had that wrote a pipeline's state; one number if they were replicated."""
+    """Return the number of points of each rank that wrote a pipeline's state; one number if they were replicated."""
     if SHARDS in pipeline:
         return [int(count) for count in pipeline[SHARDS]["counts"]]
     return [len(pipeline[POINTS + POSITION])]
 
 
 def shapes_in(pipeline: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes in a pipeline's state, those of the points whole."""
+    """Return the shapes in a pipeline's state, with the full shapes of points."""
     marker = pipeline.get(SHARDS, {"shapes": {}})
     shapes = {key: tuple(value.shape) for key, value in pipeline.items() if isinstance(value, Tensor)}
     return {**shapes, **{f"{POINTS}{name}": tuple(shape) for name, shape in marker["shapes"].items()}}
@@ -117,23 +117,23 @@ def shapes_in(pipeline: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class SavedPoints:
-    """The points of a sharded checkpoint, in its state folder."""
+    """Points of a sharded checkpoint, in its state folder."""
 
     tensors: "SavedTensors"
     shapes: Mapping[str, tuple[int, ...]]
 
     @staticmethod
     def of(pipeline: Mapping[str, Any], models: Path | None) -> "SavedPoints":
-        """Those that a pipeline's state stands for.
+        """Open the points that a pipeline's state refers to.
 
-        Looks at the sizes of all files. Their contents are compared with the manifest where training resumes.
+        Only the sizes of all files are checked. Their contents are compared with the manifest when training resumes.
 
         Args:
             pipeline: of a .ckpt, with a marker.
-            models: the folder that the .ckpt lies in; None if nobody said.
+            models: the folder of the .ckpt; None if unknown.
 
         Raises:
-            InputError: the state folder is missing, or (`DamagedCheckpoint`) a file of it is, or is not whole.
+            InputError: the state folder is missing, or (`DamagedCheckpoint`) one of its files is missing or incomplete.
         """
         marker = pipeline[SHARDS]
         if models is None:
@@ -162,7 +162,7 @@ class SavedPoints:
     def read(
         self, names: Sequence[str], rows: range | Tensor, *, device: Any = "cpu", dtype: Any = None
     ) -> dict[str, Tensor]:
-        """Rows of parameters, on `device`, through a block's memory at a time."""
+        """Return rows of parameters, on `device`, read one block at a time."""
         return {name: self.tensors.rows_of(f"model/{name}", rows, device, dtype) for name in names}
 
 
@@ -174,15 +174,15 @@ def load_points(
     rows: range | Tensor,
     device: torch.device,
 ) -> None:
-    """Loads a pipeline's state, of its points only `rows`.
+    """Load a pipeline's state with only `rows` of its points.
 
-    Points in shards are read into the parameters where they are to be: there is no second copy, on host or device.
+    Sharded points are read straight into the parameters, without a second copy on host or device.
 
     Args:
         load: loads an ordinary state.
         params: the model's point parameters; replaced.
         pipeline: of a .ckpt, with a marker or with all points.
-        models: the folder that the .ckpt lies in.
+        models: the folder of the .ckpt.
 
     Raises:
         InputError: see `SavedPoints.of`.
@@ -200,8 +200,9 @@ def load_points(
 
 
 def learn_placement(placement: Placement, pipeline: Mapping[str, Any], models: Path | None) -> None:
-    """A placement goes on with what one of its kind knew that wrote a pipeline's state. To be called before any rows
-    are read: the placement may say whose they are by what it knew.
+    """Load a placement's state from a pipeline's state of the same placement.
+
+    Call it before rows are read: the placement may assign rows by its state.
 
     Args:
         pipeline, models: see `load_points`.
@@ -218,14 +219,15 @@ def learn_placement(placement: Placement, pipeline: Mapping[str, Any], models: P
 
 
 class OwnMoments(Mapping[str, Any]):
-    """Moments as `put_optimizers` wants them, this rank's rows of those that have a row for each point.
+    """Moments in the form that `put_optimizers` takes, reduced to this rank's rows of the point parameters.
 
-    Each is read when it is asked for, on the device, so that no second one is held while they are put in place.
+    Each is read on access, on the device, so only one moment at a time exists twice.
 
     Args:
-        saved: names and whole tensors, or what reads them.
+        saved: full tensors by name, or their reader.
+        plain: plain values by name.
         groups: the names of the point parameters.
-        total: points of the whole model.
+        total: points of the full model.
         rows: this rank's.
     """
 
@@ -270,17 +272,17 @@ def put_statistics(
     world: World,
     device: torch.device,
 ) -> list[str]:
-    """Puts densification's statistics into `state` wherever a sharded model is concerned, before or now.
+    """Load densification statistics into `state`, if the checkpoint or the current model is sharded.
 
     Args:
-        total: points of the whole model.
+        total: points of the full model.
         rows: this rank's; all of them unless the model is `sharded` now.
 
     Returns:
-        the names of what is left for `training_state.put_densifier`.
+        the remaining names, for `training_state.put_densifier`.
 
     Raises:
-        InputError: a statistic that nobody knows how to merge differs between ranks that wrote it.
+        InputError: a statistic without a merge rule differs between the ranks that wrote it.
     """
     left: list[str] = []
     merged: dict[str, Tensor] = {}
@@ -288,7 +290,7 @@ def put_statistics(
         if name.startswith("densifier/"):
             kind = name.removeprefix("densifier/")
             if not sharded and kind in MERGED and not world.is_main:
-                # Replicas ask for the sum (or the maximum) over ranks: one of them has it all.
+                # Replicas take the sum (or maximum) over ranks: rank 0 holds the values, the others zeros.
                 state[kind] = torch.zeros(saved.shape(name), dtype=saved.dtype(name), device=device)
             else:
                 state[kind] = saved.rows_of(name, rows, device)

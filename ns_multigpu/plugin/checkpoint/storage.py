@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written with a checksum, whole or with an error that says why not."""
+"""Files of a checkpoint, written with a checksum: complete, or with an error that gives the reason."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,27 +15,27 @@ from ns_multigpu.plugin.checkpoint.to_host import to_host
 from ns_multigpu.plugin.checkpoint.verify import Digest, Stamp
 
 _LARGE = 1 << 17
-"""Bytes from which on a piece's checksum is worth a thread."""
+"""Smallest number of bytes whose checksum is computed in a thread."""
 
 
 class StampedFile:
-    """A file being written that knows what it should contain.
+    """File being written, with the size and checksum of its contents.
 
-    What fails (a full disk) is remembered and raised by `finish`, not at once: torch's writer is C++ underneath and
-    would hide it behind an error of its own. A thread takes the checksum of a large piece while it is written.
+    Errors (a full disk) are stored and raised by `finish`, since torch's C++ writer would replace them by its own. The
+    checksum of a large write is computed in a thread, concurrently with the write.
     """
 
     def __init__(self, path: Path) -> None:
         self._digest, self._size = Digest(), 0
-        # Its numbers, not the error: that would hold on to the frames it went through, and the file is held by C++.
+        # The error's number only: the error would keep its frames alive, as C++ holds the file.
         self._error: tuple[int | None, str, str] | None = None
         self._path = path
-        self._file: BinaryIO = BytesIO()  # never read: where the file does not open, `finish` says so
+        self._file: BinaryIO = BytesIO()  # never read: `finish` raises if the file does not open
         self._attempt(self._open)
         self._beside = ThreadPoolExecutor(1, "checksum")
 
     def write(self, data: Any) -> int:
-        """Appends `data`; returns its size in bytes."""
+        """Append `data`; return its size in bytes."""
         size = memoryview(data).nbytes
         taken = self._beside.submit(self._digest.update, data) if size >= _LARGE else self._digest.update(data)
         self._size += size
@@ -44,26 +44,26 @@ class StampedFile:
                 self._attempt(lambda: write_bytes(self._file, data))
         finally:
             if taken is not None:
-                taken.result()  # the piece is its owner's again behind this
+                taken.result()  # the caller may reuse `data` afterwards
         return size
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Return the number of bytes written."""
         return self._size
 
     def flush(self) -> None:
-        """Nothing: `finish` flushes."""
+        """Do nothing: `finish` flushes."""
 
     def fileno(self) -> int:
-        """The descriptor, with everything written handed to it."""
+        """Return the file descriptor, after flushing the buffer to it."""
         self._settle()
         return self._file.fileno()
 
     def close(self) -> None:
-        """Nothing: whoever opened it finishes it."""
+        """Do nothing: the opener calls `finish`."""
 
     def finish(self) -> Stamp:
-        """Brings everything to the disk.
+        """Sync everything to the disk and close the file.
 
         Raises:
             OSError: something could not be written.
@@ -93,34 +93,35 @@ class StampedFile:
 
 
 def write_bytes(file: BinaryIO, data: Any) -> None:
-    """The one place where bytes of a checkpoint go to the disk."""
+    """Write bytes to a checkpoint file; all writes use it."""
     file.write(data)
 
 
 def write_file(path: Path, data: bytes) -> Stamp:
-    """Writes a small file and brings it to the disk."""
+    """Write a small file and sync it to the disk."""
     file = StampedFile(path)
     file.write(data)
     return file.finish()
 
 
 def save_file(path: Path, content: Mapping[str, Any]) -> Stamp:
-    """`torch.save` to a file, brought to the disk."""
+    """Save `content` to a file with `torch.save` and sync it to the disk."""
     file = StampedFile(path)
     torch.save(tree_map_only(torch.Tensor, _by_itself, dict(content)), file)  # pyright: ignore[reportArgumentType]
     return file.finish()
 
 
 def _by_itself(x: torch.Tensor) -> torch.Tensor:
-    """`x` in the host's memory, copied if it is a part of a larger storage, as tensors of points may be: torch would
-    save all of that."""
+    """Return `x` in the host's memory. A part of a larger storage is copied, since torch would save the full storage;
+    tensors of points may be such parts.
+    """
     if not x.is_cpu:
         return to_host(x)
     return x.detach().clone() if x.nbytes < x.untyped_storage().nbytes() else x
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
+    """Sync the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,28 +1,29 @@
-"""Tensors brought from a GPU to the host's memory while other threads go on using the GPU.
+"""Copies from a GPU to the host's memory that do not block other threads' launches.
 
-CUDA copies to memory that may be paged out under a lock of its driver: no thread launches anything meanwhile. So what
-is large goes in pieces, through page-locked memory and on a stream of its own. That is three times as fast, too.
+CUDA copies to pageable memory under a driver lock, which blocks launches of all threads. Large tensors are copied in
+chunks through page-locked memory, on a separate stream. That is also three times as fast.
 """
 
 import torch
 from torch import Tensor
 
 _PIECE = 2 << 20
-"""Bytes of a piece. 16 MiB were slower: likely they leave the processor's caches before they are copied on."""
+"""Bytes per chunk. 16 MiB were slower, probably because the data are evicted from the CPU's caches."""
 _SMALL = 64 << 10
-"""Bytes that CUDA takes at once, wherever they go."""
+"""Largest size in bytes that CUDA copies at once to any memory."""
 
 
 def to_host(value: Tensor) -> Tensor:
-    """A copy in the host's memory, which shares nothing with `value`; of its shape and type, contiguous.
+    """Return a contiguous copy in the host's memory, of the same shape and dtype.
 
-    What the current stream has been given before is in it. The host waits for it. The GPU is the thread's from then on.
+    The copy follows earlier work of the current stream, and the host waits for it. The tensor's GPU becomes the
+    thread's current device.
     """
     value = value.detach()
     if value.device.type != "cuda" or value.nbytes <= _SMALL:
         return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
     host = torch.empty(value.shape, dtype=value.dtype)
-    # A thread begins with GPU 0, another rank's: to go back to that would make a context there, half a gigabyte.
+    # A thread starts with GPU 0, another rank's. Restoring it would create a context there, half a gigabyte.
     torch.cuda.set_device(value.device)
     stream = torch.cuda.Stream(value.device)
     stream.wait_stream(torch.cuda.current_stream(value.device))
@@ -32,7 +33,7 @@ def to_host(value: Tensor) -> Tensor:
 
 
 def _bring(source: Tensor, host: Tensor) -> None:
-    """Copies bytes on the current stream: one piece is on its way while the one before is copied on."""
+    """Copy bytes on the current stream, with two buffers: one chunk is received while the previous one is copied on."""
     ways = [(torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
     starts = range(0, len(source), _PIECE)
 

@@ -1,8 +1,8 @@
-"""A copy of what a checkpoint is written from, so that training need not wait for the disk.
+"""Copy of a checkpoint's content, so that training does not wait for the disk.
 
-Nothing is gathered: each rank copies what it writes itself. The copy lies on the rank's GPU, where that takes some
-milliseconds, or else in the host's memory. It may take a quarter of the memory that a GPU, or a machine, has to spare
-for all of its ranks. Where that is too little of both there is none.
+Nothing is gathered: each rank copies its own part. The copy is on the rank's GPU, which takes some milliseconds, or
+else in the host's memory. It may take a quarter of the free memory of a GPU, or of a machine for all of its ranks. If
+neither suffices, no copy is made.
 """
 
 import copy
@@ -21,12 +21,12 @@ from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import free_bytes, where_memory_ran_out
 
 _PART = 4
-"""The copies may take one of this many parts of the memory that there is to spare."""
+"""Divisor of the free memory: the copies may take 1 / _PART of it."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint is written from; see `checkpoint.save`."""
+    """Content of a checkpoint; see `checkpoint.save`."""
 
     pipeline: Callable[[], Mapping[str, Any]]
     tensors: Mapping[str, Tensor | Rows]
@@ -34,13 +34,14 @@ class Content:
 
 
 Room = tuple[str, int]
-"""A memory that ranks may share, by name, and the bytes that it has to spare."""
+"""Memory that ranks may share, by name, with its free bytes."""
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What one rank has to copy: bytes by name of tensors that others may have as well, bytes of its own, and where it
-    could. Without a GPU there is no `gpu`."""
+    """Demand of one rank: bytes by name of tensors that other ranks may hold too, own bytes, and the possible memories.
+    Without a GPU, `gpu` is None.
+    """
 
     shared: dict[str, int]
     own: int
@@ -49,14 +50,15 @@ class _Load:
 
 
 def training_copy(content: Content, world: World) -> Content | None:
-    """A copy of what this rank will write: nothing in it is training's. Every rank calls it.
+    """Copy this rank's part of the checkpoint, independent of training's memory. Every rank calls it.
 
-    Of tensors that several ranks hold one of them makes a copy, and writes it.
+    One rank copies and writes each tensor that several ranks hold.
 
     Returns:
-        on all ranks the copy, all on GPUs or all in the host's memory; or None on all, if one of them has no room.
+        on all ranks the copy, all on GPUs or all in the host's memory; None on all ranks if the memory of one is too
+            small.
     """
-    # Of these rank 0's are written.
+    # Pipeline and values are written by rank 0 alone.
     pipeline, values = (dict(content.pipeline()), content.values) if world.is_main else ({}, {})
     shared = {name: value.nbytes for name, value in content.tensors.items() if isinstance(value, Tensor)}
     rows = sum(value.own.nbytes for value in content.tensors.values() if isinstance(value, Rows))
@@ -76,7 +78,7 @@ def training_copy(content: Content, world: World) -> Content | None:
             model_copy = apart(pipeline, copied)
             made = Content(lambda model_copy=model_copy: model_copy, tensors, apart(values, to_host))
             if world.device.type == "cuda":
-                torch.cuda.current_stream(world.device).synchronize()  # who reads it waits for no stream of training's
+                torch.cuda.current_stream(world.device).synchronize()  # the writing thread uses another stream
         except Exception as error:
             if where_memory_ran_out(error) is None:
                 raise
@@ -91,15 +93,15 @@ def _gpu(world: World) -> Room | None:
 
 
 def _host(world: World) -> Room:
-    # As everywhere (see World), the ranks of a machine follow each other.
+    # The ranks of a machine are consecutive (see World).
     return str(world.rank - world.rank % world.host_size), available_memory() or 0
 
 
 def share_out(holders: Sequence[Mapping[str, int]], own: Sequence[int]) -> dict[str, int]:
-    """Which rank writes each tensor that one or more ranks hold: the largest first, by whoever has the least to write.
+    """Return the rank that writes each replicated tensor: largest first, by the holder with the least to write.
 
     Args:
-        holders: by rank, bytes by name of what it holds.
+        holders: by rank, bytes by name of the tensors it holds.
         own: by rank, bytes that it writes anyway.
     """
     loads = list(own)
@@ -114,7 +116,7 @@ def share_out(holders: Sequence[Mapping[str, int]], own: Sequence[int]) -> dict[
 
 
 def _fits(loads: Sequence[_Load], writers: Mapping[str, int], rooms: Sequence[Room | None]) -> bool:
-    """Whether all ranks' copies may go into `rooms`, by rank: several may share one, and each has seen what it has."""
+    """Return True if the copies of all ranks fit the memories `rooms`, by rank; several ranks may share one."""
     known = [room for room in rooms if room is not None]
     if len(known) < len(rooms):
         return False
@@ -130,12 +132,12 @@ def _on_its_device(value: Tensor) -> Tensor:
 
 
 def apart(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
-    """A copy that shares nothing with `value`.
+    """Return a copy that shares nothing with `value`.
 
     Args:
-        copied: gives the copy of a tensor.
+        copied: returns the copy of a tensor.
     """
-    if isinstance(value, (int, float, str)):  # most of all: what a run knows of its views is many numbers
+    if isinstance(value, (int, float, str)):  # the most frequent case: a run's statistics of views
         return value
     if isinstance(value, Tensor):
         return copied(value)

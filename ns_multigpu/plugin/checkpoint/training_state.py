@@ -1,10 +1,10 @@
-"""What a training run has to remember besides its model, taken out of its objects and put back into them.
+"""Training state besides the model, read from the training objects and restored into them.
 
-The state is two tables: tensors by name, which the ranks write together, and plain values. What belongs to one rank
-(running statistics of densification, generators) is saved for each; everything else is the same on all.
+The state has two tables: tensors by name, which the ranks write together, and plain values. Statistics of densification
+and generators are saved per rank; everything else is the same on all ranks.
 
-A run that goes on with another batch keeps its clock, which counts images: `convert` says how each part follows.
-Learning rates, betas and eps are not saved. They follow from the configuration, the batch and the images seen.
+A run that resumes with another batch keeps its clock, which counts images: `convert` adapts each part. Learning rates,
+betas and eps are not saved. They follow from the configuration, the batch and the images seen.
 """
 
 import random
@@ -30,14 +30,14 @@ MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "count": torch.add,
     "radii": torch.maximum,
 }
-"""How statistics of several ranks become one's, by their name in the densifier's state."""
+"""Merge function of the ranks' statistics, by their name in the densifier's state."""
 
 
 # ---- optimizers and schedulers ----
 
 
 def take_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[Tensors, Values]:
-    """Moments and step counters, as `optimizers/<group>/<number of the parameter>/<name>`."""
+    """Return moments and step counters, as `optimizers/<group>/<number of the parameter>/<name>`."""
     tensors: Tensors = {}
     values: Values = {}
     for group, optimizer in optimizers.items():
@@ -55,15 +55,16 @@ def put_optimizers(
     ratio: float,
     rule: ScalingRule,
 ) -> None:
-    """Makes optimizers go on with `params`, which may be other objects than theirs, from saved moments.
+    """Restore optimizers from saved moments, with `params` as their parameters.
 
-    A bias correction 1 - beta^(B t) stays what it was if the counter t is multiplied by `ratio`. Rules BY_ROOT take
-    the gradients of views as independent; then the second moment of their mean is inverse to B.
+    A bias correction 1 - beta^(B t) is unchanged if the counter t is multiplied by `ratio`. Rules BY_ROOT assume
+    independent gradients of views; then the second moment of their mean is inverse to B.
 
     Args:
-        saved: what `take_optimizers` took, both tables in one; its tensors are used up.
+        params: parameters by group; they may be other objects than the optimizers'.
+        saved: both tables of `take_optimizers` in one; its tensors are used up.
         ratio: the batch they were saved with over the present one.
-        rule: how learning rates follow the batch.
+        rule: scaling rule of learning rates with the batch.
     """
     for group, optimizer in optimizers.items():
         new = iter(params[group])
@@ -81,25 +82,25 @@ def put_optimizers(
                 in_place = isinstance(value, Tensor) and value.is_floating_point()
                 value = value.mul_(ratio) if in_place else value * ratio
             state.setdefault(int(number), {})[name] = value
-        # The groups it is given are its own, so this loads the state alone, and to the right devices.
+        # The groups are the optimizer's own, so this loads only the state, to the right devices.
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def move_schedulers(schedulers: Mapping[str, Any], counts: Mapping[str, int], otherwise: int) -> None:
-    """Brings new schedulers, already scaled to the batch, to where they were after `counts` steps.
+    """Advance new schedulers, already scaled to the batch, to `counts` steps.
 
     Args:
         schedulers, counts: by group.
-        otherwise: the count of a group that has none: it had no scheduler in the run that was saved.
+        otherwise: count of a group without a scheduler in the saved run.
     """
     for group, scheduler in schedulers.items():
         count = counts.get(group, otherwise)
         if count < 1:
             continue
         with warnings.catch_warnings():
-            # torch expects the optimizer's step before the scheduler's; it has been, in the run that was saved.
+            # torch expects optimizer.step() first; the saved run has called it.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            if isinstance(scheduler, LambdaLR):  # its rate depends on the count alone: no need to walk there
+            if isinstance(scheduler, LambdaLR):  # its rate depends on the count alone, so it can be set
                 scheduler.last_epoch = count - 1
                 scheduler.step()
             else:
@@ -111,7 +112,7 @@ def move_schedulers(schedulers: Mapping[str, Any], counts: Mapping[str, int], ot
 
 
 def take_densifier(state: Mapping[str, Any], rank: int) -> tuple[Tensors, Values]:
-    """This rank's statistics, as `rank<r>/densifier/<name>`, and the plain values."""
+    """Return this rank's statistics, as `rank<r>/densifier/<name>`, and the plain values."""
     tensors = {f"rank{rank}/densifier/{k}": v for k, v in state.items() if isinstance(v, Tensor)}
     return tensors, {k: v for k, v in state.items() if v is None or isinstance(v, (bool, int, float, str))}
 
@@ -124,13 +125,13 @@ def put_densifier(
     world: World,
     device: torch.device,
 ) -> None:
-    """Puts the statistics of `saved_ranks` ranks onto those of `world`; each rank calls it.
+    """Load the statistics of `saved_ranks` ranks on the ranks of `world`. Every rank calls it.
 
-    As many ranks as there were: each gets its own back. Otherwise they are dealt out and merged, which changes nothing
-    for densification, since it asks for the sum (or the maximum) over all ranks.
+    With equally many ranks each loads its own. Otherwise they are distributed round-robin and merged. The result of
+    densification is the same, since it uses the sum (or maximum) over all ranks.
 
     Raises:
-        InputError: a statistic that nobody knows how to merge differs between the ranks.
+        InputError: a statistic without a merge rule differs between the ranks.
     """
     kinds = sorted({name.split("/densifier/")[1] for name in names if "/densifier/" in name})
     for kind in kinds:
@@ -163,7 +164,7 @@ def put_densifier(
 
 
 def take_generators(world: World) -> Tensors:
-    """The states of this process's default generators, as `rank<r>/generators/<name>`."""
+    """Return the states of this process's default generators, as `rank<r>/generators/<name>`."""
     _, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - nerfstudio draws from it
     assert name == "MT19937"
@@ -180,7 +181,7 @@ def take_generators(world: World) -> Tensors:
 
 
 def put_generators(names: Sequence[str], read: Callable[[list[str]], Tensors], world: World) -> None:
-    """Sets this process's default generators as they were on its rank; a rank that is new takes rank 0's.
+    """Restore the states of this process's default generators; a new rank takes rank 0's.
 
     Older checkpoints of radiance fields have none: their runs draw from seeds alone.
     """
@@ -205,11 +206,11 @@ def put_generators(names: Sequence[str], read: Callable[[list[str]], Tensors], w
 
 @dataclass(frozen=True)
 class Clock:
-    """Where a run stands.
+    """Position of a run.
 
     Attributes:
-        steps: steps taken.
-        batch: images a step.
+        steps: number of finished steps.
+        batch: images per step.
     """
 
     steps: int
@@ -217,10 +218,11 @@ class Clock:
 
     @property
     def images(self) -> int:
-        """Images seen."""
+        """Return the number of images seen."""
         return self.steps * self.batch
 
     def convert(self, batch: int) -> "Clock":
-        """The same moment for another batch. If it lies within a step, that step is taken whole: no view is left out,
-        and up to `batch - 1` are seen twice."""
+        """Return the same position for another batch. A step that lies across it is run completely: no view is omitted,
+        and up to `batch - 1` are seen twice.
+        """
         return self if batch == self.batch else Clock(self.images // batch, batch)

@@ -1,9 +1,9 @@
-"""Where checkpoints lie, and whether one is whole.
+"""Layout of checkpoints, and checks that one is complete.
 
-A checkpoint is `nerfstudio_models/step-N.ckpt`, which nerfstudio's commands read, and the folder that it names in
-`nerfstudio_models_state/`, which only training reads, unless the model's points lie there too (see sharded_state). The
-folder's `manifest.json` holds the size and the checksum of every file, the .ckpt's too. The .ckpt is put in its place
-last, by one rename: until then there is no checkpoint, and from then on it is whole.
+A checkpoint is `nerfstudio_models/step-N.ckpt`, which nerfstudio's commands read, and the folder in
+`nerfstudio_models_state/` that it names. Training reads that folder; other commands do so only if it holds the model's
+points (see sharded_state). The folder's `manifest.json` has the size and checksum of every file, including the .ckpt.
+One rename puts the .ckpt in place at the end, so a checkpoint is absent or complete.
 """
 
 import hashlib
@@ -22,14 +22,15 @@ import torch
 from ns_multigpu.plugin.faults.errors import InputError
 
 FORMAT = 2
-"""Version of the checkpoint's layout; one with a larger number cannot be read. In 1 all checksums are blake2b."""
+"""Version of the checkpoint's layout; larger numbers are refused. Version 1 uses blake2b checksums only."""
 
 OURS = "ns_multigpu"
 """Key of the .ckpt under which the training state is named: {"format": int, "state": folder name}."""
 
 SHARDS = "ns_multigpu.shards"
-"""Key of the pipeline's state in a .ckpt whose points lie in the state folder (see sharded_state): {"state": folder
-name, "counts": points by rank, "shapes": {parameter: shape of the whole}}."""
+"""Key of the pipeline's state in a .ckpt whose points are in the state folder (see sharded_state): {"state": folder
+name, "counts": points by rank, "shapes": {parameter: full shape}}.
+"""
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -37,12 +38,12 @@ _BLOCK = 1 << 20
 
 
 class DamagedCheckpoint(InputError):
-    """A file of a checkpoint is missing, truncated or altered. The message names it."""
+    """Checkpoint file that is missing, truncated or altered; the message names it."""
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Size in bytes and checksum of a file's contents, which says of what kind it is: see `Digest`."""
+    """Size in bytes and checksum of a file's contents; the checksum names its algorithm, see `Digest`."""
 
     size: int
     digest: str
@@ -50,13 +51,13 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """Files and values of a checkpoint.
 
     Attributes:
-        values: what is neither a tensor nor a file: counters, seed, versions (JSON).
-        checkpoint: of the .ckpt.
-        files: of the files in the state folder, by name.
-        format: the version of the layout that it was written in.
+        values: counters, seed, versions and other plain values (JSON).
+        checkpoint: stamp of the .ckpt.
+        files: stamps of the files in the state folder, by name.
+        format: version of the layout.
     """
 
     values: dict[str, Any]
@@ -66,25 +67,25 @@ class Manifest:
 
 
 def states_folder(models: Path) -> Path:
-    """The folder of the training states that belong to the checkpoints in `models`."""
+    """Return the folder of the training states of the checkpoints in `models`."""
     return models.with_name(models.name + "_state")
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name; -1 if it is not named as checkpoints are."""
+    """Return the step in a checkpoint's name; -1 for any other name."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match.group(1)) if match else -1
 
 
 def checkpoints_in(models: Path) -> list[Path]:
-    """The checkpoints in a folder, whole or not, by step."""
+    """Return the checkpoints in a folder, complete or not, sorted by step."""
     return sorted((path for path in models.glob("step-*.ckpt") if step_of(path) >= 0), key=step_of)
 
 
 class Digest:
-    """A checksum that is told a file's contents piece by piece: CRC-32, which one damage in four billion escapes.
+    """Incremental CRC-32 checksum of a file; it misses one damage in four billion.
 
-    blake2b, of older checkpoints, takes five times as long: half of what a thread had to do for a file.
+    The blake2b of older checkpoints takes five times as long, half of a thread's time for a file.
     """
 
     _KIND = "crc32:"
@@ -93,21 +94,21 @@ class Digest:
         self._sum = 0
 
     def update(self, data: Any) -> None:
-        """Adds bytes; other threads go on meanwhile."""
+        """Add bytes; zlib releases the interpreter lock."""
         self._sum = zlib.crc32(data, self._sum)
 
     def hexdigest(self) -> str:
-        """It, and of what kind it is."""
+        """Return the checksum with the name of its algorithm."""
         return f"{self._KIND}{self._sum:08x}"
 
     @classmethod
     def like(cls, written: str) -> Any:
-        """An empty one of the kind of one that was written."""
+        """Return an empty digest of the algorithm of `written`."""
         return cls() if written.startswith(cls._KIND) else _blake2b()
 
 
 def stamp_of(path: Path, digest: Any) -> Stamp:
-    """Reads a whole file.
+    """Read a file and return its stamp.
 
     Args:
         digest: an empty one.
@@ -121,7 +122,7 @@ def stamp_of(path: Path, digest: Any) -> Stamp:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """The text of `manifest.json`, which carries a checksum of itself."""
+    """Return the text of `manifest.json`, including its own checksum."""
     body = {
         "format": manifest.format,
         "values": manifest.values,
@@ -132,10 +133,10 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a state folder.
+    """Read the manifest of a state folder.
 
     Raises:
-        DamagedCheckpoint: it is missing, or not as it was written.
+        DamagedCheckpoint: it is missing or altered.
         InputError: a newer version wrote it.
     """
     path = folder / MANIFEST
@@ -159,10 +160,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def refuse_newer(version: Any, path: Path) -> None:
-    """Whether this version can read a layout.
+    """Raise if a layout is newer than this version.
 
     Raises:
-        InputError: it is a newer one.
+        InputError: it is.
     """
     if isinstance(version, int) and version > FORMAT:
         raise InputError(
@@ -172,10 +173,10 @@ def refuse_newer(version: Any, path: Path) -> None:
 
 
 def read_checkpoint_file(path: Path) -> dict[str, Any]:
-    """A .ckpt, its tensors mapped from the file and not yet read. Only tensors and plain values are unpickled.
+    """Read a .ckpt, with memory-mapped tensors. Only tensors and plain values are unpickled.
 
     Raises:
-        DamagedCheckpoint: it is missing or cannot be read.
+        DamagedCheckpoint: it is missing or unreadable.
         InputError: it is not a checkpoint, or a newer version wrote it.
     """
     if not path.is_file():
@@ -183,7 +184,7 @@ def read_checkpoint_file(path: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(_numpy_scalars()):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged file can fail in any way
+    except Exception as error:  # a damaged file raises any exception type
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DamagedCheckpoint(f"{path} is damaged, or no checkpoint: {reason}") from error
     if not isinstance(content, dict) or not {"step", "pipeline"} <= content.keys():
@@ -196,7 +197,7 @@ def read_checkpoint_file(path: Path) -> dict[str, Any]:
 
 
 def state_of(path: Path, content: Mapping[str, Any]) -> Path | None:
-    """The state folder that a .ckpt names; None if it is plain nerfstudio's.
+    """Return the state folder that a .ckpt names; None for a plain nerfstudio checkpoint.
 
     Raises:
         DamagedCheckpoint: it is missing.
@@ -214,12 +215,12 @@ def state_of(path: Path, content: Mapping[str, Any]) -> Path | None:
 
 
 def problems(path: Path, folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint, each named.
+    """Check the files of a checkpoint against its manifest; return the problems, each with its file.
 
     Args:
         path: the .ckpt.
         folder: its state folder.
-        part, parts: look at every `parts`-th file, from the `part`-th on, so that ranks share the reading.
+        part, parts: check every `parts`-th file, from the `part`-th on, to distribute the reading over ranks.
     """
     files = [(path, manifest.checkpoint), *((folder / name, stamp) for name, stamp in sorted(manifest.files.items()))]
     found = [_problem(file, stamp) for file, stamp in files[part::parts]]
@@ -227,7 +228,7 @@ def problems(path: Path, folder: Path, manifest: Manifest, part: int = 0, parts:
 
 
 def cut_short(folder: Path, manifest: Manifest) -> list[str]:
-    """Which files of a state folder are missing or have another size, each named; only the list of tensors is read."""
+    """Return the files of a state folder that are missing or differ in size. Only the tensor metadata is read."""
     found = [
         _problem(folder / name, stamp, contents=name == ".metadata") for name, stamp in sorted(manifest.files.items())
     ]
@@ -235,7 +236,7 @@ def cut_short(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def check_checkpoint(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint of which every byte is as it was written; None for a plain nerfstudio one.
+    """Verify every byte of a checkpoint and return its manifest; None for a plain nerfstudio checkpoint.
 
     Raises:
         DamagedCheckpoint: a file is missing, truncated or altered.
@@ -251,11 +252,11 @@ def check_checkpoint(path: Path) -> Manifest | None:
 
 
 def latest_checkpoint(models: Path, tell: Any = None) -> Path | None:
-    """The newest checkpoint in `models` that is whole and has a training state.
+    """Return the newest complete checkpoint in `models` with a training state.
 
     Args:
         models: a run's `nerfstudio_models` folder; it need not exist.
-        tell: called with a line about each newer one that is passed over.
+        tell: called with a line about each newer one that is skipped.
     """
     for path in reversed(checkpoints_in(models)):
         try:
@@ -294,6 +295,6 @@ def _blake2b() -> Any:
 
 
 def _numpy_scalars() -> list[Any]:
-    """What nerfstudio's own trainer leaves in a scheduler's state, beside plain values."""
+    """Return the types in a scheduler's state of nerfstudio's trainer, next to plain values."""
     multiarray: Any = import_module("numpy.core.multiarray")
     return [multiarray.scalar, np.dtype, type(np.dtype(np.float64)), type(np.dtype(np.float32))]

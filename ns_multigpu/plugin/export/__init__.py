@@ -1,1 +1,1 @@
-"""The model as a file for other programs."""
+"""Export of the model to file formats of other programs."""

@@ -1,8 +1,8 @@
-"""Plain `ns-export gaussian-splat` on our runs: it streams, as `ns-multigpu export` does.
+"""Streaming export for plain `ns-export gaussian-splat`, as in `ns-multigpu export`.
 
-nerfstudio's exporter has the whole model loaded on one device, copies it to the host and writes it number by number. It
-has no place where another way could be plugged in. But the first thing it does is to have the pipeline made, and that
-is ours: before anything is loaded, it asks here who wants it.
+nerfstudio's exporter loads the full model on one device, copies it to the host and writes it number by number. It has
+no hook for another implementation. But it creates the pipeline first, and that calls this module before it loads
+anything.
 """
 
 import sys
@@ -20,9 +20,9 @@ _SCRIPT = ("nerfstudio", "scripts", "exporter.py")
 
 
 def stream_for_ns_export() -> None:
-    """Where the command `ns-export gaussian-splat` has the pipeline made: writes its file, and ends it.
+    """Write the file and exit, if the command `ns-export gaussian-splat` creates the pipeline.
 
-    Returns where somebody else does, also a program of one's own that calls nerfstudio's exporter.
+    It returns if anything else creates the pipeline, including another program that calls nerfstudio's exporter.
 
     Raises:
         SystemExit: the file has been written, or cannot be; then with the reason.
@@ -32,7 +32,7 @@ def stream_for_ns_export() -> None:
         return
     exporter, config = asked
     box = (exporter.obb_center, exporter.obb_rotation, exporter.obb_scale)
-    crop = None if None in box else OrientedBox.from_params(*box)  # as nerfstudio, which takes part of one for none
+    crop = None if None in box else OrientedBox.from_params(*box)  # as in nerfstudio, which ignores an incomplete box
     output = Path(exporter.output_dir) / exporter.output_filename
     try:
         checkpoint = run_checkpoint(Path(exporter.load_config), getattr(config, "load_step", None))
@@ -45,7 +45,7 @@ def stream_for_ns_export() -> None:
 
 
 def _asked() -> tuple[Any, Any] | None:
-    """The exporter that the command runs, and the run's config that it has loaded; None if it is not that command."""
+    """Return the command's exporter and the run's loaded config; None for any other command."""
     frame: FrameType | None = sys._getframe()
     config: Any = None
     while frame is not None:

@@ -1,11 +1,11 @@
-"""A merged PLY of a model, from its checkpoint, without holding the model.
+"""Export of a checkpoint to one PLY file, without holding the full model.
 
-The file is byte for byte what `ns-export gaussian-splat` (nerfstudio 1.1.5) writes, with its default options or with
-RGB colours or a box: the same header, columns and order, without Gaussians that have a number that is not finite or an
-opacity below 1/255. It reads the points of one chunk after the other, from a sharded checkpoint or from an ordinary
-one, nerfstudio's own included.
-(Where a position is not finite ns-export writes nothing at all and fails; here only that Gaussian is left out. Colours
-of a model without harmonics go through a sigmoid, of which torch rounds the last bit by where in a tensor a number is.)
+The file is byte for byte that of `ns-export gaussian-splat` (nerfstudio 1.1.5), with default options, RGB colours or a
+box. Header, columns and order are the same. Gaussians with a non-finite number or an opacity below 1/255 are omitted.
+Points are read in chunks, from a sharded or an ordinary checkpoint, nerfstudio's own included.
+
+Two differences remain. ns-export fails if a position is not finite; here only that Gaussian is omitted. Colours of a
+model without harmonics pass through a sigmoid, whose last bit in torch depends on the position in the tensor.
 """
 
 import os
@@ -31,27 +31,27 @@ from ns_multigpu.primitives.gaussians.schema import PLY_ORDER
 from ns_multigpu.primitives.registry import KINDS, titled
 
 CHUNK = 1_000_000
-"""Points held at a time: with harmonics of degree 3 some 1 GB, twice what is written of them and more."""
+"""Points per chunk: with harmonics of degree 3 about 1 GB, more than twice the size written."""
 
 _OPACITY_LIMIT = -5.5373
-"""The logit of 1/255 as ns-export has it: rasterization skips fainter Gaussians."""
+"""Logit of 1/255 as in ns-export: rasterization skips fainter Gaussians."""
 
 _NORMAL = ("nx", "ny", "nz")
 _RGB = ("red", "green", "blue")
 _PLAIN = "features_dc"
 
 Progress = Callable[[Iterable[int], int], Iterable[int]]
-"""Shows that so many of a number of chunks are done, while it passes them on."""
+"""Progress display: yields the chunks' starts, given their number."""
 
 
 class PointSource:
-    """The points of a checkpoint, any rows at a time.
+    """Points of a checkpoint, read by rows.
 
     Args:
         path: a .ckpt.
 
     Raises:
-        InputError: it is no checkpoint of Gaussians, or damaged, or its shards are missing.
+        InputError: the file is no checkpoint of Gaussians or damaged, or its shards are missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class PointSource:
         else:
             for key, value in pipeline.items():
                 name = key.removeprefix("module.").replace("_model.module.", "_model.", 1)
-                name = name.removeprefix(POINTS).removeprefix("_model.")  # the second: as nerfstudio once named them
+                name = name.removeprefix(POINTS).removeprefix("_model.")  # "_model." is an older prefix
                 if name in PLY_ORDER:
                     self._tensors[name] = value
             shapes = {name: tuple(value.shape) for name, value in self._tensors.items()}
@@ -82,7 +82,7 @@ class PointSource:
         self.degree = degree_of(shapes[by_degree][1])
 
     def rows(self, names: Iterable[str], rows: range) -> dict[str, Tensor]:
-        """Rows of parameters, on the CPU."""
+        """Return rows of parameters, on the CPU."""
         if self._shards is not None:
             return self._shards.read(list(names), rows)
         return {name: self._tensors[name][rows.start : rows.stop].detach() for name in names}
@@ -98,24 +98,25 @@ def export_ply(
     crop: OrientedBox | None = None,
     rgb: bool = False,
 ) -> tuple[int, int]:
-    """Writes a checkpoint's points to a PLY file, which is there when it is whole. Of 2D Gaussians, as the published
-    code writes them: the same columns without `scale_2`.
+    """Write a checkpoint's points to a PLY file atomically.
+
+    2D Gaussians are written as by the published code: the same columns without `scale_2`.
 
     Args:
         checkpoint: a .ckpt.
         output: the file to write.
-        overwrite: whether it may exist already.
+        overwrite: True to replace an existing file.
         chunk: points held at a time.
-        progress: called with the beginnings of the chunks and their number.
-        crop: leaves out what is not in this box.
-        rgb: colours as red, green and blue, seen from nowhere in particular, instead of harmonics.
+        progress: called with the starts of the chunks and their number.
+        crop: omit points outside this box.
+        rgb: write view-independent RGB colours instead of harmonics.
 
     Returns:
-        how many points were written, and how many there are.
+        the number of points written, and the total number.
 
     Raises:
-        InputError: the checkpoint cannot be read, the file exists, or there is no point to write.
-        OSError: the disk would not take it.
+        InputError: the checkpoint is unreadable, the file exists, or no point would be written.
+        OSError: the disk rejected the data.
     """
     if output.exists() and not overwrite:
         raise InputError(f"{output} exists already: give another name, or --overwrite.")
@@ -125,8 +126,8 @@ def export_ply(
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f"{output.name}.{os.getpid()}.part")
     try:
-        # Their number stands before the points. Opacities alone, a small part of what there is to read, give it unless
-        # other numbers are not finite; then the header is written again, or everything if it has another length.
+        # The header needs the number of points first. Opacities alone, a small part of the data, give it unless other
+        # numbers are not finite. Then the header is rewritten, or the whole file if its length changes.
         looked_at = ["opacities"] if crop is None else ["opacities", POSITION]
         chunks = chunks_of(source.count, chunk)
         kept = sum(int(visible(source.rows(looked_at, rows), crop).sum()) for rows in chunks)
@@ -146,14 +147,14 @@ def export_ply(
 
 
 def run_checkpoint(config: Path, step: int | None) -> Path:
-    """The checkpoint of a run.
+    """Return the checkpoint of a run.
 
     Args:
-        config: the run's config.yml. Its checkpoints lie beside it, or else where it says.
-        step: which one; the newest by default.
+        config: the run's config.yml. Its checkpoints are in the same folder, or at the path in the config.
+        step: of the checkpoint; the newest by default.
 
     Raises:
-        InputError: there is none.
+        InputError: no checkpoint is found.
     """
     if not config.is_file():
         raise InputError(f"--load-config {config}: there is no such file. Give the config.yml of a run.")
@@ -173,19 +174,19 @@ def run_checkpoint(config: Path, step: int | None) -> Path:
 
 
 def nothing_to_write(checkpoint: Path, count: int, crop: OrientedBox | None) -> InputError:
-    """The error of an export that would be empty."""
+    """Return the error of an export without points."""
     where = "" if crop is None else " and in the box"
     return InputError(f"{checkpoint}: none of its {count} Gaussians is finite and opaque{where}: nothing is written.")
 
 
 def columns(source: PointSource) -> list[str]:
-    """The properties of a vertex, in order."""
+    """Return the properties of a vertex, in order."""
     position, *others = (one.properties(source.degree) for one in source.parameters)
     return [*position, *_NORMAL, *(name for names in others for name in names)]
 
 
 def _rgb_type(parameters: Iterable[Parameter]) -> "np.dtype[Any]":
-    """A vertex with plain colours."""
+    """Return the dtype of a vertex with RGB colours."""
     fields: list[tuple[str, str]] = []
     for one in parameters:
         if one.name == _PLAIN:
@@ -206,7 +207,7 @@ def _header(count: int, source: PointSource, rgb: bool = False) -> bytes:
     lines = [
         "ply",
         "format binary_little_endian 1.0",
-        f"comment Generated by Nerstudio {version('nerfstudio')}",  # spelt as there: the files are to be the same
+        f"comment Generated by Nerstudio {version('nerfstudio')}",  # nerfstudio's spelling, for identical files
         "comment Vertical Axis: z",
         f"element vertex {count}",
         *properties,
@@ -216,7 +217,7 @@ def _header(count: int, source: PointSource, rgb: bool = False) -> bytes:
 
 
 def chunks_of(count: int, chunk: int) -> Iterator[range]:
-    """The rows of so many points, some at a time."""
+    """Yield the row ranges of the chunks."""
     for begin in range(0, count, chunk):
         yield range(begin, min(begin + chunk, count))
 
@@ -224,7 +225,7 @@ def chunks_of(count: int, chunk: int) -> Iterator[range]:
 def _write(
     path: Path, source: PointSource, expected: int, chunk: int, progress: Progress, crop: OrientedBox | None, rgb: bool
 ) -> int:
-    """Writes a header for `expected` points, and all that are kept; returns how many."""
+    """Write a header for `expected` points, and all points that are kept; return their number."""
     written = 0
     with path.open("wb") as file:
         file.write(_header(expected, source, rgb))
@@ -276,21 +277,21 @@ def _write_rgb(file: BinaryIO, points: Mapping[str, Tensor], source: PointSource
 
 
 def plain_colors(value: Tensor, degree: int) -> Tensor:
-    """[n, 3] colours in [0, 1] seen from nowhere in particular, of the parameter that they are in."""
+    """Return [n, 3] view-independent colours in [0, 1] from the colour parameter."""
     return (torch.sigmoid(value) if degree == 0 else value * SH_C0 + 0.5).clamp(0.0, 1.0)
 
 
 def _column(value: Tensor, parameter: Parameter, degree: int) -> Tensor:
-    """A parameter as it stands in the file, [n, numbers]."""
-    if parameter.name == _PLAIN and degree == 0:  # Splatfacto without harmonics learns colours through a sigmoid
+    """Return a parameter in the file's layout, [n, numbers]."""
+    if parameter.name == _PLAIN and degree == 0:  # Splatfacto without harmonics uses a sigmoid
         return (torch.sigmoid(value) - 0.5) / SH_C0
     if HARMONICS in parameter.shape:
-        return value.transpose(1, 2).flatten(1)  # channel by channel, as Inria's viewers read them
+        return value.transpose(1, 2).flatten(1)  # channel-major, as Inria's viewers read them
     return value
 
 
 def visible(points: Mapping[str, Tensor], crop: OrientedBox | None) -> Tensor:
-    """[n] whether a point's opacity is a number and not below the limit, and it lies in the box, if there is one."""
+    """Return [n] True if a point's opacity is finite and above the limit, and the point is in the box, if given."""
     opacity = points["opacities"].reshape(-1)
     seen = opacity.isfinite() & (opacity >= _OPACITY_LIMIT)
     return seen if crop is None else seen & crop.within(points[POSITION]).reshape(-1)

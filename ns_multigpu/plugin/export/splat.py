@@ -1,10 +1,10 @@
-"""A model as a .splat file, which browsers' viewers open: 32 bytes a Gaussian instead of 248.
+"""Export of a checkpoint to a .splat file for browser viewers: 32 bytes per Gaussian instead of 248.
 
-The format of antimatter15's viewer (github.com/antimatter15/splat, main.js, `processPlyBuffer`), little-endian and
-without a header; of each Gaussian three float32 of its position, three float32 of its scale, four bytes of its colour
-and opacity, and four of its rotation (w, x, y, z), of which 128 is 0. Colours have no harmonics beyond the constant.
-Gaussians stand in the order of the checkpoint: of a file that is still loading a viewer shows one place after the
-other, not the largest Gaussians first. Points are read one chunk after the other, and none is kept.
+The format of antimatter15's viewer (github.com/antimatter15/splat, main.js, `processPlyBuffer`) is little-endian and
+has no header. Each Gaussian has three float32 of position, three float32 of scale, four bytes of colour and opacity,
+and four of rotation (w, x, y, z), with 128 as 0. Colours have only the constant harmonic. Gaussians are in the
+checkpoint's order, so a viewer that is still loading shows region by region, not the largest first. Points are read in
+chunks, and none is kept.
 """
 
 import os
@@ -31,7 +31,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.registry import FIRST, titled
 
 RECORD = np.dtype([("position", "<f4", 3), ("scale", "<f4", 3), ("rgba", "u1", 4), ("rotation", "u1", 4)])
-"""A Gaussian of the file."""
+"""Record of one Gaussian in the file."""
 _NAMES = [POSITION, "scales", "quats", "opacities", "features_dc"]
 
 
@@ -44,14 +44,14 @@ def export_splat(
     progress: Progress = lambda chunks, total: chunks,
     crop: OrientedBox | None = None,
 ) -> tuple[int, int]:
-    """Writes a checkpoint's points to a .splat file, which is there when it is whole. Arguments as `export_ply`'s.
+    """Write a checkpoint's points to a .splat file atomically. Arguments as `export_ply`'s.
 
     Returns:
-        how many points were written, and how many there are.
+        the number of points written, and the total number.
 
     Raises:
-        InputError: the checkpoint cannot be read, the file exists, or there is no point to write.
-        OSError: the disk would not take it.
+        InputError: the checkpoint is unreadable, the file exists, or no point would be written.
+        OSError: the disk rejected the data.
     """
     if output.exists() and not overwrite:
         raise InputError(f"{output} exists already: give another name, or --overwrite.")
@@ -80,7 +80,7 @@ def export_splat(
 
 
 def records(points: dict[str, Tensor], degree: int, crop: OrientedBox | None) -> "np.ndarray[Any, np.dtype[Any]]":
-    """The `RECORD`s of those points that are seen."""
+    """Return the `RECORD`s of the visible points."""
     count = len(points[POSITION])
     quats = torch.nn.functional.normalize(points["quats"].float(), dim=-1)
     scales, colors = points["scales"].float().exp(), plain_colors(points["features_dc"].float(), degree)

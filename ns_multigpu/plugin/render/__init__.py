@@ -1,1 +1,1 @@
-"""Images for the viewer, for evaluation and for video, rendered by all ranks."""
+"""Rendering by all ranks, for the viewer, for evaluation and for video."""

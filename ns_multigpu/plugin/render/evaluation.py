@@ -1,4 +1,4 @@
-"""Held-out views, rendered for the ranks that hold their images, and how good they are."""
+"""Rendering of held-out views on the ranks that hold their images, and quality metrics."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from ns_multigpu.plugin.render.service import RenderService
 
 @dataclass(frozen=True)
 class RenderedView:
-    """A held-out view of this rank's.
+    """Rendered held-out view of this rank.
 
     Attributes:
         index: its number among the held-out views.
-        camera, image: what the datamanager has of it.
-        outputs: what the model made of it.
-        seconds: how long that took.
+        camera, image: from the datamanager.
+        outputs: from the model.
+        seconds: rendering time.
     """
 
     index: int
@@ -35,11 +35,11 @@ class RenderedView:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How well held-out views are rendered: means over `views` of the `total` that there are; PSNR in dB.
+    """Quality of held-out views: means over `views` of `total` views; PSNR in dB.
 
     Attributes:
-        corrected: PSNR once each view's colours are as near to the photograph's as a map of colours brings them; None
-            where nobody asked for it (`color_corrected_metrics`) and the model has no maps of exposure.
+        corrected: PSNR after an optimal colour mapping of each view to its photograph. None unless requested
+            (`color_corrected_metrics`) or the model has exposure maps.
     """
 
     views: int
@@ -49,7 +49,7 @@ class HeldOut:
     corrected: float | None = None
 
     def described(self) -> str:
-        """For the user."""
+        """Return a description for the user."""
         some = f"{self.views} of {self.total}" if self.views < self.total else f"{self.total}"
         corrected = "" if self.corrected is None else f"; {self.corrected:.2f} dB with corrected colours"
         return f"{self.psnr:.2f} dB (SSIM {self.ssim:.3f}{corrected}) on {some} held-out views"
@@ -58,13 +58,15 @@ class HeldOut:
 def rendered_views(
     model: Any, datamanager: Any, renders: RenderService, world: World, some: Sequence[int] | None = None
 ) -> Iterator[RenderedView]:
-    """The held-out views whose images this rank holds, ascending. Every rank iterates to the end.
+    """Yield the rendered held-out views whose images this rank holds, ascending. Every rank iterates to the end.
 
-    Each rank renders its own; where the model is spread over ranks, all render every view together, in the order of the
-    views, as many at a time as there are ranks, so that these can look at their images side by side afterwards.
+    Each rank renders its own views if the model is replicated. If it is sharded, all ranks render every view together,
+    in view order. They render as many views as there are ranks before yielding, so that metrics are computed in
+    parallel.
 
     Args:
-        model, datamanager, renders: a pipeline's. world: the ranks.
+        model, datamanager, renders: a pipeline's.
+        world: the ranks.
         some: the views to render, ascending, the same on every rank; by default all.
     """
     views = list(range(len(datamanager.eval_dataset))) if some is None else list(some)
@@ -90,14 +92,16 @@ def rendered_views(
 
 @torch.no_grad()
 def held_out_quality(model: Any, datamanager: Any, renders: RenderService, world: World, most: int) -> HeldOut | None:
-    """PSNR and SSIM of some held-out views, as ns-eval computes them. Every rank calls it and gets the same.
+    """Return PSNR and SSIM of some held-out views, as ns-eval computes them; the same on every rank. Every rank calls
+    it.
 
     Args:
-        model, datamanager, renders: a pipeline's, not in training. world: the ranks.
-        most: how many views to look at, at most.
+        model, datamanager, renders: a pipeline's, in eval mode.
+        world: the ranks.
+        most: largest number of views to render.
 
     Returns:
-        None where no views are held out.
+        None if no views are held out.
     """
     total = len(datamanager.eval_dataset)
     if total == 0:
@@ -112,17 +116,19 @@ def held_out_quality(model: Any, datamanager: Any, renders: RenderService, world
     gathered: dict[int, tuple[float, ...]] = {}
     for part in all_gather_objects(rows, world):
         gathered.update(part)
-    # In the order of the views, so that the mean has the same bits on every world size.
+    # In view order, so that the mean has the same bits on every world size.
     columns = list(zip(*(gathered[index] for index in sorted(gathered)), strict=True))
     return HeldOut(len(gathered), total, *(sum(column) / len(column) for column in columns))
 
 
 def _corrected_psnr(model: Any, truth: Tensor, rgb: Tensor) -> float:
-    """NaN where nerfstudio finds no correction, as of an image of one colour."""
+    """Return the PSNR after nerfstudio's colour correction; NaN if that fails, for example on an image of one
+    colour.
+    """
     try:
         try:
             corrected = color_correct(rgb, truth)
-        except torch.OutOfMemoryError:  # it takes more memory than a step; on the host, more time
+        except torch.OutOfMemoryError:  # it needs more memory than a step; the host is slower
             corrected = color_correct(rgb.cpu(), truth.cpu()).to(rgb)
     except AssertionError:
         return float("nan")
@@ -130,6 +136,6 @@ def _corrected_psnr(model: Any, truth: Tensor, rgb: Tensor) -> float:
 
 
 def spread(views: int, most: int) -> list[int]:
-    """At most `most` of so many views, evenly spread, ascending."""
+    """Return at most `most` view numbers, evenly spaced, ascending."""
     count = min(views, most)
     return [i * views // count for i in range(count)]

@@ -1,7 +1,7 @@
-"""A model's outputs, one of which is only computed when somebody looks at it.
+"""Model outputs, one of which is computed on first access.
 
-Nerfstudio's viewer lists the names of all outputs that it is given and then takes the one that was chosen; its
-renderers do the same. So a name can be there without its image.
+Nerfstudio's viewer and renderers list all output names and read only the selected ones. So a name can be listed before
+its image exists.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class LateOutputs(MutableMapping[str, Any]):
-    """Outputs by name, as nerfstudio handles them.
+    """Outputs by name, as a mapping for nerfstudio.
 
     Args:
-        ready: the outputs that are there; what is set later is put there.
-        name: of the one that is not. It stands before the last of the others, for of a new list of outputs nerfstudio's
-            viewer chooses the first, and the last for its split screen.
-        make: computes it; called once, when it is looked at first.
-        listed: whether it is among the names that are listed; if not it is there for who asks for it.
+        ready: computed outputs; outputs that are set later are added.
+        name: the output that is computed on first access. It is listed second to last. Of a new list, nerfstudio's
+            viewer selects the first output, and the last for its split screen.
+        make: computes it; called once, on first access.
+        listed: True to list the name; if False it can still be read.
     """
 
     def __init__(self, ready: dict[str, Any], name: str, make: Callable[[], Any], *, listed: bool = True) -> None:

@@ -1,7 +1,7 @@
-"""Equirectangular pictures: the six faces of a cube around the camera, each a pinhole picture, sampled along each ray.
+"""Equirectangular pictures, sampled along each ray from six pinhole pictures: the faces of a cube around the camera.
 
-Gaussians are drawn through pinholes. A face is so fine that at its centre a pixel covers what one of the panorama's
-does at its equator, and a little wider than the cube's, so that samples at edges lie within it.
+Gaussians are rasterized with pinhole cameras. A pixel at a face's centre covers the same angle as a panorama pixel at
+the equator. Faces are slightly wider than the cube's, so that samples at edges are inside.
 """
 
 import math
@@ -15,14 +15,15 @@ from torch.nn.functional import grid_sample
 from ns_multigpu.plugin.render.pictures import Outputs
 
 _MARGIN = 2
-"""Pixels around a face."""
+"""Margin of pixels around a face."""
 _AT_ONCE = 1 << 22
-"""Pixels of the panorama sampled at once."""
+"""Pixels of the panorama per sampling batch."""
 _FACES = tuple((axis, sign) for axis in range(3) for sign in (1.0, -1.0))
 
 
 def faces(camera: Cameras) -> list[Cameras]:
-    """The pinhole cameras of the six faces: +x, -x, +y, -y, +z, -z of the camera's own axes (OpenGL: it looks to -z).
+    """Return the pinhole cameras of the six faces: +x, -x, +y, -y, +z, -z of the camera's axes (OpenGL: viewing along
+    -z).
 
     Args:
         camera: one equirectangular camera.
@@ -41,7 +42,7 @@ def faces(camera: Cameras) -> list[Cameras]:
 
 
 def _axes(face: int) -> Tensor:
-    """[3, 3] a face's right, up and back as columns, in the camera's axes."""
+    """Return [3, 3] a face's right, up and back axes as columns, in the camera's axes."""
     axis, sign = _FACES[face]
     forward, up = torch.zeros(3), torch.zeros(3)
     forward[axis] = sign
@@ -50,7 +51,7 @@ def _axes(face: int) -> Tensor:
 
 
 def directions(width: int, height: int, rows: range, device: torch.device) -> Tensor:
-    """[len(rows), width, 3] unit vectors in the camera's axes, as nerfstudio's cameras have them."""
+    """Return [len(rows), width, 3] unit ray directions in the camera's axes, as nerfstudio's cameras define them."""
     x = (torch.arange(width, device=device) + 0.5) / width * 2 - 1
     y = (torch.arange(rows.start, rows.stop, device=device) + 0.5) / height
     theta, phi = -math.pi * x[None, :], math.pi * y[:, None]
@@ -62,11 +63,11 @@ def directions(width: int, height: int, rows: range, device: torch.device) -> Te
 
 
 def panorama(camera: Cameras, draw: Callable[[Cameras], Outputs | None]) -> Outputs | None:
-    """An equirectangular picture; its depth is the distance along the ray.
+    """Render an equirectangular picture; its depth is the distance along the ray.
 
     Args:
         camera: one equirectangular camera.
-        draw: draws a face, by all ranks together; None where the picture is not wanted.
+        draw: renders a face on all ranks; returns None on ranks that are no root.
     """
     drawn = [draw(face) for face in faces(camera)]
     width, height = int(camera.width.item()), int(camera.height.item())

@@ -1,7 +1,7 @@
-"""A picture of the model, drawn by all ranks together and gathered where it is wanted.
+"""Pictures of the model, rendered by all ranks and gathered on the root ranks.
 
-It takes the forward half of a step (`core.forward`) where the primitive has kernels, and its differentiable face
-without gradients where it has none. A picture that is too large for the memory that is left is drawn in parts.
+The forward half of a step (`core.forward`) renders if the primitive has kernels, otherwise its differentiable operators
+without gradients. A picture that exceeds the free memory is rendered in several passes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,19 @@ from ns_multigpu.plugin.render.service import RANK, Outputs, RenderRequest
 from strategies import STRATEGIES
 
 _NO_TRAINING_VIEW = -1
-"""Index of views that are not the capture's: their work is not what was learned of a training view."""
+"""Index of views outside the capture, so their work is not recorded as a training view's."""
 _INVISIBLE = -30.0
-"""Logit of an opacity that draws nothing."""
+"""Logit of an opacity that renders nothing."""
 MOST_PASSES = 16
-"""Parts that a picture is drawn in at most, one after the other."""
+"""Largest number of passes of a picture."""
 
 
 class Pictures:
-    """Draws one model with all ranks. Made on every rank.
+    """Renderer of one model on all ranks. Every rank creates one.
 
     Args:
-        model: a `SplatModel`. strategy: how its points are spread.
+        model: a `SplatModel`.
+        strategy: its sharding strategy.
     """
 
     shows_owners = True
@@ -50,13 +51,13 @@ class Pictures:
 
     @property
     def shared(self) -> bool:
-        """Whether an image takes all ranks, for the points are spread over several; or is not the model's own."""
+        """True if an image takes all ranks, because points are sharded, or if the strategy must compose its pixels."""
         takes_strategy = not self._strategy.pixels.whole and self._model.sharded
         return not self._strategy.placement.replicated and (self._world.size > 1 or takes_strategy)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of what there is of an image."""
+        """Return the names of the available outputs."""
         own = self._model.shown if self._strategy.pixels.whole else ()
         return ("rgb", "rgba", "depth", "accumulation", "background", *own, *((RANK,) if self.shared else ()))
 
@@ -72,15 +73,16 @@ class Pictures:
 
     @torch.no_grad()
     def draw(self, request: RenderRequest, roots: Sequence[int]) -> Outputs | None:
-        """The picture on `roots`, as `SplatModel.get_outputs` returns it in eval mode; None elsewhere. All call it.
+        """Return the picture on `roots`, as `SplatModel.get_outputs` in eval mode; None on other ranks. Every rank
+        calls it.
 
         Raises:
-            CapacityExceeded: on all ranks, where even a small part of it does not fit.
+            CapacityExceeded: on all ranks, if even the smallest pass does not fit.
         """
         model, world = self._model, self._world
         view, points = self._asked(request)
         primitive = model.primitive(depth=True, counted=False)
-        self._strategy.observe(primitive, points)  # all of them: what it learns is not of this picture alone
+        self._strategy.observe(primitive, points)  # before cropping: its statistics concern all points
         if request.crop is not None:
             opacities = points.params["opacities"]
             kept = request.crop.within(points.params[POSITION]).reshape(opacities.shape)
@@ -106,12 +108,13 @@ class Pictures:
 
     @torch.no_grad()
     def surface(self, request: RenderRequest, roots: Sequence[int], *, median: bool) -> Pixels | None:
-        """Colour, alpha and depth of a picture on `roots`, without background; None elsewhere. All call it.
+        """Return colour, alpha and depth of a picture on `roots`, without background; None on other ranks. Every rank
+        calls it.
 
         Args:
             request: of all points in their own colours.
-            median: `Pixels.depth` is where alpha passes one half, which the points must be able to tell
-                (`Primitive.median`), and not the expected depth.
+            median: True for the depth at which alpha passes one half, instead of the expected depth. The primitive must
+                support it (`Primitive.median`).
 
         Raises:
             CapacityExceeded: see `draw`.
@@ -121,26 +124,26 @@ class Pictures:
         self._strategy.observe(primitive, points)
         if not median:
             return self._gather(*self._drawn(primitive, points, view), view, roots, {})
-        # No kernel of a fused step draws it.
+        # No fused kernel renders it.
         drawn = self._through_functions(primitive.with_median(), points, view)
         pixels = self._gather(*drawn, view, roots, {"median": 1})
         return None if pixels is None else replace(pixels, depth=pixels.extra["median"])
 
     def _asked(self, request: RenderRequest) -> tuple[View, Points]:
-        """The view on this rank's device, and this rank's points."""
+        """Return the view on this rank's device, and this rank's points."""
         points = Points({name: value.detach() for name, value in self._model.gauss_params.items()})
         return self.view_of(request), points
 
     def _through_functions(self, primitive: Any, points: Points, view: View) -> tuple[Plan, list[Pixels]]:
-        """`_drawn`, by the primitive's differentiable face."""
-        # No loss, no windows: what lies in a halo is another rank's to render.
+        """Return the same as `_drawn`, through the primitive's differentiable operators."""
+        # Without a loss no halos are needed: other ranks render those pixels.
         plan = self._strategy.plan([view]).without_halos()
         return plan, list(self._strategy.render(primitive, points, [view], plan).pixels)
 
     def _drawn(self, primitive: Any, points: Points, view: View) -> tuple[Plan, list[Pixels]]:
-        """Who has drawn what, and what this rank has."""
+        """Return the plan of the picture, and this rank's pixels."""
         single = all(value.dtype == torch.float32 for value in points.params.values())
-        compiled = backend(self._world.device.type) != "reference"  # of drawing there is no other operator
+        compiled = backend(self._world.device.type) != "reference"  # rendering has no reference operator
         kernels = primitive.kernels(depth=True) if self._forward is not None and single and compiled else None
         if self._forward is None or kernels is None:
             return self._through_functions(primitive, points, view)
@@ -162,7 +165,7 @@ class Pictures:
     def _gather(
         self, plan: Plan, own: Sequence[Pixels], view: View, roots: Sequence[int], shown: Mapping[str, int]
     ) -> Pixels | None:
-        """The whole image on `roots`, from each rank's patches, with what is `shown` besides."""
+        """Return the complete image on `roots`, gathered from each rank's patches, with the extra channels `shown`."""
         world, widths = self._world, [3, 1, 1, *shown.values()]
         channels = sum(widths)
         counts = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in plan.owned]

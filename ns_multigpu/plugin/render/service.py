@@ -1,9 +1,8 @@
-"""Images of a model for whoever asks: an evaluation, a viewer's threads, or nerfstudio's own commands.
+"""Image service of a model, for evaluation, the viewer's threads, and nerfstudio's commands.
 
-An evaluation calls `render` on every rank. A viewer lives on rank 0 alone, in threads of its own: what it asks for
-waits until all ranks stand between two steps (see `Guards.may_go_on`) and their main threads render it (`serve`).
-nerfstudio's commands know one process; the helpers that it may have (see `launch.helpers`) wait for what it asks them
-at any time (`lead_always`).
+An evaluation calls `render` on every rank. The viewer runs in threads of rank 0 only. Its requests wait until all ranks
+are between two steps (see `Guards.may_go_on`); their main threads then render them (`serve`). nerfstudio's commands
+have one process. Its helpers, if any (see `launch.helpers`), wait for requests at any time (`lead_always`).
 """
 
 import contextlib
@@ -28,18 +27,18 @@ from ns_multigpu.plugin.render.viewer_throttle import ViewerThrottle
 T = TypeVar("T")
 Outputs = dict[str, Any]
 RANK = "rank"
-"""The output that shows who owns what is seen: every point in its owner's colour, blended as usual."""
+"""Output that shows ownership: every point in its owner's colour, blended as usual."""
 
 
 @dataclass(frozen=True)
 class RenderRequest:
-    """An image to render, or pixels of some rays, as one rank publishes it to the others. On the host.
+    """Request for an image or for pixels of some rays, as rank 0 publishes it. On the host.
 
     Attributes:
         camera: one camera, [1]; None for rays.
-        crop: renders what is in this box alone; None for all.
-        owners: renders what each rank owns, or draws, in that rank's colour.
-        rays: instead of an image, [R], with `nears` and `fars`.
+        crop: render only points in this box; None for all.
+        owners: render each point or pixel in the colour of its rank.
+        rays: [R] with `nears` and `fars`, instead of an image.
     """
 
     camera: Cameras | None = None
@@ -63,48 +62,48 @@ class RenderRequest:
 
     @property
     def pixels(self) -> int:
-        """Pixels of the image, or number of rays."""
+        """Return the number of pixels of the image, or of rays."""
         if self.camera is None:
             return 0 if self.rays is None else len(self.rays)
         return int((self.camera.width * self.camera.height).item())
 
 
 class Drawer(Protocol):
-    """Draws images of one kind of model with all ranks: `Pictures` of splats, `FieldPictures` of a radiance field."""
+    """Renderer of one kind of model on all ranks: `Pictures` of splats, `FieldPictures` of a radiance field."""
 
     @property
     def shared(self) -> bool:
-        """Whether an image takes all ranks, because each holds a part of the model."""
+        """True if an image takes all ranks, because each holds a shard of the model."""
         ...
 
     @property
     def shows_owners(self) -> bool:
-        """Whether it can draw `RenderRequest.owners`."""
+        """True if it can render `RenderRequest.owners`."""
         ...
 
     @property
     def interruptible(self) -> bool:
-        """Whether an exception may end an image of one rank alone at any line, as nerfstudio's viewer has it."""
+        """True if an exception may interrupt an image of one rank at any line, as nerfstudio's viewer requires."""
         ...
 
     def draw(self, request: RenderRequest, roots: Sequence[int]) -> Outputs | None:
-        """Return the image on the ranks `roots`, and None elsewhere. Every rank calls it."""
+        """Return the image on the ranks `roots`, and None on others. Every rank calls it."""
         ...
 
 
 class RenderService:
-    """Renders one model with all ranks. Made on every rank, in its main thread.
+    """Image service of one model on all ranks. Every rank creates one, in its main thread.
 
     Args:
-        model: asks the service before it renders, from now on (`elsewhere`).
-        pictures: draws on all ranks.
+        model: from now on it asks the service before it renders (`elsewhere`).
+        pictures: renders on all ranks.
         world: the ranks.
 
     Attributes:
         pictures: see above.
-        lock: what viewers render under while a model is trained; lent between two steps.
-        rate: pixels a second of the last image that somebody waited for; None before there was one.
-        strides: how many steps to take while somebody looks.
+        lock: step lock that viewer threads acquire between two steps of training.
+        rate: pixels per second of the last image that a thread waited for; None before the first.
+        strides: limit on block length while a viewer is connected.
     """
 
     def __init__(self, model: Any, pictures: Any, world: World) -> None:
@@ -113,33 +112,33 @@ class RenderService:
         self.rate: float | None = None
         self.strides = ViewerThrottle()
         self._main = threading.get_ident()
-        self._drawing: int | None = None  # the thread that draws an image now
+        self._drawing: int | None = None  # thread that renders an image now
         self._leads = self._always = self._failed = False
-        self._turn = threading.RLock()  # one image at a time
+        self._turn = threading.RLock()  # serializes images
         model.elsewhere = self
 
     @property
     def shared(self) -> bool:
-        """Whether an image takes all ranks."""
+        """True if an image takes all ranks."""
         return self.pictures.shared
 
     # ---- by all ranks together ----
 
     def render(self, camera: Cameras, crop: OrientedBox | None = None, roots: Sequence[int] = (0,)) -> Outputs | None:
-        """Renders an image for evaluation. Every rank calls it, with the same arguments.
+        """Render an image for evaluation. Every rank calls it, with the same arguments.
 
-        Neither what is drawn at random nor how training views are cut depends on whether it was called.
+        The call changes neither random numbers nor the partition of training views.
 
         Args:
             camera: one camera.
-            crop: renders what is in this box alone.
-            roots: the ranks that want it.
+            crop: render only points in this box.
+            roots: ranks that receive the image.
 
         Returns:
-            on `roots` what the model's `get_outputs` returns in eval mode; None elsewhere.
+            on `roots`, the model's `get_outputs` in eval mode; None on other ranks.
 
         Raises:
-            CapacityExceeded: on all ranks, where even a small part of it does not fit their devices.
+            CapacityExceeded: on all ranks, if even the smallest pass does not fit their devices.
         """
         return self._render(RenderRequest.of(camera, crop), roots)
 
@@ -153,20 +152,19 @@ class RenderService:
     # ---- on request of rank 0 ----
 
     def outputs(self, camera: Cameras, crop: OrientedBox | None) -> MutableMapping[str, Any] | None:
-        """An image for whoever asks the model for one; None for one that this process can and should make by itself.
+        """Return an image for a caller of the model; None if this process must render it alone.
 
-        A viewer's thread waits until all ranks come to render it. Within `run_leading`, or after `lead_always`, rank 0
-        makes the others help at once. Otherwise, in main threads, every rank must ask for the same, and gets it, where
-        the model is spread; where it is not, each makes its own.
+        A viewer's thread waits until all ranks render it. Within `run_leading`, or after `lead_always`, rank 0 requests
+        it from the others at once. Otherwise, in main threads, every rank must request the same image if the model is
+        sharded. If it is not, each rank renders its own.
 
-        The first two have an output `rank` as well, if `pictures` can draw it. It takes a rendering of its own, by all
-        ranks, and so it is only made when somebody looks at it; in the third case one rank might look alone, and wait
-        for ever.
+        In the first two cases an output `rank` is added if `pictures` supports it. All ranks render it in a pass of its
+        own, on first access only. In the third case a single rank might access it and wait forever.
 
         Raises:
             CapacityExceeded: the image does not fit the ranks' devices.
-            RuntimeError: an earlier image failed half way, and the ranks are not together any more.
-            SystemExit: in a viewer's thread, that training has ended.
+            RuntimeError: an earlier image failed midway, so the ranks are out of step.
+            SystemExit: in a viewer's thread, if training has ended.
         """
         thread = threading.get_ident()
         if self._drawing == thread:
@@ -180,7 +178,7 @@ class RenderService:
             if not self.pictures.shows_owners:
                 return outputs
             owners = replace(request, owners=True)
-            # nerfstudio's commands write all outputs that are listed.
+            # nerfstudio's commands write all listed outputs.
             return LateOutputs(outputs, RANK, lambda: self._ask(owners)["rgb"], listed=viewer or self._leads)
         if not self.shared:
             return None
@@ -189,8 +187,9 @@ class RenderService:
         return outputs
 
     def outputs_of_rays(self, rays: RayBundle) -> Outputs | None:
-        """Pixels of rays [R], of whoever asks the model for them directly on a rank 0 that has helpers; None where all
-        ranks ask, or are drawing them.
+        """Return pixels of rays [R] that rank 0 requests with its helpers.
+
+        It returns None if all ranks request them, or are rendering them already.
 
         Raises:
             RuntimeError: as `outputs`.
@@ -210,14 +209,14 @@ class RenderService:
         raise RuntimeError("an output that takes all ranks was looked at when they did not help any more")
 
     def serve(self) -> None:
-        """Renders what a viewer's thread on rank 0 wants. Every rank calls it, at the same place between two steps."""
+        """Render the requests of rank 0's viewer threads. Every rank calls it, at the same place between two steps."""
         self.run_leading(lambda: self.lock.lend(self._answer))
 
     def run_leading(self, work: Callable[[], T]) -> T | None:
-        """Runs `work` on rank 0, which may ask the model for images, while the others help. Every rank calls it.
+        """Run `work` on rank 0, which may request images; the other ranks render them. Every rank calls it.
 
         Returns:
-            on rank 0 what `work` returns; None elsewhere.
+            on rank 0 the result of `work`; None on other ranks.
         """
         world = self._world
         if not world.is_main:
@@ -229,23 +228,23 @@ class RenderService:
             return work()
         finally:
             self._leads = False
-            if not self._failed:  # else they wait elsewhere, and this rank's error ends the run
+            if not self._failed:  # after a failure the others are not in this loop; rank 0's error ends the run
                 broadcast_object(None, 0, world)
 
     def help(self, request: RenderRequest) -> None:
-        """Renders with the others what rank 0 has asked for."""
-        with contextlib.suppress(CapacityExceeded):  # which all ranks have met; rank 0 tells
+        """Render rank 0's request together with the other ranks."""
+        with contextlib.suppress(CapacityExceeded):  # raised on all ranks; rank 0 reports it
             self._render(request, (0,))
 
     def _answer(self, request: RenderRequest) -> "Outputs | CapacityExceeded":
         try:
             return self._lead(request)
-        except CapacityExceeded as error:  # for whoever asked; training goes on
+        except CapacityExceeded as error:  # return it to the requester; training continues
             return error
 
     def _lead(self, request: RenderRequest) -> Outputs:
         alone = self._world.size == 1
-        # nerfstudio interrupts a viewer's rendering: not where others take part.
+        # nerfstudio's viewer interrupts its rendering; prevent that if other ranks take part.
         with contextlib.nullcontext() if alone and self.pictures.interruptible else untraced(), self._turn:
             if self._failed:
                 raise RuntimeError("an earlier image failed half way, and the others may wait there. Start again.")
@@ -259,7 +258,7 @@ class RenderService:
                 raise
             assert outputs is not None
             if self._world.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # another thread may go on with it, on a stream of its own
+                torch.cuda.current_stream().synchronize()  # another thread may use it on another stream
             self._failed = False
             if request.camera is not None:
                 self.rate = request.pixels / max(time.perf_counter() - began, 1e-6)
@@ -268,17 +267,17 @@ class RenderService:
     # ---- one process with helpers ----
 
     def lead_always(self) -> None:
-        """On rank 0: from now on the others, if any, wait for what it asks for, whenever that is, in any thread."""
+        """Put rank 0 in charge: from now on the other ranks wait for its requests, from any thread."""
         self._always = True
 
     @property
     def leads_always(self) -> bool:
-        """Whether that is so now."""
+        """True after `lead_always`, outside of `side_by_side`."""
         return self._always
 
     @contextlib.contextmanager
     def side_by_side(self) -> Iterator[None]:
-        """Within, all ranks call the same again, as if nobody led."""
+        """Let all ranks make the same calls within the context, as without `lead_always`."""
         with self._turn:
             before, self._always = self._always, False
             try:
@@ -290,13 +289,13 @@ class RenderService:
 
     @property
     def waiting(self) -> int:
-        """How many of the viewer's threads wait for an image."""
+        """Return the number of viewer threads that wait for an image."""
         return self.lock.waiting
 
     def wait_until_wanted(self, seconds: float) -> None:
-        """Returns as soon as a viewer's thread of this rank wants an image, after `seconds` at the latest."""
+        """Wait until a viewer thread of this rank requests an image, for at most `seconds`."""
         self.lock.wait_until_wanted(seconds)
 
     def close(self) -> None:
-        """Ends all threads that wait for an image, or ask for one later."""
+        """End all threads that wait for an image, or request one later."""
         self.lock.close()

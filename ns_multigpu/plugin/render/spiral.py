@@ -1,7 +1,7 @@
-"""Plain `ns-render spiral` on our runs.
+"""Support for plain `ns-render spiral`.
 
-It asks for one of three datamanagers of nerfstudio's own, of which a full-image datamanager, Splatfacto's too, is none;
-all that it needs of it is a camera to begin with.
+The command accepts only three of nerfstudio's datamanagers, and no full-image datamanager. It needs the first camera
+alone.
 """
 
 import sys
@@ -11,8 +11,9 @@ from nerfstudio.data.datamanagers.base_datamanager import VanillaDataManager
 
 
 def let_spirals_begin(kind: type) -> None:
-    """Where the command `ns-render` is running: has it take datamanagers of this kind, too. They give it the camera
-    to begin with as their `eval_dataloader`."""
+    """Let the running command `ns-render` accept datamanagers of this type. Their `eval_dataloader` gives the first
+    camera.
+    """
     for name in ("nerfstudio.scripts.render", "__main__"):
         script: Any = sys.modules.get(name)
         if hasattr(script, "SpiralRender") and getattr(script, "VanillaDataManager", None) is VanillaDataManager:

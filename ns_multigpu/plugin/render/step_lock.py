@@ -1,9 +1,9 @@
-"""A lock that the main thread owns, and lends to other threads when it stands between two steps.
+"""Lock held by the training thread; other threads acquire it between steps.
 
-Nerfstudio's viewer renders from threads of its own, under the lock that the training thread takes for a step. An image
-of points that are spread over ranks takes the main threads of all of them, so a viewer's thread that held a lock of the
-ordinary kind would wait for a thread that waits for it. Here the main thread never waits for the lock: it has it, and
-while it lends it out it does what the borrower asks.
+Nerfstudio's viewer renders in threads of its own, under the lock that the training thread takes for a step. An image of
+a sharded model takes the main threads of all ranks. With an ordinary lock, a viewer's thread would hold it while it
+waits for the main thread: a deadlock. Here the main thread never waits for the lock. Between steps it passes the lock
+to one thread and runs that thread's requests.
 """
 
 import sys
@@ -15,7 +15,9 @@ from typing import Any
 
 
 class StepLock:
-    """The lock of the thread that makes it. `with` takes it: at once in that thread, when it is lent in any other."""
+    """Lock owned by the thread that creates it. `with` acquires it: at once in that thread, between steps in any
+    other.
+    """
 
     def __init__(self) -> None:
         self._owner = threading.get_ident()
@@ -48,10 +50,11 @@ class StepLock:
                 self._changed.notify_all()
 
     def ask(self, question: Any) -> Any:
-        """What the owner makes of `question` (see `lend`). A thread that has not borrowed the lock does so for it.
+        """Return the owner's answer to `question` (see `lend`). The calling thread acquires the lock if it does not
+        hold it.
 
         Raises:
-            SystemExit: it will not be answered any more. (In a thread that ends just this thread, and says nothing.)
+            SystemExit: the lock is closed. It ends the calling thread alone, without a traceback.
         """
         with untraced():
             if self._borrower == threading.get_ident():
@@ -73,23 +76,24 @@ class StepLock:
 
     @property
     def wanted(self) -> bool:
-        """Whether a thread waits for it."""
+        """True if a thread waits for the lock."""
         return bool(self._waiting)
 
     @property
     def waiting(self) -> int:
-        """How many threads wait for it."""
+        """Return the number of threads that wait for the lock."""
         return len(self._waiting)
 
     def wait_until_wanted(self, seconds: float) -> None:
-        """Returns as soon as a thread waits for it, after `seconds` at the latest."""
+        """Wait until a thread waits for the lock, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting), seconds)
 
     def lend(self, answer: Callable[[Any], Any]) -> None:
-        """Lends it to the thread that has waited longest, if any, and answers what that asks until it gives it back.
+        """Pass the lock to the thread that has waited longest, if any, and answer its requests until it releases the
+        lock.
 
-        If answering fails the lock is closed: nobody is left to wait.
+        An error of `answer` closes the lock, which ends all waiting threads.
         """
         with self._changed:
             if not self._waiting:
@@ -112,7 +116,7 @@ class StepLock:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """From now on nothing is lent or answered: threads that wait, or come later, end."""
+        """Close the lock: threads that wait for it, now or later, end."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -122,7 +126,9 @@ class StepLock:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Nerfstudio interrupts a viewer's rendering by a trace function that raises, at any line: not within this."""
+    """Disable the thread's trace function within the context: nerfstudio's viewer raises from it to interrupt
+    rendering.
+    """
     tracer = sys.gettrace()
     sys.settrace(None)
     try:

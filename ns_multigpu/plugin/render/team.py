@@ -1,8 +1,8 @@
-"""How many processes look at a model: one, or one with helpers, by what the model needs or gains.
+"""Number of processes that render a model for nerfstudio's commands: one, or one with helpers.
 
-Points that fit one device are copied to each helper: then a picture is cut into bands and views are dealt out, and
-nothing travels but pixels. Those that do not are spread over the devices, and splats travel, as in `tile`. What other
-models need and gain, their pipelines say (`begin`'s `plan`).
+Points that fit one device are copied to each helper. Pictures are then cut into bands and views are distributed
+round-robin; only pixels are exchanged. Otherwise points are sharded and splats are exchanged, as in `tile`. Pipelines
+of other models supply their own rule (the `plan` of `begin`).
 """
 
 import copy
@@ -27,19 +27,20 @@ from ns_multigpu.plugin.launch.ranks import Ranks
 from ns_multigpu.plugin.launch.run_folder import config_being_loaded
 
 RENDER_RANKS = "NS_MULTIGPU_RENDER_RANKS"
-"""In the environment, how many processes look at a model, rank 0 included; GPUs are not shared, so at most as many as
-are visible. Without it, as many as the model needs or gains from. 1 starts no helpers."""
+"""Environment variable: number of rendering processes, rank 0 included. GPUs are not shared, so at most as many as are
+visible. Without it, the number follows from the model's size. 1 starts no helpers.
+"""
 RENDER_MEMORY = "NS_MULTIGPU_RENDER_MEMORY_GB"
-"""In the environment, how much of a device's memory a model may take, GB; by default `FILLED` of what is free."""
+"""Environment variable: device memory that a model may take, GB; by default `FILLED` of the free memory."""
 FILLED = 0.7
-"""Of a device's free memory a model may take: pictures need the rest."""
+"""Fraction of a device's free memory that a model may take: pictures need the rest."""
 GAINS_FROM = 2_000_000
-"""Points from which on a second GPU makes pictures quicker by more than it costs to start it."""
+"""Number of points from which a second GPU saves more time than its start costs."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many processes, and whether each has all points."""
+    """Number of processes; `whole` if each holds all points."""
 
     ranks: int
     whole: bool
@@ -48,15 +49,18 @@ class Size:
 def size_for(
     points: int, point_bytes: int, kind: Literal["cpu", "cuda"], devices: int, memory: float | None, asked: int | None
 ) -> Size:
-    """The processes for a model.
+    """Return the number of processes for a model.
 
     Args:
-        points: of the model. point_bytes: what one takes.
-        kind: of the devices. devices: how many there are. memory: of one, that the model may take; None for no limit.
-        asked: by the user; None if nothing was said.
+        points: of the model.
+        point_bytes: bytes per point.
+        kind: type of the devices.
+        devices: number of devices.
+        memory: bytes of one device that the model may take; None for no limit.
+        asked: number requested by the user; None if not given.
 
     Raises:
-        InputError: the model fits the devices in no way.
+        InputError: the model does not fit the devices.
     """
     needed = points * point_bytes
     least = 1 if memory is None else max(1, math.ceil(needed / memory))
@@ -79,15 +83,15 @@ def size_for(
 
 
 def free_memory() -> float:
-    """Bytes that a model may take of each GPU: of the fullest."""
+    """Return the bytes that a model may take on each GPU, from the GPU with the least free memory."""
     return FILLED * min(torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count()))
 
 
 def asked_for(name: str, kind: Callable[[str], Any], least: float) -> Any:
-    """The number that an environment variable is set to; None if it is not.
+    """Return the number in an environment variable; None if it is not set.
 
     Raises:
-        InputError: it is no such number.
+        InputError: the value is no such number.
     """
     text = os.environ.get(name)
     if text is None:
@@ -103,12 +107,13 @@ def asked_for(name: str, kind: Callable[[str], Any], least: float) -> Any:
 
 @dataclass(frozen=True)
 class Devices:
-    """What there is to look at a model with.
+    """Devices for rendering.
 
     Attributes:
-        kind: of the devices. count: how many of them there are; 0 for CPUs, which processes share.
+        kind: type of the devices.
+        count: number of GPUs; 0 for CPUs, which processes share.
         memory: bytes of each that a model may take; None for no limit.
-        asked: how many processes the user wants; None if nothing was said.
+        asked: number of processes requested by the user; None if not given.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -118,10 +123,10 @@ class Devices:
 
     @staticmethod
     def here() -> "Devices":
-        """Those of this machine, as the environment lets them be used.
+        """Return this machine's devices, within the limits of the environment variables.
 
         Raises:
-            InputError: an environment variable is set to nonsense.
+            InputError: an environment variable is invalid.
         """
         asked, memory = asked_for(RENDER_RANKS, int, 1), asked_for(RENDER_MEMORY, float, 0)
         if not torch.cuda.is_available():
@@ -129,18 +134,18 @@ class Devices:
         return Devices("cuda", gpu_places(), free_memory() if memory is None else memory * 1e9, asked)
 
     def named(self, count: int) -> str:
-        """So many of them, in words."""
+        """Return `count` devices in words."""
         one, more = ("GPU", "GPUs") if self.kind == "cuda" else ("process", "processes")
         return f"{count} {one if count == 1 else more}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is looked at.
+    """Distribution of a model over processes.
 
     Attributes:
-        ranks: processes, this one included.
-        line: what is where, said to the user; from "4 GPUs" on.
+        ranks: number of processes, this one included.
+        line: description for the user.
         changes: of the pipeline's configuration, for all processes.
     """
 
@@ -150,7 +155,7 @@ class Plan:
 
 
 def plan_for_points(state: Mapping[str, Any], checkpoint: Path, devices: Devices) -> Plan | None:
-    """How points are looked at; see `begin`."""
+    """Return the plan for a model of points; None if the state has none. See `begin`."""
     del checkpoint
     shapes = {k: s for k, s in shapes_in(state).items() if k.startswith(POINTS)}
     if not shapes:
@@ -164,7 +169,7 @@ def plan_for_points(state: Mapping[str, Any], checkpoint: Path, devices: Devices
 
 
 class Team:
-    """Rank 0's side: what it tells its helpers. They run `launch.helpers.help_rank_0`.
+    """Rank 0's connection to its helpers, which run `launch.helpers.help_rank_0`.
 
     Args:
         helpers: the processes.
@@ -174,7 +179,7 @@ class Team:
         self.helpers, self.world = helpers, helpers.world
 
     def tell(self, what: str, *args: Any, **kwargs: Any) -> None:
-        """Has all helpers do something that this process then does with them: see `launch.helpers.obey`."""
+        """Send a call to all helpers, which run it together with this process: see `launch.helpers.obey`."""
         broadcast_object((what, args, kwargs), 0, self.world)
 
 
@@ -183,18 +188,18 @@ def begin(
     test_mode: str,
     plan: Callable[[Mapping[str, Any], Path, Devices], Plan | None] = plan_for_points,
 ) -> tuple[Any, Team | None]:
-    """Starts helpers, where one of nerfstudio's commands is about to load a run and that takes or gains from them.
+    """Start helpers if one of nerfstudio's commands is about to load a run that needs or benefits from them.
 
     Args:
-        config: of a pipeline, its `checkpoints` set. test_mode: the pipeline's.
-        plan: how a model is looked at, by the pipeline's state in its .ckpt, the .ckpt, and what there is to look with;
-            None where it cannot be told.
+        config: of a pipeline, its `checkpoints` set.
+        test_mode: the pipeline's.
+        plan: returns the plan from the pipeline's state in the .ckpt, the .ckpt and the devices; None if unknown.
 
     Returns:
-        the configuration to go on with, and the team; None for this process alone.
+        the configuration to use, and the team; None for this process alone.
 
     Raises:
-        InputError: the model fits the devices in no way, or an environment variable is set to nonsense.
+        InputError: the model does not fit the devices, or an environment variable is invalid.
     """
     folder: Path | None = config.checkpoints
     if config_being_loaded() is None or folder is None or Ranks.from_env() is not None:
@@ -213,5 +218,5 @@ def begin(
     for name, value in planned.changes.items():
         setattr(config, name, value)
     broadcast_object((config, test_mode), 0, team.world)
-    set_world(team.world)  # while the pipeline is made; what nerfstudio makes later is this process's alone
+    set_world(team.world)  # only while the pipeline is created; later objects belong to this process alone
     return config, team

@@ -1,19 +1,19 @@
-"""nerfstudio's viewer, with what hangs in it mended: pages may be closed at any moment.
+"""Fixes for hangs of nerfstudio's viewer when a page is closed.
 
-In viser 0.2.7 an error inside `atomic()` leaves its lock taken for ever. nerfstudio 1.1.5 has such an error: a page
-that is closed while it is dragged is looked up where it is no more. From then on nothing is sent to any page, and
-threads that wait for the lock keep the process from ending. So here:
+In viser 0.2.7 an error inside `atomic()` never releases its lock. nerfstudio 1.1.5 raises such an error if a page is
+closed while its camera moves. Afterwards nothing is sent to any page, and threads that wait for the lock keep the
+process alive. The fixes:
 
-- `atomic()` gives its lock back, whatever happens within;
-- viser's threads are daemons: none of them keeps a process alive;
-- a page that is not there is asked nothing, and is drawn no more;
-- the address that is shown is the one that is served;
-- training goes on while a camera moves (nerfstudio lets it wait), and what it draws anew for pages that stand still
-  takes a small share of its time;
-- a moving picture is as large as can be drawn 30 times a second. Nerfstudio takes the wait for a step for drawing, so
-  that beside training its pictures shrink to 30 lines.
+- `atomic()` always releases its lock.
+- viser's threads are daemons and do not keep the process alive.
+- Closed pages are neither queried nor drawn.
+- The address shown is the one in use.
+- Training continues while a camera moves (nerfstudio pauses it). Redrawing idle pages takes a small fraction of its
+time.
+- A moving picture has the largest size that can be drawn 30 times a second. Nerfstudio counts the wait for a step as
+drawing time, so its pictures shrink to 30 lines during training.
 
-`mend` puts this in place of viser's and nerfstudio's own code, for the viewers of training and of `ns-viewer` alike.
+`mend` installs the fixes for the viewers of training and of `ns-viewer`.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ from viser.infra import _infra  # pyright: ignore[reportAttributeAccessIssue]
 from ns_multigpu.plugin.render.viewer_start import hasten
 
 _BETWEEN_FAILURES = 0.5
-"""Seconds that a page which could not be drawn waits for before the next attempt."""
+"""Seconds between two attempts to draw a page after a failure."""
 _BETWEEN_PICTURES = 0.25
-"""Seconds between two pictures of a page that stands still, at least, while training goes on."""
+"""Least seconds between two pictures of an idle page during training."""
 _SHARE = 0.1
-"""Of the time that such pictures may take."""
+"""Fraction of the time that such pictures may take."""
 _FEWEST_LINES = 120
-"""Of a picture that moves."""
+"""Least height of a moving picture, lines."""
 
 Viewer: Any = stock.Viewer
 _stock_init = Viewer.__init__
@@ -48,7 +48,7 @@ _mended = False
 
 
 def mend() -> None:
-    """From now on this process's viewers are as they are described above. To be called before one is made."""
+    """Install the fixes of this module for this process's viewers. Call it before a viewer is created."""
     global _mended
     if _mended:
         return
@@ -66,10 +66,10 @@ def mend() -> None:
 
 
 class DaemonThreads(Executor):
-    """A pool of threads that a process does not wait for when it ends.
+    """Thread pool that the process does not wait for at exit.
 
     Args:
-        max_workers: how many there are.
+        max_workers: number of threads.
     """
 
     def __init__(self, max_workers: int) -> None:
@@ -81,13 +81,13 @@ class DaemonThreads(Executor):
             thread.start()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See `Executor.submit`."""
+        """Override `Executor.submit`."""
         future: Future[Any] = Future()
         self._work.put((future, lambda: fn(*args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Lets the threads end when they have done what there is to do. Waits for none."""
+        """End the threads after the queued work, without waiting."""
         for _ in self._threads:
             self._work.put(None)
 
@@ -98,15 +98,15 @@ class DaemonThreads(Executor):
                 continue
             try:
                 future.set_result(work())
-            except BaseException as error:  # SystemExit, too, ends no more than the task
+            except BaseException as error:  # SystemExit also ends only the task
                 future.set_exception(error)
 
 
 @contextlib.contextmanager
 def _atomic(self: Any) -> Iterator[None]:
-    """See viser's `WebsockMessageHandler.atomic`."""
+    """Replace viser's `WebsockMessageHandler.atomic`."""
     me = threading.get_ident()
-    if self._locked_thread_id == me:  # inner calls of a thread that has the lock
+    if self._locked_thread_id == me:  # nested call of the thread that holds the lock
         yield
         return
     with self._atomic_lock:
@@ -118,7 +118,7 @@ def _atomic(self: Any) -> Iterator[None]:
 
 
 def _queue_message(self: Any, message: Any) -> None:
-    """See viser's `WebsockMessageHandler.queue_message`."""
+    """Replace viser's `WebsockMessageHandler.queue_message`."""
     if self._record_handle is not None:
         self._record_handle._insert_message(message)
     if self._atomic_lock.acquire(blocking=False):
@@ -127,7 +127,7 @@ def _queue_message(self: Any, message: Any) -> None:
         finally:
             self._atomic_lock.release()
         return
-    self._queued_messages.put(message)  # in order, as soon as the lock is free
+    self._queued_messages.put(message)  # sent in order once the lock is free
 
     def send() -> None:
         with self._atomic_lock:
@@ -140,21 +140,21 @@ def _queue_message(self: Any, message: Any) -> None:
 
 
 class PageRenderer(RenderStateMachine):
-    """Draws one page, as nerfstudio's does, until the page is closed."""
+    """Renderer of one page, as nerfstudio's, until the page is closed."""
 
     _told = False
 
     def action(self, action: RenderAction) -> None:
-        """See nerfstudio's."""
+        """Override nerfstudio's method; ignore pages that are closed."""
         if not self.running:
             return
         if _is_there(self.client):
             super().action(action)
-        else:  # it was closed before viser had heard that it was opened
+        else:  # closed before viser registered it
             forget(self.viewer, self.client)
 
     def run(self) -> None:
-        """See nerfstudio's. An image that cannot be drawn is one less, and not the last."""
+        """Override nerfstudio's method: a failed image does not end the thread."""
         while self.running:
             try:
                 super().run()
@@ -166,7 +166,7 @@ class PageRenderer(RenderStateMachine):
                     forget(self.viewer, self.client)
 
     def _calculate_image_res(self, aspect_ratio: float) -> tuple[int, int]:
-        """See nerfstudio's: height and width in pixels."""
+        """Override nerfstudio's method: return height and width in pixels."""
         rate = _rate(self.viewer)
         if self.state == "high" or rate is None:
             return super()._calculate_image_res(aspect_ratio)
@@ -183,14 +183,14 @@ class PageRenderer(RenderStateMachine):
 
 
 class _NoPage:
-    """Stands in for the renderer of a page that is closed, or not yet known."""
+    """Placeholder for the renderer of a page that is closed or unknown."""
 
     def action(self, action: RenderAction) -> None:
-        """Draws nothing."""
+        """Do nothing."""
 
 
 class _Pages(dict[int, Any]):
-    """A viewer's pages by viser's number for them. Of one that is not there nothing can be wrong."""
+    """Pages of a viewer by viser's number; a missing page gives a `_NoPage`."""
 
     def __missing__(self, client_id: int) -> _NoPage:
         return _NoPage()
@@ -205,21 +205,23 @@ def _handle_disconnect(self: Any, client: Any) -> None:
 
 
 def forget(viewer: Any, client: Any) -> None:
-    """A page is closed: it is drawn no more, and asked nothing.
+    """Remove a closed page.
 
     Args:
-        viewer: nerfstudio's. client: viser's `ClientHandle` of the page.
+        viewer: nerfstudio's.
+        client: viser's `ClientHandle` of the page.
     """
     page = viewer.render_statemachines.pop(client.client_id, None)
     if page is not None:
         page.running = False
-    # viser calls this when it has removed the page itself, if it knew of it then.
+    # viser calls this after removing the page itself, if it had registered it.
     viewer.viser_server._connected_clients.pop(client.client_id, None)
 
 
 def _update_scene(self: Any, step: int, num_rays_per_batch: int | None = None) -> None:
-    """See nerfstudio's. Called between steps: it does not wait, and has pages that stand still drawn again, but
-    so seldom that this takes a tenth of the time at most."""
+    """Replace nerfstudio's method, called between steps. It does not wait, and redraws idle pages so rarely that this
+    takes a tenth of the time at most.
+    """
     self.step = step
     if not self.render_statemachines or self.trainer is None or self.trainer.training_state != "training":
         return
@@ -229,24 +231,24 @@ def _update_scene(self: Any, step: int, num_rays_per_batch: int | None = None) -
         return
     self._drawn_at = now
     for number, client in self.viser_server.get_clients().items():
-        with contextlib.suppress(AttributeError):  # a page that has not told of its camera yet
+        with contextlib.suppress(AttributeError):  # a page that has not sent its camera yet
             self.render_statemachines[number].action(RenderAction("step", self.get_camera_state(client)))
     self.update_camera_poses()
     self.update_step(step)
 
 
 def _rate(viewer: Any) -> float | None:
-    """Pixels a second that the viewer's model is drawn at; None where nobody has measured that."""
+    """Return the measured rate of the viewer's model, pixels per second; None if unknown."""
     return getattr(getattr(viewer.pipeline, "renders", None), "rate", None)
 
 
 def _is_there(client: Any) -> bool:
-    """Whether a page's connection is open."""
+    """Return True if a page's connection is open."""
     return client.client_id in client._viser_server._websock_server._client_state_from_id
 
 
 def _init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes a viewer on the port that was asked for, or the next that is free, and says which."""
+    """Create a viewer on the requested port, or the next free one, and print a note if it differs."""
     asked = config.websocket_port or config.websocket_port_default
     _stock_init(self, dataclasses.replace(config, websocket_port=asked), *args, **kwargs)
     self.config = config

@@ -1,8 +1,8 @@
-"""What nerfstudio's viewer does at a run's start that training need not wait for.
+"""Faster start of nerfstudio's viewer.
 
-viser 0.2.7 goes through an archive of 4,290 icons for each of the 16 that nerfstudio shows: 1.3 s. nerfstudio 1.1.5
-then reads every training image once more, for the small pictures in the scene: 20 ms each, 6 s for 300 views. Here the
-archive is gone through once, and the pictures appear one by one while the run goes on.
+viser 0.2.7 searches an archive of 4,290 icons for each of the 16 that nerfstudio shows: 1.3 s. nerfstudio 1.1.5 then
+reads every training image again for thumbnails: 20 ms each, 6 s for 300 views. Here the archive is read once, and
+thumbnails appear one by one while the run continues.
 """
 
 import functools
@@ -20,7 +20,7 @@ _stock_init_scene = stock.Viewer.init_scene
 
 
 def hasten() -> None:
-    """From now on this process's viewers start as described above."""
+    """Install the faster start for this process's viewers."""
     for module in (_icons, _gui_api, _gui_handles):
         module.svg_from_icon = icon  # type: ignore[attr-defined]
     viewer: Any = stock.Viewer
@@ -30,23 +30,23 @@ def hasten() -> None:
 
 @functools.cache
 def _archive() -> dict[str, str]:
-    """The archive's icons by file name. Text of all of them: 2 MB."""
+    """Return the archive's icons as text, by file name: 2 MB."""
     path = _icons.ICONS_DIR / "tabler-icons.tar"
     with tarfile.open(path, "r:") as tar:
         members = tar.getmembers()
-    # Not by `extractfile`: its files lose an exception that comes while one is made or let go, such as Ctrl-C.
+    # Not by `extractfile`: its objects lose an exception raised during their creation or release, such as Ctrl-C.
     data = path.read_bytes()
     ends = {member.name: (member.offset_data, member.offset_data + member.size) for member in members}
     return {name: data[begin:end].decode("utf-8") for name, (begin, end) in ends.items() if begin < end}
 
 
 def icon(icon_name: str) -> str:
-    """See viser's `svg_from_icon`."""
+    """Replace viser's `svg_from_icon`."""
     return _archive()[f"{icon_name}.svg"]
 
 
 class _Pictures(dict[int, Any]):
-    """The scene's pictures by view. Whoever goes through them meets those that were there when he began."""
+    """Thumbnails by view. An iteration covers those that existed when it began."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(list(self.keys()))
@@ -57,14 +57,14 @@ def _keep_pictures(self: Any, pictures: dict[int, Any]) -> None:
 
 
 def _init_scene(self: Any, train_dataset: Any, train_state: Any, eval_dataset: Any = None) -> None:
-    """See nerfstudio's `init_scene`; it returns at once."""
+    """Replace nerfstudio's `init_scene`; return at once."""
     self.camera_handles, self.original_c2w = {}, {}
     self.train_state, self.train_util = train_state, 0.9
 
     def draw() -> None:
         try:
             _stock_init_scene(self, train_dataset, train_state, eval_dataset)
-        except Exception as error:  # a page without pictures is one: training goes on
+        except Exception as error:  # the page works without thumbnails, and training continues
             text = f"The viewer could not show all training images ({type(error).__name__}: {error})."
             CONSOLE.print(f"[bold yellow]{escape(text)}[/bold yellow]")
 

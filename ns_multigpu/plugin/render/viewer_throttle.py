@@ -1,8 +1,8 @@
-"""How many steps training takes at once while somebody looks, and when it draws for them.
+"""Limit on block length while a viewer is connected, and the times at which pages are drawn.
 
-A block of fused steps may be 64 long, and a page's request waits until it ends. Steps are measured, and blocks made so
-short that the wait is about `WAIT`. A block's end costs a millisecond or two: that is the price of a look. Pictures
-themselves take `SHARE` of the time at most: after one, pages wait so much longer, but not longer than `LONGEST_WAIT`.
+A block of fused steps may have 64 steps, and a page's request waits for its end. Blocks are shortened from measured
+step times so that the wait is about `WAIT`. Each block end costs one to two milliseconds. Pictures take at most the
+fraction `SHARE` of the time: after a picture the next wait is longer, up to `LONGEST_WAIT`.
 """
 
 import time
@@ -10,30 +10,30 @@ from collections import deque
 from statistics import median
 
 WAIT = 0.05
-"""Seconds that a page waits for a block of steps to end, about, while one is open."""
+"""Approximate seconds that an open page waits for a block of steps to end."""
 LONGEST_WAIT = 0.09
-"""The same behind a picture that took long."""
+"""Longest wait in seconds, after a slow picture."""
 SHARE = 0.1
-"""Of the time that pictures may take before pages wait longer."""
+"""Fraction of the time that pictures may take before waits grow."""
 
 
 class ViewerThrottle:
-    """How many steps to take at once while somebody looks: as many as fit into a page's wait, and one at least."""
+    """Limit on block length while a viewer is connected: as many steps as fit into a page's wait, at least one."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=5)  # seconds a step; an evaluation in between is an exception
+        self._recent: deque[float] = deque(maxlen=5)  # seconds per step; the median ignores a step with an evaluation
         self._began: tuple[int, float] | None = None
         self._ended: float | None = None
         self._due = 0.0
 
     def ended(self, step: int) -> None:
-        """The steps before `step` have been taken. What follows until `begins` is for those who look."""
+        """Record the end of the steps before `step`. The time until `begins` counts as viewing."""
         self._ended = time.perf_counter()
         if self._began is not None and step > self._began[0]:
             self._recent.append((self._ended - self._began[1]) / (step - self._began[0]))
 
     def begins(self, step: int) -> None:
-        """`step` is about to be taken."""
+        """Record the start of `step`, and set the time of the next pictures."""
         now = time.perf_counter()
         if self._ended is not None:
             self._due = now + min((now - self._ended) * (1 / SHARE - 1), LONGEST_WAIT)
@@ -41,12 +41,12 @@ class ViewerThrottle:
 
     @property
     def due(self) -> bool:
-        """Whether the next pictures may be drawn."""
+        """True if the next pictures may be drawn."""
         return time.perf_counter() >= self._due
 
     @property
     def steps(self) -> int:
-        """How many: until the next pictures are due, or as `WAIT` has it."""
+        """Return the number of steps until the next pictures are due, or that fit into `WAIT`."""
         if not self._recent:
             return 1
         wait = max(WAIT, self._due - time.perf_counter())

@@ -1,4 +1,4 @@
-"""The viewer's place in the training loop: what a trainer does for it when ranks move in lockstep."""
+"""Viewer hooks of the training loop, for trainers whose ranks run in lockstep."""
 
 import contextlib
 from typing import Any
@@ -10,9 +10,10 @@ from ns_multigpu.plugin.faults.signals import MANY
 
 
 def may_go_on(trainer: Any, step: int) -> bool:
-    """Whether to take `step`: all ranks go on or none. It returns when a pause of rank 0's viewer is over, or never.
+    """Return True on all ranks if `step` runs, or False on all. Every rank calls it.
 
-    In between it renders for the viewer. While a page is open, `Guards.granted` is short. Every rank calls it.
+    It renders for the viewer in between, and returns after a pause of rank 0's viewer has ended. While a page is open,
+    `Guards.granted` is short.
     """
     renders = trainer.pipeline.renders
     renders.strides.ended(step)
@@ -32,28 +33,29 @@ def may_go_on(trainer: Any, step: int) -> bool:
 
 
 def settle(trainer: Any, step: int) -> None:
-    """While the device works on the steps before `step`: agrees with the other ranks to take it, unless one of them has
-    a reason to ask again. So nobody waits for an answer between two blocks. Every rank calls it."""
+    """Agree with the other ranks to run `step` while the device executes the steps before it. A rank with a request
+    (stop, pause, waiting or open viewer) defers the decision to `may_go_on`. Every rank calls it.
+    """
     renders = trainer.pipeline.renders
     asks = trainer.stop_training or trainer.training_state != "training" or renders.waiting > 0 or _watched(trainer)
     trainer.guards.settle(step, asks=asks)
 
 
 def _watched(trainer: Any) -> bool:
-    """Whether a page of rank 0's viewer is open."""
+    """Return True if a page of rank 0's viewer is open."""
     return bool(getattr(trainer.viewer_state, "render_statemachines", None))
 
 
 def stay_open(trainer: Any) -> None:
-    """After training: keeps rank 0's viewer open, if there is one, until Ctrl-C or SIGTERM. Every rank calls it.
+    """Keep rank 0's viewer open after training, if there is one, until Ctrl-C or SIGTERM. Every rank calls it.
 
-    All stay, for it takes them all to render; and one that left would be taken for one that does not answer.
+    All ranks must stay, since rendering takes all of them and a missing rank would count as hung.
     """
     viewer = trainer.viewer_state
     if not broadcast_int(int(viewer is not None), 0, trainer.world):
         return
     if viewer is not None:
-        with contextlib.suppress(RuntimeError):  # its connections come and go
+        with contextlib.suppress(RuntimeError):  # its connections may close at any time
             viewer.training_complete()
         CONSOLE.print("Use ctrl+c to quit", justify="center")
     may_go_on(trainer, trainer.step)

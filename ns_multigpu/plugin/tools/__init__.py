@@ -1,1 +1,1 @@
-"""Evaluating and rendering a trained model with several workers."""
+"""Evaluation and rendering of a trained model with several workers."""

@@ -1,8 +1,8 @@
-"""Writing frames while others are drawn: files that appear whole, and films in parts, so that a render can go on.
+"""Concurrent writing of frames: atomic files, and films in parts, so that an interrupted render can resume.
 
-A film is written in parts of some frames each, `parts/00003.mp4`, by whichever rank has drawn them, and put together
-without encoding anything again. A part, or an image, gets its name when it is whole. So what is there is right, and a
-render that was interrupted begins where it was. `.job.json` beside them says of which render they are.
+A film is written in parts of some frames each, `parts/00003.mp4`, by the rank that rendered them. The parts are joined
+without encoding again. A part or image gets its final name when it is complete. So existing files are valid, and an
+interrupted render resumes after them. `.job.json` in the same folder identifies the render.
 """
 
 import json
@@ -26,18 +26,18 @@ from ns_multigpu.plugin.launch.processes import cores
 from ns_multigpu.plugin.tools.frames import HostFrame
 
 JOB = ".job.json"
-"""The file that says of which render those beside it are."""
+"""File that identifies the render of the files in its folder."""
 _WAITING = 8
-"""Images that wait to be written, at most: a large one takes 25 MB."""
+"""Largest number of images in the write queue: a large one takes 25 MB."""
 _MOST_WAITING = 2**31
-"""Bytes of frames that wait to be encoded, at most: two parts of a film of 4K, about."""
+"""Largest number of bytes of frames in the encoding queue: about two parts of a 4K film."""
 _THREADS = 4
-"""That encode images, of one rank."""
+"""Threads of one rank that encode images."""
 ImageFormat = Literal["jpeg", "png"]
 
 
 def ffmpeg() -> str:
-    """The program: this machine's, or the one that a package brings."""
+    """Return the path of ffmpeg: the machine's, or the one of imageio_ffmpeg."""
     found = shutil.which("ffmpeg")
     if found is not None:
         return found
@@ -47,12 +47,12 @@ def ffmpeg() -> str:
 
 
 def part_length(frames: int) -> int:
-    """Frames of a part of a film: so few that ranks have equally many parts, about, and so many that coding pays."""
+    """Return the number of frames per part: few enough to balance the ranks, many enough to encode well."""
     return max(8, min(32, frames // 16))
 
 
 class Failed(SaveFailed):
-    """Frames could not be written; those that were stay."""
+    """Failure to write frames; frames that were written remain."""
 
     def __init__(self, place: Path, error: Exception) -> None:
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1:] or type(error).__name__
@@ -65,7 +65,7 @@ class Failed(SaveFailed):
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when what is enclosed has succeeded, and is gone when it has not."""
+    """Yield a temporary path. On success it is renamed to `path`, on failure removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
     try:
@@ -76,16 +76,16 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def begin(folder: Path, job: Mapping[str, Any]) -> int:
-    """Makes the folder of a render's files, and says in it which render they are of.
+    """Create the folder of a render's files and write the job file.
 
     Args:
-        job: what the files depend on.
+        job: all that the files depend on.
 
     Returns:
-        when that render began, in nanoseconds: files that are older are another's (see `is_done`).
+        start of that render, in nanoseconds: older files belong to another render (see `is_done`).
 
     Raises:
-        Failed: it cannot be made.
+        Failed: the folder or file cannot be written.
     """
     told = json.dumps(job, sort_keys=True, indent=1)
     file = folder / JOB
@@ -100,7 +100,7 @@ def begin(folder: Path, job: Mapping[str, Any]) -> int:
 
 
 def is_done(path: Path, began: int) -> bool:
-    """Whether a render that began then has written a file."""
+    """Return True if a file exists and is not older than the start `began` of the render."""
     try:
         return path.stat().st_mtime_ns >= began
     except OSError:
@@ -108,10 +108,12 @@ def is_done(path: Path, began: int) -> bool:
 
 
 class Images:
-    """Writes pictures as files, several at once.
+    """Writer of image files, with several threads.
 
     Args:
-        folder: to write to. kind: of the files. quality: of JPEG, 1 to 100.
+        folder: to write to.
+        kind: format of the files.
+        quality: of JPEG, 1 to 100.
     """
 
     def __init__(self, folder: Path, kind: ImageFormat, quality: int) -> None:
@@ -121,11 +123,11 @@ class Images:
         self._tasks: list[Future[None]] = []
 
     def path(self, name: str) -> Path:
-        """The file of a frame."""
+        """Return the path of a frame."""
         return self._folder / f"{name}.{'jpg' if self._kind == 'jpeg' else 'png'}"
 
     def put(self, name: str, frame: HostFrame) -> None:
-        """Writes a frame, soon. Waits while too many wait.
+        """Queue a frame for writing. Wait while the queue is full.
 
         Raises:
             Failed: an earlier one could not be written.
@@ -135,10 +137,10 @@ class Images:
         self._tasks.append(self._pool.submit(self._write, self.path(name), frame))
 
     def finish(self) -> None:
-        """Waits until all are written.
+        """Wait until all frames are written.
 
         Raises:
-            Failed: one could not be.
+            Failed: one could not be written.
         """
         for task in self._tasks:
             self._result(task)
@@ -152,7 +154,7 @@ class Images:
         try:
             task.result()
         except OSError as error:
-            self._pool.shutdown(cancel_futures=True)  # and waits for those that are being written
+            self._pool.shutdown(cancel_futures=True)  # waits for running writes
             raise Failed(self._folder, error) from error
 
     def _write(self, path: Path, frame: HostFrame) -> None:
@@ -168,21 +170,21 @@ class Images:
 
 
 class _BrokenOff(Exception):
-    """A part of a film ends before its frames do."""
+    """Premature end of a part of a film."""
 
 
 _Frames: TypeAlias = "queue.SimpleQueue[HostFrame | _BrokenOff | None]"
 
 
 class Parts:
-    """Encodes parts of a film, several at once, while the next frames are drawn.
+    """Encoder of film parts: several at once, concurrently with rendering.
 
-    A part is short, and an encoder looks ahead further than that: one after the other they would leave most of the
-    processor idle.
+    A part is shorter than the encoder's lookahead. Encoding parts one by one would leave most cores idle.
 
     Args:
-        folder: of the parts. rate: frames a second.
-        encoders: how many parts are encoded at once, at most.
+        folder: of the parts.
+        rate: frames per second.
+        encoders: largest number of parts encoded at once.
     """
 
     def __init__(self, folder: Path, rate: float, encoders: int) -> None:
@@ -190,30 +192,30 @@ class Parts:
         self._parts: deque[Future[None]] = deque()
         self._free = threading.Semaphore(encoders)
         self._frames: _Frames = queue.SimpleQueue()
-        self._number: int | None = None  # of the part that is being put
+        self._number: int | None = None  # of the part that receives frames
         self._room = threading.Condition()
-        self._waiting, self._failed = 0, False  # bytes
+        self._waiting, self._failed = 0, False  # bytes in the queue
 
     def path(self, number: int) -> Path:
-        """The file of a part."""
+        """Return the path of a part."""
         return self._folder / f"{number:05d}.mp4"
 
     def put(self, number: int, frame: HostFrame | None) -> None:
-        """Adds a frame to a part, or with None ends it: parts follow each other. Waits while too much waits.
+        """Add a frame to a part; None ends the part. Parts follow each other. Wait while the queue is full.
 
         Raises:
-            Failed: an earlier one could not be encoded or written. Those that have all their frames are finished first.
+            Failed: an earlier part could not be encoded or written. Complete parts are finished first.
         """
         self._look()
         if self._number is None:
             assert frame is not None, "a part has a frame at least"
-            while len(self._parts) > self._encoders:  # one may wait for an encoder, and any may end first
+            while len(self._parts) > self._encoders:  # one part may wait for an encoder; any may end first
                 for part in wait(self._parts, return_when=FIRST_COMPLETED).done:
                     self._parts.remove(part)
                     self._result(part)
             self._frames, self._number = queue.SimpleQueue(), number
             self._parts.append(Future())
-            # A daemon: a render that is broken off ends no part, and its process must not wait for one.
+            # A daemon: an interrupted render ends no part, and its process must not wait for one.
             task = (self._parts[-1], number, self._frames)
             threading.Thread(target=self._run, args=task, name=f"film {number}", daemon=True).start()
         assert number == self._number, "parts follow each other"
@@ -224,10 +226,10 @@ class Parts:
         self._frames.put(frame)
 
     def finish(self) -> None:
-        """Waits until all parts are written.
+        """Wait until all parts are written.
 
         Raises:
-            Failed: one could not be. The others are finished first.
+            Failed: one could not be written. The others are finished first.
         """
         assert self._number is None, "the last part has been ended"
         while self._parts:
@@ -242,10 +244,10 @@ class Parts:
         try:
             part.result()
         except Exception as error:
-            if self._number is not None:  # nobody puts its other frames any more
+            if self._number is not None:  # its remaining frames will not come
                 self._frames.put(_BrokenOff())
                 self._number = None
-            wait(self._parts)  # what is whole is kept: whoever is told of this finds what will be there
+            wait(self._parts)  # complete parts are kept: finish them before raising
             raise Failed(self._folder, error) from error
 
     def _wait_for_room(self, size: int) -> None:
@@ -257,12 +259,12 @@ class Parts:
         try:
             with self._free:
                 self._part(number, frames)
-        except BaseException as error:  # the thread that draws tells
+        except BaseException as error:  # the rendering thread raises it
             told.set_exception(error)
-            with self._room:  # it takes no frames any more
+            with self._room:  # accept no more frames
                 self._failed = True
                 self._room.notify_all()
-        else:  # after an encoder is free again: so one part at most waits for one
+        else:  # released after an encoder is free: at most one part waits for an encoder
             told.set_result(None)
 
     def _part(self, number: int, frames: "_Frames") -> None:
@@ -292,7 +294,7 @@ class Parts:
 
 
 def encoders(sharing: int) -> int:
-    """How many films' parts to encode at once on a machine whose cores so many processes share.
+    """Return the number of film parts to encode at once per process, if `sharing` processes share the cores.
 
     One encoder keeps about four cores busy.
     """
@@ -300,10 +302,10 @@ def encoders(sharing: int) -> int:
 
 
 def put_together(parts: list[Path], output: Path) -> None:
-    """Makes one film of parts, in order; nothing is encoded again.
+    """Join the parts of a film in order, without encoding again.
 
     Raises:
-        Failed: it could not be written.
+        Failed: the film could not be written.
     """
     listing = parts[0].with_name("list.txt")
     try:

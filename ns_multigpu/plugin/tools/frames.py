@@ -1,4 +1,4 @@
-"""From a model's outputs to what is written: images side by side, as ns-render shows them, in bytes on the host."""
+"""Conversion of a model's outputs to frames: images side by side, as in ns-render, in host memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from ns_multigpu.plugin.faults.errors import InputError
 
 @dataclass(frozen=True)
 class Look:
-    """How outputs are shown.
+    """Display options of outputs.
 
     Attributes:
-        names: of the outputs, side by side: rgb, rgba, depth, accumulation, and where several devices share a picture
-            rank.
-        near, far: depths at the ends of the colours; by default a frame's own least and largest.
-        colors: how outputs of one channel become colours.
+        names: of the outputs, side by side: rgb, rgba, depth, accumulation, and rank if several devices share a
+            picture.
+        near, far: depths at the ends of the colour scale; by default each frame's least and largest.
+        colors: colour map of outputs with one channel.
     """
 
     names: tuple[str, ...] = ("rgb",)
@@ -30,13 +30,13 @@ class Look:
 
 
 class HostFrame:
-    """A frame on its way to the host; `array` waits for it.
+    """Frame in an asynchronous copy to the host; `array` waits for it.
 
     Args:
         frame: [h, w, channels] uint8 on any device.
 
     Attributes:
-        bytes: of it.
+        bytes: size in bytes.
     """
 
     def __init__(self, frame: Tensor) -> None:
@@ -51,26 +51,26 @@ class HostFrame:
             self._frame = frame.contiguous()
 
     def array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """[h, w, channels] uint8."""
+        """Return the frame [h, w, channels] uint8, after the copy."""
         if self._done is not None:
             self._done.synchronize()
         return self._frame.numpy()
 
 
 def shown(outputs: Mapping[str, Any], look: Look) -> Tensor:
-    """A frame [h, w, 3 or 4] uint8, on the outputs' device.
+    """Return a frame [h, w, 3 or 4] uint8, on the outputs' device.
 
     Raises:
-        InputError: there is no such output.
+        InputError: an output does not exist.
     """
     return torch.cat([picture(outputs, name, look) for name in look.names], dim=1)
 
 
 def picture(outputs: Mapping[str, Any], name: str, look: Look) -> Tensor:
-    """One output as a picture [h, w, 3 or 4] uint8.
+    """Return one output as a picture [h, w, 3 or 4] uint8.
 
     Raises:
-        InputError: there is no such output.
+        InputError: the output does not exist.
     """
     if name == "rgba":
         image = torch.cat([outputs["rgb"], outputs["accumulation"]], -1)
@@ -86,13 +86,13 @@ def picture(outputs: Mapping[str, Any], name: str, look: Look) -> Tensor:
 
 
 def check_names(names: Sequence[str], there: Sequence[str]) -> None:
-    """Whether there are outputs of these names.
+    """Check that outputs of these names exist.
 
     Args:
-        there: those that there are.
+        there: names of the available outputs.
 
     Raises:
-        InputError: there are not.
+        InputError: a name is missing, or none is given.
     """
     for name in names:
         if name not in there:

@@ -1,7 +1,9 @@
-"""Surfaces from depth images: fusion into a truncated signed distance field, and a mesh of where that is zero.
+"""Surfaces from depth images: fusion into a truncated signed distance field, and extraction of its zero level as a
+mesh.
 
-Curless and Levoy 1996, by open3d, with the defaults that 2D Gaussian Splatting's published script has for scenes with a
-bound (Huang et al. 2024, `render.py`). open3d takes seconds to import: nobody does before a mesh is wanted.
+The method is Curless and Levoy 1996, by open3d. Defaults are those of 2D Gaussian Splatting's published script for
+bounded scenes (Huang et al. 2024, `render.py`). open3d takes seconds to import, so it is imported only when a mesh is
+made.
 """
 
 import math
@@ -21,24 +23,24 @@ if TYPE_CHECKING:
     import open3d as o3d
 
 LEAST_TRIANGLES = 50
-"""Parts of a mesh with fewer are noise, and not kept; as published."""
+"""Least triangles of a connected part; smaller ones are removed as noise, as published."""
 _BLOCK = 16
 """Voxels along a side of a block."""
 _BLOCKS_AT_FIRST = 2000
-"""Room for 160 MB of them; more is made as they come."""
+"""Initial number of blocks, 160 MB; more are allocated on demand."""
 _STRIDE = 4
-"""open3d's: of each so many rows and columns, one pixel is looked at to find blocks."""
+"""Stride in rows and columns of the pixels from which open3d allocates blocks."""
 _SEEN_ONCE = 0.5
-"""Views that see a voxel, more than which make it known."""
+"""Weight threshold: a voxel counts as observed if more views than this see it."""
 _PARALLEL = 1e-4
-"""Mean squared sine of the angles between the views' axes below which they have no point in common."""
+"""Threshold of the mean squared sine of the angles between view axes, below which they have no common point."""
 
 
 def load_open3d() -> ModuleType:
-    """open3d.
+    """Import open3d.
 
     Raises:
-        InputError: it is not installed, or it cannot be loaded.
+        InputError: it is not installed, or cannot be loaded.
     """
     try:
         import open3d
@@ -51,9 +53,9 @@ def load_open3d() -> ModuleType:
 
 
 def looked_at(camera_to_worlds: Tensor) -> tuple[Tensor, float]:
-    """The point that views look at, and how far the nearest of them is from it.
+    """Return the point that views look at, and its distance from the nearest view.
 
-    It is the point nearest to all axes: least squares.
+    The point is the least-squares intersection of all view axes.
 
     Args:
         camera_to_worlds: [N, 3, 4] poses, OpenGL axes.
@@ -62,7 +64,7 @@ def looked_at(camera_to_worlds: Tensor) -> tuple[Tensor, float]:
         [3] the point, and the distance in world units.
 
     Raises:
-        InputError: there is no such point: the views look the same way, or away from each other.
+        InputError: no such point exists: the axes are parallel, or the views look away from it.
     """
     poses = camera_to_worlds.double().cpu()
     origins, axes = poses[:, :, 3], torch.nn.functional.normalize(-poses[:, :, 2], dim=1)
@@ -84,14 +86,15 @@ def looked_at(camera_to_worlds: Tensor) -> tuple[Tensor, float]:
 
 
 class Fusion:
-    """A field that depth images are added to, on the host.
+    """Truncated signed distance field on the host that fuses depth images.
 
-    open3d's `VoxelBlockGrid`: blocks of voxels, where there is a surface. (The published script uses
-    `ScalableTSDFVolume`, which stays empty in open3d 0.20.)
+    It uses open3d's `VoxelBlockGrid`: blocks of voxels near surfaces. (`ScalableTSDFVolume` of the published script
+    stays empty in open3d 0.20.)
 
     Args:
-        voxel: side of a voxel. truncation: distance from a surface up to which it is known. max_depth: z-depths beyond
-            it are left out. World units.
+        voxel: side of a voxel, world units.
+        truncation: distance from a surface up to which the field is defined, world units.
+        max_depth: largest z-depth that is fused, world units.
     """
 
     def __init__(self, voxel: float, truncation: float, max_depth: float) -> None:
@@ -104,19 +107,20 @@ class Fusion:
         )
 
     def add(self, color: Tensor, depth: Tensor, view: View) -> None:
-        """Adds a view.
+        """Fuse a view.
 
         Args:
-            color: [h, w, 3] in [0, 1]. depth: [h, w, 1] z-depth, world units; 0 for nothing there. Both on the host.
+            color: [h, w, 3] in [0, 1], on the host.
+            depth: [h, w, 1] z-depth, world units; 0 for no surface. On the host.
             view: the camera.
         """
         if not bool(((depth > 0) & (depth <= self._max_depth)).any()):
-            return  # open3d would call it an error
+            return  # open3d raises on an empty view
         self._empty = False
         core, K = self._open3d.core, view.K.double().cpu()
         pose = core.Tensor(view.viewmat.double().cpu().numpy())
         ends = (1.0, self._max_depth, self._reach)
-        # Blocks are found by every fourth pixel, and there must be one in each block.
+        # Blocks are found from every fourth pixel, so each block must contain one: upsample the depth.
         finer = max(1, math.ceil(_STRIDE * self._max_depth / (float(K[[0, 1], [0, 1]].min()) * _BLOCK * self._voxel)))
         dense = depth.repeat_interleave(finer, 0).repeat_interleave(finer, 1)
         scaled = K * torch.tensor([finer, finer, 1.0], dtype=K.dtype)[:, None]
@@ -130,28 +134,30 @@ class Fusion:
         return self._open3d.t.geometry.Image(np.ascontiguousarray(values.float().numpy()))
 
     def mesh(self) -> "o3d.geometry.TriangleMesh":
-        """The surface, with colours and normals; perhaps empty."""
+        """Return the surface as a mesh with colours and normals; it may be empty."""
         if self._empty:
             return self._open3d.geometry.TriangleMesh()
         return self._grid.extract_triangle_mesh(weight_threshold=_SEEN_ONCE).to_legacy()
 
 
 def surface_of(pixels: Pixels, least_alpha: float) -> tuple[Tensor, Tensor]:
-    """A picture's colour [h, w, 3], without what shines through, and its depth [h, w, 1], 0 where alpha is less than
-    `least_alpha`."""
+    """Return a picture's colour [h, w, 3], divided by alpha, and its depth [h, w, 1], 0 where alpha is below
+    `least_alpha`.
+    """
     assert pixels.depth is not None
     there = (pixels.alpha >= least_alpha) & (pixels.depth > 0)
     return pixels.color / pixels.alpha.clamp(min=1e-3), torch.where(there, pixels.depth, torch.zeros_like(pixels.depth))
 
 
 def largest_parts(mesh: "o3d.geometry.TriangleMesh", parts: int) -> tuple[int, int]:
-    """Leaves the parts of a mesh with the most triangles, of those that have `LEAST_TRIANGLES`.
+    """Keep the connected parts of a mesh with the most triangles, of those with at least `LEAST_TRIANGLES`.
 
     Args:
-        mesh: changed in place. parts: how many.
+        mesh: changed in place.
+        parts: largest number of parts to keep.
 
     Returns:
-        how many parts it had, and how many it has. A part is of triangles that share edges.
+        the number of parts before and after. Triangles of a part share edges.
     """
     of, sizes, _ = mesh.cluster_connected_triangles()
     triangles = np.asarray(sizes)
@@ -164,7 +170,7 @@ def largest_parts(mesh: "o3d.geometry.TriangleMesh", parts: int) -> tuple[int, i
 
 
 def write_mesh(mesh: "o3d.geometry.TriangleMesh", output: Path) -> None:
-    """Writes a mesh to a file that is there when it is whole.
+    """Write a mesh to a file atomically.
 
     Raises:
         SaveFailed: it could not be written.

@@ -1,7 +1,7 @@
-"""`ns-multigpu export-mesh`: a mesh of the surfaces that the training views show.
+"""`ns-multigpu export-mesh`: mesh of the surfaces that the training views show.
 
-All ranks draw the views' depths and colours, as in a render. Rank 0 fuses them on its host, in the order of the views:
-so the mesh does not depend on how many ranks there are, but for the rounding of pixels.
+All ranks render the views' depths and colours. Rank 0 fuses them on its host, in view order. So the mesh is independent
+of the number of ranks, up to the rounding of pixels.
 """
 
 import math
@@ -37,14 +37,14 @@ from ns_multigpu.primitives.registry import Rendering as Wanted
 
 DepthKind = Literal["auto", "median", "expected"]
 MOST_VOXELS = 16384
-"""Along the depth: finer ones would fill any host's memory."""
+"""Largest number of voxels along the depth: finer grids exceed any host's memory."""
 _TRUNCATED = 5
-"""Voxels of the distance around a surface that is known; as published."""
+"""Default truncation distance in voxels; as published."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the field, in world units: see `Fusion`."""
+    """Sizes of the distance field, in world units: see `Fusion`."""
 
     voxel: float
     truncation: float
@@ -53,17 +53,18 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Meshing:
-    """A mesh to make.
+    """Mesh to make.
 
     Attributes:
-        output: the .ply file to write. overwrite: replace it if it exists.
-        max_depth, voxel, truncation: see `Fusion`; None for what suits the views.
-        resolution: voxels along the depth, where `voxel` is not given.
-        parts: how many of the largest connected parts to keep.
-        depth: where a pixel's surface is: where alpha passes one half, or the mean by weights; auto takes the first
-            where the kind of point has it.
-        least_alpha: what is less opaque is no surface.
-        downscale: draws at 1/downscale of the views' size.
+        output: the .ply file to write.
+        overwrite: replace it if it exists.
+        max_depth, voxel, truncation: see `Fusion`; None for defaults from the views.
+        resolution: voxels along the depth, if `voxel` is not given.
+        parts: number of the largest connected parts to keep.
+        depth: surface depth of a pixel: "median", where alpha passes one half, or "expected", the weighted mean. "auto"
+            takes the median if the primitive supports it.
+        least_alpha: least opacity of a surface.
+        downscale: render at 1/downscale of the views' size.
     """
 
     output: Path
@@ -80,10 +81,10 @@ class Meshing:
     needs_surfaces: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Whether it can be done, as far as that is to be seen from here.
+        """Check the options, before a model is loaded.
 
         Raises:
-            InputError: it cannot.
+            InputError: an option is invalid.
         """
         if self.output.suffix != ".ply":
             raise InputError(f"--output-path {self.output}: give the name of a .ply file.")
@@ -109,10 +110,10 @@ class Meshing:
             ) from error
 
     def check_points(self, primitive: str) -> None:
-        """Whether points of this kind have such a surface.
+        """Check that the primitive has such a surface.
 
         Raises:
-            InputError: they have not.
+            InputError: it has none.
         """
         kind = KINDS[primitive]
         if kind.timed:
@@ -124,11 +125,12 @@ class Meshing:
             raise InputError(f"--depth median: {titled(primitive)} have expected depth alone. Give expected, or auto.")
 
     def sizes(self, cameras: Cameras) -> Sizes:
-        """What was asked for, and else what suits the views: twice the distance of the nearest of them from what they
-        look at.
+        """Return the requested sizes, or defaults from the views.
+
+        The default depth is twice the distance of the nearest view from the point that all look at.
 
         Raises:
-            InputError: the views are not around something, or sizes do not go together.
+            InputError: the views do not surround a point, or the sizes are inconsistent.
         """
         depth = self.max_depth
         if depth is None:
@@ -145,10 +147,10 @@ class Meshing:
         return Sizes(voxel, truncation, depth)
 
     def run(self, run: Any, checkpoint: Path, pipeline: Any) -> None:
-        """Makes it. Every rank calls it; see `tools.models.Work`.
+        """Make the mesh. Every rank calls it; see `tools.models.Work`.
 
         Raises:
-            InputError: there is no surface.
+            InputError: no surface was found.
         """
         primitive, world = pipeline.model.config.primitive, pipeline.world
         self.check_points(primitive)
@@ -196,11 +198,12 @@ _OPTIONS = {
 def _drawn(
     pipeline: Any, requests: list[RenderRequest], median: bool, least_alpha: float
 ) -> Iterator[tuple[View, Tensor, Tensor]]:
-    """Each view with its colour and depth (`surface_of`) on rank 0's host, in order; nothing on other ranks. Every rank
-    iterates to the end."""
+    """Yield each view with its colour and depth (`surface_of`) on rank 0's host, in order; nothing on other ranks.
+    Every rank iterates to the end.
+    """
     world, together = pipeline.world, pipeline.renders.shared
     pictures: Pictures = pipeline.renders.pictures
-    if not together:  # each rank has all points, and draws views of its own
+    if not together:  # each rank has all points and renders its own views
         pictures = pictures.alone()
     views = [pictures.view_of(request) for request in requests]
     views = [replace(view, viewmat=view.viewmat.cpu(), K=view.K.cpu()) for view in views]
@@ -221,7 +224,7 @@ def _drawn(
 
 
 def _at_rank_0(own: Tensor | None, views: list[View], world: World) -> list[Tensor | None]:
-    """On rank 0 what each rank has drawn of its view [h, w, 4]; None elsewhere."""
+    """Return on rank 0 the picture [h, w, 4] that each rank has rendered; None on other ranks."""
     sizes = [view.width * view.height for view in views] + [0] * (world.size - len(views))
     rows = torch.empty(0, 4, device=world.device) if own is None else own.float().flatten(0, 1)
     send = [sizes[world.rank] if rank == 0 else 0 for rank in range(world.size)]

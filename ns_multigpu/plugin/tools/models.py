@@ -1,8 +1,7 @@
-"""Evaluating and rendering a trained model, and making a mesh of it, with several workers.
+"""Evaluation, rendering and meshing of a trained model with several workers.
 
-`ns-multigpu eval` and `ns-multigpu render` do what ns-eval and ns-render do, and write the same files. Each worker
-loads the whole model if it fits its device, and its part of the points if it does not. Of a radiance field each loads
-its cells.
+`ns-multigpu eval` and `ns-multigpu render` do the same as ns-eval and ns-render, and write the same files. Each worker
+loads the full model if it fits its device, otherwise its shard of the points. Of a radiance field each loads its cells.
 """
 
 import json
@@ -33,24 +32,26 @@ from ns_multigpu.plugin.train.config import RunConfig, read_config
 from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
 
 _LONGEST_PAUSE = timedelta(days=30)
-"""Rank 0 may write a long video between two images; the others wait. One that dies is noticed at once all the same."""
+"""Timeout of the control group: rank 0 may write a long video between two images. A worker that dies is detected at
+once regardless.
+"""
 
 
 class Work(Protocol):
-    """What to do with a model."""
+    """Task of the workers."""
 
     @property
     def test_mode(self) -> Literal["test", "inference"]:
-        """What the pipeline is set up for."""
+        """Return the pipeline's test mode."""
         ...
 
     def run(self, run: RunConfig, checkpoint: Path, pipeline: RunPipeline) -> None:
-        """Does it. Every rank calls it, and rank 0 writes."""
+        """Run the task. Every rank calls it, and rank 0 writes."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics of all held-out views, as ns-eval writes them.
+    """Metrics of all held-out views, as ns-eval writes them.
 
     Attributes:
         output: the JSON file to write.
@@ -63,16 +64,16 @@ class Evaluation:
     needs_surfaces: ClassVar[bool] = False
 
     def check(self) -> None:
-        """Whether it can be done, as far as that is to be seen from here.
+        """Check the options, before a model is loaded.
 
         Raises:
-            InputError: the results cannot be written there.
+            InputError: the output file is invalid.
         """
         if self.output.suffix != ".json":
             raise InputError(f"--output-path {self.output}: give the name of a .json file.")
 
     def run(self, run: RunConfig, checkpoint: Path, pipeline: RunPipeline) -> None:
-        """See `Work.run`."""
+        """Evaluate all held-out views; see `Work.run`."""
         results = pipeline.get_average_eval_image_metrics(output_path=self.images, get_std=True)
         if not pipeline.world.is_main:
             return
@@ -89,7 +90,7 @@ class Evaluation:
 
 @dataclass
 class ToolMachine:
-    """Where the workers are, under the names of nerfstudio's options."""
+    """Machine options of the workers, under nerfstudio's names."""
 
     device_type: Literal["cpu", "cuda"]
     num_devices: int
@@ -98,7 +99,7 @@ class ToolMachine:
 
 @dataclass
 class ToolConfig:
-    """What workers are started with: see `worker.Config`. `changes`: of the pipeline's configuration."""
+    """Configuration of a worker: see `worker.Config`. `changes` are applied to the pipeline's configuration."""
 
     load_config: Path
     checkpoint: Path
@@ -108,18 +109,18 @@ class ToolConfig:
     max_restarts: int = field(default=0, init=False)
 
     def setup(self, *, local_rank: int = 0, world_size: int = 1) -> "ToolWorker":
-        """The worker of this process."""
+        """Return the worker of this process."""
         return ToolWorker(self)
 
 
 class ToolWorker:
-    """One worker of a tool: see `worker.Trainer`."""
+    """Worker of a tool: see `worker.Trainer`."""
 
     def __init__(self, config: ToolConfig) -> None:
         self._config = config
 
     def setup(self) -> None:
-        """Meets the other workers, and loads this one's part of the model."""
+        """Join the other workers, and load this worker's part of the model."""
         ranks, device = Ranks.from_env(), self._config.machine.device_type
         use_own_share_of_cores(ranks)
         CONSOLE.quiet = ranks is not None and ranks.rank != 0
@@ -133,14 +134,15 @@ class ToolWorker:
             self._pipeline = load_model(self._run, self._config.checkpoint, world, self._config.work.test_mode)
 
     def train(self) -> None:
-        """Does the work."""
+        """Run the task."""
         self._config.work.run(self._run, self._config.checkpoint, self._pipeline)
 
 
 def load_model(run: RunConfig, checkpoint: Path, world: World, test_mode: Literal["test", "inference"]) -> RunPipeline:
-    """The pipeline of a run with the points of a checkpoint: all of them on each rank, or, where the strategy spreads
-    them, this rank's part; of a radiance field, this rank's cells. Every rank calls it; `world` must be this process's
-    (`set_world`).
+    """Return a run's pipeline with the points of a checkpoint. Every rank calls it.
+
+    Each rank loads all points, or its shard if the strategy shards them; of a radiance field, its cells. `world` must
+    be this process's (`set_world`).
 
     Raises:
         InputError: the checkpoint is damaged.
@@ -161,7 +163,7 @@ def run_tool(
     device_type: Literal["auto", "cpu", "cuda"],
     data: Path | None = None,
 ) -> None:
-    """Does `work` with the checkpoint of a run, in as many worker processes as there are devices to be.
+    """Run `work` on a run's checkpoint, with one worker process per device.
 
     Args:
         load_config: the run's config.yml.
@@ -169,10 +171,10 @@ def run_tool(
         num_devices: workers; by default all GPUs, or as many CPU workers as trained the model. Under torchrun this
             process is one of them.
         device_type: of their devices; "auto" takes GPUs if there are any.
-        data: where the capture is, if it is not where it was.
+        data: current path of the capture, if it was moved.
 
     Raises:
-        InputError: it cannot be done.
+        InputError: the options or the run are invalid.
         WorkerFailed: a worker failed; its traceback has been written to stderr.
     """
     ranks, run = Ranks.from_env(), read_config(load_config)
@@ -183,7 +185,7 @@ def run_tool(
             "mesh of. Use ns-export tsdf."
         )
     if data is not None:
-        os.environ[DATA] = str(data)  # which the workers get, too
+        os.environ[DATA] = str(data)  # inherited by the workers
     work.check()
     kind: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type != "auto":

@@ -1,4 +1,4 @@
-"""The training photograph that is nearest to each frame, to be shown beside it."""
+"""Nearest training photograph of each frame, shown next to it."""
 
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -12,20 +12,20 @@ from torch.nn.functional import interpolate, pad
 from ns_multigpu.plugin.tools.shots import Shots
 
 _TURN, _WAY = 0.3, 0.7
-"""What a turn and a distance weigh, as in ns-render."""
+"""Weights of rotation and distance, as in ns-render."""
 
 
 def nearest_views(frames: Cameras, views: Cameras) -> list[int]:
-    """The view that is nearest to each frame.
+    """Return the index of the view that is nearest to each frame.
 
-    ns-render's measure: 0.7 times the distance of the positions, in the units of the scene, and 0.3 times 1 - (q . p)^2
-    of the rotations' quaternions, which is sin^2 of half the angle between them.
+    The measure is ns-render's: 0.7 times the distance of the positions, in scene units, and 0.3 times 1 - (q . p)^2 of
+    the rotations' quaternions, which is sin^2 of half the angle between them.
 
     Args:
         frames, views: cameras; at least one view.
 
     Returns:
-        for each frame a view's index; of two that are equally near the first.
+        a view index per frame; the first of equally near views.
     """
     there, here = views.camera_to_worlds.double().cpu(), frames.camera_to_worlds.double().cpu()
     ways = torch.cdist(here[:, :, 3], there[:, :, 3])
@@ -35,7 +35,7 @@ def nearest_views(frames: Cameras, views: Cameras) -> list[int]:
 
 
 def with_nearest(shots: Shots, dataset: Any) -> Shots:
-    """The same frames, each with the training photograph that is nearest to it as its `image`.
+    """Return the same frames, each with its nearest training photograph as `image`.
 
     Args:
         dataset: the training views, as nerfstudio holds them.
@@ -44,7 +44,7 @@ def with_nearest(shots: Shots, dataset: Any) -> Shots:
     poses = torch.cat([camera.camera_to_worlds.reshape(1, 3, 4) for camera in cameras])
     found = nearest_views(Cameras(poses, fx=1.0, fy=1.0, cx=1.0, cy=1.0, width=1, height=1), dataset.cameras)
 
-    @lru_cache(2)  # frames that follow each other are near the same view
+    @lru_cache(2)  # consecutive frames often share a view
     def read(view: int) -> Tensor:
         return dataset.get_image_float32(view)[..., :3]
 
@@ -52,13 +52,17 @@ def with_nearest(shots: Shots, dataset: Any) -> Shots:
 
 
 def beside_width(dataset: Any, height: int) -> int:
-    """How wide a photograph is beside a frame of this height: even, and of the first training view's proportions."""
+    """Return the width of a photograph next to a frame of this height: even, with the first training view's aspect
+    ratio.
+    """
     first = dataset.cameras[0]
     return max(2, round(float(first.width.item()) / float(first.height.item()) * height / 2) * 2)
 
 
 def fitted(photograph: Tensor, width: int, height: int) -> Tensor:
-    """A photograph [h, w, 3] in [0, 1] as a picture [height, width, 3] uint8: whole, with black bars if need be."""
+    """Scale a photograph [h, w, 3] in [0, 1] to fit a picture [height, width, 3] uint8, with black bars if
+    necessary.
+    """
     h, w = photograph.shape[:2]
     scale = min(width / w, height / h)
     size = (max(1, min(height, round(h * scale))), max(1, min(width, round(w * scale))))

@@ -1,8 +1,8 @@
-"""Rendering frames on all devices.
+"""Rendering of frames on all devices.
 
-Where each device holds the whole model, each draws frames of its own: parts of a film, or images, are dealt out. Where
-the model is spread, as a radiance field always is, all draw every frame together, and the ranks take turns in getting
-and writing it. Either way a device goes on with the next frame while the last ones are encoded.
+If the model is replicated, each device renders its own frames: parts of a film, or images, are distributed round-robin.
+If it is sharded, as a radiance field always is, all ranks render every frame together. They alternate in receiving and
+writing it. In both cases a device renders the next frame while the last ones are encoded.
 """
 
 import gzip
@@ -53,11 +53,12 @@ class Rendering:
 
     Attributes:
         what: the cameras.
-        output: a video, or, if the name has no suffix, a folder for images; of a `Dataset` always a folder.
-        look: how outputs are shown; without names of a `Dataset` all are written, and the photographs.
-        downscale: renders at 1/downscale of the cameras' size.
-        image_format: of images. jpeg_quality: of those, 1 to 100.
-        nearest: shows beside each frame the training photograph that is nearest to it. Not of a `Dataset`.
+        output: a video, or a folder for images if the name has no suffix; for a `Dataset` always a folder.
+        look: display options; without names all outputs of a `Dataset` are written, and the photographs.
+        downscale: render at 1/downscale of the cameras' size.
+        image_format: of images.
+        jpeg_quality: of JPEG images, 1 to 100.
+        nearest: show the nearest training photograph next to each frame. Not for a `Dataset`.
     """
 
     what: CameraPath | Interpolated | Spiral | Dataset
@@ -71,19 +72,19 @@ class Rendering:
 
     @property
     def test_mode(self) -> Literal["test", "inference"]:
-        """What the pipeline is set up for."""
+        """Return the pipeline's test mode."""
         return self.what.test_mode
 
     @property
     def film(self) -> bool:
-        """Whether a film is made, and no images."""
+        """True if a film is written, not images."""
         return self.output.suffix != "" and not isinstance(self.what, Dataset)
 
     def check(self) -> None:
-        """Whether it can be done, as far as that is to be seen from here.
+        """Check the options, before a model is loaded.
 
         Raises:
-            InputError: it cannot.
+            InputError: an option is invalid.
         """
         self.what.check()
         if not self.downscale > 0:
@@ -109,7 +110,7 @@ class Rendering:
             ) from error
 
     def run(self, run: Any, checkpoint: Path, pipeline: Any) -> None:
-        """Renders. Every rank calls it; see `tools.models.Work`."""
+        """Render the frames. Every rank calls it; see `tools.models.Work`."""
         mediapy.set_ffmpeg(ffmpeg())
         pipeline.eval()
         shots = self.what.shots(pipeline)
@@ -203,7 +204,7 @@ class Rendering:
             CONSOLE.print(f"{len(frames)} images: {self.output}", soft_wrap=True)
 
     def _write_views(self, artist: "_Artist", job: dict[str, Any], scale: float) -> None:
-        """Each view's outputs, each in a folder of its own; `raw-` ones as numbers, depth in the capture's units."""
+        """Write each view's outputs, one folder per output; `raw-` ones as numbers, depth in the capture's units."""
         frames, world = artist.shots.frames, artist.world
         names = self.look.names or ("gt-rgb", *(name for name in artist.outputs if name not in ("rgba", "rank")))
         outputs_of = [name.removeprefix("raw-") for name in names if "gt-" not in name]
@@ -246,14 +247,15 @@ class Rendering:
 
 
 class _Artist:
-    """Draws frames, alone or with the other ranks.
+    """Renderer of frames, on one rank or on all together.
 
     Args:
-        pipeline: with the model. shots: what to draw.
+        pipeline: with the model.
+        shots: frames to render.
 
     Attributes:
-        together: whether all ranks draw every frame.
-        outputs: the names of what there is of a frame.
+        together: True if all ranks render every frame.
+        outputs: names of the available outputs.
         dataset: the training views.
     """
 
@@ -267,8 +269,9 @@ class _Artist:
         self.dataset = pipeline.datamanager.train_dataset
 
     def deal(self, units: Sequence[Any], lacking: Callable[[int], bool]) -> Iterator[tuple[int, bool]]:
-        """The numbers of the units that this rank takes part in, and whether it is to write them. Those that are there
-        already are nobody's. Every rank goes through it to its end."""
+        """Yield the numbers of this rank's units, with True if this rank writes them. Existing units are skipped. Every
+        rank iterates to the end.
+        """
         world = self.world
         todo: list[int] = [number for number in range(len(units)) if lacking(number)] if world.is_main else []
         todo = broadcast_object(todo, 0, world)
@@ -281,7 +284,7 @@ class _Artist:
         yield from work
 
     def draw(self, shot: Shot, mine: bool, owners: bool) -> Outputs | None:
-        """A frame's outputs where they are wanted; None elsewhere."""
+        """Return a frame's outputs on its writer; None on other ranks."""
         with self._background():
             roots = self._roots(mine)
             if is_panorama(shot.camera) and not self._pictures.draws_panoramas:
@@ -300,7 +303,7 @@ class _Artist:
 
     def _roots(self, mine: bool) -> tuple[int, ...]:
         if not self.together:
-            return (0,)  # of a world of its own
+            return (0,)  # of its own world of one rank
         return (max_int(self.world.rank if mine else -1, self.world),)
 
     def _draw(self, camera: Cameras, roots: tuple[int, ...], *, owners: bool = False) -> Outputs | None:
@@ -317,7 +320,7 @@ def _write_numbers(path: Path, value: Any) -> None:
 
 
 def _digest(shots: Shots) -> str:
-    """What the frames' cameras, and the box around the points, are told from others by."""
+    """Return a digest of the frames' cameras and of the crop box."""
     known = hashlib.sha256()
     for shot in shots.frames:
         camera = shot.camera
@@ -333,5 +336,5 @@ def _digest(shots: Shots) -> str:
 
 
 def _meet(world: World) -> None:
-    """Waits for the others, who may have hours more to do."""
+    """Wait for the other ranks, without a short timeout: they may need hours."""
     max_int(0, world)

@@ -1,4 +1,4 @@
-"""What to render: the cameras of a path, or those that nerfstudio makes between, around, or of a capture's views."""
+"""Cameras to render: a camera path, or views interpolated between, circling around, or taken from the capture."""
 
 import json
 import math
@@ -26,9 +26,8 @@ class Shot:
 
     Attributes:
         camera: one camera, on the host.
-        name: of the file if frames are files, without suffix.
-        image: reads the photograph that the camera took, or that is shown beside the frame, if there is one,
-            [h, w, 3|4] in [0, 1].
+        name: of the image file, without suffix.
+        image: reads the camera's photograph, or the one shown next to the frame, if any, [h, w, 3|4] in [0, 1].
     """
 
     camera: Cameras
@@ -42,8 +41,9 @@ class Shots:
 
     Attributes:
         frames: in order.
-        seconds: how long a film of them is; None for pictures that are none.
-        crop: renders the points in this box alone. background: the colour behind them then, [3].
+        seconds: duration of the film; None for images.
+        crop: render only points in this box.
+        background: the colour behind cropped points, [3].
     """
 
     frames: list[Shot]
@@ -54,7 +54,7 @@ class Shots:
 
 @dataclass(frozen=True)
 class CameraPath:
-    """The cameras of a file from the viewer.
+    """Camera path from a file of the viewer.
 
     Attributes:
         path: the JSON file.
@@ -64,10 +64,10 @@ class CameraPath:
     test_mode: Literal["test", "inference"] = field(default="inference", init=False)
 
     def check(self) -> tuple[int, int]:
-        """Whether it can be rendered; returns its width and height.
+        """Check the path; return its width and height.
 
         Raises:
-            InputError: there is no such path, or it cannot be rendered.
+            InputError: the path does not exist, or cannot be rendered.
         """
         told = self._told()
         sizes: list[int] = []
@@ -131,7 +131,7 @@ class CameraPath:
         return told
 
     def shots(self, pipeline: Any) -> Shots:
-        """Its frames."""
+        """Return the path's frames."""
         from nerfstudio.scripts.render import get_crop_from_json  # slow to import
 
         told = self._told()
@@ -144,10 +144,13 @@ class CameraPath:
 
 @dataclass(frozen=True)
 class Interpolated:
-    """Cameras between those of a capture's views, as ns-render interpolate makes them.
+    """Cameras interpolated between the capture's views, as by ns-render interpolate.
 
     Attributes:
-        source: of which views. steps: frames from one to the next. ordered: by how near they are. rate: a second.
+        source: split of the views.
+        steps: frames from one view to the next.
+        ordered: sort the views by proximity.
+        rate: frames per second.
     """
 
     source: Literal["eval", "train"] = "eval"
@@ -157,7 +160,7 @@ class Interpolated:
     test_mode: Literal["test", "inference"] = field(default="test", init=False)
 
     def check(self) -> None:
-        """Whether it can be rendered, as far as that is to be seen from here.
+        """Check the options, before a model is loaded.
 
         Raises:
             InputError: a number is below 1.
@@ -166,10 +169,10 @@ class Interpolated:
         _at_least_one("--frame-rate", self.rate)
 
     def shots(self, pipeline: Any) -> Shots:
-        """Its frames.
+        """Return the interpolated frames.
 
         Raises:
-            InputError: there are no such views.
+            InputError: the split has fewer than two views.
         """
         data = pipeline.datamanager
         cameras = (data.eval_dataset if self.source == "eval" else data.train_dataset).cameras
@@ -183,8 +186,9 @@ class Interpolated:
         return Shots(_numbered(path), self.steps * len(cameras) / self.rate)
 
     def _times(self, cameras: Cameras, frames: int) -> torch.Tensor | None:
-        """Of the frames, [frames, 1]: between those of the views; from the first to the last at an even pace where
-        views are not in their order. None where views have none."""
+        """Return the frames' times, [frames, 1], interpolated between the views'. If views are sorted by proximity,
+        times increase evenly from the first to the last. None if views have no times.
+        """
         if cameras.times is None:
             return None
         times = cameras.times.reshape(-1).cpu()
@@ -196,10 +200,12 @@ class Interpolated:
 
 @dataclass(frozen=True)
 class Spiral:
-    """A spiral that begins at the first held-out view, as ns-render spiral makes it.
+    """Spiral that begins at the first held-out view, as by ns-render spiral.
 
     Attributes:
-        seconds: how long. rate: frames a second. radius: of the spiral.
+        seconds: duration.
+        rate: frames per second.
+        radius: of the spiral.
     """
 
     seconds: float = 3.0
@@ -208,10 +214,10 @@ class Spiral:
     test_mode: Literal["test", "inference"] = field(default="test", init=False)
 
     def check(self) -> None:
-        """As `Interpolated.check`.
+        """Check the options, before a model is loaded.
 
         Raises:
-            InputError: a number is not positive, or there would be no frame.
+            InputError: a number is not positive, or the spiral would have no frame.
         """
         _at_least_one("--frame-rate", self.rate)
         if not self.seconds * self.rate >= 1 or not math.isfinite(self.seconds):
@@ -220,7 +226,7 @@ class Spiral:
             raise InputError(f"--radius {self.radius}: give more than 0.")
 
     def shots(self, pipeline: Any) -> Shots:
-        """Its frames."""
+        """Return the spiral's frames."""
         camera = pipeline.datamanager.eval_camera(0)
         path = get_spiral_path(camera, steps=int(self.rate * self.seconds), radius=self.radius)
         return Shots(_numbered(path), self.seconds)
@@ -228,20 +234,20 @@ class Spiral:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The capture's own views, as ns-render dataset renders them.
+    """Views of the capture, as rendered by ns-render dataset.
 
     Attributes:
-        split: which.
+        split: of the views.
     """
 
     split: Split = "test"
     test_mode: Literal["test", "inference"] = field(default="inference", init=False)
 
     def check(self) -> None:
-        """Nothing can be wrong with it."""
+        """Do nothing: every split is valid."""
 
     def shots(self, pipeline: Any) -> Shots:
-        """Its frames; their names are the images', below the split's.
+        """Return the split's views; their names are the images' paths, below the split's name.
 
         Raises:
             InputError: the split has no views.
@@ -263,7 +269,7 @@ class Dataset:
 
 
 def _common(names: list[Path]) -> Path:
-    """The folder that holds all images."""
+    """Return the deepest folder that contains all images."""
     parents = [set(name.parents) for name in names]
     shared = set.intersection(*parents) if parents else {Path()}
     return max(shared, key=lambda path: len(path.parts))
@@ -279,6 +285,6 @@ def _at_least_one(flag: str, value: int) -> None:
 
 
 def is_panorama(camera: Cameras) -> bool:
-    """Whether a camera is equirectangular."""
+    """Return True if a camera is equirectangular."""
     kind = camera.camera_type
     return kind is not None and int(kind.reshape(-1)[0]) == CameraType.EQUIRECTANGULAR.value
