@@ -69,8 +69,8 @@ class Grid:
 
 
 def census(means: Tensor) -> Tensor:
-    """How many of the positions [N, 3] reach less than 2^e from the origin, and not less than 2^(e - 1), along the axis
-    where they reach furthest: [256] int64, for e from -128 up. What is not finite counts as 0."""
+    """Count positions [N, 3] by magnitude: [256] int64, bin e (from -128 up) for a largest coordinate in [2^(e - 1),
+    2^e). Non-finite values count as 0."""
     counts = torch.zeros(_BINS, dtype=torch.int64, device=means.device)
     for piece in means.detach().split(_PIECE):
         exponents = _positions(piece).abs().amax(dim=-1).clamp_min(2.0 ** (_SMALLEST - 1)).frexp().exponent
@@ -79,10 +79,10 @@ def census(means: Tensor) -> Tensor:
 
 
 def dealt_codes(means: Tensor, grid: Grid) -> Tensor:
-    """What positions [N, 3] are ordered by, [N] int64: 6 bits of the cell's hand, then 18 bits an axis, interleaved.
+    """Return order codes of positions [N, 3], [N] int64: 6 bits of the cell's hand, then 18 interleaved bits an axis.
 
     Args:
-        means: the positions; what is not finite counts as 0.
+        means: the positions; non-finite values count as 0.
         grid: of all points.
     """
     return torch.cat([_codes(piece, grid) for piece in means.detach().split(_PIECE)])

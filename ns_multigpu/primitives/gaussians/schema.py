@@ -1,4 +1,4 @@
-"""What a 3D Gaussian consists of: the one list of its parameters that everything else reads, and a row's record."""
+"""Parameters of a 3D Gaussian, the single list that all other code reads, and the layout of its rows."""
 
 from ns_multigpu.core.schema import HARMONICS, Parameter, names
 

@@ -1,8 +1,4 @@
-"""Carries a model's rows to the ranks that will own them: parameters and moments, a few columns at a time.
-
-Only rows that change their owner travel (`parting`). Beside the model there is never more than one parameter's new rows
-(all three of its tensors) and a buffer of few columns on either side of the exchange, or of whole rows where few do.
-"""
+"""Exchange of a model's rows with their new owners: parameters and moments, a few columns at a time."""
 
 import hashlib
 import math
@@ -32,7 +28,7 @@ Edit = Callable[[str, Tensor, Regrouping], None]
 
 @dataclass(frozen=True)
 class _Slot:
-    """What an optimizer keeps for each row of a parameter: shape and type of a row."""
+    """Row shape and type of a parameter's per-row optimizer state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,7 +36,7 @@ class _Slot:
 
 @dataclass
 class _Kept:
-    """What an optimizer keeps for a parameter: by row, by name; and the rest, such as the number of steps."""
+    """Optimizer state of a parameter: per-row state by name, and the rest, such as the step count."""
 
     slots: dict[str, _Slot]
     rest: dict[str, Any]
@@ -104,18 +100,18 @@ def move_rows(
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What optimizers keep besides parameters, by parameter."""
+    """Optimizer states by parameter."""
 
     of: dict[str, _Kept]
 
     @staticmethod
     def here(params: Mapping[str, Tensor], optimizers: Mapping[str, torch.optim.Optimizer]) -> "OptimizerStates":
-        """What this rank's optimizers keep; they may lack some of the parameters."""
+        """Return the states of this rank's optimizers, which may lack some parameters."""
         return OptimizerStates({name: _kept(optimizers.get(name), param) for name, param in params.items()})
 
     @property
     def tag(self) -> int:
-        """A number of 64 bits that differs where what is kept does."""
+        """64-bit hash of the states."""
         said: list[Any] = []
         for name, one in sorted(self.of.items()):
             rest = {key: value.tolist() if torch.is_tensor(value) else value for key, value in one.rest.items()}
@@ -123,11 +119,11 @@ class OptimizerStates:
         return int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest(), "big", signed=True)
 
     def agree(self, tags: Sequence[int], world: World) -> "OptimizerStates":
-        """What the optimizers of all ranks keep: each moment that any has, and the rest of the rank that has taken the
-        most steps. Every rank calls it.
+        """Merge the states of all ranks: every moment that any has, and the rest of the rank with the most steps. Every
+        rank calls it.
 
         Args:
-            tags: all ranks'. Nearly always all keep the same: to ask that is quicker than to tell it.
+            tags: all ranks' hashes. If all are equal, as nearly always, nothing is exchanged.
         """
         everyone = [self] if len(set(tags)) == 1 else all_gather_objects(self, world)
         agreed: dict[str, _Kept] = {}
@@ -166,7 +162,7 @@ class _Column:
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
+        """Numbers per row."""
         return math.prod(self.kind.shape)
 
     @property
@@ -186,11 +182,11 @@ class _Column:
 
 
 class _Arrivals:
-    """What comes from other ranks, a column after the other. It travels when it is asked for, with as many of those
-    behind it as there is room for: as many on all ranks.
+    """Columns received from other ranks, one after the other. A column is exchanged on demand, together with as many
+    later ones as the buffer holds: the same on all ranks.
 
     Args:
-        columns: of all parameters. moved: rows that travel between any ranks.
+        columns: of all parameters. moved: rows exchanged between any ranks.
 
     Attributes:
         row_bytes: of all columns.
@@ -210,7 +206,7 @@ class _Arrivals:
         self._there: deque[Tensor] = deque()  # bytes [K, ...] of such parts
 
     def next(self) -> Tensor:
-        """[K, ...] of the next column."""
+        """Return the received rows of the next column, [K, ...]."""
         column, count = self._waiting.popleft(), len(self._parting.landing)
         pieces: list[Tensor] = []
         while sum(piece.shape[1] for piece in pieces) < column.row_bytes and self._moved:
@@ -223,7 +219,7 @@ class _Arrivals:
         return torch.cat(pieces, 1).view(column.kind.dtype).view(shape)
 
     def _bring(self) -> None:
-        """Has the next parts travel."""
+        """Exchange the next parts."""
         packed: list[Tensor] = []
         widths: list[int] = []
         while self._left:
@@ -241,6 +237,6 @@ class _Arrivals:
 
 
 def _put_together(column: _Column, parting: Parting, arrived: Tensor) -> Tensor:
-    """[T, ...] the rows of a column that stayed, and those that have arrived."""
+    """Combine the local and the received rows of a column, [T, ...]."""
     rows = column.rows(parting.stay)
     return rows.index_copy_(0, parting.landing, arrived) if len(arrived) else rows

@@ -1,7 +1,7 @@
-"""Which of the points that this rank makes stay, and which leave: where each comes from and where it ends.
+"""Split of a rank's new points into local and sent ones, with sources and destinations.
 
-Between two refinements hardly a point changes its owner. Those that stay are gathered once, straight into the rows that
-they have in the end; only the others are packed, and travel.
+Between two refinements few points change owners. Local ones are gathered once, directly into their final rows; only the
+others are packed and exchanged.
 """
 
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ class Parting:
 
     @staticmethod
     def of(regrouping: Regrouping, move: Move, rank: int) -> "Parting":
-        """Parts the points of a rank.
+        """Split the points of a rank.
 
         Args:
-            regrouping: of them, in the order in which they leave (`Move.leaving`).
+            regrouping: in sending order (`Move.leaving`).
             move: see there.
         """
         place = torch.empty_like(move.order)
