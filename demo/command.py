@@ -97,7 +97,7 @@ class Stages:
 
 
 def _output(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """What `process` writes, as it comes; an empty string when there has been nothing for a moment."""
+    """Yield the output of `process` as it is written; an empty string if there was none for a moment."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     while True:

@@ -82,7 +82,7 @@ def training_watch(run: Path, steps: int) -> Any:
 
 
 def table(summary: dict[str, Any], places: dict[str, Path]) -> Table:
-    """What came out, for the terminal."""
+    """Return the results as text for the terminal."""
     result = Table(title=f"{summary['workers']} workers on {summary['device']}", title_justify="left")
     result.add_column("")
     result.add_column("before", justify="right")

@@ -147,7 +147,7 @@ def jobs_of(options: argparse.Namespace, recipes: Mapping[str, Any]) -> list[Job
 
 
 def folders_of(options: argparse.Namespace, jobs: Sequence[Job]) -> tuple[dict[str, Path], list[str]]:
-    """Where captures lie, by name, and the cities among those asked for."""
+    """Return the folders of captures by name, and the requested cities."""
     folders = {}
     for word in options.captures:
         name, equals, folder = word.partition("=")
@@ -293,7 +293,7 @@ class Runs:
 
 
 def trains_in_forks() -> None:
-    """What `called` calls is forked from a server that has imported it. Before the first call."""
+    """Make `called` fork from a server that has imported `recipe_run`. Call it before the first `called`."""
     # The server must not have used CUDA's driver: see `ns_multigpu.plugin.launch.processes`.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.set_forkserver_preload(["benchmarks.captures.recipe_run"])

@@ -86,8 +86,8 @@ def draw_view(pipeline: Any, file: Path) -> None:
 
 
 def recorded(strategy: Any) -> list[dict[str, int]]:
-    """What each refinement of gsplat's `strategy` does from now on: its image, how many Gaussians it duplicates, splits
-    and prunes, and how many there are then."""
+    """Record each later refinement of gsplat's `strategy`: image, numbers of duplicated, split and pruned Gaussians,
+    and the resulting total."""
     done: list[dict[str, int]] = []
     grow, prune = strategy._grow_gs, strategy._prune_gs
 

@@ -15,7 +15,7 @@ BLOCK = 50
 _MISSED = 25
 """Steps that every point has missed."""
 _SHIFT = 1e-12
-"""What they sum up to: it moves nothing, but is not known to be nothing."""
+"""Gradient records that sum to zero: they move nothing, but the kernel cannot skip them."""
 
 
 class LazyParts:

@@ -53,7 +53,7 @@ _MOST_TRIES = 16
 
 @dataclass(frozen=True)
 class Course:
-    """What a run goes over.
+    """Input of a run.
 
     Attributes:
         scene, views: see there. images: [H, W, 3] uint8 each, on the device.
@@ -160,7 +160,7 @@ class Run(ABC):
         raise RuntimeError(f"after {_MOST_TRIES} tries there is still no room: {status}, capacities {self.capacities}")
 
     def told(self, status: Status) -> tuple[int, int, int]:
-        """What the capacities would have had to be, the largest of any pair of ranks; all ranks ask."""
+        """Return the capacities that would have been needed, the largest of any pair of ranks; every rank calls it."""
         return status.rows, most_of(all_gather_counts(status.segments, self.world)), status.intersections
 
     def grow_capacity(self, needed: Sequence[int]) -> None:
@@ -197,9 +197,8 @@ class Run(ABC):
         return found
 
     def first_step(self) -> dict[str, Any]:
-        """What a first step at splatfacto's rates makes of the model, which is put back: figures that must be the same
-        for all ways. The lengths of the gradients by parameter (float64 sums), how far the parameters move in all, and
-        what the model was."""
+        """Return the effect of a first step at splatfacto's rates, and restore the model. The figures must be equal for
+        all methods: gradient lengths by parameter (float64 sums), total parameter change, and the model before."""
         params, moments = self.model.params, self.model.moments()
         before = {k: v.clone() for k, v in params.items()}
         self.still_moments()

@@ -47,7 +47,7 @@ def _bytes(moment: torch.dtype) -> int:
 
 
 def make_worker(world: World, shared: Job) -> Callable[[Job], Job]:
-    """What trains; see `lib.rank_jobs`."""
+    """Training worker; see `lib.rank_jobs`."""
     return lambda job: _train(world, job)
 
 

@@ -54,7 +54,7 @@ class Mode:
 
 
 def lists_to_choose() -> tuple[str, ...]:
-    """How lists can be made: by gathering, and by the sort over ranks."""
+    """Methods to build tile lists: by gathering, and by the sort over ranks."""
     return ("gather", "sort")
 
 
@@ -190,7 +190,7 @@ class Parts:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """What a `Step` takes."""
+        """Arguments of a `Step`."""
         if not self.on:
             yield
             return

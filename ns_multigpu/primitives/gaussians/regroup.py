@@ -85,8 +85,8 @@ class Fates:
     """Fates of N points in a refinement, and their counts.
 
     Attributes:
-        masks: [5 + births, N] bool, by point. 0: kept and not split. 1: copied, with a copy that is kept. 2 and one more
-            for each further child: split into children that are kept. The last three, before pruning of new points:
+        masks: [5 + births, N] bool, by point. 0: kept and not split. 1: copied, with a copy that is kept. 2 and one
+            more for each further child: split into kept children. The last three, before pruning of new points:
             split; copied; kept if nothing were split.
         n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: counts of masks 0, 1, 2 and the last three.
     """
