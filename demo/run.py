@@ -26,7 +26,7 @@ from demo.command import CommandFailed, Stages
 WIDTH, HEIGHT = 480, 360
 """Of the views and of the video, pixels."""
 ALTITUDE = 95.0
-"""Of the capture's flight and of the video's, metres."""
+"""Altitude of the capture's and the video's cameras, metres."""
 BLOCK = 70.0
 """A block of the city and its road, metres."""
 FOV = 52.0

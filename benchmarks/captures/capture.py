@@ -50,7 +50,7 @@ VARIANTS = {
     "-falling": ["--rates-at-end", "0.03", "--rates-fall-from", "0"],
     "-gsplat": ["--fused-steps", "never"],
 }
-"""Options of a named run."""
+"""Options of a run by suffix of its name."""
 
 
 def arguments() -> argparse.Namespace:

@@ -15,7 +15,7 @@ BLOCK = 50
 _MISSED = 25
 """Steps that every point has missed."""
 _SHIFT = 1e-12
-"""Gradient records that sum to zero: they move nothing, but the kernel cannot skip them."""
+"""Sum of the missed steps' rates: negligible motion, but not zero, so that kernels cannot skip it."""
 
 
 class LazyParts:

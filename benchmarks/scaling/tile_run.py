@@ -54,7 +54,7 @@ class Mode:
 
 
 def lists_to_choose() -> tuple[str, ...]:
-    """Methods to build tile lists: by gathering, and by the sort over ranks."""
+    """Return the methods to build tile lists: by gathering, and by the sort over ranks."""
     return ("gather", "sort")
 
 

@@ -1,14 +1,13 @@
-"""The order of points: along a Morton curve within small cells, and the cells dealt out like cards.
+"""Order of points: along a Morton curve within small cells, with the cells distributed like cards.
 
 Ranks own ranges of this order. Ranges of a plain Morton curve are regions of space, and one view sees much of one
-region and nothing of another: over a city the busiest of 2 ranks had 1.5 times the mean of the points that a view
-shows, of 4 ranks 2.3 times (benchmarks/scaling/point_order.py). So space is cut into cells, each cell goes to one of
-64 hands such that neighbours are in different hands, and points are ordered by hand first: every long range of the
-order has a fair sample of every region, whatever the number of ranks. Within a cell, hundreds of points as a
-rule, neighbours in the order are neighbours in space.
+region and nothing of another. Over a city, the busiest of 2 ranks had 1.5 times the mean of the points in a view, of 4
+ranks 2.3 times (benchmarks/scaling/point_order.py). Space is therefore split into cells. Each cell belongs to one of 64
+hands such that neighbours are in different hands, and points are ordered by hand first. Every long range of the order
+has a fair sample of every region, for any number of ranks. Within a cell, usually with hundreds of points, neighbours
+in the order are neighbours in space.
 
-The cells follow from the points' census alone, which ranks can add up: where the points lie, not who holds them,
-decides.
+The cells follow from the points' census alone, which ranks sum: the points' positions matter, not their ranks.
 """
 
 import functools
@@ -24,7 +23,7 @@ MORTON_BITS = 18
 """Bits an axis."""
 HAND_BITS = 6
 CODE_BITS = 3 * MORTON_BITS + HAND_BITS
-"""Of an order code: room is left in an int64 for two bits that break ties."""
+"""Bits of an order code; an int64 has two more bits for ties."""
 
 _PIECE = 1 << 24
 """Points at once: what a piece takes on the way is much more than its codes."""
@@ -108,7 +107,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def dealt_order(means: Tensor) -> Tensor:
-    """The permutation [N] int64 that brings positions [N, 3] into the order of their codes; ties stay."""
+    """Return the permutation [N] int64 that sorts positions [N, 3] by code, stably."""
     return torch.sort(dealt_codes(means, Grid.of(census(means).tolist())), stable=True).indices
 
 

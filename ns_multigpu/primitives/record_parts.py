@@ -1,8 +1,8 @@
-"""Rows that are wider than those of 3D Gaussians, and how they and their gradients travel: each in several parts, which
-are records of `cuda_ext.ops.exchange.row_exchange` or segments of `cuda_ext.ops.exchange.row_wire`.
+"""Rows wider than those of 3D Gaussians, and their exchange in several parts: records of
+`cuda_ext.ops.exchange.row_exchange` or segments of `cuda_ext.ops.exchange.row_wire`.
 
-A part carries ten numbers of a row, in the places of mean, conic, opacity, colour and depth, and nine gradients. Where
-these are too few, the last part's absolute ones take two more. Each part has the row's view and radii. Nothing is
+A part has ten numbers of a row, in the places of mean, conic, opacity, colour and depth, and nine gradients. If these
+are too few, the last part's absolute gradients hold two more. Each part has the row's view and radii. Nothing is
 rounded.
 """
 

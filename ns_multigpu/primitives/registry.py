@@ -56,17 +56,17 @@ class Rendering:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of point, as the trainer wants to know it.
+    """A primitive's properties for the trainer.
 
     Attributes:
-        title: what messages call its points.
+        title: name of its points in messages.
         schema: the parameters of a point.
-        make: the primitive that renders them so.
-        initial: the raw parameters that training starts from; arguments as `initial_gaussians`'s.
+        make: creates the primitive with render options.
+        initial: creates the initial raw parameters; arguments as `initial_gaussians`'s.
         screen_radii: radii in pixels of a step's splats, [M], for densification; see `densification_info`.
-        lacks: what it cannot do yet that others can, and why: by the option that would ask for it, with its value.
-        halves: what the halves of a split are.
-        timed: whether what they look like depends on a view's time.
+        lacks: reasons for unsupported options, by option and value.
+        halves: its split rule.
+        timed: True if rendering depends on a view's time.
     """
 
     title: str

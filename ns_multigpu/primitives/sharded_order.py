@@ -1,12 +1,12 @@
-"""The order (`morton`) of a model that is spread over the ranks, and how its points get to their owners.
+"""Order (`morton`) of a sharded model, and the exchange of points with their owners.
 
-Each rank sorts its own points by key; the placement says who owns each of them; every point travels, with its moments,
-to its owner, and what has arrived is put in order again. The order of the whole model is that of a stable sort of all
-its points by key, equal keys going by the places of the points that they are or come from.
+Each rank sorts its own points by key. The placement determines each point's owner. Points are sent to their owners with
+their moments, and sorted again there. The global order is a stable sort of all points by key, with ties by global index
+of the point or its parent.
 
-Where owners hold ranges of the order, equal keys stay on one rank, in the order of the ranks they came from and of
-their rows there: one after the other, the ranks then hold the whole model in order. With any other placement each
-point's place is asked for (`core.ranking`) and travels with it.
+If owners hold ranges of the order, equal keys are on one rank, ordered by source rank and row. The concatenated ranks
+then hold the model in order. With any other placement, global indices are computed (`core.ranking`) and sent with the
+points.
 """
 
 import time
@@ -167,17 +167,17 @@ def plan_move(
     positions: Callable[[], Tensor] | None = None,
     parents: Callable[[], Tensor] | None = None,
 ) -> Move:
-    """Asks which rank will own what, and brings the keys, or the places, there.
+    """Determine the owners, and send the keys or the global indices to them.
 
     Args:
         keys: [N] int64 in [0, 2^62), ascending.
         weights: [N] int64, work by point; at least 0.
         works: their sum, by rank: see `Survey`.
         threshold: see `NewPoints`.
-        placement: who is asked; `Sharded` by default.
-        positions: gives the points' positions [N, 3], by key.
-        parents: gives the places [N] int64, in the model so far, of the points that these were or come from. Every
-            rank calls it, where owners do not hold ranges of the order.
+        placement: determines owners; `Sharded` by default.
+        positions: returns the points' positions [N, 3], by key.
+        parents: returns the old global indices [N] int64 of the points or their parents. Every rank calls it, if
+            owners do not hold ranges of the order.
 
     Raises:
         ValueError: the threshold is less than 1; the placement names an owner that is no rank, on any rank.

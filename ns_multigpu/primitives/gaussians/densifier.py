@@ -42,13 +42,13 @@ class ReplicatedDensifier(DefaultStrategy):
     Attributes:
         world: the ranks whose statistics are summed.
         seed: the run's seed.
-        morton: bring the points into the order of `morton` at every `order_every`-th refinement; at the others new ones
-            stand where those stood that they come from.
-        cap: most points of the whole model, None for any number: a refinement that would lead beyond only prunes.
-        held_back: called each time that happens, with the number of points there would have been.
-        halves: what the halves of a split are.
-        changes: how many points of the whole model refinements have `duplicated`, `split` and `pruned`; whoever logs it
-            empties it.
+        morton: sort the points in the order of `morton` at every `order_every`-th refinement; at the others, new points
+            replace their old ones in the order.
+        cap: maximum number of points of the whole model, None for no limit: a refinement that would exceed it only prunes.
+        held_back: called each time that happens, with the number of points that there would have been.
+        halves: the split rule.
+        changes: numbers of points of the whole model that refinements have `duplicated`, `split` and `pruned`; cleared by
+            the logger.
     """
 
     kind: ClassVar[str] = "ReplicatedDensifier"

@@ -1,14 +1,14 @@
-"""Growing and pruning in one pass: every tensor of the model is gathered once, whatever happened to its points.
+"""Growing and pruning in one pass: every tensor of the model is gathered once.
 
-The rules, the random numbers and the order of the points are those of gsplat's `DefaultStrategy`, which reallocates
-every parameter and moment three times (duplicate, split, remove) and waits for the device at each. Here all decisions
-are made first, one small tensor of counts is read back, and an index says where each new point comes from. A child's
-fate can be decided before it exists: it has its parent's opacity and radius, and 1 / 1.6 of its scales.
+The rules, random numbers and point order are those of gsplat's `DefaultStrategy`. gsplat reallocates every parameter
+and moment three times (duplicate, split, remove) and waits for the device at each. Here all decisions are made first,
+one small tensor of counts is read back, and an index map gives the source of each new point. A child's fate can be
+decided before it exists: it has its parent's opacity and radius, and 1 / 1.6 of its scales.
 
-Optionally the points are brought into the order of `morton` on the same way, so that points near each other in space
-are near each other in memory; or stand where those stood that they come from, which are near them.
+Optionally the points are sorted in the order of `morton` in the same pass, so that spatial neighbours are near each
+other in memory. Alternatively, new points replace their old ones in the order.
 
-A GPU is done with an operator on some 100,000 points before the host has launched the next: few of them is fast.
+A GPU finishes an operator on some 100,000 points before the host has launched the next, so few operators are fast.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence

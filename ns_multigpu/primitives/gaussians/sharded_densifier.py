@@ -90,7 +90,8 @@ class ShardedDensifier(ReplicatedDensifier):
         edit = partial(edit_children, self, halves=self.halves)
         arranging = Arranging(self.holding, self.threshold, world)
         if self._orders(image):
-            # A key has room for four categories: of more halves than two at one place, the later go by their parents.
+            # A key holds four categories: of more than two children at one place, the later ones are ordered by their
+            # parents.
             categories = categories[: fates.total].clamp_(max=3)
             del fates, drawn, points
             self.reordering = arranging.in_order(params, optimizers, listing, categories, work, edit)

@@ -1,9 +1,9 @@
-"""Gaussian splatting as Markov chain Monte Carlo over shards: together, the ranks hold the Gaussians that one rank with
-`morton` would have, whatever placement says which rank owns which.
+"""Gaussian splatting as Markov chain Monte Carlo over shards: together, the ranks hold the same Gaussians as one rank
+with `morton`, for any placement.
 
-Gaussians are drawn by opacity over the whole model: every rank makes the same draws, in integers, and knows from the
-sums over all Gaussians that stand before its own which of them are its. The rows of a relocated Gaussian's source
-travel to where the dead one was. Where owners hold ranges of the order it stays there until the next reordering.
+Gaussians are drawn by opacity over the whole model. Every rank makes the same draws in integers, and finds its own from
+the sums over all Gaussians before them. The source's rows are sent to the dead Gaussian's rank. If owners hold ranges
+of the order, it remains there until the next reordering.
 """
 
 import math
@@ -72,7 +72,7 @@ class ShardedMcmc(McmcDensifier):
         """Do nothing: a rank counts all that is drawn of its own Gaussians."""
 
     def _prefetches(self) -> bool:
-        return False  # how many rows travel is told between ranks
+        return False  # ranks exchange row counts
 
     def _relocate(
         self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None, taken: Tensor | None = None

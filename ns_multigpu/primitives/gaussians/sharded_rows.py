@@ -18,9 +18,9 @@ from ns_multigpu.primitives.gaussians.split_remote import Parting
 from ns_multigpu.primitives.sharded_order import Move
 
 _WIDTH = 64
-"""Bytes of a row that travel together at least: a narrow parameter with its moments."""
+"""Minimum bytes per row of one exchange: a narrow parameter with its moments."""
 _AT_ONCE = 1 << 26
-"""Bytes of all rows that travel together where rows are few: each exchange costs ranks a meeting."""
+"""Bytes per exchange if rows are few: each exchange synchronises the ranks."""
 
 Edit = Callable[[str, Tensor, Regrouping], None]
 """Makes a parameter's rows [T, ...], copied by the regrouping's source, what they are to be: name, rows, regrouping."""
@@ -51,20 +51,20 @@ def move_rows(
     world: World,
     edit: Edit | None = None,
 ) -> int:
-    """Makes new points of this rank's old ones, brings them where they belong, and puts them in the old ones' place.
+    """Create new points from this rank's old ones, send them to their owners, and replace the old ones.
 
-    A rank without points may not have stepped an optimizer as often as the others, or never: it gets what they have.
+    A rank without points may have run fewer optimizer steps than the others, or none: it receives their state.
 
     Args:
-        params: by name, with a line for each point; replaced by new `Parameter`s.
-        optimizers: by parameter; may lack some, the same on every rank. They go on with the new parameters.
-        regrouping: of this rank's points, in the order in which they leave (`Move.leaving`).
+        params: by name, with a row for each point; replaced by new `Parameter`s.
+        optimizers: by parameter; may lack some, the same on every rank. They continue with the new parameters.
+        regrouping: of this rank's points, in sending order (`Move.leaving`).
         move: see `plan_move`.
-        kept: what all ranks' optimizers keep, as they have agreed.
-        edit: see `Edit`; must leave alone what is wide. None to change nothing.
+        kept: merged optimizer states of all ranks.
+        edit: see `Edit`; must not change wide parameters. None to change nothing.
 
     Returns:
-        bytes a point, its key included.
+        bytes per point, its key included.
     """
     parting = Parting.of(regrouping, move, world.rank)
 
@@ -196,7 +196,7 @@ class _Arrivals:
         self._parting, self._moved, self._world = parting, moved, world
         self.row_bytes = sum(one.row_bytes for one in columns)
         self._waiting = deque(columns)
-        # Parts of columns that have not travelled. None are kept if none will: what is kept is not freed.
+        # Parts of columns that are not yet exchanged; none if no row moves, because references would keep memory alive.
         self._left: deque[tuple[_Column, int, int]] = deque()
         room = max(_WIDTH, _AT_ONCE // max(moved, 1))
         for one in columns if moved else ():

@@ -15,14 +15,14 @@ from ns_multigpu.primitives.sharded_order import Move
 
 @dataclass(frozen=True)
 class Parting:
-    """A regrouping in two, by who will own its points.
+    """Regrouping split by the owner of the new points.
 
     Attributes:
-        stay: of all T rows that this rank will have, in the order in which it will have them. Those that others send
-            are copies of the first old point, for now.
-        leave: of the rows that go to other ranks, in the order in which they leave.
-        landing: [K] int64, the rows of `stay` that others send, in the order in which they arrive.
-        send, receive: how many rows go to, and come from, each rank; none of them this one's own.
+        stay: of all T final rows of this rank, in final order. Rows from other ranks are placeholder copies of the
+            first old point.
+        leave: of the rows for other ranks, in sending order.
+        landing: [K] int64, the rows of `stay` that other ranks send, in receiving order.
+        send, receive: number of rows to and from each rank; 0 for this rank.
     """
 
     stay: Regrouping

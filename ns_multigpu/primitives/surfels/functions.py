@@ -92,9 +92,10 @@ class Surfels(Primitive):
 
     @torch.no_grad()
     def reaches(self, points: Points, viewmat: Tensor, K: Tensor, size: Sequence[int]) -> Tensor:
-        """[N] bool: whether a point's sphere, and the filter's disc around it, may reach the frustum of a view.
+        """Return a mask [N] of the points whose sphere, with the filter's disc, may overlap the frustum of a view.
 
-        What is beside the camera or across its plane has no box on the screen, and would be looked for everywhere.
+        Points next to the camera or across its plane have no bounded box on the screen, and would be tested in every
+        tile.
 
         Args:
             viewmat: [4, 4]. K: [3, 3]. size: width and height, pixels.

@@ -63,4 +63,4 @@ SURFEL_PARTS = RecordParts(
     arrived=ArrivedSurfels,
     gradients=SurfelGradients,
 )  # fmt: skip
-"""22 numbers of a row, and 19 gradients: one more than two parts have room for, so that absolute ones travel too."""
+"""22 numbers of a row, and 19 gradients: one more than two parts hold, so that absolute ones are exchanged too."""

@@ -16,7 +16,7 @@ from ns_multigpu.plugin.radiance.data.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.data.split import Split
 
 _SENDING = 4
-"""Maximum number of copies in flight."""
+"""Maximum number of pending copies."""
 
 
 class Feed:
