@@ -29,7 +29,7 @@ class Stages:
 
     Args:
         logs: folder for the programs' output, one file each.
-        environment: variables for them, beside this process's own.
+        environment: variables for them, in addition to this process's own.
     """
 
     def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:

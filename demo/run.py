@@ -169,7 +169,7 @@ def main() -> int:
         import imageio_ffmpeg
 
         with tempfile.TemporaryDirectory() as folder:
-            # nerfstudio looks for a program called ffmpeg, which few machines have; the package brings one along.
+            # nerfstudio needs the program ffmpeg, which few machines have; the package contains one.
             os.symlink(imageio_ffmpeg.get_ffmpeg_exe(), Path(folder) / "ffmpeg")
             environment = {"PATH": os.environ.get("PATH", "") + os.pathsep + folder}
             with Stages(options.output / "logs", environment) as stages:

@@ -43,7 +43,7 @@ class Grid:
     """Cells of space.
 
     Attributes:
-        half: the cube of the curve reaches from -2^half to 2^half along each axis.
+        half: the cube of the curve spans -2^half to 2^half along each axis.
         cell: cells measure 2^cell; at least 2^-17 of the cube's half side.
     """
 

@@ -25,7 +25,7 @@ class Composited(NamedTuple):
     """Inputs and outputs of `rasterize_<operator>`, which the way back needs.
 
     Attributes:
-        extra: [P] or [P, n] numbers of pixels beside their colours; the first is the depth.
+        extra: [P] or [P, n] further numbers of pixels; the first is the depth.
         v_extra, v_covered: gradients of further losses by `extra` and by what is covered, or None.
     """
 

@@ -44,11 +44,10 @@ class ReplicatedDensifier(DefaultStrategy):
         seed: the run's seed.
         morton: sort the points in the order of `morton` at every `order_every`-th refinement; at the others, new points
             replace their old ones in the order.
-        cap: maximum number of points of the whole model, None for no limit: a refinement that would exceed it only prunes.
+        cap: maximum number of points of the whole model, None for no limit; beyond it refinements only prune.
         held_back: called each time that happens, with the number of points that there would have been.
         halves: the split rule.
-        changes: numbers of points of the whole model that refinements have `duplicated`, `split` and `pruned`; cleared by
-            the logger.
+        changes: numbers of points that refinements have `duplicated`, `split` and `pruned`; cleared by the logger.
     """
 
     kind: ClassVar[str] = "ReplicatedDensifier"

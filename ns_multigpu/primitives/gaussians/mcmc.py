@@ -51,7 +51,7 @@ class McmcDensifier:
         refine_start_iter, refine_stop_iter, refine_every: when to relocate and grow, in images seen.
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
-        morton: bring the Gaussians into the order of `morton` at every `order_every`th refinement. In between new ones
+        morton: sort the Gaussians in the order of `morton` at every `order_every`th refinement. In between new ones
             stand beside those that they come from; a few that were relocated lie far from their neighbours.
         picks: where relocated and added Gaussians go: onto those drawn by "opacity", as in the paper; by "gradient",
             their mean gradient on screen, to what default densification would split; or by the product of "both".
@@ -317,7 +317,7 @@ def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """`count` rows, [count] int64, drawn with replacement in proportion to `weights` [N] in [0, 1].
 
     Exact in integers, so that the same weights and generator (a host's) give the same rows everywhere, on any number
-    of weights. None are drawn if no weight reaches 2^-24.
+    of weights. None are drawn if all weights are below 2^-24.
     """
     sums = quanta(weights).cumsum(0)
     total = int(sums[-1]) if len(sums) and count else 0

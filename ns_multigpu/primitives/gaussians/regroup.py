@@ -203,7 +203,7 @@ def grow_and_prune(
         order: of the new points: kept ones first; or each where the one stood that it comes from; or that of `morton`.
         cap: may take growth out of what has been decided.
         generator: what to draw from, of the points' device; None for the device's default generator, as gsplat.
-        spent: those of `state` that do not follow, but count anew from zero, whatever is done.
+        spent: those of `state` that restart from zero instead.
         halves: what the halves of a split are.
         decided: what becomes of the points, where that has been found out. ready: see `gather_points`.
 
