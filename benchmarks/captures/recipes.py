@@ -259,7 +259,7 @@ class Runs:
             Console().print(f"{label}: " + ("time is up" if self.left() <= 0 else f"failed; see {log}"))
             return
         found = json.loads(output.read_text())
-        rmtree(folder, ignore_errors=True)  # checkpoints are large, and nobody asks for them
+        rmtree(folder, ignore_errors=True)  # checkpoints are large and not needed
         self.took[job.of, self._kind(job), job.images] = took
         self._keep(job, [*found.pop("looks", []), found | {"images": job.images[-1]}], {"wall_s": took})
         Console().print(f"{label}: {found['psnr']:.2f} dB, {found['gaussians']:,} Gaussians, {took:.0f} s")

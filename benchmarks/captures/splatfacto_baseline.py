@@ -75,7 +75,7 @@ def peak_mib() -> float:
 
 @torch.no_grad()
 def draw_view(pipeline: Any, file: Path) -> None:
-    """Writes the middle held-out view as a PNG: the photograph, and beside it the rendering."""
+    """Write the middle held-out view as a PNG: the photograph next to the rendering."""
     pipeline.eval()
     dataset = pipeline.datamanager.eval_dataset
     index = len(dataset) // 2

@@ -30,7 +30,7 @@ class Pixels(NamedTuple):
 
 
 class Capacities(NamedTuple):
-    """Room for rows and intersections."""
+    """Capacities for rows and intersections."""
 
     rows: int
     intersections: int

@@ -128,7 +128,7 @@ class Run(ABC):
         self, settings: StepSettings, strategy: Strategy, transport: Transport, lists: TileLists | None = None,
         **options: Any,
     ) -> Step:  # fmt: skip
-        """The step, and what brings its inputs there."""
+        """Return a step with its input transfer."""
         step = Step(
             self.kernels, self.model.params, self.model.moments(), self.statistics, settings, strategy, transport,
             self._lazy, lists, **options,
@@ -137,7 +137,7 @@ class Run(ABC):
         return step
 
     def settle(self) -> None:
-        """Takes every batch twice, makes room where it is needed, and keeps as much as training would."""
+        """Run every batch twice, grow capacities as needed, and keep as much memory as training would."""
         for _ in range(2):
             for b in range(len(self.batches)):
                 self._fit(b)
@@ -164,7 +164,7 @@ class Run(ABC):
         return status.rows, most_of(all_gather_counts(status.segments, self.world)), status.intersections
 
     def grow_capacity(self, needed: Sequence[int]) -> None:
-        """Makes the step anew, with room for so much."""
+        """Rebuild the step with these capacities."""
         # What was counted beyond a full capacity of rows may be too little.
         wanted = [padded(n) for n in needed]
         self.capacities = tuple(
@@ -237,7 +237,7 @@ class Run(ABC):
         cycles = max(1, min(-(-steps // count), (_BLOCK - count) // count))
         assert (cycles + 1) * count <= MOST_STEPS
         self.flush()
-        self.step.status()  # counts anew
+        self.step.status()  # resets the counts
         for b in range(count):
             self.advance(b)
         self._wait()

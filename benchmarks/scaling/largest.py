@@ -64,11 +64,11 @@ def _train(world: World, job: Job) -> Job:
     chosen = choose_transport(world, job["transport"])
     mode = Mode("peer" if chosen.peer else "collective", lazy=not job["dense"])
     run = TileRun(model, course, world, 1, mode, counting=True)
-    run.settle()  # finds the room that steps need
+    run.settle()  # measures the capacities that steps need
     run.still_moments()
     for counted in run.statistics.values():
         counted.zero_()
-    run.step.status()  # counts anew
+    run.step.status()  # resets the counts
     settled = time.perf_counter() - began
     run.number = done = 0
     times: list[float] = []

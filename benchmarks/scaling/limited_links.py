@@ -129,7 +129,7 @@ class _Worker:
         return {"setup_seconds": round(made, 2), **run.time(shared["steps"], shared["blocks"])}
 
     def _raw(self) -> Job:
-        """Gbit/s that 64 MB reach, the median of some turns: from rank 0 to 1, and both ways at once."""
+        """Return the Gbit/s of 64 MB, the median of some rounds: from rank 0 to 1, and in both directions at once."""
         world, count = self._world, _RAW_BYTES // 4
         source, into = (torch.zeros(count, device=world.device) for _ in range(2))
         found: Job = {}

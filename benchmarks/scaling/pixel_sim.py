@@ -48,7 +48,7 @@ GHOST_BYTES = 48 + 36
 _GHOST_STEPS = 3
 _TRACED = 64
 _REACH = 3.33
-"""Standard deviations that a splat reaches."""
+"""Radius of a splat's footprint in standard deviations."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class TileRun(Run):
 
     def settle(self) -> None:
         super().settle()
-        # A step in which something had no room has counted too little.
+        # A step with exceeded capacities has counted too little.
         for b in range(len(self.batches)):
             self._fit(b)
         self.flush()
