@@ -29,7 +29,7 @@ class Stages:
 
     Args:
         logs: folder for the programs' output, one file each.
-        environment: variables for them, beside this process's own.
+        environment: variables for them, in addition to this process's own.
     """
 
     def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
@@ -97,7 +97,7 @@ class Stages:
 
 
 def _output(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """What `process` writes, as it comes; an empty string when there has been nothing for a moment."""
+    """Yield the output of `process` as it is written; an empty string if there was none for a moment."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     while True:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 _DOWN = math.radians(46.0)
-"""How far below the horizon the camera looks: as the oblique views that the model has learnt from."""
+"""Angle of the camera below the horizon, equal to that of the training views."""
 
 
 def poses(half: float, height: float, frames: int) -> np.ndarray:

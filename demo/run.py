@@ -26,7 +26,7 @@ from demo.command import CommandFailed, Stages
 WIDTH, HEIGHT = 480, 360
 """Of the views and of the video, pixels."""
 ALTITUDE = 95.0
-"""Of the capture's flight and of the video's, metres."""
+"""Altitude of the capture's and the video's cameras, metres."""
 BLOCK = 70.0
 """A block of the city and its road, metres."""
 FOV = 52.0
@@ -82,7 +82,7 @@ def training_watch(run: Path, steps: int) -> Any:
 
 
 def table(summary: dict[str, Any], places: dict[str, Path]) -> Table:
-    """What came out, for the terminal."""
+    """Return the results as text for the terminal."""
     result = Table(title=f"{summary['workers']} workers on {summary['device']}", title_justify="left")
     result.add_column("")
     result.add_column("before", justify="right")
@@ -169,7 +169,7 @@ def main() -> int:
         import imageio_ffmpeg
 
         with tempfile.TemporaryDirectory() as folder:
-            # nerfstudio looks for a program called ffmpeg, which few machines have; the package brings one along.
+            # nerfstudio needs the program ffmpeg, which few machines have; the package contains one.
             os.symlink(imageio_ffmpeg.get_ffmpeg_exe(), Path(folder) / "ffmpeg")
             environment = {"PATH": os.environ.get("PATH", "") + os.pathsep + folder}
             with Stages(options.output / "logs", environment) as stages:

@@ -67,7 +67,7 @@ def tiles(cells: Partition, part: float) -> Tensor:
 
 
 def weight_in_tile(inward: Tensor, tile: Tensor, extent: Tensor) -> Tensor:
-    """How much a tile's field counts at positions (not normalised): 1 in its middle, 0 from its faces on.
+    """Return the weight of a tile's field at positions (not normalised): 1 in its middle, 0 from its faces on.
 
     It falls linearly over the overlap, which lies on both sides of the cell's own face; at a face that the domain ends
     at there is no overlap. In its own cell a field counts one half at least.
@@ -83,7 +83,7 @@ def weight_in_tile(inward: Tensor, tile: Tensor, extent: Tensor) -> Tensor:
 
 
 def camera_weights(origins: Tensor, boxes: Tensor, home: Tensor) -> Tensor:
-    """How much the field of each group of cameras counts for rays, by where these begin: [R, C], the sum of a row is 1.
+    """Return the weight of each camera group's field for rays, by their origins: [R, C], each row sums to 1.
 
     Fields count whose box of cameras has the origin; by the distance from its middle to the power of -4.
 

@@ -1,1 +1,1 @@
-"""Whole runs on real captures: quality and speed, beside splatfacto and gsplat."""
+"""Complete runs on real captures: quality and speed, compared with splatfacto and gsplat."""

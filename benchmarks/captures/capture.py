@@ -50,7 +50,7 @@ VARIANTS = {
     "-falling": ["--rates-at-end", "0.03", "--rates-fall-from", "0"],
     "-gsplat": ["--fused-steps", "never"],
 }
-"""What is behind the name of a run, and the options it stands for."""
+"""Options of a run by suffix of its name."""
 
 
 def arguments() -> argparse.Namespace:
@@ -144,7 +144,7 @@ def course(metrics: Path) -> list[dict[str, float]]:
 
 
 def run_folder(output: Path) -> Path:
-    """Where a run of ours lies."""
+    """Return the folder of one of our runs."""
     return next((output / "capture").glob("splatfacto-*")) / "run"
 
 
@@ -164,7 +164,7 @@ def evaluate(result: dict[str, Any], options: argparse.Namespace, folder: Path, 
 
 
 def parts_table(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> Table | None:
-    """What the runs spent their time on by their own account, seconds by part, means over those that were alone."""
+    """Return the runs' own timings, seconds by part, means over the runs without concurrent ones."""
     columns = {
         run: [r["startup_ms"] for r in results if r["run"] == run and r["alone"] and "startup_ms" in r] for run in runs
     }

@@ -1,4 +1,4 @@
-"""How far the depth of trained models is from COLMAP's points, at the keypoints of held-out views; and their PSNR.
+"""Depth error of trained models against COLMAP's points, at keypoints of held-out views, and their PSNR.
 
     python -m benchmarks.captures.depth_error --runs without=RUN/config.yml with=RUN/config.yml --output FILE.json
 

@@ -26,7 +26,7 @@ MOVES = 0.1
 
 
 def moving_pixels(capture: CityCapture, rig: int) -> Tensor:
-    """Where each camera sees something move at any time, [rig, height, width] bool."""
+    """Return the pixels in which each camera sees motion at any time, [rig, height, width] bool."""
     films = [torch.stack([capture.image(v) for v in range(c, len(capture), rig)]).float() / 255 for c in range(rig)]
     return torch.stack([(film.amax(0) - film.amin(0)).amax(-1) > MOVES for film in films])
 

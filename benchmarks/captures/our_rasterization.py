@@ -18,7 +18,7 @@ from torch import Tensor
 import cuda_ext
 
 _GSPLAT = {name: p.default for name, p in inspect.signature(gsplat.rasterization).parameters.items()}
-"""What gsplat does where nerfstudio does not say."""
+"""gsplat's defaults for arguments that nerfstudio omits."""
 
 
 def rasterization(

@@ -37,7 +37,7 @@ _WAY = re.compile(r"(nerfacto|(?P<spread>xl|ddp|mega|block)-(?P<cells>\d+))(x(?P
 
 
 def command(way: str, options: argparse.Namespace, output: Path) -> list[str]:
-    """What is to be run for a way.
+    """Return the command line that runs a method.
 
     Raises:
         SystemExit: there is no such way.
@@ -65,7 +65,7 @@ def command(way: str, options: argparse.Namespace, output: Path) -> list[str]:
 
 
 def run(way: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What a way has measured, or why it has not."""
+    """Return the measurements of a method, or the reason why there are none."""
     output = folder / re.sub(r"\W+", "-", way)
     output.mkdir(parents=True)
     start = time.perf_counter()

@@ -111,7 +111,7 @@ class Run:
         return {"courses": courses, "steps": step, **self._speed(rates)}
 
     def profile(self, first: int, steps: int = 5) -> str:
-        """Where the time of a few more steps goes, by operator."""
+        """Profile a few more steps: time by operator."""
         cuda = self._device.type == "cuda"
         kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
         with torch.profiler.profile(activities=kinds) as seen:

@@ -147,7 +147,7 @@ def jobs_of(options: argparse.Namespace, recipes: Mapping[str, Any]) -> list[Job
 
 
 def folders_of(options: argparse.Namespace, jobs: Sequence[Job]) -> tuple[dict[str, Path], list[str]]:
-    """Where captures lie, by name, and the cities among those asked for."""
+    """Return the folders of captures by name, and the requested cities."""
     folders = {}
     for word in options.captures:
         name, equals, folder = word.partition("=")
@@ -259,7 +259,7 @@ class Runs:
             Console().print(f"{label}: " + ("time is up" if self.left() <= 0 else f"failed; see {log}"))
             return
         found = json.loads(output.read_text())
-        rmtree(folder, ignore_errors=True)  # checkpoints are large, and nobody asks for them
+        rmtree(folder, ignore_errors=True)  # checkpoints are large and not needed
         self.took[job.of, self._kind(job), job.images] = took
         self._keep(job, [*found.pop("looks", []), found | {"images": job.images[-1]}], {"wall_s": took})
         Console().print(f"{label}: {found['psnr']:.2f} dB, {found['gaussians']:,} Gaussians, {took:.0f} s")
@@ -293,7 +293,7 @@ class Runs:
 
 
 def trains_in_forks() -> None:
-    """What `called` calls is forked from a server that has imported it. Before the first call."""
+    """Make `called` fork from a server that has imported `recipe_run`. Call it before the first `called`."""
     # The server must not have used CUDA's driver: see `ns_multigpu.plugin.launch.processes`.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.set_forkserver_preload(["benchmarks.captures.recipe_run"])

@@ -75,7 +75,7 @@ def peak_mib() -> float:
 
 @torch.no_grad()
 def draw_view(pipeline: Any, file: Path) -> None:
-    """Writes the middle held-out view as a PNG: the photograph, and beside it the rendering."""
+    """Write the middle held-out view as a PNG: the photograph next to the rendering."""
     pipeline.eval()
     dataset = pipeline.datamanager.eval_dataset
     index = len(dataset) // 2
@@ -86,8 +86,8 @@ def draw_view(pipeline: Any, file: Path) -> None:
 
 
 def recorded(strategy: Any) -> list[dict[str, int]]:
-    """What each refinement of gsplat's `strategy` does from now on: its image, how many Gaussians it duplicates, splits
-    and prunes, and how many there are then."""
+    """Record each later refinement of gsplat's `strategy`: image, numbers of duplicated, split and pruned Gaussians,
+    and the resulting total."""
     done: list[dict[str, int]] = []
     grow, prune = strategy._grow_gs, strategy._prune_gs
 

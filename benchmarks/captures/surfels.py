@@ -1,4 +1,4 @@
-"""2D Gaussians, ours beside gsplat 1.4.0's own, trained by the same recipe: PSNR and SSIM, and a picture of normals.
+"""2D Gaussians, ours and gsplat 1.4.0's, trained with the same recipe: PSNR and SSIM, and a picture of normals.
 
     python -m benchmarks.captures.surfels --images 7000 --json out.json --picture normals.png -- \\
         colmap --data FOX --colmap-path sparse/0 --downscale-factor 1 --eval-mode interval --eval-interval 8

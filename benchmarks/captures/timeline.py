@@ -1,4 +1,4 @@
-"""What a run's host and GPU do, step by step: a profile of some blocks of fused steps, and a picture of profiles.
+"""Timeline of a run's host and GPU, step by step: a profile of some blocks of fused steps, and a picture of profiles.
 
     torchrun --nproc-per-node 2 -m benchmarks.captures.timeline profile --output OUT --at 6600 -- \\
         splatfacto-batch --max-num-images 7000 colmap --data FOX --colmap-path sparse/0 --downscale-factor 1
@@ -26,7 +26,7 @@ KINDS = {
     "loss": r"band_kernel|totals_kernel",
     "project, sort": r"rows_kernel|flag_kernel|Radix|emit_kernel|count_kernel|offsets_kernel|::pack|order|Scan",
 }
-"""What a kernel is for, by its name; the first that fits."""
+"""Purpose of a kernel by a part of its name; the first match counts."""
 COLOURS = {
     "exchange": "#d62728", "forward": "#1f77b4", "backward": "#17507a", "update": "#2ca02c", "loss": "#9467bd",
     "project, sort": "#ff7f0e", "other": "#999999", "launches": "#333333", "waits": "#cccccc",
@@ -63,7 +63,7 @@ def profile(output: Path, at: int, blocks: int, argv: list[str]) -> None:
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is for."""
+    """Return the purpose of a kernel."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 

@@ -1,1 +1,1 @@
-"""Operators and whole steps on one device, beside gsplat and the hardware's floors."""
+"""Operators and complete steps on one device, compared with gsplat and the hardware's limits."""

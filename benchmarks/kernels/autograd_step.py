@@ -21,7 +21,7 @@ Loss = Callable[[Tensor], Tensor]
 
 
 class Kind(NamedTuple):
-    """What does the work."""
+    """Operators of the measured step."""
 
     render: Literal["gsplat", "operators"]
     adam: Literal["default", "fused", "ours"]

@@ -41,7 +41,7 @@ SMALL = (64, 64)
 
 @dataclass(frozen=True)
 class Way:
-    """How one kind of point is drawn: the primitive and its points, leaves of autograd."""
+    """A primitive and its points, leaves of autograd."""
 
     name: str
     kind: Primitive
@@ -76,7 +76,7 @@ def draw(way: Way, view: View, patch: Patch) -> tuple[Splats, Tensor]:
 
 
 def pairs_of(way: Way, view: View, patch: Patch) -> int:
-    """How many lines of tiles' lists the patch has."""
+    """Return the number of entries in the patch's tile lists."""
     with torch.no_grad():
         splats, _ = draw(way, view, patch)
         rows, flat = splats.rows, [0, patch.x0, patch.y0, patch.x1, patch.y1]

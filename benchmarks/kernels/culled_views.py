@@ -24,7 +24,7 @@ from ns_multigpu.core.schema import flat
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 _ROOM = 0.5
-"""Rows that there is room for, of points x views; more are dropped by both ways alike."""
+"""Row capacity, in points x views; both variants drop further rows."""
 _MOST_ROWS = 1 << 26
 
 

@@ -13,7 +13,7 @@ from ns_multigpu.core.step.step_settings import padded
 
 
 class Lists(NamedTuple):
-    """What `intersect_capacity` returns."""
+    """Result of `intersect_capacity`."""
 
     tile_offsets: Tensor
     row_ids: Tensor
@@ -21,7 +21,7 @@ class Lists(NamedTuple):
 
 
 class Pixels(NamedTuple):
-    """What the operator `rasterize` returns."""
+    """Result of the operator `rasterize`."""
 
     out: Tensor
     alpha: Tensor
@@ -30,7 +30,7 @@ class Pixels(NamedTuple):
 
 
 class Capacities(NamedTuple):
-    """Room for rows and intersections."""
+    """Capacities for rows and intersections."""
 
     rows: int
     intersections: int

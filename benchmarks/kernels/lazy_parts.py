@@ -15,7 +15,7 @@ BLOCK = 50
 _MISSED = 25
 """Steps that every point has missed."""
 _SHIFT = 1e-12
-"""What they sum up to: it moves nothing, but is not known to be nothing."""
+"""Sum of the missed steps' rates: negligible motion, but not zero, so that kernels cannot skip it."""
 
 
 class LazyParts:

@@ -1,4 +1,4 @@
-"""What `rasterizer` and `train_step` share: options, sections that may fail, tables of lines, the report."""
+"""Shared parts of `rasterizer` and `train_step`: options, sections that may fail, tables, the report."""
 
 import argparse
 import json
@@ -103,7 +103,7 @@ def show(console: Console, title: str, lines: Sequence[Line]) -> None:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> str:
-    """How many times; empty where either is missing."""
+    """Return a ratio as text; "" if either value is missing."""
     return "" if not numerator or not denominator else f"{numerator / denominator:.2f}"
 
 

@@ -188,7 +188,7 @@ def time_updates(results: Results, watch: Stopwatch, room: Capacities, floor: di
 
 
 def time_lazy_parts(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
-    """Times the pieces that differ where steps are put off."""
+    """Time the parts that differ with deferred Adam steps."""
     path = FusedPath(results.scene, room)
     rows, lists, _ = path.both()
     path.check_room(rows, lists)

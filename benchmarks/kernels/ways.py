@@ -36,7 +36,7 @@ def gsplat_render(scene: Scene, absgrad: bool = False, meet: Meet | None = None)
 
 
 def gsplat_counts(scene: Scene) -> dict[str, int]:
-    """What gsplat's rendering of the scene meets."""
+    """Return the intersections of gsplat's rendering of the scene."""
     from gsplat.rendering import rasterization
 
     *geometry, dc, rest = scene.activated()

@@ -1,1 +1,1 @@
-"""What benchmarks share: clocks, ranks, and where a figure comes from."""
+"""Shared parts of benchmarks: clocks, ranks, and the provenance of figures."""

@@ -18,7 +18,7 @@ LEAST_COSINE = 0.999
 
 @dataclass
 class Drawn:
-    """What a way draws: the image [H W, 3], and gradients of the raw parameters (or multiples of them) by name."""
+    """Rendered image [H W, 3], and gradients of the raw parameters (or multiples of them) by name."""
 
     image: Tensor
     gradients: dict[str, Tensor]

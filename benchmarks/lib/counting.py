@@ -1,4 +1,4 @@
-"""What steps through autograd add to densification's statistics after the way back: gsplat's, and ours.
+"""Densification statistics that autograd steps count after the backward pass: gsplat's, and ours.
 
 All have splatfacto's options, and take a step after which nothing is refined.
 """

@@ -1,4 +1,4 @@
-"""What a figure needs beside it to be worth something: when, where, from which commit and by which command."""
+"""Provenance of a figure: time, machine, commit and command."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What benchmarks of several ranks share: times of the device's work, figures of all ranks, memory."""
+"""Shared parts of multi-rank benchmarks: device times, figures of all ranks, memory."""
 
 import time
 from collections.abc import Sequence

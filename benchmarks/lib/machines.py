@@ -23,7 +23,7 @@ _LATENCY = "50ms"
 
 
 def why_none() -> str:
-    """What keeps this process from making machines; "" if nothing does."""
+    """Return the reason why this process cannot create machines; "" if it can."""
     if sys.platform != "linux":
         return "machines are network namespaces, which only Linux has"
     if os.geteuid() != 0:
@@ -54,7 +54,7 @@ class TwoMachines:
 
     names = ("node0", "node1")
     interface = "eth0"
-    """What the link is called on each of them."""
+    """Name of the link on each machine."""
 
     def __init__(self, megabits: float | None = None) -> None:
         self.megabits = megabits

@@ -24,7 +24,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.processes import RankFailed, RankProcesses
 
 Job = dict[str, Any]
-"""What is to be done, as JSON. `estimate`: seconds that must be left to begin it. `way`: what it is a case of."""
+"""Job description as JSON. `estimate`: minimum remaining seconds to begin it. `way`: name of its variant."""
 Emit = Callable[[int, Job], None]
 """Called on rank 0 with a job's number and its result."""
 Maker = Callable[[World, Job], Callable[[Job], Job]]
@@ -37,7 +37,7 @@ _NO_MULTICAST = {
 }
 """Variables by which NCCL and torch keep off NVLink multicast, which nothing here needs."""
 _CAUSE = "first-failure.txt"
-"""What the rank that failed first said."""
+"""File with the error message of the rank that failed first."""
 _MOST_FAILURES = 2
 """Of the ranks by jobs of one `way`, after which its others are left out: new ranks take seconds."""
 

@@ -75,7 +75,7 @@ class Stopwatch:
 
 
 def captured(work: Work, device: torch.device) -> Work:
-    """`work` as a CUDA graph that keeps what it needs alive; elsewhere `work` itself. Calls it once before."""
+    """Return `work` as a CUDA graph that keeps its tensors alive; without CUDA `work` itself. Calls it once before."""
     if device.type != "cuda":
         return work
     work()
@@ -91,7 +91,7 @@ def captured(work: Work, device: torch.device) -> Work:
 
 
 def peak_bytes(device: torch.device, work: Work) -> int | None:
-    """The most bytes of tensors that `work` holds at once, beyond those held before it; None where nobody counts."""
+    """Return the peak bytes of tensors during `work`, beyond those held before it; None if they cannot be counted."""
     if device.type != "cuda":
         return None
     free(device)

@@ -1,1 +1,1 @@
-"""What looking at a model costs: frames a second, and a viewer's latency."""
+"""Cost of rendering a model: frames per second, and a viewer's latency."""

@@ -1,4 +1,5 @@
-"""Frames a second of `ns-multigpu render`, with and without encoding, beside nerfstudio's own loop with gsplat.
+"""Frames per second of `ns-multigpu render`, with and without encoding, compared with nerfstudio's own loop with
+gsplat.
 
     python -m benchmarks.looking.frames --points 8000000 --sizes 1920x1080 3840x2160 --gpus 1 --json out.json
     python -m benchmarks.looking.frames --points 20000 --sizes 160x90 --frames 8 --gpus 2 --device cpu

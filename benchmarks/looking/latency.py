@@ -1,4 +1,4 @@
-"""What an open page costs training, and how long it waits: one GPU trains while a page's camera moves all the time.
+"""Cost of an open viewer page: training speed and frame latency on one GPU while the page's camera moves all the time.
 
     python -m benchmarks.looking.latency --points 8000000 --max-res 1080 --seconds 20 --json out.json
     python -m benchmarks.looking.latency --points 2000 --max-res 90 --seconds 6 --device cpu --width 96 --height 64

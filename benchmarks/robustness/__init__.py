@@ -1,1 +1,1 @@
-"""What goes wrong on purpose: bad inputs, and workers that are killed."""
+"""Deliberate faults: bad inputs, and killed workers."""

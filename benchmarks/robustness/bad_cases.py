@@ -1,4 +1,4 @@
-"""What a case of `bad_inputs` is, and where it may do as it likes."""
+"""Cases of `bad_inputs`, and the folders that they may change."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ SHORT = ("--max-num-images", "16", "--steps-per-eval-all-images", "0", "--steps-
 
 @dataclass
 class Place:
-    """Where a case may do as it likes.
+    """Folders that a case may change.
 
     Attributes:
         folder: empty, and its own. capture: a small copy of the capture. run: a finished run on it.

@@ -34,7 +34,7 @@ assert bad_captures and bad_commands, "they put their cases into CASES"
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case."""
+    """Outcome of a case."""
 
     name: str
     command: str
@@ -96,7 +96,7 @@ def run(name: str, command: Sequence[str], status: int, words: Sequence[str], fo
 
 
 def told(said: Sequence[str], words: Sequence[str]) -> str:
-    """What a person reads of what was printed: the error in its frame, or lines with the words, or the last."""
+    """Return the part of the output that a user reads: the framed error, lines with the words, or the last lines."""
     start = next((position for position, line in enumerate(said) if line.startswith("This cannot be started")), None)
     if start is not None:
         return " ".join(line.strip() for line in takewhile(lambda line: line[:1] != "─", said[start + 1 :]))

@@ -31,7 +31,7 @@ MOST_SECONDS = 900
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """Outcome of a run.
 
     Attributes:
         worker: number of the worker that was killed; None if none was.

@@ -53,7 +53,7 @@ _MOST_TRIES = 16
 
 @dataclass(frozen=True)
 class Course:
-    """What a run goes over.
+    """Input of a run.
 
     Attributes:
         scene, views: see there. images: [H, W, 3] uint8 each, on the device.
@@ -128,7 +128,7 @@ class Run(ABC):
         self, settings: StepSettings, strategy: Strategy, transport: Transport, lists: TileLists | None = None,
         **options: Any,
     ) -> Step:  # fmt: skip
-        """The step, and what brings its inputs there."""
+        """Return a step with its input transfer."""
         step = Step(
             self.kernels, self.model.params, self.model.moments(), self.statistics, settings, strategy, transport,
             self._lazy, lists, **options,
@@ -137,7 +137,7 @@ class Run(ABC):
         return step
 
     def settle(self) -> None:
-        """Takes every batch twice, makes room where it is needed, and keeps as much as training would."""
+        """Run every batch twice, grow capacities as needed, and keep as much memory as training would."""
         for _ in range(2):
             for b in range(len(self.batches)):
                 self._fit(b)
@@ -160,11 +160,11 @@ class Run(ABC):
         raise RuntimeError(f"after {_MOST_TRIES} tries there is still no room: {status}, capacities {self.capacities}")
 
     def told(self, status: Status) -> tuple[int, int, int]:
-        """What the capacities would have had to be, the largest of any pair of ranks; all ranks ask."""
+        """Return the capacities that would have been needed, the largest of any pair of ranks; every rank calls it."""
         return status.rows, most_of(all_gather_counts(status.segments, self.world)), status.intersections
 
     def grow_capacity(self, needed: Sequence[int]) -> None:
-        """Makes the step anew, with room for so much."""
+        """Rebuild the step with these capacities."""
         # What was counted beyond a full capacity of rows may be too little.
         wanted = [padded(n) for n in needed]
         self.capacities = tuple(
@@ -197,9 +197,8 @@ class Run(ABC):
         return found
 
     def first_step(self) -> dict[str, Any]:
-        """What a first step at splatfacto's rates makes of the model, which is put back: figures that must be the same
-        for all ways. The lengths of the gradients by parameter (float64 sums), how far the parameters move in all, and
-        what the model was."""
+        """Return the effect of a first step at splatfacto's rates, and restore the model. The figures must be equal for
+        all methods: gradient lengths by parameter (float64 sums), total parameter change, and the model before."""
         params, moments = self.model.params, self.model.moments()
         before = {k: v.clone() for k, v in params.items()}
         self.still_moments()
@@ -238,7 +237,7 @@ class Run(ABC):
         cycles = max(1, min(-(-steps // count), (_BLOCK - count) // count))
         assert (cycles + 1) * count <= MOST_STEPS
         self.flush()
-        self.step.status()  # counts anew
+        self.step.status()  # resets the counts
         for b in range(count):
             self.advance(b)
         self._wait()

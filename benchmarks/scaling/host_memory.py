@@ -1,4 +1,4 @@
-"""What the images of a capture take of the host's memory, over all ranks of a machine.
+"""Host memory of a capture's images, over all ranks of a machine.
 
     python -m benchmarks.scaling.host_memory [--views 2000 --width 1920 --height 1080 --ranks 4] \\
         [--device cuda] [--json FILE]
@@ -44,7 +44,7 @@ ALLOWED = 1.2
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure."""
+    """Options of the measurement."""
 
     views: int
     width: int

@@ -49,7 +49,7 @@ class Measured:
 
 
 def command(kind: str, strategy: str, devices: int, options: argparse.Namespace, output: Path) -> list[str]:
-    """What a user types."""
+    """Return the training command line."""
     steps = options.steps
     from_folder = ("colmap", "--data", str(options.capture), "--colmap-path", "sparse/0", "--downscale-factor", "1")
     return [

@@ -47,7 +47,7 @@ def _bytes(moment: torch.dtype) -> int:
 
 
 def make_worker(world: World, shared: Job) -> Callable[[Job], Job]:
-    """What trains; see `lib.rank_jobs`."""
+    """Training worker; see `lib.rank_jobs`."""
     return lambda job: _train(world, job)
 
 
@@ -64,11 +64,11 @@ def _train(world: World, job: Job) -> Job:
     chosen = choose_transport(world, job["transport"])
     mode = Mode("peer" if chosen.peer else "collective", lazy=not job["dense"])
     run = TileRun(model, course, world, 1, mode, counting=True)
-    run.settle()  # finds the room that steps need
+    run.settle()  # measures the capacities that steps need
     run.still_moments()
     for counted in run.statistics.values():
         counted.zero_()
-    run.step.status()  # counts anew
+    run.step.status()  # resets the counts
     settled = time.perf_counter() - began
     run.number = done = 0
     times: list[float] = []

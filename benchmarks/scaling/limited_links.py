@@ -96,7 +96,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def make_worker(world: World, shared: Job) -> Callable[[Job], Job]:
-    """What does jobs: see `lib.rank_jobs`. `shared`: folder, warm, steps, blocks."""
+    """Job worker: see `lib.rank_jobs`. `shared`: folder, warm, steps, blocks."""
     return _Worker(world, shared)
 
 
@@ -129,7 +129,7 @@ class _Worker:
         return {"setup_seconds": round(made, 2), **run.time(shared["steps"], shared["blocks"])}
 
     def _raw(self) -> Job:
-        """Gbit/s that 64 MB reach, the median of some turns: from rank 0 to 1, and both ways at once."""
+        """Return the Gbit/s of 64 MB, the median of some rounds: from rank 0 to 1, and in both directions at once."""
         world, count = self._world, _RAW_BYTES // 4
         source, into = (torch.zeros(count, device=world.device) for _ in range(2))
         found: Job = {}
@@ -150,7 +150,7 @@ class _Worker:
 
 
 def jobs_of(options: argparse.Namespace, links: list[float | None]) -> list[Job]:
-    """What ranks of one environment do: over these links, one after the other with the same run."""
+    """Return the jobs of ranks in one environment, which measure these links one after the other with the same run."""
     named: list[Job] = [{"gbit": gbit, "link": link_name(gbit)} for gbit in links]
     jobs: list[Job] = [{"way": "raw", **one} for one in named]
     for points in options.points:
@@ -162,13 +162,13 @@ def jobs_of(options: argparse.Namespace, links: list[float | None]) -> list[Job]
 
 
 def link_name(gbit: float | None) -> str:
-    """What a link is called in tables."""
+    """Return the name of a link in tables."""
     return "own links" if gbit is None else "sockets" if gbit == 0 else f"{gbit:g} Gbit/s"
 
 
 @contextmanager
 def environment(more: dict[str, str]) -> Iterator[None]:
-    """What is started within has these variables."""
+    """Set environment variables for processes started within the context."""
     before = dict(os.environ)
     os.environ.update(more)
     try:

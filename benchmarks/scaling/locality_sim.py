@@ -1,4 +1,4 @@
-"""What locality saves, on paper: traffic and balance of Gaian's placement and assignment, simulated on the CPU.
+"""Simulated gain of locality: traffic and balance of Gaian's placement and assignment, on the CPU.
 
     python -m benchmarks.scaling.locality_sim --kind aerial --ranks 8 16 32 64 128 --cache /tmp/seen --json FILE
     python -m benchmarks.scaling.locality_sim --kind street --seen near
@@ -43,7 +43,7 @@ GAIAN = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is switched on.
+    """Enabled features of a simulation.
 
     Attributes:
         across, within: ways to place groups. locality: patches are assigned by where points are, else at random.

@@ -1,4 +1,4 @@
-"""How long placing and planning take, at the sizes that the strategy must stand."""
+"""Duration of placement and planning, at the sizes that the strategy must handle."""
 
 import time
 from typing import Any

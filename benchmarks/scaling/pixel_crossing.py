@@ -1,4 +1,4 @@
-"""How near `pixel` comes to one GPU without cells, for each way of treating splats that reach into other cells.
+"""Difference between `pixel` and one GPU without cells, for each treatment of splats that overlap other cells.
 
     python -m benchmarks.scaling.pixel_crossing --config RUN/config.yml --cells 2 4 8 --json FILE
 

@@ -1,4 +1,4 @@
-"""What `pixel` sends, and how level it is, on paper: cells of a procedural city, counted on the CPU.
+"""Simulated traffic and balance of `pixel`: cells of a procedural city, counted on the CPU.
 
     python -m benchmarks.scaling.pixel_sim --kind aerial --altitude 150 --json FILE
     python -m benchmarks.scaling.pixel_sim --kind street
@@ -48,7 +48,7 @@ GHOST_BYTES = 48 + 36
 _GHOST_STEPS = 3
 _TRACED = 64
 _REACH = 3.33
-"""Standard deviations that a splat reaches."""
+"""Radius of a splat's footprint in standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def space_of(scene: Scene, gpus: int, crossing: Crossings) -> ByCells:
 
 
 def row_of(scene: Scene, gpus: int, steps: int, crossing: Crossings = "ghosts") -> dict[str, Any]:
-    """What so many GPUs send, and how level they are: means over steps."""
+    """Return traffic and balance for a number of GPUs: means over steps."""
     space = space_of(scene, gpus, crossing)
     assert space.boxes is not None
     loads = loads_of(space.boxes, scene.views)

@@ -1,4 +1,4 @@
-"""How evenly ranges of an order of the points share what single views show: a plain Morton curve, and cells dealt out.
+"""Balance of single views' points over ranges of an order: a plain Morton curve, and cells distributed round-robin.
 
     python -m benchmarks.scaling.point_order --points 800k --blocks 6 --garden garden.npz --json FILE
 

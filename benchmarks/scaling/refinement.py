@@ -1,4 +1,4 @@
-"""What a refinement of a model over ranks takes besides its points: milliseconds of the host, and how often ranks meet.
+"""Fixed cost of a refinement over ranks: host milliseconds, and number of collectives.
 
     python -m benchmarks.scaling.refinement --ranks 2 --points 5000 --json refinement.json
 

@@ -109,7 +109,7 @@ def modes(device: str, ranks: int) -> list[Mode]:
 
 
 def jobs_of(options: argparse.Namespace, ranks: int) -> list[Job]:
-    """What `ranks` ranks are to do."""
+    """Return the jobs of `ranks` ranks."""
     jobs: list[Job] = []
     cuda = options.device == "cuda"
     for points in options.points:

@@ -1,4 +1,4 @@
-"""What a rank does for `benchmarks.tile`: one way of training on one scene, checked against `single`, then timed."""
+"""Rank job of `benchmarks.tile`: one training method on one scene, checked against `single`, then timed."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ _GSPLAT_TOLERANCE = 2e-2
 
 
 def make_worker(world: World, shared: Job) -> Callable[[Job], Job]:
-    """What does jobs: see `lib.rank_jobs`. `shared`: folder for images, or None; single: its figures by scene name."""
+    """Job worker: see `lib.rank_jobs`. `shared`: folder for images, or None; single: its figures by scene name."""
     return _Worker(world, Path(shared["folder"]) if shared["folder"] else None, shared["single"])
 
 
@@ -74,7 +74,7 @@ class _Worker:
         return self._model[1], self._course[1]
 
     def _checked(self, run: Run, name: str, reference: bool) -> dict[str, Any]:
-        """What the first step makes of the model, compared with `single`'s.
+        """Compare the first step's effect on the model with that of `single`.
 
         Raises:
             JobFailed: it is something else: what would be timed is another thing. On every rank.
@@ -101,7 +101,8 @@ class _Worker:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any], batch: int, points: int) -> list[str]:
-    """What two ways disagree about, in words; see `Run.first_step`. Gradients of a larger batch are other gradients."""
+    """Return the differences of two methods as text; see `Run.first_step`. Gradients of a larger batch differ by
+    design."""
     wrong: list[str] = []
     for name, value in expected["model"].items():
         if not abs(found["model"][name] - value) <= 1e-7 * points:

@@ -54,7 +54,7 @@ class Mode:
 
 
 def lists_to_choose() -> tuple[str, ...]:
-    """How lists can be made: by gathering, and by the sort over ranks."""
+    """Return the methods to build tile lists: by gathering, and by the sort over ranks."""
     return ("gather", "sort")
 
 
@@ -110,7 +110,7 @@ class TileRun(Run):
 
     def settle(self) -> None:
         super().settle()
-        # A step in which something had no room has counted too little.
+        # A step with exceeded capacities has counted too little.
         for b in range(len(self.batches)):
             self._fit(b)
         self.flush()
@@ -190,7 +190,7 @@ class Parts:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """What a `Step` takes."""
+        """Arguments of a `Step`."""
         if not self.on:
             yield
             return

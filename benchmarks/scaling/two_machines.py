@@ -1,4 +1,4 @@
-"""What a training run sends between two machines, counted on the link itself, and how long its steps take there.
+"""Traffic of a training run between two machines, counted on the link itself, and its step times.
 
     sudo python -m benchmarks.scaling.two_machines tile batch --megabits 100 1000 [--json FILE]
 
@@ -62,7 +62,7 @@ class Task:
 
     @property
     def title(self) -> str:
-        """What tells it from others."""
+        """Title of the case in tables."""
         said = (
             (self.wire, self.wire != "full"),
             ("no relays", not self.relays),
@@ -73,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a run did between its first row of metrics and its last.
+    """Measurements of a run between its first and last row of metrics.
 
     Attributes:
         steps: how many it took.
@@ -101,7 +101,7 @@ class Counted:
 
 
 def command(task: Task, machine: int, output: Path) -> list[str]:
-    """What a user types on that machine."""
+    """Return the command line on that machine."""
     return [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(machine)),
         *("--nproc-per-node", str(task.workers), "--master-addr", TwoMachines.names[0], "--master-port", _PORT),
@@ -174,7 +174,7 @@ def _rows(output: Path) -> list[dict[str, float]]:
 
 
 def table(done: Sequence[tuple[Task, Counted]]) -> Table:
-    """What was counted, a row a run."""
+    """Return the measurements as a table, one row per run."""
     columns = ("strategy", "link", "step", "node0 sends", "node1 sends", "payload", "foretold", "off", "link busy")
     shown = Table(*columns, "Gaussians")
     for task, one in done:

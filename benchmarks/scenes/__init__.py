@@ -1,1 +1,1 @@
-"""Scenes to train on: points and images, made anew in every run."""
+"""Training scenes: points and images, generated in every run."""

@@ -43,15 +43,15 @@ _PLANNED = 40
 _SEEN = 2_000_000
 """Points that a view straight down sees, or a quarter of them all if that is less."""
 _AROUND = 1.35
-"""How far points reach, in cities: views at the rim see the fields around it."""
+"""Extent of the points, in city sizes: views at the rim see the fields around it."""
 _PIECE = 1 << 21
 """Rays at once, at most."""
 _DOWN = math.radians(48.0)
-"""How far below the horizon rays from the sides go."""
+"""Angle of the side rays below the horizon."""
 _OVERLAP = 0.7
 """A point's standard deviation, in distances between points."""
 _UNEVEN = 0.2
-"""How far the logarithms of its axes are from that, at most: of a sphere, rotations would have no gradient."""
+"""Maximum deviation of the axes' logarithms: rotations of a sphere would have no gradient."""
 _OPACITY = 0.7
 _DC = 0.28209479177387814
 """The harmonic of degree 0."""
@@ -61,7 +61,7 @@ _SAMPLES = 1024
 
 @dataclass(frozen=True)
 class CityScene:
-    """What is trained on: a city for so many points, seen in pictures of so many pixels.
+    """Training scene: a city with a number of points, seen in images of a given size.
 
     Attributes:
         points: of the whole model. width, height: of the pictures.

@@ -80,7 +80,7 @@ class Scene:
         return self.means.device
 
     def raw(self) -> list[Tensor]:
-        """What an optimizer sees, in the order of `cuda_ext.ops.optim.fused.PARAMETERS`."""
+        """Return the optimized tensors, in the order of `cuda_ext.ops.optim.fused.PARAMETERS`."""
         return [self.means, self.quats, self.log_scales, self.logits, self.sh_dc, self.sh_rest]
 
     def activated(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What the views of a procedural city see, by groups of points and by patches: the input of placing and assigning.
+"""Visibility in the views of a procedural city, by groups of points and by patches: input of placement and assignment.
 
 Points lie where pictures show something: each view's depths are traced at a low resolution, and some of these pixels,
 of all views alike, become points. So there are more of them near a street camera's road than far from it, as

@@ -1,1 +1,1 @@
-"""One folder a kind of point. Beside them what all kinds share: the order of a model's points, and steady formulas."""
+"""Primitives, one package each, and their shared parts: the order of a model's points, and deterministic operations."""

@@ -1,7 +1,7 @@
-"""A step's two ends for kinds of points that have no fused operators of their own: from parameters to rows, and from
-the gradients of rows to parameters that have taken Adam's step, put together from differentiable operators.
+"""Step kernels of primitives without fused operators, composed of differentiable ones: parameters to rows, and row
+gradients to updated parameters.
 
-Shapes follow from capacities alone, and nothing is read back, so that CUDA graphs can hold both.
+Shapes follow from capacities alone, and nothing is read back, so that CUDA graphs can capture both.
 """
 
 from abc import abstractmethod
@@ -19,14 +19,14 @@ from ns_multigpu.primitives.gather import spread
 
 
 class Lines(NamedTuple):
-    """Which point in which view a line is, sorted so; padding is of the last view and of the point -1."""
+    """View and point of each line, sorted; padding has the last view and the point -1."""
 
     view_ids: Tensor
     point_ids: Tensor
 
 
 class Told(NamedTuple):
-    """Rows as other ranks tell them: all else follows from the points, which every rank has."""
+    """Rows received from other ranks; all other columns follow from the points, which every rank has."""
 
     view_ids: Tensor
     point_ids: Tensor
@@ -34,10 +34,10 @@ class Told(NamedTuple):
 
 
 class ComposedKernels(Kernels):
-    """See `Kernels`. Adam is dense: points that are not drawn take the step of a gradient of zero, in each step.
+    """See `Kernels`. Adam is dense: points that are not drawn are updated with a gradient of zero in each step.
 
     Attributes:
-        at_once: points that are looked at for one view at once: what they become there takes memory for the moment.
+        at_once: points tested at once for one view, which bounds temporary memory.
     """
 
     puts_off = False
@@ -45,25 +45,25 @@ class ComposedKernels(Kernels):
 
     @abstractmethod
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Any:
-        """What lines become, differentiable by the parameters: a NamedTuple that has at least `radii` [M, 2] int32, as
-        `Projection` has them."""
+        """Project lines differentiably: return a NamedTuple that has at least `radii` [M, 2] int32, as `Projection` has
+        them."""
 
     @abstractmethod
     def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Tensor:
-        """Which lines [M] are drawn, or count as seen. Only of these there are rows."""
+        """Return a mask [M] of the lines that are drawn or count as seen. Only these become rows."""
 
     @abstractmethod
     def rows(self, made: Any, lines: Lines, count: Tensor) -> Rows:
-        """The rows that lines have become."""
+        """Return the rows of projected lines."""
 
     @abstractmethod
     def returned(self, made: Any, records: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What in `made` has a gradient, and that, of gradient records [M, record_floats]."""
+        """Return pairs of an output in `made` and its gradient, from gradient records [M, record_floats]."""
 
     @abstractmethod
     def moved(self, made: Any, records: Tensor) -> tuple[Tensor, Tensor]:
-        """What densification counts of each line: the gradient of its place on the screen [M, 2], by pixels; and the
-        radius on the screen [M] of one that is drawn, pixels."""
+        """Return densification statistics of each line: the gradient by screen position [M, 2] per pixel, and the
+        screen radius [M] of drawn lines in pixels."""
 
     def model(
         self,
@@ -103,7 +103,7 @@ class ComposedKernels(Kernels):
             finite_flag.zero_()
             return
         lines, real = Lines(rows.view_ids, rows.point_ids), _real(rows.point_ids, rows.count)
-        if rows.count.numel() > 1:  # operators want padding at the end, not behind each segment
+        if rows.count.numel() > 1:  # operators expect padding at the end, not behind each segment
             order = real.logical_not().byte().sort(stable=True).indices
             real, records = real[order], records[order]
             last = len(cameras.viewmats) - 1
@@ -127,16 +127,16 @@ class ComposedKernels(Kernels):
         adam_step(model.params, gradients, model.exp_avgs, model.exp_avg_sqs, scalars)
 
     def flush(self, model: Model) -> None:
-        return  # no step was put off
+        return  # no step is deferred
 
     def _named(self, params: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.parameters, params, strict=True))
 
     def _seen(self, params: Mapping[str, Tensor], cameras: Cameras, capacity: int) -> tuple[Lines, Tensor]:
-        """The first `capacity` lines that show in views, or count as seen; and how many there are, [1] int64."""
+        """Return the first `capacity` lines that are drawn or count as seen, and their total number, [1] int64."""
         means = params[POSITION]
         device, points, views = means.device, len(means), len(cameras.viewmats)
-        # One line more takes what has no room.
+        # One extra line receives the overflow.
         view_ids = torch.full((capacity + 1,), max(views - 1, 0), dtype=torch.int32, device=device)
         point_ids = torch.full((capacity + 1,), -1, dtype=torch.int32, device=device)
         count = torch.zeros(1, dtype=torch.int64, device=device)
@@ -146,7 +146,7 @@ class ComposedKernels(Kernels):
                 some = {name: value[first : first + self.at_once] for name, value in params.items()}
                 ids = torch.arange(len(some[POSITION]), dtype=torch.int32, device=device)
                 shows = self.shows(some, one, Lines(torch.zeros_like(ids), ids))
-                # Room for more points is full of such as have no position.
+                # Unused capacity for points is filled with non-finite positions.
                 shows = shows & some[POSITION].isfinite().all(-1)
                 place = shows.cumsum(0) - 1 + count
                 count = count + shows.sum()
@@ -159,7 +159,7 @@ class ComposedKernels(Kernels):
         self, statistics: Mapping[str, Tensor], made: Any, records: Tensor, sizes: Sequence[int], lines: Lines,
         real: Tensor,
     ) -> None:  # fmt: skip
-        """Adds lines to the densification's statistics; see `splat_update`."""
+        """Add lines to the densification statistics; see `splat_update`."""
         by_place, radius = self.moved(made, records)
         seen = real & (made.radii[:, 0] != 0)
         drawn = real & (made.radii > 0).all(-1)
@@ -177,7 +177,7 @@ class ComposedKernels(Kernels):
 
 
 class ToldRows(ReplicaRows):
-    """View ids, point ids and gradient records: from them and the points each rank takes the same step.
+    """View ids, point ids and gradient records, from which each rank computes the same update.
 
     Args:
         lines: of all ranks.
@@ -196,13 +196,13 @@ class ToldRows(ReplicaRows):
 
 
 def refuse_options(options: Mapping[str, Any], points: str) -> None:
-    """Refuses options of the update that these kernels have not got.
+    """Refuse update options that these kernels do not support.
 
     Args:
-        options: of `Primitive.kernels`. points: what messages call them.
+        options: of `Primitive.kernels`. points: name of the points in messages.
 
     Raises:
-        ValueError: one that does something is there.
+        ValueError: an unsupported option is set.
     """
     asked = [name for name, value in options.items() if value and name != "depth"]
     if asked:
@@ -210,14 +210,14 @@ def refuse_options(options: Mapping[str, Any], points: str) -> None:
 
 
 def _real(point_ids: Tensor, count: Tensor) -> Tensor:
-    """Which lines [M] are rows, not padding: of each segment, the first as many as `count` says."""
+    """Return a mask [M], True for rows, False for padding: the first `count` lines of each segment are rows."""
     segments = max(count.numel(), 1)
     places = torch.arange(len(point_ids) // segments, device=point_ids.device)
     return (point_ids >= 0) & (places < count.view(-1, 1)).reshape(-1)
 
 
 def _of_views(sizes: Sequence[int], view_ids: Tensor, like: Tensor) -> Tensor:
-    """The sizes [M, 2] of the lines' views. No tensor of the host's: a graph cannot hold its way to the device."""
+    """Return the sizes [M, 2] of the lines' views, without host tensors: a graph cannot capture their upload."""
     columns = torch.zeros(len(view_ids), 2, dtype=like.dtype, device=like.device)
     if len(set(zip(sizes[::2], sizes[1::2], strict=True))) == 1:
         columns[:, 0], columns[:, 1] = sizes[0], sizes[1]

@@ -1,4 +1,4 @@
-"""What rows take of their points, and sums of rows' gradients in an order that is always the same."""
+"""Gathering of point values by rows, and deterministic sums of row gradients."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class _Take(torch.autograd.Function):
-    """`values[places]`. torch's own way back adds with atomics, on a GPU or with several threads: ranks that hold the
-    same points would drift apart."""
+    """`values[places]` with a deterministic backward. torch's adds with atomics, on a GPU or with several threads, so
+    that replicas would diverge."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
@@ -21,18 +21,18 @@ class _Take(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         sums = grads[0].new_zeros(ctx.shape)
         if sums.is_cuda:
-            return sums.index_put_((places,), grads[0], accumulate=True), None  # sorts, and adds up in that order
+            return sums.index_put_((places,), grads[0], accumulate=True), None  # sorts: fixed order of additions
         return sums.index_add_(0, places, grads[0]), None
 
 
 def take(values: Tensor, places: Tensor) -> Tensor:
-    """`values[places]`, differentiable, to the bit the same whenever it is done.
+    """Return `values[places]`, differentiable and bit-reproducible.
 
     Args:
         values: [N, ...]. places: [M] int64.
 
     Returns:
-        [M, ...]; zeros where there is no value at all.
+        [M, ...]; zeros if `values` is empty.
     """
     if len(values) == 0:
         return values.new_zeros(len(places), *values.shape[1:])
@@ -40,7 +40,7 @@ def take(values: Tensor, places: Tensor) -> Tensor:
 
 
 def spread(point_ids: Tensor, points: int) -> Tensor:
-    """Point ids [M] int64 of lines with padding (-1), which takes some point's values and adds zero to them: to many
-    points, for additions to one would wait for each other."""
+    """Replace padding (-1) in point ids [M] by various points, and return int64. Padding gathers their values and adds
+    zero to them; atomic additions to a single point would be serialised."""
     lines = torch.arange(len(point_ids), device=point_ids.device)
     return torch.where(point_ids >= 0, point_ids.long(), lines % max(points, 1))

@@ -1,14 +1,13 @@
-"""The order of points: along a Morton curve within small cells, and the cells dealt out like cards.
+"""Order of points: along a Morton curve within small cells, with the cells distributed like cards.
 
 Ranks own ranges of this order. Ranges of a plain Morton curve are regions of space, and one view sees much of one
-region and nothing of another: over a city the busiest of 2 ranks had 1.5 times the mean of the points that a view
-shows, of 4 ranks 2.3 times (benchmarks/scaling/point_order.py). So space is cut into cells, each cell goes to one of
-64 hands such that neighbours are in different hands, and points are ordered by hand first: every long range of the
-order has a fair sample of every region, whatever the number of ranks. Within a cell, hundreds of points as a
-rule, neighbours in the order are neighbours in space.
+region and nothing of another. Over a city, the busiest of 2 ranks had 1.5 times the mean of the points in a view, of 4
+ranks 2.3 times (benchmarks/scaling/point_order.py). Space is therefore split into cells. Each cell belongs to one of 64
+hands such that neighbours are in different hands, and points are ordered by hand first. Every long range of the order
+has a fair sample of every region, for any number of ranks. Within a cell, usually with hundreds of points, neighbours
+in the order are neighbours in space.
 
-The cells follow from the points' census alone, which ranks can add up: where the points lie, not who holds them,
-decides.
+The cells follow from the points' census alone, which ranks sum: the points' positions matter, not their ranks.
 """
 
 import functools
@@ -24,7 +23,7 @@ MORTON_BITS = 18
 """Bits an axis."""
 HAND_BITS = 6
 CODE_BITS = 3 * MORTON_BITS + HAND_BITS
-"""Of an order code: room is left in an int64 for two bits that break ties."""
+"""Bits of an order code; an int64 has two more bits for ties."""
 
 _PIECE = 1 << 24
 """Points at once: what a piece takes on the way is much more than its codes."""
@@ -44,7 +43,7 @@ class Grid:
     """Cells of space.
 
     Attributes:
-        half: the cube of the curve reaches from -2^half to 2^half along each axis.
+        half: the cube of the curve spans -2^half to 2^half along each axis.
         cell: cells measure 2^cell; at least 2^-17 of the cube's half side.
     """
 
@@ -69,8 +68,8 @@ class Grid:
 
 
 def census(means: Tensor) -> Tensor:
-    """How many of the positions [N, 3] reach less than 2^e from the origin, and not less than 2^(e - 1), along the axis
-    where they reach furthest: [256] int64, for e from -128 up. What is not finite counts as 0."""
+    """Count positions [N, 3] by magnitude: [256] int64, bin e (from -128 up) for a largest coordinate in [2^(e - 1),
+    2^e). Non-finite values count as 0."""
     counts = torch.zeros(_BINS, dtype=torch.int64, device=means.device)
     for piece in means.detach().split(_PIECE):
         exponents = _positions(piece).abs().amax(dim=-1).clamp_min(2.0 ** (_SMALLEST - 1)).frexp().exponent
@@ -79,10 +78,10 @@ def census(means: Tensor) -> Tensor:
 
 
 def dealt_codes(means: Tensor, grid: Grid) -> Tensor:
-    """What positions [N, 3] are ordered by, [N] int64: 6 bits of the cell's hand, then 18 bits an axis, interleaved.
+    """Return order codes of positions [N, 3], [N] int64: 6 bits of the cell's hand, then 18 interleaved bits an axis.
 
     Args:
-        means: the positions; what is not finite counts as 0.
+        means: the positions; non-finite values count as 0.
         grid: of all points.
     """
     return torch.cat([_codes(piece, grid) for piece in means.detach().split(_PIECE)])
@@ -108,7 +107,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def dealt_order(means: Tensor) -> Tensor:
-    """The permutation [N] int64 that brings positions [N, 3] into the order of their codes; ties stay."""
+    """Return the permutation [N] int64 that sorts positions [N, 3] by code, stably."""
     return torch.sort(dealt_codes(means, Grid.of(census(means).tolist())), stable=True).indices
 
 

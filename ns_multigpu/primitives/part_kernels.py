@@ -1,6 +1,6 @@
-"""Kernels of primitives whose rows travel in several records, and are drawn by operators of their own.
+"""Kernels of primitives with rows of several records and their own raster operators.
 
-Of such a row a box alone says where it is.
+Only a box bounds such a row.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from ns_multigpu.primitives.composed_kernels import ComposedKernels, Lines
 from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
 
 _MADE = {"opacities": "row_opacities", "features": "colors"}
-"""Columns of rows that projection calls otherwise."""
+"""Row columns with another name in projections."""
 
 
 class Composited(NamedTuple):
     """Inputs and outputs of `rasterize_<operator>`, which the way back needs.
 
     Attributes:
-        extra: [P] or [P, n] numbers of pixels beside their colours; the first is the depth.
+        extra: [P] or [P, n] further numbers of pixels; the first is the depth.
         v_extra, v_covered: gradients of further losses by `extra` and by what is covered, or None.
     """
 
@@ -125,5 +125,5 @@ class PartKernels(ComposedKernels):
 
 
 def boundless(like: Tensor) -> Tensor:
-    """Conics [M, 3] without a bound, in the place of those of rows [M]: a row's box alone says where it is."""
+    """Return zero conics [M, 3] without a bound: only a row's box limits it."""
     return like.new_zeros(len(like), 3)

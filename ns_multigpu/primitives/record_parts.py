@@ -1,8 +1,8 @@
-"""Rows that are wider than those of 3D Gaussians, and how they and their gradients travel: each in several parts, which
-are records of `cuda_ext.ops.exchange.row_exchange` or segments of `cuda_ext.ops.exchange.row_wire`.
+"""Rows wider than those of 3D Gaussians, and their exchange in several parts: records of
+`cuda_ext.ops.exchange.row_exchange` or segments of `cuda_ext.ops.exchange.row_wire`.
 
-A part carries ten numbers of a row, in the places of mean, conic, opacity, colour and depth, and nine gradients. Where
-these are too few, the last part's absolute ones take two more. Each part has the row's view and radii. Nothing is
+A part has ten numbers of a row, in the places of mean, conic, opacity, colour and depth, and nine gradients. If these
+are too few, the last part's absolute gradients hold two more. Each part has the row's view and radii. Nothing is
 rounded.
 """
 
@@ -30,7 +30,7 @@ Part = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Span = tuple[str, int, int]
 """A column's name, and the first and the end of some of its numbers."""
 _SLOTS = {"means2d": 2, "conics": 3, "opacities": 1, "features": 3, "depths": 1}
-"""What a part carries of a row: columns of `ArrivedRows`, in the order of `pack`, and their numbers."""
+"""Content of a row's part: columns of `ArrivedRows`, in the order of `pack`, and their widths."""
 _GRADIENTS, _ABSOLUTE = (0, 9), (10, 12)
 """First and end of the places of a record whose sums come back: always, and with absolute ones."""
 
@@ -58,20 +58,7 @@ def _pieces(order: Sequence[Span], spaces: Sequence[int]) -> list[_Piece]:
 
 
 class RecordParts:
-    """How the rows of one kind of point lie in records.
-
-    Args:
-        widths: the columns of a row that travel, by name: how many numbers each has, 0 for a column [M].
-        order: all of these numbers as they follow each other in the parts. A column begins or ends where a place of
-            `ArrivedRows` does, or it is copied once more.
-        arrived: makes `Arrived`: a class of tuples (view_ids, columns as in `widths`, radii, owners, slots).
-        gradients: a class of named tuples of the columns that have gradients.
-
-    Attributes:
-        widths: see above.
-        parts: of a row.
-        record_floats: of a row's record, and of that of its gradients: the parts' one behind the other.
-    """
+    """Record layout of a primitive's rows."""
 
     def __init__(
         self, widths: Mapping[str, int], order: Sequence[Span], arrived: type[Any], gradients: type[Any]
@@ -230,7 +217,7 @@ class PartsWire(RowWire):
     def keep(self, rows: Rows, place: Tensor, arrived: Arrived, come: WireSegments, source: int) -> None:
         room, first = come.capacities[source], come.line(source)
         lines = torch.arange(len(place), device=place.device)
-        # One more takes what does not stay, or has no room.
+        # One extra line receives rows that are not local, or overflow.
         found = torch.full((room + 1,), -1, dtype=torch.int64, device=place.device)
         found.scatter_(0, torch.where((place >= 0) & (place < room), place.long(), room), lines)
         found = found[:room]
@@ -276,6 +263,6 @@ def _numbers(column: Tensor, span: Span) -> Tensor:
 
 
 def _behind(segments: WireSegments, words: int) -> WireSegments:
-    """Where each segment goes on behind so many of its columns."""
+    """Return the segments shifted by `words` of their columns."""
     pairs = zip(segments.starts, segments.capacities, strict=True)
     return replace(segments, starts=tuple(s if s == STAYS else s + words * rows for s, rows in pairs))

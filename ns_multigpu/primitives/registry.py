@@ -1,7 +1,7 @@
-"""The kinds of points that there are, by the name that the user types: `--pipeline.model.primitive`.
+"""Primitives by the name of the option `--pipeline.model.primitive`.
 
-A checkpoint names its kind, and a run goes on only from one of its own. To add one: a folder beside this file, an entry
-in `KINDS`, and its name in `PrimitiveName`.
+A checkpoint names its primitive, and only runs with the same one resume from it. A new one needs a package here, an
+entry in `KINDS`, and its name in `PrimitiveName`.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,20 +31,20 @@ from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radi
 from ns_multigpu.primitives.surfels.schema import SCHEMA as SURFELS
 
 PrimitiveName = Literal["3dgs", "2dgs", "4dgs", "convex"]
-"""What the option can be; the names in `KINDS`."""
+"""Values of the option; the names in `KINDS`."""
 FIRST: PrimitiveName = "3dgs"
-"""What the points of a checkpoint are that names no kind: all were, once, and those of nerfstudio's own are."""
+"""Primitive of checkpoints that name none: old ones, and nerfstudio's own."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """How a model wants its points rendered; a kind of point reads of it what it has a use for.
+    """Render options of a model; each primitive reads those that it supports.
 
     Attributes:
         sh_degree: harmonics in use now; None for plain colours.
         depth: render expected depth as well.
         antialiased, absgrad: see `Gaussians`.
-        channels: further ones, by the names that the kind of point has for them.
+        channels: further outputs, by the primitive's names.
     """
 
     sh_degree: int | None
@@ -56,17 +56,17 @@ class Rendering:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of point, as the trainer wants to know it.
+    """A primitive's properties for the trainer.
 
     Attributes:
-        title: what messages call its points.
+        title: name of its points in messages.
         schema: the parameters of a point.
-        make: the primitive that renders them so.
-        initial: the raw parameters that training starts from; arguments as `initial_gaussians`'s.
+        make: creates the primitive with render options.
+        initial: creates the initial raw parameters; arguments as `initial_gaussians`'s.
         screen_radii: radii in pixels of a step's splats, [M], for densification; see `densification_info`.
-        lacks: what it cannot do yet that others can, and why: by the option that would ask for it, with its value.
-        halves: what the halves of a split are.
-        timed: whether what they look like depends on a view's time.
+        lacks: reasons for unsupported options, by option and value.
+        halves: its split rule.
+        timed: True if rendering depends on a view's time.
     """
 
     title: str
@@ -128,10 +128,10 @@ KINDS: dict[str, Kind] = {
 
 
 def all_parameters() -> tuple[Parameter, ...]:
-    """The parameters of all kinds of points, each name once: the groups of learning rates that a method must have.
+    """Return the parameters of all primitives, each name once: the learning-rate groups that a method must have.
 
     Raises:
-        ValueError: two kinds want other learning rates for a parameter of the same name.
+        ValueError: two primitives have different learning rates for a parameter of the same name.
     """
     found = dict[str, Parameter]()
     for name, kind in KINDS.items():
@@ -143,5 +143,5 @@ def all_parameters() -> tuple[Parameter, ...]:
 
 
 def titled(name: str) -> str:
-    """A kind's title and name, for messages; also of one that this version does not know."""
+    """Return a primitive's title and name for messages, also for unknown ones."""
     return f"{KINDS[name].title} ({name})" if name in KINDS else f"another kind of point ({name})"

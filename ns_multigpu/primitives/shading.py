@@ -8,7 +8,7 @@ import cuda_ext
 
 
 def camera_centers(viewmats: Tensor) -> Tensor:
-    """Where cameras are, [V, 3], by their world-to-camera matrices [V, 4, 4]."""
+    """Return camera positions [V, 3] from world-to-camera matrices [V, 4, 4]."""
     return -(viewmats[:, :3, :3].transpose(1, 2) @ viewmats[:, :3, 3:]).squeeze(-1)
 
 

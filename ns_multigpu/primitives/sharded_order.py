@@ -1,12 +1,12 @@
-"""The order (`morton`) of a model that is spread over the ranks, and how its points get to their owners.
+"""Order (`morton`) of a sharded model, and the exchange of points with their owners.
 
-Each rank sorts its own points by key; the placement says who owns each of them; every point travels, with its moments,
-to its owner, and what has arrived is put in order again. The order of the whole model is that of a stable sort of all
-its points by key, equal keys going by the places of the points that they are or come from.
+Each rank sorts its own points by key. The placement determines each point's owner. Points are sent to their owners with
+their moments, and sorted again there. The global order is a stable sort of all points by key, with ties by global index
+of the point or its parent.
 
-Where owners hold ranges of the order, equal keys stay on one rank, in the order of the ranks they came from and of
-their rows there: one after the other, the ranks then hold the whole model in order. With any other placement each
-point's place is asked for (`core.ranking`) and travels with it.
+If owners hold ranges of the order, equal keys are on one rank, ordered by source rank and row. The concatenated ranks
+then hold the model in order. With any other placement, global indices are computed (`core.ranking`) and sent with the
+points.
 """
 
 import time
@@ -29,15 +29,15 @@ _BYTE = 256
 
 @dataclass(frozen=True)
 class Reordering:
-    """What a reordering did and cost; the same on every rank but for `seconds`.
+    """Result and cost of a reordering; the same on every rank except `seconds`.
 
     Attributes:
-        seconds: of this rank, waiting for the others included.
-        moved: points that went to another rank. bytes_sent: for that, by all ranks together; without what asking for
-            places took, where owners do not hold ranges of the order.
-        counts_before, counts_after: points by rank, new ones where their parents were and where they are.
-        imbalance_before, imbalance_after: the most work of a rank / the mean; 1 is even.
-        rebalanced: whether points were dealt out anew, for equal work.
+        seconds: of this rank, including waits for others.
+        moved: points that changed ranks. bytes_sent: for that, by all ranks together, without the global-index queries
+            of placements without ranges.
+        counts_before, counts_after: points by rank, with new ones at their parents' ranks and at their own.
+        imbalance_before, imbalance_after: the most work of a rank / the mean; 1 is balanced.
+        rebalanced: True if points were redistributed to balance work.
     """
 
     seconds: float
@@ -60,14 +60,13 @@ class Reordering:
 
 @dataclass(frozen=True)
 class Move:
-    """How this rank's points, sorted by key, travel.
+    """Exchange plan of this rank's points, sorted by key.
 
     Attributes:
-        leave: [sum(send)] int64, the points in the order in which they leave, those for rank 0 first; None where that
-            is the order of their keys.
+        leave: [sum(send)] int64, the points in sending order, those for rank 0 first; None if that is key order.
         send, receive: points to and from each rank.
-        order: [sum(receive)] int64, what has arrived, by its row in the end.
-        places: [sum(receive)] int64, where those rows stand in the whole model; None where owners hold ranges of it.
+        order: [sum(receive)] int64, received points by final row.
+        places: [sum(receive)] int64, global indices of those rows; None if owners hold ranges.
         counts_before, counts_after, moved, imbalance_before, imbalance_after, rebalanced: see `Reordering`.
     """
 
@@ -84,7 +83,7 @@ class Move:
     rebalanced: bool
 
     def leaving(self, order: Tensor) -> Tensor:
-        """What was brought into the order of keys by `order` [N] int64, in the order in which it leaves."""
+        """Return the points, sorted by key with `order` [N] int64, in sending order."""
         return order if self.leave is None else order[self.leave]
 
     def record(self, started: float, row_bytes: int) -> Reordering:
@@ -108,12 +107,12 @@ def clock(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Survey:
-    """What ranks tell each other before their points are put in order.
+    """Facts that ranks exchange before their points are sorted.
 
     Attributes:
         grid: the cells for all ranks' points together.
         works: the work of all points of each rank.
-        tags: by rank, what it was given.
+        tags: of each rank.
     """
 
     grid: Grid
@@ -122,10 +121,10 @@ class Survey:
 
     @staticmethod
     def of(means: Tensor, work: Tensor, tag: int, world: World) -> "Survey":
-        """Asks all ranks. The ranks meet once, and the host waits for that.
+        """Gather from all ranks with one collective and one wait of the host.
 
         Args:
-            means: [N, 3] this rank's positions. work: [] int64, of its points together. tag: any 64 bits, signed.
+            means: [N, 3] this rank's positions. work: [] int64, total of its points. tag: any 64 bits, signed.
         """
         where = census(means)
         others = where.new_zeros(2, world.size)
@@ -168,17 +167,17 @@ def plan_move(
     positions: Callable[[], Tensor] | None = None,
     parents: Callable[[], Tensor] | None = None,
 ) -> Move:
-    """Asks which rank will own what, and brings the keys, or the places, there.
+    """Determine the owners, and send the keys or the global indices to them.
 
     Args:
         keys: [N] int64 in [0, 2^62), ascending.
         weights: [N] int64, work by point; at least 0.
         works: their sum, by rank: see `Survey`.
         threshold: see `NewPoints`.
-        placement: who is asked; `Sharded` by default.
-        positions: gives the points' positions [N, 3], by key.
-        parents: gives the places [N] int64, in the model so far, of the points that these were or come from. Every
-            rank calls it, where owners do not hold ranges of the order.
+        placement: determines owners; `Sharded` by default.
+        positions: returns the points' positions [N, 3], by key.
+        parents: returns the old global indices [N] int64 of the points or their parents. Every rank calls it, if
+            owners do not hold ranges of the order.
 
     Raises:
         ValueError: the threshold is less than 1; the placement names an owner that is no rank, on any rank.
@@ -218,11 +217,12 @@ def plan_move(
 
 
 def _told(owners: Tensor, weights: Tensor, placement: Placement, world: World) -> tuple[Tensor | None, list[list[int]]]:
-    """What all ranks send, once all know that everybody's owners are ranks. One meeting, for which the host waits.
+    """All-gather the counts that ranks send, after a check that all owners are ranks. One collective, and one wait of
+    the host.
 
     Returns:
-        the order in which points leave, by owner; None where owners ascend. By rank, the points that it sends to each,
-        and then their weights.
+        the sending order by owner; None if owners ascend. By rank, the numbers of points sent to each, then their
+        weights.
     """
     size = world.size
     extra = len(owners) - len(weights)

@@ -1,1 +1,1 @@
-"""One radiance field over disjoint cells of space; after NeRF-XL. Torch only: fields are `plugin.radiance`'s."""
+"""One radiance field over disjoint cells of space, after NeRF-XL. Torch only: fields are in `plugin.radiance`."""

@@ -1,8 +1,8 @@
-"""Unbounded space in a box, such that cells stay convex: each axis is contracted by itself.
+"""Contraction of unbounded space to a box, separately for each axis, so that cells stay convex.
 
-Mip-NeRF 360 contracts by the norm of a position. A flat face between two cells of its contracted space is then bent in
-the world, where rays are straight: a ray could leave a cell and come back, and its part in the cell would be no single
-segment. Contracted by axis, a plane across an axis stays one, so that boxes are boxes in the world and in the grid.
+Mip-NeRF 360 contracts by the norm of a position, which bends flat faces between cells in the world. A straight ray
+could then leave a cell and enter it again, in more than one segment. Contracted by axis, a plane across an axis stays a
+plane: boxes are boxes in the world and in the grid.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 _REACH = 2.0
-"""Of contracted coordinates: infinity is there."""
+"""Contracted coordinate of infinity."""
 
 
 def contract(x: Tensor) -> Tensor:
-    """Positions as in Mip-NeRF 360 (section 2), but each coordinate by itself: within [-1, 1] as it is, 2 - 1/x beyond.
+    """Contract positions as Mip-NeRF 360 (section 2) does, but by axis: identity within [-1, 1], 2 - 1/x beyond.
 
     Args:
         x: any shape; infinity is contracted to 2.
@@ -28,17 +28,17 @@ def contract(x: Tensor) -> Tensor:
 
 
 def expand(y: Tensor) -> Tensor:
-    """The positions that `contract` maps to `y`, any shape within [-2, 2]; infinity where y is -2 or 2."""
+    """Invert `contract` for `y`, any shape within [-2, 2]; -2 and 2 give infinity."""
     return torch.where(y.abs() <= 1, y, y.sign() / (_REACH - y.abs()).clamp(0, 1))
 
 
 @dataclass(frozen=True)
 class Domain:
-    """All of space that cells are cut from.
+    """Space that cells are cut from.
 
     Attributes:
         lower, upper: its corners in the coordinates that cells are cut in.
-        contracted: whether those are contracted ones; the world's otherwise.
+        contracted: True if those are contracted coordinates, False for the world's.
     """
 
     lower: tuple[float, float, float]
@@ -47,12 +47,12 @@ class Domain:
 
     @staticmethod
     def unbounded() -> "Domain":
-        """All of space, contracted."""
+        """Return all of space, contracted."""
         return Domain((-_REACH, -_REACH, -_REACH), (_REACH, _REACH, _REACH), True)
 
     @staticmethod
     def box(corners: Tensor) -> "Domain":
-        """A box [2, 3] of the world, lower corner first, and nothing outside.
+        """Return a box [2, 3] of the world, lower corner first, without anything outside.
 
         Raises:
             ValueError: it has no volume.
@@ -63,15 +63,15 @@ class Domain:
         return Domain((a, b, c), (d, e, f), False)
 
     def holds(self, x: Tensor) -> Tensor:
-        """[N] bool, whether positions [N, 3] of the world are in it; those that are not finite are not."""
+        """Return [N] bool, True if a world position [N, 3] is inside and finite."""
         where = self.inward(x.double())
         low, high = (torch.tensor(c, dtype=torch.float64, device=x.device) for c in (self.lower, self.upper))
         return ((where >= low) & (where <= high)).all(1) & x.isfinite().all(1)
 
     def inward(self, x: Tensor) -> Tensor:
-        """The coordinates that cells are cut in, of positions in the world: any shape."""
+        """Return the partition coordinates of world positions of any shape."""
         return contract(x) if self.contracted else x
 
     def outward(self, y: Tensor) -> Tensor:
-        """Positions in the world, of the coordinates that cells are cut in: any shape."""
+        """Return the world positions of partition coordinates of any shape."""
         return expand(y) if self.contracted else y

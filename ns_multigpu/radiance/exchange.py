@@ -1,7 +1,7 @@
-"""The one exchange of a step: every rank learns the integrals of all segments (NeRF-XL, section 4.3).
+"""The only exchange of a step: every rank receives the integrals of all segments (NeRF-XL, section 4.3).
 
-Each rank then joins the same segments to the same rays and has the same loss; its own segments alone are part of its
-graph, so that nothing travels backwards. Gradients of what all cells share are summed at the end of a step.
+Each rank joins the same segments to the same rays and has the same loss. Its graph has only its own segments, so that
+the backward pass needs no exchange. Gradients of shared parameters are summed at the end of a step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from ns_multigpu.radiance.segments import Segments
 
 
 def cells_of(rank: int, cells: int, ranks: int) -> range:
-    """The cells of a rank: as many as others have, or one more.
+    """Return the cells of a rank; ranks differ by one cell at most.
 
     Raises:
         ValueError: there are fewer cells than ranks.
@@ -30,9 +30,10 @@ def cells_of(rank: int, cells: int, ranks: int) -> range:
 
 
 def all_segments(own: Tensor, segments: Segments, world: World) -> Tensor:
-    """The states of all segments, this rank's with their gradients and others' without. Every rank calls it.
+    """All-gather the states of all segments: this rank's with gradients, others' without. Every rank calls it.
 
-    All ranks know all segments: no sizes need be told. Ranks send as much as the one with most, in one collective.
+    All ranks have all segments, so no sizes are exchanged. One collective, padded to the largest rank, sends the
+    states.
 
     Args:
         own: [m, F] the states of this rank's segments, in their order.
@@ -64,16 +65,16 @@ def all_segments(own: Tensor, segments: Segments, world: World) -> Tensor:
 
 
 def segments_of_ranks(segments: Segments, ranks: int) -> list[int]:
-    """[ranks + 1] the first segment of each rank, and how many there are."""
+    """Return the first segment of each rank, and the total: [ranks + 1]."""
     cells = len(segments.begins) - 1
     return [segments.begins[bound] for bound in even_bounds(cells, ranks)]
 
 
 @torch.no_grad()
 def sum_gradients(shared: Iterable[Tensor], world: World) -> None:
-    """Sums the gradients of what all cells share over the ranks, in one collective. Every rank calls it.
+    """Sum the gradients of shared parameters over the ranks in one collective. Every rank calls it.
 
-    A rank whose cells no ray has met has none, and counts as zero.
+    A rank whose cells meet no ray has none, which counts as zero.
 
     Args:
         shared: the same parameters on every rank, in the same order.
@@ -82,7 +83,7 @@ def sum_gradients(shared: Iterable[Tensor], world: World) -> None:
 
 
 def sum_gradients_in_parts(shared: Iterable[Tensor], world: World) -> Parts[None]:
-    """As `sum_gradients`, with its collective to be launched between what a CUDA graph holds."""
+    """Sum as `sum_gradients` does, and yield the collective to be launched between CUDA graphs."""
     params = list(shared)
     if world.group is None or not params:
         return
@@ -94,19 +95,19 @@ def sum_gradients_in_parts(shared: Iterable[Tensor], world: World) -> Parts[None
 
 
 def bytes_a_ray(rays: int, segments: int, samples: int, width: int, value_bytes: int = 4) -> tuple[float, float]:
-    """What a ray sends, on average: all of its samples (section 4.2), and its segments (section 4.3).
+    """Return the average bytes sent per ray: for all samples (section 4.2), and for segments (section 4.3).
 
     Args:
-        rays: how many. segments, samples: of all rays together, in all cells. width: numbers a segment.
-        value_bytes: of a number.
+        rays: number of rays. segments, samples: totals of all rays in all cells. width: numbers per segment.
+        value_bytes: bytes per number.
 
     Returns:
-        bytes of samples, each with its density, colour, and two ends; and of segments.
+        bytes of samples, each with density, colour, and two ends; and bytes of segments.
     """
     return samples * 6 * value_bytes / max(rays, 1), segments * width * value_bytes / max(rays, 1)
 
 
 def balance(counts: Sequence[int]) -> float:
-    """The most that a rank has over the mean; 1 where all have equally much, or nothing."""
+    """Return the largest count of a rank over the mean; 1 if all are equal or zero."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else 1.0

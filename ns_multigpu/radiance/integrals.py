@@ -1,8 +1,8 @@
-"""Integrals along a ray that can be broken at cells: each segment by itself, then joined (NeRF-XL, appendix B.2).
+"""Integrals along a ray that can be split at cells and joined again (NeRF-XL, appendix B.2).
 
-The state of a stretch of a ray is what its integrals are from its own beginning on, as if nothing were before it. The
-states of two stretches, one behind the other, join to that of both; joining is associative, which is all that breaking
-an integral takes. The paper's family, sums of products over segments, is what comes of joins that add and multiply.
+The state of a stretch of a ray is its integrals from its own beginning, as if nothing were before it. The states of two
+consecutive stretches join to that of both, associatively, which is all that a split needs. The paper's family, sums of
+products over segments, follows from joins that add and multiply.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ State = Mapping[str, Tensor]
 TRANSMITTANCE = "transmittance"
 
 _DENSEST = 1e30
-"""The most that a density counts as. Networks reach infinity, which a sample without length would make NaN."""
+"""Maximum density. Networks can output infinity, which a zero-length sample would turn into NaN."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Samples:
     Attributes:
         edges: [n, S + 1] ascending distances along the ray: sample i is from edge i to edge i + 1.
         density: [n, S], per unit of distance.
-        coordinates: [n, S + 1] the edges in the coordinate that distortion is measured in.
-        values: name -> [n, S, C] what is integrated beside: "colour", and whatever a user's integral asks for.
+        coordinates: [n, S + 1] the edges in the coordinate of the distortion loss.
+        values: name -> [n, S, C] other integrands: "colour", and those of a user's integrals.
     """
 
     edges: Tensor
@@ -42,38 +42,38 @@ class Samples:
 
     @property
     def middles(self) -> Tensor:
-        """[n, S] the distance of each sample's middle."""
+        """Distance of each sample's middle, [n, S]."""
         return _middles(self.edges)
 
     @cached_property
     def depth(self) -> Tensor:
-        """[n, S] optical depth of each sample."""
+        """Optical depth of each sample, [n, S]."""
         return optical_depth(self.density, self.edges)
 
     @cached_property
     def weights(self) -> Tensor:
-        """[n, S] w = T (1 - exp(-density length)): what a segment's beginning sees of each sample."""
-        # Not the sum up to a sample less its own: what is left of a small number beside a large one would be rounding.
+        """Weights w = T (1 - exp(-density length)) of samples seen from the segment's beginning, [n, S]."""
+        # Not the inclusive sum less its last term: a small number next to a large one would be lost to rounding.
         before = torch.cat([torch.zeros_like(self.depth[:, :1]), running_sum(self.depth)[:, :-1]], 1)
         return torch.exp(-before) * -torch.expm1(-self.depth)
 
 
 def optical_depth(density: Tensor, edges: Tensor) -> Tensor:
-    """[n, S] of samples [n, S] between edges [n, S + 1]; finite, and so is its gradient, however dense they are.
+    """Return optical depths [n, S] of samples between edges [n, S + 1]; finite for any density, as is the gradient.
 
-    In a segment of a few roundings' length edges go back by one now and then. Such a sample has no length: a negative
-    one would let through more light than there is.
+    In a segment about as short as rounding errors, edges may decrease. Such a sample gets length zero: a negative
+    length would create light.
     """
     return density.clamp_max(_DENSEST) * edges.diff(dim=1).clamp_min(0)
 
 
 class Breakable(Protocol):
-    """An integral along a ray that can be broken.
+    """Interface of an integral along a ray that can be split.
 
     Attributes:
-        name: its place in a `State`.
-        width: how many numbers it is.
-        empty: its value over a stretch in which there is nothing.
+        name: its key in a `State`.
+        width: number of components.
+        empty: its value over an empty stretch.
     """
 
     @property
@@ -86,17 +86,17 @@ class Breakable(Protocol):
     def empty(self) -> float: ...
 
     def within(self, samples: Samples) -> Tensor:
-        """[n, width] of each segment alone."""
+        """Return the values [n, width] of each segment alone."""
         ...
 
     def join(self, front: State, back: State) -> Tensor:
-        """[n, width] of two stretches together, the one in front first; they may read other integrals of both."""
+        """Return the values [n, width] of two stretches together, front first; other integrals of both may be read."""
         ...
 
 
 @dataclass(frozen=True)
 class Transmittance:
-    """What of the light behind a stretch comes through it (equation 4). Opacity, equation 5, is 1 minus this."""
+    """Fraction of light transmitted through a stretch (equation 4). Opacity, equation 5, is 1 minus this."""
 
     name: str = TRANSMITTANCE
     width: int = 1
@@ -131,10 +131,10 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Distortion:
-    """Mip-NeRF 360's distortion loss of a ray, exactly (NeRF-XL, equations 2, 7 and 8).
+    """Mip-NeRF 360's distortion loss of a ray, exact (NeRF-XL, equations 2, 7 and 8).
 
-    Weights are spread evenly over their samples. Of `Samples.coordinates` it wants the mean as well, the integral
-    `moment` in the same family. (The paper's algorithm 2 leaves out the factor 2 that equation 7 has; it is here.)
+    Weights are constant over their samples. It needs the mean of `Samples.coordinates` as well, the integral `moment`
+    in the same family. (The paper's algorithm 2 omits the factor 2 of equation 7; this class has it.)
     """
 
     name: str = "distortion"
@@ -144,7 +144,7 @@ class Distortion:
 
     def within(self, samples: Samples) -> Tensor:
         w, u = samples.weights, _middles(samples.coordinates)
-        # The sum over pairs in time linear in their number: what is in front of each sample, and its moment.
+        # The sum over pairs in linear time: the weights in front of each sample, and their moment.
         before, moment = running_sum(w) - w, running_sum(w * u) - w * u
         between = 2 * (w * (u * before - moment)).sum(1, keepdim=True)
         return between + (w.square() * samples.coordinates.diff(dim=1)).sum(1, keepdim=True) / 3
@@ -159,7 +159,7 @@ class Distortion:
 class Last:
     """A value of the last sample of a ray: nerfacto's background, "last_sample".
 
-    One number more says whether a stretch has a sample: of two, the one behind counts if it has.
+    One more component is positive if a stretch has a sample; the last such stretch counts.
     """
 
     name: str
@@ -183,14 +183,14 @@ COLOUR = Weighted("colour", 3, lambda samples: samples.values["colour"])
 DEPTH = Weighted("depth", 1, lambda samples: samples.middles[:, :, None])
 MOMENT = Weighted("moment", 1, lambda samples: _middles(samples.coordinates)[:, :, None])
 BACKGROUND = Last("background", 4, lambda samples: samples.values["colour"])
-"""The colour of the last sample, and whether there is one."""
+"""The colour of the last sample, and a flag that is positive if there is one."""
 
 
 class Family:
-    """Integrals that are broken and joined together: what a segment sends.
+    """Integrals that are split and joined together: the content of an exchanged segment.
 
     Args:
-        members: the integrals; the transmittance is always one and need not be named.
+        members: the integrals; the transmittance is always included and must not be listed.
 
     Raises:
         ValueError: two have one name.
@@ -205,27 +205,27 @@ class Family:
         self._none: Tensor | None = None
 
     def within(self, samples: Samples) -> Tensor:
-        """[n, width] the states of segments, packed: what `fold` takes."""
+        """Return the packed states of segments, [n, width], for `fold`."""
         return torch.cat([one.within(samples) for one in self.members], 1)
 
     def unpacked(self, rows: Tensor) -> State:
-        """The states [n, width] by name."""
+        """Return the states [n, width] by name."""
         parts = rows.split([one.width for one in self.members], 1)
         return {one.name: part for one, part in zip(self.members, parts, strict=True)}
 
     def empty(self, count: int, like: Tensor) -> Tensor:
-        """[count, width] the states of stretches in which there is nothing."""
+        """Return the states of empty stretches, [count, width]."""
         if self._none is None or self._none.device != like.device or self._none.dtype != like.dtype:
-            # Kept: it comes from the host, which a CUDA graph must not wait for.
+            # Cached: it comes from the host, which a CUDA graph must not wait for.
             self._none = like.new_tensor([one.empty for one in self.members for _ in range(one.width)])
         return self._none.expand(count, -1)
 
     def fold(self, rows: Tensor, order: Tensor) -> tuple[State, Tensor]:
-        """Joins the segments of each ray, front to back (algorithms 1 and 2).
+        """Join the segments of each ray, front to back (algorithms 1 and 2).
 
         Args:
             rows: [M, width] the states of all segments.
-            order: [R, K] as of `Segments.order`: which of them, M for none.
+            order: [R, K] as of `Segments.order`: segment indices, M for none.
 
         Returns:
             the states of whole rays, by name; and [M, 1] the transmittance before each segment, without a gradient.

@@ -1,6 +1,6 @@
-"""Which parts of a cell are empty, and steps along rays that leave these out (Instant-NGP, Mueller 2022, appendix E).
+"""Occupancy grids of cells, and ray steps that skip empty voxels (Instant-NGP, Mueller 2022, appendix E).
 
-nerfacc has grids like these, but no way to march through them on a CPU or through an axis-wise contraction.
+nerfacc has such grids, but cannot march through them on a CPU or through an axis-wise contraction.
 """
 
 import torch
@@ -9,16 +9,16 @@ from torch import Tensor
 from ns_multigpu.radiance.partition import distance, spacing
 
 _DECAY = 0.95
-"""Of what a voxel was found to hold, at each update: as Instant-NGP's."""
+"""Decay of stored opacities at each update, as in Instant-NGP."""
 
 
 class Grid:
     """An occupancy grid over one cell.
 
     Args:
-        values: [res ** 3] how opaque each voxel was found, from 0 to 1; changed in place. Of voxel (x, y, z) at
+        values: [res ** 3] opacity of each voxel, from 0 to 1; changed in place. Voxel (x, y, z) is at
             (x * res + y) * res + z.
-        threshold: voxels count as occupied from this on, or from the mean on if that is less.
+        threshold: minimum opacity of an occupied voxel, or the mean if that is less.
     """
 
     def __init__(self, values: Tensor, threshold: float) -> None:
@@ -29,25 +29,25 @@ class Grid:
 
     @property
     def bar(self) -> Tensor:
-        """[] what a voxel has to hold to be occupied."""
+        """Minimum opacity of an occupied voxel, []."""
         return self.values.mean().clamp_max(self.threshold)
 
     def occupied(self, where: Tensor) -> Tensor:
-        """[...] bool of positions [..., 3] in the cell, from 0 to 1."""
+        """Return [...] bool, True if a position [..., 3] in the cell, from 0 to 1, is occupied."""
         return (self.values >= self.bar)[self._voxel(where)]
 
     def points(self, voxels: Tensor, inside: Tensor) -> Tensor:
-        """[n, 3] positions from 0 to 1, of voxels [n] at places [n, 3] inside them, from 0 to 1."""
+        """Return positions [n, 3] from 0 to 1 in voxels [n], at relative offsets [n, 3] from 0 to 1."""
         return (self._corner(voxels) + inside) / self.res
 
     def diagonals(self, voxels: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, 3] the lower and upper corners of voxels, from 0 to 1."""
+        """Return the lower and upper corners [n, 3] of voxels, from 0 to 1."""
         corner = self._corner(voxels)
         return corner / self.res, (corner + 1) / self.res
 
     @torch.no_grad()
     def update(self, voxels: Tensor, opacity: Tensor) -> None:
-        """Takes in how opaque voxels [n] were found, [n]; what was found before fades."""
+        """Update voxels [n] with measured opacities [n]; earlier values decay."""
         self.values.mul_(_DECAY)
         self.values.scatter_reduce_(0, voxels, opacity.to(self.values), "amax")
 
@@ -61,15 +61,15 @@ class Grid:
 
 
 def steps_along(ends: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor], count: int, shift: Tensor) -> Tensor:
-    """Edges of even steps along segments, as nerfacto's first samples are spaced: [n, T + 1] distances.
+    """Return edges of even steps along segments, spaced as nerfacto's first samples: [n, T + 1] distances.
 
     Args:
-        ends: [n, 1] each, where segments begin and end. whole: [n, 1] each, where their rays do.
-        count: steps that the whole ray has.
-        shift: [n, 1] from 0 to 1, how far steps are moved.
+        ends: [n, 1] each, begin and end of segments. whole: [n, 1] each, of their rays.
+        count: number of steps of the whole ray.
+        shift: [n, 1] offset of the steps, from 0 to 1.
 
     Returns:
-        the first edge is a segment's beginning, the last its end; steps behind that have no length.
+        edges from a segment's begin to its end; steps behind the end have length zero.
     """
     near, far = (spacing(t) for t in whole)
     first, last = (((spacing(t) - near) / (far - near)).clamp(0, 1) * count - shift for t in ends)
@@ -83,13 +83,13 @@ def steps_along(ends: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor], count
 
 
 def kept_first(kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The places of what is kept, in their order.
+    """Return the positions of kept entries, in their order.
 
     Args:
         kept: [n, T] bool.
 
     Returns:
-        [n, K] places, those that are kept first, with K the most that a row keeps; and [n, K] which of them are kept.
+        [n, K] positions, kept ones first, K the largest number in a row; and [n, K] bool, True for kept ones.
     """
     counts = kept.sum(1)
     most = int(counts.amax()) if len(counts) else 0  # waits for the device
@@ -98,10 +98,10 @@ def kept_first(kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_gaps(starts: Tensor, ends: Tensor) -> Tensor:
-    """Edges [n, 2 K] of samples [n, K] that do not touch: every second interval is a gap."""
+    """Return the edges [n, 2 K] of disjoint samples [n, K]: every second interval is a gap."""
     return torch.stack([starts, ends], 2).flatten(1)
 
 
 def between_gaps(values: Tensor) -> Tensor:
-    """What samples have, [n, K, ...], as of `with_gaps`: [n, 2 K - 1, ...], zero in gaps."""
+    """Interleave sample values [n, K, ...] with zeros for the gaps of `with_gaps`: [n, 2 K - 1, ...]."""
     return torch.stack([values, torch.zeros_like(values)], 2).flatten(1, 2)[:, :-1]

@@ -1,4 +1,4 @@
-"""Cells of space with equally much in each, as close to cubes as can be (NeRF-XL, section 4.4 and appendix A.3)."""
+"""Cells of space with equal numbers of points, as cubic as possible (NeRF-XL, section 4.4 and appendix A.3)."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from ns_multigpu.cells.tree import CellTree, Split
 from ns_multigpu.radiance.contraction import Domain
 
 _MARGIN = 1e-6
-"""A plane keeps this part of its box's extent away from the box's faces: no cell is without volume."""
+"""Minimum distance of a plane from its box's faces, relative to the extent: every cell has volume."""
 VIEWS_A_CELL = 150
-"""Training views a cell from which on two cells were ahead of one in views that were held out. With 22, 70 and 105 they
-were 3.7, 1.2 and 0.7 dB behind, with 157 they were 0.3 dB ahead (benchmarks/results/nerfacto-xl.md)."""
+"""Training views per cell above which two cells beat one on held-out views. With 22, 70 and 105 they were 3.7, 1.2 and
+0.7 dB worse, with 157 0.3 dB better (benchmarks/results/nerfacto-xl.md)."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Partition:
 
     Attributes:
         tree: the planes, in the coordinates that cells are cut in (see `Domain`).
-        domain: what they fill.
+        domain: the space that they fill.
     """
 
     tree: CellTree
@@ -30,40 +30,41 @@ class Partition:
 
     @property
     def cells(self) -> int:
-        """How many there are."""
+        """Number of cells."""
         return self.tree.cells
 
     def extents(self) -> Tensor:
-        """[cells, 2, 3] float64, the lower and upper corner of each, in the coordinates that cells are cut in."""
+        """Return the lower and upper corner of each cell in partition coordinates, [cells, 2, 3] float64."""
         boxes = self.tree.boxes()
         low, high = (torch.tensor(c, dtype=torch.float64) for c in (self.domain.lower, self.domain.upper))
         return torch.stack([boxes[:, 0].maximum(low), boxes[:, 1].minimum(high)], 1)
 
     def boxes(self) -> Tensor:
-        """[cells, 2, 3] float64, the lower and upper corner of each in the world; infinite where space is."""
+        """Return the lower and upper corner of each cell in the world, [cells, 2, 3] float64; infinite in unbounded
+        space."""
         return self.domain.outward(self.extents())
 
     def of(self, positions: Tensor) -> Tensor:
-        """The cells [N] int64 of positions [N, 3] in the world, which lie in the domain."""
+        """Return the cells [N] int64 of world positions [N, 3] within the domain."""
         return self.tree.of(self.domain.inward(positions.double()))
 
 
 def partition(points: Tensor, cells: int, domain: Domain) -> Partition:
-    """Cuts a domain into cells with equally many points each.
+    """Split a domain into cells with equal numbers of points.
 
-    A part that is to be k cells is cut where floor(k / 2) of k parts of its points lie below (half, where k is even:
-    the paper's plane at which the CDF is 0.5), across the axis for which the longest side of the two parts' boxes is
-    closest to the shortest. Boxes are those around the points, and every plane is inside its part's own box: where
-    points lie at one place, or there are none, a box is cut in its middle.
+    A part with k cells is split where floor(k / 2) of k parts of its points lie below (for even k the paper's plane at
+    CDF 0.5). The axis is that for which the longest side of the two parts' boxes is closest to the shortest. Boxes are
+    those around the points, and every plane is inside its part's own box. Without points, or with all at one place, a
+    box is split in its middle.
 
     Args:
-        points: [N, 3] in the world, from a reconstruction or along rays; the same on every rank. Those outside the
-            domain, or not finite, do not count.
-        cells: how many, at least 1.
-        domain: what to cut.
+        points: [N, 3] in the world, from a reconstruction or along rays; the same on every rank. Points outside the
+            domain, or not finite, are ignored.
+        cells: number of cells, at least 1.
+        domain: space to split.
 
     Raises:
-        ValueError: there is to be no cell.
+        ValueError: `cells` is below 1.
     """
     if cells < 1:
         raise ValueError(f"{cells} cells: at least 1 is needed")
@@ -73,7 +74,7 @@ def partition(points: Tensor, cells: int, domain: Domain) -> Partition:
     splits: list[Split] = []
 
     def cut(inside: Tensor, box: Tensor, count: int, first: int) -> int:
-        """Cuts what lies in `box` [2, 3] into cells from `first` on; returns its number, as in `Split`."""
+        """Split the points in `box` [2, 3] into cells from `first` on; return its number, as in `Split`."""
         if count == 1:
             return -1 - first
         node, lower = len(splits), count // 2
@@ -93,7 +94,7 @@ def partition(points: Tensor, cells: int, domain: Domain) -> Partition:
 
 
 def _plane(inside: Tensor, box: Tensor, lower: int, count: int) -> tuple[int, float]:
-    """The axis across which points [N, 3] in a box [2, 3] are cut, and where."""
+    """Return the axis and position of the plane that splits points [N, 3] in a box [2, 3]."""
     around = torch.stack([inside.amin(0), inside.amax(0)]) if len(inside) > 1 else box
     best, chosen = math.inf, (0, 0.0)
     for axis in range(3):
@@ -112,7 +113,7 @@ def _plane(inside: Tensor, box: Tensor, lower: int, count: int) -> tuple[int, fl
 
 
 def _ratio(around: Tensor, axis: int, corner: int, plane: float) -> float:
-    """The longest side of a part of a box over its shortest; its corner on the cut axis is moved to the plane."""
+    """Return the longest over the shortest side of a part of a box; its corner on the split axis moves to the plane."""
     part = around.clone()
     part[corner, axis] = plane
     sides = (part[1] - part[0]).tolist()
@@ -120,7 +121,7 @@ def _ratio(around: Tensor, axis: int, corner: int, plane: float) -> float:
 
 
 def points_along(origins: Tensor, directions: Tensor, near: float, far: float, samples: int) -> Tensor:
-    """Points along rays, to cut space by where no reconstruction is at hand (NeRF-XL, section 4.4).
+    """Return points along rays, to partition space without a reconstruction (NeRF-XL, section 4.4).
 
     They are spaced as nerfacto's first samples: evenly up to distance 1, then evenly in 1 / distance.
 
@@ -139,17 +140,17 @@ def points_along(origins: Tensor, directions: Tensor, near: float, far: float, s
 
 
 def spacing(t: Tensor) -> Tensor:
-    """nerfacto's piecewise coordinate along a ray: t / 2 up to distance 1, then 1 - 1 / (2 t)."""
+    """Return nerfacto's piecewise coordinate along a ray: t / 2 up to distance 1, then 1 - 1 / (2 t)."""
     return torch.where(t < 1, t / 2, 1 - 1 / (2 * t.clamp_min(1)))
 
 
 def distance(s: Tensor) -> Tensor:
-    """The inverse of `spacing`."""
+    """Invert `spacing`."""
     return torch.where(s < 0.5, 2 * s, 1 / (2 - 2 * s.clamp_min(0.5)))
 
 
 def few_views(views: int, cells: int) -> str | None:
-    """What to say at the start where so many training views are likely too few for cells; None where they are not."""
+    """Return a warning if there are likely too few training views for the cells; else None."""
     if cells < 2 or views >= VIEWS_A_CELL * cells:
         return None
     return (

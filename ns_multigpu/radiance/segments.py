@@ -9,15 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of a batch of rays, those of cell 0 first, and in a cell by ray. Every rank has all of them.
+    """The segments of a batch of rays, ordered by cell, then by ray. Every rank has all of them.
 
     Attributes:
-        rays: how many rays there are.
-        ray: [M] int64, which ray a segment is of.
+        rays: number of rays.
+        ray: [M] int64, ray index of each segment.
         near, far: [M] distances along the ray, near < far.
         begins: [cells + 1], the first segment of each cell, and M.
-        order: [R, K] int64, the segments of each ray, front to back; M where it has no more.
-        counts: [R] int64, how many each ray has; 0 where it misses all cells.
+        order: [R, K] int64, the segments of each ray, front to back, padded with M.
+        counts: [R] int64, number of segments of each ray; 0 if it misses all cells.
     """
 
     rays: int
@@ -33,7 +33,7 @@ class Segments:
 
 
 def cell_of(segments: Segments) -> Tensor:
-    """[M] int64, the cell of each segment. Nothing is read back: cells begin where host numbers say."""
+    """Return the cell of each segment, [M] int64. Nothing is read back: the cells' bounds are host numbers."""
     parts = [b - a for a, b in pairwise(segments.begins)]
     return torch.cat([segments.ray.new_full((part,), cell) for cell, part in enumerate(parts)])
 
@@ -42,7 +42,8 @@ def cell_of(segments: Segments) -> Tensor:
 def passage(
     origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where rays enter and leave cells, [R, cells] each, and [R, cells] bool, whether they do. See `clip`.
+    """Return the distances at which rays enter and leave cells, [R, cells] each, and [R, cells] bool, True if they do.
+    See `clip`.
 
     Nothing is read back, and no shape depends on values.
     """
@@ -50,7 +51,7 @@ def passage(
     runs = directions[:, None, None] != 0
     steps = torch.where(runs, directions[:, None, None], 1.0)
     meets = (planes - origins[:, None, None]) / steps  # [R, cells, 2, 3]
-    # A ray along a face never meets it: it is inside or outside for all of its length. On a face it is above.
+    # A ray parallel to a face never meets it: all of it is inside or outside. A position on a face counts as above.
     inside = (origins[:, None] >= planes[:, 0]) & (origins[:, None] < planes[:, 1])
     whole = torch.where(inside, torch.inf, -torch.inf)
     enter = torch.where(runs[:, :, 0], meets.amin(2), -whole).amax(-1).maximum(nears[:, None])
@@ -60,14 +61,14 @@ def passage(
 
 @torch.no_grad()
 def clip(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes: Tensor) -> Segments:
-    """Clips rays at cells.
+    """Clip rays at cells.
 
-    Cells are convex, so that each ray has one segment in a cell at most. A face that several cells share is met at one
-    distance, bit for bit: segments of a ray that follow one another leave no gap, and no sample crosses a face.
+    Cells are convex, so that each ray has at most one segment in a cell. Cells that share a face compute bit-identical
+    distances to it. Consecutive segments of a ray therefore have no gap, and no sample crosses a face.
 
     Args:
         origins, directions: [R, 3].
-        nears, fars: [R] how far along each ray to begin and to end.
+        nears, fars: [R] begin and end of each ray.
         boxes: [cells, 2, 3] as of `Partition.boxes`; they share no volume.
     """
     enter, leave, hits = passage(origins, directions, nears, fars, boxes)
@@ -83,7 +84,7 @@ def clip(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes
 
 
 def dealt(segments: Segments, shares: int) -> Segments:
-    """Segments of one cell, dealt out to so many shares: those of share 0 first, each as many or one more."""
+    """Split the segments of one cell into consecutive parts that differ by one segment at most."""
     bounds = [share * len(segments) // shares for share in range(shares + 1)]
     return Segments(
         segments.rays, segments.ray, segments.near, segments.far, tuple(bounds), segments.order, segments.counts

@@ -1,8 +1,8 @@
 """Rays clipped at cells in shapes that do not depend on the rays: each cell has a slot for each ray.
 
-A slot whose ray misses its cell is empty. Those that are not are packed into lines, somewhat more lines than there are
-such slots: a line without one is computed like the others, and counts for nothing. So a step launches the same for all
-rays that fit into as many lines, which is what a CUDA graph takes.
+A slot is empty if its ray misses the cell. Occupied slots are packed into lines, with slightly more lines than occupied
+slots. Padding lines are computed like the others and count for nothing. A step therefore launches the same work for all
+rays that fit the lines, as a CUDA graph requires.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class Slots:
 
     Attributes:
         near, far: [cells, R] distances along the rays; an empty slot has those of its whole ray.
-        live: [cells, R] bool, whether a ray meets a cell.
-        order: [R, cells] int64, the slots (cell * R + ray) of each ray that are not empty, front to back; cells * R
-            where it has no more.
-        counts: [R] int64, how many each ray has.
+        live: [cells, R] bool, True if the ray meets the cell.
+        order: [R, cells] int64, the occupied slots (cell * R + ray) of each ray, front to back, padded with
+            cells * R.
+        counts: [R] int64, number of occupied slots of each ray.
     """
 
     near: Tensor
@@ -36,17 +36,17 @@ class Slots:
     counts: Tensor
 
     def __len__(self) -> int:
-        """How many are not empty. Waits for the device."""
+        """Return the number of occupied slots. Waits for the device."""
         return int(self.counts.sum())
 
 
 @torch.no_grad()
 def clip_to_slots(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes: Tensor) -> Slots:
-    """Clips rays at cells as `clip` does, and waits for nothing.
+    """Clip rays at cells as `clip` does, without waiting for the device.
 
     Args:
         origins, directions: [R, 3].
-        nears, fars: [R] how far along each ray to begin and to end.
+        nears, fars: [R] begin and end of each ray.
         boxes: [cells, 2, 3] as of `Partition.boxes`, on the rays' device; they share no volume.
     """
     enter, leave, hits = passage(origins, directions, nears, fars, boxes)
@@ -60,13 +60,13 @@ def clip_to_slots(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tens
 
 @torch.no_grad()
 def packed(live: Tensor, room: int) -> Tensor:
-    """Which slots are not empty, in their order. Nothing is waited for.
+    """Return the indices of occupied slots, in order, without waiting for the device.
 
     Args:
-        live: [R] bool, at most `room` of them. room: how many lines to have.
+        live: [R] bool, at most `room` of them True. room: number of lines.
 
     Returns:
-        [room] int64, below R; R in lines that are left over.
+        [room] int64, below R; R in padding lines.
     """
     rays = len(live)
     place = torch.where(live, live.cumsum(0) - 1, room).clamp_max(room)
@@ -75,23 +75,23 @@ def packed(live: Tensor, room: int) -> Tensor:
 
 
 def all_slots(own: Tensor, cells: int, world: World) -> Tensor:
-    """The states of all slots, this rank's with their gradients and others' without. Every rank calls it.
+    """All-gather the states of all slots: this rank's with gradients, others' without. Every rank calls it.
 
     Args:
         own: [this rank's cells, R, F] the states of its slots.
-        cells: of all ranks. world: the ranks.
+        cells: number of all ranks' cells. world: the ranks.
 
     Returns:
         [cells, R, F].
 
     Raises:
-        ValueError: `own` is not of this rank's cells.
+        ValueError: `own` does not match this rank's cells.
     """
     return launched(all_slots_in_parts(own, cells, world))
 
 
 def all_slots_in_parts(own: Tensor, cells: int, world: World) -> Parts[Tensor]:
-    """As `all_slots`, with its collective to be launched between what a CUDA graph holds."""
+    """Gather as `all_slots` does, and yield the collective to be launched between CUDA graphs."""
     held = [len(cells_of(rank, cells, world.size)) for rank in range(world.size)]
     if len(own) != held[world.rank]:
         raise ValueError(f"states of {len(own)} cells; rank {world.rank} has {held[world.rank]}")

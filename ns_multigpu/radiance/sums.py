@@ -1,18 +1,18 @@
-"""Sums of samples along rays, from the front on: short rows, and very many of them."""
+"""Running sums of samples along rays: very many short rows."""
 
 import torch
 from torch import Tensor
 
 _RATIO = 512
-"""Rows for each column, their number rounded up to a power of two, up to which `torch.cumsum` is fast on a GPU."""
+"""Largest ratio of rows to columns (rounded up to a power of two) for which `torch.cumsum` is fast on a GPU."""
 
 
 def running_sum(rows: Tensor) -> Tensor:
-    """[n, S] for each sample the sum up to it, itself included: `rows.cumsum(1)`.
+    """Return inclusive running sums of rows [n, S]: `rows.cumsum(1)`.
 
-    A GPU takes it in pieces. PyTorch 2.11 gives a row of S numbers a power of two of threads that it finds from the
-    ratio of n to S; where n is too large for S that comes out as 512 threads, of which all but S wait. On an H200
-    65,536 rows of 48 samples took 363 microseconds, and take 32 in pieces.
+    A GPU computes it in chunks. PyTorch 2.11 chooses a power of two of threads per row from the ratio of n to S. If n
+    is too large for S, it chooses 512 threads, of which all but S idle. On an H200, 65,536 rows of 48 samples took 363
+    microseconds at once, and take 32 in chunks.
 
     Args:
         rows: [n, S], at least one column.
@@ -22,10 +22,10 @@ def running_sum(rows: Tensor) -> Tensor:
 
 
 def most_rows(columns: int) -> int:
-    """Of so many columns, the rows that `torch.cumsum` is fast for."""
+    """Return the largest number of rows of this many columns for which `torch.cumsum` is fast."""
     return _RATIO << (columns - 1).bit_length()
 
 
 def in_pieces(rows: Tensor, most: int) -> Tensor:
-    """`running_sum`, of so many rows at a time."""
+    """Compute `running_sum` in chunks of `most` rows."""
     return torch.cat([piece.cumsum(1) for piece in rows.split(most)])

@@ -30,7 +30,7 @@ _NAP_US = 50
 
 
 def why_none() -> str:
-    """What keeps links from being limited here; "" if nothing does."""
+    """Return the reason why links cannot be limited here; "" if they can."""
     if sys.platform != "linux":
         return "links are limited by preloading a library, as Linux does it"
     return "" if _compiler() else f"there is no C compiler: none of {', '.join(_COMPILERS)}"
@@ -83,8 +83,7 @@ def variables(gbit: float | None = None, *, cuda: bool) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Passed:
-    """What has passed through this process's link since it began: bytes each way, and the seconds in which something
-    waited for its turn."""
+    """Traffic of this process's link since its start: bytes in each direction, and seconds with data queued."""
 
     sent: int
     received: int
@@ -107,7 +106,7 @@ def limit(gbit: float | None) -> None:
 
 
 def passed() -> Passed:
-    """What has passed through the link.
+    """Return the link's traffic.
 
     Raises:
         RuntimeError: the library was not preloaded.

@@ -1,1 +1,1 @@
-"""`nerfacto-xl`: nerfstudio's nerfacto in cells of space, one or more on each rank; after NeRF-XL."""
+"""`nerfacto-xl`: nerfstudio's nerfacto split into cells of space, at least one per rank; after NeRF-XL."""

@@ -1,5 +1,4 @@
-"""What becomes of a 3D convex that is split: six smaller ones, around its corners. All else about growing and pruning
-is as with 3D Gaussians."""
+"""Split rule of 3D convexes: six smaller ones around the corners. The rest of densification is that of 3D Gaussians."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -21,7 +20,7 @@ FAINTER = 0.5
 
 
 def arms(corners: Tensor) -> Tensor:
-    """The corners [N, 6, 3] from their mean, from raw ones [N, 18]: to the bit the same whatever others there are."""
+    """Return corners [N, 6, 3] relative to their mean from raw ones [N, 18], bit-identical for any other rows."""
     a, b, c, d, e, f = (by_corner := corners.view(-1, CORNERS, 3)).unbind(1)
     return by_corner - ((a + b + c + d + e + f) * (1 / CORNERS))[:, None]
 

@@ -18,7 +18,7 @@ from ns_multigpu.primitives.gaussians.functions import sizes_of
 from ns_multigpu.primitives.shading import row_colors
 
 _AT_ONCE = 1 << 18
-"""Points that are projected at once to see which show."""
+"""Points that are projected at once to find the visible ones."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Convexes(Primitive):
 
     @torch.no_grad()
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
-        """See `Primitive.cull`: the points that are drawn in their whole view, no more: they are projected for it.
+        """See `Primitive.cull`: projects all points, and returns exactly those drawn in the complete view.
 
-        How far beyond its hull a convex shows depends on the hull's edges on the screen: no bound in space is known.
+        The visible margin of a convex depends on its hull's edges on the screen, so no bound in space is known.
         """
         nothing = torch.empty(0, dtype=torch.int32, device=points.params["means"].device)
         found: list[tuple[Tensor, Tensor]] = [(nothing, nothing)]
@@ -115,11 +115,11 @@ class Convexes(Primitive):
         return result
 
     def kernels(self, **options: Any) -> ConvexKernels | None:
-        """See `Primitive.kernels`: `depth` for pictures without a way back. None for plain colours, or where depth is
-        to be learned from.
+        """See `Primitive.kernels`: `depth` for rendering without gradients. None for plain colours, or if depth needs
+        gradients.
 
         Raises:
-            ValueError: another option is asked for that only 3D Gaussians' kernels know.
+            ValueError: an option is set that only 3D Gaussians' kernels support.
         """
         refuse_options(options, ConvexKernels.title)
         if self.sh_degree is None or (self.depth and not options.get("depth")):
@@ -129,7 +129,7 @@ class Convexes(Primitive):
     def project(
         self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
     ) -> ConvexProjection:
-        """What rows are on the screen; see `cuda_ext.ops.raster.convexes.project_convexes`."""
+        """Return the screen geometry of rows; see `cuda_ext.ops.raster.convexes.project_convexes`."""
         corners = points.params["corners"].view(-1, CORNERS, 3)
         return project_convexes(
             points.params["means"],
@@ -147,11 +147,11 @@ class Convexes(Primitive):
         )
 
     def colors(self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor) -> Tensor:
-        """The colours [M, 3] of rows."""
+        """Return the colours [M, 3] of rows."""
         return row_colors(points.params, self.sh_degree, viewmats, view_ids, point_ids)
 
 
 def screen_radii(splats: Splats) -> Tensor:
-    """What densification calls a splat's size on screen, [M]: 0, for the published rules know none. How far a soft
-    convex shows says little of its hull."""
+    """Return the screen sizes [M] for densification: 0, because the published rules use none. The visible extent of a
+    soft convex says little about its hull."""
     return torch.zeros_like(splats.rows["depths"].detach())

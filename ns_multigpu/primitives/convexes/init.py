@@ -1,4 +1,4 @@
-"""The 3D convexes that training starts from."""
+"""Initial 3D convexes."""
 
 import math
 from typing import Any
@@ -21,8 +21,8 @@ this is what it gives where seed points are 0.04 apart. A first convex is then d
 def initial_convexes(
     seeds: tuple[Tensor, Tensor] | None, *, scale: float = 1.0, generator: torch.Generator, **options: Any
 ) -> dict[str, Tensor]:
-    """Raw parameters of the first convexes: six corners on a sphere around each seed point, as far from each other as
-    a Fibonacci spiral brings them (Held et al. 2024, section 3.4).
+    """Return raw parameters of the first convexes: six corners on a sphere around each seed point, spread by a
+    Fibonacci spiral (Held et al. 2024, section 3.4).
 
     Args:
         seeds, options, generator: see `initial_gaussians`. scale: factor on the convexes' size.

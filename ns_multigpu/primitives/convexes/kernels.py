@@ -1,4 +1,4 @@
-"""The operators of 3D convexes, as a step calls them."""
+"""Step operators of 3D convexes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MadeConvexes(NamedTuple):
-    """What lines become: `ConvexProjection`, and colours [M, 3]."""
+    """Projected lines: `ConvexProjection`, and colours [M, 3]."""
 
     means2d: Tensor
     lines: Tensor
@@ -56,5 +56,6 @@ class ConvexKernels(PartKernels):
         return (found.radii > 0).all(-1)
 
     def moved(self, made: MadeConvexes, records: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole hull's; no rule is about sizes on the screen: see `convexes.functions.screen_radii`."""
+        """Return gradients of the whole hull; radii are 0, because no rule uses screen sizes: see
+        `convexes.functions.screen_radii`."""
         return self.layout.gradients_of(records).means2d, torch.zeros_like(made.depths).detach()

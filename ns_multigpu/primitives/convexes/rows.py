@@ -1,4 +1,4 @@
-"""Rows of 3D convexes, which travel in three parts (`primitives.record_parts`)."""
+"""Rows of 3D convexes, exchanged in three parts (`primitives.record_parts`)."""
 
 from typing import NamedTuple
 
@@ -25,12 +25,12 @@ class ConvexRows(NamedTuple):
 
     @property
     def conics(self) -> Tensor:
-        """Without a bound: a convex's box alone says where it is."""
+        """Zero conics without a bound: only a convex's box limits it."""
         return boundless(self.depths)
 
 
 class ArrivedConvexes(NamedTuple):
-    """The same where they are drawn; see `Arrived`."""
+    """Received rows of 3D convexes; see `Arrived`."""
 
     view_ids: Tensor
     means2d: Tensor
@@ -45,7 +45,7 @@ class ArrivedConvexes(NamedTuple):
 
 
 class ConvexGradients(NamedTuple):
-    """Gradients of rows. By depths there are none: they only order rows."""
+    """Gradients of rows, except depths, which only order rows."""
 
     means2d: Tensor
     lines: Tensor

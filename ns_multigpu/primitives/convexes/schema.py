@@ -1,4 +1,4 @@
-"""What a 3D convex consists of."""
+"""Parameters of a 3D convex."""
 
 from cuda_ext.ops.raster.convexes import LINES
 from ns_multigpu.core.schema import HARMONICS, Parameter

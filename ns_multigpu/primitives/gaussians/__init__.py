@@ -1,1 +1,1 @@
-"""The 3D Gaussian: its schema, its functions and kernels, and what grows and prunes it."""
+"""The 3D Gaussian: schema, functions, kernels and densifiers."""

@@ -1,4 +1,4 @@
-"""The most points that a model may have: what a densifier does about it, and how many suit a capture."""
+"""Cap on a model's number of points: its choice for a capture, and its effect on densification."""
 
 from dataclasses import dataclass
 
@@ -20,16 +20,16 @@ PIXELS_WITHOUT_SEEDS = 600
 
 @dataclass(frozen=True)
 class ChosenCap:
-    """Gaussians that suit a capture, and a clause that says why."""
+    """Number of Gaussians for a capture, and a clause with the reason."""
 
     points: int
     why: str
 
     def within(self, fits: int | None, now: int) -> "ChosenCap":
-        """The same, or as many as memory has room for.
+        """Return this cap, limited to the number that fits memory.
 
         Args:
-            fits: how many that is; None for any number. now: how many there are, whatever fits.
+            fits: number that fits; None for no limit. now: current number, which is always allowed.
         """
         if fits is None or self.points <= max(fits, now):
             return self
@@ -43,10 +43,10 @@ def per_seed(images: int) -> int:
 
 
 def chosen_cap(start: int, seeds: int, pixels: int, each: int = PER_SEED[0]) -> ChosenCap:
-    """How many Gaussians suit a capture.
+    """Return the number of Gaussians for a capture.
 
     Args:
-        start: Gaussians that training begins with. seeds: seed points of the capture; 0 for none.
+        start: initial number of Gaussians. seeds: seed points of the capture; 0 for none.
         pixels: of all training views.
         each: Gaussians for each of the first `FULL_SEEDS` seed points.
     """
@@ -69,13 +69,13 @@ def _at_least(start: int, points: int, why: str) -> ChosenCap:
 
 
 def allowed_growth(total_now: int, total_after: int, cap: int | None) -> bool:
-    """Whether a refinement may grow the model; if not, it only prunes.
+    """Return True if a refinement may grow the model; otherwise it only prunes.
 
-    All or nothing: which points would have come first depends on their order, which differs between ranks and
-    strategies; this depends on two sums alone, and so is the same for any spread of the points.
+    Growth is all or nothing, because a partial choice would depend on the points' order, which differs between ranks
+    and strategies. Two sums give the same decision for any sharding.
 
     Args:
-        total_now, total_after: points of the whole model, over all ranks, before the refinement and after it.
-        cap: the most there may be; None for any number. A model that has more already may still shrink.
+        total_now, total_after: points of the whole model, over all ranks, before and after the refinement.
+        cap: maximum number; None for no limit. A model above it may still shrink.
     """
     return cap is None or total_after <= max(cap, total_now)

@@ -1,8 +1,7 @@
-"""Growing and pruning of replicated Gaussians: the same decision on every rank, from everybody's statistics.
+"""Densification of replicated Gaussians: the same decision on every rank, from the statistics of all ranks.
 
-The rules are gsplat's `DefaultStrategy` (which it calls a strategy; here that word means something else). What differs
-is the clock, which counts images seen rather than steps; the statistics, which are summed over ranks; and the random
-numbers, which are keyed by (seed, image) rather than drawn from each rank's own generator.
+The rules are gsplat's `DefaultStrategy`. The clock counts images instead of steps. Statistics are summed over ranks.
+Random numbers are keyed by (seed, image) instead of drawn from each rank's own generator.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
@@ -25,12 +24,12 @@ from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Decided, F
 
 
 def dues(period: int, first: int, count: int) -> range:
-    """The multiples of `period` among the `count` images from `first` on."""
+    """Return the multiples of `period` among the `count` images from `first` on."""
     return range(-(-first // period) * period, first + count, period)
 
 
 def due(period: int, first: int, count: int) -> int | None:
-    """The last of `dues`; None if there is none."""
+    """Return the last of `dues`; None if there is none."""
     return max(dues(period, first, count), default=None)
 
 
@@ -43,13 +42,12 @@ class ReplicatedDensifier(DefaultStrategy):
     Attributes:
         world: the ranks whose statistics are summed.
         seed: the run's seed.
-        morton: bring the points into the order of `morton` at every `order_every`-th refinement; at the others new ones
-            stand where those stood that they come from.
-        cap: most points of the whole model, None for any number: a refinement that would lead beyond only prunes.
-        held_back: called each time that happens, with the number of points there would have been.
-        halves: what the halves of a split are.
-        changes: how many points of the whole model refinements have `duplicated`, `split` and `pruned`; whoever logs it
-            empties it.
+        morton: sort the points in the order of `morton` at every `order_every`-th refinement; at the others, new points
+            replace their old ones in the order.
+        cap: maximum number of points of the whole model, None for no limit; beyond it refinements only prune.
+        held_back: called each time that happens, with the number of points that there would have been.
+        halves: the split rule.
+        changes: numbers of points that refinements have `duplicated`, `split` and `pruned`; cleared by the logger.
     """
 
     kind: ClassVar[str] = "ReplicatedDensifier"
@@ -74,7 +72,7 @@ class ReplicatedDensifier(DefaultStrategy):
         info: Mapping[str, Any],
         packed: bool = True,
     ) -> None:
-        """Counts this step's gradients and, when due, refines.
+        """Add this step's gradients to the statistics and refine if due.
 
         Args:
             step: images seen before this step.
@@ -106,12 +104,12 @@ class ReplicatedDensifier(DefaultStrategy):
         return cap
 
     def due_after(self, step: int, images: int) -> bool:
-        """Whether a step that sees `images` images from number `step` on is followed by a refinement or a reset."""
+        """Return True if a refinement or a reset follows a step of `images` images from number `step` on."""
         images = self._before_stop(step, images)
         return due(self.refine_every, step, images) is not None or due(self.reset_every, step, images) is not None
 
     def replaces(self, params: Any, step: int, images: int) -> bool:
-        """See `Densifier`: what is decided follows from statistics, so it may always be so."""
+        """See `Densifier`: True if any refinement is due, because its result depends on statistics."""
         return self.due_after(step, images)
 
     @torch.no_grad()
@@ -119,8 +117,8 @@ class ReplicatedDensifier(DefaultStrategy):
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
         taken: Tensor,
     ) -> bool:  # fmt: skip
-        """See `Densifier`: how many points there will be must be known here. What becomes of each is decided ahead, and
-        where tensors lie is found."""
+        """See `Densifier`: the number of points must be read back, so that only decisions and tensors are prepared
+        here."""
         image = self._refines(step, images)
         self._ahead = None
         if image is not None:
@@ -130,7 +128,7 @@ class ReplicatedDensifier(DefaultStrategy):
     def refine_when_due(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
     ) -> None:
-        """Refines, and resets opacities, if either is due after a step whose statistics have been counted."""
+        """Refine and reset opacities, if due after a step whose statistics have been counted."""
         image = self._refines(step, images)
         if image is not None:
             self._refine(params, optimizers, state, image)
@@ -138,24 +136,24 @@ class ReplicatedDensifier(DefaultStrategy):
             reset_opa(params=params, optimizers=optimizers, state=state, value=self.prune_opa * 2.0)
 
     def _refines(self, step: int, images: int) -> int | None:
-        """The image after which points are refined, if that is due after the step."""
+        """Return the image after which a refinement is due in this step; None if there is none."""
         image = due(self.refine_every, step, self._before_stop(step, images))
         if image is None or image <= self.refine_start_iter:
             return None
         return image if image % self.reset_every >= self.pause_refine_after_reset else None
 
     def _orders(self, image: int) -> bool:
-        """Whether the refinement after that image brings the points into their order."""
+        """Return True if the refinement after that image sorts the points."""
         return image % (self.order_every * self.refine_every) == 0
 
     def _before_stop(self, step: int, images: int) -> int:
-        """How many of the images from number `step` on come before refining stops. A step may see some on either side:
-        what would be due behind, such as a reset of opacities that nothing would mend, is not due."""
+        """Return the number of images from number `step` on before refining stops. Later refinements and opacity resets
+        are not due."""
         return max(0, min(images, self.refine_stop_iter - step))
 
     def _decided(self, params: Any, state: dict[str, Any], image: int) -> Decided:
-        """What becomes of each point, by what all ranks have counted."""
-        # Of copies: the step that has counted last may have to be taken again.
+        """Decide each point's fate from the statistics of all ranks."""
+        # On copies: the last counted step may have to be retried.
         sums = {name: value.clone() for name, value in self.statistics(params, state).items()}
         for name, value in sums.items():
             (max_in_place if name == "radii" else sum_in_place)(value, self.world)
@@ -183,15 +181,15 @@ class ReplicatedDensifier(DefaultStrategy):
         self._note_changes(*done)
 
     def _note_changes(self, duplicated: int, split: int, pruned: int) -> None:
-        """Counts what a refinement has done to the whole model."""
+        """Count the changes of a refinement to the whole model."""
         for name, count in (("duplicated", duplicated), ("split", split), ("pruned", pruned)):
             self.changes[name] = self.changes.get(name, 0) + count
 
     def within_cap(self, fates: Fates, total_now: int, total_after: int) -> Fates:
-        """The fates of this rank's points; without growth where the whole model would outgrow the cap.
+        """Return the fates of this rank's points, without growth if the whole model would exceed the cap.
 
         Args:
-            total_now, total_after: points of the whole model, over all ranks, before the refinement and after it.
+            total_now, total_after: points of the whole model, over all ranks, before and after the refinement.
         """
         if allowed_growth(total_now, total_after, self.cap):
             return fates
@@ -203,7 +201,7 @@ class ReplicatedDensifier(DefaultStrategy):
         return self.within_cap(fates, fates.now, fates.total)
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
-        """The running sums that `state` holds, made where there are none: by name, [N] each."""
+        """Return the running sums in `state` by name, [N] each, and create missing ones."""
         names = ("grad2d", "count", *(("radii",) if self.refine_scale2d_stop_iter > 0 else ()))
         for name in names:
             if not isinstance(state.get(name), Tensor):
@@ -212,7 +210,7 @@ class ReplicatedDensifier(DefaultStrategy):
 
     @torch.no_grad()
     def _count(self, params: MutableMapping[str, Tensor], state: dict[str, Any], info: Mapping[str, Any]) -> None:
-        """Adds this rank's rows to the running statistics; `info` holds the rows of the points that it owns."""
+        """Add this rank's rows to the running statistics; `info` has the rows of its own points."""
         self.statistics(params, state)
         add_gradients(state, info)
         if self.refine_scale2d_stop_iter > 0:
@@ -235,18 +233,18 @@ def add_gradients(state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
 def densification_info(
     splats: Splats, views: list[View], radii_of: Callable[[Splats], Tensor] = screen_radii
 ) -> dict[str, Any]:
-    """The rows of a step that densification counts, once backward has filled the probe's gradient.
+    """Return a step's densification statistics by row, after backward has filled the probe's gradient.
 
-    Gradients are brought to what one view's own loss would give, in units of half an image: the step's loss is the
-    mean over the views, so each is multiplied by their number.
+    Gradients are scaled to those of one view's own loss, in units of half an image: the step's loss is the mean over
+    views.
 
     Args:
         radii_of: radii in pixels of splats, [M]; 3D Gaussians' by default.
 
     Returns:
-        `n_cameras`; `ids` [M] int64; `gradients` [M] norms, 0 where the splat is not drawn; `visible` [M] 1 where it
-        counts as seen, else 0: where its square of 3 sigma touches the view, as gsplat 1.4.0 counts, drawn or not;
-        `radii` [M] fractions of the image's longer side.
+        `n_cameras`; `ids` [M] int64; `gradients` [M] norms, 0 for splats that are not drawn; `visible` [M] 1 if the
+        square of 3 sigma touches the view, as gsplat 1.4.0 counts, drawn or not, else 0; `radii` [M] fractions of
+        the image's longer side.
     """
     ids = splats.hits.point_ids.long()
     place = splats.hits.view_ids.long()

@@ -51,8 +51,8 @@ class Gaussians(Primitive):
     schema = SCHEMA
 
     def kernels(self, **options: Any) -> GaussianKernels | None:
-        """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, and `depth` for pictures without a way back.
-        None for plain colours, or where depth is to be learned from."""
+        """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, and `depth` for rendering without gradients. None
+        for plain colours, or if depth needs gradients."""
         if self.sh_degree is None or (self.depth and not options.get("depth")):
             return None
         return GaussianKernels(
@@ -71,7 +71,7 @@ class Gaussians(Primitive):
         return torch.cat(reached)
 
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
-        """See `Primitive.cull`: points whose bound reaches the view's rectangle."""
+        """See `Primitive.cull`: points whose bound overlaps the view's rectangle."""
         some = [views[v] for v in wanted]
         means = points.params["means"].detach()
         if not some:
@@ -122,7 +122,7 @@ class Gaussians(Primitive):
         return self.splats(hits, projection, colors)
 
     def splats(self, hits: Hits, projection: cuda_ext.Projection, colors: Tensor) -> Splats:
-        """The rows of `splat`, by what they are on screen and their colours [M, 3]."""
+        """Return the rows of `splat` from their projection and colours [M, 3]."""
         means2d, conics, depths, opacities, radii = projection
         features = torch.cat([colors, depths[:, None]], dim=-1) if self.depth else colors
         probe = torch.zeros_like(means2d, requires_grad=torch.is_grad_enabled())
@@ -188,9 +188,9 @@ class Gaussians(Primitive):
 
 
 def screen_radii(splats: Splats) -> Tensor:
-    """Radius in pixels of the 3-sigma circle around each splat, [M]; 0 where not even the square around it is in view.
+    """Return the radius in pixels of each splat's 3-sigma circle, [M]; 0 if its bounding square is not in view.
 
-    What 3DGS's densification calls a point's size on screen, as gsplat 1.4.0 computes it.
+    This is 3DGS's screen size for densification, as gsplat 1.4.0 computes it.
     """
     radii = splats.rows["radii"][:, 0]
     of_drawn = three_sigma_radii(splats.rows["conics"].detach())
@@ -198,5 +198,5 @@ def screen_radii(splats: Splats) -> Tensor:
 
 
 def sizes_of(views: Sequence[View]) -> list[int]:
-    """Width and height of each view, flat."""
+    """Return width and height of each view, flat."""
     return [n for view in views for n in (view.width, view.height)]

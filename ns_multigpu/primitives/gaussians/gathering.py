@@ -1,7 +1,7 @@
-"""New points in the place of old ones: every tensor of a model, its optimizers' moments too, gathered by one index.
+"""Replacement of points: all tensors of a model and its optimizers' moments, gathered by one index.
 
-Where tensors have room behind them (see `PointStorage`), new rows lie where the old ones lay, and parameters stay what
-they are: whoever knows their addresses, such as the CUDA graph of a step, need not be told. Else there are new ones.
+Tensors with spare capacity (see `PointStorage`) are updated in place and keep their addresses, which CUDA graphs depend
+on. Others are replaced.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
@@ -15,18 +15,18 @@ import cuda_ext
 from ns_multigpu.primitives.gaussians.index_map import Listing, Regrouping
 
 _TOGETHER = 1 << 20
-"""Points of a model at most whose parameters and moments are gathered at once."""
+"""Maximum number of points whose parameters and moments are gathered at once."""
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """The tensors of a small model that has room behind all of them, found before it is known how many points there
-    will be: what takes the host time need not be done while the device waits.
+    """Tensors of a small model with spare capacity, found before the new number of points is known, so that host time
+    overlaps device work.
 
     Attributes:
         params: by name.
-        moments: by name, what optimizers keep for each row: see `moments_of`.
-        rooms: of each parameter and, behind it, of its moments: all rows that its memory has room for.
+        moments: by name, per-row optimizer state: see `moments_of`.
+        rooms: full-capacity view of each parameter, followed by those of its moments.
     """
 
     params: dict[str, Tensor]
@@ -35,7 +35,7 @@ class Gathering:
 
     @classmethod
     def of(cls, params: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> "Gathering | None":
-        """That of a model; None where it is large, or has no room."""
+        """Collect a model's tensors; None if it is large or lacks spare capacity."""
         if len(params["means"]) > _TOGETHER:
             return None
         moments = {name: list(moments_of(p, optimizers.get(name)).values()) for name, p in params.items()}
@@ -46,7 +46,7 @@ class Gathering:
     def serves(
         self, params: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], count: int
     ) -> bool:  # fmt: skip
-        """Whether these are the model's tensors still, where they were, and have room for so many points."""
+        """Return True if these are still the model's tensors, at the same addresses, with capacity for `count`."""
         rooms = iter(self.rooms)
         for name, param in self.params.items():
             kept = optimizers[name].state.get(param, {}).values() if name in optimizers else ()
@@ -60,8 +60,7 @@ class Gathering:
         return len(self.params) == len(params)
 
     def take(self, source: Tensor, edit: Callable[[str, Tensor], None] | None) -> list[Tensor]:
-        """Brings the rows `source` [T] to the front of all tensors, which stay the same objects; returns the moments.
-        See `gather_points`."""
+        """Gather the rows `source` [T] to the front of all tensors; return the moments. See `gather_points`."""
         tensors = [x for name, p in self.params.items() for x in (p, *self.moments[name])]
         rows, places = cuda_ext.take_rows(tensors, source), [room[: len(source)] for room in self.rooms]
         torch._foreach_copy_(places, rows)  # pyright: ignore[reportPrivateImportUsage]
@@ -83,14 +82,14 @@ def gather_points(
     edit: Callable[[str, Tensor], None] | None = None,
     ready: Gathering | None = None,
 ) -> None:
-    """Puts new points in the place of the old ones. Of a small model all tensors are gathered in one launch; of a large
-    one, one after the other: there are never two of it.
+    """Replace old points by new ones: in one launch for a small model, tensor by tensor for a large one to bound
+    memory.
 
     Args:
-        params: by name, with a line for each old point; replaced by new `Parameter`s where they have no room.
-        optimizers: by parameter; may lack some. They go on with the new points.
-        edit: makes a parameter's rows [T, ...], copied by the regrouping's source, what they are to be: name, rows.
-        ready: the model's, where it has been found ahead.
+        params: by name, with a row for each old point; replaced by new `Parameter`s without spare capacity.
+        optimizers: by parameter; may lack some. They continue with the new points.
+        edit: changes a parameter's copied rows [T, ...] in place: name, rows.
+        ready: the model's tensors, if collected before.
     """
     source, taken = regrouping.source, None
     if ready is None or not ready.serves(params, optimizers, len(source)):
@@ -115,8 +114,7 @@ def gather_points(
 
 
 def _room(x: Tensor) -> Tensor | None:
-    """All rows that there is room for where `x` [N, ...] lies. None unless there is room behind it: memory without is
-    as long as the tensor, and is to go with it."""
+    """Return all rows that fit the memory of `x` [N, ...]; None without spare capacity."""
     row = x.element_size() * (x.stride(0) if x.dim() else 1)
     nbytes = x.untyped_storage().nbytes()
     if x.storage_offset() != 0 or not x.is_contiguous() or not len(x) * row < nbytes:
@@ -125,13 +123,13 @@ def _room(x: Tensor) -> Tensor | None:
 
 
 def zeros_there(x: Tensor, count: int) -> Tensor:
-    """[count] zeros, where `x` [N] lies if there is room behind it for so many."""
+    """Return [count] zeros, in the memory of `x` [N] if its capacity suffices."""
     room = _room(x)
     return x.new_zeros(count) if room is None or count > len(room) else room[:count].zero_()
 
 
 def moments_of(param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What an optimizer keeps for each row of a parameter, by name."""
+    """Return an optimizer's per-row state of a parameter, by name."""
     kept = {} if optimizer is None or param not in optimizer.state else optimizer.state[param]
     return {key: value for key, value in kept.items() if torch.is_tensor(value) and value.shape == param.shape}
 
@@ -140,13 +138,13 @@ def replace_parameter(
     optimizer: torch.optim.Optimizer | None, params: MutableMapping[str, Any], name: str, value: Tensor,
     rows_of: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """Puts `value` [T, ...] in place of the parameter `name`, in its optimizer too, whose moments follow.
+    """Replace the parameter `name` by `value` [T, ...], also in its optimizer, and gather its moments.
 
     Args:
-        rows_of: given an old moment, its rows [T, ...] of the new points; asked for one after the other.
+        rows_of: maps an old moment to its rows [T, ...] of the new points; called for one after the other.
 
     Returns:
-        the new moments, fresh points' too.
+        the new moments, including fresh points'.
     """
     old = params[name]
     new = torch.nn.Parameter(value, requires_grad=old.requires_grad)
@@ -158,7 +156,7 @@ def replace_parameter(
     if old not in optimizer.state:
         return []
     keys, state = list(moments_of(old, optimizer)), optimizer.state.pop(old)
-    for key in keys:  # each goes as soon as there is a new one
+    for key in keys:  # release each as soon as its copy exists
         state[key] = rows_of(state[key])
     optimizer.state[new] = state
     return [state[key] for key in keys]

@@ -1,4 +1,4 @@
-"""The Gaussians that training starts from."""
+"""Initial Gaussians."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The operators of 3D Gaussians, as a step calls them."""
+"""Step operators of 3D Gaussians."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ _MEANS, _LOG_SCALES = ORDER.index("means"), ORDER.index("scales")
 _COLORS = slice(6, 9)
 _MEANT = 12
 """Numbers of a gradient's record that mean something, which are its first."""
-"""Where a gradient record has those of the colours."""
+"""Slice of the colour gradients in a gradient record."""
 _CONICS = 3
-"""Which of the arrays that are told has the conics: of them densification makes radii."""
+"""Index of the conics among the published arrays, from which densification computes radii."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,11 @@ class GaussianReplicaRows(ReplicaRows):
         self._bright = torch.ones(lines, 3, device=device)
 
     def mine(self, rows: SplatRows, records: Tensor, first_view: int) -> list[Tensor]:
-        # No gradient passes where a colour is clamped at black: applied here, the colours need not travel. This is the
-        # way back of a ReLU, which is one kernel, in place, and leaves no NaN as a product with zero would.
+        # Apply the colour clamp's gradient here, so that colours need not be exchanged. This ReLU backward is one
+        # in-place kernel, and yields no NaN as a product with zero would.
         by_color = records[:, _COLORS]
         torch.ops.aten.threshold_backward.grad_input(by_color, rows.features, 0, grad_input=by_color)
-        # Records go with the 4 of their 16 numbers that mean nothing: it is quicker than to take these out and put them
-        # back.
+        # Records include 4 unused numbers of 16: faster than removing and restoring them.
         view_ids, *rest = self.told(rows, records, first_view).arrays
         return [view_ids + first_view, *rest]
 

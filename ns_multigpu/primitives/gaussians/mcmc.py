@@ -31,7 +31,7 @@ NOISE_STEEPNESS, NOISE_OPACITY = 100.0, 0.005
 """k and t of equation 10: noise fades out as a Gaussian's opacity rises beyond t."""
 
 NOISE = "mcmc noise"
-"""What the normal numbers of noise are drawn for."""
+"""Purpose key of the noise's random numbers."""
 
 _QUANTA = 1 << 24
 """Opacities are picked by in units of 1 / this. 2^24 of 2^24 Gaussians still add up far inside an int64."""
@@ -51,7 +51,7 @@ class McmcDensifier:
         refine_start_iter, refine_stop_iter, refine_every: when to relocate and grow, in images seen.
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
-        morton: bring the Gaussians into the order of `morton` at every `order_every`th refinement. In between new ones
+        morton: sort the Gaussians in the order of `morton` at every `order_every`th refinement. In between new ones
             stand beside those that they come from; a few that were relocated lie far from their neighbours.
         picks: where relocated and added Gaussians go: onto those drawn by "opacity", as in the paper; by "gradient",
             their mean gradient on screen, to what default densification would split; or by the product of "both".
@@ -77,15 +77,15 @@ class McmcDensifier:
     _begun: tuple[int, Tensor | None] | None = field(default=None, init=False, compare=False, repr=False)
 
     def initialize_state(self) -> dict[str, Any]:
-        """What must be kept between steps: nothing yet."""
+        """Return the initial state: empty."""
         return {}
 
     def counts(self, images: int) -> bool:
-        """See `Densifier`: where gradients say what is picked, until refining stops."""
+        """See `Densifier`: True until refining stops if gradients determine picks."""
         return self.picks != "opacity" and images < self.refine_stop_iter
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
-        """See `Densifier`: where gradients say what is picked, their sums and how many they are of."""
+        """See `Densifier`: gradient sums and counts if gradients determine picks."""
         if self.picks == "opacity":
             return {}
         for name in ("grad2d", "count"):
@@ -131,7 +131,7 @@ class McmcDensifier:
         self.move(params, step, images, rate)
 
     def due_after(self, step: int, images: int) -> bool:
-        """Whether a step that sees `images` images from number `step` on is followed by a refinement."""
+        """Return True if a refinement follows a step of `images` images from number `step` on."""
         return bool(self._dues(step, images))
 
     def _dues(self, step: int, images: int) -> list[int]:
@@ -142,7 +142,7 @@ class McmcDensifier:
     def refine_when_due(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
     ) -> None:
-        """Relocates and grows as often as is due. Statistics are spent by it; the rest as in `step_post_backward`."""
+        """Relocate and grow for each due image, and reset the statistics; see `step_post_backward`."""
         for image in self._dues(step, images):
             begun, self._begun = self._begun, None
             if begun is not None and begun[0] == image:
@@ -166,8 +166,8 @@ class McmcDensifier:
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
         taken: Tensor,
     ) -> bool:  # fmt: skip
-        """See `Densifier`: relocation alone can be, where the device knows by itself how many are dead. Where more is
-        to follow, that of the first image is done ahead all the same, and `refine_when_due` does the rest."""
+        """See `Densifier`: relocates on the device without readback. If growth follows, only the first image's
+        relocation is done here, and `refine_when_due` does the rest."""
         due, self._begun = self._dues(step, images), None
         if not due or not self._prefetches():
             return False
@@ -183,44 +183,44 @@ class McmcDensifier:
         return True
 
     def _prefetches(self) -> bool:
-        """Whether a relocation asks the device nothing."""
+        """Return True if a relocation needs no readback."""
         return True
 
     def replaces(self, params: Any, step: int, images: int) -> bool:
-        """See `Densifier`: what only moves dead Gaussians changes tensors in place."""
+        """See `Densifier`: relocation alone changes tensors in place."""
         due = self._dues(step, images)
         return bool(due) and (self._settles() or self._room(params) > 0 or any(self._orders(image) for image in due))
 
     def _settles(self) -> bool:
-        """Whether Gaussians that have only changed their positions may have to move to another rank."""
+        """Return True if Gaussians that only moved may have to change ranks."""
         return False
 
     def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
-        """Moves these, whose order stays."""
+        """Move such Gaussians to their owners, in unchanged order."""
 
     def _orders(self, image: int) -> bool:
-        """Whether the refinement after that image brings the Gaussians into their order."""
+        """Return True if the refinement after that image sorts the Gaussians."""
         return self.morton and image % (self.order_every * self.refine_every) == 0
 
     def _steepness(self, params: Any, state: dict[str, Any]) -> Tensor | None:
-        """What Gaussians are picked by besides being alive, [N] in [0, 1]; None for their opacities."""
+        """Return pick weights by gradient, [N] in [0, 1]; None for picks by opacity."""
         if self.picks == "opacity":
             return None
-        # Of copies: the step that has counted last may have to be taken again.
+        # On copies: the last counted step may have to be retried.
         sums = {name: value.clone() for name, value in self.statistics(params, state).items()}
         self._sum_over_ranks(sums)
         mean = sums["grad2d"] / sums["count"].clamp(min=1)
         return (mean / STEEPEST).clamp(max=1.0)
 
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
-        """Replicas have counted what they have drawn; together that is all."""
+        """Sum the statistics of replicas, each of which counts the rows that it draws."""
         if sums and self.world.size > 1:
-            together = torch.stack(list(sums.values()))  # one message, for ranks wait for each other in each
+            together = torch.stack(list(sums.values()))  # one collective for all
             sum_in_place(together, self.world)
             sums.update(zip(sums, together, strict=True))
 
     def _weights(self, opacities: Tensor, steep: Tensor | None) -> Tensor:
-        """What living Gaussians are picked by; dead ones are not."""
+        """Return pick weights; 0 for dead Gaussians."""
         weights = opacities if steep is None else steep.to(opacities.dtype)
         if self.picks == "both" and steep is not None:
             weights = weights * opacities
@@ -247,40 +247,39 @@ class McmcDensifier:
         )  # fmt: skip
 
     def _places(self, count: int) -> tuple[int, Tensor | None]:
-        """Where the `count` Gaussians that are here stand in the whole model: the first one's place, and the places of
-        all [N] int64 where they do not follow each other."""
+        """Return the global index of the first of `count` local Gaussians, and the indices of all [N] int64 if not
+        contiguous."""
         return 0, None
 
     def _relocate(
         self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None, taken: Tensor | None = None
     ) -> None:
-        """Moves every dead Gaussian onto a living one, drawn by opacity or by `steep`; none where `taken` is False."""
+        """Move every dead Gaussian onto a living one, drawn by opacity or by `steep`; none if `taken` is False."""
         opacities = sigmoid(params["opacities"].detach().flatten())
         sums = quanta(self._weights(opacities, steep)).cumsum(0)
         start = seed_from(self.seed, "relocate", image)
         sources, copies = cuda_ext.draw_sources(sums, opacities <= self.min_opacity, start=start, taken=taken)
-        # As in gsplat the moments of what is moved stay as they are.
+        # As in gsplat, moments of moved Gaussians are unchanged.
         self._share_out(params, copies, all_moments(params, optimizers))
         cuda_ext.copy_rows([value.data for value in params.values()], sources)
 
     def _growth(self, params: Any, image: int, steep: Tensor | None, room: int) -> Tensor:
-        """Which Gaussians get a copy, once for each, drawn by opacity or by `steep`: `room` in all."""
+        """Return the Gaussians to copy, `room` in all, drawn by opacity or by `steep`."""
         opacities = sigmoid(params["opacities"].detach().flatten())
         weights = opacities if steep is None else self._weights(opacities, steep)
         return pick(weights, room, keyed_generator(self.seed, "grow", image))
 
     def _room(self, params: Any) -> int:
-        """How many the whole model grows by at a refinement; the same on every rank."""
+        """Return the growth of the whole model at a refinement; the same on every rank."""
         count = self._whole(len(params["means"]))
         return max(0, min(self.cap_max, int(GROWTH * count)) - count)
 
     def _whole(self, count: int) -> int:
-        """Gaussians of the whole model, of which `count` are here."""
+        """Return the number of Gaussians of the whole model, of which `count` are local."""
         return count
 
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor, orders: bool) -> None:
-        """Adds the copies of `sources`: behind all, or with `morton` beside their sources. With `orders` all Gaussians
-        are brought into their order."""
+        """Append the copies of `sources`, or with `morton` insert them next to their sources. If `orders`, sort all."""
         if len(sources) == 0 and not orders:
             return
         listing = grown(len(params["means"]), sources)
@@ -291,8 +290,8 @@ class McmcDensifier:
         gather_points(params, optimizers, regrouping)
 
     def _share_out(self, params: Any, copies: Tensor, cleared: Sequence[Tensor] = ()) -> None:
-        """Makes each Gaussian that gets `copies` [N] int32 so faint and small that it and they look as it did alone;
-        its rows of `cleared` become zero."""
+        """Reduce opacity and scales of each Gaussian with `copies` [N] int32, so that all together look the same; zero
+        its rows of `cleared`."""
         cuda_ext.share_out(
             params["opacities"].data.view(-1), params["scales"].data, copies, min_opacity=self.min_opacity,
             cleared=cleared,
@@ -318,7 +317,7 @@ def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """`count` rows, [count] int64, drawn with replacement in proportion to `weights` [N] in [0, 1].
 
     Exact in integers, so that the same weights and generator (a host's) give the same rows everywhere, on any number
-    of weights. None are drawn if no weight reaches 2^-24.
+    of weights. None are drawn if all weights are below 2^-24.
     """
     sums = quanta(weights).cumsum(0)
     total = int(sums[-1]) if len(sums) and count else 0
@@ -329,11 +328,11 @@ def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def counted(rows: Tensor, count: int) -> Tensor:
-    """How often each of `count` rows is among `rows` [M] int64: [count] int32."""
+    """Return the number of occurrences of each of `count` rows in `rows` [M] int64: [count] int32."""
     found = torch.zeros(count, dtype=torch.int32, device=rows.device)
     return found.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32))
 
 
 def all_moments(params: Any, optimizers: dict[str, Any]) -> list[Tensor]:
-    """What optimizers keep for each row of the parameters."""
+    """Return the optimizers' per-row state of all parameters."""
     return [x for name, value in params.items() for x in moments_of(value, optimizers.get(name)).values()]

@@ -1,14 +1,14 @@
-"""Growing and pruning in one pass: every tensor of the model is gathered once, whatever happened to its points.
+"""Growing and pruning in one pass: every tensor of the model is gathered once.
 
-The rules, the random numbers and the order of the points are those of gsplat's `DefaultStrategy`, which reallocates
-every parameter and moment three times (duplicate, split, remove) and waits for the device at each. Here all decisions
-are made first, one small tensor of counts is read back, and an index says where each new point comes from. A child's
-fate can be decided before it exists: it has its parent's opacity and radius, and 1 / 1.6 of its scales.
+The rules, random numbers and point order are those of gsplat's `DefaultStrategy`. gsplat reallocates every parameter
+and moment three times (duplicate, split, remove) and waits for the device at each. Here all decisions are made first,
+one small tensor of counts is read back, and an index map gives the source of each new point. A child's fate can be
+decided before it exists: it has its parent's opacity and radius, and 1 / 1.6 of its scales.
 
-Optionally the points are brought into the order of `morton` on the same way, so that points near each other in space
-are near each other in memory; or stand where those stood that they come from, which are near them.
+Optionally the points are sorted in the order of `morton` in the same pass, so that spatial neighbours are near each
+other in memory. Alternatively, new points replace their old ones in the order.
 
-A GPU is done with an operator on some 100,000 points before the host has launched the next: few of them is fast.
+A GPU finishes an operator on some 100,000 points before the host has launched the next, so few operators are fast.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -30,13 +30,13 @@ SHRINK = 1.6
 
 
 class SplitRule:
-    """What the halves of a split are: those of 3D Gaussians. Another kind of point may have more than two.
+    """Split rule: the children of a split, here those of 3D Gaussians. Other primitives may have more than two.
 
     Attributes:
-        draws: normal numbers that a half's place takes.
-        births: into how many a point is split.
-        clones: whether a small point with a steep gradient is copied rather than split.
-        shrunk: parameters, logarithms of sizes, of which a half has its parent's divided by `SHRINK`.
+        draws: normal random numbers per child.
+        births: number of children.
+        clones: True if small points with steep gradients are copied instead of split.
+        shrunk: log-size parameters that are divided by `SHRINK` for children.
     """
 
     draws: ClassVar[int] = 3
@@ -45,22 +45,22 @@ class SplitRule:
     shrunk: ClassVar[Collection[str]] = ("scales",)
 
     def sizes(self, params: Mapping[str, Tensor]) -> Tensor:
-        """How large points are, [N] world units: what rules about sizes look at."""
+        """Return the sizes of points for size rules, [N] world units."""
         return params["scales"].exp().amax(dim=-1)
 
     def child_sizes(self, sizes: Tensor) -> Tensor:
-        """How large halves are, by their parents' sizes."""
+        """Return the sizes of children from their parents' sizes."""
         return _child_scales(sizes).exp()
 
     def child_opacities(self, opacities: Tensor) -> Tensor:
-        """How opaque halves are, by their parents' opacities."""
+        """Return the opacities of children from their parents' opacities."""
         return opacities
 
     def offsets(self, params: Mapping[str, Tensor], drawn: Tensor) -> Tensor:
-        """How far halves lie from their parents [C]: [births, C, 3 or more], in space first.
+        """Return offsets of children from their parents [C]: [births, C, 3 or more], spatial ones first.
 
         Args:
-            params: of the parents, those of a number or a vector each. drawn: [births, C, draws] normal numbers.
+            params: of the parents, scalar and vector ones. drawn: [births, C, draws] normal numbers.
         """
         along = params["scales"].exp()
         if along.shape[1] == 2:  # flat: its children lie in its plane
@@ -68,7 +68,7 @@ class SplitRule:
         return cuda_ext.turn(params["quats"], along * drawn)
 
     def move(self, name: str, rows: Tensor, offsets: Tensor) -> None:
-        """Makes a parameter's rows [births C, ...] the halves', in place: adds what is theirs of the offsets."""
+        """Add the offsets to a parameter's rows [births C, ...] of children, in place."""
         if name == "means":
             rows += offsets[:, :3]
 
@@ -82,14 +82,13 @@ GAUSSIAN_HALVES = SplitRule()
 
 @dataclass(frozen=True)
 class Fates:
-    """What becomes of each of N points, and of how many.
+    """Fates of N points in a refinement, and their counts.
 
     Attributes:
-        masks: [5 + births, N] bool, by point. 0: kept, that is, stays and is not split. 1: a copy of it stays beside
-            it. 2 and, once for each other half, those behind: born, that is, split, into halves that stay. The last
-            three: is split, whatever becomes of the halves; is copied, whatever becomes of the copy; would be kept if
-            nothing were split.
-        n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: how many 0, 1, 2 and the last three are true of.
+        masks: [5 + births, N] bool, by point. 0: kept and not split. 1: copied, with a copy that is kept. 2 and one
+            more for each further child: split into kept children. The last three, before pruning of new points:
+            split; copied; kept if nothing were split.
+        n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: counts of masks 0, 1, 2 and the last three.
     """
 
     masks: Tensor
@@ -102,37 +101,37 @@ class Fates:
 
     @staticmethod
     def of(masks: Tensor, counts: Sequence[int]) -> "Fates":
-        """Those of the points of `masks` [5 + births, N], each of which is true of so many as `counts` says."""
+        """Create fates from masks [5 + births, N] and their counts."""
         kept, copied, born, *_, split, duplicate, stays = counts
         return Fates(masks, kept, copied, born, split, duplicate, stays)
 
     @property
     def births(self) -> int:
-        """Into how many a point is split."""
+        """Number of children of a split."""
         return self.masks.shape[0] - 5
 
     @property
     def split(self) -> Tensor:
-        """[N] bool: is split, whatever becomes of the halves."""
+        """Mask [N] of split points, whether or not the children are kept."""
         return self.masks[-3]
 
     @property
     def now(self) -> int:
-        """N, how many points there are."""
+        """Number of points N before the refinement."""
         return self.masks.shape[1]
 
     @property
     def total(self) -> int:
-        """How many points there will be."""
+        """Number of points after the refinement."""
         return self.n_kept + self.n_copied + self.births * self.n_born
 
     @property
     def pruned(self) -> int:
-        """How many go, new ones included."""
+        """Number of pruned points, including new ones."""
         return self.now + self.n_duplicate + (self.births - 1) * self.n_split - self.total
 
     def without_growth(self) -> "Fates":
-        """What becomes of the points if they are pruned only."""
+        """Return the fates with pruning only."""
         masks = torch.zeros_like(self.masks)
         masks[0] = masks[-1] = self.masks[-1]
         return Fates(masks, self.n_stays, 0, 0, 0, 0, self.n_stays)
@@ -155,7 +154,7 @@ class Fates:
 
 @dataclass(frozen=True)
 class Decided:
-    """What becomes of each point, as the device knows it before the host does.
+    """Fates of points on the device, before the host has read their counts.
 
     Attributes:
         masks: as `Fates.masks`. sums: of each mask, [K] int64.
@@ -204,7 +203,7 @@ def grow_and_prune(
         order: of the new points: kept ones first; or each where the one stood that it comes from; or that of `morton`.
         cap: may take growth out of what has been decided.
         generator: what to draw from, of the points' device; None for the device's default generator, as gsplat.
-        spent: those of `state` that do not follow, but count anew from zero, whatever is done.
+        spent: those of `state` that restart from zero instead.
         halves: what the halves of a split are.
         decided: what becomes of the points, where that has been found out. ready: see `gather_points`.
 
@@ -246,10 +245,10 @@ def decide(
     rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int,
     halves: SplitRule = GAUSSIAN_HALVES, read: Callable[[Tensor], list[int]] = Tensor.tolist,
 ) -> Fates:  # fmt: skip
-    """Decides what becomes of every point, each by itself. Waits for the device. See `grow_and_prune`.
+    """Decide the fate of every point independently. Waits for the device. See `grow_and_prune`.
 
     Args:
-        read: brings numbers, [K] int64, from the device to the host.
+        read: reads numbers [K] int64 back to the host.
     """
     decided = Decided.of(rules, params, state, image, halves)
     return Fates.of(decided.masks, read(decided.sums))
@@ -259,7 +258,7 @@ def decide(
 def _masks(
     rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int, halves: SplitRule
 ) -> Tensor:
-    """What `Fates.masks` is."""
+    """Return the masks of `Fates.masks`."""
     largest = halves.sizes(params)
     opacities = sigmoid(params["opacities"].flatten())
     steep = state["grad2d"] / state["count"].clamp_min(1) > rules.grow_grad2d
@@ -313,7 +312,7 @@ def edit_children(
     regrouping: Regrouping | Listing,
     halves: SplitRule = GAUSSIAN_HALVES,
 ) -> None:
-    """Makes children of a parameter's rows [T, ...] that are still their parents', in place."""
+    """Edit the children's rows of a parameter's rows [T, ...], still copies of their parents', in place."""
     faded = ("opacities",) if rules.revised_opacity else ()
     if name not in (*halves.moved(), *halves.shrunk, *faded) or len(regrouping.offsets) == 0:
         return
@@ -329,7 +328,7 @@ def edit_children(
 
 
 def _child_scales(sizes: Tensor, out: Tensor | None = None) -> Tensor:
-    """A child's scales, as logarithms, by the exponentials of its parent's."""
+    """Return a child's log scales from its parent's scales."""
     return torch.log(sizes / SHRINK, out=out)
 
 

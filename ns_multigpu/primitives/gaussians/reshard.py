@@ -1,8 +1,7 @@
-"""Where a refinement's new points go, of a model that is spread over the ranks: each rank makes new ones of its own.
+"""Resharding after a refinement: each rank creates new points from its own old ones.
 
-Most refinements leave the order as it is: a new point stands where the one stood that it comes from. Where owners hold
-ranges of the order of about equal work, nothing then travels, and ranks need not meet. From time to time all are put in
-order by where they lie now, and dealt out (`sharded_order`).
+Most refinements keep the order: a new point replaces its old one. If owners hold ranges with balanced work, nothing is
+then exchanged. Periodically all points are sorted by position and distributed (`sharded_order`).
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -25,18 +24,18 @@ from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, orde
 
 @dataclass(frozen=True)
 class Arranging:
-    """Puts new points in the place of old ones. Every rank calls its methods together, about the points that it has.
+    """Replacement of old points by new ones. Every rank calls its methods together, with its own points.
 
     Arguments of all of them:
         params: by name, with a line for each old point; replaced by new `Parameter`s.
         optimizers: by parameter; may lack some, the same on every rank. They go on with the new parameters.
         listing: of the new points.
-        work: gives how much work each new point is, [T] int64 as listed; only if it is asked for.
+        work: returns the work of each new point, [T] int64 in creation order; called only if needed.
         edit: see `Edit`; None to change nothing.
 
     Attributes:
-        holding: what this rank holds, and who says which rank owns what. It is told of what is there in the end.
-        threshold: points are dealt out anew where a rank's work is more than this times the mean.
+        holding: index of this rank's shard, with the placement; updated at the end.
+        threshold: points are redistributed if a rank's work is more than this times the mean.
         world: the ranks.
     """
 
@@ -49,10 +48,10 @@ class Arranging:
         self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
         categories: Tensor, work: Callable[[], Tensor], edit: Edit | None = None,
     ) -> Reordering:  # fmt: skip
-        """Brings all into the order of `order_keys`, and to their owners.
+        """Sort all points by `order_keys` and send them to their owners.
 
         Args:
-            categories: [T] int64 in [0, 4), as listed.
+            categories: [T] int64 in [0, 4), in creation order.
         """
         started = clock(params["means"].device)
         positions, kept = listing.positions(params["means"]), OptimizerStates.here(params, optimizers)
@@ -68,13 +67,13 @@ class Arranging:
         self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
         counts: Sequence[int] | None, works: Sequence[int] | None, work: Callable[[], Tensor], edit: Edit | None = None,
     ) -> Reordering | None:  # fmt: skip
-        """Has each stand where the one stood that it comes from (`Listing.beside`), and brings it to its owner.
+        """Insert new points next to their old ones (`Listing.beside`) and send them to their owners.
 
         Args:
-            counts: new points by rank; None to ask. works: about how much work they are, by rank; None for equal work.
+            counts: new points by rank; None to all-gather them. works: approximate work by rank; None for equal work.
 
         Returns:
-            what that did; None where owners hold ranges of the order and none has too much, so that all stay.
+            the record; None if owners hold balanced ranges, so that all points are local.
         """
         count, order = len(params["means"]), listing.beside()
         if counts is None:
@@ -94,10 +93,10 @@ class Arranging:
     def settle(
         self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing
     ) -> Reordering:
-        """Brings points that have only changed their positions to their owners: of a placement that is not in ranges.
+        """Send points that only moved to their owners, for a placement without ranges.
 
         Args:
-            listing: the points as they are.
+            listing: the points, unchanged.
         """
         places = self.holding.places
         assert places is not None, "of owners that hold no ranges"
@@ -109,7 +108,7 @@ class Arranging:
         self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
         places: Tensor, order: Tensor, weights: Tensor, started: float, edit: Edit | None,
     ) -> Reordering:  # fmt: skip
-        """Brings the listed points, which in this order have these places in the whole model, to their owners."""
+        """Send the points, with these global indices in this order, to their owners."""
         kept = OptimizerStates.here(params, optimizers)
         told = all_gather_ints_on_device([int(weights.sum()), kept.tag], self.world)
         works, tags = ([row[k] for row in told] for k in (0, 1))
@@ -121,7 +120,7 @@ class Arranging:
         keys: Tensor, order: Tensor, weights: Tensor, works: Sequence[int], kept: OptimizerStates, started: float,
         edit: Edit | None,
     ) -> Reordering:  # fmt: skip
-        """Brings the listed points, which in this order have these keys, to their owners."""
+        """Send the points, with these keys in this order, to their owners."""
         means, world = params["means"], self.world
         parents = partial(self.holding.places_of, listing.source[order], len(means), world)
         move = plan_move(

@@ -1,5 +1,4 @@
-"""What becomes of rows that are 2D Gaussians on the screen, whatever points they are of: how they travel, and how they
-are drawn."""
+"""Kernels of rows that are 2D Gaussians on the screen, for any primitive: exchange and rasterization."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a 3D Gaussian consists of: the one list of its parameters that everything else reads, and a row's record."""
+"""Parameters of a 3D Gaussian, the single list that all other code reads, and the layout of its rows."""
 
 from ns_multigpu.core.schema import HARMONICS, Parameter, names
 
@@ -17,7 +17,7 @@ PLY_ORDER = ("means", "features_dc", "features_rest", "opacities", "scales", "qu
 """The order in Inria's PLY files, where a normal, zero, follows the position."""
 
 ROW = {"means2d": 2, "conics": 3, "opacities": 1, "features": 3, "depths": 1, "radii": 2}
-"""Numbers of 4 bytes of a row, beside its ids: see `Gaussians.splat`."""
+"""Numbers of 4 bytes in a row, without its ids: see `Gaussians.splat`."""
 RECORD_FLOATS = 16
-"""Numbers of 4 bytes of a row, or of its gradients, as they travel: `ROW`, two ids and zeros. See
+"""Numbers of 4 bytes in an exchanged row, or in its gradients: `ROW`, two ids and zeros. See
 `cuda_ext.ops.exchange.row_exchange`."""

@@ -1,8 +1,8 @@
-"""Growing and pruning of Gaussians that are spread over the ranks: together, the ranks then hold the points that one
-rank with `morton` would have, whatever placement says which rank owns which.
+"""Densification of sharded Gaussians: together, the ranks hold the same points as one rank with `morton`, for any
+placement.
 
-A point's statistics are on its owner, and so is the decision; what the points of the other ranks have to do with it is
-the numbers that a split draws, which go by its place among all splits, and the order.
+A point's statistics and decision are on its owner. Other ranks matter only for the order, and for the random numbers of
+splits, indexed by global split number.
 """
 
 from dataclasses import dataclass, field
@@ -32,10 +32,10 @@ class ShardedDensifier(ReplicatedDensifier):
     the last refinement.
 
     Attributes:
-        holding: what this rank holds, and who says which rank owns what; ranges of equal work by default.
-        threshold: points are dealt out anew where a rank's work is more than this times the mean.
+        holding: index of this rank's shard, with the placement; ranges of equal work by default.
+        threshold: points are redistributed if a rank's work is more than this times the mean.
         seen_cost: see above; 0 for equal numbers.
-        reordering: what the last refinement did; whoever logs it sets it to None.
+        reordering: record of the last refinement; reset to None by the logger.
     """
 
     morton: bool = True
@@ -49,7 +49,7 @@ class ShardedDensifier(ReplicatedDensifier):
             raise ValueError("shards are ranges of an order, or parts of one: a sharded densifier cannot do without it")
 
     def refine_ahead(self, *_: Any) -> bool:
-        """See `Densifier`: what ranks have to tell each other they tell when it is due."""
+        """See `Densifier`: nothing, because ranks exchange counts when the refinement is due."""
         return False
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class ShardedDensifier(ReplicatedDensifier):
         told: list[list[int]] = []
 
         def read(sums: Tensor) -> list[int]:
-            """This rank's sums; what all ranks have is told on the same way."""
+            """Return this rank's sums, and all-gather those of all ranks."""
             seen = statistics["count"].sum(dtype=torch.float64).long()
             told.extend(gather_on_device(torch.cat([sums, torch.stack([seen, seen.new_full((), count)])]), world))
             return told[world.rank][:-2]
@@ -90,7 +90,8 @@ class ShardedDensifier(ReplicatedDensifier):
         edit = partial(edit_children, self, halves=self.halves)
         arranging = Arranging(self.holding, self.threshold, world)
         if self._orders(image):
-            # A key has room for four categories: of more halves than two at one place, the later go by their parents.
+            # A key holds four categories: of more than two children at one place, the later ones are ordered by their
+            # parents.
             categories = categories[: fates.total].clamp_(max=3)
             del fates, drawn, points
             self.reordering = arranging.in_order(params, optimizers, listing, categories, work, edit)
@@ -104,5 +105,5 @@ class ShardedDensifier(ReplicatedDensifier):
             state[name] = zeros_there(value, len(params["means"]))
 
     def _work(self, seen: Tensor, source: Tensor) -> Tensor:
-        """How much work new points are, [T] int64, by how often the old ones that they come from were seen."""
+        """Return the work of new points, [T] int64, from the view counts of the old ones."""
         return self.refine_every + self.seen_cost * seen.long()[source]

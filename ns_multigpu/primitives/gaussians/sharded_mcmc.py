@@ -1,9 +1,9 @@
-"""Gaussian splatting as Markov chain Monte Carlo over shards: together, the ranks hold the Gaussians that one rank with
-`morton` would have, whatever placement says which rank owns which.
+"""Gaussian splatting as Markov chain Monte Carlo over shards: together, the ranks hold the same Gaussians as one rank
+with `morton`, for any placement.
 
-Gaussians are drawn by opacity over the whole model: every rank makes the same draws, in integers, and knows from the
-sums over all Gaussians that stand before its own which of them are its. The rows of a relocated Gaussian's source
-travel to where the dead one was. Where owners hold ranges of the order it stays there until the next reordering.
+Gaussians are drawn by opacity over the whole model. Every rank makes the same draws in integers, and finds its own from
+the sums over all Gaussians before them. The source's rows are sent to the dead Gaussian's rank. If owners hold ranges
+of the order, it remains there until the next reordering.
 """
 
 import math
@@ -28,12 +28,12 @@ from ns_multigpu.primitives.sharded_order import Reordering
 
 @dataclass(frozen=True)
 class _Draws:
-    """What is drawn from a model that is spread over the ranks.
+    """Random draws from a sharded model.
 
     Attributes:
-        count: how many, D.
-        asked: how many of them each rank has asked for; empty where nothing could be drawn.
-        mine: [M] int64, the draws of this rank's Gaussians, ascending. rows: [M] int64, which those are.
+        count: number of draws, D.
+        asked: draws requested by each rank; empty if nothing could be drawn.
+        mine: [M] int64, the draws of this rank's Gaussians, ascending. rows: [M] int64, the rows of these.
     """
 
     count: int
@@ -48,9 +48,9 @@ class ShardedMcmc(McmcDensifier):
     Gaussians, every rank calls all methods together, and the work of every Gaussian counts the same.
 
     Attributes:
-        holding: what this rank holds, and who says which rank owns what; ranges of equal work by default.
-        threshold: Gaussians are dealt out anew where a rank has more than this times their mean number.
-        reordering: what the last refinement did; whoever logs it sets it to None.
+        holding: index of this rank's shard, with the placement; ranges of equal work by default.
+        threshold: Gaussians are redistributed if a rank has more than this times their mean number.
+        reordering: record of the last refinement; reset to None by the logger.
     """
 
     morton: bool = True
@@ -69,10 +69,10 @@ class ShardedMcmc(McmcDensifier):
         return first, places
 
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
-        """Nothing: a rank counts all that is drawn of its own Gaussians."""
+        """Do nothing: a rank counts all that is drawn of its own Gaussians."""
 
     def _prefetches(self) -> bool:
-        return False  # how many rows travel is told between ranks
+        return False  # ranks exchange row counts
 
     def _relocate(
         self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None, taken: Tensor | None = None
@@ -139,10 +139,11 @@ class ShardedMcmc(McmcDensifier):
         return Arranging(self.holding, self.threshold, self.world)
 
     def _draw(self, weights: Tensor, asked: int, numbers: Callable[[int, int], Tensor]) -> _Draws:
-        """What `pick` draws from all ranks' weights, by place, for all ranks together: each asks for so many.
+        """Draw as `pick` does from all ranks' weights, by global index, for all ranks together.
 
         Args:
-            numbers: given the weights' total and a count, so many numbers below the total, [count] int64.
+            asked: number of draws for this rank.
+            numbers: given the weights' total and a count, returns [count] int64 below the total.
         """
         each = quanta(weights)
         told = gather_on_device(torch.stack([each.sum(), each.new_full((), asked)]), self.world)
@@ -160,7 +161,7 @@ class ShardedMcmc(McmcDensifier):
         return _Draws(count, wanted, mine, rows[mine])
 
     def _owners(self, count: int, mine: Tensor) -> Tensor:
-        """Whose each of `count` things is, [count] int64, each rank saying which are its."""
+        """Return the owner of each of `count` items, [count] int64, from every rank's own items."""
         owners = torch.zeros(count, dtype=torch.int64, device=mine.device)
         owners.index_fill_(0, mine, self.world.rank)
         sum_in_place(owners, self.world)

@@ -1,8 +1,4 @@
-"""Carries a model's rows to the ranks that will own them: parameters and moments, a few columns at a time.
-
-Only rows that change their owner travel (`parting`). Beside the model there is never more than one parameter's new rows
-(all three of its tensors) and a buffer of few columns on either side of the exchange, or of whole rows where few do.
-"""
+"""Exchange of a model's rows with their new owners: parameters and moments, a few columns at a time."""
 
 import hashlib
 import math
@@ -22,9 +18,9 @@ from ns_multigpu.primitives.gaussians.split_remote import Parting
 from ns_multigpu.primitives.sharded_order import Move
 
 _WIDTH = 64
-"""Bytes of a row that travel together at least: a narrow parameter with its moments."""
+"""Minimum bytes per row of one exchange: a narrow parameter with its moments."""
 _AT_ONCE = 1 << 26
-"""Bytes of all rows that travel together where rows are few: each exchange costs ranks a meeting."""
+"""Bytes per exchange if rows are few: each exchange synchronises the ranks."""
 
 Edit = Callable[[str, Tensor, Regrouping], None]
 """Makes a parameter's rows [T, ...], copied by the regrouping's source, what they are to be: name, rows, regrouping."""
@@ -32,7 +28,7 @@ Edit = Callable[[str, Tensor, Regrouping], None]
 
 @dataclass(frozen=True)
 class _Slot:
-    """What an optimizer keeps for each row of a parameter: shape and type of a row."""
+    """Row shape and type of a parameter's per-row optimizer state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,7 +36,7 @@ class _Slot:
 
 @dataclass
 class _Kept:
-    """What an optimizer keeps for a parameter: by row, by name; and the rest, such as the number of steps."""
+    """Optimizer state of a parameter: per-row state by name, and the rest, such as the step count."""
 
     slots: dict[str, _Slot]
     rest: dict[str, Any]
@@ -55,20 +51,20 @@ def move_rows(
     world: World,
     edit: Edit | None = None,
 ) -> int:
-    """Makes new points of this rank's old ones, brings them where they belong, and puts them in the old ones' place.
+    """Create new points from this rank's old ones, send them to their owners, and replace the old ones.
 
-    A rank without points may not have stepped an optimizer as often as the others, or never: it gets what they have.
+    A rank without points may have run fewer optimizer steps than the others, or none: it receives their state.
 
     Args:
-        params: by name, with a line for each point; replaced by new `Parameter`s.
-        optimizers: by parameter; may lack some, the same on every rank. They go on with the new parameters.
-        regrouping: of this rank's points, in the order in which they leave (`Move.leaving`).
+        params: by name, with a row for each point; replaced by new `Parameter`s.
+        optimizers: by parameter; may lack some, the same on every rank. They continue with the new parameters.
+        regrouping: of this rank's points, in sending order (`Move.leaving`).
         move: see `plan_move`.
-        kept: what all ranks' optimizers keep, as they have agreed.
-        edit: see `Edit`; must leave alone what is wide. None to change nothing.
+        kept: merged optimizer states of all ranks.
+        edit: see `Edit`; must not change wide parameters. None to change nothing.
 
     Returns:
-        bytes a point, its key included.
+        bytes per point, its key included.
     """
     parting = Parting.of(regrouping, move, world.rank)
 
@@ -104,18 +100,18 @@ def move_rows(
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What optimizers keep besides parameters, by parameter."""
+    """Optimizer states by parameter."""
 
     of: dict[str, _Kept]
 
     @staticmethod
     def here(params: Mapping[str, Tensor], optimizers: Mapping[str, torch.optim.Optimizer]) -> "OptimizerStates":
-        """What this rank's optimizers keep; they may lack some of the parameters."""
+        """Return the states of this rank's optimizers, which may lack some parameters."""
         return OptimizerStates({name: _kept(optimizers.get(name), param) for name, param in params.items()})
 
     @property
     def tag(self) -> int:
-        """A number of 64 bits that differs where what is kept does."""
+        """64-bit hash of the states."""
         said: list[Any] = []
         for name, one in sorted(self.of.items()):
             rest = {key: value.tolist() if torch.is_tensor(value) else value for key, value in one.rest.items()}
@@ -123,11 +119,11 @@ class OptimizerStates:
         return int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest(), "big", signed=True)
 
     def agree(self, tags: Sequence[int], world: World) -> "OptimizerStates":
-        """What the optimizers of all ranks keep: each moment that any has, and the rest of the rank that has taken the
-        most steps. Every rank calls it.
+        """Merge the states of all ranks: every moment that any has, and the rest of the rank with the most steps. Every
+        rank calls it.
 
         Args:
-            tags: all ranks'. Nearly always all keep the same: to ask that is quicker than to tell it.
+            tags: all ranks' hashes. If all are equal, as nearly always, nothing is exchanged.
         """
         everyone = [self] if len(set(tags)) == 1 else all_gather_objects(self, world)
         agreed: dict[str, _Kept] = {}
@@ -166,7 +162,7 @@ class _Column:
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
+        """Numbers per row."""
         return math.prod(self.kind.shape)
 
     @property
@@ -186,11 +182,11 @@ class _Column:
 
 
 class _Arrivals:
-    """What comes from other ranks, a column after the other. It travels when it is asked for, with as many of those
-    behind it as there is room for: as many on all ranks.
+    """Columns received from other ranks, one after the other. A column is exchanged on demand, together with as many
+    later ones as the buffer holds: the same on all ranks.
 
     Args:
-        columns: of all parameters. moved: rows that travel between any ranks.
+        columns: of all parameters. moved: rows exchanged between any ranks.
 
     Attributes:
         row_bytes: of all columns.
@@ -200,7 +196,7 @@ class _Arrivals:
         self._parting, self._moved, self._world = parting, moved, world
         self.row_bytes = sum(one.row_bytes for one in columns)
         self._waiting = deque(columns)
-        # Parts of columns that have not travelled. None are kept if none will: what is kept is not freed.
+        # Parts of columns that are not yet exchanged; none if no row moves, because references would keep memory alive.
         self._left: deque[tuple[_Column, int, int]] = deque()
         room = max(_WIDTH, _AT_ONCE // max(moved, 1))
         for one in columns if moved else ():
@@ -210,7 +206,7 @@ class _Arrivals:
         self._there: deque[Tensor] = deque()  # bytes [K, ...] of such parts
 
     def next(self) -> Tensor:
-        """[K, ...] of the next column."""
+        """Return the received rows of the next column, [K, ...]."""
         column, count = self._waiting.popleft(), len(self._parting.landing)
         pieces: list[Tensor] = []
         while sum(piece.shape[1] for piece in pieces) < column.row_bytes and self._moved:
@@ -223,7 +219,7 @@ class _Arrivals:
         return torch.cat(pieces, 1).view(column.kind.dtype).view(shape)
 
     def _bring(self) -> None:
-        """Has the next parts travel."""
+        """Exchange the next parts."""
         packed: list[Tensor] = []
         widths: list[int] = []
         while self._left:
@@ -241,6 +237,6 @@ class _Arrivals:
 
 
 def _put_together(column: _Column, parting: Parting, arrived: Tensor) -> Tensor:
-    """[T, ...] the rows of a column that stayed, and those that have arrived."""
+    """Combine the local and the received rows of a column, [T, ...]."""
     rows = column.rows(parting.stay)
     return rows.index_copy_(0, parting.landing, arrived) if len(arrived) else rows

@@ -1,7 +1,7 @@
-"""Which of the points that this rank makes stay, and which leave: where each comes from and where it ends.
+"""Split of a rank's new points into local and sent ones, with sources and destinations.
 
-Between two refinements hardly a point changes its owner. Those that stay are gathered once, straight into the rows that
-they have in the end; only the others are packed, and travel.
+Between two refinements few points change owners. Local ones are gathered once, directly into their final rows; only the
+others are packed and exchanged.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from ns_multigpu.primitives.sharded_order import Move
 
 @dataclass(frozen=True)
 class Parting:
-    """A regrouping in two, by who will own its points.
+    """Regrouping split by the owner of the new points.
 
     Attributes:
-        stay: of all T rows that this rank will have, in the order in which it will have them. Those that others send
-            are copies of the first old point, for now.
-        leave: of the rows that go to other ranks, in the order in which they leave.
-        landing: [K] int64, the rows of `stay` that others send, in the order in which they arrive.
-        send, receive: how many rows go to, and come from, each rank; none of them this one's own.
+        stay: of all T final rows of this rank, in final order. Rows from other ranks are placeholder copies of the
+            first old point.
+        leave: of the rows for other ranks, in sending order.
+        landing: [K] int64, the rows of `stay` that other ranks send, in receiving order.
+        send, receive: number of rows to and from each rank; 0 for this rank.
     """
 
     stay: Regrouping
@@ -33,10 +33,10 @@ class Parting:
 
     @staticmethod
     def of(regrouping: Regrouping, move: Move, rank: int) -> "Parting":
-        """Parts the points of a rank.
+        """Split the points of a rank.
 
         Args:
-            regrouping: of them, in the order in which they leave (`Move.leaving`).
+            regrouping: in sending order (`Move.leaving`).
             move: see there.
         """
         place = torch.empty_like(move.order)

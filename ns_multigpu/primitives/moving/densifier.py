@@ -1,4 +1,4 @@
-"""What the halves of a split 4D Gaussian are. All else about growing and pruning is as with 3D Gaussians."""
+"""Split rule of 4D Gaussians. The rest of densification is that of 3D Gaussians."""
 
 import math
 from collections.abc import Collection, Mapping

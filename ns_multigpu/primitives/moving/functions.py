@@ -57,7 +57,7 @@ class MovingGaussians(Primitive):
 
     @property
     def momentary(self) -> Gaussians:
-        """How 3D Gaussians are drawn, which these are at a time."""
+        """The 3D Gaussian primitive that draws these points at a fixed time."""
         return Gaussians(
             self.sh_degree, self.antialiased, self.absgrad, self.depth, self.eps2d, self.near, self.far
         )  # fmt: skip
@@ -76,7 +76,7 @@ class MovingGaussians(Primitive):
 
     @torch.no_grad()
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
-        """See `Primitive.cull`: points that are there at the view's time, and whose bound reaches its rectangle."""
+        """See `Primitive.cull`: points visible at the view's time whose bound overlaps its rectangle."""
         nothing = torch.empty(0, dtype=torch.int32, device=points.params["means"].device)
         found = [(nothing, nothing)]
         times, ids = (
@@ -127,11 +127,11 @@ class MovingGaussians(Primitive):
         return self.momentary.render(splats, patches, views, stops=stops, windows=windows)
 
     def kernels(self, **options: Any) -> MovingKernels | None:
-        """See `Primitive.kernels`: `depth` for pictures without a way back. None for plain colours, or where depth is
-        to be learned from.
+        """See `Primitive.kernels`: `depth` for rendering without gradients. None for plain colours, or if depth needs
+        gradients.
 
         Raises:
-            ValueError: another option is asked for that only 3D Gaussians' kernels know.
+            ValueError: an option is set that only 3D Gaussians' kernels support.
         """
         refuse_options(options, "4D Gaussians")
         if self.sh_degree is None or (self.depth and not options.get("depth")):
@@ -139,7 +139,7 @@ class MovingGaussians(Primitive):
         return MovingKernels(self, self.absgrad, bool(options.get("depth")))
 
     def moment(self, points: Points, view_ids: Tensor, point_ids: Tensor, view_times: Tensor) -> cuda_ext.Moment:
-        """What rows' points are at their views' times; see `cuda_ext.condition`."""
+        """Return rows' 3D Gaussians at their views' times; see `cuda_ext.condition`."""
         params = points.params
         return cuda_ext.condition(
             params["means"], params["times"].reshape(-1), params["quats"], params["motions"],
@@ -150,7 +150,7 @@ class MovingGaussians(Primitive):
     def project(
         self, moment: cuda_ext.Moment, view_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
     ) -> cuda_ext.Projection:
-        """What rows are on the screen; see `cuda_ext.project_axes`."""
+        """Return the screen geometry of rows; see `cuda_ext.project_axes`."""
         return cuda_ext.project_axes(
             *moment, viewmats, Ks, sizes=sizes, view_ids=view_ids, eps2d=self.eps2d, near=self.near, far=self.far,
             antialiased=self.antialiased,

@@ -1,4 +1,4 @@
-"""The 4D Gaussians that training starts from."""
+"""Initial 4D Gaussians."""
 
 import math
 from typing import Any

@@ -1,5 +1,4 @@
-"""The operators of 4D Gaussians, as a step calls them: rows are those of 3D Gaussians, and travel and are drawn as they
-are; only how points become rows, and gradients come back to points, is their own."""
+"""Step operators of 4D Gaussians. Rows are exchanged and drawn as 3D Gaussians; projection and its backward differ."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
     from ns_multigpu.primitives.moving.functions import MovingGaussians
 
 _COLORS = slice(6, 9)
-"""Where a gradient record has those of the colours."""
+"""Slice of the colour gradients in a gradient record."""
 
 
 class MadeSplats(NamedTuple):
-    """What lines become: `Projection`, and colours [M, 3]."""
+    """Projected lines: `Projection`, and colours [M, 3]."""
 
     means2d: Tensor
     conics: Tensor

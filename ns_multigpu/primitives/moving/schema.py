@@ -1,4 +1,4 @@
-"""What a 4D Gaussian consists of. Rows are those of 3D Gaussians (`primitives.gaussians.schema.ROW`)."""
+"""Parameters of a 4D Gaussian. Rows are those of 3D Gaussians (`primitives.gaussians.schema.ROW`)."""
 
 from ns_multigpu.core.schema import HARMONICS, Parameter
 

@@ -78,7 +78,7 @@ class Surfels(Primitive):
 
     @torch.no_grad()
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
-        """See `Primitive.cull`: points that may show in their whole view, see `reaches`."""
+        """See `Primitive.cull`: points that may be visible in their complete view, see `reaches`."""
         means = points.params["means"]
         found = [torch.empty(0, dtype=torch.int64, device=means.device)]
         counts: list[int] = []
@@ -92,9 +92,10 @@ class Surfels(Primitive):
 
     @torch.no_grad()
     def reaches(self, points: Points, viewmat: Tensor, K: Tensor, size: Sequence[int]) -> Tensor:
-        """[N] bool: whether a point's sphere, and the filter's disc around it, may reach the frustum of a view.
+        """Return a mask [N] of the points whose sphere, with the filter's disc, may overlap the frustum of a view.
 
-        What is beside the camera or across its plane has no box on the screen, and would be looked for everywhere.
+        Points next to the camera or across its plane have no bounded box on the screen, and would be tested in every
+        tile.
 
         Args:
             viewmat: [4, 4]. K: [3, 3]. size: width and height, pixels.
@@ -185,11 +186,11 @@ class Surfels(Primitive):
         return result
 
     def kernels(self, **options: Any) -> SurfelKernels | None:
-        """See `Primitive.kernels`: `depth` for pictures without a way back, and `losses`, see `SurfelKernels`. None for
+        """See `Primitive.kernels`: `depth` for rendering without gradients, and `losses`, see `SurfelKernels`. None for
         plain colours.
 
         Raises:
-            ValueError: another option is asked for that only 3D Gaussians' kernels know.
+            ValueError: an option is set that only 3D Gaussians' kernels support.
         """
         losses = options.pop("losses", {})
         refuse_options(options, SurfelKernels.title)
@@ -200,7 +201,7 @@ class Surfels(Primitive):
     def project(
         self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
     ) -> SurfelProjection:
-        """What rows are on the screen; see `cuda_ext.ops.raster.surfels.project_surfels`."""
+        """Return the screen geometry of rows; see `cuda_ext.ops.raster.surfels.project_surfels`."""
         params = points.params
         return project_surfels(
             params["means"], params["quats"], self.activated(points, "scales"),
@@ -214,7 +215,7 @@ class Surfels(Primitive):
 
 
 def screen_radii(splats: Splats) -> Tensor:
-    """What densification calls a splat's size on screen, [M] pixels: gsplat 1.4.0's radius; see `Gaussians`'."""
+    """Return the screen sizes [M] in pixels for densification: gsplat 1.4.0's radius; see `Gaussians`'."""
     radii = splats.rows["radii"][:, 0]
     of_drawn = surfel_radii(splats.rows["transforms"])
     return torch.where(radii > 0, of_drawn, -radii.to(of_drawn.dtype))

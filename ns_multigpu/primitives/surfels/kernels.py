@@ -1,4 +1,4 @@
-"""The operators of 2D Gaussians, as a step calls them, and the losses of what they show beside colours."""
+"""Step operators of 2D Gaussians, and losses of their normals, distortion and depth."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class MadeSurfels(NamedTuple):
-    """What lines become: `SurfelProjection`, and colours [M, 3]."""
+    """Projected lines: `SurfelProjection`, and colours [M, 3]."""
 
     means2d: Tensor
     transforms: Tensor
@@ -107,7 +107,7 @@ class SurfelKernels(PartKernels):
 
 
 def _pixels(geometry: Tensor, covered: Tensor, patch: Patch, view: View) -> Pixels:
-    """What losses look at: [h, w, GEOMETRY] in camera space, as `Surfels.render` has it."""
+    """Return the pixels for losses from [h, w, GEOMETRY] in camera space, in the form of `Surfels.render`."""
     depth = geometry[..., :1] / covered.clamp(min=1e-10)
     normals = (geometry[..., 1:4, None] * view.viewmat[:3, :3]).sum(-2)
     extra = {"normals": normals, "distortion": geometry[..., 4:5]}

@@ -1,9 +1,8 @@
-"""What 2D Gaussians add to the loss, patch by patch: normal consistency, depth distortion, and the loss of depth that
-other kinds of points have, too (`core.depth_loss`).
+"""Losses of 2D Gaussians by patch: normal consistency, depth distortion, and the depth loss shared with other
+primitives (`core.depth_loss`).
 
-(Huang et al. 2024, section 5; the distortion is gsplat 1.4.0's, of absolute differences of depths.) Each is a mean
-over an image's pixels, or keypoints: over patches their shares add up, and a patch's halo makes its share the whole
-image's.
+See Huang et al. 2024, section 5; the distortion is gsplat 1.4.0's, of absolute depth differences. Each is a mean over
+an image's pixels or keypoints. Patches add up, and a patch's halo makes its part equal to the whole image's.
 """
 
 import torch

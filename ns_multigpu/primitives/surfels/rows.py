@@ -1,4 +1,4 @@
-"""Rows of 2D Gaussians, which travel in two parts (`primitives.record_parts`)."""
+"""Rows of 2D Gaussians, exchanged in two parts (`primitives.record_parts`)."""
 
 from typing import NamedTuple
 
@@ -24,12 +24,12 @@ class SurfelRows(NamedTuple):
 
     @property
     def conics(self) -> Tensor:
-        """Without a bound: a splat's box alone says where it is."""
+        """Zero conics without a bound: only a splat's box limits it."""
         return boundless(self.depths)
 
 
 class ArrivedSurfels(NamedTuple):
-    """The same where they are drawn; see `Arrived`."""
+    """Received rows of 2D Gaussians; see `Arrived`."""
 
     view_ids: Tensor
     means2d: Tensor
@@ -63,4 +63,4 @@ SURFEL_PARTS = RecordParts(
     arrived=ArrivedSurfels,
     gradients=SurfelGradients,
 )  # fmt: skip
-"""22 numbers of a row, and 19 gradients: one more than two parts have room for, so that absolute ones travel too."""
+"""22 numbers of a row, and 19 gradients: one more than two parts hold, so that absolute ones are exchanged too."""

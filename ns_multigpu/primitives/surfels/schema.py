@@ -1,4 +1,4 @@
-"""What a 2D Gaussian consists of: a 3D Gaussian's parameters, with two scales."""
+"""Parameters of a 2D Gaussian: those of a 3D Gaussian, with two scales."""
 
 from ns_multigpu.core.schema import HARMONICS, Parameter
 
@@ -12,4 +12,4 @@ SCHEMA = (
 )
 """See `Surfels` for what each means. Learning rates are those of the published code, and Splatfacto's."""
 CHANNELS = ("normals", "distortion", "median")
-"""What `Surfels` can render besides colour, alpha and depth; see `Surfels.render`."""
+"""Optional outputs of `Surfels` besides colour, alpha and depth; see `Surfels.render`."""

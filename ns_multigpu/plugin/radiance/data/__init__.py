@@ -1,1 +1,1 @@
-"""Rays and photographs that train a radiance field."""
+"""Training rays and photographs of a radiance field."""

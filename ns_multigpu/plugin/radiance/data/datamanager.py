@@ -1,4 +1,4 @@
-"""Rays to train on, the same on every rank; each rank holds its share of the images."""
+"""Datamanager of training rays: every rank gets the same rays and holds a shard of the images."""
 
 import random
 from dataclasses import dataclass, field
@@ -24,31 +24,31 @@ from ns_multigpu.plugin.radiance.field.draws import mixed
 from ns_multigpu.radiance.partition import points_along
 
 _TRAIN, _EVAL, _IMAGE, _RAYS = 5, 6, 7, 8
-"""First numbers of the seeds of what is drawn."""
+"""First seed numbers of the random draws: train, eval, image, rays."""
 _SAMPLES_A_RAY = 16
 
 
 @dataclass
 class RadianceDataManagerConfig(VanillaDataManagerConfig):
-    """nerfstudio's options of rays."""
+    """Options of nerfstudio's ray datamanager."""
 
     _target: type = field(default_factory=lambda: RadianceDataManager)
 
 
 class RadianceDataManager(VanillaDataManager[InputDataset]):
-    """nerfstudio's datamanager of rays, whose images are spread over the ranks.
+    """nerfstudio's ray datamanager with the images sharded over the ranks.
 
-    A dataparser may name the dataset to use in an attribute `dataset_type` (one that renders its images, say).
+    A dataparser may set the dataset class in an attribute `dataset_type` (for example one that renders its images).
 
     Raises:
-        InputError: on every rank, that the capture cannot be read on one of them.
+        InputError: on every rank, if any rank cannot read the capture.
     """
 
     config: RadianceDataManagerConfig
 
     def __init__(self, config: RadianceDataManagerConfig, **kwargs: Any) -> None:
         device, trains = str(kwargs.get("device", "cpu")), kwargs.get("test_mode", "val") == "val"
-        # Where a model is looked at, rays are drawn for one process alone (ns-export does it), whoever helps to render.
+        # Outside of training (ns-export) one process alone draws rays, even if other processes help to render.
         self.world = get_world(device)
         self._rays_world = self.world if trains else World.single(device)
         self.seed = torch.initial_seed() & (1 << 62) - 1
@@ -57,22 +57,22 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         with parsed_together(config, self.world, trains):
             super().__init__(config, **kwargs)
         if trains:
-            for kind in self._set_up:  # none where ns-render wants cameras alone
+            for kind in self._set_up:  # empty if ns-render needs cameras only
                 self._split(kind).begin()
 
     @cached_property
     def dataset_type(self) -> type[InputDataset]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The dataparser's own dataset class, if it has one, else nerfstudio's `InputDataset`."""
+        """The dataparser's own dataset class if it has one, else nerfstudio's `InputDataset`."""
         return getattr(self.dataparser, "dataset_type", None) or InputDataset
 
     def setup_train(self) -> None:
-        """What rays are made with. Images are read later, by all ranks together."""
+        """Create the sampler and the ray generator. All ranks read the images later, together."""
         self._set_up.append(_TRAIN)
         self.train_pixel_sampler = self._get_pixel_sampler(self.train_dataset, self.config.train_num_rays_per_batch)
         self.train_ray_generator = RayGenerator(self.train_dataset.cameras.to(self.device))
 
     def setup_eval(self) -> None:
-        """As `setup_train`; and what nerfstudio's commands ask for single views."""
+        """Do the same as `setup_train`, and create the dataloaders of single views that nerfstudio's commands use."""
         if not len(self.eval_dataset):
             return
         self._set_up.append(_EVAL)
@@ -82,7 +82,7 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         self.eval_dataloader = RandIndicesEvalDataloader(self.eval_dataset, device=self.device)
 
     def _split(self, kind: int) -> Split:
-        """A split's images. Made by all ranks together."""
+        """Return a split's images. All ranks must create it together."""
         if kind not in self._splits:
             config, trains = self.config, kind == _TRAIN
             dataset: InputDataset = self.train_dataset if trains else self.eval_dataset
@@ -103,7 +103,7 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         return self._splits[kind]
 
     def next_train(self, step: int) -> tuple[RayBundle, dict[str, Tensor]]:
-        """The rays of a step and their colours. Every rank calls it and gets the same, whoever has gone before.
+        """Return the rays and colours of a step. Every rank calls it and gets the same, also after a resume.
 
         Returns:
             rays [R], and by name "indices" [R, 3] (image, row, column), "image" [R, C], and "mask" [R, 1] with masks.
@@ -112,15 +112,15 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         return self._rays(_TRAIN, self.train_ray_generator, step, step)
 
     def feed(self) -> Feed | None:
-        """Feeds training steps with what `next_train` gives, without waiting for the device; None where not all cameras
-        are perspective ones. Made by all ranks together."""
+        """Return step inputs equal to `next_train`'s that never wait for the device; None unless all cameras are
+        perspective. All ranks must create it together."""
         if not PinholeRays.fits(self.train_dataset.cameras):
             return None
         device = self.world.device
         return Feed(self._split(_TRAIN), PinholeRays(self.train_dataset.cameras).to(device), self.world)
 
     def next_eval(self, step: int) -> tuple[RayBundle, dict[str, Tensor]]:
-        """As `next_train`, of held-out views. Images are changed after so many calls, not after so many steps."""
+        """Return a batch of held-out views, as `next_train` does. Images change by calls, not by steps."""
         self.eval_count += 1
         return self._rays(_EVAL, self.eval_ray_generator, self.eval_count - 1, step)
 
@@ -129,35 +129,35 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         return generator(batch["indices"].to(generator.image_coords.device)), batch
 
     def next_eval_image(self, step: int) -> tuple[Cameras, dict[str, Any]]:
-        """A held-out view, the same on every rank; rank 0 has its image."""
+        """Return a random held-out view, the same on every rank, and its image on rank 0."""
         index = random.Random(mixed(self.seed, _IMAGE, step)).randrange(len(self.eval_dataset))
         return self.eval_image(index)
 
     def eval_image(self, index: int) -> tuple[Cameras, dict[str, Any]]:
-        """A held-out view by its number, [1]; and its image, on rank 0, which reads it now."""
+        """Return a held-out view [1] by its number, and its image on rank 0, read now."""
         camera = self.eval_camera(index).to(self.device)
         batch = self.eval_dataset.get_data(index) if self.world.is_main else {}
         return camera, batch
 
     def eval_camera(self, index: int) -> Cameras:
-        """That of a held-out view by its number, [1]."""
+        """Return the camera [1] of a held-out view by its number."""
         return self.eval_dataset.cameras[index : index + 1]
 
     def eval_held(self) -> range:
-        """The held-out views whose images this rank has: rank 0 all."""
+        """Return the held-out views whose images this rank has: all on rank 0."""
         return range(len(self.eval_dataset) if self.world.is_main else 0)
 
     def eval_holder(self, index: int) -> int:
-        """The rank that has a held-out view's image."""
+        """Return the rank that has a held-out view's image."""
         del index
         return 0
 
     def points_along_rays(self, near: float, far: float, rays: int = 1 << 14) -> Tensor:
-        """Points [N, 3] along rays of training views, drawn at random: what space is cut by without a reconstruction.
+        """Return random points [N, 3] along training rays, for splitting space without a reconstruction.
 
         Args:
-            near, far: distances between which they lie.
-            rays: how many rays.
+            near, far: range of distances along the rays.
+            rays: number of rays.
         """
         cameras = self.train_dataset.cameras
         g = torch.Generator().manual_seed(mixed(self.seed, _RAYS))

@@ -1,7 +1,7 @@
-"""Rays and colours of a step, fed to a device without waiting for it.
+"""Inputs of a step (rays and colours), copied to a device without waiting for it.
 
-The host draws which pixels they are and looks up the colours of those that it holds, and sends both in one copy. All
-else happens on the device: what other ranks hold is added, and rays are made.
+The host draws the pixels, reads the colours of those that it holds, and sends both in one copy. The device adds the
+colours of other ranks and computes the rays.
 """
 
 from typing import Any
@@ -16,31 +16,31 @@ from ns_multigpu.plugin.radiance.data.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.data.split import Split
 
 _SENDING = 4
-"""Copies that may be on their way at once."""
+"""Maximum number of pending copies."""
 
 
 class Feed:
-    """Feeds the steps of one rank.
+    """Step inputs of one rank.
 
     Args:
-        split: of which pixels are drawn. rays: makes rays of its cameras. world: the ranks.
+        split: images that pixels are drawn from. rays: generator of their cameras' rays. world: the ranks.
     """
 
     def __init__(self, split: Split, rays: PinholeRays, world: World) -> None:
         self._split, self._rays, self._world = split, rays, world
-        self._room = torch.zeros(0, dtype=torch.int32, device=world.device)  # colours, then the images of pixels
+        self._room = torch.zeros(0, dtype=torch.int32, device=world.device)  # colours, then the pixels' image indices
         self._staged: list[Tensor] = []
         self._sent: list[Any] = []
         self._count = self._turn = 0
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What the shapes of `batch` follow from."""
+        """Key that determines the shapes of `batch`."""
         assert self._split.images is not None
         return (self._count, *self._split.images.kind)
 
     def send(self, step: int) -> None:
-        """Draws the pixels of a step, and sends what this rank knows of them. Every rank calls it, in each step."""
+        """Draw the pixels of a step and send this rank's colours to the device. Every rank calls it in each step."""
         pixels, images = self._split.draw(step, step)
         table = images.table(pixels)
         if self._count != len(table) or self._room.numel() != table.numel() + len(table):
@@ -49,7 +49,7 @@ class Feed:
         self._turn = (self._turn + 1) % len(self._staged)
         staged = self._staged[self._turn]
         if self._sent[self._turn] is not None:
-            self._sent[self._turn].synchronize()  # so many steps ago: it is long there
+            self._sent[self._turn].synchronize()  # returns at once: the copy was launched several steps ago
         staged[: table.numel()] = table.view(-1)
         staged[table.numel() :] = pixels.images
         self._room.copy_(staged, non_blocking=True)
@@ -58,19 +58,19 @@ class Feed:
             self._sent[self._turn].record()
 
     def share(self) -> None:
-        """Adds what other ranks hold of the step. Every rank calls it, behind `send`; nothing is waited for."""
+        """Sum the ranks' colours. Every rank calls it after `send`; it does not wait for the device."""
         sum_in_place(self._table(), self._world)
 
     def batch(self) -> tuple[RayBundle, dict[str, Tensor]]:
-        """The rays and colours of what was shared last, as of `RadianceDataManager.next_train`. Nothing is read back,
-        and no shape depends on values."""
+        """Return the rays and colours of the last `share`, as `RadianceDataManager.next_train` does. Nothing is read
+        back, and no shape depends on values."""
         table = self._table()
         assert self._split.images is not None
         batch = self._split.batch(self._room[table.numel() :].long(), self._split.images.seen(table))
         return self._rays(batch["indices"]), batch
 
     def _table(self) -> Tensor:
-        """What is known of each pixel, [pixels, numbers]."""
+        """View the colours, one row a pixel: [pixels, numbers]."""
         return self._room[: self._room.numel() - self._count].view(self._count, -1)
 
     def _grow_capacity(self, numbers: int) -> None:

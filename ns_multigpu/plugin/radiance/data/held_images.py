@@ -1,4 +1,4 @@
-"""Images to draw rays from, each held by one rank: what colours single pixels have, all ranks learn together."""
+"""Images that pixels are drawn from, each held by one rank; pixel colours are summed over all ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from ns_multigpu.plugin.radiance.data.masks import Masks
 
 @dataclass(frozen=True)
 class Pixels:
-    """Which pixels to look at, the same on every rank, on the host.
+    """Drawn pixels, the same on every rank, on the host.
 
     Attributes:
-        images: [R] of which image, by its place among those held.
-        which: [R] row * width + column in it; where `numbered`, the number of a pixel that its mask lets through.
+        images: [R] image index of each pixel among the held images.
+        which: [R] row * width + column; if `numbered`, the pixel's index among those that the mask keeps.
     """
 
     images: Tensor
@@ -33,12 +33,12 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen there, the same on every rank, on its device.
+    """Colours of drawn pixels, the same on every rank, on its device.
 
     Attributes:
         at: [R] row * width + column.
-        image: [R, C] colours as float32, those of nerfstudio's datasets to the bit.
-        mask: [R, 1] bool, whether masks let them through; None without masks.
+        image: [R, C] float32 colours, bit-identical to those of nerfstudio's datasets.
+        mask: [R, 1] bool, True if the mask keeps the pixel; None without masks.
     """
 
     at: Tensor
@@ -47,17 +47,17 @@ class Seen:
 
 
 class HeldImages:
-    """Some images of a split, as many bytes on each rank as can be. Every rank makes one, together.
+    """Some images of a split, sharded so that ranks hold about equal bytes. All ranks create it together.
 
     Args:
-        shapes: theirs, masks included.
-        read: the image and mask of one, by its place among them; called from several threads.
+        shapes: of the images, masks included.
+        read: function that returns an image and its mask by index; called from several threads.
         world: the ranks.
-        label: what errors call the split.
+        label: name of the split in errors.
         places: the devices that hold images and masks.
 
     Raises:
-        InputError: on every rank, that images cannot be read, do not fit the hosts' memory, or differ in channels.
+        InputError: on every rank, if images cannot be read, exceed the hosts' memory, or differ in channels.
     """
 
     def __init__(
@@ -105,28 +105,28 @@ class HeldImages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of images that this rank holds."""
+        """Bytes of images on this rank."""
         return self._share.store.nbytes
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
-        """What the shapes of `table` and `seen` follow from: bytes of a pixel, and whether they are floats; masks."""
+        """Key that determines the shapes of `table` and `seen`: bytes per pixel, float or not, masked or not."""
         return self._size, self._floats, self.masks is not None
 
     def look(self, pixels: Pixels) -> Seen:
-        """Colours of pixels, in one collective: each pixel is looked up by one rank, and the others add nothing to it.
+        """Return pixel colours, summed in one collective: one rank has each pixel, all others add zero.
 
-        Every rank calls it with the same.
+        Every rank calls it with the same pixels.
 
         Raises:
-            ValueError: pixels are numbered, and there are no masks.
+            ValueError: pixels are numbered, but there are no masks.
         """
         table = self.table(pixels).to(self._world.device)
         sum_in_place(table, self._world)
         return self.seen(table)
 
     def table(self, pixels: Pixels) -> Tensor:
-        """What this rank knows of pixels, [R, K] int32 on the host, 0 of those that others hold. See `look`."""
+        """Return this rank's values of pixels, [R, K] int32 on the host, with 0 for other ranks' pixels. See `look`."""
         if pixels.numbered and self.masks is None:
             raise ValueError("look: pixels of masks that are not there")
         (mine,) = (self._homes[pixels.images] == self._world.rank).nonzero(as_tuple=True)
@@ -145,22 +145,22 @@ class HeldImages:
         return table
 
     def seen(self, table: Tensor) -> Seen:
-        """What the ranks' tables, summed on the device, say. Nothing is read back, and no shape depends on values."""
+        """Decode the sum of the ranks' tables on the device. Nothing is read back, and no shape depends on values."""
         words = table.shape[1] - 2
         raw = table[:, :words].contiguous().view(torch.uint8)[:, : self._size]
         if self._floats:
             image = raw.contiguous().view(torch.float32)
         else:
-            # By a tensor, for by a number a GPU multiplies with the inverse, which rounds otherwise.
+            # Divide by a tensor: with a scalar divisor, a GPU multiplies by its inverse, which rounds differently.
             image = raw.float() / torch.full((), 255.0, device=table.device)
         mask = None if self.masks is None else table[:, words + 1 :].bool()
         return Seen(table[:, words].long(), image, mask)
 
     def whole_masks(self) -> list[Tensor]:
-        """All masks [H, W, 1] bool, on every rank, on the host. Every rank calls it.
+        """Return all masks [H, W, 1] bool on every rank, on the host. Every rank calls it.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no masks.
         """
         if self.masks is None:
             raise ValueError("whole_masks: there are no masks")
@@ -174,7 +174,7 @@ class HeldImages:
         return every
 
     def _refuse_too_many(self, homes: Sequence[int], places: tuple[torch.device | str, ...]) -> None:
-        """Raises, on every rank, where a machine has no memory for what its ranks are to hold."""
+        """Raise on every rank if a host lacks memory for its ranks' images."""
         needed, free = 0, available_memory()
         if torch.device(places[0]).type == "cpu":
             here = set(self._world.ranks_of(self._world.machine))

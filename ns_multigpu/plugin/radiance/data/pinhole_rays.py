@@ -1,6 +1,6 @@
-"""Rays through pixels of perspective cameras, as nerfstudio makes them, without waiting for the device.
+"""Rays through pixels of perspective cameras, equal to nerfstudio's, without waiting for the device.
 
-nerfstudio's `RayGenerator` asks the device what kinds of cameras there are, and which of the rays are of which.
+nerfstudio's `RayGenerator` reads the camera types back from the device, and which rays belong to which type.
 """
 
 import torch
@@ -10,17 +10,18 @@ from nerfstudio.cameras.rays import RayBundle
 from torch import Tensor, nn
 
 _LEAST = 4 * torch.finfo(torch.float64).eps
-"""The least length that a direction is divided by."""
+"""Minimum length that a direction is divided by."""
 
 
 class PinholeRays(nn.Module):
-    """Makes rays of some cameras. Rays are nerfstudio's to the bit on a CPU, but for their metadata.
+    """Ray generator of perspective cameras. On a CPU, rays are bit-identical to nerfstudio's, except for their
+    metadata.
 
     Args:
-        cameras: [V] of them.
+        cameras: [V] cameras.
 
     Raises:
-        ValueError: not all of them are perspective cameras.
+        ValueError: not all cameras are perspective ones.
     """
 
     intrinsics: Tensor
@@ -39,15 +40,15 @@ class PinholeRays(nn.Module):
 
     @staticmethod
     def fits(cameras: Cameras) -> bool:
-        """Whether all are perspective cameras."""
+        """Return True if all cameras are perspective."""
         return bool((cameras.camera_type == CameraType.PERSPECTIVE.value).all())
 
     def forward(self, indices: Tensor) -> RayBundle:
-        """Rays [R] through the middles of pixels [R, 3] (camera, row, column)."""
+        """Return rays [R] through the centres of pixels [R, 3] (camera, row, column)."""
         view = indices[:, 0]
         y, x = indices[:, 1] + 0.5, indices[:, 2] + 0.5
         fx, fy, cx, cy = self.intrinsics[:, view]
-        # Beside a pixel those to its right and below, which say how large it is.
+        # The rays through the right and lower neighbours give the pixel's area.
         right, below = (x - cx + 1) / fx, (y - cy + 1) / fy
         x, y = (x - cx) / fx, (y - cy) / fy
         places = torch.stack([torch.stack([x, y], 1), torch.stack([right, y], 1), torch.stack([x, below], 1)])

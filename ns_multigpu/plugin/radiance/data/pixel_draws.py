@@ -1,8 +1,8 @@
-"""Which pixels a step's rays go through: drawn by nerfstudio's samplers, on every rank the same, without the images.
+"""Pixels of a step's rays, drawn by nerfstudio's samplers without the images, the same on every rank.
 
-A sampler looks at its images for their sizes and their masks alone. So it is given images that have sizes and take no
-memory. Within masks, its rejection sampling draws pixels until all are let through; here their numbers among those that
-are let through are drawn, which is the same distribution, in one go, and needs to know how many there are alone.
+A sampler reads only sizes and masks of its images, so it gets expanded dummy images without memory. nerfstudio draws
+pixels within masks by rejection sampling. This module draws pixel numbers among the kept pixels instead: the same
+distribution, without rejections, from the counts alone.
 """
 
 import random
@@ -18,13 +18,13 @@ from ns_multigpu.plugin.radiance.data.held_images import HeldImages, Pixels
 
 
 class PixelDraws:
-    """Draws pixels of images. Every rank makes one, together.
+    """Sampler of image pixels. All ranks create it together.
 
-    As with nerfstudio, each pixel of all images is equally likely where these are of one size; where they are not, each
-    image has as many rays.
+    As in nerfstudio, all pixels are equally likely if all images have one size; otherwise each image has the same
+    number of rays.
 
     Args:
-        images: of which. sampler: nerfstudio's. option: of the command line, how many rays are drawn, for errors.
+        images: to draw from. sampler: nerfstudio's. option: command-line option of the ray count, for errors.
 
     Raises:
         InputError: the sampler cannot draw from these images.
@@ -56,14 +56,14 @@ class PixelDraws:
             self._batch["image"] = torch.zeros(1, 1, 1, 1).expand(len(sizes), *sizes[0], 1)
         else:
             self._batch["image"] = [torch.zeros(1, 1, 1).expand(*size, 1) for size in sizes]
-        if masked and not plain:  # patches are to lie within masks: that takes all of these
+        if masked and not plain:  # nerfstudio needs the complete masks to place patches within them
             self._batch["mask"] = torch.stack(images.whole_masks())
 
     def draw(self) -> Pixels:
-        """A step's pixels: what follows from the generators of torch and Python.
+        """Draw a step's pixels from the generators of torch and Python.
 
         Raises:
-            InputError: there cannot be so many rays.
+            InputError: the images do not allow this number of rays.
         """
         rays = self._sampler.num_rays_per_batch
         if rays < 1:
@@ -91,8 +91,8 @@ class PixelDraws:
         return Pixels(found[:, 0], found[:, 1] * self._widths[found[:, 0]] + found[:, 2])
 
     def _numbers(self, rays: int, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """So many images, and in each the number of a pixel that its mask lets through: with `rejection_sample_mask`
-        a pixel may come twice, as in nerfstudio."""
+        """Draw images and, for each, the number of a kept pixel. With `rejection_sample_mask` a pixel may repeat, as in
+        nerfstudio."""
         twice = self._sampler.config.rejection_sample_mask
         if self._alike:
             total = int(counts.sum())
@@ -109,7 +109,7 @@ class PixelDraws:
         return images, (torch.rand(rays, dtype=torch.float64) * counts[images]).long()
 
     def _some(self, total: int, rays: int) -> Tensor:
-        """So many numbers below `total`, none of them twice."""
+        """Draw distinct numbers below `total`."""
         if rays > total:
             raise InputError(
                 f"{self._option}: masks of {self._label} images leave {total} pixels for {rays} rays, and none may "

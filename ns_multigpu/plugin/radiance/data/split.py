@@ -1,4 +1,4 @@
-"""The images of a split that rays are drawn from, spread over the ranks: all of them, or some at a time."""
+"""Images of a split that rays are drawn from, sharded over the ranks: all of them, or a changing subset."""
 
 import random
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ from ns_multigpu.plugin.radiance.data.pixel_draws import PixelDraws
 from ns_multigpu.plugin.radiance.field.draws import drawn
 
 _SOME = 9
-"""First number of the seeds of which images are drawn from, where they change."""
+"""First seed number of the draws of image subsets."""
 
 
 class Split:
-    """A split's images, each held by one rank, and pixels drawn from them. Every rank makes one, together.
+    """A split's images, each held by one rank, and pixels drawn from them. All ranks create it together.
 
     Args:
         dataset, sampler: nerfstudio's. world: the ranks.
-        key: of its seeds: the run's seed, and a number of its own.
-        some: from how many images at a time pixels are drawn; -1 for all.
-        repeats: for how many draws more than one; -1 for ever.
-        label: what errors call it. option: of the command line, how many rays are drawn, for errors.
+        key: of its seeds: the run's seed and the split's number.
+        some: number of images in a subset; -1 for all.
+        repeats: number of further draws from the same subset; -1 for no change.
+        label: name of the split in errors. option: command-line option of the ray count, for errors.
         places: the devices that hold images and masks.
 
     Raises:
-        InputError: on every rank, naming what cannot be read, or what differs between ranks.
+        InputError: on every rank, naming unreadable files or differences between ranks.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Split:
         refuse_different([dataset], world)
         raise_together(_listed(dataset), world, FAULTS)
         kind = _image_type(dataset)
-        # As they come through the lens: nerfacto's rays go through it, too.
+        # Keep the lens distortion: nerfacto's rays pass through the lens as well.
         self._reader = ImageReader(dataset, kind, world, lens=True)
         self._shapes = image_shapes(dataset, self._reader, file_headers(dataset, world), kind, world)
         self._some, self._repeats = some if 0 < some < len(dataset) else len(dataset), repeats
@@ -64,24 +64,24 @@ class Split:
 
     @property
     def changes(self) -> bool:
-        """Whether other images are drawn from after a while."""
+        """True if the subset of images changes during the run."""
         return self._some < len(self._shapes) and self._repeats >= 0
 
     @property
     def images(self) -> HeldImages | None:
-        """Those that are drawn from; None before the first are there."""
+        """The current images; None before the first are read."""
         return self._images
 
     def begin(self) -> None:
-        """Reads images before the first draw, unless it is that draw which says which. Every rank calls it."""
+        """Read the images before the first draw, unless the subset depends on the draw. Every rank calls it."""
         if not self.changes:
             self._hold(0)
 
     def pixels(self, draw: int, step: int) -> dict[str, Tensor]:
-        """The pixels of a draw, on the ranks' devices. Every rank calls it and gets the same.
+        """Return the pixels of a draw, on the ranks' devices. Every rank calls it and gets the same.
 
         Args:
-            draw: its number, which says from which images. step: what it is drawn by.
+            draw: number that selects the image subset. step: seed of the pixels.
 
         Returns:
             "indices" [R, 3] int64 (image, row, column), "image" [R, C] float32; with masks "mask" [R, 1] bool.
@@ -91,47 +91,47 @@ class Split:
         return self.batch(pixels.images.to(seen.at.device), seen)
 
     def draw(self, draw: int, step: int) -> tuple[Pixels, HeldImages]:
-        """Which pixels a draw is of, and the images that they are in. See `pixels`."""
+        """Return the pixels of a draw and the images that contain them. See `pixels`."""
         self._hold(draw)
         assert self._draws is not None and self._images is not None
         with drawn("cpu", *self._key, step):
             return self._draws.draw(), self._images
 
     def batch(self, images: Tensor, seen: Seen) -> dict[str, Tensor]:
-        """What `pixels` returns, of pixels of images [R], by their places among those held, and what was seen there.
-        Nothing is read back, and no shape depends on values."""
+        """Return the batch of `pixels` from image indices [R] (among the held images) and colours. Nothing is read
+        back, and no shape depends on values."""
         width = self._widths[images]
         indices = torch.stack([self._views[images], seen.at // width, seen.at % width], 1)
         return {"indices": indices, "image": seen.image, **({} if seen.mask is None else {"mask": seen.mask})}
 
     def _hold(self, draw: int) -> None:
-        """Has those images read that a draw is from, if they are not there."""
+        """Read the images of a draw unless they are held."""
         turn = draw // (self._repeats + 1) if self.changes else 0
         if turn == self._turn:
             return
         seed, kind = self._key
         with drawn("cpu", *((seed, _SOME, kind, turn) if self.changes else self._key)):
             views = random.sample(range(len(self._shapes)), self._some)
-        self._turn, self._images, self._draws = turn, None, None  # first forget the last: both might not fit
+        self._turn, self._images, self._draws = turn, None, None  # release the old images first: both might not fit
         shapes = [self._shapes[view] for view in views]
         self._images = HeldImages(
             shapes, lambda place: self._reader.read(views[place]), self._world, self._label, self._places
         )
         self._draws = PixelDraws(self._images, self._sampler, self._option)
-        # Where they were: a CUDA graph reads them there.
+        # In place: CUDA graphs read these addresses.
         self._views.copy_(torch.tensor(views))
         self._widths.copy_(torch.tensor([shape.width for shape in shapes]))
 
 
 def _image_type(dataset: InputDataset) -> ImageType:
-    """How images are kept: as bytes where 255ths of them are what nerfstudio's dataset makes floats of, to the bit."""
+    """Return how images are stored: as uint8 if nerfstudio's dataset yields exactly their 255ths, else as float32."""
     kind, outputs = type(dataset), dataset._dataparser_outputs  # pyright: ignore[reportPrivateUsage]
     own = kind.get_data is not InputDataset.get_data or kind.get_image_float32 is not InputDataset.get_image_float32
     return "float32" if own or dataset.mask_color or outputs.alpha_color is not None else "uint8"
 
 
 def _listed(dataset: InputDataset) -> Sequence[str]:
-    """What is wrong with a dataset's list of files, a line each."""
+    """Return the problems of a dataset's file list, one line each."""
     if not reads_files(dataset) or len(dataset.image_filenames) != len(dataset.cameras):
         return []
     masks = dataset._dataparser_outputs.mask_filenames  # pyright: ignore[reportPrivateUsage]

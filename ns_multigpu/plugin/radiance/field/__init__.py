@@ -1,1 +1,1 @@
-"""The radiance field: cells' fields, samplers, backgrounds."""
+"""The radiance field: fields, samplers and backgrounds of the cells."""

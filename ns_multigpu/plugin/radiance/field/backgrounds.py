@@ -1,4 +1,4 @@
-"""Colours behind pixels, as nerfstudio's `RGBRenderer` has them, and a ray's own; each is sent to a device once."""
+"""Background colours: those of nerfstudio's `RGBRenderer`, and a ray's mean. Each is copied to a device once."""
 
 from typing import Any
 
@@ -8,26 +8,26 @@ from nerfstudio.utils import colors
 from torch import Tensor
 
 _LEARNT = ("last_sample", "random", "sky", "mean")
-"""What is no colour; behind true pixels it is black."""
+"""Names of backgrounds that are no fixed colour; behind true pixels they count as black."""
 
 _LEAST_OPAQUE = 0.02
-"""The least that a ray's colour is divided by to be its mean: what is hardly there stays dark, its gradient small."""
+"""Minimum opacity in the division for a ray's mean colour: nearly empty rays stay dark, with small gradients."""
 
 _SENT: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def chosen(option: Any, like: Tensor) -> Any:
-    """The background that is to be shown: a name, or a colour [3] or [..., 3] on the device of `like`.
+    """Return the background to show: a name, or a colour [3] or [..., 3] on the device of `like`.
 
     Args:
-        option: `background_color`, a name or a colour; what nerfstudio's commands have set for all models overrides it.
+        option: `background_color`, a name or a colour. A global override by nerfstudio's commands has precedence.
     """
     override: Any = renderers.BACKGROUND_COLOR_OVERRIDE
     return option if option in _LEARNT and override is None else colour(option, like)
 
 
 def colour(option: Any, like: Tensor) -> Tensor:
-    """A colour, [3] or [..., 3], by its name or as it is, on the device of `like`. See `chosen`."""
+    """Return a colour, [3] or [..., 3], from its name or tensor, on the device of `like`. See `chosen`."""
     override: Any = renderers.BACKGROUND_COLOR_OVERRIDE
     option = option if override is None else override
     if isinstance(option, Tensor):
@@ -39,11 +39,11 @@ def colour(option: Any, like: Tensor) -> Tensor:
 
 
 def blended(image: Tensor, option: Any) -> Tensor:
-    """The colours [..., 3] of an image [..., 3 or 4] on a background; without a fourth channel as they are.
+    """Return the colours [..., 3] of an image [..., 3 or 4] on a background. Images without a fourth channel are
+    unchanged.
 
     Args:
-        option: as of `chosen`; behind true pixels what is no colour is black. Colours that were drawn at random are
-            given themselves.
+        option: as of `chosen`; named backgrounds without a fixed colour are black. Random colours are a tensor.
     """
     if image.shape[-1] < 4:
         return image
@@ -53,9 +53,9 @@ def blended(image: Tensor, option: Any) -> Tensor:
 
 
 def mean_colour(colour: Tensor, through: Tensor) -> Tensor:
-    """A ray's colour [R, 3] with its own mean behind it, in proportion to what comes `through` [R, 1].
+    """Blend a ray's colour [R, 3] with its own mean, by its transmittance `through` [R, 1].
 
-    That is the mean over the ray, weighted by what is seen of each sample. It follows from integrals that all cells
-    share. What is far behind counts by how much of it is seen, not for all that is left.
+    The mean is weighted by each sample's visibility. It follows from integrals that all cells share. Far samples count
+    by their visible part only.
     """
     return colour / (1 - through).clamp_min(_LEAST_OPAQUE)

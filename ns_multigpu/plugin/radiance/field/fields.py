@@ -1,4 +1,4 @@
-"""The fields of a cell, made of nerfstudio's; and what all cells share (NeRF-XL, appendix A.1)."""
+"""The fields of a cell, built from nerfstudio's, and the parts that all cells share (NeRF-XL, appendix A.1)."""
 
 import functools
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from ns_multigpu.plugin.radiance.field.draws import drawn
 from ns_multigpu.radiance.contraction import Domain
 
 _SHARED, _CELL = 1, 2
-"""First numbers of the seeds of what is shared, and of cells."""
+"""First seed numbers of the shared parts and of cells."""
 _INSIDE = 1e-6
-"""A sample keeps this part of its cell's extent away from the faces: rounding shall not put it outside."""
+"""Minimum distance of samples from the cell's faces, relative to its extent, against rounding to the outside."""
 
 
 class CellCoordinates(SpatialDistortion):
-    """Positions in a cell as nerfacto's fields take contracted ones: within [-2, 2], of which the cell is all.
+    """Map from world positions to a cell's coordinates within [-2, 2], in place of nerfacto's contraction.
 
     Args:
         extent: [2, 3] the cell's corners, as of `Partition.extents`.
-        domain: what cells are cut from.
+        domain: space that cells are cut from.
     """
 
     low: Tensor
@@ -43,12 +43,12 @@ class CellCoordinates(SpatialDistortion):
         self.register_buffer("size", (extent[1] - extent[0]).float(), persistent=False)
 
     def forward(self, positions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of positions in the world, [..., 3]."""
+        """Return the coordinates of world positions [..., 3]."""
         inside = (self.domain.inward(positions) - self.low) / self.size
         return inside.clamp(_INSIDE, 1 - _INSIDE) * 4 - 2
 
     def outward(self, inside: Tensor) -> Tensor:
-        """Positions in the world, of what `forward` gives; finite."""
+        """Invert `forward`: return world positions, always finite."""
         part = ((inside + 2) / 4).clamp(_INSIDE, 1 - _INSIDE)
         return self.domain.outward(part * self.size + self.low)
 
@@ -57,13 +57,13 @@ class Head(nn.Module):
     """The colour head and the appearance embedding, which all cells share.
 
     Args:
-        config: the model's. images: how many are trained on. seed, number: what parameters are drawn from.
+        config: the model's. images: number of training images. seed, number: of the parameters.
     """
 
     def __init__(self, config: NerfactoModelConfig, images: int, seed: int, *number: int) -> None:
         super().__init__()
         with drawn("cpu", seed, _SHARED, *number):
-            # The smallest field that has them: they do not depend on its grid.
+            # The smallest field with these parts: they do not depend on its grid.
             field = NerfactoField(
                 torch.zeros(2, 3), **{**field_options(config, images), "num_levels": 1, "log2_hashmap_size": 1}
             )
@@ -74,7 +74,7 @@ class CellField(NerfactoField):
     """nerfacto's field in one cell, with a hash grid and a density network of its own.
 
     Args:
-        coordinates: of the cell. shared: what it shares. options: see `field_options`.
+        coordinates: of the cell. shared: parts that all cells share. options: see `field_options`.
     """
 
     def __init__(self, coordinates: SpatialDistortion, shared: Head, options: dict[str, Any]) -> None:
@@ -82,14 +82,15 @@ class CellField(NerfactoField):
         for name in ("mlp_head", "embedding_appearance"):
             if getattr(self, name) is not None:
                 delattr(self, name)
-                # Not as a part of its own, which would be saved with each cell.
+                # Not as a submodule: each cell would save it.
                 self.__dict__[name] = getattr(shared, name)
 
     def get_outputs(
         self, ray_samples: RaySamples, density_embedding: Tensor | None = None
     ) -> dict[FieldHeadNames, Tensor]:
-        """Colours as nerfacto's field has them. What the samples [n, S] of a ray share is computed once: nerfstudio's
-        field encodes the direction, and looks up the appearance, of each sample.
+        """Return colours as nerfacto's field does, for samples [n, S].
+
+        Direction encodings and appearances are computed once per ray; nerfstudio's field computes them for each sample.
 
         Args:
             density_embedding: [n, S, features] of the samples.
@@ -102,8 +103,8 @@ class CellField(NerfactoField):
         return {FieldHeadNames.RGB: rgb.to(ray_samples.frustums.directions)}
 
     def together(self, several: Sequence[RaySamples]) -> list[dict[FieldHeadNames, Tensor]]:
-        """What `forward` gives of each of several, [n, S] each with an n and S of its own: with one launch of each
-        network for all of them."""
+        """Evaluate several groups of samples, each [n, S] with its own n and S, with one launch of each network.
+        Results equal `forward`'s."""
         if len(several) == 1:
             return [self(several[0])]
         shapes = [one.frustums.starts.shape[:2] for one in several]
@@ -120,13 +121,13 @@ class CellField(NerfactoField):
         ]
 
     def _of_rays(self, several: Sequence[RaySamples]) -> list[Tensor]:
-        """What the samples of a ray share, [n, features] each, of all rays: directions, and the appearance if any."""
+        """Return the features that a ray's samples share, [n, features] each: directions and, if any, appearance."""
         directions = get_normalized_directions(torch.cat([one.frustums.directions[:, 0] for one in several]))
         encoded = self.direction_encoding(directions)
         return [encoded] if self.embedding_appearance is None else [encoded, self._appearance(several, directions)]
 
     def _appearance(self, several: Sequence[RaySamples], directions: Tensor) -> Tensor:
-        """[n, features] of rays [n]: their images' own in training, or else the mean, or zeros."""
+        """Return appearance features [n, features] of rays: the image's own in training, else the mean or zeros."""
         assert self.embedding_appearance is not None
         if self.training:
             cameras = [one.camera_indices for one in several]
@@ -137,13 +138,13 @@ class CellField(NerfactoField):
 
 
 class Cell(nn.Module):
-    """All that one cell owns.
+    """All modules and parameters of one cell.
 
     Args:
-        number: the cell's. coordinates: what its fields take positions in. config: the model's.
+        number: the cell's. coordinates: of the cell's fields. config: the model's.
         shared: the colour head, which all cells share.
-        images: how many are trained on. seed: that parameters are drawn from, together with the number.
-        resolution: of an occupancy grid, voxels along each axis; 0 for proposal networks instead.
+        images: number of training images. seed: of the parameters, together with the number.
+        resolution: voxels of an occupancy grid along each axis; 0 for proposal networks instead.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Cell(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.coordinates = coordinates
-        # A parameter, so that it is kept and moved as those are; it has no gradient.
+        # A parameter, so that it is saved and moved with the others; it has no gradient.
         self.occupancy = nn.Parameter(torch.ones(resolution**3), requires_grad=False) if resolution else None
         with drawn("cpu", seed, _CELL, number):
             self.field = CellField(coordinates, shared, field_options(config, images))
@@ -172,25 +173,25 @@ class Cell(nn.Module):
 
         for module in self.modules():
             if isinstance(module, HashEncoding) and module.tcnn_encoding is None:
-                # nerfstudio's is a plain tensor, which stays on the host.
+                # nerfstudio's is a plain tensor, which would remain on the host.
                 scalings = vars(module).pop("scalings").float()
                 module.register_buffer("scalings", scalings, persistent=False)
                 module.pytorch_fwd = functools.partial(_encoded, module)  # type: ignore[method-assign]
 
     def forget(self) -> None:
-        """Lets go of what nerfstudio's fields keep of their last samples: all of a step's graph hangs on it."""
+        """Release the last samples that nerfstudio's fields store: they keep a step's whole graph alive."""
         for one in (self.field, *self.proposal_networks):
             assert isinstance(one, Field)
             vars(one)["_sample_locations"] = vars(one)["_density_before_activation"] = None
 
     def density_fns(self, levels: int) -> list[Any]:
-        """What nerfstudio's sampler asks for densities, of each level of proposals."""
+        """Return the density functions of each proposal level, as nerfstudio's sampler expects them."""
         networks = list(self.proposal_networks)
         return [networks[min(level, len(networks) - 1)].density_fn for level in range(levels)]
 
 
 def _flat(several: Sequence[RaySamples]) -> RaySamples:
-    """The samples of all of them, one behind the other, each with what density networks read."""
+    """Concatenate samples, each with the inputs that density networks read."""
 
     def joined(of: str, width: int) -> Tensor:
         parts = [getattr(one.frustums, of) for one in several]
@@ -202,15 +203,15 @@ def _flat(several: Sequence[RaySamples]) -> RaySamples:
 
 
 def _encoded(grid: HashEncoding, positions: Tensor) -> Tensor:
-    """What nerfstudio's `HashEncoding.pytorch_fwd` computes, [..., L F]: in one operator of ours."""
+    """Compute the same as nerfstudio's `HashEncoding.pytorch_fwd`, [..., L F], in one custom operator."""
     flat = positions.reshape(-1, 3).float()
-    # The size is a power of two.
+    # hash_table_size is a power of two.
     found = cuda_ext.encode_grid(flat, grid.hash_table, grid.scalings, grid.hash_table_size.bit_length() - 1)
     return found.view(*positions.shape[:-1], found.shape[1])
 
 
 def field_options(config: NerfactoModelConfig, images: int) -> dict[str, Any]:
-    """nerfacto's options, as its field takes them."""
+    """Return nerfacto's options as arguments of its field."""
     return {
         "num_images": images,
         "hidden_dim": config.hidden_dim,

@@ -1,4 +1,4 @@
-"""Numbers of a batch of rays in training, for the log."""
+"""Statistics of a training batch of rays, for the log."""
 
 import functools
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from ns_multigpu.radiance.slots import Slots
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the last batch in training.
+    """Statistics of the last training batch.
 
     Attributes:
-        segments: of all cells; `len` says how many. taken: samples on this rank.
-        rays: how many there were. outside: [] the part of them that meets no cell.
+        segments: of all cells; `len` is their number. taken: number of samples on this rank.
+        rays: number of rays. outside: [] fraction of rays that meet no cell.
     """
 
     segments: Segments | Slots
@@ -32,15 +32,15 @@ class Figures:
 
     @property
     def samples(self) -> int:
-        """Samples on this rank. May wait for the device."""
+        """Number of samples on this rank. May wait for the device."""
         return int(self.taken)
 
 
 def refuse_no_rays(model: Any, step: int) -> None:
-    """Raise an InputError where no ray of the step has met a cell. May wait for the device.
+    """Raise an InputError if no ray of the step has met a cell. May wait for the device.
 
     Args:
-        model: a `NerfactoXLModel` that has just taken the step.
+        model: a `NerfactoXLModel` that has just run the step.
     """
     if len(model.figures.segments) == 0:
         raise InputError(
@@ -52,17 +52,17 @@ def refuse_no_rays(model: Any, step: int) -> None:
 
 @torch.no_grad()
 def log_entry(pipeline: Any, measured: Measured, rates: Mapping[str, float]) -> LogEntry:
-    """Return what this rank measured of the last step; see `Objective.log`.
+    """Return this rank's measurements of the last step; see `Objective.log`.
 
     Args:
-        pipeline: a `RadiancePipeline`. measured: whole losses and metrics. rates: learning rates by group.
+        pipeline: a `RadiancePipeline`. measured: complete losses and metrics. rates: learning rates by group.
     """
     model, world = pipeline.model, pipeline.world
     figures: Figures = model.figures
     _, losses, metrics = measured
     zero, poses = torch.zeros((), device=world.device), dict[str, Tensor]()
-    model.camera_optimizer.get_loss_dict(poses)  # rank 0 alone has these
-    # Proposals' losses are each rank's own; the others are the same everywhere, and rank 0's count.
+    model.camera_optimizer.get_loss_dict(poses)  # on rank 0 only
+    # Proposal losses differ by rank and are summed; the others are equal on all ranks, and rank 0's count.
     shares = {
         name: losses.get(name, zero) if world.is_main or name == "interlevel_loss" else zero
         for name in dict.fromkeys([*losses, *poses])

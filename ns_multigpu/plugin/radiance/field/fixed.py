@@ -1,8 +1,8 @@
-"""A training step in shapes that hardly depend on its rays: what a CUDA graph can hold.
+"""Training steps whose shapes hardly depend on their rays, so that CUDA graphs can capture them.
 
-Each cell has a slot for each ray, met or not (`radiance.slots`). What is read back is how many of a rank's slots are
-met, and only where there are several cells: the step then has lines for somewhat more. Random numbers, and all else
-that a step takes from the host, are written into tensors that stay where they are.
+Each cell has a slot for each ray, occupied or not (`radiance.slots`). With several cells, the number of occupied slots
+is read back, and the step is padded to slightly more lines. Random numbers and all other host inputs are written into
+tensors at fixed addresses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def why_not(config: "NerfactoXLModelConfig", integrals: Sequence[Breakable]) -> str:
-    """The option that steps of a model have no fixed shapes for; "" where they have."""
+    """Return the option of a model that rules out fixed shapes; "" if none does."""
     if config.spread != "xl":
         return f"--pipeline.model.spread {config.spread}"
     if config.sampling != "proposals":
@@ -36,16 +36,16 @@ def why_not(config: "NerfactoXLModelConfig", integrals: Sequence[Breakable]) -> 
 
 
 class StepNumbers:
-    """What a step takes from the host, in tensors that stay where they are.
+    """Host inputs of a step, in tensors at fixed addresses.
 
     Args:
         seed: the run's. cells: this rank's. device: of rays.
-        widths: by how many segments share a ray's samples, random numbers of a ray in a cell, by level.
-        coloured: whether the background is random.
+        widths: random numbers of a ray in a cell by level, keyed by the number of segments that share a ray's samples.
+        coloured: True if the background is random.
 
     Attributes:
-        moved: of each cell and number of segments that share, of each level [R, its width] random numbers.
-        anneal: [] how sharp proposals are. background: [R, 3] random colours; None where it is not random.
+        moved: by cell and number of sharing segments, random numbers [R, width] of each level.
+        anneal: [] exponent of proposal weights. background: [R, 3] random colours; None if it is not random.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StepNumbers:
         self.background: Tensor | None = None
 
     def fill(self, step: int, rays: int, anneal: float) -> None:
-        """Writes the numbers of a step with so many rays, unless they are there."""
+        """Write a step's numbers unless they are already written."""
         if self._of == (step, rays):
             return
         if self._of is None or self._of[1] != rays:
@@ -80,13 +80,13 @@ class StepNumbers:
 
 
 class FixedShapes:
-    """Renders the rays of a training step of a model with all ranks together. See `NerfactoXLModel.get_outputs`.
+    """Renderer of a training step's rays in fixed shapes, with all ranks. See `NerfactoXLModel.get_outputs`.
 
-    Segments are packed into lines (`radiance.slots.packed`) by cell and by class: all of them together, or, where a
-    ray's segments share its samples (`samples_per`), those of rays with as many segments.
+    Segments are packed into lines (`radiance.slots.packed`) by cell and by class. If a ray's segments share its samples
+    (`samples_per`), a class is the segments of rays with the same number of segments. Otherwise it is all segments.
 
     Args:
-        model: its cells placed, and with options that `why_not` has nothing against.
+        model: with placed cells, and options for which `why_not` returns "".
     """
 
     def __init__(self, model: "NerfactoXLModel") -> None:
@@ -98,12 +98,12 @@ class FixedShapes:
 
     @property
     def counts(self) -> bool:
-        """Whether how many lines a step has follows from its rays: not where there is one cell."""
+        """True if the number of lines depends on the rays: with several cells."""
         assert self._model.partition is not None
         return self._model.partition.cells > 1
 
     def numbers(self, rays: int) -> StepNumbers:
-        """Those of the model's step, for so many rays."""
+        """Return the host inputs of the model's step for a number of rays."""
         model, sampling = self._model, self._sampling
         device = model.device
         if self._numbers is None or self._numbers.anneal.device != device:
@@ -115,8 +115,11 @@ class FixedShapes:
 
     @torch.no_grad()
     def clipped(self, rays: RayBundle) -> tuple[Slots, Tensor]:
-        """Rays [R] with `nears` and `fars` clipped at cells, and how many segments this rank has, [its cells, classes]
-        int64. Nothing is read back."""
+        """Clip rays [R] with `nears` and `fars` at cells. Nothing is read back.
+
+        Returns:
+            the slots, and the number of this rank's segments, [its cells, classes] int64.
+        """
         slots, cells = self._model.spread.slots(rays), self._model.numbers
         live = slots.live[cells.start : cells.stop]
         if len(self._classes) == 1:
@@ -124,20 +127,20 @@ class FixedShapes:
         return slots, torch.stack([(live & (slots.counts == parts)).sum(1) for parts in self._classes], 1)
 
     def outputs(self, rays: RayBundle) -> dict[str, Any]:
-        """Of rays [R] with `nears` and `fars`. Waits for the device where there are several cells."""
+        """Render rays [R] with `nears` and `fars`. Waits for the device with several cells."""
         slots, counts = self.clipped(rays)
         rooms = tuple(map(tuple, counts.tolist())) if self.counts else self.all_rooms(len(rays))
         return launched(self.parts(rays, slots, rooms))
 
     def all_rooms(self, rays: int) -> ShapeBuckets:
-        """For all segments that there can be of one cell."""
+        """Return the maximum capacities: one cell with a segment of every ray."""
         return ((rays,) * len(self._classes),)
 
     def parts(self, rays: RayBundle, slots: Slots, rooms: ShapeBuckets) -> Parts[dict[str, Any]]:
-        """`outputs`, in parts. Nothing is read back, and no shape depends on values.
+        """Render as `outputs` does, with collectives yielded. Nothing is read back, and no shape depends on values.
 
         Args:
-            rays: [R] with `nears` and `fars`. slots: theirs. rooms: lines that their segments fit into.
+            rays: [R] with `nears` and `fars`. slots: of the rays. rooms: capacities in lines that hold their segments.
         """
         model, sampling = self._model, self._sampling
         numbers, cells = self.numbers(len(rays)), model.numbers
@@ -145,7 +148,7 @@ class FixedShapes:
         groups, own = list[Group](), list[Tensor]()
         taken = torch.zeros((), dtype=torch.int64, device=rays.nears.device)
         for place, cell in enumerate(cells):
-            states = model.family.empty(len(rays) + 1, rays.nears)  # the last one takes those of lines left over
+            states = model.family.empty(len(rays) + 1, rays.nears)  # the last row receives the results of padding lines
             given = zip(self._classes, rooms[place], strict=True)
             lines = {parts: self._lines(cell, parts, room, slots) for parts, room in given if room}
             asked = [self._asked(cell, place, parts, at, rays, slots, numbers) for parts, at in lines.items()]
@@ -165,14 +168,14 @@ class FixedShapes:
         return outputs
 
     def _lines(self, cell: int, parts: int, room: int, slots: Slots) -> Tensor:
-        """[room] int64 the rays of a class of a cell's segments; as many as there are rays in lines left over."""
+        """Return the rays of a class of a cell's segments, [room] int64; padding lines have the number of rays."""
         live = slots.live[cell]
         return packed(live if len(self._classes) == 1 else live & (slots.counts == parts), room)
 
     def _asked(
         self, cell: int, place: int, parts: int, at: Tensor, rays: RayBundle, slots: Slots, numbers: StepNumbers
     ) -> Asked:
-        """What to sample of some lines."""
+        """Return the sampling request of some lines."""
         ray = at.clamp_max(len(rays) - 1)
         bundle = rays[ray]
         nears, fars = bundle.nears, bundle.fars

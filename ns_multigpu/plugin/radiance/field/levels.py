@@ -1,7 +1,7 @@
-"""Where samples of segments lie: nerfstudio's two samplers, without what reads the device or sends it something.
+"""Sample positions of segments: nerfstudio's two samplers without device readbacks or uploads.
 
-Their numbers are those of `UniformLinDispPiecewiseSampler`, `UniformSampler` and `PDFSampler` of nerfstudio 1.1.5, but
-random numbers come from outside: they follow from a ray's number in its batch, and no generator is asked.
+Results equal those of nerfstudio 1.1.5's `UniformLinDispPiecewiseSampler`, `UniformSampler` and `PDFSampler`. Random
+numbers are arguments: they follow from a ray's number in its batch.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from ns_multigpu.radiance.partition import distance, spacing
 from ns_multigpu.radiance.sums import running_sum
 
 _PADDING, _LEAST = 0.01, 1e-5
-"""What is added to each weight before samples are drawn by them; and the least that weights sum up to."""
+"""Constant added to each weight before sampling, and the minimum sum of weights."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Where segments begin and end.
+    """Begin and end of segments.
 
     Attributes:
         near, far: [n, 1] of segments. whole: [n, 1] each, of their whole rays.
-        uniform: whether samples are spaced by distance, not by nerfacto's piecewise coordinate.
+        uniform: True to space samples by distance, False by nerfacto's piecewise coordinate.
     """
 
     near: Tensor
@@ -32,7 +32,7 @@ class Ends:
     uniform: bool
 
     def distances(self, spaced: Tensor) -> Tensor:
-        """[n, K] distances along rays, of places in segments from 0 to 1."""
+        """Return distances along rays [n, K] of positions in segments from 0 to 1."""
         if self.uniform:
             return spaced * self.far + (1 - spaced) * self.near
         return distance(spaced * spacing(self.far) + (1 - spaced) * spacing(self.near))
@@ -40,10 +40,10 @@ class Ends:
 
 @dataclass(frozen=True)
 class Bins:
-    """Samples of n segments: sample i is between edges i and i + 1.
+    """Samples of n segments: sample i lies between edges i and i + 1.
 
     Attributes:
-        spaced: [n or 1, S + 1] their edges in segments, from 0 to 1. edges: [n, S + 1] as distances along rays.
+        spaced: [n or 1, S + 1] edges in segments, from 0 to 1. edges: [n, S + 1] as distances along rays.
     """
 
     spaced: Tensor
@@ -51,18 +51,19 @@ class Bins:
 
     @property
     def starts(self) -> Tensor:
-        """[n, S, 1]."""
+        """Begin of each sample, [n, S, 1]."""
         return self.edges[:, :-1, None]
 
     @property
     def ends(self) -> Tensor:
-        """[n, S, 1]."""
+        """End of each sample, [n, S, 1]."""
         return self.edges[:, 1:, None]
 
     def up_to_faces(self, ends: Ends) -> "Bins":
-        """With the outermost samples widened up to the faces between cells.
+        """Return the bins with the outermost samples widened to the faces between cells.
 
-        nerfstudio's samples stop a little before a ray's ends, where nothing is missed; at a face a seam would be seen.
+        nerfstudio's samples end slightly before a ray's ends, which is harmless there. At a face it would leave a
+        visible seam.
         """
         front, back = ends.near > ends.whole[0], ends.far < ends.whole[1]
         spaced = self.spaced.expand_as(self.edges)
@@ -83,10 +84,10 @@ class Bins:
 
 @torch.no_grad()
 def evenly(ends: Ends, samples: int, moved: Tensor | None) -> Bins:
-    """As many samples in each segment, evenly spaced.
+    """Return evenly spaced samples, the same number in each segment.
 
     Args:
-        moved: [n, 1 or samples + 1] from 0 to 1, by how much edges are moved at random; None for not at all.
+        moved: [n, 1 or samples + 1] random offsets of the edges from 0 to 1; None for no offsets.
     """
     spaced = torch.linspace(0.0, 1.0, samples + 1, device=ends.near.device)[None]
     if moved is not None:
@@ -98,7 +99,7 @@ def evenly(ends: Ends, samples: int, moved: Tensor | None) -> Bins:
 
 @torch.no_grad()
 def by_weights(ends: Ends, before: Bins, weights: Tensor, samples: int, moved: Tensor | None) -> Bins:
-    """As many samples in each segment, the more the larger the weights of the samples `before` are.
+    """Draw samples in each segment in proportion to the weights of the samples `before`.
 
     Args:
         weights: [n, S] of the samples before. moved: as of `evenly`.
@@ -123,7 +124,7 @@ def by_weights(ends: Ends, before: Bins, weights: Tensor, samples: int, moved: T
 
 
 def weights_of(bins: Bins, density: Tensor) -> Tensor:
-    """[n, S] what a segment's beginning sees of each sample, as nerfstudio's `RaySamples.get_weights` has it.
+    """Return the weights [n, S] of samples seen from a segment's begin, as nerfstudio's `RaySamples.get_weights` does.
 
     Args:
         density: [n, S], per unit of distance.

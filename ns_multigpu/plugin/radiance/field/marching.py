@@ -1,4 +1,4 @@
-"""Samples of segments by steps through what is not empty: the variant with occupancy grids."""
+"""Ray marching through occupied voxels: the sampling variant with occupancy grids."""
 
 import torch
 from nerfstudio.cameras.rays import Frustums, RayBundle, RaySamples
@@ -14,32 +14,32 @@ from ns_multigpu.radiance.occupancy import Grid, between_gaps, kept_first, steps
 from ns_multigpu.radiance.partition import spacing
 
 _STEPS, _VOXELS = 9, 10
-"""First numbers of the seeds of what is drawn."""
+"""First seed numbers of the random draws."""
 _EVERY, _ALL_UNTIL, _CHUNK = 16, 256, 1 << 20
-"""Steps between updates of grids; until when all voxels are looked at, and a quarter of them later; points at once."""
+"""Steps between grid updates; step until which all voxels are updated (later a quarter of them); points per chunk."""
 
 
 class OccupancySampling:
-    """Even steps along rays, without those that a cell's occupancy grid has as empty.
+    """Even steps along rays, without those in voxels that the cell's occupancy grid marks as empty.
 
     Args:
-        seed: that random numbers are drawn from.
-        steps: of a whole ray. threshold: how opaque a voxel is to be to be occupied.
-        scaled: whether gradients grow with the distance from the camera, as `use_gradient_scaling` has it.
+        seed: of random numbers.
+        steps: of a whole ray. threshold: minimum opacity of an occupied voxel.
+        scaled: True if gradients grow with the distance from the camera, as with `use_gradient_scaling`.
     """
 
     def __init__(self, seed: int, steps: int, threshold: float, scaled: bool) -> None:
         self.seed, self.steps, self.threshold, self.scaled, self.step = seed, steps, threshold, scaled, 0
         self.since_update = 0
-        """Of proposals, which there are none of."""
+        """Unused: this variant has no proposals."""
 
     def begin_step(self, step: int) -> None:
-        """Of what is drawn at random."""
+        """Set the step that seeds random numbers."""
         self.step = step
 
     @torch.no_grad()
     def end_step(self, cells: dict[int, Cell]) -> None:
-        """Every few steps, looks at voxels of grids: at all of them at first, later at some and at occupied ones."""
+        """Update grids every few steps: at first all voxels, later random and occupied ones."""
         if self.step % _EVERY:
             return
         for number, cell in cells.items():
@@ -58,7 +58,7 @@ class OccupancySampling:
             grid.update(voxels, torch.cat(found))
 
     def sample(self, cell: Cell, number: int, parts: int, lines: Lines, training: bool) -> Group | None:
-        """The samples of some segments of a cell, of those only that have any. See `ProposalSampling.sample`."""
+        """Return samples of those segments of a cell that have any, or None. See `ProposalSampling.sample`."""
         rows, bundle, ends = lines.rows, lines.bundle, lines.ends
         assert isinstance(rows, Tensor) and bundle.nears is not None and bundle.fars is not None
         shift = torch.zeros_like(bundle.nears)
@@ -83,7 +83,7 @@ class OccupancySampling:
         )
         places, there = kept_first(kept)
         starts, stops = edges[:, :-1].gather(1, places), edges[:, 1:].gather(1, places)
-        # Behind a segment's last sample are some of no length, with its colour: the last sample may be the background.
+        # Pad segments with samples of zero length and the last colour: the last sample may be the background.
         last = there.sum(1, keepdim=True) - 1
         final = stops.gather(1, last.clamp_min(0))
         starts, stops = torch.where(there, starts, final), torch.where(there, stops, final)
@@ -96,19 +96,23 @@ class OccupancySampling:
         return Group(rows, taken, count)
 
     def coordinates(self, t: Tensor, near: Tensor, far: Tensor) -> Tensor:
-        """Distances along whole rays, from 0 to 1: distortion is of these."""
+        """Normalise distances to [0, 1] along whole rays, in the coordinate of the distortion loss."""
         t, near, far = spacing(t), spacing(near), spacing(far)
         return (t - near) / (far - near)
 
     def losses(self, groups: list[Group], before: Tensor, rays: int) -> dict[str, Tensor]:
-        """None: grids do not learn by gradients."""
+        """Return no losses: grids have no gradients."""
         del groups, before, rays
         return {}
 
     def _looked(
         self, cell: Cell, bundle: RayBundle, starts: Tensor, stops: Tensor, there: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Density [n, K] and colour [n, K, 3] of samples; how many are there, which alone the field is asked for."""
+        """Evaluate the field at existing samples only.
+
+        Returns:
+            density [n, K], colour [n, K, 3], and the number of samples.
+        """
         line, place = there.nonzero(as_tuple=True)
         rays, begin, end = bundle[line], starts[line, place, None], stops[line, place, None]
         frustums = Frustums(
@@ -128,7 +132,7 @@ class OccupancySampling:
         return Grid(cell.occupancy.data, self.threshold)
 
     def _opacity(self, cell: Cell, grid: Grid, voxels: Tensor, places: Tensor) -> Tensor:
-        """[n] how opaque voxels are, by the density at one place in each."""
+        """Return the opacity [n] of voxels from the density at one position in each."""
         low, high = (cell.coordinates.outward(corner * 4 - 2) for corner in grid.diagonals(voxels))
         where = cell.coordinates.outward(grid.points(voxels, places) * 4 - 2)
         density = cell.field.density_fn(where[:, None])[:, 0, 0]

@@ -1,4 +1,4 @@
-"""nerfacto in cells: what of it this rank has, and how it takes part in rendering rays."""
+"""nerfacto in cells: this rank's cells, and their part in rendering rays."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -56,32 +56,32 @@ _STANDARD: tuple[Breakable, ...] = (COLOUR, DEPTH, MOMENT, Distortion(), BACKGRO
 
 @dataclass
 class NerfactoXLModelConfig(NerfactoModelConfig):
-    """nerfacto's options, and how space is cut."""
+    """nerfacto's options, and those of the partition of space."""
 
     _target: type = field(default_factory=lambda: NerfactoXLModel)
     cells: int = 0
-    """Into how many cells space is cut, each with a hash grid, a density and proposal networks of its own; 0 for one a
-    GPU. A run that goes on from a checkpoint keeps the checkpoint's."""
+    """Number of cells that space is split into, each with its own hash grid, density and proposal networks; 0 for one
+    per GPU. A resumed run keeps the checkpoint's number."""
     spread: Spread = "xl"
-    """How the field is spread. xl: cells that are trained together as one field, as in NeRF-XL. ddp: one field on every
-    GPU, rays dealt out to as many shares as cells."""
+    """Distribution of the field. xl: cells trained together as one field, as in NeRF-XL. ddp: one field on every GPU,
+    with the rays distributed round-robin into as many parts as cells."""
     sampling: Literal["proposals", "occupancy"] = "proposals"
-    """Where samples are taken: by nerfacto's proposal networks, or in even steps through what an occupancy grid has not
-    as empty (Instant-NGP)."""
+    """Sampling method: nerfacto's proposal networks, or even steps through the occupied voxels of an occupancy grid
+    (Instant-NGP)."""
     samples_per: Annotated[Literal["ray", "segment"], Only("pipeline.model.sampling", "proposals")] = "ray"
-    """What nerfacto's numbers of samples are for, with proposals: a ray, whose k segments have a k-th each; or each
-    segment, so that a ray that crosses k cells has k times as many. Segments behind what is seen then have as many as
-    those before it, and can paint each view its own background there."""
+    """Unit of nerfacto's sample counts, with proposals. ray: the k segments of a ray have a k-th each. segment: each
+    segment has all, so that a ray through k cells has k times as many. Occluded segments then have as many samples as
+    visible ones and can overfit each view's background."""
     grid_resolution: Annotated[int, _GRID] = 128
     """Voxels of a cell's occupancy grid along each axis."""
     alpha_thre: Annotated[float, _GRID] = 0.01
-    """How opaque a voxel of it is to be found, to be occupied."""
+    """Minimum opacity of an occupied voxel."""
     march_steps: Annotated[int, _GRID] = 512
     """Even steps of a whole ray, with an occupancy grid."""
     background_color: Literal["auto", "mean", "random", "last_sample", "sky", "black", "white"] = "auto"
-    """What is behind what lets light through. auto: with several cells of xl mean, the ray's own mean colour, else the
-    last sample's, as in nerfacto. random: in training. sky: a colour for each direction, which all cells share."""
-    predict_normals: tyro.conf.Suppress[bool] = False  # not there yet
+    """Background behind transparent rays. auto: mean (the ray's own mean colour) with several cells of xl, else
+    last_sample, as in nerfacto. random: in training. sky: a colour for each direction, which all cells share."""
+    predict_normals: tyro.conf.Suppress[bool] = False  # not supported
 
 
 class NerfactoXLModel(NerfactoModel):
@@ -89,19 +89,19 @@ class NerfactoXLModel(NerfactoModel):
 
     config: NerfactoXLModelConfig
     integrals: ClassVar[tuple[Breakable, ...]] = ()
-    """Integrals along rays beside the model's own, which a subclass may have: each is an output of its name."""
+    """Additional integrals along rays, set by subclasses; each is an output of its name."""
 
     def populate_modules(self) -> None:
-        """Sets up all that does not depend on cells."""
+        """Create all modules that do not depend on cells."""
         super(NerfactoModel, self).populate_modules()
         config = self.config
         if config.implementation == "tcnn" and not TCNN_EXISTS:
             CONSOLE.print("tiny-cuda-nn is not installed: fields run in torch, which is slower.")
-            config.implementation = "torch"  # nerfstudio would do so, and say it of each part of each cell
+            config.implementation = "torch"  # nerfstudio would do the same, with a warning for each part of each cell
         self.family = Family([*_STANDARD, *self.integrals])
         self.seed = torch.initial_seed() & (1 << 62) - 1
         self.domain = Domain.box(self.scene_box.aabb) if config.disable_scene_contraction else Domain.unbounded()
-        if config.spread not in WAYS:  # of a run of an earlier version
+        if config.spread not in WAYS:  # from a run of an earlier version
             instead = REMOVED_VALUES["pipeline.model.spread", config.spread]
             raise InputError(f"--pipeline.model.spread {config.spread}: {instead}.")
         self.way: type[Joint] = WAYS[config.spread]
@@ -123,11 +123,11 @@ class NerfactoXLModel(NerfactoModel):
         self.psnr, self.ssim, self.lpips = psnr, structural_similarity_index_measure, OptionalLpips()
         self.step = 0
         self.figures: Figures | None = None
-        self.may_fix, self.fixed = True, None  # whether training steps may have fixed shapes, and what takes them
-        self.elsewhere: RenderService | None = None  # renders for a viewer that is not alone
+        self.may_fix, self.fixed = True, None  # True if training steps may have fixed shapes; their renderer
+        self.elsewhere: RenderService | None = None  # renders for a viewer of several ranks
 
     def place(self, partition: Partition, world: World) -> None:
-        """Make this rank's fields, with parameters that follow from the seed and a cell's number.
+        """Create this rank's fields, with parameters seeded by the run's seed and the cell's number.
 
         Args:
             partition: of space. world: the ranks.
@@ -140,23 +140,23 @@ class NerfactoXLModel(NerfactoModel):
         self.renderer_rgb.background_color = "black" if self.background in ("sky", "mean") else self.background
         grid = config.grid_resolution if config.sampling == "occupancy" else 0
         made = {str(c): self.made_cell(c, grid) for c in ([0] if self.way.replicated else self.numbers)}
-        # As the rest of the model is: in evaluation, a new module would take images' own appearance, not their mean.
+        # In the model's mode: a new module would use each image's own appearance in evaluation, not the mean.
         self.cells = nn.ModuleDict(made).to(self.device).train(self.training)
         fits = not why_not(config, self.integrals)
         self.fixed: FixedShapes | None = FixedShapes(self) if self.may_fix and fits else None
 
     def spread_over(self, partition: Partition) -> Joint:
-        """Return how the field is spread over the cells of space."""
+        """Return the distribution of the field over a partition of space."""
         return self.way(partition, self.device)
 
     def made_cell(self, number: int, grid: int) -> Cell:
-        """Return a new cell, with an occupancy grid of so many voxels along each axis; 0 for none."""
+        """Return a new cell with an occupancy grid of this many voxels along each axis; 0 for none."""
         assert isinstance(self.shared, Head)
         coordinates = self.spread.coordinates(number)
         return Cell(number, coordinates, self.config, self.shared, self.num_train_data, self.seed, grid)
 
     def cell(self, number: int) -> Cell:
-        """One of this rank's cells."""
+        """Return one of this rank's cells."""
         cell = self.cells["0" if self.way.replicated else str(number)]
         assert isinstance(cell, Cell)
         return cell
@@ -165,16 +165,17 @@ class NerfactoXLModel(NerfactoModel):
         return name.startswith("cells.") and not self.way.replicated
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """By name, those of this rank's cells."""
+        """Return the parameters of this rank's cells, by name."""
         return {name: p for name, p in self.named_parameters() if self._is_own(name)}
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
-        """By name, those that are equal on every rank: the colour head, embeddings of appearance and pose; in data
-        parallel training all."""
+        """Return the parameters that are equal on every rank, by name: colour head, appearance and pose embeddings;
+        with ddp all."""
         return {name: p for name, p in self.named_parameters() if not self._is_own(name) and p.numel()}
 
     def get_param_groups(self) -> dict[str, list[nn.Parameter]]:
-        """As nerfacto's, of this rank's cells; the colour head and the appearance embedding are with the fields."""
+        """Return nerfacto's groups for this rank's cells; the fields' group includes colour head and appearance
+        embedding."""
         parts = [part for part in (self.shared, self.sky) if part is not None]
         proposals, fields = [], [p for part in parts for p in part.parameters()]
         for name, p in self.cells.named_parameters():
@@ -187,14 +188,15 @@ class NerfactoXLModel(NerfactoModel):
     def get_training_callbacks(
         self, training_callback_attributes: TrainingCallbackAttributes
     ) -> list[TrainingCallback]:
-        """Before a step, how sharp proposals are (Mip-NeRF 360, equation 18); after it, when they learn again."""
+        """Return callbacks that anneal proposals before a step (Mip-NeRF 360, equation 18) and schedule their updates
+        after it."""
         return [
             TrainingCallback([TrainingCallbackLocation.BEFORE_TRAIN_ITERATION], self.begin_step, 1),
             TrainingCallback([TrainingCallbackLocation.AFTER_TRAIN_ITERATION], self._end_step, 1),
         ]
 
     def begin_step(self, step: int) -> None:
-        """Makes the model that of a step: how sharp proposals are, and what is drawn at random."""
+        """Set the step, which determines proposal annealing and random numbers."""
         self.step = step
         self.sampling.begin_step(step)
 
@@ -205,15 +207,16 @@ class NerfactoXLModel(NerfactoModel):
     # ---- rays ----
 
     def get_outputs_for_camera(self, camera: Cameras, obb_box: OrientedBox | None = None) -> dict[str, Tensor]:
-        """An image. All ranks ask for the same; of a viewer, or with helpers, rank 0 alone: see `RenderService`."""
+        """Return an image. All ranks call it with the same camera; for viewers only rank 0: see `RenderService`."""
         if self.elsewhere is not None and (asked := self.elsewhere.outputs(camera, obb_box)) is not None:
             return dict(asked)
         return super().get_outputs_for_camera(camera, obb_box)
 
     def get_outputs(self, ray_bundle: RayBundle) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Renders rays with all ranks together; every rank calls it with the same rays, and gets the same pixels.
+        """Render rays with all ranks; every rank calls it with the same rays and gets the same pixels.
 
-        In training each rank's outputs have gradients to its own cells and to what is shared, of its own segments.
+        In training, each rank's outputs have gradients through its own segments only: to its cells and the shared
+        parameters.
 
         Args:
             ray_bundle: [R], with `nears` and `fars`.
@@ -228,11 +231,11 @@ class NerfactoXLModel(NerfactoModel):
         return self.rendered(ray_bundle)
 
     def rendered(self, rays: RayBundle) -> dict[str, Any]:
-        """Render rays as `get_outputs` does, in shapes that follow from them."""
+        """Render rays as `get_outputs` does, in shapes that depend on the rays."""
         return self.of_segments(rays, self.spread.take(rays))
 
     def of_segments(self, bundle: RayBundle, segments: Segments) -> dict[str, Any]:
-        """Render rays by their segments, of all ranks' cells."""
+        """Render rays from their segments in all ranks' cells."""
         first = segments_of_ranks(segments, self.world.size)[self.world.rank]
         groups = self.own_segments(bundle, segments, first)
         own = in_order(
@@ -254,8 +257,8 @@ class NerfactoXLModel(NerfactoModel):
         return outputs
 
     def own_segments(self, rays: RayBundle, segments: Segments, first: int) -> list[Group]:
-        """The samples of this rank's segments: as many in each as nerfacto has in a ray, or, of a ray's k segments, a
-        k-th of them (`samples_per`)."""
+        """Return the samples of this rank's segments: nerfacto's number per ray in each or, of k segments of a ray, a
+        k-th (`samples_per`)."""
         nears, fars = rays.nears, rays.fars
         assert nears is not None and fars is not None
         groups: list[Group] = []
@@ -279,11 +282,11 @@ class NerfactoXLModel(NerfactoModel):
         return groups
 
     def held(self, segments: Segments) -> int:
-        """How many of the segments are in this rank's cells."""
+        """Return the number of segments in this rank's cells."""
         return segments.begins[self.numbers[-1] + 1] - segments.begins[self.numbers[0]]
 
     def pixels(self, whole: State, rays: RayBundle) -> dict[str, Any]:
-        """What is shown of whole rays."""
+        """Return the pixel outputs of whole rays."""
         assert rays.nears is not None and rays.fars is not None
         through = whole[TRANSMITTANCE]
         colour = self._on_background(whole["colour"], through, whole["background"][:, :3], rays.directions)
@@ -295,10 +298,10 @@ class NerfactoXLModel(NerfactoModel):
         }
 
     def _on_background(self, colour: Tensor, through: Tensor, last: Tensor, directions: Tensor) -> Tensor:
-        """As `RGBRenderer.combine_rgb` does, of integrals."""
+        """Blend integrals with the background, as `RGBRenderer.combine_rgb` does."""
         behind = chosen(self.background, colour)
         if isinstance(behind, str):
-            if behind in ("random", "mean"):  # what is random is blended in the loss, with the image
+            if behind in ("random", "mean"):  # random colours are blended in the loss, together with the image
                 return colour if behind == "random" else mean_colour(colour, through)
             behind = last if self.sky is None else self.sky.behind(directions, self.world)
         return colour + through * behind
@@ -306,17 +309,17 @@ class NerfactoXLModel(NerfactoModel):
     # ---- losses and metrics ----
 
     def truth(self, outputs: dict[str, Any], batch: dict[str, Any]) -> Tensor:
-        """Return what the pixels of a batch should be."""
+        """Return the ground-truth pixels of a batch."""
         return batch["image"].to(self.device)
 
     def get_metrics_dict(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Tensor]:
-        """As `pixel_metrics`, and what the camera optimizer has to say, for which it waits for the device."""
+        """Return `pixel_metrics` and the camera optimizer's metrics, which wait for the device."""
         metrics = self.pixel_metrics(outputs, batch)
         self.camera_optimizer.get_metrics_dict(metrics)
         return metrics
 
     def pixel_metrics(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Tensor]:
-        """PSNR of a batch of rays and, in training, its distortion; the same on every rank."""
+        """Return the PSNR of a batch of rays and, in training, its distortion; the same on every rank."""
         truth = blended(self.truth(outputs, batch), self.background)
         metrics = {"psnr": self.psnr(truth, outputs["rgb"])}
         if self.training:
@@ -326,10 +329,10 @@ class NerfactoXLModel(NerfactoModel):
     def get_loss_dict(
         self, outputs: dict[str, Any], batch: dict[str, Any], metrics_dict: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """The losses of a batch. All ranks have the whole of those of pixels, each with a graph of its own segments.
+        """Return the losses of a batch. Pixel losses are complete on all ranks, each with a graph of its own segments.
 
-        The proposal loss is this rank's part, and what keeps poses near where they were is rank 0's, for its gradient
-        is to be there once.
+        The proposal loss is this rank's part. Only rank 0 has the pose regularisation, so that its gradient counts
+        once.
         """
         image = self.truth(outputs, batch)
         predicted, behind = outputs["rgb"], self.background
@@ -346,20 +349,20 @@ class NerfactoXLModel(NerfactoModel):
         return losses
 
     def _random_colours(self, pixels: Tensor) -> Tensor:
-        """Those behind the pixels [R, 3] of a step."""
+        """Return the random colours behind the pixels [R, 3] of a step."""
         kept = None if self.fixed is None or not self.training else self.fixed.numbers(len(pixels)).background
         return background(torch.empty_like(pixels), self.seed, self.step) if kept is None else kept
 
     corrects_colours: ClassVar[bool] = False
 
     def compared(self, outputs: dict[str, Any], image: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return a photograph as the image that was rendered should be, and that image, both [H, W, 3]."""
+        """Return a photograph as ground truth of a rendered image, and that image, both [H, W, 3]."""
         return self.renderer_rgb.blend_background(image["image"].to(self.device)), outputs["rgb"].to(self.device)
 
     def get_image_metrics_and_images(
         self, outputs: dict[str, Tensor], batch: dict[str, Any]
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """PSNR, SSIM and LPIPS of an image, and pictures of it beside the truth, its opacity and its depth."""
+        """Return PSNR, SSIM and LPIPS of an image, and pictures of image and truth, opacity and depth."""
         truth, rgb = self.compared(outputs, batch)
         true, seen = (image.moveaxis(-1, 0)[None] for image in (truth, rgb))
         ssim: Any = self.ssim(true, seen)

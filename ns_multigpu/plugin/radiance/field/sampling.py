@@ -1,4 +1,4 @@
-"""Samples of segments by nerfacto's proposal networks, and how these learn."""
+"""Segment sampling by nerfacto's proposal networks, and their loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from ns_multigpu.radiance.segments import Segments
 from ns_multigpu.radiance.sums import running_sum
 
 _ALWAYS_UNTIL = 10
-"""Until this step proposal networks learn in every step, as in nerfstudio."""
+"""Until this step proposal networks are trained in every step, as in nerfstudio."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Lines:
     """Segments of one cell that are sampled together.
 
     Attributes:
-        rows: which of this rank's segments they are, [n] or a slice.
-        ray: [n] which rays of the batch they are of; None for all, in order. rays: how many rays there are.
+        rows: indices among this rank's segments, [n] or a slice.
+        ray: [n] ray indices in the batch; None for all, in order. rays: number of rays.
         bundle: [n] their rays, with `nears` and `fars` of the segments.
-        ends: [n, 1] each, where their whole rays begin and end.
-        live: [n] bool, which of them there are; None for all.
+        ends: [n, 1] each, begin and end of their whole rays.
+        live: [n] bool, False for padding; None if there is none.
     """
 
     rows: Tensor | slice
@@ -47,11 +47,11 @@ class Lines:
 
 @dataclass(frozen=True)
 class Asked:
-    """Segments of one cell that are to be sampled alike.
+    """Sampling request: segments of one cell with the same number of samples.
 
     Attributes:
-        parts: how many segments share nerfacto's number of samples. lines: the segments.
-        moved: of each level random numbers from 0 to 1, [n, 1 or its edges]; None to move no samples.
+        parts: number of segments that share nerfacto's number of samples. lines: the segments.
+        moved: of each level, random offsets from 0 to 1, [n, 1 or its edges]; None for no offsets.
     """
 
     parts: int
@@ -64,10 +64,10 @@ class Group:
     """Segments of one cell with their samples.
 
     Attributes:
-        rows: which of this rank's segments they are, [n] or a slice.
-        taken: their samples. count: how many samples a field was asked for.
-        bins: where they are; None without proposals.
-        proposals: of each level, weights [n, S] and where its samples are.
+        rows: indices among this rank's segments, [n] or a slice.
+        taken: their samples. count: number of samples evaluated by a field.
+        bins: positions of the samples; None without proposals.
+        proposals: of each level, weights [n, S] and sample positions.
     """
 
     rows: Tensor | slice
@@ -78,13 +78,13 @@ class Group:
 
 
 class ProposalSampling:
-    """Nerfacto's proposals, of each cell by itself.
+    """Nerfacto's proposal sampling, separate for each cell.
 
     Args:
-        config: the model's. seed: that random numbers are drawn from.
+        config: the model's. seed: of random numbers.
 
     Raises:
-        ValueError: there are to be no proposals.
+        ValueError: the number of proposal levels is below one.
     """
 
     def __init__(self, config: NerfactoModelConfig, seed: int) -> None:
@@ -92,17 +92,17 @@ class ProposalSampling:
             raise ValueError("num_proposal_iterations: one at least")
         self.config, self.seed, self.step = config, seed, 0
         self.since_update = 0
-        """Steps since proposal networks have learnt."""
+        """Steps since the last training step of proposal networks."""
         self.anneal: float = 1.0
-        """How sharp proposals are in this step: what weights are raised to (Mip-NeRF 360, equation 18)."""
+        """Exponent of proposal weights in this step (annealing; Mip-NeRF 360, equation 18)."""
 
     @property
     def learns(self) -> bool:
-        """Whether proposal networks learn in this step; as in nerfstudio's sampler."""
+        """True if proposal networks are trained in this step, as in nerfstudio's sampler."""
         return self.since_update > self._pause() or self.step < _ALWAYS_UNTIL
 
     def begin_step(self, step: int) -> None:
-        """How sharp proposals are in a step."""
+        """Set the step and its annealing exponent."""
         self.step, config = step, self.config
         if config.use_proposal_weight_anneal:
             done = min(step / config.proposal_weights_anneal_max_num_iters, 1.0)
@@ -110,7 +110,7 @@ class ProposalSampling:
             self.anneal = slope * done / ((slope - 1) * done + 1)
 
     def end_step(self, cells: dict[int, Cell]) -> None:
-        """Counts the steps in which proposal networks have not learnt."""
+        """Count the steps since the last training of proposal networks."""
         del cells
         if self.learns:
             self.since_update = 0
@@ -122,22 +122,22 @@ class ProposalSampling:
         return float(np.clip(steps, 1, config.proposal_update_every))
 
     def counts(self, parts: int = 1) -> list[int]:
-        """Samples of each level of proposals and of the field, of a segment that is one of `parts` of its ray."""
+        """Return the samples of each proposal level and of the field, for one of `parts` segments of a ray."""
         config = self.config
         wanted = list(config.num_proposal_samples_per_ray)[: config.num_proposal_iterations]
         return [ceil(count / parts) for count in (*wanted, config.num_nerf_samples_per_ray)]
 
     def widths(self, parts: int = 1) -> list[int]:
-        """Random numbers that a ray's segment takes for each level."""
+        """Return the number of random numbers per segment for each level."""
         return [1 if self.config.use_single_jitter else count + 1 for count in self.counts(parts)]
 
     def sample(self, cell: Cell, number: int, parts: int, lines: Lines, training: bool) -> Group:
-        """The samples of some segments of a cell.
+        """Return the samples of some segments of a cell.
 
         Args:
-            cell: it. number: its number, or what else random numbers are told apart by.
-            parts: how many segments share nerfacto's number of samples.
-            lines: the segments. training: whether samples are moved at random.
+            cell: the cell. number: its number, or another seed of random numbers.
+            parts: number of segments that share nerfacto's number of samples.
+            lines: the segments. training: True to move samples at random.
         """
         moved: list[Tensor] | None = None
         if training:
@@ -149,11 +149,11 @@ class ProposalSampling:
         return self.taken(cell, [Asked(parts, lines, moved)], self.anneal)[0]
 
     def taken(self, cell: Cell, asked: Sequence[Asked], anneal: float | Tensor) -> list[Group]:
-        """The samples of several groups of a cell's segments, with one launch of each network for all of them. Nothing
-        is read back, and no shape depends on values.
+        """Sample several groups of a cell's segments with one launch of each network. Nothing is read back, and no
+        shape depends on values.
 
         Args:
-            anneal: how sharp proposals are.
+            anneal: exponent of proposal weights.
         """
         config = self.config
         counts = [self.counts(one.parts) for one in asked]
@@ -205,26 +205,27 @@ class ProposalSampling:
         proposals: Sequence[Sequence[tuple[Tensor, Bins]]],
         anneal: float | Tensor,
     ) -> list[Bins]:
-        """Of each group, samples of a level by the last proposals' weights."""
+        """Draw each group's samples of a level by the last proposals' weights."""
         return [
             by_weights(self._ends(one), at, found[-1][0].detach() ** anneal, counts[level], moved[level])
             for (one, counts, moved), at, found in zip(each, before, proposals, strict=True)
         ]
 
     def coordinates(self, t: Tensor, near: Tensor, far: Tensor) -> Tensor:
-        """Distances along whole rays in the coordinate of the first sampler, from 0 to 1: distortion is of these."""
+        """Normalise distances to [0, 1] along whole rays, in the first sampler's coordinate, for distortion."""
         if self.config.proposal_initial_sampler != "uniform":
             t, near, far = spacing(t), spacing(near), spacing(far)
         return (t - near) / (far - near)
 
     def losses(self, groups: list[Group], before: Tensor, rays: int) -> dict[str, Tensor]:
-        """This rank's part of nerfacto's proposal loss (Mip-NeRF 360, equation 13).
+        """Return this rank's part of nerfacto's proposal loss (Mip-NeRF 360, equation 13).
 
-        Weights are a whole ray's: a segment counts by the light that reaches it, as its samples would in nerfacto.
+        Weights are those of the whole ray: a segment counts by the transmittance before it, as its samples would in
+        nerfacto.
 
         Args:
-            before: [m, 1] that light, of this rank's segments, or whatever the groups' rows number.
-            rays: how many rays all ranks have together.
+            before: [m, 1] transmittance before each of this rank's segments, indexed by the groups' rows.
+            rays: number of rays of all ranks together.
         """
         total = before.new_zeros(())
         for group in groups:
@@ -238,7 +239,7 @@ class ProposalSampling:
 
 
 def _samples(bundle: RayBundle, bins: Bins) -> RaySamples:
-    """As nerfstudio's fields take them."""
+    """Return samples in the form that nerfstudio's fields read."""
     frustums = Frustums(
         bundle.origins[:, None], bundle.directions[:, None], bins.starts, bins.ends, bundle.pixel_area[:, None]
     )
@@ -247,12 +248,12 @@ def _samples(bundle: RayBundle, bins: Bins) -> RaySamples:
 
 
 def _of_live(density: Tensor, live: Tensor | None) -> Tensor:
-    """Densities [n, S] of segments that there are; nothing is in the others, and nothing of them is learnt from."""
+    """Set the densities [n, S] of padding segments to zero, without gradients."""
     return density if live is None else torch.where(live[:, None], density, torch.zeros_like(density))
 
 
 def _together(density_of: Any, places: Sequence[Tensor]) -> list[Tensor]:
-    """Densities [n, S] at each of several [n, S, 3]: by one launch of a network."""
+    """Return densities [n, S] at several position tensors [n, S, 3] with one launch of a network."""
     if len(places) == 1:
         return [density_of(places[0])[..., 0]]
     sizes, flat = [x.shape[0] * x.shape[1] for x in places], torch.cat([x.flatten(0, 1) for x in places])
@@ -261,7 +262,7 @@ def _together(density_of: Any, places: Sequence[Tensor]) -> list[Tensor]:
 
 
 def in_order(parts: list[Tensor], groups: list[Group], none: Tensor) -> Tensor:
-    """What groups have of their segments, in the segments' order; as in `none`, of segments without samples."""
+    """Scatter the groups' values into the segments' order; segments without samples have the values of `none`."""
     if not groups:
         return none
     rows: list[Any] = [group.rows for group in groups]
@@ -272,13 +273,14 @@ def in_order(parts: list[Tensor], groups: list[Group], none: Tensor) -> Tensor:
 def median_depth(
     groups: list[Group], before: Tensor, whole: State, segments: Segments, first: int, background: str
 ) -> Tensor:
-    """[R, 1] where a ray's weights reach one half, or its last sample; 0 where that is in none of these groups.
+    """Return median depths [R, 1], at which a ray's weights sum to one half, or its last sample; 0 if it is in none of
+    these groups.
 
     Args:
-        groups: samples of segments from number `first` on. before: [M, 1] the light that reaches segments.
+        groups: samples of segments from number `first` on. before: [M, 1] transmittance before segments.
         whole: the states of rays.
-        background: what is behind rays. Where that is their mean colour, light that comes through costs nothing, and
-            weights of what is solid may add up to less than one half: then it is one half of their sum.
+        background: kind of background. With the rays' mean colour, transmitted light costs nothing, so that weights of
+            solid surfaces may sum to less than one half. The threshold is then half of their sum.
     """
     depth = torch.zeros_like(whole[TRANSMITTANCE])
     place = segments.counts - 1
@@ -289,7 +291,7 @@ def median_depth(
         ray = segments.ray[at]
         sums = 1 - before[at] * (1 - running_sum(group.taken.weights))
         sum_of_all = 1 - whole[TRANSMITTANCE][ray] if background == "mean" else torch.ones_like(before[at])
-        half = (0.5 * sum_of_all).clamp_min(1e-6)  # where there is nothing, the last sample
+        half = (0.5 * sum_of_all).clamp_min(1e-6)  # an empty ray gets its last sample
         index = torch.searchsorted(sums.contiguous(), half)
         ends = (last[ray] == at)[:, None]
         here = (before[at] > 1 - half) & ((index < sums.shape[1]) | ends)

@@ -1,4 +1,4 @@
-"""How many lines a step of fixed shapes has for its segments: few different numbers, for each is a CUDA graph."""
+"""Line capacities of steps with fixed shapes: few distinct sizes, because each needs a CUDA graph."""
 
 from collections.abc import Sequence
 from math import ceil, inf, sqrt
@@ -7,18 +7,17 @@ ShapeBuckets = tuple[tuple[int, ...], ...]
 """Lines of each of a rank's cells, by class of segments (`FixedShapes`)."""
 
 LEARNT = 12
-"""Steps at first that have exactly the room that they need, so that there is something to go by."""
+"""Number of first steps with exactly the needed capacity, which measure the demand."""
 _STEPS, _SPREAD, _SPARE = 256, 1.5, 1.05
-"""Rays are drawn at random: how many of them meet a cell scatters by about a root from step to step. Room is for so
-many roots more than there were at most, in so many even steps; and what was made before serves where it is at most so
-many times as large as need be."""
+"""Rounding steps of capacities, margin in square roots of the largest count, and largest ratio for reuse. Rays are
+random, so the number that meet a cell varies by about its square root."""
 _FEW = 6
-"""After so many numbers of lines whatever holds serves, and new ones are for the most there ever was: each is a graph,
-and graphs have memory of their own."""
+"""Number of capacities after which any sufficient one is reused, and new ones cover the largest demand so far. Each is
+a graph, and graphs have memory of their own."""
 
 
 class KeptShapeBuckets:
-    """Finds room for the segments of one step after another. Ranks do so by themselves.
+    """Line capacities of successive steps, chosen by each rank alone.
 
     Args:
         rays: of each step.
@@ -30,7 +29,7 @@ class KeptShapeBuckets:
         self._kept: list[ShapeBuckets] = []
 
     def of(self, counts: Sequence[Sequence[int]]) -> ShapeBuckets:
-        """Room for so many segments, by cell and class: the smallest there was before that serves, or else new."""
+        """Return a capacity for segment counts by cell and class: the smallest sufficient old one, else a new one."""
         self._steps += 1
         if not self._most:
             self._most = [list(row) for row in counts]
@@ -43,7 +42,7 @@ class KeptShapeBuckets:
         if serve:
             return min(serve, key=_lines)
         fresh = tuple(tuple(capacity_for(count, self._rays) for count in row) for row in self._most)
-        if _lines(fresh) > most:  # rays have changed since
+        if _lines(fresh) > most:  # the rays have changed since
             self._most = [list(row) for row in counts]
             fresh = tuple(tuple(capacity_for(count, self._rays) for count in row) for row in counts)
         self._kept.append(fresh)
@@ -51,7 +50,7 @@ class KeptShapeBuckets:
 
 
 def capacity_for(count: int, rays: int) -> int:
-    """Lines for so many segments of so many rays, and some more; none for none."""
+    """Return the padded number of lines for segments of these rays; 0 for 0."""
     step = max(ceil(rays / _STEPS), 1)
     return min(ceil((count + _SPREAD * sqrt(count)) / step) * step, rays)
 

@@ -1,4 +1,4 @@
-"""A colour for each direction, behind all cells: what shows through where nothing is in the way."""
+"""Background colour of each direction, behind all cells."""
 
 from nerfstudio.field_components.encodings import SHEncoding
 from nerfstudio.field_components.mlp import MLP
@@ -8,18 +8,18 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.radiance.field.draws import drawn
 
 _SKY = 5
-"""First number of the seeds of its parameters."""
+"""First seed number of its parameters."""
 _LEVELS, _WIDTH = 3, 32
-"""Degrees of harmonics of a direction, and neurons. Few: what has detail is to be found in space."""
+"""Degrees of direction harmonics, and neurons. Few, so that detail is learned in space."""
 
 
 class Sky(nn.Module):
-    """A small network from a direction's spherical harmonics to a colour, which all cells share.
+    """Small network from a direction's spherical harmonics to a colour, which all cells share.
 
-    It is not a part of space, so no cell can paint it for one view alone, as it can its own last samples.
+    It depends on directions only, so that no cell can overfit it to one view, as it can its own last samples.
 
     Args:
-        seed: of the run: what its parameters are drawn from.
+        seed: the run's seed, of its parameters.
     """
 
     def __init__(self, seed: int) -> None:
@@ -32,10 +32,11 @@ class Sky(nn.Module):
             )  # fmt: skip
 
     def behind(self, directions: Tensor, world: World) -> Tensor:
-        """`forward`, with a gradient on rank 0 alone: each rank has the loss of all rays, and gradients are summed."""
+        """Evaluate `forward` with a gradient on rank 0 only: every rank has the loss of all rays, and gradients are
+        summed."""
         colours = self(directions)
         return colours if world.is_main else colours.detach()
 
     def forward(self, directions: Tensor) -> Tensor:
-        """[R, 3] the colours, from 0 to 1, of directions [R, 3] of length 1."""
+        """Return the colours [R, 3], from 0 to 1, of unit directions [R, 3]."""
         return self.network(self.encoding(directions))

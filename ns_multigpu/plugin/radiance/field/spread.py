@@ -1,7 +1,7 @@
-"""Ways to spread a radiance field over cells: jointly, as NeRF-XL has it, or as one field in data parallel.
+"""Distributions of a radiance field over cells: joint, as in NeRF-XL, or one field in data parallel.
 
-Both have the same fields, samples, losses and optimizers. What differs is what a cell's field sees and what rays it
-gets. Every rank knows all rays, so that pixels and losses follow from the cells and not from the ranks.
+Both have the same fields, samples, losses and optimizers. They differ in the coordinates of a cell's field and in the
+rays that it gets. Every rank has all rays, so that pixels and losses depend on the cells and not on the ranks.
 """
 
 from typing import Literal
@@ -19,14 +19,14 @@ Spread = Literal["xl", "ddp"]
 
 
 class Joint:
-    """NeRF-XL: a field a cell, each ray clipped at cells.
+    """NeRF-XL: one field per cell, with each ray clipped at cells.
 
     Args:
         cells: of space. device: of rays.
     """
 
     replicated = False
-    """Whether all ranks have the one field, and rays are dealt out."""
+    """True if all ranks have the one field and the rays are distributed round-robin."""
 
     def __init__(self, cells: Partition, device: torch.device) -> None:
         self.cells = cells
@@ -34,15 +34,15 @@ class Joint:
         self._worlds = cells.boxes().to(device)
 
     def coordinates(self, number: int) -> CellCoordinates:
-        """Of positions in the world, for the field of a cell."""
+        """Return the map from world positions to the coordinates of a cell's field."""
         return CellCoordinates(self._extents[number], self.cells.domain)
 
     def take(self, rays: RayBundle) -> Segments:
-        """Return what is rendered of rays [R] with `nears` and `fars`."""
+        """Return the segments to render of rays [R] with `nears` and `fars`."""
         return self._clipped(rays, self._worlds)
 
     def slots(self, rays: RayBundle) -> Slots:
-        """Rays [R] with `nears` and `fars`, clipped at cells in shapes that do not depend on them."""
+        """Clip rays [R] with `nears` and `fars` at cells, in shapes that do not depend on them."""
         assert rays.nears is not None and rays.fars is not None
         if self._worlds.device != rays.origins.device:
             self._worlds = self._worlds.to(rays.origins.device)  # once: a CUDA graph must not wait for the host
@@ -54,12 +54,12 @@ class Joint:
         return clip(rays.origins, rays.directions, rays.nears[:, 0], rays.fars[:, 0], boxes)
 
     def _domain(self) -> Tensor:
-        """[1, 2, 3] all of space, in the coordinates that cells are cut in."""
+        """Return all of space [1, 2, 3], in the coordinates that cells are cut in."""
         return torch.tensor([[self.cells.domain.lower, self.cells.domain.upper]], dtype=torch.float64)
 
 
 class Replicated(Joint):
-    """Data parallel: one field for all of space, on every rank; the rays are dealt out to as many shares as cells."""
+    """Data parallel: one field for all of space on every rank, with the rays split into as many parts as cells."""
 
     replicated = True
 

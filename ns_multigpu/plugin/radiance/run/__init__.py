@@ -1,1 +1,1 @@
-"""The run of a radiance field: its objective, steps and checkpoints."""
+"""Training run of a radiance field: objective, steps and checkpoints."""

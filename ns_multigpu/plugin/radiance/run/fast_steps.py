@@ -1,4 +1,4 @@
-"""Training steps that the host hands to the device as a whole: fed, captured in CUDA graphs, and hardly waited for."""
+"""Training steps of fixed shapes, captured in CUDA graphs, with few waits for the device."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def obstacle(pipeline: Any, optimizers: Any, world: World) -> str:
-    """What of a run's options, cameras or devices no graph can hold; "" where steps can be captured."""
+    """Return the option, camera or device that prevents graph capture; "" if steps can be captured."""
     model = pipeline.model
     if reason := why_not(model.config, model.integrals):
         return reason
@@ -40,8 +40,8 @@ def obstacle(pipeline: Any, optimizers: Any, world: World) -> str:
 
 @torch.no_grad()
 def make_capturable(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Has Adams on a GPU keep on the device all that a step of theirs depends on: rates, counts, and moments from the
-    first step on. Called once they are loaded; their schedulers go on as they were."""
+    """Make Adam optimizers on a GPU capturable: rates, counts and moments are kept on the device from the first step.
+    Called after they are loaded; their schedulers are unchanged."""
     for optimizer in optimizers.values():
         optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
         for group in optimizer.param_groups:
@@ -58,11 +58,11 @@ def make_capturable(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
 
 @dataclass(frozen=True)
 class Taken:
-    """A step's numbers on the device.
+    """A step's results on the device.
 
     Attributes:
         names: of losses, of metrics, and of the parameters that have a gradient.
-        report: [so many] the losses, the metrics, and of each gradient a number that is finite where all of it is.
+        report: [n] the losses, the metrics, and for each gradient a number that is finite if all of it is.
         figures: of the batch.
     """
 
@@ -72,13 +72,13 @@ class Taken:
 
 
 class FastSteps:
-    """Takes the training steps of one rank, in step with the others.
+    """Training steps of one rank, synchronised with the others.
 
     Args:
         pipeline: a `RadiancePipeline` whose model has fixed shapes. optimizers: nerfstudio's, loaded. world: the ranks.
-        guard: told of gradients. skips: whether a step with a gradient that is not finite is left out.
-        mixed: whether networks run in bfloat16. feed: of the pipeline's rays.
-        graphs: captures steps; None to take them as they come, as on a CPU.
+        guard: receives the gradients' finite flags. skips: True to skip steps with a non-finite gradient.
+        mixed: True if networks run in bfloat16. feed: inputs of the steps.
+        graphs: captures steps; None to run them eagerly, as on a CPU.
     """
 
     def __init__(
@@ -100,8 +100,7 @@ class FastSteps:
             make_capturable(optimizers.optimizers)
 
     def take(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Takes a step. Every rank calls it. What is waited for is where rays meet cells, with several cells; and a
-        capture, in few steps.
+        """Run a step. Every rank calls it. It waits only for segment counts (with several cells) and for captures.
 
         Returns:
             losses and metrics by name, [] each, on the device.
@@ -129,13 +128,13 @@ class FastSteps:
         return launched(parts()) if self._graphs is None else self._graphs.take_kind(kind, sizes, parts)
 
     def clip(self) -> Parts[tuple[Slots, Tensor]]:
-        """What `FixedShapes.clipped` says of the rays of the step. See `compute`."""
-        yield from ()  # it has no collective
+        """Return `FixedShapes.clipped` of the step's rays. See `compute`."""
+        yield from ()  # no collective
         with torch.no_grad():
             return self._pipeline.model.fixed.clipped(self._rays()[0])
 
     def _rays(self) -> tuple[RayBundle, dict[str, Tensor]]:
-        """The rays and colours of the step."""
+        """Return the rays and colours of the step."""
         model = self._pipeline.model
         rays, batch = self._feed.batch()
         rays = model.collider(rays)
@@ -143,22 +142,22 @@ class FastSteps:
         return rays, batch
 
     def compute(self, slots: Slots | None, rooms: ShapeBuckets) -> Parts[Taken]:
-        """The step on the device: all of it is launched, nothing is read back, and no shape depends on values.
+        """Run the step on the device: everything is launched, nothing is read back, and no shape depends on values.
 
         Args:
-            slots: of its rays, if they are known. rooms: that the rays' segments fit into.
+            slots: of its rays; None to clip them here. rooms: capacities that hold the rays' segments.
         """
         model = self._pipeline.model
         self._optimizers.zero_grad_all()
         rays, batch = self._rays()
-        # Weights that a capture has cast would be those of that step for ever.
+        # No cast cache: a capture would freeze the cast weights of its step.
         with torch.autocast(self._world.device.type, torch.bfloat16, enabled=self._mixed, cache_enabled=False):
             slots = model.fixed.clipped(rays)[0] if slots is None else slots
             outputs = yield from model.fixed.parts(rays, slots, rooms)
             metrics = model.pixel_metrics(outputs, batch)
             losses = model.get_loss_dict(outputs, batch, metrics)
         loss = functools.reduce(torch.add, losses.values())
-        if loss.requires_grad:  # not where no ray meets this rank's cells
+        if loss.requires_grad:  # False if no ray meets this rank's cells
             loss.backward()
         shared = [p for p in model.shared_parameters().values() if p.requires_grad]
         yield from sum_gradients_in_parts(shared, self._world)
@@ -172,7 +171,7 @@ class FastSteps:
         return Taken((tuple(losses), tuple(metrics), tuple(graded)), report, model.figures)
 
     def _leave_out(self, numbers: Tensor) -> Parts[None]:
-        """Has the optimizers leave the step out on all ranks, where a number is not finite."""
+        """Make the optimizers skip the step on all ranks if a number is not finite."""
         bad = (~numbers.isfinite().all()).to(torch.float32)
         if self._world.group is not None:
             yield Collective(lambda: max_in_place(bad, self._world))

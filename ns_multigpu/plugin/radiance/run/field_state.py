@@ -1,6 +1,7 @@
-"""State of a run of a radiance field in its checkpoints, and how any number of ranks goes on from it.
+"""State of a radiance-field run in its checkpoints, and resume on any number of ranks.
 
-Cells' parameters lie beside the .ckpt under `saved.MODEL`, and each parameter's moments under `optimizers/<name>/`.
+The state folder next to the .ckpt has the cells' parameters under `saved.MODEL`, and each parameter's moments under
+`optimizers/<name>/`.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ _MOMENTS = "optimizers/"
 
 
 def field_content(step: int, pipeline: RadiancePipeline, optimizers: Optimizers) -> Content:
-    """Return what a checkpoint after `step` holds; see `Objective.content`."""
+    """Return the content of a checkpoint after `step`; see `Objective.content`."""
     model = pipeline.model
     tensors: dict[str, Tensor] = {MODEL + name: p.detach() for name, p in model.own_parameters().items()}
     for name, (optimizer, param) in _places(model, optimizers).items():
@@ -80,7 +81,7 @@ def resume_field(
 
 
 def _places(model: Any, optimizers: Optimizers) -> dict[str, tuple[torch.optim.Optimizer, torch.nn.Parameter]]:
-    """By a parameter's name, the optimizer that has it, and it."""
+    """Return each parameter and its optimizer, by the parameter's name."""
     names = {id(p): name for name, p in model.named_parameters()}
     return {
         names[id(param)]: (optimizer, param)

@@ -1,4 +1,4 @@
-"""The objective of `nerfacto-xl`: a radiance field in cells, of which each rank has some and all have the same rays."""
+"""The objective of `nerfacto-xl`: a radiance field in cells, sharded over ranks that all have the same rays."""
 
 import functools
 from pathlib import Path
@@ -29,7 +29,7 @@ class RadianceObjective(Objective):
     pipeline: RadiancePipeline
     optimizers: Optimizers
     fast: FastSteps | None = None
-    """Takes steps of fixed shapes, in CUDA graphs."""
+    """Runs steps of fixed shapes, in CUDA graphs; None to run them eagerly."""
     _first = 0
 
     def build_optimizers(self) -> Optimizers:
@@ -65,8 +65,8 @@ class RadianceObjective(Objective):
             _say(f"Steps are taken as they come: {reason}.")
 
     def step(self, step: int, *, metrics: bool) -> Measured:
-        """See `Objective.step`. Each rank takes its own segments of the same rays, and updates its own cells and what
-        is shared."""
+        """See `Objective.step`. Each rank renders its own segments of the same rays, and updates its cells and the
+        shared parameters."""
         del metrics  # they cost nothing
         with self.pipeline.timer.measure("compute"):
             if self.fast is None:
@@ -81,14 +81,14 @@ class RadianceObjective(Objective):
         return functools.reduce(torch.add, losses.values()), losses, measured
 
     def _as_it_comes(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Take a step through autograd; return losses and metrics by name."""
+        """Run a step eagerly through autograd; return losses and metrics by name."""
         model = self.pipeline.model
         self.optimizers.zero_grad_all()
-        # bfloat16 has the range of single precision: no loss has to be scaled, which ranks would have to agree on.
+        # bfloat16 has the range of single precision: losses need no scale that ranks would have to agree on.
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.mixed_precision):
             _, losses, measured = self.pipeline.get_train_loss_dict(step=step)
         loss = functools.reduce(torch.add, losses.values())
-        if loss.requires_grad:  # not where no ray of the batch meets this rank's cells
+        if loss.requires_grad:  # False if no ray of the batch meets this rank's cells
             loss.backward()
         sum_gradients([p for p in model.shared_parameters().values() if p.requires_grad], self.world)
         if self.guards.numbers.watch(step, {}, dict(model.named_parameters()), self.optimizers.optimizers):
@@ -100,7 +100,7 @@ class RadianceObjective(Objective):
         return dict(self.pipeline.model.shared_parameters())
 
     def draw_partition(self, folder: Path) -> None:
-        """See `Objective.draw_partition`: cells stay where they are. A full disk does not end a run for a picture."""
+        """See `Objective.draw_partition`: cells never move. A full disk only prints a warning."""
         if not self.world.is_main:
             return
         file = folder / "partition.png"
@@ -140,7 +140,7 @@ class RadianceObjective(Objective):
         return field_content(step, self.pipeline, self.optimizers)
 
     def resume(self, opened: Opened) -> Resumed:
-        """See `Objective.resume`; cells are dealt to any number of ranks, and keep what they were."""
+        """See `Objective.resume`; cells are distributed over any number of ranks, unchanged."""
         return resume_field(opened, self.pipeline, self.optimizers, self.config, self.world)
 
 

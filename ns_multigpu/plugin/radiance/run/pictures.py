@@ -1,4 +1,4 @@
-"""Images of a radiance field that several ranks hold, each some cells."""
+"""Rendered images of a radiance field whose cells are sharded over ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ns_multigpu.plugin.render.service import Outputs, RenderRequest
 
 
 class FieldPictures:
-    """Draws one field with all ranks; see `render.service.Drawer`. Made on every rank.
+    """Drawer of one field with all ranks; see `render.service.Drawer`. Created on every rank.
 
     Args:
         model: a `NerfactoXLModel`.
@@ -26,11 +26,11 @@ class FieldPictures:
 
     @property
     def shared(self) -> bool:
-        """Whether there are several ranks: each draws the segments of rays in its cells."""
+        """True if there are several ranks: each renders the ray segments in its cells."""
         return self._model.world.size > 1
 
     def alone(self) -> "FieldPictures":
-        """Return a drawer for this rank alone: this one, whose field no other rank has a part of."""
+        """Return a drawer for this rank alone: itself, because its field is not sharded."""
         return self
 
     @torch.no_grad()

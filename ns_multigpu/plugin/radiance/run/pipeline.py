@@ -29,7 +29,7 @@ from ns_multigpu.radiance.partition import Partition, few_views, partition
 
 @dataclass
 class RadiancePipelineConfig(RunPipelineConfig):
-    """The pipeline of `nerfacto-xl`."""
+    """The pipeline configuration of `nerfacto-xl`."""
 
     _target: type = field(default_factory=lambda: RadiancePipeline)
     datamanager: RadianceDataManagerConfig = field(default_factory=RadianceDataManagerConfig)
@@ -40,7 +40,7 @@ class RadiancePipelineConfig(RunPipelineConfig):
         return plan_for_field(state, checkpoint, devices)
 
     def most_ranks(self, state: Mapping[str, Any], checkpoint: Path) -> int:
-        """See `RunPipelineConfig.most_ranks`: each has a cell at least."""
+        """See `RunPipelineConfig.most_ranks`: each rank has at least one cell."""
         cells = dict(state.get(SHARDS, {})).get("cells")
         if not isinstance(cells, int):
             raise InputError(f"{checkpoint} is not a checkpoint of a radiance field of ours: it has no cells.")
@@ -70,8 +70,8 @@ class RadiancePipeline(RunPipeline):
     def begin(self, config: RadiancePipelineConfig, test_mode: str) -> None:
         """See `RunPipeline.begin`."""
         del test_mode
-        self.cut_by: Tensor | None = None  # points [N, 3] that space was cut by
-        # A run that goes on draws what it would have drawn: from which images too.
+        self.cut_by: Tensor | None = None  # points [N, 3] that determined the partition
+        # A resumed run draws the same as an uninterrupted one, images included.
         self._begun = None if config.resumed_from is None or not self.trains else field_in(config.resumed_from)
         seed = broadcast_object(torch.initial_seed(), 0, self.world) if self._begun is None else self._begun.seed
         torch.manual_seed(seed)
@@ -109,7 +109,7 @@ class RadiancePipeline(RunPipeline):
         return self._model
 
     def _checked(self, begun: SavedField) -> Partition:
-        """The cells of the checkpoint that a run goes on from, which are to fit the options and the workers."""
+        """Return the cells of the checkpoint to resume, checked against the options and the number of workers."""
         checkpoint, asked, ranks = self.config.resumed_from, self.config.model.cells, self.world.size
         cells = begun.partition
         if cells.cells < ranks:
@@ -126,20 +126,20 @@ class RadiancePipeline(RunPipeline):
         return cells
 
     def place(self, cells: Partition, saved: SavedField | None) -> None:
-        """Make this rank's fields.
+        """Create this rank's fields.
 
         Args:
-            cells: of space. saved: the checkpoint that these are of; None where they are new.
+            cells: of space. saved: the checkpoint of these cells; None if they are new.
         """
         self.model.place(cells, self.world)
 
     def points_to_cut(self) -> Tensor | None:
-        """Return the points [N, 3] that space is cut by; None if the capture has none."""
+        """Return the points [N, 3] that determine the partition; None if the capture has none."""
         seeds = self.model.kwargs["seed_points"]
         return None if seeds is None or not len(seeds[0]) else seeds[0]
 
     def new_cells(self) -> Partition:
-        """Cut space into cells, on all ranks the same."""
+        """Partition space into cells, the same on all ranks."""
         config, world, model = self.config.model, self.world, self.model
         count = config.cells or world.size
         if count < world.size:
@@ -155,7 +155,7 @@ class RadiancePipeline(RunPipeline):
                     "The capture has no reconstructed points: space is cut into cells by samples along training rays.",
                     soft_wrap=True,
                 )
-        # One decision for all, though all have read the same points.
+        # Rank 0's result for all, although all have read the same points.
         cells: Partition = broadcast_object(partition(points, count, model.domain), 0, world)
         self.cut_by = None if model.way.replicated else points[model.domain.holds(points)]
         if self.cut_by is not None and (empty := count - len(cells.of(self.cut_by).unique())):
@@ -169,7 +169,7 @@ class RadiancePipeline(RunPipeline):
         return cells
 
     def partition_picture(self, file: Path) -> None:
-        """Draws which rank owns which part of space, by the points that it was cut by; nothing where a run goes on.
+        """Draw the rank that owns each part of space, by the points of the partition; nothing after a resume.
 
         Raises:
             OSError: the file cannot be written.
@@ -189,17 +189,17 @@ class RadiancePipeline(RunPipeline):
         draw(seen).save(file)
 
     def camera_centres(self) -> Tensor:
-        """Return where the training views' cameras are, [V, 3] on the host."""
+        """Return the positions of the training cameras, [V, 3] on the host."""
         return self.datamanager.train_dataset.cameras.camera_to_worlds[:, :3, 3].cpu()
 
     def saved_field(self) -> SavedField:
-        """What a .ckpt has of the model: all that is shared, and the cells."""
+        """Return the model's part of a .ckpt: shared parameters and the cells."""
         assert self.model.partition is not None
         shared = {name: p.detach() for name, p in self.model.shared_parameters().items()}
         return SavedField(self.model.partition, shared, self.model.seed, self.config.model.spread)
 
     def load_own(self, loaded_state: dict[str, Any], step: int) -> None:
-        """See `RunPipeline.load_own`: what all cells share, and this rank's cells."""
+        """See `RunPipeline.load_own`: loads the shared parameters and those of this rank's cells."""
         saved = SavedField.from_state(loaded_state)
         if saved.spread != self.config.model.spread:
             raise InputError(

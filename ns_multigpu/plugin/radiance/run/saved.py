@@ -1,4 +1,4 @@
-"""A field in a checkpoint: what lies in the .ckpt, what beside it, and how any number of ranks reads it."""
+"""A field in a checkpoint: the .ckpt, the state folder next to it, and reading on any number of ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.partition import Partition
 
 MODEL = "model/"
-"""Before the name of a cell's parameter, among the tensors of a checkpoint."""
+"""Prefix of cells' parameter names among a checkpoint's tensors."""
 _SHARED, _TREE, _DOMAIN, _SEED = "_model.", "radiance.tree", "radiance.domain", "radiance.seed"
 _SPREAD = "radiance.spread"
 
@@ -37,11 +37,11 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class SavedField:
-    """What the .ckpt holds: small, and the same on every rank.
+    """Content of the .ckpt: small, and the same on every rank.
 
     Attributes:
         partition: the cells. shared: by name, the parameters that all cells share.
-        seed: that all of the run is drawn from.
+        seed: of the run.
         spread: the model's option of that name.
     """
 
@@ -51,8 +51,8 @@ class SavedField:
     spread: str = "xl"
 
     def state(self) -> dict[str, Any]:
-        """For the `pipeline` of a .ckpt; cells' parameters lie in the state folder, whose name is added when it has
-        one."""
+        """Return the `pipeline` entry of a .ckpt. The state folder has the cells' parameters; its name is added once it
+        exists."""
         domain = self.partition.domain
         return {
             **{_SHARED + name: value for name, value in self.shared.items()},
@@ -65,7 +65,7 @@ class SavedField:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "SavedField":
-        """What `state` gave.
+        """Invert `state`.
 
         Raises:
             InputError: it is another method's.
@@ -76,12 +76,12 @@ class SavedField:
         cells = Partition(CellTree.from_tensor(state[_TREE]), Domain(tuple(low), tuple(high), bool(contracted)))
         names = [key for key in state if key.startswith(_SHARED)]
         shared = {name.removeprefix(_SHARED): state[name] for name in names}
-        # One that is older than the option is of cells that are trained together.
+        # A checkpoint older than the option has cells that are trained together.
         return SavedField(cells, shared, int(state[_SEED]), str(state.get(_SPREAD, "xl")))
 
 
 def field_in(checkpoint: Path) -> SavedField:
-    """What a .ckpt holds.
+    """Read the field of a .ckpt.
 
     Raises:
         InputError: it is damaged, or another method's.
@@ -90,13 +90,13 @@ def field_in(checkpoint: Path) -> SavedField:
 
 
 def cells_folder(state: Mapping[str, Any], models: Path) -> Path:
-    """Where the cells of a .ckpt lie.
+    """Return the folder with the cells of a .ckpt.
 
     Args:
-        state: the pipeline of the .ckpt. models: the folder that this lies in.
+        state: the pipeline of the .ckpt. models: the folder of the .ckpt.
 
     Raises:
-        DamagedCheckpoint: they are not there.
+        DamagedCheckpoint: the folder is missing.
     """
     folder = states_folder(models) / str(state[SHARDS].get("state"))
     if not folder.is_dir():
@@ -106,11 +106,11 @@ def cells_folder(state: Mapping[str, Any], models: Path) -> Path:
 
 @torch.no_grad()
 def read_parameters(model: Model, saved: SavedField, state: Mapping[str, Any], models: Path) -> None:
-    """Reads a model's parameters: what is shared, and those of the cells that it has.
+    """Read a model's parameters: the shared ones, and those of its cells.
 
     Args:
-        model: with the cells that it is to have. saved: what `state` holds, the pipeline of a .ckpt.
-        models: the folder that the .ckpt lies in.
+        model: with its cells placed. saved: the field in `state`, the pipeline of a .ckpt.
+        models: the folder of the .ckpt.
 
     Raises:
         InputError: parameters are missing, damaged, or of another shape.

@@ -1,6 +1,6 @@
-"""CUDA graphs of training steps whose way back is autograd's, of few kinds and sizes.
+"""CUDA graphs of training steps with an autograd backward, of few types and sizes.
 
-What a capture must not do (loading kernels, choosing algorithms, connecting ranks) is done by the steps before, on the
+A capture must not load kernels, select algorithms or connect ranks, so the steps before it do that. They run on the
 stream that is captured later: autograd runs a node's backward on the stream of its forward.
 """
 
@@ -17,20 +17,20 @@ from ns_multigpu.plugin.blocks.timing import StepTimer
 T = TypeVar("T")
 
 _FIRST = 3
-"""Steps of a kind that are taken as they come before one is captured."""
+"""Steps of a type that run eagerly before one is captured."""
 
 
 class GraphsByKind(StepGraphs):
-    """Graph cache for steps of one rank, in step with the others.
+    """Graph cache for steps of one rank, synchronised with the others.
 
     Args:
         device: a GPU. timer, computed: see `StepGraphs`.
-        say: tells the user why steps are not captured, if they cannot be.
-        pool: captures; tests have one for CPUs.
+        say: prints to the user the reason why steps are not captured.
+        pool: captures graphs; tests pass one for CPUs.
     """
 
     most_kept = 1000
-    """All: sizes are few (`rooms`), and come again."""
+    """Effectively no limit: sizes are few (`rooms`) and repeat."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class GraphsByKind(StepGraphs):
         self._is_full = False
 
     def take_kind(self, kind: Hashable, sizes: Hashable, parts: Callable[[], Parts[T]]) -> T:
-        """Take a step, or a part of one, whose inputs are in place; see `StepGraphs.take`.
+        """Run a step, or a part of one, whose inputs are in place; see `StepGraphs.take`.
 
         Args:
-            kind, sizes: all that what it launches depends on; of other sizes it is much the same.
+            kind, sizes: determine all launches; steps of one kind but other sizes are nearly the same.
         """
         plan = kind, sizes
         self._of_kind[kind] = self._of_kind.get(kind, 0) + 1
@@ -81,7 +81,7 @@ class GraphsByKind(StepGraphs):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         collects = gc.isenabled()
-        gc.disable()  # what it frees may not be freed in a capture
+        gc.disable()  # memory that it releases must not be released in a capture
         try:
             return super()._capture(pool, step)
         finally:

@@ -1,4 +1,4 @@
-"""How many processes look at a radiance field: each has cells of its own, so at most as many as there are cells."""
+"""Number of processes that render a radiance field: each has its own cells, so at most as many as cells."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from ns_multigpu.radiance.exchange import cells_of
 
 
 def plan_for_field(state: Mapping[str, Any], checkpoint: Path, devices: Devices) -> Plan:
-    """How a field is looked at; see `team.begin`.
+    """Plan the rendering of a field; see `team.begin`.
 
     Raises:
-        InputError: it is of another method, or fits the devices in no way.
+        InputError: it is of another method, or does not fit the devices.
     """
     saved = SavedField.from_state(state)
     shared = sum(value.nbytes for value in saved.shared.values())
@@ -27,18 +27,18 @@ def plan_for_field(state: Mapping[str, Any], checkpoint: Path, devices: Devices)
 
 
 def ranks_for(cells: Sequence[int], shared: int, devices: Devices) -> int:
-    """The processes for a field: all GPUs that can have a cell; on CPUs one, unless more are asked for.
+    """Return the number of processes for a field: all GPUs that can have a cell; one on CPUs unless more are requested.
 
     Args:
-        cells: bytes of each cell. shared: bytes of what every process has. devices: what there is.
+        cells: bytes of each cell. shared: bytes that every process needs. devices: the available ones.
 
     Raises:
-        InputError: the field fits the devices in no way.
+        InputError: the field does not fit the devices.
     """
     count, memory = len(cells), devices.memory
 
     def most_held(ranks: int) -> int:
-        """By one of so many processes, in bytes."""
+        """Return the largest number of bytes of one of so many processes."""
         return shared + max(sum(cells[cell] for cell in cells_of(rank, count, ranks)) for rank in range(ranks))
 
     wanted = devices.asked or (devices.count if devices.kind == "cuda" else 1)
@@ -59,7 +59,7 @@ def ranks_for(cells: Sequence[int], shared: int, devices: Devices) -> int:
 
 
 def _cell_bytes(state: Mapping[str, Any], cells: int, checkpoint: Path) -> list[int]:
-    """Bytes of each cell's parameters."""
+    """Return the bytes of each cell's parameters."""
     from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 
     tensors, sizes = SavedTensors(cells_folder(state, checkpoint.parent)), [0] * cells
