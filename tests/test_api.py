@@ -23,7 +23,7 @@ SIZE = (64, 48)
 
 @pytest.fixture
 def without_nerfstudio(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process in which importing nerfstudio or gsplat raises."""
+    """Return the environment of a process in which importing nerfstudio or gsplat raises."""
     for name in ("nerfstudio", "gsplat"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f'raise ImportError("{name} is not for the library")\n')
@@ -40,7 +40,7 @@ def run(environment: dict[str, str], *arguments: str) -> str:
 
 
 def model(count: int = 120) -> dict[str, torch.Tensor]:
-    """A model with gsplat's keys."""
+    """Return a model with gsplat's keys."""
     raw = {name: value.detach() for name, value in make_points(count, torch.float32).params.items()}
     return {
         **{name: raw[name] for name in ("means", "quats", "scales")}, "opacities": raw["opacities"][:, 0],
@@ -49,13 +49,13 @@ def model(count: int = 120) -> dict[str, torch.Tensor]:
 
 
 def cameras(count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """viewmats, Ks."""
+    """Return viewmats, Ks."""
     views = make_views(count, torch.float32, size=SIZE)
     return torch.stack([v.viewmat for v in views]), torch.stack([v.K for v in views])
 
 
 def drawn(splats: dict[str, torch.Tensor], **options: object) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
-    """`render` of a model from `cameras`."""
+    """Return `render` of a model from `cameras`."""
     harmonics = torch.cat([splats["sh0"], splats["shN"]], 1)
     return ns_multigpu.render(
         splats["means"], splats["quats"], splats["scales"].exp(), splats["opacities"].sigmoid(), harmonics, *cameras(),

@@ -71,7 +71,7 @@ def cell_windows(
 def _widened(
     stretches: Sequence[tuple[Tensor, Tensor]], own: int, drawn: Sequence[Sequence[Sequence[int]]], seen: Sequence[int]
 ) -> Tensor:
-    """[h, w, 2] a cell's stretch with its share of those of cells that do not draw the tile.
+    """Return [h, w, 2] a cell's stretch with its share of those of cells that do not draw the tile.
 
     Args:
         stretches: of all cells, front to back. own: which of them.

@@ -12,7 +12,7 @@ BF16 = torch.bfloat16
 
 
 def compact(model: Model, device: str = "cpu") -> Model:
-    """A copy in float32 with moments that bfloat16 holds, and as it."""
+    """Return a copy in float32 with moments that bfloat16 holds, and as it."""
     copy = model.to(device)
     copy.exp_avgs, copy.exp_avg_sqs = ([t.to(BF16) for t in ts] for ts in (copy.exp_avgs, copy.exp_avg_sqs))
     return copy

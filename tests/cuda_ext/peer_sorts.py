@@ -45,12 +45,12 @@ def simulate(size: int, nbytes: int, device: str, function: Callable[[int, Simul
 
 
 def pieces_of(length: int, ranks: int) -> list[tuple[int, int]]:
-    """The pieces [first, end) of a run."""
+    """Return the pieces [first, end) of a run."""
     return list(pairwise(rank * length // ranks for rank in range(ranks + 1)))
 
 
 def padded(values: Tensor, capacity: int, rubbish: int = -7) -> Tensor:
-    """[capacity], rubbish behind the values."""
+    """Return [capacity], rubbish behind the values."""
     return torch.cat([values, values.new_full((capacity - len(values),), rubbish)])
 
 
@@ -66,7 +66,7 @@ def share_out(splats: Splats, cuts: Sequence[int]) -> list[Splats]:
 
 
 def view_sizes(splats: Splats) -> list[int]:
-    """(width, height) of each view: the patches must be the whole views."""
+    """Return (width, height) of each view: the patches must be the whole views."""
     assert all(n == 0 for n in (*splats.patches[1::5], *splats.patches[2::5]))
     return [n for k in range(0, len(splats.patches), 5) for n in splats.patches[k + 3 : k + 5]]
 
@@ -101,8 +101,8 @@ def random_bands(sizes: Sequence[int], ranks: int, tile: int, seed: int) -> list
 
 
 def received(shards: Sequence[Splats], seed: int, lines: int = 10) -> tuple[Tensor, int]:
-    """A table `where` [owners, rows] and a segment's length, for a rank that has received all rows, not in order of
-    lines that would follow from the rows: each owner's are some lines further down."""
+    """Return a table `where` [owners, rows] and a segment's length, for a rank that has received all rows, not in order
+    of lines that would follow from the rows: each owner's are some lines further down."""
     rows = max(1, *(len(shard.depths) for shard in shards))
     where = torch.full((len(shards), rows), -1, dtype=torch.int32)
     for owner, shard in enumerate(shards):

@@ -56,7 +56,7 @@ class Browser:
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def open(self, url: str) -> "Page":
-        """A new page at `url`, which has begun to load."""
+        """Return a new page at `url`, which has begun to load."""
         target = self.send("Target.createTarget", url=url)["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         return Page(self, target, session)
@@ -106,7 +106,7 @@ class Page:
         path.write_bytes(base64.b64decode(data))
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         result = self._browser.send("Runtime.evaluate", self._session, expression=script, returnByValue=True)
         return result["result"].get("value")
 

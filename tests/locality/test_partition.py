@@ -20,7 +20,7 @@ def shares(values: np.ndarray) -> float:
 
 
 def crossing(graph: SeenGraph, placed: Partition) -> float:
-    """The fraction of what views see that does not lie on the machine where most of it is."""
+    """Return the fraction of what views see that does not lie on the machine where most of it is."""
     by_machine = graph.by_rank(placed.ranks // placed.per_machine, placed.machines)
     return float(1 - by_machine.max(1).sum() / by_machine.sum())
 

@@ -194,7 +194,7 @@ def splat_update(
     finite_flag_views: range | None = None,
     boxes: Tensor | None = None,
 ) -> None:
-    """Brings the gradients of rows back to the parameters and takes Adam's step there, all in place.
+    """Return the gradients of rows to the parameters and take Adam's step there, all in place.
 
     Adam is dense: points without rows take the step of a gradient of zero, by which their moments decay and they move
     on.

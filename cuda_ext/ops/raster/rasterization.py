@@ -70,8 +70,8 @@ def intersect_capacity(
     tile_size: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`intersect` with room for `capacity` intersections: on CUDA it never waits for the device, so that a CUDA graph
-    can hold it.
+    """Return `intersect` with a capacity of `capacity` intersections: on CUDA it never waits for the device, so that a
+    CUDA graph can hold it.
 
     Args:
         means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size: as `intersect`.
@@ -80,7 +80,7 @@ def intersect_capacity(
     Returns:
         tile_offsets [T+1] int32, row_ids [capacity] int32 (-1 behind the last list) and count [1] int64, the true
         number of intersections. Where it is above the capacity, some are missing from the lists, which are still valid
-        input for `rasterize`: do the step again with more room.
+        input for `rasterize`: retry the step with a larger capacity.
 
     Raises:
         TypeError, ValueError: types, shapes, patches, tile_size or capacity are wrong.
@@ -106,7 +106,7 @@ def rasterize(
     absgrad_probe: Tensor | None = None,
     mark_stops: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Composites splats over the pixels of the patches, front to back, without a background.
+    """Composite splats over the pixels of the patches, front to back, without a background.
 
     With d = mean - pixel centre and sigma = (a dx^2 + c dy^2) / 2 + b dx dy, a splat has
     alpha = min(0.999, opacity exp(-sigma)) and is skipped where sigma < 0 or alpha < 1/255; a pixel is closed before

@@ -78,7 +78,7 @@ def check_sorted(parts: list[tuple[Tensor, Tensor, int]], whole: list[Pairs], ca
 
 
 def part_of(result: SortedPairs) -> tuple[Tensor, Tensor, int]:
-    """The part that there is, copied: the next sort overwrites it."""
+    """Return the part that there is, copied: the next sort overwrites it."""
     count = int(result.count)
     return result.keys[:count].cpu().clone(), result.values[:count].cpu().clone(), count
 

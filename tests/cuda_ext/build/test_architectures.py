@@ -34,7 +34,8 @@ class Management:
 def machine(
     monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple[int, int]], seen: Sequence[int], fails: str = ""
 ) -> list[str]:
-    """A machine with these GPUs, of which torch sees some; returns what torch is asked that starts the driver."""
+    """Return a machine with these GPUs, of which torch sees some; returns what torch is asked that starts the
+    driver."""
     asked: list[str] = []
 
     def available() -> bool:

@@ -14,7 +14,7 @@ COMMAND = "ns-train splatfacto-batch --load-config '/my runs/config.yml' --load-
 
 
 def run(program: str, **variables: str) -> tuple[int, str]:
-    """The exit status of a Python program, and what it wrote to stderr, on a narrow terminal."""
+    """Return the exit status of a Python program, and what it wrote to stderr, on a narrow terminal."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "60", **variables}
     words = [sys.executable, "-W", "ignore", "-c", program]

@@ -45,7 +45,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, last: float) -> None:
 
 
 def train(capture: Path, steps: int = 3, **options: Any) -> Any:
-    """A short run in one process; its model."""
+    """Return a short run in one process; its model."""
     trainer = start(World.single(), capture, capture.parent / "run", steps, normal_loss_start=0, **options)
     trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
     trainer.save_last = lambda _, look: look() or trainer.base_dir  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ STEPS, SAVED, CELLS, RAYS = 16, 12, 3, 64
 def configured(
     capture: Path, run: Path, *, points: bool = True, steps: int = 3, method: Any = nerfacto_xl.config, **options: Any
 ) -> Any:
-    """The method's configuration, made small; options of the model."""
+    """Return the method's configuration, made small; options of the model."""
     config: Any = copy.deepcopy(method)
     config.machine.device_type, config.vis = "cpu", ""
     config.output_dir, config.timestamp, config.experiment_name = run, "now", "run"
@@ -46,7 +46,7 @@ def configured(
 
 
 def trained(world: World, config: Any, seed: int = 3) -> DistributedTrainer:
-    """The trainer at the end of a run on these ranks."""
+    """Return the trainer at the end of a run on these ranks."""
     torch.manual_seed(seed)
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     config.get_base_dir().mkdir(parents=True, exist_ok=True)

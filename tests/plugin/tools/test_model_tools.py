@@ -37,12 +37,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def path(run: Path) -> Path:
-    """A camera path of three views, with a crop."""
+    """Return a camera path of three views, with a crop."""
     return write_path(run.parent / "camera_path.json")
 
 
 def _use(world: World, run: Path, works: list[Any]) -> int:
-    """Does `works`; returns how many points this rank had."""
+    """Do `works`; returns how many points this rank had."""
     set_world(world)
     (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
     points = 0

@@ -101,7 +101,7 @@ def test_where_there_is_a_terminal_it_is_nerfstudios_table(
 
 
 def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
-    """A watch that has seen so many logs of each PSNR, and what it said at which log."""
+    """Return a watch that has seen so many logs of each PSNR, and what it said at which log."""
     watch, said, step = PsnrWatch(patience), list[tuple[int, str]](), 0
     for count, psnr in courses:
         for _ in range(count):
