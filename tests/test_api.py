@@ -31,7 +31,7 @@ def without_nerfstudio(tmp_path: Path) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *arguments: str) -> str:
-    """What python prints with these arguments."""
+    """Return the output of python with these arguments."""
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -178,7 +178,7 @@ def test_images_of_two_ranks_add_up() -> None:
 
 
 def piece_of(world: World) -> torch.Tensor:
-    """What a rank of `tile` draws of the images."""
+    """Return the part of the images that a rank of `tile` renders."""
     spread = ns_multigpu.make_strategy("tile", world)
     held = spread.placement.hold(Points(model()), world).params
     images, _, info = drawn(dict(held), strategy=spread)

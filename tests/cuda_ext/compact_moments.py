@@ -19,7 +19,7 @@ def compact(model: Model, device: str = "cpu") -> Model:
 
 
 def spacing(values: Tensor) -> Tensor:
-    """How far the neighbours in bfloat16 lie apart that enclose each value."""
+    """Return the distance between the two bfloat16 neighbours of each value."""
     _, exponents = torch.frexp(values.abs().double())
     return torch.ldexp(torch.ones_like(values, dtype=torch.float64), (exponents - 8).clamp(min=-133))
 

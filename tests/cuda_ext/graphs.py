@@ -1,4 +1,4 @@
-"""What a CUDA graph of some operators leaves."""
+"""Results of a CUDA graph of some operators."""
 
 from collections.abc import Callable
 from typing import TypeVar

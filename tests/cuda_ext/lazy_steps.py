@@ -171,7 +171,8 @@ def row_gradients(rows: SplatRows, step: int) -> RowGradients:
 
 
 def distances(one: Course, other: Course) -> dict[str, Tensor]:
-    """How far apart two models are, element by element: parameters in units of the rate, moments of the largest."""
+    """Return the differences of two models, element by element: parameters in units of the rate, moments of the
+    largest."""
     found: dict[str, Tensor] = {}
     for kind in ("params", "exp_avgs", "exp_avg_sqs"):
         lists = (getattr(one.model, kind), getattr(other.model, kind))

@@ -42,6 +42,6 @@ def with_gradients(run: Callable[..., tuple[Tensor, ...]], leaves: list[Tensor])
 
 
 def projected_rows(scene: Scene, leaves: list[Tensor], view_times: Tensor, rows: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """What `project_axes` takes of the points at their views' times: leaves, and last the view matrices."""
+    """Return the inputs of `project_axes` of the points at their views' times: leaves, and last the view matrices."""
     moment = cuda_ext.condition(*leaves, view_times, *rows)
     return [part.detach().clone().requires_grad_() for part in (*moment, scene.viewmats)]

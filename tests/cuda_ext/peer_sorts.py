@@ -26,7 +26,7 @@ class SimulatedMemory:
 
 
 def simulate(size: int, nbytes: int, device: str, function: Callable[[int, SimulatedMemory], Any]) -> list[Any]:
-    """What `function(rank, memory)` returns, by rank, with `nbytes` bytes of memory each that hold rubbish."""
+    """Return the results of `function(rank, memory)` by rank, each with `nbytes` bytes of uninitialized memory."""
     gate = threading.Barrier(size)
     buffers = [torch.full((nbytes,), 0xA5, dtype=torch.uint8, device=device) for _ in range(size)]
 
@@ -114,7 +114,7 @@ def received(shards: Sequence[Splats], seed: int, lines: int = 10) -> tuple[Tens
 def expected_lists(
     shards: Sequence[Splats], patches: Sequence[int], where: Tensor, segment: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `intersect_capacity` lists for the rows of all shards, as lines of received rows."""
+    """Return the lists of `intersect_capacity` for the rows of all shards, as lines of received rows."""
     order = torch.sort(torch.cat([shard.view_ids for shard in shards]), stable=True).indices
     names = ("means2d", "conics", "row_opacities", "radii", "depths", "view_ids")
     rows = {name: torch.cat([getattr(shard, name) for shard in shards])[order] for name in names}

@@ -18,7 +18,7 @@ from websockets.sync.client import connect
 PROGRAM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-"""Where Chromium is; None where there is none: `apt install chromium`."""
+"""Path of Chromium, or None if it is missing: `apt install chromium`."""
 
 _FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --enable-unsafe-swiftshader --disable-quic --no-first-run "
@@ -101,7 +101,7 @@ class Page:
         self._mouse("mouseReleased", left + by * steps, top + steps)
 
     def screenshot(self, path: Path) -> None:
-        """What the page shows, as a PNG."""
+        """Write the page to a PNG file."""
         data = self._browser.send("Page.captureScreenshot", self._session, format="png")["data"]
         path.write_bytes(base64.b64decode(data))
 

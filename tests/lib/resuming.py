@@ -118,7 +118,7 @@ def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
 
 
 def whole(trainer: DistributedTrainer, world: World) -> Model:
-    """What all ranks hold, by place."""
+    """Return the shards of all ranks, by place."""
     model, found = trainer.pipeline.model, everything(trainer)
     places = None if model.holding is None else model.holding.places
     parts = all_gather_objects((found, places), world)

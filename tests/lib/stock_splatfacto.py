@@ -38,7 +38,7 @@ from ns_multigpu.core.types import Patch, View
 from tests.lib.training_run import TinyDataParserConfig
 
 STATISTICS = ("grad2d", "count", "radii")
-"""What gsplat's densification keeps of each Gaussian between refinements."""
+"""Statistics that gsplat's densification stores for each Gaussian between refinements."""
 
 _SIGMA = inspect.signature(SSIM).parameters["win_sigma"].default
 
@@ -56,7 +56,7 @@ class Refinement:
 
 @dataclass
 class StockCourse:
-    """What nerfstudio's method did.
+    """Record of a run of nerfstudio's method.
 
     Attributes:
         trainer: with everything that it trained.

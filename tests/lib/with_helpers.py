@@ -36,7 +36,7 @@ def with_ffmpeg(folder: Path) -> dict[str, str]:
 
 
 def done(process: subprocess.Popen[str], code: int = 0) -> str:
-    """What it has said, when it has ended with this exit code."""
+    """Return the output of a process after it has ended with this exit code."""
     said = process.communicate(timeout=180)[0]
     assert process.returncode == code, said
     return said
@@ -125,7 +125,7 @@ def killed(run: Path, helpers: int, victim: str, **more: str) -> None:
 
 
 def command(pid: int) -> bytes:
-    """What a process was started with; nothing if it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which rank draws which patch: the start exact, the search never worse, levels in their order."""
+"""Assignment of patches to ranks: the start exact, the search never worse, levels in their order."""
 
 from itertools import permutations, product
 

@@ -1,4 +1,4 @@
-"""Where groups go: level, with the views that see them, and the same on every run."""
+"""Placement of groups: balanced, with the views that see them, and the same on every run."""
 
 import numpy as np
 import pytest

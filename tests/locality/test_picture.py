@@ -9,7 +9,7 @@ from ns_multigpu.locality.picture import Partition, draw, window
 
 RANDOM = np.random.default_rng(4)
 WEST, EAST = (-10.0, 0.0), (10.0, 4.0)
-"""Where two clusters are, along x and z."""
+"""Centres of two clusters along x and z."""
 
 
 def cluster(at: tuple[float, float], count: int = 4000) -> NDArray[np.float64]:

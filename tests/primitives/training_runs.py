@@ -45,7 +45,7 @@ Outcome = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Course:
-    """What is trained, and how.
+    """Configuration of a training run.
 
     Attributes:
         strategy: `batch`, where ranks are replicas, or `tile`, where each has a shard: `bounds`, or equal numbers.
@@ -281,7 +281,7 @@ def target_of(patch: Patch, views: Sequence[View], picture: torch.Tensor) -> tor
 
 
 def take(course: Course, ranks: int, device: str = "cpu") -> list[Outcome]:
-    """What each rank of so many has of a course."""
+    """Return the outcome of a run on each of `ranks` ranks."""
     return run_ranks(taken, ranks, course, device=device)
 
 

@@ -62,7 +62,7 @@ LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
 
 def count_of(strategy: str) -> int:
-    """How many views a step has."""
+    """Return the number of views of a step."""
     return DEALT if STRATEGIES[strategy](World.single()).placement.replicated else CUT
 
 

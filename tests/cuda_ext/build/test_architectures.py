@@ -1,4 +1,4 @@
-"""Which GPUs there are to compile for: asked of the driver's management library where that is enough."""
+"""Architectures of the GPUs to compile for, read from NVML where that is sufficient."""
 
 from collections.abc import Sequence
 from typing import Any

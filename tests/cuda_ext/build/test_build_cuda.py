@@ -1,4 +1,4 @@
-"""How the CUDA operators are found, compiled and chosen. No GPU is needed; what compiles needs nvcc."""
+"""Discovery, compilation and selection of the CUDA operators. No GPU is needed; tests that compile need nvcc."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""How many rows reach each patch: as `route_lines` counts them, on a CPU and on a GPU."""
+"""Number of rows that overlap each patch: as `route_lines` counts them, on a CPU and on a GPU."""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ ROUNDED = ("conics", "opacities", "features")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the segments of one rank lie: in a buffer with something between them."""
+    """Layout of one rank's segments in a buffer, with gaps between them."""
 
     starts: list[int]
     capacities: list[int]
@@ -195,7 +195,7 @@ def gradients(rows: int, seed: int) -> Tensor:
 
 
 def bring_back(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool) -> list[Tensor]:
-    """What each owner has, of each rank's gradients of the lines that arrived."""
+    """Return the gradients that each owner receives for the lines that it sent to each rank."""
     ranks, words = len(grads), gradient_words(half=half, absgrad=absgrad)
     found = []
     for rank, grad in enumerate(grads):

@@ -19,7 +19,7 @@ OPS = torch.ops.ns_multigpu
 
 @dataclass(frozen=True)
 class Told:
-    """What a message is made of."""
+    """Inputs of the step statistics."""
 
     own_rows: Tensor
     segment_counts: Tensor
@@ -106,7 +106,7 @@ def test_one_segment_that_lacks_room_is_enough() -> None:
 
 @dataclass
 class Gated:
-    """What a gate decides on, and writes."""
+    """Inputs and outputs of a gate."""
 
     messages: Tensor  # [ranks, HEAD + lines]
     limits: Tensor

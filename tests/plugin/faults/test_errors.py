@@ -23,7 +23,7 @@ def run(program: str, **variables: str) -> tuple[int, str]:
 
 
 def uncaught(what: str, before: str = "", **variables: str) -> tuple[int, str]:
-    """What becomes of an error, raised as Python code says."""
+    """Return the exit status and output of a process in which Python code raises an error."""
     program = f"from ns_multigpu.plugin.faults import errors\n{before}\nerrors.show_uncaught()\n{what}"
     return run(program, **variables)
 

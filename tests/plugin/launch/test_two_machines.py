@@ -65,7 +65,7 @@ def _elastic(machine: int) -> tuple[str, ...]:
 
 
 def _waited(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[str]:
-    """What each said, once all have ended."""
+    """Return the output of each process after all have ended."""
     end = time.monotonic() + 2 * HANG
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.1)
@@ -73,7 +73,7 @@ def _waited(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[st
 
 
 def _ended(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[str]:
-    """What each said, once all have ended well."""
+    """Return the output of each process after all have ended with status 0."""
     said = _waited(processes, logs)
     assert [process.poll() for process in processes] == [0] * len(processes), "\n".join(one[-3000:] for one in said)
     return said

@@ -26,7 +26,7 @@ def capture(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the pipeline prints."""
+    """Return the lines that the pipeline prints."""
     lines: list[str] = []
     monkeypatch.setattr(pipeline, "CONSOLE", SimpleNamespace(print=lambda text, **_: lines.append(str(text))))
     return lines

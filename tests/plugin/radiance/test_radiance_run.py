@@ -72,7 +72,7 @@ def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
 
 
 def courses(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """What each course ends with on this rank."""
+    """Return this rank's final parameters of each run."""
     ends: dict[str, dict[str, torch.Tensor]] = {}
     for name, size, begun in (
         ("three", 3, ""), ("alone", 1, ""), ("three again", 3, "three"), ("two", 2, "three"), ("one", 1, "three"),
@@ -90,7 +90,7 @@ def courses(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch
 
 
 def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """What of `a` is not nearly what it is in `b`."""
+    """Return the names of tensors of `a` that differ from those of `b`."""
     return [name for name, value in a.items() if not torch.allclose(value, b[name], rtol=5e-3, atol=2e-3)]
 
 

@@ -81,7 +81,7 @@ def _compare(many: Path, one: Path, images: int = 8) -> None:
 
 @pytest.fixture(scope="module")
 def alone(run: Path, path: Path) -> Path:
-    """What one process writes."""
+    """Return the output that one process writes."""
     folder = run.parent / "alone"
     assert _use(World.single(), run, _works(folder, path)) == POINTS
     return folder

@@ -75,7 +75,7 @@ def held(trainer: DistributedTrainer) -> dict[str, Tensor]:
 
 
 def whole(trainer: DistributedTrainer, world: World) -> dict[str, Tensor]:
-    """What all ranks hold, one after the other."""
+    """Return the shards of all ranks, concatenated."""
     parts: list[Any] = [held(trainer)]
     if world.control is not None:
         parts = [None] * world.size

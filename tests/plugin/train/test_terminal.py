@@ -1,4 +1,4 @@
-"""What a run prints: lines where there is no terminal, and a warning when training makes it worse."""
+"""Output of a run: lines where there is no terminal, and a warning when training makes it worse."""
 
 import math
 import sys
@@ -49,7 +49,7 @@ class Log:
         self.log = TerminalLog(LocalWriterConfig(enable=True), banner_messages=[])
 
     def step(self, step: int, **more: float) -> None:
-        """What nerfstudio's trainer does after a step."""
+        """Do the work of nerfstudio's trainer after a step."""
         writer.GLOBAL_BUFFER["step"] = step
         writer.EVENT_STORAGE.clear()
         values = {EventName.ITER_TRAIN_TIME.value: 0.01, **more}
