@@ -80,7 +80,7 @@ def show_patches(images: Tensor, chosen: Tensor, patches: Sequence[int], picture
         images: [V, H, W, C], contiguous.
         chosen: [B] int32, an image for each place; of one that there is not nothing is copied.
         patches: 5 numbers each: a place, and x0, y0, x1, y1 in pixels.
-        pictures: [n] of the images' dtype, with room for all of them: each is [y1 - y0, x1 - x0, C].
+        pictures: [n] of the images' dtype, large enough for all of them: each is [y1 - y0, x1 - x0, C].
 
     Raises:
         As `take_lines`.

@@ -72,7 +72,7 @@ def route_lines(
     A call looks at lines first to end alone, so that rows can be sent before all of them are projected. Parts are taken
     in the order of the lines, from 0 to M.
 
-    A row reaches a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
+    A row overlaps a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
     rule of `intersect`. Rows keep their order, so that the result is the same on every run.
 
     Args:
@@ -87,7 +87,7 @@ def route_lines(
         counts: [ranks] int64. Where first is not 0, how many rows before it go to each rank; written with how many
             before end do.
         reached, cells: [cells, M] bool which rows are in each cell, and of each patch the cell whose rows go there;
-            None where all that reach a patch do.
+            None to send all rows that overlap a patch.
 
     Raises:
         TypeError, ValueError: types, shapes, patches, lines or ranks are wrong.
@@ -126,7 +126,7 @@ def pack(
 ) -> None:
     """Write each row's record to line `place[r, row]` of the segment at `destinations[r]`, for each rank r.
 
-    Rows whose place is -1, or not below the capacity, are left out: the counts of `route_lines` tell that some were.
+    Rows whose place is -1, or not below the capacity, are omitted; the counts of `route_lines` include them.
     Nothing else in a segment is written. On CUDA in whole records of 64 bytes, those of a rank one after the other.
 
     Args:

@@ -1,8 +1,8 @@
-"""Rows and their gradients as they cross the wire between ranks that do not reach each other's memory.
+"""Packing of rows and their gradients for collectives between ranks without access to each other's memory.
 
-A *segment* is what goes from one rank to one other: columns of words of 4 bytes, each with room for as many rows as the
-pair of ranks has. The buffer holds all of a rank's segments, wherever `starts` says. What the receiver knows, or has
-no use for, is not sent: whose row it is follows from the segment, and gradients come back in the order of the rows.
+A *segment* is what goes from one rank to one other: columns of words of 4 bytes, each with the capacity in rows of this
+pair of ranks. The buffer holds all of a rank's segments, wherever `starts` says. What the receiver knows, or has no use
+for, is not sent: whose row it is follows from the segment, and gradients come back in the order of the rows.
 
 A row is 12 words: means2d x, y; conic xx, xy, yy; opacity; red, green, blue; depth; and two words of radii and view.
 A radius is a whole number from 1 on that float32 holds, as `project` makes them, so that 28 bits hold it to the last
@@ -72,7 +72,7 @@ def pack_wire(
 ) -> None:
     """Write each row to line `place[r, row]` of the segment to rank r, for each rank.
 
-    Rows whose place is -1, or not below the capacity, are left out: the counts of `route_lines` tell that some were.
+    Rows whose place is -1, or not below the capacity, are omitted; the counts of `route_lines` include them.
 
     Args:
         view_ids: [M] int32, 0 to `MOST_VIEWS` - 1. means2d: [M, 2]. conics: [M, 3]. opacities: [M]. features: [M, 3].

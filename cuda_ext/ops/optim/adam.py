@@ -135,8 +135,9 @@ def fused_step(optimizers: Sequence[torch.optim.Optimizer], set_grads_to_zero: b
 class AdamStep:
     """The step of several optimizers in two halves, of which the second can be captured in a CUDA graph.
 
-    `upload()`, outside of the graph, counts the step and brings its numbers to `scalars`, whose address stays.
-    `launch()` steps from there. Made anew when densification has replaced parameters or moments, as the graph is.
+    `upload()`, outside of the graph, counts the step and copies its numbers to `scalars`, whose address is constant.
+    `launch()` steps from there. It must be rebuilt when densification has replaced parameters or moments, as the graph
+    is.
 
     Attributes:
         params, exp_avgs, exp_avg_sqs: what is stepped, in the order of the optimizers, on one device.
@@ -187,7 +188,7 @@ class AdamStep:
         return lines
 
     def is_current(self) -> bool:
-        """Return whether its optimizers still keep these moments, and nobody has put others in their place."""
+        """Return whether its optimizers still hold these moments and not replacements."""
         kept = zip(self._states, self.exp_avgs, self.exp_avg_sqs, strict=True)
         return all(state["exp_avg"] is m and state["exp_avg_sq"] is v for state, m, v in kept)
 

@@ -1,4 +1,4 @@
-"""Small tables of numbers on their way to a device that nobody waits for."""
+"""Asynchronous upload of small tables of numbers to a device."""
 
 from collections.abc import Sequence
 

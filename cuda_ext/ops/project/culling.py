@@ -27,7 +27,7 @@ def cull(
     near: float = 0.01,
     far: float = 1e10,
 ) -> tuple[Tensor, Tensor]:
-    """Find the rows that may be seen: every point whose splat may reach alpha 1/255 on its view's rectangle, or whose
+    """Find the rows that may be seen: every point whose splat may have alpha 1/255 on its view's rectangle, or whose
     square of 3 sigma may touch it, however transparent it is (see `Projection.radii`).
 
     Conservative: it keeps some points that do not, as it replaces each point by a ball of its largest scale and bounds

@@ -64,7 +64,7 @@ def project(
     al. 2024, "Mip-Splatting", equation 9).
 
     A row that is not drawn in its whole view (depth outside [near, far], no invertible covariance, opacity below 1/255,
-    box or square of 3 sigma beside the image, NaN) is dead: zero in all outputs but `radii`, and no gradient. Nothing
+    box or square of 3 sigma outside the image, NaN) is dead: zero in all outputs but `radii`, and no gradient. Nothing
     depends on the patches rendered.
 
     Differentiable with respect to `means`, `quats`, `scales`, `opacities` and `viewmats`.

@@ -170,7 +170,7 @@ def intersect_keys(
     Returns:
         keys [C] int64: tile << 32 | the depth's bits as an unsigned number of the same order; LARGEST_KEY behind the
         last pair. values [C] int32: owner << 28 | row, as the bits of an unsigned number. count [1] int64, the true
-        number of pairs. Where it is above the capacity the farthest are missing: do the step again with more room.
+        number of pairs. Where it is above the capacity the farthest are missing: retry the step with a larger capacity.
 
     Raises:
         TypeError, ValueError: types, shapes, sizes, owner or capacity are wrong.
