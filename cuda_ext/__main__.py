@@ -20,7 +20,7 @@ from cuda_ext.dispatch.load import build_native
 
 
 def build_cuda_into(folder: Path) -> Path:
-    """Compiles the CUDA operators for all GPUs and puts the library into `folder`; returns its path.
+    """Compile the CUDA operators for all GPUs, write the library to `folder` and return its path.
 
     Raises:
         NativeBuildError: they cannot be compiled, or the folder cannot be written; the message says how to mend it.
@@ -35,7 +35,7 @@ def build_cuda_into(folder: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Builds; returns the exit status."""
+    """Build the library that the arguments name and return the exit status."""
     parser = argparse.ArgumentParser("python -m cuda_ext", description="Compiles the native operators ahead of time.")
     parser.add_argument("action", nargs="?", choices=["build"], default="build")
     parser.add_argument("--cuda", action="store_true", help="the CUDA operators instead of those for CPU")

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Fixtures and settings of all tests."""
 
 import importlib.util
 import os
@@ -35,13 +35,13 @@ def _an_ffmpeg(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _the_environments_world() -> Iterator[None]:
-    """Some tests put a world of theirs in the place of the environment's: it does not outlive them."""
+    """Yield some tests put a world of theirs in the place of the environment's: it does not outlive them."""
     yield
     World.from_env = _FROM_ENV  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is marked `gpu`, saying why, on a machine without a CUDA device."""
+    """Skip what is marked `gpu`, saying why, on a machine without a CUDA device."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch sees none here")

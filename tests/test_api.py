@@ -23,7 +23,7 @@ SIZE = (64, 48)
 
 @pytest.fixture
 def without_nerfstudio(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process in which importing nerfstudio or gsplat raises."""
+    """Return the environment of a process in which importing nerfstudio or gsplat raises."""
     for name in ("nerfstudio", "gsplat"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f'raise ImportError("{name} is not for the library")\n')
@@ -31,7 +31,7 @@ def without_nerfstudio(tmp_path: Path) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *arguments: str) -> str:
-    """What python prints with these arguments."""
+    """Return the output of python with these arguments."""
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -40,7 +40,7 @@ def run(environment: dict[str, str], *arguments: str) -> str:
 
 
 def model(count: int = 120) -> dict[str, torch.Tensor]:
-    """A model with gsplat's keys."""
+    """Return a model with gsplat's keys."""
     raw = {name: value.detach() for name, value in make_points(count, torch.float32).params.items()}
     return {
         **{name: raw[name] for name in ("means", "quats", "scales")}, "opacities": raw["opacities"][:, 0],
@@ -49,13 +49,13 @@ def model(count: int = 120) -> dict[str, torch.Tensor]:
 
 
 def cameras(count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """viewmats, Ks."""
+    """Return viewmats, Ks."""
     views = make_views(count, torch.float32, size=SIZE)
     return torch.stack([v.viewmat for v in views]), torch.stack([v.K for v in views])
 
 
 def drawn(splats: dict[str, torch.Tensor], **options: object) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
-    """`render` of a model from `cameras`."""
+    """Return `render` of a model from `cameras`."""
     harmonics = torch.cat([splats["sh0"], splats["shN"]], 1)
     return ns_multigpu.render(
         splats["means"], splats["quats"], splats["scales"].exp(), splats["opacities"].sigmoid(), harmonics, *cameras(),
@@ -178,7 +178,7 @@ def test_images_of_two_ranks_add_up() -> None:
 
 
 def piece_of(world: World) -> torch.Tensor:
-    """What a rank of `tile` draws of the images."""
+    """Return the part of the images that a rank of `tile` renders."""
     spread = ns_multigpu.make_strategy("tile", world)
     held = spread.placement.hold(Points(model()), world).params
     images, _, info = drawn(dict(held), strategy=spread)

@@ -45,7 +45,7 @@ def test_the_command_takes_what_is_known_of_the_scene(capsys: pytest.CaptureFixt
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, int]:
-    """What `ns-multigpu plan` prints for 1080p images, and its exit status."""
+    """Return the output of `ns-multigpu plan` for 1080p images, and its exit status."""
     status = 0
     try:
         main(["plan", "--image", "1920x1080", *arguments])

@@ -1,1 +1,1 @@
-"""How the shared libraries are compiled: the CPU operators, the CUDA operators, and the toolkit they need."""
+"""Compilation of the CPU operators and the CUDA operators into shared libraries, and detection of the CUDA toolkit."""

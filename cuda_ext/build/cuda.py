@@ -1,4 +1,4 @@
-"""The library of the CUDA operators: how it is compiled, and how a compiled one says what it is."""
+"""Shared library of the CUDA operators: compile commands, and the description stored in a compiled library."""
 
 import mmap
 import platform
@@ -17,7 +17,8 @@ from cuda_ext.build.native import NativeBuildError, NativeLibrary, compiler_prob
 from cuda_ext.build.toolkit import Toolkit
 
 NAME = "cuda_operators"
-# No -march=native: the library travels (ahead-of-time builds), and its host code only launches kernels.
+# No -march=native: the library may run on another machine (ahead-of-time builds), and its host code only launches
+# kernels.
 HOST_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-DNDEBUG", "-fvisibility=hidden")
 DEVICE_FLAGS = (
     "-std=c++17",
@@ -58,13 +59,13 @@ class CudaLibrary(NativeLibrary):
     )
 
     def depends_on(self) -> list[str]:
-        """What the compiled library depends on beside the sources."""
+        """Return all that the compiled library depends on in addition to the sources."""
         nvcc = "" if self.toolkit is None else self.toolkit.version
         parts = [*HOST_FLAGS, *DEVICE_FLAGS, torch.__version__, str(torch.compiled_with_cxx11_abi())]
         return [*parts, nvcc, ";".join(self.architectures), platform.machine()]
 
     def problem(self) -> str | None:
-        """Why this library cannot be compiled here and what to do about it, or None."""
+        """Return why this library cannot be compiled on this machine, with the remedy, or None."""
         if problem := _toolkit.toolkit_problem():
             return problem
         if problem := compiler_problem():
@@ -82,12 +83,12 @@ class CudaLibrary(NativeLibrary):
         return None
 
     def compiler_name(self) -> str:
-        """The compiler, as told to the user."""
+        """Return the compiler's name for messages."""
         names = ", ".join(f"sm_{name}" for name in self.architectures)
         return f"{self._nvcc().nvcc} (CUDA {self._nvcc().version}) for {names}"
 
     def compile_command(self, source: Path, object_: Path) -> list[str]:
-        """The command that compiles one source."""
+        """Return the command that compiles one source."""
         if source.suffix == ".cu":
             return self._nvcc_command(source, object_)
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
@@ -114,14 +115,15 @@ class CudaLibrary(NativeLibrary):
         return [*command, "-c", str(source), "-o", str(object_)]
 
     def link_command(self, objects: Sequence[Path], output: Path) -> list[str]:
-        """The command that links the library. The runtime's symbols stay inside: torch brings another one."""
+        """Return the command that links the library. The CUDA runtime's symbols are hidden, since torch loads another
+        runtime."""
         folders = [f"-L{path}" for path in torch_folders()[1]]
         inputs = [str(object_) for object_ in objects]
         runtime = [str(self._nvcc().runtime), "-ldl", "-lrt", "-lpthread", "-Wl,--exclude-libs,ALL"]
         return [*required_compiler(), "-shared", *inputs, *runtime, *folders, *LIBRARIES, "-o", str(output)]
 
     def info(self) -> str:
-        """What the compiled library says of itself."""
+        """Return the description stored in the compiled library."""
         return (
             f"{_MARK} source={self.source_key()} torch={public_torch()} architectures={','.join(self.architectures)};"
         )
@@ -133,7 +135,7 @@ class CudaLibrary(NativeLibrary):
 
 
 def public_torch() -> str:
-    """torch's version without the part behind "+": what decides about its C++ interface."""
+    """Return torch's version without the part behind "+": what decides about its C++ interface."""
     return torch.__version__.split("+")[0]
 
 
@@ -144,7 +146,7 @@ def _target_flags(name: str) -> list[str]:
 
 
 def prebuilt_problem(path: Path, library: CudaLibrary, gpus: Sequence[str]) -> str | None:
-    """Why a library compiled earlier cannot serve here, or None. Reads the file, loads nothing.
+    """Return why a library compiled earlier cannot be used on this machine, or None. The file is read, not loaded.
 
     Args:
         path: the library.

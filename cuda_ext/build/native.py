@@ -1,4 +1,4 @@
-"""Compiles sources into one shared library: once per machine, sources and torch, whoever asks first.
+"""Compile sources into one shared library, once per machine, sources and torch version.
 
 `NativeLibrary` is the CPU operators' kind; `cuda_ext.build.cuda` derives that of the CUDA operators from it.
 
@@ -78,7 +78,8 @@ def load_library(path: Path, name: str, remedy: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: NS_MULTIGPU_CACHE, else below TORCH_EXTENSIONS_DIR, else the user's cache."""
+    """Return the folder of compiled libraries: NS_MULTIGPU_CACHE, else below TORCH_EXTENSIONS_DIR, else the user's
+    cache."""
     if own := os.environ.get("NS_MULTIGPU_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("TORCH_EXTENSIONS_DIR"):
@@ -87,14 +88,14 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> list[str] | None:
-    """The compiler as the start of a command line (CXX may hold arguments, such as `ccache g++`), or None."""
+    """Return the compiler as the start of a command line (CXX may hold arguments, such as `ccache g++`), or None."""
     if named := shlex.split(os.environ.get("CXX", "")):
         return named if shutil.which(named[0]) else None
     return next(([path] for name in COMPILERS if (path := shutil.which(name))), None)
 
 
 def compiler_problem() -> str | None:
-    """Why nothing can be compiled here and what to do about it, or None if a compiler is there."""
+    """Return why nothing can be compiled on this machine, with the remedy, or None if a compiler is found."""
     if sys.platform != "linux":
         return f"The native operators are built on Linux only, and this is {sys.platform}. Use Linux or WSL 2. {REMEDY}"
     if find_compiler() is not None:
@@ -106,7 +107,7 @@ def compiler_problem() -> str | None:
 
 @lru_cache(maxsize=1)
 def _processor() -> str:
-    """What -march=native looks at: libraries must not travel to a machine that lacks an instruction."""
+    """Return the processor features that -march=native uses. A library must not run on a machine that lacks one."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         lines = [line for line in file if line.startswith(("model name", "flags", "Features", "CPU part"))]
         return platform.machine() + "".join(sorted(set(lines)))
@@ -120,7 +121,7 @@ class NativeLibrary:
     Attributes:
         name: the stem of the file in the cache.
         sources: the .cpp files, each compiled to its own object.
-        headers: what the sources include; only their contents matter here, for the name in the cache.
+        headers: files that the sources include; their contents are part of the cache key.
         include: the folder that the sources' own #include lines start from.
     """
 
@@ -137,51 +138,52 @@ class NativeLibrary:
     )
 
     def depends_on(self) -> list[str]:
-        """What the compiled library depends on beside the sources."""
+        """Return all that the compiled library depends on in addition to the sources."""
         parts = [*FLAGS, torch.__version__, str(torch.compiled_with_cxx11_abi()), _processor()]
         return [*parts, str(sysconfig.get_config_var("SOABI"))]
 
     def source_key(self) -> str:
-        """A hash of the sources and headers."""
+        """Return a hash of the sources and headers."""
         digest = hashlib.sha256()
         for path in sorted((*self.sources, *self.headers)):
             digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
         return digest.hexdigest()[:20]
 
     def key(self) -> str:
-        """A hash of all that the compiled library depends on."""
+        """Return a hash of all that the compiled library depends on."""
         return hashlib.sha256("\n".join([*self.depends_on(), self.source_key()]).encode()).hexdigest()[:20]
 
     def problem(self) -> str | None:
-        """Why this library cannot be compiled here and what to do about it, or None."""
+        """Return why this library cannot be compiled on this machine, with the remedy, or None."""
         return compiler_problem()
 
     def compiler_name(self) -> str:
-        """The compiler, as told to the user."""
+        """Return the compiler's name for messages."""
         return " ".join(required_compiler())
 
     def compile_command(self, source: Path, object_: Path) -> list[str]:
-        """The command that compiles one source."""
+        """Return the command that compiles one source."""
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
         includes = [f"-I{self.include}", *(f"-isystem{path}" for path in torch_folders()[0])]
         return [*required_compiler(), *FLAGS, abi, *includes, "-c", str(source), "-o", str(object_)]
 
     def units(self, folder: Path) -> tuple[Path, ...]:
-        """What is compiled, each to an object of its own: the sources, or files in `folder` that include some."""
+        """Return the files to compile, one object each: the sources, or files in `folder` that include several
+        sources."""
         return self.sources
 
     def link_command(self, objects: Sequence[Path], output: Path) -> list[str]:
-        """The command that links the library."""
+        """Return the command that links the library."""
         folders = [f"-L{path}" for path in torch_folders()[1]]
         inputs = [str(object_) for object_ in objects]
         return [*required_compiler(), "-shared", "-fopenmp", *inputs, *folders, *LIBRARIES, "-o", str(output)]
 
     def path(self) -> Path:
-        """Where the compiled library lies, or will."""
+        """Return the path of the compiled library, which may not exist yet."""
         return cache_folder() / f"{self.name}-{self.key()}.so"
 
     def build(self) -> Path:
-        """Compiles the library unless it is in the cache; waits if another process is at it.
+        """Compile the library unless it is in the cache. Wait if another process is compiling it.
 
         Raises:
             NativeBuildError: no compiler, a compiler error, or a cache folder that cannot be written.
@@ -204,7 +206,7 @@ class NativeLibrary:
         return target
 
     def _build_to(self, target: Path) -> None:
-        for stale in target.parent.glob(f".{target.stem}-*"):  # we hold the lock: whoever made these is dead
+        for stale in target.parent.glob(f".{target.stem}-*"):  # this process holds the lock, so their writer has died
             shutil.rmtree(stale, ignore_errors=True)
         workshop = Path(tempfile.mkdtemp(prefix=f".{target.stem}-", dir=target.parent))
         try:
@@ -237,7 +239,7 @@ def _cores() -> int:
 
 
 def required_compiler() -> list[str]:
-    """`find_compiler`, or a NativeBuildError that says why there is none."""
+    """Return `find_compiler`, or a NativeBuildError that says why there is none."""
     compiler = find_compiler()
     if compiler is None:
         raise NativeBuildError(compiler_problem() or f"No C++ compiler. {REMEDY}")
@@ -246,7 +248,7 @@ def required_compiler() -> list[str]:
 
 @lru_cache(maxsize=1)
 def torch_folders() -> tuple[list[str], list[str]]:
-    """Where torch's headers and libraries lie."""
+    """Return the folders of torch's headers and libraries."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
     logger.setLevel(logging.ERROR)  # on import it warns of a CUDA toolkit without a GPU, which is of no concern here

@@ -22,7 +22,7 @@ AHEAD_OF_TIME = ("80", "86", "89", "90", "100")
 
 
 def remedy() -> str:
-    """What to do where no CUDA code can be compiled."""
+    """Return the remedy for a machine that cannot compile CUDA code."""
     major, minor = _torch_cuda()
     packages = " ".join(f'"nvidia-cuda-{name}=={major}.{minor}.*"' for name in ("nvcc", "cccl", "runtime"))
     pip = f"`pip install {packages}`, " if major >= 13 else ""  # before 13 the wheels held no whole toolkit
@@ -52,13 +52,13 @@ class Toolkit:
 
     @property
     def release(self) -> tuple[int, int]:
-        """(major, minor)."""
+        """Return (major, minor)."""
         major, minor = self.version.split(".")[:2]
         return int(major), int(minor)
 
 
 def candidates() -> Iterator[str]:
-    """Where nvcc may be, in the order in which it is looked for; only files that exist."""
+    """Yield existing nvcc paths in order of preference."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     paths = [Path(home) / "bin" / "nvcc" for home in homes if home]
     if on_path := shutil.which("nvcc"):
@@ -75,7 +75,7 @@ def _torch_cuda() -> tuple[int, int]:
 
 
 def _newest_major() -> int:
-    """The newest CUDA whose programs run here: the driver's, and torch's where no driver tells."""
+    """Return the newest CUDA whose programs run here: the driver's, or torch's if the driver does not report it."""
     version = ctypes.c_int(0)
     with contextlib.suppress(OSError):
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value > 0:
@@ -84,7 +84,7 @@ def _newest_major() -> int:
 
 
 def find_toolkit() -> Toolkit | None:
-    """The first toolkit that works and that the driver can serve, or None."""
+    """Return the first toolkit that works and that the driver can serve, or None."""
     for nvcc in candidates():
         found = _inspect(nvcc)
         if found is not None and _refused(found) is None:
@@ -93,7 +93,7 @@ def find_toolkit() -> Toolkit | None:
 
 
 def _refused(toolkit: Toolkit) -> str | None:
-    """Why a toolkit that was found cannot be used, or None."""
+    """Return why a toolkit cannot be used, or None."""
     if toolkit.release < OLDEST_TOOLKIT:
         return f"{toolkit.nvcc} is CUDA {toolkit.version}, older than {OLDEST_TOOLKIT[0]}.{OLDEST_TOOLKIT[1]}"
     if toolkit.release[0] > _newest_major():
@@ -108,7 +108,7 @@ def _refused(toolkit: Toolkit) -> str | None:
 
 
 def toolkit_problem() -> str | None:
-    """Why no CUDA code can be compiled here and what to do about it, or None."""
+    """Return why no CUDA code can be compiled on this machine, with the remedy, or None."""
     if torch.version.cuda is None:
         return "This torch is built without CUDA. Install a CUDA build of torch (https://pytorch.org/get-started)."
     if find_toolkit() is not None:
@@ -123,7 +123,7 @@ def toolkit_problem() -> str | None:
 
 @lru_cache(maxsize=8)
 def _inspect(nvcc: str) -> Toolkit | None:
-    """Asks an nvcc, which may be a wrapper script, for its version and folders."""
+    """Ask an nvcc, which may be a wrapper script, for its version and folders."""
     banner = _ask(nvcc, "--version")
     version = re.search(r"\bV(\d+\.\d+(?:\.\d+)*)", banner)
     if version is None:
@@ -151,7 +151,7 @@ def _ask(nvcc: str, *arguments: str) -> str:
 
 
 def visible_architectures() -> tuple[str, ...]:
-    """Those of the GPUs that torch sees, such as ("90",); makes no CUDA context.
+    """Return those of the GPUs that torch sees, such as ("90",); makes no CUDA context.
 
     Where all GPUs of the machine are alike the driver is not asked: to start it takes a quarter of a second for each
     GPU, and `ns-train` has no other use for it where several workers are to come.
@@ -167,8 +167,8 @@ def visible_architectures() -> tuple[str, ...]:
 
 
 def _managed_architectures() -> set[tuple[int, int]]:
-    """Those of all GPUs of this machine, visible or not, as the driver's management library (NVML) knows them; none
-    where it does not."""
+    """Return those of all GPUs of this machine, visible or not, as the driver's management library (NVML) knows them;
+    none where it does not."""
     found = set[tuple[int, int]]()
     try:
         nvml, count = _nvml(), ctypes.c_uint()
@@ -191,7 +191,7 @@ def _nvml() -> Any:
 
 
 def listed_architectures() -> tuple[str, ...]:
-    """Those of TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX" is ("80", "90+PTX")) that are at least sm_80.
+    """Return those of TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX" is ("80", "90+PTX")) that are at least sm_80.
 
     Raises:
         ValueError: an entry is not of the form 9.0, 9.0a or 9.0+PTX.
@@ -215,7 +215,7 @@ def ahead_of_time_architectures(toolkit: Toolkit) -> tuple[str, ...]:
 
 
 def serves(architectures: tuple[str, ...], gpu: str) -> bool:
-    """Whether a library compiled for `architectures` runs on a GPU of architecture `gpu` (both as in "90")."""
+    """Return whether a library compiled for `architectures` runs on a GPU of architecture `gpu` (both as in "90")."""
     for name in architectures:
         number, ptx = int(re.sub(r"\D", "", name)), name.endswith("+PTX")
         if "a" in name or "f" in name:

@@ -1,1 +1,1 @@
-"""What serves an operator here: schemas, the compiled libraries, gsplat's kernels, or the reference."""
+"""Dispatch of operators to the compiled libraries, gsplat's kernels, or the reference; and their schemas."""

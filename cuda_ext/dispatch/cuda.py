@@ -1,4 +1,4 @@
-"""What serves the operators on CUDA: our own kernels, or gsplat 1.4.0's. Decided once, by the first CUDA call.
+"""Backend of the operators on CUDA: our kernels, or gsplat 1.4.0's. The first CUDA call selects it.
 
 Environment variables:
 
@@ -32,7 +32,7 @@ _served: Mode | None = None
 
 
 def mode() -> Mode:
-    """What serves, or will serve: the first call's choice, else what NS_MULTIGPU_CUDA asks for.
+    """Return the selected backend, or the one that NS_MULTIGPU_CUDA requests if no call has selected it.
 
     Raises:
         ValueError: the variable holds something else than native or gsplat.
@@ -46,7 +46,7 @@ def mode() -> Mode:
 
 
 def library(architectures: tuple[str, ...] | None = None) -> CudaLibrary:
-    """The CUDA operators: csrc/cuda in one library, for these architectures.
+    """Return the CUDA operators: csrc/cuda in one library, for these architectures.
 
     Args:
         architectures: such as ("80", "90+PTX"); None: those of the GPUs in sight, else of TORCH_CUDA_ARCH_LIST.
@@ -60,7 +60,7 @@ def library(architectures: tuple[str, ...] | None = None) -> CudaLibrary:
 
 
 def ahead_of_time_library() -> CudaLibrary:
-    """The CUDA operators for every GPU of `_toolkit.AHEAD_OF_TIME`, or for TORCH_CUDA_ARCH_LIST.
+    """Return the CUDA operators for every GPU of `_toolkit.AHEAD_OF_TIME`, or for TORCH_CUDA_ARCH_LIST.
 
     Raises:
         NativeBuildError: there is no nvcc.
@@ -77,7 +77,7 @@ def _named() -> Path | None:
 
 
 def _prebuilt(ours: CudaLibrary) -> Path | None:
-    """The library compiled earlier that fits, or None.
+    """Return the library compiled earlier that fits, or None.
 
     Raises:
         NativeBuildError: NS_MULTIGPU_CUDA_LIBRARY names one that does not fit.
@@ -96,7 +96,7 @@ def _prebuilt(ours: CudaLibrary) -> Path | None:
 
 
 def problem() -> str | None:
-    """What keeps the CUDA operators from serving here, with the remedy; None if nothing does. Compiles nothing."""
+    """Return why the CUDA operators cannot run on this machine, with the remedy, or None. Nothing is compiled."""
     if mode() == "gsplat" or _served is not None:
         return None
     ours = library()
@@ -111,7 +111,7 @@ def problem() -> str | None:
 
 
 def build() -> Path:
-    """The library of our kernels, compiled now unless that has been done.
+    """Return the library of our kernels, compiled now unless that has been done.
 
     Raises:
         NativeBuildError: it cannot be compiled; the message says how to mend it.
@@ -121,7 +121,7 @@ def build() -> Path:
 
 
 def load() -> None:
-    """Makes the operators callable on CUDA tensors; does so once a process.
+    """Make the operators callable on CUDA tensors, once per process.
 
     Raises:
         NativeBuildError: our kernels cannot be compiled or loaded, or gsplat's are not there.

@@ -16,13 +16,13 @@ _registrations: list[Register] = []
 
 
 def in_gsplat_mode(register: Register) -> Register:
-    """Decorates a function that registers operators for CUDA, to be called where gsplat's kernels serve."""
+    """Decorate a function that registers operators for CUDA, to be called where gsplat's kernels serve."""
     _registrations.append(register)
     return register
 
 
 def serve_with_gsplat(library: Library) -> None:
-    """Registers gsplat's kernels, and torch's operators around them, for CUDA.
+    """Register gsplat's kernels, and torch's operators around them, for CUDA.
 
     Raises:
         NativeBuildError: gsplat is missing, or has no kernels; then nothing is registered.
@@ -33,7 +33,7 @@ def serve_with_gsplat(library: Library) -> None:
 
 
 def gsplat_kernels() -> Any:
-    """gsplat's module of compiled kernels.
+    """Return gsplat's module of compiled kernels.
 
     Raises:
         NativeBuildError: gsplat is missing, or holds no kernels because there is no CUDA toolkit to compile them.

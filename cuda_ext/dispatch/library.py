@@ -19,7 +19,7 @@ for _schema in SCHEMAS:
 
 
 def fake(name: str) -> Callable[[_F], _F]:
-    """Registers what is decorated as the operator's fake: see `torch.library.register_fake`.
+    """Register what is decorated as the operator's fake: see `torch.library.register_fake`.
 
     torch notes in which file that is called, and goes through all loaded modules for each file that it has not met.
     Here it is one file for all operators; one each took a start 0.1 s, more where files are slow.

@@ -37,7 +37,7 @@ _warned = False
 
 
 def library() -> NativeLibrary:
-    """The CPU operators: every .cpp file of csrc/cpu in one library."""
+    """Return the CPU operators: every .cpp file of csrc/cpu in one library."""
     sources = sorted((_CSRC / "cpu").rglob("*.cpp"))
     if only := os.environ.get("NS_MULTIGPU_OPS_ONLY"):
         sources = [path for path in sources if path.stem in only.split(",")]
@@ -46,7 +46,7 @@ def library() -> NativeLibrary:
 
 
 def mode() -> Mode:
-    """What NS_MULTIGPU_OPS asks for.
+    """Return the mode that NS_MULTIGPU_OPS requests.
 
     Raises:
         ValueError: the variable holds something else than auto, native or reference.
@@ -68,12 +68,12 @@ def use_reference() -> Iterator[None]:
 
 
 def reference_forced() -> bool:
-    """Whether `use_reference` or NS_MULTIGPU_OPS=reference has switched the native operators off."""
+    """Return whether `use_reference` or NS_MULTIGPU_OPS=reference has switched the native operators off."""
     return _forced.get() or mode() == "reference"
 
 
 def compiler_problem(device_type: str = "cpu") -> str | None:
-    """What keeps the operators of "cpu" or "cuda" from being compiled here, with the remedy; None if nothing does.
+    """Return why the operators of "cpu" or "cuda" cannot be compiled on this machine, with the remedy, or None.
 
     None too where they are not needed: already compiled, NS_MULTIGPU_OPS=reference, or NS_MULTIGPU_CUDA=gsplat.
     Compiles nothing, so a front end can ask before training starts.
@@ -86,7 +86,7 @@ def compiler_problem(device_type: str = "cpu") -> str | None:
 
 
 def backend(device_type: str = "cpu") -> Literal["native", "gsplat", "reference"]:
-    """What serves the operators on tensors of "cpu" or "cuda" here and now. Compiles nothing."""
+    """Return the backend of the operators on tensors of "cpu" or "cuda". Nothing is compiled."""
     if device_type == "cuda":
         return "reference" if reference_forced() else _cuda.mode()
     if reference_forced() or (mode() == "auto" and compiler_problem() is not None):
@@ -95,7 +95,7 @@ def backend(device_type: str = "cpu") -> Literal["native", "gsplat", "reference"
 
 
 def build_native(device_type: str = "cpu") -> Path:
-    """Compiles the operators of "cpu" or "cuda" now unless that has been done, and returns the library's path.
+    """Compile the operators of "cpu" or "cuda" now unless that has been done, and return the library's path.
 
     Raises:
         NativeBuildError: they cannot be compiled; the message says how to mend it.
@@ -104,7 +104,7 @@ def build_native(device_type: str = "cpu") -> Path:
 
 
 def load_native() -> bool:
-    """Makes the compiled CPU operators callable; False where the reference has to serve instead.
+    """Make the compiled CPU operators callable; False where the reference has to serve instead.
 
     Raises:
         NativeBuildError: compiling or loading failed, or there is no compiler and NS_MULTIGPU_OPS=native.
@@ -134,7 +134,7 @@ def load_native() -> bool:
 
 
 def native_serves(tensor: Tensor) -> bool:
-    """Whether an operator on `tensor`'s device goes through torch.ops.ns_multigpu (else: through the reference).
+    """Return whether an operator on `tensor`'s device goes through torch.ops.ns_multigpu (else: through the reference).
 
     Raises:
         NativeBuildError: as `load_native` for CPU tensors, and as `cuda_ext.dispatch.cuda.load` for CUDA tensors.
@@ -149,7 +149,7 @@ def native_serves(tensor: Tensor) -> bool:
 
 
 def kernels_serve(tensor: Tensor) -> bool:
-    """Whether our CUDA kernels are to do what only they do in one piece; else torch does it, piece by piece.
+    """Return whether our CUDA kernels are to do what only they do in one piece; else torch does it, piece by piece.
 
     Raises:
         NativeBuildError: they are, and cannot be compiled.
@@ -160,7 +160,8 @@ def kernels_serve(tensor: Tensor) -> bool:
 
 
 def compiled_serves(tensor: Tensor) -> bool:
-    """Whether an operator that has a compiled twin on CPU, and a kernel on CUDA that is ours alone, is to be that.
+    """Return whether an operator that has a compiled twin on CPU, and a kernel on CUDA that is ours alone, is to be
+    that.
 
     Raises:
         NativeBuildError: it is, and cannot be compiled.

@@ -20,7 +20,7 @@ from cuda_ext.reference import projection as reference
 
 @in_gsplat_mode
 def _register(library: Library) -> None:
-    """Registers these functions for the CUDA dispatch key."""
+    """Register these functions for the CUDA dispatch key."""
     library.impl("cull", reference.cull, "CUDA")
     library.impl("project", _project, "CUDA")
     library.impl("project_backward", _project_backward, "CUDA")
@@ -57,7 +57,7 @@ def _forward(
     size: list[int],
     settings: tuple[float, float, float, bool],
 ) -> tuple[Tensor, ...]:
-    """gsplat's projection of m gathered points (means, quats, scales) into one view.
+    """Return gsplat's projection of m gathered points (means, quats, scales) into one view.
 
     Returns:
         radii [m] of gsplat's kind, means2d [m, 2], depths [m], conics [m, 3], compensations [m] (1 unless antialiased).

@@ -23,7 +23,7 @@ _CHANNELS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 51
 
 @in_gsplat_mode
 def _register(library: Library) -> None:
-    """Registers these functions for the CUDA dispatch key."""
+    """Register these functions for the CUDA dispatch key."""
     library.impl("intersect", _intersect, "CUDA")
     library.impl("intersect_capacity", _intersect_capacity, "CUDA")
     library.impl("rasterize", _rasterize, "CUDA")
@@ -81,7 +81,7 @@ def _intersect_capacity(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Slice:
-    """What gsplat needs of one patch: its image, its tiles' lists, and where its pixels lie among all."""
+    """Inputs of gsplat for one patch: its image, its tiles' lists, and where its pixels lie among all."""
 
     def __init__(self, patch: Patch, tile_size: int, offsets: Tensor, row_ids: Tensor, base: int, pixel: int) -> None:
         across, down = _tiles(patch, tile_size)
@@ -93,12 +93,13 @@ class _Slice:
         self.pixels = slice(pixel, pixel + self.width * self.height)
 
     def image(self, tensor: Tensor) -> Tensor:
-        """[1,h,w,...], gsplat's layout, of this patch's part of a tensor [S,...]."""
+        """Return [1,h,w,...], gsplat's layout, of this patch's part of a tensor [S,...]."""
         return tensor[self.pixels].view(1, self.height, self.width, *tensor.shape[1:]).contiguous()
 
 
 def _slices(patches: Sequence[int], tile_size: int, tile_offsets: Tensor, row_ids: Tensor) -> list[_Slice]:
-    """The patches that have pixels. Waits for the device when there are several, for their counts of intersections."""
+    """Return the patches that have pixels. Waits for the device when there are several, for their counts of
+    intersections."""
     cut = split_patches(patches)
     tiles = [across * down for across, down in (_tiles(patch, tile_size) for patch in cut)]
     starts = [sum(tiles[:k]) for k in range(len(cut) + 1)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def least_transport(counts: Tensor) -> list[int]:
-    """The ranks [P] of the greatest sum of counts [P, R] where ranks differ by one patch at most."""
+    """Return the ranks [P] of the greatest sum of counts [P, R] where ranks differ by one patch at most."""
     import numpy as np
     from scipy.optimize import linear_sum_assignment
 
@@ -32,7 +32,7 @@ def least_transport(counts: Tensor) -> list[int]:
 def objective(
     counts: Tensor, totals: Tensor, sent: Tensor, ranks: Tensor, weights: tuple[float, ...], power: int
 ) -> float:
-    """The objective of an assignment [P] of patches to ranks, in points."""
+    """Return the objective of an assignment [P] of patches to ranks, in points."""
     alpha, beta, gamma, delta = weights
     here = torch.zeros_like(counts).scatter_(1, ranks[:, None], 1.0)
     send = sent + ((1 - here) * counts).sum(0)
@@ -72,7 +72,7 @@ def assign_patches(
 
 
 def _neighbours(ranks: Tensor, count: int) -> list[Tensor]:
-    """All assignments that a swap leads to, or a move from a rank to one with a patch fewer than the most."""
+    """Return all assignments that a swap leads to, or a move from a rank to one with a patch fewer than the most."""
     found = []
     held = torch.bincount(ranks, minlength=count)
     for i in range(len(ranks)):

@@ -18,7 +18,7 @@ FLOATS = 8
 
 _REACH, _MARGIN, _PIXEL, _ERROR = 3.3291, 1.002, 1.02, 4e-6
 _BOUND = 4
-"""Where a line of a `LazyAdam`'s table says how far steps may move a parameter."""
+"""Index in a line of a `LazyAdam`'s table of the bound on a parameter's motion."""
 
 
 def groups_of(points: int) -> int:
@@ -34,7 +34,7 @@ def splat_boxes_composed(means: Tensor, log_scales: Tensor, boxes: Tensor) -> No
 
 @torch.no_grad()
 def widen_boxes(means: Tensor, log_scales: Tensor, boxes: Tensor) -> None:
-    """Makes boxes hold points as they are now, beside what they held."""
+    """Widen boxes to contain the points at their current positions."""
     now = _boxes_of(means, log_scales)
     boxes[:, :3] = torch.minimum(boxes[:, :3], now[:, :3])
     boxes[:, 3:7] = torch.maximum(boxes[:, 3:7], now[:, 3:7])
@@ -42,7 +42,7 @@ def widen_boxes(means: Tensor, log_scales: Tensor, boxes: Tensor) -> None:
 
 def _boxes_of(means: Tensor, log_scales: Tensor) -> Tensor:
     spare = groups_of(len(means)) * POINTS - len(means)
-    there = ~means.isnan().any(1, keepdim=True)  # without a position nobody sees a point
+    there = ~means.isnan().any(1, keepdim=True)  # a point without a position is invisible
     largest = log_scales.amax(1, keepdim=True).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     lower = torch.where(there, means, torch.inf)
     upper = torch.where(there, torch.cat([means, largest], 1), -torch.inf)
@@ -125,7 +125,7 @@ def box_views_composed(
 
 
 def _motion(boxes: Tensor, table: Tensor | None, compact: bool) -> tuple[Tensor, Tensor]:
-    """How far a point may be from where memory has it, and by how much the logarithm of its scale may have grown."""
+    """Return bounds on a point's distance from its stored position and on the growth of the logarithm of its scale."""
     if table is None:
         return boxes.new_zeros(()), boxes.new_zeros(())
     bounds = (WANDER if compact else 1.0) * table[:, :, _BOUND].amax(0)

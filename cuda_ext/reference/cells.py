@@ -71,7 +71,7 @@ def cell_windows(
 def _widened(
     stretches: Sequence[tuple[Tensor, Tensor]], own: int, drawn: Sequence[Sequence[Sequence[int]]], seen: Sequence[int]
 ) -> Tensor:
-    """[h, w, 2] a cell's stretch with its share of those of cells that do not draw the tile.
+    """Return [h, w, 2] a cell's stretch with its share of those of cells that do not draw the tile.
 
     Args:
         stretches: of all cells, front to back. own: which of them.
@@ -111,7 +111,7 @@ def cells_reached(
 ) -> Tensor:  # fmt: skip
     """See `cuda_ext.ops.exchange.cells.cells_reached`."""
     rays, place = _rays(viewmats, Ks), view_ids.long().clamp(0, len(viewmats) - 1)
-    # A box around the middles of the tiles that the row's box reaches: most rows reach one or two.
+    # A box around the middles of the tiles that the row's box overlaps: most rows overlap one or two.
     first, last = (((means2d.double() + side * radii) / TILE).floor() * TILE + TILE / 2 for side in (-1, 1))
     centre, half = (first + last) / 2, (last - first) / 2
     right, down = rays.right[place], rays.down[place]

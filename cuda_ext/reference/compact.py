@@ -25,12 +25,12 @@ _VIEW = [0, 3, 7]
 
 
 def is_compact(moments: Sequence[Tensor]) -> bool:
-    """Whether a list of moments is kept as bfloat16."""
+    """Return whether a list of moments is kept as bfloat16."""
     return len(moments) > 0 and moments[0].dtype == COMPACT
 
 
 def step_salts(scalars: Tensor, viewmats: Tensor) -> Tensor:
-    """[6] int32, what makes a step's dither another than other steps', for each tensor.
+    """Return [6] int32, what makes a step's dither another than other steps', for each tensor.
 
     Args:
         scalars: [6, 8] the step's. viewmats: [V, 4, 4] its views'.
@@ -42,7 +42,7 @@ def step_salts(scalars: Tensor, viewmats: Tensor) -> Tensor:
 
 
 def flush_salts(table: Tensor) -> Tensor:
-    """The same of a flush with this table [MOST_STEPS + 1, 6, 8]."""
+    """Return the same of a flush with this table [MOST_STEPS + 1, 6, 8]."""
     return _of_tensors(_salt(table[0, 0, _LINE]), table.shape[1])
 
 
@@ -64,7 +64,7 @@ def compacted(salt: Tensor, moment1: Tensor, moment2: Tensor) -> tuple[Tensor, T
 def as_floats(
     exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], salts: Callable[[], Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Gives moments to be changed in place in the parameters' type; compact ones are copies, rounded in the end.
+    """Give moments to be changed in place in the parameters' type; compact ones are copies, rounded in the end.
 
     Args:
         salts: makes those of the dither, before anything is changed.
@@ -91,7 +91,8 @@ def _of_tensors(salt: Tensor, tensors: int) -> Tensor:
 
 
 def _scrambled(words: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 on int32, whose products wrap around and whose shifts are to bring in zeros."""
+    """Return the finaliser of MurmurHash3 on int32, whose products wrap around and whose shifts are to bring in
+    zeros."""
     words = words ^ ((words >> 16) & 0xFFFF)
     words = words * _signed(0x85EBCA6B)
     words = words ^ ((words >> 13) & 0x7FFFF)
@@ -106,5 +107,5 @@ def _dithered(words: Tensor, random16: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int32 of the same bits."""
+    """Return the int32 of the same bits."""
     return word - (1 << 32) if word >= 1 << 31 else word

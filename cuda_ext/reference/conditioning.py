@@ -11,7 +11,7 @@ from cuda_ext.reference.projection import _take
 
 
 def rotations_4d(left: Tensor, right: Tensor) -> Tensor:
-    """The rotations [..., 4, 4] that make of a quaternion v the product left v conj(right), both at length one.
+    """Return the rotations [..., 4, 4] that make of a quaternion v the product left v conj(right), both at length one.
 
     Args:
         left, right: [..., 4] quaternions (w, x, y, z) of any length but zero.
@@ -38,7 +38,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _unit(quats: Tensor) -> tuple[Tensor, ...]:
-    """The components [...] of quaternions at length one."""
+    """Return the components [...] of quaternions at length one."""
     w, x, y, z = quats.unbind(-1)
     length = (w * w + x * x + y * y + z * z).sqrt().clamp_min(1e-12)
     return w / length, x / length, y / length, z / length

@@ -80,7 +80,7 @@ def project_convexes(
 
 
 def hull_edges(places: Tensor) -> Tensor:
-    """Which of a corner's connections are edges of the convex hull: [M, 6, 6] bool, from [M, 6, 2] places.
+    """Return which of a corner's connections are edges of the convex hull: [M, 6, 6] bool, from [M, 6, 2] places.
 
     Edge (i, j) has all other corners on the side where the cross product with j - i is positive. Of corners at one
     place the first counts; of corners on one line the outermost two.
@@ -109,7 +109,7 @@ def hull_edges(places: Tensor) -> Tensor:
 
 
 def hull_lines(places: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The lines [M, 18] through the hull's edges, and how many there are [M], of places [M, 6, 2].
+    """Return the lines [M, 18] through the hull's edges, and how many there are [M], of places [M, 6, 2].
 
     Of each corner the line (a_x, a_y, b) of the edge that starts there, zero where none does: scale times the edge's
     length times the signed distance of q from it is a q + b, positive outside.
@@ -126,8 +126,8 @@ def hull_lines(places: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reach(lines: Tensor, level: Tensor, most: Tensor) -> Tensor:
-    """How far from the centre, [M, 2] by axis, a place can be at which no line is above its row's level [M]; `most` if
-    no pair of lines says.
+    """Return how far from the centre, [M, 2] by axis, a place can be at which no line is above its row's level [M];
+    `most` if no pair of lines says.
 
     A pair of lines whose normals have a direction between them bounds it: the least of these is the bound (the dual of
     a linear program).

@@ -18,7 +18,7 @@ def encode_grid(positions: Tensor, table: Tensor, scalings: Tensor, log2_size: i
 def encode_grid_backward(
     positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int, v_features: Tensor, moves: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of positions [N, 3] (none where they do not move) and of the table."""
+    """Return the gradients of positions [N, 3] (none where they do not move) and of the table."""
     rows, weights, slopes = _corners(positions, scalings, log2_size)
     v = v_features.view(len(positions), len(scalings), table.shape[1])
     v_table, v_scaled = torch.zeros_like(table), positions.new_zeros(len(positions), len(scalings), 3)

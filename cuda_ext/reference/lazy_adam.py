@@ -18,18 +18,18 @@ _SHIFT, _EPS, _DECAY1, _DECAY2, _BOUND, _WEIGHTED = range(6)
 
 
 def new_table(dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """[MOST_STEPS + 1, 6, 8], nothing missed."""
+    """Return [MOST_STEPS + 1, 6, 8], nothing missed."""
     line = torch.tensor([0, 1, 1, 1, 0, 0, 0, 0], dtype=dtype, device=device)
     return line.repeat(MOST_STEPS + 1, len(PARAMETERS), 1)
 
 
 def stands_still(scalars: Tensor) -> bool:
-    """Whether a step with these scalars [6, 8] moves nothing: a rate of zero, and betas of one."""
+    """Return whether a step with these scalars [6, 8] moves nothing: a rate of zero, and betas of one."""
     return not scalars[:, [0, 6, 7]].any()
 
 
 def extend(table: Tensor, steps: Tensor, scalars: Tensor) -> None:
-    """Adds a step to the table, and counts it."""
+    """Add a step to the table, and count it."""
     rate, beta1, beta2, eps, correction1, correction2, rest1, rest2 = scalars.unbind(-1)
     lines = table[: int(steps) + 1]
     lines[..., _DECAY1] *= beta1
@@ -78,7 +78,7 @@ def write_caught_up(
     params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], points: Tensor, last: Tensor,
     table: Tensor,
 ) -> None:  # fmt: skip
-    """Takes the steps that `points` (their numbers) have missed, in place; `last` stays."""
+    """Take the steps that `points` (their numbers) have missed, in place; `last` stays."""
     lists = (params, exp_avgs, exp_avg_sqs)
     some = caught_up(*([t[points] for t in tensors] for tensors in lists), last[points], table)  # pyright: ignore
     for tensors, now in zip(lists, some, strict=True):

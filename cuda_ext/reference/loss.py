@@ -13,7 +13,7 @@ C1, C2 = 0.01**2, 0.03**2
 
 
 def gaussian_filter(images: Tensor) -> Tensor:
-    """Filters images [n,h,w] with the 11x11 Gaussian window (sigma 1.5) at every place it fits: [n,h-10,w-10]."""
+    """Filter images [n,h,w] with the 11x11 Gaussian window (sigma 1.5) at every place it fits: [n,h-10,w-10]."""
     taps = [math.exp(-((k - HALF) ** 2) / (2 * 1.5**2)) for k in range(WINDOW)]
     maps = images.shape[0]
     window = images.new_tensor([tap / sum(taps) for tap in taps]).expand(maps, 1, WINDOW)
@@ -24,13 +24,13 @@ def gaussian_filter(images: Tensor) -> Tensor:
 
 
 def centres(inner: Sequence[int], height: int, width: int) -> tuple[int, int, int, int]:
-    """The inner pixels whose whole window lies in the patch, as (x0, y0, x1, y1)."""
+    """Return the inner pixels whose whole window lies in the patch, as (x0, y0, x1, y1)."""
     x0, y0 = max(inner[0], HALF), max(inner[1], HALF)
     return x0, y0, max(x0, min(inner[2], width - HALF)), max(y0, min(inner[3], height - HALF))
 
 
 def as_floats(target: Tensor, like: Tensor) -> Tensor:
-    """The target in `like`'s float type; bytes are 255ths."""
+    """Return the target in `like`'s float type; bytes are 255ths."""
     return target.to(like.dtype) / 255 if target.dtype == torch.uint8 else target
 
 

@@ -12,7 +12,7 @@ _PIECE = 1 << 20
 
 
 def table_normals(numbers: Tensor, start: int) -> Tensor:
-    """Some of the numbers of an endless table of normal numbers: [K] float64. Overwrites `numbers`.
+    """Return some of the numbers of an endless table of normal numbers: [K] float64. Overwrites `numbers`.
 
     Number k is made of 64 bits that SplitMix64 (Steele, Lea and Flood 2014) draws k-th, by Box and Muller's transform.
 
@@ -26,7 +26,8 @@ def table_normals(numbers: Tensor, start: int) -> Tensor:
 
 
 def table_bits(numbers: Tensor, start: int) -> Tensor:
-    """The 64 bits that such a table makes its numbers of, as int64s: [K]. Overwrites `numbers`; see `table_normals`."""
+    """Return the 64 bits that such a table makes its numbers of, as int64s: [K]. Overwrites `numbers`; see
+    `table_normals`."""
     return _splitmix(numbers.add_(1).mul_(_signed(0x9E3779B97F4A7C15)).add_(start))
 
 
@@ -39,7 +40,7 @@ def _splitmix(x: Tensor) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """The int64 of these 64 bits."""
+    """Return the int64 of these 64 bits."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
@@ -62,7 +63,7 @@ def add_noise(
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """torch's own, on a CPU, rounds the last few numbers of a tensor otherwise than the rest."""
+    """Return torch's own, on a CPU, rounds the last few numbers of a tensor otherwise than the rest."""
     return (1.0 + torch.exp(-x)).reciprocal()
 
 

@@ -24,7 +24,7 @@ def rotation_matrices(quats: Tensor) -> Tensor:
 
 
 def reach(opacities: Tensor) -> Tensor:
-    """The squared Mahalanobis distance at which a splat's alpha falls to 1/255 (0 if it never reaches that)."""
+    """Return the squared Mahalanobis distance at which a splat's alpha falls to 1/255 (0 if it never reaches that)."""
     return (2 * torch.log(255 * opacities)).clamp_min(0)
 
 
@@ -40,7 +40,8 @@ def outward(extents: Tensor, margin: float) -> Tensor:
 
 
 def _clamps(Ks: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """The x/z, y/z (lower [V, 2], upper [V, 2]) at which the Jacobian is clamped: the image and 15 % more a side."""
+    """Return the x/z, y/z (lower [V, 2], upper [V, 2]) at which the Jacobian is clamped: the image and 15 % more a
+    side."""
     focal = torch.stack([Ks[:, 0, 0], Ks[:, 1, 1]], dim=-1)
     center = Ks[:, :2, 2]
     margin = 0.15 * sizes / focal
@@ -90,7 +91,7 @@ def cull(
 
 
 def _take(rows: Tensor, ids: Tensor) -> Tensor:
-    """rows[ids]; padding, whose id is -1, gets the first row, or zeros where there is none."""
+    """Return rows[ids]; padding, whose id is -1, gets the first row, or zeros where there is none."""
     if rows.shape[0] == 0:
         return rows.new_zeros(ids.shape[0], *rows.shape[1:]) + rows.sum()  # the sum, 0, for autograd
     return rows[ids.clamp_min(0)]
@@ -142,7 +143,7 @@ def _project(
     means: Tensor, points_axes: Tensor, row_opacities: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int],
     view_ids: Tensor, there: Tensor, eps2d: float, near: float, far: float, antialiased: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What rows become, by their mean [M, 3], axes [M, 3, 3] and opacity [M], where they are no padding.
+    """Return the projections of rows, by their mean [M, 3], axes [M, 3, 3] and opacity [M], where they are no padding.
 
     Dead rows are computed on harmless stand-ins, so that their gradient is zero, not NaN.
     """
@@ -190,7 +191,8 @@ def _project(
 
 
 def sh_basis(degree: int, directions: Tensor) -> Tensor:
-    """The (degree + 1)^2 real spherical harmonics [..., (degree + 1)^2] at unit directions [..., 3]; degree 0 to 3."""
+    """Return the (degree + 1)^2 real spherical harmonics [..., (degree + 1)^2] at unit directions [..., 3]; degree 0 to
+    3."""
     x, y, z = directions.unbind(-1)
     basis = [torch.full_like(x, 0.28209479177387814)]
     if degree >= 1:

@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def rotations(quats: Tensor) -> Tensor:
-    """The rotation matrices [N, 3, 3] of quaternions [N, 4] (w, x, y, z) of any length but 0. Not for autograd.
+    """Return the rotation matrices [N, 3, 3] of quaternions [N, 4] (w, x, y, z) of any length but 0. Not for autograd.
 
     To the bit those of gsplat's `normalized_quat_to_rotmat`, which launches forty operators where a few do. Takes 180
-    bytes a row beside the result.
+    bytes a row in addition to the result.
     """
     ww, xx, yy, zz = (quats * quats).split(1, dim=-1)
     quats = quats / (ww + xx + yy + zz).sqrt().clamp_min(1e-12)

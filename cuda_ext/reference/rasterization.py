@@ -31,7 +31,7 @@ class Patch(NamedTuple):
 
 
 def split_patches(patches: Sequence[int]) -> list[Patch]:
-    """The operators' flat list, five integers a patch."""
+    """Return the operators' flat list, five integers a patch."""
     return [Patch(*patches[k : k + 5]) for k in range(0, len(patches), 5)]
 
 
@@ -89,7 +89,8 @@ def intersect(
 
 
 def at_capacity(tile_offsets: Tensor, row_ids: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The lists of `intersect` in the form of `intersect_capacity`: cut off, or filled up with -1, at `capacity`."""
+    """Return the lists of `intersect` in the form of `intersect_capacity`: cut off, or filled up with -1, at
+    `capacity`."""
     listed = row_ids.shape[0]
     padded = row_ids.new_full((capacity,), -1)
     padded[:listed] = row_ids[:capacity]

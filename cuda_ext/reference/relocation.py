@@ -16,7 +16,8 @@ LARGEST = 1.0 - torch.finfo(torch.float32).eps
 
 
 def draws(count: int, total: int, start: int, device: torch.device) -> Tensor:
-    """The first `count` numbers of an endless table of numbers below `total`, [count] int64; see `draw_sources`."""
+    """Return the first `count` numbers of an endless table of numbers below `total`, [count] int64; see
+    `draw_sources`."""
     return table_bits(torch.arange(count, device=device), start).bitwise_and_((1 << 63) - 1) % total
 
 
@@ -66,8 +67,8 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
 
 def relocated(opacities: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
-    """What a Gaussian must become for `ratio` coincident copies to look as it did alone (Kheradmand et al. 2024,
-    equation 9).
+    """Return the opacities and scale factors of Gaussians for `ratio` coincident copies to look as it did alone
+    (Kheradmand et al. 2024, equation 9).
 
     With o the opacity and N the ratio, o' = 1 - (1 - o)^(1/N), and scales are multiplied by o / f, where
     f = sum_{i=1..N} sum_{k=0..i-1} C(i-1, k) (-1)^k o'^(k+1) / sqrt(k+1). Summing over i first (hockey stick) leaves
@@ -93,7 +94,7 @@ def relocated(opacities: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def coefficients(device: torch.device) -> Tensor:
-    """[j - 1, N] float64: C(N, j) (-1)^(j-1) / sqrt(j), see `relocated`."""
+    """Return [j - 1, N] float64: C(N, j) (-1)^(j-1) / sqrt(j), see `relocated`."""
     rows = [
         [(-1.0) ** (j - 1) * math.comb(n, j) / math.sqrt(j) for n in range(MOST_COPIES + 1)]
         for j in range(1, MOST_COPIES + 1)
@@ -102,5 +103,5 @@ def coefficients(device: torch.device) -> Tensor:
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """torch's own, on a CPU, rounds the last few numbers of a tensor otherwise than the rest."""
+    """Return torch's own, on a CPU, rounds the last few numbers of a tensor otherwise than the rest."""
     return (1.0 + torch.exp(-x)).reciprocal()

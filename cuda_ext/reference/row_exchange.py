@@ -95,6 +95,7 @@ def add_records(records: Tensor, sinks: Tensor, owners: Tensor, slots: Tensor, s
 
 
 def _records_at(address: int, capacity: int, floats: int = RECORD_FLOATS) -> Tensor:
-    """The records [capacity, floats] that lie at an address of this process's own memory; nothing keeps them alive."""
+    """Return the records [capacity, floats] that lie at an address of this process's own memory; nothing keeps them
+    alive."""
     memory = (ctypes.c_float * (capacity * floats)).from_address(address)
     return torch.frombuffer(memory, dtype=torch.float32).view(capacity, floats)

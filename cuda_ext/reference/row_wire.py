@@ -135,8 +135,8 @@ def _full_row(means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tens
 
 
 def _radii_and_view(radii: Tensor, view_ids: Tensor) -> list[Tensor]:
-    """A radius is a whole number from 1 on that a float holds, so that its exponent takes 5 bits: 28 in all. What is
-    left of two words are 8 bits for the view."""
+    """Return a radius is a whole number from 1 on that a float holds, so that its exponent takes 5 bits: 28 in all.
+    What is left of two words are 8 bits for the view."""
     codes = radii.float().view(torch.int32) - _ONE
     low, high = view_ids & 15, (view_ids >> 4) & 15
     return [(code & 0xFFFFFFF) | (bits << 28) for code, bits in zip(codes.unbind(1), (low, high), strict=True)]
@@ -152,7 +152,7 @@ def _view_of(codes: Tensor) -> Tensor:
 
 
 def _scale_of(values: Sequence[Tensor]) -> Tensor:
-    """The power of two by which the largest of some numbers comes to lie in 2^14 to 2^15."""
+    """Return the power of two by which the largest of some numbers comes to lie in 2^14 to 2^15."""
     bits = torch.stack([value.contiguous().view(torch.int32) & _NUMBER for value in values]).amax(0)
     return (14 + 127 - (bits >> 23)).clamp(max=_MOST_SCALE)
 
@@ -176,7 +176,7 @@ def _high(word: Tensor) -> Tensor:
 
 
 def _scales(value: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """A float16 and two exponents in a word."""
+    """Return a float16 and two exponents in a word."""
     return (_halves(value, torch.zeros_like(value))) | ((one & 0xFF) << 16) | ((other & 0xFF) << 24)
 
 
@@ -207,7 +207,7 @@ def _half_row(
 
 
 def _read_half_row(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """The ten floats of rows [10, M], and their two words of radii and view."""
+    """Return the ten floats of rows [10, M], and their two words of radii and view."""
     x, y, depth = columns[:3].view(torch.float32)
     of_conic, of_color = (_power(-scale) for scale in _scales_of(columns[8]))
     a, b, c = (x * of_conic for x in (_low(columns[5]), _high(columns[5]), _low(columns[6])))

@@ -83,12 +83,13 @@ def project_surfels(
 
 
 def three_sigma_of(extent: Tensor) -> Tensor:
-    """gsplat 1.4.0's radius in pixels, [M], of half extents [M, 2] of one standard deviation."""
+    """Return gsplat 1.4.0's radius in pixels, [M], of half extents [M, 2] of one standard deviation."""
     return torch.ceil(3 * torch.sqrt(extent.square().amax(-1).clamp(min=1e-4)))
 
 
 def _box(turned: Tensor, tilt: Tensor, z: Tensor, reach2: Tensor) -> tuple[Tensor, Tensor]:
-    """The centre, from the projected mean, and the half extents [M, 2] of the image of a disc of the splat's plane.
+    """Return the centre, from the projected mean, and the half extents [M, 2] of the image of a disc of the splat's
+    plane.
 
     `turned` [M, 2, 2] is by screen axis; reach2 [M] is the disc's radius squared. (Huang et al. 2024, section 4.2 and
     appendix; Weyrich et al. 2007.)
@@ -101,7 +102,7 @@ def _box(turned: Tensor, tilt: Tensor, z: Tensor, reach2: Tensor) -> tuple[Tenso
 
 
 def surfel_radii(transforms: Tensor) -> Tensor:
-    """gsplat 1.4.0's radii in pixels of rows that are drawn, [M] whole numbers, from [M, 9] transforms."""
+    """Return gsplat 1.4.0's radii in pixels of rows that are drawn, [M] whole numbers, from [M, 9] transforms."""
     frame = transforms.detach().view(-1, 3, 3)
     z = torch.where(frame[:, 2, 2] > 0, frame[:, 2, 2], 1.0)
     turned = frame[:, :2, :2] - (frame[:, :2, 2:] / z[:, None, None]) * frame[:, 2:, :2]

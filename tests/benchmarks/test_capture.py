@@ -1,4 +1,4 @@
-"""What `benchmarks.captures.capture` starts, by the name of a run."""
+"""Processes that `benchmarks.captures.capture` starts for each run name."""
 
 import json
 from argparse import Namespace

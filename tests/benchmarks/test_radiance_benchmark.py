@@ -47,7 +47,7 @@ def test_a_way_that_there_is_not(way: str) -> None:
 
 
 def ends(code: int, *, done: bool) -> Any:
-    """A command that leaves what it has evaluated, and its result if it is done."""
+    """Return a command that leaves what it has evaluated, and its result if it is done."""
     courses = [{"psnr": 21.5, "rays": 2_000_000, "seconds": 9.0}]
     result = {"steps": 3, "parameters": 5, "peak_mib": 6.0, "courses": courses}
     files = {radiance.COURSES: courses, **({"result.json": result} if done else {})}

@@ -1,4 +1,4 @@
-"""What `benchmarks.captures.recipes` runs, in which order, and what it keeps."""
+"""Runs of `benchmarks.captures.recipes`, their order, and the stored results."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""How often ranks meet for a refinement."""
+"""Number of collectives in a refinement."""
 
 import pytest
 

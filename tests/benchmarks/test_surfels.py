@@ -64,7 +64,7 @@ def test_results_are_kept_and_missing_ones_counted(tmp_path: Path, monkeypatch: 
 
 
 def drawing(means: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """Stands in for gsplat's function: some image of the points, with its gradient for densification."""
+    """Stand in for gsplat's function: some image of the points, with its gradient for densification."""
     width, height = args[6:8]
     gradient = torch.zeros(1, len(means), 2, requires_grad=True)
     value = (means.sum() + gradient.sum()).expand(1, height, width, 4) * torch.tensor([1.0, 2.0, 3.0, 4.0])

@@ -1,4 +1,4 @@
-"""What the placement of cells remembers, and when it looks."""
+"""State of the placement of cells, and the steps at which it is updated."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""Who owns which rows of a step's views."""
+"""Owners of the rows of a step's views."""
 
 import pytest
 

@@ -12,14 +12,14 @@ BF16 = torch.bfloat16
 
 
 def compact(model: Model, device: str = "cpu") -> Model:
-    """A copy in float32 with moments that bfloat16 holds, and as it."""
+    """Return a copy in float32 with moments that bfloat16 holds, and as it."""
     copy = model.to(device)
     copy.exp_avgs, copy.exp_avg_sqs = ([t.to(BF16) for t in ts] for ts in (copy.exp_avgs, copy.exp_avg_sqs))
     return copy
 
 
 def spacing(values: Tensor) -> Tensor:
-    """How far the neighbours in bfloat16 lie apart that enclose each value."""
+    """Return the distance between the two bfloat16 neighbours of each value."""
     _, exponents = torch.frexp(values.abs().double())
     return torch.ldexp(torch.ones_like(values, dtype=torch.float64), (exponents - 8).clamp(min=-133))
 

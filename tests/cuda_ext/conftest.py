@@ -21,7 +21,7 @@ def native() -> None:
 
 @pytest.fixture(params=["native", "reference"])
 def either(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test with the compiled operators, then with the reference."""
+    """Run the test with the compiled operators, then with the reference."""
     if request.param == "native":
         request.getfixturevalue("native")
         yield "native"

@@ -29,7 +29,7 @@ class Scene(NamedTuple):
 
     @property
     def floats(self) -> tuple[torch.Tensor, ...]:
-        """All but the intrinsics and the ids."""
+        """Return all but the intrinsics and the ids."""
         return self[:7]
 
 
@@ -37,7 +37,7 @@ def make_scene(
     count: int = 24, views: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
     grad: bool = True, spread: float = 1.5,
 ) -> Scene:  # fmt: skip
-    """`count` convexes in front of `views` cameras, all of whose pairs are rows."""
+    """Return `count` convexes in front of `views` cameras, all of whose pairs are rows."""
     g = torch.Generator().manual_seed(seed)
 
     def uniform(*shape: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def make_scene(
 
 
 def whole(views: int) -> list[int]:
-    """Patches that are all of each view."""
+    """Patch that are all of each view."""
     return [n for view in range(views) for n in (view, 0, 0, WIDTH, HEIGHT)]
 
 

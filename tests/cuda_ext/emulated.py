@@ -48,7 +48,7 @@ class _Arguments(ctypes.Structure):
 
 
 def translated(text: str) -> str:
-    """A CUDA source as C++ that calls `emulation::launch`."""
+    """Return a CUDA source as C++ that calls `emulation::launch`."""
     found = _LAUNCH.sub(r"emulation::launch(\2, \3, [&] { \1(\4); });", text)
     found = found.replace("constexpr int kSegmentBlocks = 1056;", "constexpr int kSegmentBlocks = 2;")
     assert "<<<" not in found, "a launch that is written in another way"
@@ -56,7 +56,7 @@ def translated(text: str) -> str:
 
 
 def compiled(folder: Path, kernels: tuple[str, ...], host: str) -> ctypes.CDLL:
-    """Compiles kernels (.cu files) and the host code that launches them in `folder`."""
+    """Compile kernels (.cu files) and the host code that launches them in `folder`."""
     sources = folder / "csrc"
     shutil.copytree(SOURCES, sources)
     shutil.copy(EMULATION / "memory_device.h", sources / "cuda" / "common")
@@ -76,7 +76,7 @@ def compiled(folder: Path, kernels: tuple[str, ...], host: str) -> ctypes.CDLL:
 
 
 def build(folder: Path) -> ctypes.CDLL:
-    """Compiles the kernels of 3D Gaussians in `folder`."""
+    """Compile the kernels of 3D Gaussians in `folder`."""
     loaded = compiled(folder, KERNELS, "rasterize.cpp")
     loaded.state_floats.restype = ctypes.c_int64
     loaded.forward.restype = ctypes.c_char_p
@@ -84,7 +84,7 @@ def build(folder: Path) -> ctypes.CDLL:
 
 
 def patch_entries(patches: tuple[int, ...] | list[int]) -> tuple[Tensor, int, int]:
-    """Patches as `PatchEntry` [n, 8] int32, and how many pixels and tiles they have."""
+    """Patch as `PatchEntry` [n, 8] int32, and how many pixels and tiles they have."""
     entries, pixels, tiles = list[list[int]](), 0, 0
     for k in range(0, len(patches), 5):
         _, x0, y0, x1, y1 = patches[k : k + 5]
@@ -110,7 +110,7 @@ def draw_primitives(
     library: ctypes.CDLL, name: str, columns: list[Tensor], lists: tuple[Tensor, Tensor], patches: list[int],
     v_pixels: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """`ns_multigpu::rasterize_<name>` and its gradient, by the CUDA kernels.
+    """Return `ns_multigpu::rasterize_<name>` and its gradient, by the CUDA kernels.
 
     Args:
         library: `compiled` of `PRIMITIVES`. columns: of rows, in the operator's order, with `lists` of all patches.
@@ -159,7 +159,7 @@ def project_primitives(
     library: ctypes.CDLL, name: str, columns: list[Tensor], viewmats: Tensor, Ks: Tensor, sizes: list[int],
     ids: tuple[Tensor, Tensor], near: float, given: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """`ns_multigpu::project_<name>` and its gradient, by the CUDA kernels.
+    """Return `ns_multigpu::project_<name>` and its gradient, by the CUDA kernels.
 
     Args:
         library: `compiled` of `PRIMITIVES`. columns: of points. ids: view_ids and point_ids of rows.

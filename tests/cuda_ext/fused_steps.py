@@ -26,7 +26,7 @@ class Model:
     sizes: list[int]
 
     def to(self, device: str, dtype: torch.dtype = torch.float32) -> "Model":
-        """A copy."""
+        """Return a copy."""
         lists = [[t.to(device, dtype, copy=True) for t in ts] for ts in (self.params, self.exp_avgs, self.exp_avg_sqs)]
         return Model(*lists, *(t.to(device, dtype) for t in (self.scalars, self.viewmats, self.Ks)), self.sizes)
 
@@ -39,7 +39,7 @@ class Model:
 
 
 def make_model(points: int = 300, views: int = 2, seed: int = 0, rest: int = 15, spread: float = 1.0) -> Model:
-    """A random scene in float64 whose Adam has been at work; `spread` > 1 puts more points beside the images."""
+    """Return a random scene in float64 whose Adam has been at work; `spread` > 1 puts more points beside the images."""
     scene = random_scene(points, views, seed, torch.float64, rest)
     means = scene.means * torch.tensor([spread, spread, 1.0], dtype=torch.float64)
     params = [means, scene.quats, scene.scales.log(), scene.opacities.logit(), scene.sh_dc, scene.sh_rest]
@@ -63,7 +63,7 @@ def make_gradients(rows: SplatRows, seed: int = 0) -> RowGradients:
 
 
 def as_records(gradients: RowGradients) -> Tensor:
-    """The same as records [M, 16]; what is not to be looked at is NaN."""
+    """Return the same as records [M, 16]; what is not to be looked at is NaN."""
     count, width = gradients.features.shape
     records = gradients.means2d.new_full((count, 16), float("nan"))
     records[:, 0:2], records[:, 2:5], records[:, 5] = gradients.means2d, gradients.conics, gradients.opacities
@@ -72,6 +72,6 @@ def as_records(gradients: RowGradients) -> Tensor:
 
 
 def to(rows: Any, device: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A named tuple of tensors elsewhere, its floats as `dtype`."""
+    """Return a named tuple of tensors elsewhere, its floats as `dtype`."""
     moved = (t.to(device, dtype) if t.dtype.is_floating_point else t.to(device) for t in rows)
     return type(rows)(*moved)

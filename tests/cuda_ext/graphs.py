@@ -1,4 +1,4 @@
-"""What a CUDA graph of some operators leaves."""
+"""Results of a CUDA graph of some operators."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of `run`, and what it returned while it was captured: tensors that each replay writes. It runs once
-    before, for what a capture must not do, such as loading kernels."""
+    """Return a graph of `run`, and what it returned while it was captured: tensors that each replay writes. It runs
+    once before, for what a capture must not do, such as loading kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

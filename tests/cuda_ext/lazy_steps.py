@@ -22,7 +22,7 @@ def step_scalars(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def fresh_model(points: int, views: int = 2, dtype: torch.dtype = torch.float64, rest: int = 15) -> Model:
-    """A scene wider than the images, at whose Adam nothing has happened yet."""
+    """Return a scene wider than the images, at whose Adam nothing has happened yet."""
     model = make_model(points, views, seed=3, rest=rest, spread=1.2).to("cpu", dtype)
     for moments in (model.exp_avgs, model.exp_avg_sqs):
         for moment in moments:
@@ -171,7 +171,8 @@ def row_gradients(rows: SplatRows, step: int) -> RowGradients:
 
 
 def distances(one: Course, other: Course) -> dict[str, Tensor]:
-    """How far apart two models are, element by element: parameters in units of the rate, moments of the largest."""
+    """Return the differences of two models, element by element: parameters in units of the rate, moments of the
+    largest."""
     found: dict[str, Tensor] = {}
     for kind in ("params", "exp_avgs", "exp_avg_sqs"):
         lists = (getattr(one.model, kind), getattr(other.model, kind))
@@ -184,5 +185,5 @@ def distances(one: Course, other: Course) -> dict[str, Tensor]:
 
 
 def differences(one: Course, other: Course, mean: bool = False) -> dict[str, float]:
-    """The largest of each of the `distances`, or their mean."""
+    """Return the largest of each of the `distances`, or their mean."""
     return {name: float(d.mean() if mean else d.max()) for name, d in distances(one, other).items()}

@@ -12,7 +12,7 @@ MOVING = ("means", "times", "left", "motions", "scales", "opacities")
 
 
 def moving(scene: Scene, seed: int = 0, duration: float = 0.4) -> tuple[list[Tensor], Tensor]:
-    """The scene's points as 4D Gaussians that move, as leaves in the order of `MOVING`, and its views' times."""
+    """Return the scene's points as 4D Gaussians that move, as leaves in the order of `MOVING`, and its views' times."""
     g = torch.Generator().manual_seed(seed)
     points, like = len(scene.means), {"dtype": scene.means.dtype}
     times = torch.rand(points, generator=g, dtype=torch.float64).to(**like)
@@ -26,13 +26,14 @@ def moving(scene: Scene, seed: int = 0, duration: float = 0.4) -> tuple[list[Ten
 
 
 def moving_scene(**options: int | torch.dtype) -> tuple[Scene, list[Tensor], Tensor]:
-    """A `random_scene`, its points that move, and the times of its views."""
+    """Return a `random_scene`, its points that move, and the times of its views."""
     scene = random_scene(**options)  # type: ignore[arg-type]
     return (scene, *moving(scene))
 
 
 def with_gradients(run: Callable[..., tuple[Tensor, ...]], leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs of `run(*leaves)`, and the leaves' gradients for fixed random gradients of the floating ones."""
+    """Return the outputs of `run(*leaves)`, and the leaves' gradients for fixed random gradients of the floating
+    ones."""
     out = run(*leaves)
     floats = [o for o in out if o.requires_grad]
     g = torch.Generator().manual_seed(7)
@@ -41,6 +42,6 @@ def with_gradients(run: Callable[..., tuple[Tensor, ...]], leaves: list[Tensor])
 
 
 def projected_rows(scene: Scene, leaves: list[Tensor], view_times: Tensor, rows: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """What `project_axes` takes of the points at their views' times: leaves, and last the view matrices."""
+    """Return the inputs of `project_axes` of the points at their views' times: leaves, and last the view matrices."""
     moment = cuda_ext.condition(*leaves, view_times, *rows)
     return [part.detach().clone().requires_grad_() for part in (*moment, scene.viewmats)]

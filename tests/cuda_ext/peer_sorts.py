@@ -26,7 +26,7 @@ class SimulatedMemory:
 
 
 def simulate(size: int, nbytes: int, device: str, function: Callable[[int, SimulatedMemory], Any]) -> list[Any]:
-    """What `function(rank, memory)` returns, by rank, with `nbytes` bytes of memory each that hold rubbish."""
+    """Return the results of `function(rank, memory)` by rank, each with `nbytes` bytes of uninitialized memory."""
     gate = threading.Barrier(size)
     buffers = [torch.full((nbytes,), 0xA5, dtype=torch.uint8, device=device) for _ in range(size)]
 
@@ -45,12 +45,12 @@ def simulate(size: int, nbytes: int, device: str, function: Callable[[int, Simul
 
 
 def pieces_of(length: int, ranks: int) -> list[tuple[int, int]]:
-    """The pieces [first, end) of a run."""
+    """Return the pieces [first, end) of a run."""
     return list(pairwise(rank * length // ranks for rank in range(ranks + 1)))
 
 
 def padded(values: Tensor, capacity: int, rubbish: int = -7) -> Tensor:
-    """[capacity], rubbish behind the values."""
+    """Return [capacity], rubbish behind the values."""
     return torch.cat([values, values.new_full((capacity - len(values),), rubbish)])
 
 
@@ -66,7 +66,7 @@ def share_out(splats: Splats, cuts: Sequence[int]) -> list[Splats]:
 
 
 def view_sizes(splats: Splats) -> list[int]:
-    """(width, height) of each view: the patches must be the whole views."""
+    """Return (width, height) of each view: the patches must be the whole views."""
     assert all(n == 0 for n in (*splats.patches[1::5], *splats.patches[2::5]))
     return [n for k in range(0, len(splats.patches), 5) for n in splats.patches[k + 3 : k + 5]]
 
@@ -101,8 +101,8 @@ def random_bands(sizes: Sequence[int], ranks: int, tile: int, seed: int) -> list
 
 
 def received(shards: Sequence[Splats], seed: int, lines: int = 10) -> tuple[Tensor, int]:
-    """A table `where` [owners, rows] and a segment's length, for a rank that has received all rows, not in order of
-    lines that would follow from the rows: each owner's are some lines further down."""
+    """Return a table `where` [owners, rows] and a segment's length, for a rank that has received all rows, not in order
+    of lines that would follow from the rows: each owner's are some lines further down."""
     rows = max(1, *(len(shard.depths) for shard in shards))
     where = torch.full((len(shards), rows), -1, dtype=torch.int32)
     for owner, shard in enumerate(shards):
@@ -114,7 +114,7 @@ def received(shards: Sequence[Splats], seed: int, lines: int = 10) -> tuple[Tens
 def expected_lists(
     shards: Sequence[Splats], patches: Sequence[int], where: Tensor, segment: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `intersect_capacity` lists for the rows of all shards, as lines of received rows."""
+    """Return the lists of `intersect_capacity` for the rows of all shards, as lines of received rows."""
     order = torch.sort(torch.cat([shard.view_ids for shard in shards]), stable=True).indices
     names = ("means2d", "conics", "row_opacities", "radii", "depths", "view_ids")
     rows = {name: torch.cat([getattr(shard, name) for shard in shards])[order] for name in names}

@@ -16,15 +16,15 @@ def weights(outputs: list[Tensor], seed: int = 7) -> list[Tensor]:
 
 
 def projected(scene: Scene, rows: tuple[Tensor, Tensor], antialiased: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs of `project` and the gradients of its inputs."""
+    """Return the outputs of `project` and the gradients of its inputs."""
     leaves = [getattr(scene, name).detach().clone().requires_grad_() for name in PROJECT_INPUTS]
     out = cuda_ext.project(*leaves, scene.Ks, scene.sizes, *rows, antialiased=antialiased)
     return list(out), list(torch.autograd.grad(out[:4], leaves, weights(list(out[:4]))))
 
 
 def rounding_noise(scene: Scene, rows: tuple[Tensor, Tensor], antialiased: bool) -> list[float]:
-    """The largest error of each input's float32 gradient on the CPU, against the fp64 reference, at this scene and at
-    some a few units in the last place away from it.
+    """Return the largest error of each input's float32 gradient on the CPU, against the fp64 reference, at this scene
+    and at some a few units in the last place away from it.
 
     Where terms cancel (a round point's gradient by its rotation, a needle's determinant) it is this, and not the
     gradient, that says how near two float32 implementations can be. Places where float32 and float64 do not agree on

@@ -26,7 +26,7 @@ class Cameras:
     far: float
 
     def seen(self, means: Tensor) -> Tensor:
-        """[V, N, 3] positions in camera space."""
+        """Return [V, N, 3] positions in camera space."""
         return torch.einsum("vij,nj->vni", self.viewmats[:, :3, :3], means) + self.viewmats[:, None, :3, 3]
 
 
@@ -119,5 +119,5 @@ def rim(kept: Kept, unit: float, view: int, count: int, dtype: torch.dtype, seed
 
 
 def box_of_each(means: Tensor, scales: Tensor) -> Tensor:
-    """[N, 8]: a box around each point alone."""
+    """Return [N, 8]: a box around each point alone."""
     return torch.cat([means, means, scales.log()[:, None], torch.zeros_like(means[:, :1])], 1)

@@ -24,22 +24,22 @@ class Scene:
 
     @property
     def camera_centers(self) -> Tensor:
-        """[V, 3] in world coordinates."""
+        """Return [V, 3] in world coordinates."""
         R, t = self.viewmats[:, :3, :3], self.viewmats[:, :3, 3:]
         return -(R.mT @ t).squeeze(-1)
 
     @property
     def whole(self) -> list[int]:
-        """The rectangles (x0, y0, x1, y1) of the whole views."""
+        """Return the rectangles (x0, y0, x1, y1) of the whole views."""
         return [n for w, h in zip(self.sizes[::2], self.sizes[1::2], strict=True) for n in (0, 0, w, h)]
 
     def to(self, dtype: torch.dtype) -> "Scene":
-        """The same scene in another float dtype."""
+        """Return the same scene in another float dtype."""
         values = (getattr(self, field.name) for field in fields(self))
         return Scene(*(v.to(dtype) if isinstance(v, Tensor) else v for v in values))
 
     def on(self, device: str) -> "Scene":
-        """The same scene on another device."""
+        """Return the same scene on another device."""
         values = (getattr(self, field.name) for field in fields(self))
         return Scene(*(v.to(device) if isinstance(v, Tensor) else v for v in values))
 
@@ -50,18 +50,18 @@ class Scene:
         return ids // max(points, 1), ids % max(points, 1)
 
     def cull(self, rects: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """`cuda_ext.cull` on the whole views, or on `rects`."""
+        """Return `cuda_ext.cull` on the whole views, or on `rects`."""
         cameras = (self.viewmats, self.Ks, self.sizes)
         return cuda_ext.cull(self.means, self.scales, self.opacities, *cameras, rects or self.whole)
 
     def project(self, view_ids: Tensor, point_ids: Tensor, **settings: float | bool) -> cuda_ext.Projection:
-        """`cuda_ext.project` of these rows."""
+        """Return `cuda_ext.project` of these rows."""
         points = (self.means, self.quats, self.scales, self.opacities)
         return cuda_ext.project(*points, self.viewmats, self.Ks, self.sizes, view_ids, point_ids, **settings)
 
 
 def pad(rows: tuple[Tensor, Tensor], views: int, count: int) -> tuple[Tensor, Tensor]:
-    """`rows` with `count` rows of padding behind them: point -1 in the last view."""
+    """Return `rows` with `count` rows of padding behind them: point -1 in the last view."""
     view_ids, point_ids = rows
     return torch.cat([view_ids, view_ids.new_full((count,), max(views - 1, 0))]), torch.cat(
         [point_ids, point_ids.new_full((count,), -1)]
@@ -69,7 +69,7 @@ def pad(rows: tuple[Tensor, Tensor], views: int, count: int) -> tuple[Tensor, Te
 
 
 def rotations(count: int, angle: float, generator: torch.Generator) -> Tensor:
-    """[count, 3, 3] float64 rotations by up to about `angle` radians about random axes."""
+    """Return [count, 3, 3] float64 rotations by up to about `angle` radians about random axes."""
     w = torch.randn(count, 3, generator=generator, dtype=torch.float64) * angle
     zero = torch.zeros(count, dtype=torch.float64)
     x, y, z = w.unbind(-1)
@@ -112,15 +112,15 @@ def random_scene(
 def random_rows(
     points: int = 300, views: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Scene, Tensor, Tensor, cuda_ext.Projection]:
-    """A random scene with its culled rows and their projection: what the tile operators start from."""
+    """Return a random scene with its culled rows and their projection: what the tile operators start from."""
     scene = random_scene(points, views, seed, dtype)
     view_ids, point_ids = scene.cull()
     return scene, view_ids, point_ids, scene.project(view_ids, point_ids)
 
 
 def one_point(dtype: torch.dtype = torch.float64, **changes: list[float]) -> Scene:
-    """One round point of scale 0.1 at (0, 0, 5), before one 100 x 80 camera at the origin that looks along z; any
-    attribute of the scene can be given as a list."""
+    """Return one round point of scale 0.1 at (0, 0, 5), before one 100 x 80 camera at the origin that looks along z;
+    any attribute of the scene can be given as a list."""
     values = {
         "means": [[0.0, 0.0, 5.0]],
         "quats": [[1.0, 0.0, 0.0, 0.0]],

@@ -30,14 +30,14 @@ class Splats:
         )  # fmt: skip
 
     def inputs(self) -> list[Tensor]:
-        """The differentiable inputs of `rasterize`."""
+        """Return the differentiable inputs of `rasterize`."""
         return [self.means2d, self.conics, self.row_opacities, self.features]
 
     def render(self, probe: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         return rasterize(*self.inputs(), *self.intersect(), self.patches, self.tile_size, probe)
 
     def leaves(self) -> "Splats":
-        """The same with inputs that require gradients."""
+        """Return the same with inputs that require gradients."""
         means2d, conics, row_opacities, features = (x.detach().clone().requires_grad_() for x in self.inputs())
         return replace(self, means2d=means2d, conics=conics, row_opacities=row_opacities, features=features)
 
@@ -60,7 +60,7 @@ def make_splats(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Splats:
-    """`count` random splats over one or more views of one size, rendered as whole views unless told otherwise.
+    """Return `count` random splats over one or more views of one size, rendered as whole views unless told otherwise.
 
     sizes are standard deviations in pixels along the axes of each ellipse, before the blur of 0.3 px^2.
     """

@@ -22,7 +22,7 @@ class Scene(NamedTuple):
 
     @property
     def floats(self) -> tuple[torch.Tensor, ...]:
-        """All but the intrinsics and the ids."""
+        """Return all but the intrinsics and the ids."""
         return self[:6]
 
 
@@ -30,7 +30,7 @@ def make_scene(
     count: int = 24, views: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
     grad: bool = True, spread: float = 1.5,
 ) -> Scene:  # fmt: skip
-    """`count` surfels in front of `views` cameras, all of whose pairs are rows."""
+    """Return `count` surfels in front of `views` cameras, all of whose pairs are rows."""
     g = torch.Generator().manual_seed(seed)
 
     def uniform(*shape: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ def make_scene(
 
 
 def whole(views: int) -> list[int]:
-    """Patches that are all of each view."""
+    """Patch that are all of each view."""
     return [n for view in range(views) for n in (view, 0, 0, WIDTH, HEIGHT)]
 
 

@@ -18,7 +18,7 @@ from websockets.sync.client import connect
 PROGRAM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-"""Where Chromium is; None where there is none: `apt install chromium`."""
+"""Path of Chromium, or None if it is missing: `apt install chromium`."""
 
 _FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --enable-unsafe-swiftshader --disable-quic --no-first-run "
@@ -56,7 +56,7 @@ class Browser:
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def open(self, url: str) -> "Page":
-        """A new page at `url`, which has begun to load."""
+        """Return a new page at `url`, which has begun to load."""
         target = self.send("Target.createTarget", url=url)["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         return Page(self, target, session)
@@ -101,12 +101,12 @@ class Page:
         self._mouse("mouseReleased", left + by * steps, top + steps)
 
     def screenshot(self, path: Path) -> None:
-        """What the page shows, as a PNG."""
+        """Write the page to a PNG file."""
         data = self._browser.send("Page.captureScreenshot", self._session, format="png")["data"]
         path.write_bytes(base64.b64decode(data))
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         result = self._browser.send("Runtime.evaluate", self._session, expression=script, returnByValue=True)
         return result["result"].get("value")
 

@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 24, 16
 
 
 def write_capture(folder: Path, views: int = 12, suffix: str = ".png", masks: bool = False, **meta: Any) -> Path:
-    """`views` pictures on a circle; `meta` goes into transforms.json."""
+    """Return `views` pictures on a circle; `meta` goes into transforms.json."""
     (folder / "images").mkdir(parents=True)
     frames = []
     for index in range(views):
@@ -39,14 +39,14 @@ def write_capture(folder: Path, views: int = 12, suffix: str = ".png", masks: bo
 
 
 def edit(folder: Path, frame: int | None, **values: Any) -> None:
-    """Changes a frame of transforms.json, or what stands beside the frames."""
+    """Change a frame of transforms.json, or what stands beside the frames."""
     meta = json.loads((folder / "transforms.json").read_text())
     (meta if frame is None else meta["frames"][frame]).update(values)
     (folder / "transforms.json").write_text(json.dumps(meta))
 
 
 def manager(folder: Path, world: World, *, eval_mode: str = "interval", **options: Any) -> DistributedDataManager:
-    """A datamanager for training on the capture in `folder`."""
+    """Return a datamanager for training on the capture in `folder`."""
     set_world(world)
     try:
         parser = NerfstudioDataParserConfig(

@@ -68,7 +68,7 @@ def write_images(folder: Path, images: list[Shot], size: tuple[int, int] = SIZE)
 
 
 def write_capture(folder: Path, images: list[Shot] | None = None, points: int = 20) -> Path:
-    """A capture in COLMAP's layout, with its model in sparse/0."""
+    """Return a capture in COLMAP's layout, with its model in sparse/0."""
     images = shots() if images is None else images
     write_binary(folder / "sparse/0", images, points=points)
     write_images(folder / "images", images)

@@ -70,5 +70,5 @@ def rays(reach: float = 0.6) -> RayBundle:
 
 
 def truth(channels: int = 3) -> dict[str, Tensor]:
-    """What the rays should show."""
+    """Return the expected values of the rays."""
     return {"image": torch.rand(RAYS, channels, generator=torch.Generator().manual_seed(4))}

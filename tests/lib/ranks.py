@@ -25,7 +25,7 @@ preload(PRELOADED)
 
 
 def skip_without_gpus(ranks: int) -> None:
-    """Skips a test, saying why, where there is not a GPU for each rank and none may be shared."""
+    """Skip a test, saying why, where there is not a GPU for each rank and none may be shared."""
     if gpu_places() < ranks:
         pytest.skip(f"needs {ranks} GPUs, or {SHARE_GPUS}=1; torch sees {torch.cuda.device_count()}")
 
@@ -33,7 +33,7 @@ def skip_without_gpus(ranks: int) -> None:
 def run_ranks(
     function: Callable[..., Any], size: int, *args: Any, device: str = "cpu", seconds: int = 300, fork: bool = True
 ) -> list[Any]:
-    """Calls `function(world, *args)` on `size` new processes; returns what each returned, by rank.
+    """Call `function(world, *args)` on `size` new processes; returns what each returned, by rank.
 
     Functions and arguments must be picklable. A world of one runs in this process. The first rank that fails ends the
     others, and its traceback is the error. On CPUs a server that has imported what all need forks the ranks, unless

@@ -123,7 +123,7 @@ def write_transforms(folder: Path, scene: Scene, applied: Table | None, model: P
 
 
 def add_model(folder: Path, points: int = 80) -> None:
-    """Gives a nerfstudio capture COLMAP's model: points around the middle of the world, seen by half of its views."""
+    """Give a nerfstudio capture COLMAP's model: points around the middle of the world, seen by half of its views."""
     frames = json.loads((folder / "transforms.json").read_text())["frames"]
     turned = np.array([[0.0, 1, 0, 0], [1, 0, 0, 0], [0, 0, -1, 0], [0, 0, 0, 1]])  # as files without a word of it are
     poses = [np.linalg.inv(turned @ frame["transform_matrix"] @ np.diag([1.0, -1, -1, 1])) for frame in frames]

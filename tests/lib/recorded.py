@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operator. Ours are put together from torch's on a CPU, and use autograd for that, which is off where a
+    """Run an operator. Ours are put together from torch's on a CPU, and use autograd for that, which is off where a
     dispatch mode is told of them; what comes out of it then is not to be handed on as it is."""
     if func.namespace != "ns_multigpu":
         return func(*args, **kwargs)

@@ -20,7 +20,7 @@ POINTS = 90
 
 
 def write_capture(folder: Path, held_out: int = 5, **kind: bool) -> Path:
-    """A capture of nine views, some of them held out; see `training_run.write_capture`."""
+    """Return a capture of nine views, some of them held out; see `training_run.write_capture`."""
     training_run.write_capture(folder, **kind)
     file = folder / "transforms.json"
     meta = json.loads(file.read_text())
@@ -33,7 +33,7 @@ def write_capture(folder: Path, held_out: int = 5, **kind: bool) -> Path:
 def make_pipeline(
     world: World, capture: Path, strategy: str = "tile", bounds: Sequence[int] | None = None, **model: Any
 ) -> DistributedPipeline:
-    """A pipeline of one rank of `world`; if points are spread, they are by `bounds` [ranks + 1]."""
+    """Return a pipeline of one rank of `world`; if points are spread, they are by `bounds` [ranks + 1]."""
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"].pipeline)
     config.strategy = strategy
     config.datamanager.dataparser = training_run.TinyDataParserConfig(data=capture)
@@ -58,7 +58,7 @@ def make_pipeline(
 
 
 def camera(width: int, height: int) -> Cameras:
-    """One that looks at the scene from (2, 0, 0.5)."""
+    """Return one that looks at the scene from (2, 0, 0.5)."""
     pose = torch.tensor([[0.0, -0.24254, 0.97014, 2.0], [1.0, 0, 0, 0.1], [0, 0.97014, 0.24254, 0.5]])
     focal = torch.tensor([[0.5 * width]])
     return Cameras(

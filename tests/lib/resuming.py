@@ -33,7 +33,8 @@ def start(
     world: World, capture: Path, run: Path, steps: int, views: int = 1, *, method: str = "splatfacto-batch",
     **options: Any,
 ) -> DistributedTrainer:  # fmt: skip
-    """A trainer that is set up for `steps` steps in all, of `views` views a rank, with densification early on."""
+    """Return a trainer that is set up for `steps` steps in all, of `views` views a rank, with densification early
+    on."""
     config: Any = copy.deepcopy(all_methods[method])
     config.machine.device_type, config.vis = "cpu", ""
     config.output_dir, config.timestamp, config.experiment_name = run, "now", "run"
@@ -59,7 +60,7 @@ def start(
 
 
 def went_on(begin: Callable[..., DistributedTrainer], **options: Any) -> tuple[DistributedTrainer, DistributedTrainer]:
-    """A course of eight steps, and one that goes on from the middle of it.
+    """Return a course of eight steps, and one that goes on from the middle of it.
 
     Args:
         begin: called with the run's name, the steps of the whole course and options; gives a trainer that is set up.
@@ -73,12 +74,12 @@ def went_on(begin: Callable[..., DistributedTrainer], **options: Any) -> tuple[D
 
 
 def middle_of(whole: DistributedTrainer) -> Path:
-    """The checkpoint that the second course of `went_on` began with."""
+    """Return the checkpoint that the second course of `went_on` began with."""
     return whole.checkpoint_dir / "step-000000004.ckpt"
 
 
 def in_double(world: World, *args: Any, **options: Any) -> DistributedTrainer:
-    """A whole course in double precision, where a changed order of summation stays far below Adam's eps."""
+    """Return a whole course in double precision, where a changed order of summation stays far below Adam's eps."""
     load = DistributedTrainer._load_checkpoint
 
     def load_in_double(self: DistributedTrainer) -> None:
@@ -102,7 +103,7 @@ def in_double(world: World, *args: Any, **options: Any) -> DistributedTrainer:
 
 
 def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
-    """All that must be the same: parameters, moments, rates, statistics of this rank."""
+    """Return all that must be the same: parameters, moments, rates, statistics of this rank."""
     found = {f"model/{name}": value.detach().clone() for name, value in trainer.pipeline.model.named_parameters()}
     for group, optimizer in trainer.optimizers.optimizers.items():
         (table,) = optimizer.param_groups
@@ -117,7 +118,7 @@ def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
 
 
 def whole(trainer: DistributedTrainer, world: World) -> Model:
-    """What all ranks hold, by place."""
+    """Return the shards of all ranks, by place."""
     model, found = trainer.pipeline.model, everything(trainer)
     places = None if model.holding is None else model.holding.places
     parts = all_gather_objects((found, places), world)
@@ -144,7 +145,7 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance:
 
 
 def part_of(world: World, size: int) -> World | None:
-    """The world of the first `size` ranks; all ranks call it, those beyond get None."""
+    """Return the world of the first `size` ranks; all ranks call it, those beyond get None."""
     group, control, beside = (dist.new_group(list(range(size)), backend="gloo") for _ in range(3))
     if world.rank >= size:
         return None

@@ -59,7 +59,7 @@ def files_of(models: Path, step: int) -> list[Path]:
 
 
 def steps_in(models: Path) -> list[int]:
-    """The checkpoints in a folder, each of which must be whole."""
+    """Return the checkpoints in a folder, each of which must be whole."""
     found = checkpoints_in(models)
     for path in found:
         assert check_checkpoint(path) is not None
@@ -68,7 +68,7 @@ def steps_in(models: Path) -> list[int]:
 
 @contextmanager
 def disk(behave: Callable[[str], None]) -> Iterator[None]:
-    """Calls `behave` with the file's path before each write."""
+    """Call `behave` with the file's path before each write."""
     usual = checkpoint_storage.write_bytes
 
     def write_bytes(file: Any, data: Any) -> None:

@@ -54,7 +54,8 @@ def save_sharded(
     world: World, models: Path, step: int, rows: range | Tensor, model: dict[str, Tensor], state: dict[str, Tensor],
     placement: Placement | None = None,
 ) -> str:  # fmt: skip
-    """A save as the trainer makes it, from a rank that holds `rows` of a model: a range, or places by a placement."""
+    """Return a save as the trainer makes it, from a rank that holds `rows` of a model: a range, or places by a
+    placement."""
     some = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
     own = {name: value[some] for name, value in model.items()}
     tensors = {name: value[some] if of_points(name) else value for name, value in state.items()}
@@ -121,7 +122,7 @@ def assert_rows(rows: range | Tensor, model: dict[str, Tensor], state: dict[str,
 
 @mock.patch.object(checkpoint_rows, "BLOCK", 5)
 def carried(world: World, models: Path, counts: list[int] | None, step: int) -> list[int]:
-    """Saves with `counts` points by rank, or loads step - 1 and saves what was loaded; both in small blocks."""
+    """Save with `counts` points by rank, or loads step - 1 and saves what was loaded; both in small blocks."""
     if counts is not None:
         rows, model, state = rows_of(world, counts), whole_model(), whole_state()
         assert save_sharded(world, models, step, rows, model, state) == ""

@@ -38,7 +38,7 @@ from ns_multigpu.core.types import Patch, View
 from tests.lib.training_run import TinyDataParserConfig
 
 STATISTICS = ("grad2d", "count", "radii")
-"""What gsplat's densification keeps of each Gaussian between refinements."""
+"""Statistics that gsplat's densification stores for each Gaussian between refinements."""
 
 _SIGMA = inspect.signature(SSIM).parameters["win_sigma"].default
 
@@ -56,7 +56,7 @@ class Refinement:
 
 @dataclass
 class StockCourse:
-    """What nerfstudio's method did.
+    """Record of a run of nerfstudio's method.
 
     Attributes:
         trainer: with everything that it trained.
@@ -75,7 +75,7 @@ def follow_stock(
     capture: Path, runs: Path, options: Mapping[str, Any], steps: int, start: Mapping[str, Tensor], seed: int,
     *, eps: float, double: bool = True, our_loss: bool = False,
 ) -> StockCourse:  # fmt: skip
-    """Trains nerfstudio's `splatfacto` for so many steps of a view each.
+    """Train nerfstudio's `splatfacto` for so many steps of a view each.
 
     Args:
         capture: folder that `write_capture` wrote.
@@ -120,7 +120,7 @@ def follow_stock(
 
 @contextmanager
 def _on_the_cpu() -> Iterator[None]:
-    """Makes nerfstudio's model possible without a GPU and without a network."""
+    """Make nerfstudio's model possible without a GPU and without a network."""
     lpips = "torchmetrics.image.lpip.LearnedPerceptualImagePatchSimilarity"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -132,7 +132,7 @@ def _on_the_cpu() -> Iterator[None]:
 
 
 def _draw_as_ours(trainer: Trainer, seed: int) -> None:
-    """Makes nerfstudio's draws come out as ours: backgrounds, and where halves of a split go."""
+    """Make nerfstudio's draws come out as ours: backgrounds, and where halves of a split go."""
 
     def before(step: int) -> None:
         torch.manual_seed(seed_from(seed, "background", step))
@@ -148,7 +148,7 @@ def _draw_as_ours(trainer: Trainer, seed: int) -> None:
 
 
 def _our_loss(model: SplatfactoModel) -> Callable[..., dict[str, Tensor]]:
-    """nerfstudio's losses, with our L1 and SSIM."""
+    """Return nerfstudio's losses, with our L1 and SSIM."""
     losses = model.get_loss_dict
 
     def get_loss_dict(outputs: dict[str, Tensor], batch: dict[str, Tensor], metrics: Any) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ def _our_loss(model: SplatfactoModel) -> Callable[..., dict[str, Tensor]]:
 
 @contextmanager
 def _recorded(strategy: DefaultStrategy, course: StockCourse) -> Iterator[None]:
-    """Notes in `course` what densification does."""
+    """Note in `course` what densification does."""
     grow, prune, reset = strategy._grow_gs, strategy._prune_gs, rules.reset_opa
     grown: dict[str, Any] = {}
 
@@ -193,7 +193,7 @@ def _recorded(strategy: DefaultStrategy, course: StockCourse) -> Iterator[None]:
 
 @contextmanager
 def _precision(trainer: Trainer, double: bool) -> Iterator[None]:
-    """Makes nerfstudio's course one in double precision, if it is to be."""
+    """Make nerfstudio's course one in double precision, if it is to be."""
     data: Any = trainer.pipeline.datamanager
     model: Any = trainer.pipeline.model
     _ = data.cached_train  # what reads the images sets the cameras

@@ -21,7 +21,7 @@ def course(
     world: World, tile: bool, capture: Path, runs: Path, options: Mapping[str, Any], steps: int, views: int,
     *, double: bool = True,
 ) -> Outcome:  # fmt: skip
-    """Trains with `tile` on all of `world`, or with `batch` on a world of one, in order from the start.
+    """Train with `tile` on all of `world`, or with `batch` on a world of one, in order from the start.
 
     Args:
         world: this process's. capture, runs, options, steps, double: see `follow`.
@@ -99,7 +99,7 @@ def course(
 
 
 def _whole(rows: dict[str, Tensor], world: World, sharded: bool) -> dict[str, Tensor]:
-    """All ranks' rows, one rank's after the other's."""
+    """Return all ranks' rows, one rank's after the other's."""
     if not sharded:
         return rows
     parts = all_gather_objects(rows, world)

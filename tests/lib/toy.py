@@ -77,5 +77,5 @@ class ToyConfig:
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks wrote, by rank."""
+    """Return the reports that the ranks wrote, by rank."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]

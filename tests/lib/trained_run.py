@@ -28,7 +28,7 @@ def _write(world: World, capture: Path, run: Path, bounds: tuple[int, ...]) -> N
 
 
 def write_run(folder: Path) -> Path:
-    """Writes it, with a capture of its own; returns its config.yml."""
+    """Write it, with a capture of its own, and return its config.yml."""
     capture = write_capture(folder / "capture")
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
     config.pipeline.strategy, config.method_name = "tile", "splatfacto-tile"
@@ -42,7 +42,7 @@ def write_run(folder: Path) -> Path:
 
 
 def write_path(file: Path, views: int = 3, **more: Any) -> Path:
-    """Writes a camera path of so many views, with a crop."""
+    """Write a camera path of so many views, with a crop."""
     poses = [[0, -0.24, 0.97, 2 + step / 4, 1, 0, 0, 0.1, 0, 0.97, 0.24, 0.5, 0, 0, 0, 1] for step in range(views)]
     crop = {
         "crop_bg_color": {"r": 10, "g": 20, "b": 30}, "crop_center": [0.0, 0.0, 0.0], "crop_scale": [1.6, 1.6, 1.6],

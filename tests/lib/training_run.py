@@ -100,7 +100,7 @@ def sums_over_points(model: Any, world: World) -> dict[str, Any]:
 def single_course(
     world: World, folder: Path, options: Mapping[str, Any], strategy: str, fused: str, steps: int = 12
 ) -> dict[str, Any]:
-    """A course on `folder`/tiny in single precision, whose rounding Adam's eps is to be far from; its sums.
+    """Return a course on `folder`/tiny in single precision, whose rounding Adam's eps is to be far from; its sums.
 
     Args:
         options: of `follow`, with the kind of point. fused: of `--fused-steps`.
@@ -117,7 +117,7 @@ def follow(
     *, method: str = "splatfacto-batch", double: bool = True,
     ready: Callable[[DistributedTrainer], None] = lambda _: None,
 ) -> DistributedTrainer:  # fmt: skip
-    """Trains for so many steps and returns the trainer, with everything that it trained.
+    """Train for so many steps and return the trainer, with everything that it trained.
 
     Args:
         world: this process's.

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(script: str, *words: object, **more: str) -> subprocess.Popen[str]:
-    """Starts one of nerfstudio's scripts, with more in its environment."""
+    """Start one of nerfstudio's scripts, with more in its environment."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
     command = [sys.executable, "-W", "ignore", "-m", f"nerfstudio.scripts.{script}", *map(str, words)]
     return subprocess.Popen(
@@ -29,32 +29,32 @@ def start(script: str, *words: object, **more: str) -> subprocess.Popen[str]:
 
 
 def with_ffmpeg(folder: Path) -> dict[str, str]:
-    """An environment in which ns-render finds ffmpeg, which it asks for also where it writes images."""
+    """Return an environment in which ns-render finds ffmpeg, which it asks for also where it writes images."""
     folder.mkdir(exist_ok=True)
     (folder / "ffmpeg").symlink_to(imageio_ffmpeg.get_ffmpeg_exe())
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 def done(process: subprocess.Popen[str], code: int = 0) -> str:
-    """What it has said, when it has ended with this exit code."""
+    """Return the output of a process after it has ended with this exit code."""
     said = process.communicate(timeout=180)[0]
     assert process.returncode == code, said
     return said
 
 
 def children(pid: int) -> list[int]:
-    """The processes that it has started."""
+    """Return the processes that it has started."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def helpers_of(pid: int) -> list[int]:
-    """The helpers of a process: its fork server's children."""
+    """Return the helpers of a process: its fork server's children."""
     servers = [child for child in children(pid) if b"multiprocessing.forkserver" in command(child)]
     return [helper for server in servers for helper in children(server)]
 
 
 def runs(pid: int) -> bool:
-    """Whether a process has not ended; one that nobody has collected has."""
+    """Return whether a process has not ended; one that nobody has collected has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -62,7 +62,7 @@ def runs(pid: int) -> bool:
 
 
 def gone(pids: list[int], seconds: float = 10.0) -> bool:
-    """Whether all have ended after so many seconds."""
+    """Return whether all have ended after so many seconds."""
     end = time.monotonic() + seconds
     while any(map(runs, pids)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -70,7 +70,7 @@ def gone(pids: list[int], seconds: float = 10.0) -> bool:
 
 
 def same_images(found: Path, expected: Path, count: int, least: float = 5) -> None:
-    """Asserts that two folders hold so many pictures, equal to a 255th, none of them of one colour (`least`)."""
+    """Assert that two folders hold so many pictures, equal to a 255th, none of them of one colour (`least`)."""
     names = sorted(str(file.relative_to(expected)) for file in expected.rglob("*.png"))
     assert len(names) == count and names == sorted(str(file.relative_to(found)) for file in found.rglob("*.png"))
     for name in names:
@@ -108,7 +108,7 @@ def viewer(run: Path, helpers: int, **more: str) -> Iterator[tuple[subprocess.Po
 
 
 def killed(run: Path, helpers: int, victim: str, **more: str) -> None:
-    """Starts ns-viewer, kills it ("parent"), its last helper, or nobody, and asserts that none of them is left."""
+    """Start ns-viewer, kills it ("parent"), its last helper, or nobody, and asserts that none of them is left."""
     with viewer(run, helpers, **more) as (process, pids):
         if victim == "parent":
             process.kill()
@@ -125,7 +125,7 @@ def killed(run: Path, helpers: int, victim: str, **more: str) -> None:
 
 
 def command(pid: int) -> bytes:
-    """What a process was started with; nothing if it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which rank draws which patch: the start exact, the search never worse, levels in their order."""
+"""Assignment of patches to ranks: the start exact, the search never worse, levels in their order."""
 
 from itertools import permutations, product
 
@@ -35,7 +35,7 @@ def value(counts: torch.Tensor, ranks: torch.Tensor, weights: tuple[float, ...],
 
 
 def exhaustive(counts: torch.Tensor, weights: tuple[float, ...]) -> float:
-    """The least objective of all assignments whose ranks differ by one patch at most."""
+    """Return the least objective of all assignments whose ranks differ by one patch at most."""
     patches, ranks = counts.shape
     least = patches // ranks
     fair = (

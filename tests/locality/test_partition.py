@@ -1,4 +1,4 @@
-"""Where groups go: level, with the views that see them, and the same on every run."""
+"""Placement of groups: balanced, with the views that see them, and the same on every run."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def shares(values: np.ndarray) -> float:
 
 
 def crossing(graph: SeenGraph, placed: Partition) -> float:
-    """The fraction of what views see that does not lie on the machine where most of it is."""
+    """Return the fraction of what views see that does not lie on the machine where most of it is."""
     by_machine = graph.by_rank(placed.ranks // placed.per_machine, placed.machines)
     return float(1 - by_machine.max(1).sum() / by_machine.sum())
 

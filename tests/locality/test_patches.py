@@ -24,7 +24,7 @@ def view_of(size: tuple[int, int], index: int = 0) -> View:
 
 
 def world_of(ranks: int, machines: int) -> World:
-    """The first rank of so many, as far as an assignment asks."""
+    """Return the first rank of so many, as far as an assignment asks."""
     return replace(World.single(), size=ranks, local_size=ranks // machines)
 
 

@@ -9,7 +9,7 @@ from ns_multigpu.locality.picture import Partition, draw, window
 
 RANDOM = np.random.default_rng(4)
 WEST, EAST = (-10.0, 0.0), (10.0, 4.0)
-"""Where two clusters are, along x and z."""
+"""Centres of two clusters along x and z."""
 
 
 def cluster(at: tuple[float, float], count: int = 4000) -> NDArray[np.float64]:
@@ -18,7 +18,8 @@ def cluster(at: tuple[float, float], count: int = 4000) -> NDArray[np.float64]:
 
 
 def two(far: float = 0.0, homes: tuple[int, ...] = (0, 1)) -> Partition:
-    """A cluster of machine 0's second rank and one of machine 1's first, a camera beside each; three points far off."""
+    """Return a cluster of machine 0's second rank and one of machine 1's first, a camera beside each; three points far
+    off."""
     positions = np.concatenate([cluster(WEST), cluster(EAST), np.full((3, 3), far)])
     owners = np.repeat([1, 2, 3], [4000, 4000, 3])
     cameras = np.array([[-10.0, 9.0, 4.5], [10.0, 9.0, -0.5]])

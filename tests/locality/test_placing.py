@@ -53,7 +53,7 @@ def placement(world: World, seen: list[View] | None = None, **options: Any) -> t
 
 
 def alone(ranks: int, machines: int) -> World:
-    """The first rank, as far as a placement asks: nobody else is there to be told."""
+    """Return the first rank, as far as a placement asks: nobody else is there to be told."""
     return replace(World.single(), size=ranks, local_size=ranks // machines)
 
 

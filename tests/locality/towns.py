@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 96, 64
 
 
 def town(points: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """means [N, 3], scales [N, 3] and opacities [N] over 100 x 100 metres, some of them large."""
+    """Return means [N, 3], scales [N, 3] and opacities [N] over 100 x 100 metres, some of them large."""
     generator = torch.Generator().manual_seed(seed)
     means = torch.rand(points, 3, generator=generator) * torch.tensor([100.0, 100.0, 12.0])
     scales = 0.02 + 0.3 * torch.rand(points, 3, generator=generator) ** 4
@@ -20,7 +20,7 @@ def town(points: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cameras(views: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """viewmats [V, 4, 4] from within and above the town, looking anywhere, and Ks [V, 3, 3]."""
+    """Return viewmats [V, 4, 4] from within and above the town, looking anywhere, and Ks [V, 3, 3]."""
     generator = torch.Generator().manual_seed(seed + 100)
     poses = torch.eye(4).repeat(views, 1, 1)
     rotation = torch.linalg.qr(torch.randn(views, 3, 3, generator=generator)).Q

@@ -1,4 +1,4 @@
-"""What a run on several GPUs says at its start of other strategies."""
+"""Comparison with other strategies that a run on several GPUs prints at its start."""
 
 from dataclasses import replace
 

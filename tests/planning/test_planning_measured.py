@@ -59,7 +59,7 @@ class Row:
 
     @property
     def course(self) -> Course:
-        """The step as a plan is asked for it."""
+        """Return the step as a plan is asked for it."""
         visible, tiles = SCENES[self.scene, self.image]
         shown = {} if visible is None else {"visible": visible}
         machines = self.gpus if self.gbit else 1

@@ -24,7 +24,7 @@ def whole_model(count: int, seed: int = 0, device: str | torch.device = "cpu") -
 
 
 def shard(values: dict[str, Tensor], bounds: Sequence[int], rank: int, places: Tensor | None = None) -> Model:
-    """A rank's rows, of its range or at its places, under Adams that have taken no step."""
+    """Return a rank's rows, of its range or at its places, under Adams that have taken no step."""
     some = slice(bounds[rank], bounds[rank + 1]) if places is None else places
     params = torch.nn.ParameterDict({n: torch.nn.Parameter(v[some].clone()) for n, v in values.items()})
     return params, {name: torch.optim.Adam([param], lr=0.01) for name, param in params.items()}
@@ -57,7 +57,7 @@ def take_step(model: Model, first: int, count: int, step: int, case: str, places
 
 
 def bounds_of(case: str, count: int, world: World) -> list[int]:
-    """[ranks + 1] which rows the ranks start with."""
+    """Return [ranks + 1] which rows the ranks start with."""
     even = [rank * count // world.size for rank in range(world.size + 1)]
     if case == "a rank owns nothing" and world.size > 1:
         even[1] = 0
@@ -67,7 +67,7 @@ def bounds_of(case: str, count: int, world: World) -> list[int]:
 
 
 def lines(model: Model) -> dict[str, Tensor]:
-    """All that a point has: parameters and moments; and the number of steps of each optimizer."""
+    """Return all that a point has: parameters and moments; and the number of steps of each optimizer."""
     params, optimizers = model
     found = {name: value.detach().cpu() for name, value in params.items()}
     for name, optimizer in optimizers.items():
@@ -80,7 +80,7 @@ def lines(model: Model) -> dict[str, Tensor]:
 
 
 def together(outcomes: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The whole model of what `lines` gave on each rank."""
+    """Return the whole model of what `lines` gave on each rank."""
     whole: dict[str, Tensor] = {}
     for name in outcomes[0]:
         parts = [outcome[name] for outcome in outcomes]

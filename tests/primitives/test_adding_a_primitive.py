@@ -74,7 +74,7 @@ def test_ranks_without_views_and_models_without_points(strategy: str, views: int
 
 
 def learn(world: World, strategy: str) -> list[float]:
-    """The losses of Adam's steps from discs in grey towards images of others, of the whole batch."""
+    """Return the losses of Adam's steps from discs in grey towards images of others, of the whole batch."""
     kind, spread, views = of_the_page(), STRATEGIES[strategy](world), make_views(VIEWS, torch.float64, size=SIZE)
     targets = [picture(kind, discs(POINTS, seed=1), view) for view in views]
     start = discs(POINTS)
@@ -114,7 +114,7 @@ def test_it_learns_as_on_one_rank() -> None:
 
 
 def train(world: World, folder: Path, strategy: str, steps: int, begun: Path | None) -> tuple[dict[str, Any], int]:
-    """Trains it and leaves a checkpoint in `folder`; returns sums over points, and the first step."""
+    """Train it and leave a checkpoint in `folder`, and return sums over points, and the first step."""
     from nerfstudio.configs.method_configs import all_methods
 
     all_methods["discs"] = blocks_of_the_page(2)["method"]

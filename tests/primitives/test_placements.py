@@ -64,7 +64,7 @@ def test_any_owners_train_the_model_of_one_gpu(kind: str) -> None:
 
 
 def owned(world: World, kind: str) -> bool:
-    """Whether each rank has what the placement gives it, when a refinement is done."""
+    """Return whether each rank has what the placement gives it, when a refinement is done."""
     module = KINDS[kind]
     holding = holding_of(HalfSpaces(), "even", module.initial("even"), world)
     seen: list[bool] = []

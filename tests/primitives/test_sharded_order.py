@@ -60,7 +60,7 @@ def rows_of(case: str, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def reorder(world: World, case: str) -> tuple[Move, Reordering, dict[str, Tensor], int]:
-    """Moves rows that tell where they came from, and their weights."""
+    """Move rows that tell where they came from, and their weights."""
     keys, weights = rows_of(case, world.size)[world.rank]
     ids = torch.stack([torch.full_like(keys, world.rank), torch.arange(len(keys))], dim=1)
     sorted_keys, order = torch.sort(keys, stable=True)
@@ -137,7 +137,7 @@ def test_keys_are_of_one_box(size: int = 3) -> None:
 
 
 def boxed(world: World) -> bool:
-    """Whether a rank's keys are what they would be with all points here; the first rank has none."""
+    """Return whether a rank's keys are what they would be with all points here; the first rank has none."""
     g = keyed_generator("boxes")
     means, categories = torch.randn(90, 3, generator=g), torch.randint(4, (90,), generator=g)
     bounds = [0, 0, *(90 * k // (world.size - 1) for k in range(1, world.size))]
@@ -154,7 +154,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"wide": (15, 3), "flat": (), "thin": (3,),
 
 
 def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
-    """Moves parameters of many shapes; the last rank alone has points, and the first was left behind in steps."""
+    """Move parameters of many shapes; the last rank alone has points, and the first was left behind in steps."""
     last = world.size - 1
     count = 50 if world.rank == last else 0
     params: dict[str, Any] = {}
@@ -193,7 +193,7 @@ def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def carried_by_parts(world: World) -> tuple[dict[str, Tensor], list[float]]:
-    """The same where rows are too many to travel whole."""
+    """Return the same where rows are too many to travel whole."""
     sharded_rows._AT_ONCE = 0
     return carried(world)
 

@@ -45,7 +45,7 @@ Outcome = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Course:
-    """What is trained, and how.
+    """Configuration of a training run.
 
     Attributes:
         strategy: `batch`, where ranks are replicas, or `tile`, where each has a shard: `bounds`, or equal numbers.
@@ -100,7 +100,7 @@ def scalars(number: int) -> torch.Tensor:
 
 
 def ordinary(course: Course, device: str = "cpu") -> Outcome:
-    """The course of one process that takes all views of a batch."""
+    """Return the course of one process that takes all views of a batch."""
     place = torch.device(device)
     params = {
         k: torch.nn.Parameter(v.detach()) for k, v in course.scene(course.points, torch.float32, place).params.items()
@@ -142,7 +142,7 @@ def kernels_of(antialiased: bool = False, absgrad: bool = True, **options: Any) 
 def transport_of(
     name: str, spread: Strategy, kernels: GaussianKernels, settings: StepSettings, **wire: bool
 ) -> Transport:
-    """The transport of that name for shards; replicas have one of their own.
+    """Return the transport of that name for shards; replicas have one of their own.
 
     Args:
         wire: see `CollectiveRows`.
@@ -162,7 +162,7 @@ def step_of(
     world: World, strategy: str, params: Any, settings: StepSettings, transport: str = "own", moments: Any = None,
     lazy: LazyAdam | None = None, kernels: GaussianKernels | None = None, statistics: Any = None,
 ) -> Step:  # fmt: skip
-    """A step of these parameters, with moments that are zero unless there are some."""
+    """Return a step of these parameters, with moments that are zero unless there are some."""
     spread = STRATEGIES[strategy](world)
     kernels = kernels or kernels_of(absgrad=False)
     moments = moments or {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in params.items()}
@@ -171,7 +171,7 @@ def step_of(
 
 
 def taken(world: World, course: Course) -> Outcome:
-    """The course on several ranks."""
+    """Return the course on several ranks."""
     device = world.device
     world = on_machines(world, course.machines) if course.machines > 1 else world
     spread = STRATEGIES[course.strategy](world)
@@ -275,13 +275,13 @@ def grown(capacities: Pairs, needed: Pairs) -> Pairs:
 
 
 def target_of(patch: Patch, views: Sequence[View], picture: torch.Tensor) -> torch.Tensor:
-    """The image under a patch's rendered rectangle, of whole rows, in its place in the picture of its view."""
+    """Return the image under a patch's rendered rectangle, of whole rows, in its place in the picture of its view."""
     _, top, _, bottom = patch.rendered(views[patch.view])
     return picture[top:bottom].copy_(make_image(views[patch.view])[top:bottom])
 
 
 def take(course: Course, ranks: int, device: str = "cpu") -> list[Outcome]:
-    """What each rank of so many has of a course."""
+    """Return the outcome of a run on each of `ranks` ranks."""
     return run_ranks(taken, ranks, course, device=device)
 
 

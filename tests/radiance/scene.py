@@ -44,7 +44,7 @@ class Outcome:
 
 
 def render(part: Partition, segments: Segments, own: range, params: dict[str, Tensor]) -> list[Tensor]:
-    """The states of the segments of some cells."""
+    """Return the states of the segments of some cells."""
     origins, directions = (x.to(segments.near) for x in rays(segments.rays))
     rows: list[Tensor] = []
     for cell in own:
@@ -61,7 +61,7 @@ def render(part: Partition, segments: Segments, own: range, params: dict[str, Te
 
 
 def step(world: World, cells: int) -> Outcome:
-    """Renders the rays and takes the gradients of a loss that uses every integral."""
+    """Render the rays and take the gradients of a loss that uses every integral."""
     part = cut(cells)
     origins, directions = (x.to(world.device) for x in rays())
     near = torch.full_like(origins[:, 0], 0.05)

@@ -9,7 +9,7 @@ from ns_multigpu.core.types import Points, View
 
 
 def look_at(eye: list[float], target: list[float]) -> torch.Tensor:
-    """[4, 4] world-to-camera, OpenCV axes, the world's z up."""
+    """Return [4, 4] world-to-camera, OpenCV axes, the world's z up."""
     position, goal = torch.tensor(eye, dtype=torch.float64), torch.tensor(target, dtype=torch.float64)
     forward = torch.nn.functional.normalize(goal - position, dim=0)
     right = torch.nn.functional.normalize(torch.linalg.cross(forward, torch.tensor([0.0, 0, 1]).double()), dim=0)
@@ -68,7 +68,7 @@ def make_points(count: int, dtype: torch.dtype, device: torch.device | str = "cp
 
 
 def make_moving_points(count: int, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Points:
-    """`make_points` as 4D Gaussians that move, come and go."""
+    """Return `make_points` as 4D Gaussians that move, come and go."""
     g = torch.Generator().manual_seed(seed + 1)
     params = dict(make_points(count, torch.float64, seed=seed).params)
     params |= {
@@ -88,6 +88,6 @@ def make_maps(views: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 
 def make_image(view: View, seed: int = 9) -> torch.Tensor:
-    """[H, W, 3] uint8 noise."""
+    """Return [H, W, 3] uint8 noise."""
     g = torch.Generator().manual_seed(seed + view.index)
     return torch.randint(0, 256, (view.height, view.width, 3), generator=g, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What peer memory is to GPUs, for ranks on a CPU: files that all of them map."""
+"""Emulation of peer memory for ranks on a CPU: files that all of them map."""
 
 import math
 from pathlib import Path

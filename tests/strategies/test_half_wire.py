@@ -19,7 +19,7 @@ UNIT = 2.0**-11
 
 
 def differences(found: list[Outcome], wanted: list[Outcome]) -> dict[str, tuple[float, float]]:
-    """The largest and the mean error: of pixels (which are 0 to 1), and of each parameter's gradients beside the
+    """Return the largest and the mean error: of pixels (which are 0 to 1), and of each parameter's gradients beside the
     gradient of its point."""
     images, right = (stitch([piece for o in outcomes for piece in o["images"]]) for outcomes in (found, wanted))
     pixels = torch.cat([(images[k] - right[k]).abs().flatten() for k in right])
@@ -42,7 +42,7 @@ def test_half_a_wire_is_nearly_a_whole_one(mode: str, ranks: int) -> None:
 
 
 def autograd_step(world: World, strategy: str, half: bool) -> Outcome:
-    """`take_step`, through autograd."""
+    """Return `take_step`, through autograd."""
     spread = STRATEGIES[strategy](world)
     assert isinstance(spread.rows, ExchangedRows)
     spread.rows.half = half

@@ -27,7 +27,7 @@ VIEWS, POINTS, CELLS, SIZE = 5, 288, 3, (90, 61)
 
 
 def opaque(dtype: torch.dtype) -> Points:
-    """A solid wall across the middle, which is a cell, and points on either side."""
+    """Return a solid wall across the middle, which is a cell, and points on either side."""
     params = {name: value.detach() for name, value in make_points(POINTS, dtype).params.items()}
     side = torch.linspace(-2.2, 2.2, 8, dtype=dtype)
     wall = torch.cartesian_prod(torch.tensor([-0.02, 0.0, 0.02], dtype=dtype), side, side)[: POINTS // 3 * 2]
@@ -43,7 +43,7 @@ def opaque(dtype: torch.dtype) -> Points:
 
 
 def strategy_of(world: World, hide: bool = True) -> Strategy:
-    """The wall is the cell in the middle."""
+    """Return the wall is the cell in the middle."""
     options = PixelOptions(cells=CELLS, crossing="none")
     space = GivenCells(world, options)
     space.splits = (Split(0, -0.3, -1, 1), Split(0, 0.3, -2, -3))

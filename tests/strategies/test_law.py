@@ -61,17 +61,17 @@ def one_step(
     world: World, strategy: str, primitive: str, views: int, points: int, dtype: torch.dtype,
     size: tuple[int, int] | None = None,
 ) -> Outcome:  # fmt: skip
-    """`take_step` with a new strategy of that name."""
+    """Return `take_step` with a new strategy of that name."""
     return take_step(STRATEGIES[strategy](world), primitive, views, points, dtype, size)
 
 
 def one_step_on(machines: int, world: World, *rest: Any) -> Outcome:
-    """`one_step` with the ranks spread over so many machines."""
+    """Return `one_step` with the ranks spread over so many machines."""
     return one_step(on_machines(world, machines), *rest)
 
 
 def on_machines(world: World, machines: int) -> World:
-    """The world as if its ranks were on so many machines. Only these ranks call it: they may be some of all."""
+    """Return the world as if its ranks were on so many machines. Only these ranks call it: they may be some of all."""
     each = world.size // machines
     first = world.rank // each * each
     group = dist.new_group(list(range(first, first + each)), use_local_synchronization=True)
@@ -82,7 +82,7 @@ def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
 ) -> Outcome:  # fmt: skip
-    """Renders a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
+    """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
     depth counts. `exposes`: their colours are mapped."""
     world = spread.world
@@ -146,7 +146,7 @@ def take_step(
 def points_of(
     primitive: str, count: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Primitive, Points]:
-    """A primitive of the table, and so many points of its kind."""
+    """Return a primitive of the table, and so many points of its kind."""
     drawn = PRIMITIVES[primitive]()
     make = make_moving_points if isinstance(drawn, MovingGaussians) else make_points
     return drawn, make(count, dtype, device)
@@ -167,7 +167,7 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def stitch(pieces: Pieces) -> dict[int, torch.Tensor]:
-    """The images that the patches are of, each of which must be covered, and no pixel twice."""
+    """Return the images that the patches are of, each of which must be covered, and no pixel twice."""
     images: dict[int, torch.Tensor] = {}
     for view in {patch.view for patch, _ in pieces}:
         of_view = [(patch, piece) for patch, piece in pieces if patch.view == view]
@@ -182,7 +182,7 @@ def stitch(pieces: Pieces) -> dict[int, torch.Tensor]:
 
 
 def check(outcomes: list[Outcome], expected: Outcome, dtype: torch.dtype) -> None:
-    """Whether the ranks together produced what one rank did."""
+    """Return whether the ranks together produced what one rank did."""
     close = TOLERANCES[dtype]
     for kind in ("images", "depths"):
         seen = stitch([piece for outcome in outcomes for piece in outcome[kind]])

@@ -44,7 +44,7 @@ def convexes(count: int, dtype: torch.dtype, device: Any = "cpu") -> Points:
 
 
 def faint(count: int, dtype: torch.dtype, device: Any = "cpu") -> Points:
-    """The same, hardly to be seen: no pixel is closed."""
+    """Return the same, hardly to be seen: no pixel is closed."""
     made = convexes(count, dtype, device)
     made.params["opacities"].data.sub_(3.0)
     return made
@@ -129,7 +129,7 @@ def through_autograd(cells: bool, open_: bool, views: int) -> Outcome:
 
 
 def check_fused(outcomes: list[Outcome], name: str) -> None:
-    """Whether ranks together did what one rank does through autograd."""
+    """Return whether ranks together did what one rank does through autograd."""
     replicated = spread_of(World.single(), name).placement.replicated if "relays" not in name else False
     views = DEALT if replicated else CUT
     expected = through_autograd("cells" in name, "ghosts" in name, views)
@@ -142,7 +142,7 @@ def test_a_fused_step_equals_single(name: str, ranks: int, mode: str) -> None:
 
 
 def picture(world: World, strategy: str) -> list[Any]:
-    """A view, as all ranks draw it for people to look at."""
+    """Return a view, as all ranks draw it for people to look at."""
     view = make_views(2, torch.float32, world.device, PORTRAIT)[0]
     spread = STRATEGIES[strategy](world)
     held, _ = held_at(spread, convexes(POINTS, torch.float32, world.device))

@@ -69,7 +69,7 @@ def fused_step(world: World, strategy: str, mode: str) -> Outcome:
 
 
 def check_fused(outcomes: list[Outcome], strategy: str) -> None:
-    """Whether ranks together did what one rank does through autograd."""
+    """Return whether ranks together did what one rank does through autograd."""
     made, count = surfels(POINTS, torch.float32), count_of(strategy)
     spread = STRATEGIES["single"](World.single())
     expected = take_step(spread, "2dgs", count, POINTS, torch.float32, PORTRAIT, kind=(FLAT, made), observes=True)

@@ -58,7 +58,7 @@ def fused(world: World, strategy: str, mode: str, primitive: str = "gaussians", 
 
 
 def check_fused(outcomes: list[Outcome], strategy: str, primitive: str = "gaussians") -> None:
-    """Whether ranks together did what one rank does through autograd."""
+    """Return whether ranks together did what one rank does through autograd."""
     count = count_of(strategy)
     single = STRATEGIES["single"](World.single())
     kind = kind_of(primitive, POINTS, torch.float32)

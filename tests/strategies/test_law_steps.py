@@ -62,7 +62,7 @@ LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
 
 def count_of(strategy: str) -> int:
-    """How many views a step has."""
+    """Return the number of views of a step."""
     return DEALT if STRATEGIES[strategy](World.single()).placement.replicated else CUT
 
 
@@ -70,13 +70,13 @@ def step_of(
     world: World, strategy: str, primitive: str, size: tuple[int, int], mode: str, by_sort: bool = False,
     half: bool | None = None,
 ) -> Outcome:  # fmt: skip
-    """`take_one` with a strategy and a primitive of those names."""
+    """Return `take_one` with a strategy and a primitive of those names."""
     kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
     return take_one(STRATEGIES[strategy](world), kind, count_of(strategy), size, mode, by_sort, half, whole)
 
 
 def step_on(machines: int, world: World, *rest: Any) -> Outcome:
-    """`step_of` with the ranks spread over so many machines."""
+    """Return `step_of` with the ranks spread over so many machines."""
     return step_of(on_machines(world, machines), *rest)
 
 
@@ -137,7 +137,7 @@ def made(
     half: bool | None = None, observed: Observations | None = None, exposures: StepExposures | None = None,
     room: Any = None, **more: Any,
 ) -> Step:  # fmt: skip
-    """The step of a strategy and a primitive, with what carries its rows."""
+    """Return the step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
     settings = StepSettings(
         views[0].width, views[0].height, len(views), LAMBDA, **{**ROOM, **(room or {})}, exposures=exposures is not None
@@ -197,7 +197,7 @@ def fill(step: Step, views: list[View]) -> None:
 
 
 def check_step(outcomes: list[Outcome], strategy: str, primitive: str, size: tuple[int, int]) -> None:
-    """Whether the ranks together did what one rank does through autograd."""
+    """Return whether the ranks together did what one rank does through autograd."""
     expected = one_step(World.single(), "single", primitive, count_of(strategy), POINTS, torch.float32, size)
     replicated = STRATEGIES[strategy](World.single()).placement.replicated
     check_outcomes(outcomes, expected, count_of(strategy), size, replicated=replicated)
@@ -207,7 +207,8 @@ def check_outcomes(
     outcomes: list[Outcome], expected: Outcome, views: int, size: tuple[int, int], *, replicated: bool,
     sized: bool = True,
 ) -> None:  # fmt: skip
-    """Whether ranks together did what is expected. Points that are not `sized` have no radii for densification."""
+    """Return whether ranks together did what is expected. Points that are not `sized` have no radii for
+    densification."""
     assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= views - 2
     whole = torch.stack([outcome["statistics"] for outcome in outcomes]).sum(0)
     loss = torch.stack([outcome["loss"] for outcome in outcomes]).sum(0).reshape(1)

@@ -74,7 +74,7 @@ def fused_step(
 
 
 def check_fused(outcomes: list[Outcome], strategy: str, losses: dict[str, float]) -> None:
-    """Whether ranks together did what one rank does through autograd."""
+    """Return whether ranks together did what one rank does through autograd."""
     kind = replace(PLAIN, channels=("normals", "distortion") if losses else ())
     made, count = surfels(POINTS, torch.float32), count_of(strategy)
     spread = STRATEGIES["single"](World.single())

@@ -36,7 +36,7 @@ from tests.strategies.test_law_steps import (
 
 
 def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, *, sized: bool = True) -> Any:
-    """A step of `batch` in which nothing but barriers goes through collectives."""
+    """Return a step of `batch` in which nothing but barriers goes through collectives."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated_rows, "PeerBuffer", SharedFile)

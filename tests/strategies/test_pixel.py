@@ -77,7 +77,7 @@ def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int
 
 
 def half_step(world: World, wire: str, mode: str) -> Outcome:
-    """A step with this wire, and the bytes that it sent."""
+    """Return a step with this wire, and the bytes that it sent."""
     world.traffic.since("step")
     spread = strategy_of(2, world, wire=wire)
     if mode == "autograd":
@@ -137,7 +137,7 @@ def where_cameras_stand() -> dict[str, tuple[Split, ...]]:
 def step_within(
     where: str, world: World, spread_out: float, crossing: Literal["none", "ghosts", "single"] = "none"
 ) -> Outcome:
-    """A step of points around the cameras."""
+    """Return a step of points around the cameras."""
     points = make_points(POINTS, torch.float64)
     means = (spread_out * points.params["means"]).detach().requires_grad_()
     kind = Gaussians(depth=True), Points({**points.params, "means": means})

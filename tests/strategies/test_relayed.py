@@ -105,7 +105,7 @@ def test_halves_between_machines_are_nearly_whole(mode: Any) -> None:
 
 
 def by_shared_memory(folder: Path, machines: int, world: World, count: int) -> Any:
-    """A step whose rows go through memory that ranks of a machine share; what it says of its bytes is right."""
+    """Return a step whose rows go through memory that ranks of a machine share; what it says of its bytes is right."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intra_node, "PeerBuffer", SharedFile)

@@ -57,7 +57,7 @@ def test_nothing_shines_through_a_cell_that_stopped() -> None:
 
 
 def solid(*given: Any) -> Points:
-    """The scene's points, but most of them opaque."""
+    """Return the scene's points, but most of them opaque."""
     params = dict(make_points(*given).params)
     opacities = (params["opacities"].detach() + 4).requires_grad_()
     return Points({**params, "opacities": opacities})

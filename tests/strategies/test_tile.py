@@ -57,7 +57,7 @@ def test_uneven_ranges_and_cuts_that_move(size: int) -> None:
 
 
 def travels(world: World) -> dict[str, Any]:
-    """The rows that arrive here, beside all ranks' own, and bytes sent both ways."""
+    """Return the rows that arrive here, beside all ranks' own, and bytes sent both ways."""
     spread = tile(world)
     views = make_views(4, torch.float32)[:3]
     held = spread.placement.hold(make_points(90, torch.float32), world)

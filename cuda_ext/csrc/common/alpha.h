@@ -13,7 +13,7 @@ inline constexpr T kAlphaMin = T(1.0 / 255.0);
 template <typename T>
 inline constexpr T kAlphaMax = T(0.999);
 
-// A splat that would bring the transmittance to this or below is not blended, and the pixel is closed.
+// A splat that would lower the transmittance to this value or below is not blended, and the pixel is closed.
 template <typename T>
 inline constexpr T kTransmittanceMin = T(1e-4);
 

@@ -7,15 +7,15 @@
 // A point is kept only if its depth Z, as computed, lies within the depth range and a rounding error, and if the
 // rectangle around its mean overlaps the image. On the left that is fx X/Z + cx + rx > 0, or, where Z > 0,
 //     fx X + (cx + rx) Z > 0.
-// rx is no larger than 1.001 e + 1.01 pixels. Without motion e is the larger of Q sqrt(variance) and of three_sigma, with
-// Q = sqrt(2 ln 255) > 3. Let s be the largest scale, F the longer focal length and S the root of 1 + u^2 + v^2 for the
-// largest clamped u and v. The covariance's largest eigenvalue is at most (F s S / Z)^2 + eps2d, and three_sigma takes
-// 0.1 more for it. So e <= Q (F s S / Z + sqrt(eps2d + 0.1)), and the left side is linear in X and Z:
+// rx is no larger than 1.001 e + 1.01 pixels. Without motion e is the larger of Q sqrt(variance) and of three_sigma,
+// with Q = sqrt(2 ln 255) > 3. Let s be the largest scale, F the longer focal length and S the root of 1 + u^2 + v^2
+// for the largest clamped u and v. The covariance's largest eigenvalue is at most (F s S / Z)^2 + eps2d, and
+// three_sigma takes 0.1 more for it. So e <= Q (F s S / Z + sqrt(eps2d + 0.1)), and the left side is linear in X and Z:
 //     fx X + (cx + P) Z + 1.001 Q F s S > 0,  P = 1.001 Q sqrt(eps2d + 0.1) + 1.01.
 // That is a half space. A box of which no corner lies in it holds no point that is kept.
 //
-// A point that may have moved by m divides by Z* = max(Z - m, near) instead of Z, and adds fx m sqrt(1 + u^2) / Z*. Over
-// a box Z / Z* has a largest value k, |u| a largest value U and Z* a smallest one, which make constants of both.
+// A point that may have moved by m divides by Z* = max(Z - m, near) instead of Z, and adds fx m sqrt(1 + u^2) / Z*.
+// Over a box Z / Z* has a largest value k, |u| a largest value U and Z* a smallest one, which make constants of both.
 #pragma once
 
 #include "common/projection.h"
@@ -33,7 +33,7 @@ struct Box {
   T log_scale;
 };
 
-// By how much a point of any group may be elsewhere, and larger, than memory says: both 0 where no step was put off.
+// Bounds on a point's motion and growth since it was stored: both 0 without deferred steps.
 template <typename T>
 struct Motion {
   T moved;  // world units, in any direction

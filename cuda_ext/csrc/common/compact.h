@@ -5,9 +5,9 @@
 // with the probability that makes the expected value the exact one (Gupta et al. 2015, "Deep FeedbackLoop with Limited
 // Numerical Precision", section 3), it moves in one step out of several. All arithmetic stays in float32.
 //
-// The random numbers are a hash of what is rounded and of the step's own numbers: the same on whatever rank, in whatever
-// row and thread, at whatever launch a point is stepped, and there is no state beside the moments. What makes them
-// others in every step, with nothing to keep or to pass along:
+// The random numbers are a hash of what is rounded and of the step's own numbers: the same on whatever rank, in
+// whatever row and thread, at whatever launch a point is stepped, and there is no state other than the moments. What
+// makes them others in every step, with nothing to keep or to pass along:
 // - a step's are of the scalars of the means, of which 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t) change until beta2^t
 //   is lost in float32 (after some 16,600 steps of 0.999) and the rate falls with every step while it has a schedule;
 //   and of where its first view is seen from, which goes on changing: with nothing that does, a moment2 without

@@ -101,7 +101,7 @@ NSMG_HD float between(float value, float lo, float hi) { return fminf(fmaxf(valu
 NSMG_HD bool reaches_box(const ScaledSplat& s, float x_lo, float x_hi, float y_lo, float y_hi) {
   const float ac4 = 4.0f * s.a * s.c;
   const float det4 = multiply_add(-s.b, s.b, ac4);
-  // Not positive definite, or so thin that this cannot be told: no bounded support, the rule alone decides.
+  // Not positive definite, or so thin that rounding hides it: no bounded support, the rule alone decides.
   const bool bounded = (s.a > 0.0f) & (s.c > 0.0f) & (det4 > 1e-5f * ac4);
   const float left = x_lo - s.mean_x, right = x_hi - s.mean_x, top = y_lo - s.mean_y, bottom = y_hi - s.mean_y;
   const float near_x = between(0.0f, left, right), near_y = between(0.0f, top, bottom);

@@ -54,7 +54,7 @@ struct ConvexTraits {
   using PointColumns = Columns<3, 3 * kCorners, 1, 1, 1>;      // means, corners, deltas, sigmas, opacities
   using ProjectedColumns = Columns<2, 3 * kCorners, 1, 1, 1>;  // means2d, lines, sharpness, depths, opacities
   using RowColumns = Columns<2, 3 * kCorners, 1, 1, 3, 1>;     // means2d, lines, sharpness, opacities, colors, depths
-  static constexpr int kExtra = 1;         // numbers of a pixel beside its colour: depth
+  static constexpr int kExtra = 1;         // numbers of a pixel besides its colour: depth
   static constexpr int kSums = 3 + kExtra;
   static constexpr int kGradients = 24;    // sums over pixels: lines (18), sharpness, opacity, colour (3), depth
   static constexpr int kForwardBlocks = 6, kBackwardBlocks = 4;  // of 128 threads on a multiprocessor

@@ -1,5 +1,5 @@
-// The tiles of a patch that a splat may reach: of every column of tiles within the splat's box, the range of rows over
-// which its ellipse passes. Tiles are counted from the patch's own corner.
+// The tiles of a patch that a splat may overlap: of every column of tiles within the splat's box, the range of rows
+// over which its ellipse passes. Tiles are counted from the patch's own corner.
 #pragma once
 
 #include "ellipse.h"

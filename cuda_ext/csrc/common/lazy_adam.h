@@ -21,7 +21,7 @@
 
 namespace nsmg {
 
-// Steps that may be missed before everything is brought up to date.
+// Maximum number of deferred steps before a flush.
 constexpr int kLazySteps = 64;
 
 // A line of the table [kLazySteps + 1, tensors, 8]: for a tensor's parameters whose last step was t, what came since.

@@ -18,7 +18,7 @@ NSMG_HD constexpr T min_alpha() {
   return T(1) / T(255);
 }
 
-// An infinite or huge extent still has to fit an int32, with room to add a pixel coordinate.
+// An infinite or huge extent still has to fit an int32, with headroom to add a pixel coordinate.
 template <typename T>
 NSMG_HD constexpr T max_radius() {
   return T(1 << 30);
@@ -56,8 +56,8 @@ NSMG_HD double multiply_add(double a, double b, double c) {
 #endif
 }
 
-// a / b and the square root of a >= 0, on the device to two units in the last place: exact ones take a slow path where a
-// number is 0 or tiny, as most moments of points that are drawn behind others are.
+// a / b and the square root of a >= 0, on the device to two units in the last place: exact ones take a slow path where
+// a number is 0 or tiny, as most moments of points that are drawn behind others are.
 NSMG_HD float quotient(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fdividef(a, b);

@@ -1,5 +1,5 @@
-// One surfel at one pixel, forward and backward, for the CPU and CUDA twins alike. The rule of compositing is in alpha.h
-// and compositing.h; what is summed, in cuda_ext/ops/raster/surfels.py; what a kind of splat must have, in
+// One surfel at one pixel, forward and backward, for the CPU and CUDA twins alike. The rule of compositing is in
+// alpha.h and compositing.h; what is summed, in cuda_ext/ops/raster/surfels.py; what a kind of splat must have, in
 // cuda/raster/primitive_traits.h.
 #pragma once
 
@@ -23,7 +23,7 @@ struct SurfelTraits {
   using PointColumns = Columns<3, 4, 2, 1>;         // means, quats, scales, opacities
   using ProjectedColumns = Columns<2, 9, 3, 1, 1>;  // means2d, transforms, normals, depths, opacities
   using RowColumns = Columns<2, 9, 3, 1, 3, 1>;     // means2d, transforms, normals, opacities, colors, depths
-  static constexpr int kExtra = 6;       // numbers of a pixel beside its colour: depth, normal (3), distortion, median
+  static constexpr int kExtra = 6;       // numbers of a pixel besides its colour: depth, normal (3), distortion, median
   static constexpr int kSums = 3 + kExtra;
   static constexpr int kGradients = 19;  // sums over pixels: those of a row's numbers
   static constexpr int kForwardBlocks = 6, kBackwardBlocks = 4;  // of 128 threads on a multiprocessor
@@ -64,8 +64,8 @@ struct SurfelTraits {
     return s;
   }
 
-  // Whether a splat may count at a pixel centre of the box: the image of its disc is an ellipse, and the low-pass filter
-  // on the screen is a circle.
+  // Whether a splat may count at a pixel centre of the box: the image of its disc is an ellipse, and the low-pass
+  // filter on the screen is a circle.
   NSMG_HD static bool reaches(const SurfelSplat<float>& s, float x_lo, float x_hi, float y_lo, float y_hi) {
     constexpr float kSlack = 0.05f;  // pixels, for the rounding of what follows
     const float left = x_lo - s.x - kSlack, right = x_hi - s.x + kSlack;

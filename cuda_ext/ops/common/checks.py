@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_floats(like: Tensor, **tensors: tuple[Tensor, Sequence[int]]) -> None:
-    """Checks shape, dtype and device of float tensors against `like`; -1 in a shape accepts any size.
+    """Check shape, dtype and device of float tensors against `like`; -1 in a shape accepts any size.
 
     Raises:
         TypeError: `like` is neither float32 nor float64, or a dtype or device differs from it.
@@ -19,7 +19,7 @@ def check_floats(like: Tensor, **tensors: tuple[Tensor, Sequence[int]]) -> None:
 
 
 def check_tensors(dtype: torch.dtype, device: torch.device, /, **tensors: tuple[Tensor, Sequence[int]]) -> None:
-    """Checks shape, dtype and device of tensors; -1 in a shape accepts any size.
+    """Check shape, dtype and device of tensors; -1 in a shape accepts any size.
 
     Raises:
         TypeError: a dtype or device is wrong.
@@ -36,7 +36,7 @@ def check_tensors(dtype: torch.dtype, device: torch.device, /, **tensors: tuple[
 
 
 def check_rows(like: Tensor, view_ids: Tensor, point_ids: Tensor) -> None:
-    """Checks that `view_ids` and `point_ids` are int32 [M] on the device of `like`.
+    """Check that `view_ids` and `point_ids` are int32 [M] on the device of `like`.
 
     Raises:
         TypeError: a dtype or device is wrong.
@@ -52,7 +52,7 @@ def check_rows(like: Tensor, view_ids: Tensor, point_ids: Tensor) -> None:
 
 
 def check_ints(name: str, values: Sequence[int], per_item: int, items: int, item: str) -> list[int]:
-    """`values` as a list of `per_item` ints for each of `items` views or patches.
+    """Return `values` as a list of `per_item` ints for each of `items` views or patches.
 
     Raises:
         ValueError: another count.
@@ -63,6 +63,6 @@ def check_ints(name: str, values: Sequence[int], per_item: int, items: int, item
 
 
 def check_depth_range(near: float, far: float) -> None:
-    """Raises ValueError unless 0 < near < far: at depth 0 the projection has no value."""
+    """Raise ValueError unless 0 < near < far: at depth 0 the projection has no value."""
     if not 0 < near < far:
         raise ValueError(f"near and far must satisfy 0 < near < far, not near={near}, far={far}.")

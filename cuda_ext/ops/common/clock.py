@@ -12,7 +12,7 @@ from cuda_ext.dispatch.load import kernels_serve
 
 @torch.no_grad()
 def add_clock(total: Tensor, sign: int) -> None:
-    """Adds or takes off the time at which the device comes here: around some work, first with -1 and then with 1, that
+    """Add or takes off the time at which the device comes here: around some work, first with -1 and then with 1, that
     adds how long the work took. On CUDA nothing is read back, and a graph can hold it: each replay adds its own.
 
     A GPU's clock may go on by a microsecond at a time. In the sum of many steps that evens out.

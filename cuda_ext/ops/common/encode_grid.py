@@ -14,7 +14,7 @@ __all__ = ["encode_grid"]
 
 
 def encode_grid(positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int) -> Tensor:
-    """Looks positions up in a hash grid, interpolating between the corners of voxels (Instant-NGP, section 3).
+    """Look positions up in a hash grid, interpolating between the corners of voxels (Instant-NGP, section 3).
 
     The values, and the order of rows, are those of nerfstudio's `HashEncoding` in torch, whose gradient takes most of a
     step on a GPU. Differentiable once, by positions and table.

@@ -1,4 +1,4 @@
-"""What steps are served from tables that their host fills ahead: numbers and images; and where their reports stay.
+"""Device-side input queue: steps read numbers and images from tables filled by the host, and store their reports.
 
 A graph repeats what it was captured with. So it does not know which step it is: the device counts, and each step takes
 the line that is next.
@@ -19,7 +19,7 @@ MOST_TABLES = 4
 
 @torch.no_grad()
 def take_lines(tables: Sequence[Tensor], at: Tensor, into: Sequence[Tensor]) -> None:
-    """Copies line `at` of each table to its place. Where there is no such line nothing is copied.
+    """Copy line `at` of each table to its place. Where there is no such line nothing is copied.
 
     On CUDA nothing is read back, and a graph can hold it. What the host writes to a line has to be there when the step
     is launched, and to stay until the device is past it.
@@ -53,7 +53,7 @@ def take_lines(tables: Sequence[Tensor], at: Tensor, into: Sequence[Tensor]) -> 
 
 @torch.no_grad()
 def keep_line(line: Tensor, table: Tensor, at: Tensor) -> None:
-    """Makes `line` line `at` of the table, if there is one, and adds 1 to `at`. A CUDA graph can hold it.
+    """Make `line` line `at` of the table, if there is one, and add 1 to `at`. A CUDA graph can hold it.
 
     Args:
         line: [W] float32. table: [L, W] float32. at: [1] int64. All contiguous, on one device.
@@ -74,13 +74,13 @@ def keep_line(line: Tensor, table: Tensor, at: Tensor) -> None:
 
 @torch.no_grad()
 def show_patches(images: Tensor, chosen: Tensor, patches: Sequence[int], pictures: Tensor) -> None:
-    """Copies rectangles of some images, one behind the other. A CUDA graph can hold it.
+    """Copy rectangles of some images, one behind the other. A CUDA graph can hold it.
 
     Args:
         images: [V, H, W, C], contiguous.
         chosen: [B] int32, an image for each place; of one that there is not nothing is copied.
         patches: 5 numbers each: a place, and x0, y0, x1, y1 in pixels.
-        pictures: [n] of the images' dtype, with room for all of them: each is [y1 - y0, x1 - x0, C].
+        pictures: [n] of the images' dtype, large enough for all of them: each is [y1 - y0, x1 - x0, C].
 
     Raises:
         As `take_lines`.

@@ -16,7 +16,7 @@ def add_noise(
     means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, *, start: int, scale: float, steepness: float,
     threshold: float, first: int = 0, rows: Tensor | None = None, taken: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Moves means by scale * gate * covariance @ noise (Kheradmand et al. 2024, equation 10), in place.
+    """Move means by scale * gate * covariance @ noise (Kheradmand et al. 2024, equation 10), in place.
 
     The gate is sigmoid(steepness * (threshold - opacity)). The noise is three normal numbers of a Gaussian's line in an
     endless table, which follows from `start` alone (see `cuda_ext.reference.noise.table_normals`): who holds a Gaussian

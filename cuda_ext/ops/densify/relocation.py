@@ -1,6 +1,6 @@
-"""What refinements do to points, in a launch each where torch's operators are dozens.
+"""Operators of refinements, one launch each in place of dozens of torch operators.
 
-`draw_sources`, `share_out` and `copy_rows` move points from where nobody sees them onto others (Kheradmand et al. 2024,
+`draw_sources`, `share_out` and `copy_rows` relocate invisible points onto others (Kheradmand et al. 2024,
 "3D Gaussian Splatting as Markov Chain Monte Carlo", section 3): who becomes a copy of whom, what a point must be to
 look the same with its copies, and the copies themselves. The device alone knows how many there are. So the host can
 order it before the device has come so far. `take_rows` and `turn` serve refinements that make new points.
@@ -21,7 +21,7 @@ from cuda_ext.reference import relocation as reference
 
 @torch.no_grad()
 def draw_sources(sums: Tensor, empty: Tensor, *, start: int, taken: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Draws for each empty place a point, with replacement, in proportion to weights in integers.
+    """Draw for each empty place a point, with replacement, in proportion to weights in integers.
 
     Draw k, of the k-th empty place, is the number of 63 bits that SplitMix64 makes of (start, k), modulo the weights'
     sum (`cuda_ext.reference.relocation.draws`). It is exact: the same inputs draw the same on every device.
@@ -50,7 +50,7 @@ def draw_sources(sums: Tensor, empty: Tensor, *, start: int, taken: Tensor | Non
 def share_out(
     logits: Tensor, log_scales: Tensor, copies: Tensor, *, min_opacity: float, cleared: Sequence[Tensor] = ()
 ) -> None:
-    """Makes each point that gets copies so faint and small that it and they look as it did alone (equation 9, see
+    """Make each point that gets copies so faint and small that it and they look as it did alone (equation 9, see
     `cuda_ext.reference.relocation.relocated`), in place.
 
     Args:
@@ -89,10 +89,10 @@ def copy_rows(tensors: Sequence[Tensor], sources: Tensor) -> None:
 
 @torch.no_grad()
 def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
-    """Some rows of each tensor, in one launch: row i of each result is row index[i].
+    """Return some rows of each tensor, in one launch: row i of each result is row index[i].
 
     Args:
-        tensors: [N, ...] each. index: [M] int64 in [0, N); on CUDA nobody looks.
+        tensors: [N, ...] each. index: [M] int64 in [0, N); not checked on CUDA.
 
     Returns:
         [M, ...] each.
@@ -108,7 +108,7 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def turn(quats: Tensor, vectors: Tensor) -> Tensor:
-    """Vectors by the rotations of quaternions, each for itself: what others are beside it does not matter.
+    """Vectors by the rotations of quaternions, each independent of the other rows.
 
     Args:
         quats: [M, 4] (w, x, y, z) of any length but zero. vectors: [B, M, 3].

@@ -1,4 +1,5 @@
-"""Which rank draws which patch: an exact start, then swaps of pairs (Gaian, section 4.2.2 and appendix C.1)."""
+"""Assignment of patches to the ranks that render them: an exact start, then swaps of pairs (Gaian, section 4.2.2 and
+appendix C.1)."""
 
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ POWERS = (2, 4, 8, 16)
 
 
 class AssignedPatches(NamedTuple):
-    """What came of a search.
+    """Result of a search for an assignment.
 
     Attributes:
         ranks: [P] int64, which rank draws each patch.
@@ -45,7 +46,7 @@ def assign_patches(
     most_swaps: int = 1000,
     seconds: float = 0.0,
 ) -> AssignedPatches:
-    """Gives each patch to a rank: alike in number, as many points as possible where they are, and loads level.
+    """Give each patch to a rank: alike in number, as many points as possible where they are, and loads level.
 
     Looks for the least of -alpha sum_j counts[j, W_j] + beta |send|_p + gamma |receive|_p + delta |draw|_p (equation 1
     with appendix C.1's norms), where rank k sends sent[k] + sum of counts[j, k] of patches drawn elsewhere, receives

@@ -30,7 +30,7 @@ def cell_windows(
     drawn: Sequence[int],
     patches: Sequence[int],
 ) -> Tensor:
-    """The depths that cells draw in the tiles of their patches: first <= depth < second.
+    """Return the depths that cells draw in the tiles of their patches: first <= depth < second.
 
     A cell that does not draw a tile gives its stretch, half to the nearest cell before it that draws the tile, and half
     to the nearest behind it. The first that draws a tile begins at -infinity, the last one ends at infinity. Of one
@@ -94,7 +94,7 @@ def cells_reached(
     Ks: Tensor,
     boxes: Sequence[float],
 ) -> Tensor:
-    """The rows that may lie in a cell's window of a tile; perhaps more. Nothing is read back.
+    """Return the rows that may lie in a cell's window of a tile; perhaps more. Nothing is read back.
 
     A row counts as flat, at the depth of its mean. The middles of the tiles that its box reaches are put to that depth;
     a box around them, a little larger than rounding asks for, is compared with the cell's.

@@ -25,7 +25,7 @@ __all__ = ["NOWHERE", "composite_pieces", "composite_pieces_backward", "gather_p
 
 @torch.no_grad()
 def gather_pieces(color: Tensor, alpha: Tensor, pieces: Sequence[int], out: Tensor) -> None:
-    """Copies rectangles out of patches, one behind the other.
+    """Copy rectangles out of patches, one behind the other.
 
     Args:
         color: [P, C] of all patches, each row by row, contiguous. alpha: [P].
@@ -68,7 +68,7 @@ def scatter_pieces(gradients: Tensor, pieces: Sequence[int], v_color: Tensor, v_
 
 
 def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Composites patches of layers, front to back. Differentiable by `received`.
+    """Composite patches of layers, front to back. Differentiable by `received`.
 
     A pixel that no layer covers is black and lets all through.
 
@@ -80,8 +80,8 @@ def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[in
         sizes: width and height of each patch.
 
     Returns:
-        [Q, C] colours and [Q] alphas, one patch after the other, and [N] how much arrives at each layer's pixel: 0
-        behind a layer that stopped. The last has no gradient.
+        [Q, C] colours and [Q] alphas, one patch after the other, and [N] the transmittance in front of each cell
+        image's pixel: 0 behind a layer that stopped. The last has no gradient.
 
     Raises:
         TypeError, ValueError: a tensor of the wrong shape or dtype, or a layer beyond its patch or `received`.
@@ -98,7 +98,7 @@ def composite_pieces_backward(
     received: Tensor, before: Tensor, v_out: Tensor, v_alpha: Tensor, layers: Sequence[int], sizes: Sequence[int],
     count: int,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `composite_pieces`, of some of the layers.
+    """Return the gradient of `composite_pieces`, of some of the layers.
 
     Args:
         received, layers, sizes: as there; the seventh number is the layer's first row in the result, or -1 where its
@@ -129,10 +129,11 @@ def composite_pieces_backward(
 
 @torch.no_grad()
 def live_boxes(before: Tensor, pieces: Sequence[int], slots: int, least: float) -> Tensor:
-    """Where enough arrives at a layer to be seen: boxes around such pixels. Nothing is read back.
+    """Return boxes around the pixels of each cell image that receive enough transmittance to be visible. Nothing is
+    read back.
 
     Args:
-        before: [N] how much arrives at each layer's pixel: `composite_pieces`'.
+        before: [N] transmittance in front of each cell image's pixel: `composite_pieces`'.
         pieces: 6 integers each: the slot of the result that it counts for, its first row in `before`, x0 and y0 of its
             first pixel, its width and height.
         slots: how many.

@@ -1,4 +1,4 @@
-"""Lines of several arrays, written where other ranks keep them: as many as there are, not as there is room for."""
+"""Publication of the used lines of several arrays in the memory of other ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.reference import put_rows as composed
 
 MOST_ARRAYS = 8
-"""Arrays that are told at once, at most: as many as the kernel has room for."""
+"""Maximum number of arrays per call: the capacity of the kernel's parameters."""
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def put_rows(
     gate_column: int = 0,
     offset: int = 0,
 ) -> None:
-    """Writes the first `count` lines of each array to each rank's memory. Nothing else there is written, but perhaps
+    """Write the first `count` lines of each array to each rank's memory. Nothing else there is written, but perhaps
     words of these lines that are not taken.
 
     Addresses are trusted, as those of `cuda_ext.ops.exchange.row_exchange` are. On CUDA nothing is read back.

@@ -1,10 +1,9 @@
-"""Rows on their way between ranks: which go where, as records into each other's memory, rows again where they arrive,
-and the sums of their gradients where they came from.
+"""Exchange of rows between ranks: route, pack into records in peer memory, unpack, and sum the returned gradients.
 
 A record is 16 numbers of 4 bytes: means2d x, y; conic xx, xy, yy; opacity; red, green, blue; depth; and as int32, bit
 for bit, radii x, y; view id; slot (the row's line at its owner); and two zeros. Gradients come in the records of
-`rasterize_backward_into`, which have the same in their first nine places. A *segment* is room for `capacity` records
-from one rank.
+`rasterize_backward_into`, which have the same in their first nine places. A *segment* has a capacity of `capacity`
+records from one rank.
 
 Addresses are numbers in a tensor: on CUDA of memory of any GPU that this one reaches
 (`ns_multigpu.core.dist.peer_memory`), on CPU of memory of this process. They are trusted: a wrong one is a wrong write.
@@ -68,12 +67,12 @@ def route_lines(
     reached: Tensor | None = None,
     cells: Sequence[int] = (),
 ) -> None:
-    """Which rows reach which rank's patches, and where each stands among those that go there.
+    """Find the ranks whose patches each row overlaps, and its position among the rows sent to each rank.
 
     A call looks at lines first to end alone, so that rows can be sent before all of them are projected. Parts are taken
     in the order of the lines, from 0 to M.
 
-    A row reaches a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
+    A row overlaps a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
     rule of `intersect`. Rows keep their order, so that the result is the same on every run.
 
     Args:
@@ -88,7 +87,7 @@ def route_lines(
         counts: [ranks] int64. Where first is not 0, how many rows before it go to each rank; written with how many
             before end do.
         reached, cells: [cells, M] bool which rows are in each cell, and of each patch the cell whose rows go there;
-            None where all that reach a patch do.
+            None to send all rows that overlap a patch.
 
     Raises:
         TypeError, ValueError: types, shapes, patches, lines or ranks are wrong.
@@ -125,9 +124,9 @@ def pack(
     first: int = 0,
     end: int | None = None,
 ) -> None:
-    """Writes each row's record to line `place[r, row]` of the segment at `destinations[r]`, for each rank r.
+    """Write each row's record to line `place[r, row]` of the segment at `destinations[r]`, for each rank r.
 
-    Rows whose place is -1, or not below the capacity, are left out: the counts of `route_lines` tell that some were.
+    Rows whose place is -1, or not below the capacity, are omitted; the counts of `route_lines` include them.
     Nothing else in a segment is written. On CUDA in whole records of 64 bytes, those of a rank one after the other.
 
     Args:
@@ -158,7 +157,7 @@ def pack(
 
 @torch.no_grad()
 def unpack(records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
-    """The rows that arrived in the segments of all ranks, padded: what `intersect` and `rasterize` take.
+    """Return the rows that arrived in the segments of all ranks, padded: what `intersect` and `rasterize` take.
 
     Args:
         records: [ranks, capacity, 16] float32, written by `pack`. What lies behind a segment's count is not looked at.
@@ -181,7 +180,7 @@ def unpack(records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
 
 @torch.no_grad()
 def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-    """The sum of what the ranks have for each row: of lines `place[r, row]` of the segments at `sources[r]`.
+    """Return the sum of what the ranks have for each row: of lines `place[r, row]` of the segments at `sources[r]`.
 
     Summed in the order of the ranks, so that the result is the same on every run. On CUDA this rank reads what lies on
     the others.
@@ -212,7 +211,7 @@ def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Ten
 
 @torch.no_grad()
 def add_records(records: Tensor, sinks: Tensor, owners: Tensor, slots: Tensor, system_scope: bool = False) -> None:
-    """Adds each row's record to the one at `sinks[owners[row]]`, line `slots[row]`, as `rasterize_backward_into`
+    """Add each row's record to the one at `sinks[owners[row]]`, line `slots[row]`, as `rasterize_backward_into`
     does with what it finds.
 
     Args:

@@ -1,4 +1,4 @@
-"""How many rows reach each patch of a batch: what a patch needs from the rank that owns the rows' points."""
+"""Number of rows whose footprint overlaps each patch of a batch: the rows that a patch needs from their owner."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +14,17 @@ from cuda_ext.reference import row_footprint as composed
 
 @torch.no_grad()
 def footprint_counts(view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int]) -> Tensor:
-    """The rows that reach each patch: the matrix A of Gaian (section 4.2.2), this rank's column of it.
+    """Return the number of rows that overlap each patch: the matrix A of Gaian (section 4.2.2), this rank's column of
+    it.
 
-    A row reaches a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
+    A row overlaps a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
     rule of `intersect` and of `route_lines`. Nothing is read back.
 
     Args:
         view_ids: [M] int32.
         count: [1] int64; the lines from there on are padding. May exceed M.
         means2d: [M, 2] float32 pixels.
-        radii: [M, 2] int32 half extents in pixels; a row where they are not positive reaches nothing.
+        radii: [M, 2] int32 half extents in pixels; a row where they are not positive overlaps no patch.
         patches: 5 integers a patch (view, x0, y0, x1, y1): the rectangles rendered, halo included, in any order.
 
     Returns:

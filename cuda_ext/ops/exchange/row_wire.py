@@ -1,8 +1,8 @@
-"""Rows and their gradients as they cross the wire between ranks that do not reach each other's memory.
+"""Packing of rows and their gradients for collectives between ranks without access to each other's memory.
 
-A *segment* is what goes from one rank to one other: columns of words of 4 bytes, each with room for as many rows as the
-pair of ranks has. The buffer holds all of a rank's segments, wherever `starts` says. What the receiver knows, or has
-no use for, is not sent: whose row it is follows from the segment, and gradients come back in the order of the rows.
+A *segment* is what goes from one rank to one other: columns of words of 4 bytes, each with the capacity in rows of this
+pair of ranks. The buffer holds all of a rank's segments, wherever `starts` says. What the receiver knows, or has no use
+for, is not sent: whose row it is follows from the segment, and gradients come back in the order of the rows.
 
 A row is 12 words: means2d x, y; conic xx, xy, yy; opacity; red, green, blue; depth; and two words of radii and view.
 A radius is a whole number from 1 on that float32 holds, as `project` makes them, so that 28 bits hold it to the last
@@ -70,9 +70,9 @@ def pack_wire(
     first: int = 0,
     end: int | None = None,
 ) -> None:
-    """Writes each row to line `place[r, row]` of the segment to rank r, for each rank.
+    """Write each row to line `place[r, row]` of the segment to rank r, for each rank.
 
-    Rows whose place is -1, or not below the capacity, are left out: the counts of `route_lines` tell that some were.
+    Rows whose place is -1, or not below the capacity, are omitted; the counts of `route_lines` include them.
 
     Args:
         view_ids: [M] int32, 0 to `MOST_VIEWS` - 1. means2d: [M, 2]. conics: [M, 3]. opacities: [M]. features: [M, 3].
@@ -112,7 +112,7 @@ def unpack_wire(
     half: bool,
     slots: bool,
 ) -> ArrivedRows:
-    """The rows that arrived from all ranks, source by source, padded: what `intersect` and `rasterize` take.
+    """Return the rows that arrived from all ranks, source by source, padded: what `intersect` and `rasterize` take.
 
     Args:
         wire: [W] int32. starts, capacities, rank, half, slots: see `pack_wire`; of what came from each rank.
@@ -154,7 +154,7 @@ def keep_rows(
     *,
     slots: bool,
 ) -> None:
-    """Puts rows that do not leave among those that arrived: row k to line `start + place[k]`.
+    """Put rows that do not leave among those that arrived: row k to line `start + place[k]`.
 
     Rows whose place is -1, or not below the capacity, are left out, as `pack_wire` does.
 
@@ -198,7 +198,7 @@ def pack_gradients(
     half: bool,
     absgrad: bool,
 ) -> None:
-    """Writes the gradients of what arrived to the segments of the ranks that it came from; not this one's own.
+    """Write the gradients of what arrived to the segments of the ranks that it came from; not this one's own.
 
     Args:
         records: [L, 16] float32 as `rasterize_backward_into` writes them, of the lines of `unpack_wire`.
@@ -233,7 +233,7 @@ def collect_wire(
     half: bool,
     absgrad: bool,
 ) -> Tensor:
-    """The sum of what the ranks have returned for each row, in the ranks' order: the same bits on every run.
+    """Return the sum of what the ranks have returned for each row, in the ranks' order: the same bits on every run.
 
     Args:
         place: [ranks, M] int32, from `route_lines`.

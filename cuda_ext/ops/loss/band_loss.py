@@ -22,7 +22,7 @@ __all__ = ["BandLoss", "band_loss", "band_loss_into"]
 
 
 class BandLoss(NamedTuple):
-    """What comes out of a rectangle.
+    """Loss sums, image and gradients of a rectangle.
 
     Attributes:
         rgb: [h,w,3] all of it over the background, clamped to [0, 1].
@@ -135,7 +135,7 @@ def _check(
 def _band_loss_composed(
     out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`band_loss` out of the other operators."""
+    """Return `band_loss` out of the other operators."""
     height, width = target.shape[:2]
     x0, y0, x1, y1 = inner
     rgb = compositing.composite(out, alpha, background).view(height, width, 3)
@@ -173,7 +173,7 @@ def _band_loss_into_composed(
 
 @in_gsplat_mode
 def _register_gsplat_mode(library: torch.library.Library) -> None:
-    """Registers the composed forms for CUDA, where gsplat's kernels serve instead of ours."""
+    """Register the composed forms for CUDA, where gsplat's kernels serve instead of ours."""
     library.impl("band_loss", _band_loss_composed, "CUDA")
     library.impl("band_loss_into", _band_loss_into_composed, "CUDA")
 

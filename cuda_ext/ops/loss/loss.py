@@ -68,7 +68,8 @@ def _check(pred: Tensor, target: Tensor, inner: Sequence[int]) -> None:
 
 
 def l1_ssim_torch(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """`l1_ssim` in a fixed number of torch calls, the gradient written out: what serves beside gsplat's kernels."""
+    """Return `l1_ssim` in a fixed number of torch calls, the gradient written out: what serves beside gsplat's
+    kernels."""
     target = reference.as_floats(target, pred)
     x0, y0, x1, y1 = inner
     l1_sum = (pred[y0:y1, x0:x1] - target[y0:y1, x0:x1]).abs().sum()
@@ -97,7 +98,7 @@ def l1_ssim_torch(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[T
 def l1_ssim_backward_torch(
     pred: Tensor, target: Tensor, dssim_dpred: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
 ) -> Tensor:
-    """The gradient by pred, from those of the two sums, in torch calls."""
+    """Return the gradient by pred, from those of the two sums, in torch calls."""
     x0, y0, x1, y1 = inner
     v_pred = dssim_dpred * v_ssim
     inside = (slice(y0, y1), slice(x0, x1))
@@ -108,7 +109,7 @@ def l1_ssim_backward_torch(
 
 @in_gsplat_mode
 def _register_gsplat_mode(library: torch.library.Library) -> None:
-    """Registers the torch forms for CUDA, where gsplat's kernels serve instead of ours."""
+    """Register the torch forms for CUDA, where gsplat's kernels serve instead of ours."""
     library.impl("l1_ssim", l1_ssim_torch, "CUDA")
     library.impl("l1_ssim_backward", l1_ssim_backward_torch, "CUDA")
 

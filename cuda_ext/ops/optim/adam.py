@@ -23,7 +23,7 @@ _RING_NAME = "Adam's scalars (see AdamStep.upload)"
 
 
 def adam_scalars(rate: float, betas: tuple[float, float], eps: float, step: float) -> tuple[float, ...]:
-    """The numbers that Adam's step number `step` (from 1) takes: a line of `adam_step`'s `scalars`.
+    """Return the numbers that Adam's step number `step` (from 1) takes: a line of `adam_step`'s `scalars`.
 
     Returns:
         learning rate, beta1, beta2, eps, 1 / (1 - beta1^step), 1 / sqrt(1 - beta2^step), 1 - beta1, 1 - beta2. The last
@@ -43,7 +43,7 @@ def adam_step(
     scalars: Tensor,
     set_grads_to_zero: bool = False,
 ) -> None:
-    """Takes one step of Adam (Kingma and Ba 2015; torch.optim.Adam without weight decay) on n tensors, in place.
+    """Take one step of Adam (Kingma and Ba 2015; torch.optim.Adam without weight decay) on n tensors, in place.
 
     On CUDA one launch for up to 64 tensors, which can be captured in a CUDA graph.
 
@@ -114,7 +114,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 def fused_step(optimizers: Sequence[torch.optim.Optimizer], set_grads_to_zero: bool = False) -> None:
-    """Steps all optimizers: those that are `FusedAdam` with one launch a device, others each by itself.
+    """Step all optimizers: those that are `FusedAdam` with one launch a device, others each by itself.
 
     Parameters without a gradient, and empty ones, are left out, as torch does.
 
@@ -135,8 +135,9 @@ def fused_step(optimizers: Sequence[torch.optim.Optimizer], set_grads_to_zero: b
 class AdamStep:
     """The step of several optimizers in two halves, of which the second can be captured in a CUDA graph.
 
-    `upload()`, outside of the graph, counts the step and brings its numbers to `scalars`, whose address stays.
-    `launch()` steps from there. Made anew when densification has replaced parameters or moments, as the graph is.
+    `upload()`, outside of the graph, counts the step and copies its numbers to `scalars`, whose address is constant.
+    `launch()` steps from there. It must be rebuilt when densification has replaced parameters or moments, as the graph
+    is.
 
     Attributes:
         params, exp_avgs, exp_avg_sqs: what is stepped, in the order of the optimizers, on one device.
@@ -173,7 +174,7 @@ class AdamStep:
             state["step"] = counter
 
     def count(self) -> list[tuple[float, ...]]:
-        """Counts a step and returns its lines of numbers; rates and betas are read from the optimizers now."""
+        """Count a step and return its lines of numbers; rates and betas are read from the optimizers now."""
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
         self._counts += 1
@@ -187,21 +188,21 @@ class AdamStep:
         return lines
 
     def is_current(self) -> bool:
-        """Whether its optimizers still keep these moments, and nobody has put others in their place."""
+        """Return whether its optimizers still hold these moments and not replacements."""
         kept = zip(self._states, self.exp_avgs, self.exp_avg_sqs, strict=True)
         return all(state["exp_avg"] is m and state["exp_avg_sq"] is v for state, m, v in kept)
 
     def place_moments(self, place: int, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Makes these the moments of parameter number `place`, in its optimizer too; they have the values already."""
+        """Make these the moments of parameter number `place`, in its optimizer too; they have the values already."""
         self.exp_avgs[place] = self._states[place]["exp_avg"] = exp_avg
         self.exp_avg_sqs[place] = self._states[place]["exp_avg_sq"] = exp_avg_sq
 
     def upload(self) -> None:
-        """Counts a step and brings its numbers to the device."""
+        """Count a step and copy its numbers to the device."""
         self._ring.upload(self.count(), self.scalars.dtype, into=self.scalars)
 
     def launch(self, set_grads_to_zero: bool = False) -> None:
-        """Steps with the numbers that were uploaded last.
+        """Step with the numbers that were uploaded last.
 
         Raises:
             ValueError: it was made without gradients.
@@ -216,13 +217,13 @@ _rings: dict[tuple[torch.device, int], ScalarRing] = {}
 
 
 def _ring(device: torch.device) -> ScalarRing:
-    """The ring of a device's current stream."""
+    """Return the ring of a device's current stream."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _rings.setdefault((device, stream), ScalarRing(device, SCALARS, what=_RING_NAME))
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the kernels know all options of an Adam: they know no weight decay, amsgrad or maximize."""
+    """Return whether the kernels know all options of an Adam: they know no weight decay, amsgrad or maximize."""
     options = ("weight_decay", "amsgrad", "maximize", "capturable", "differentiable", "fused")
     return not any(group.get(option) for group in optimizer.param_groups for option in options)
 

@@ -104,7 +104,7 @@ def splat_forward(
         capacity: lines of the result.
         eps2d, near, far, antialiased: see `project`.
         depth: add the depth to the features.
-        exp_avgs, exp_avg_sqs, lazy: the parameters' moments (see `splat_update`), and the steps that were put off. Rows
+        exp_avgs, exp_avg_sqs, lazy: the parameters' moments (see `splat_update`), and the deferred steps. Rows
             are then those of the points where these steps lead them; nothing is written. On CUDA more rows than
             necessary may come out, dead ones, for where a point may have come to is known only within bounds; those
             hold for moments that Adam made, with one pair of betas.
@@ -194,7 +194,7 @@ def splat_update(
     finite_flag_views: range | None = None,
     boxes: Tensor | None = None,
 ) -> None:
-    """Brings the gradients of rows back to the parameters and takes Adam's step there, all in place.
+    """Return the gradients of rows to the parameters and take Adam's step there, all in place.
 
     Adam is dense: points without rows take the step of a gradient of zero, by which their moments decay and they move
     on.
@@ -224,7 +224,7 @@ def splat_update(
         absgrad: `grad2d` counts the absolute gradients instead of those of means2d.
         opacity_weight, scale_weight: the loss also holds this times the sum of all opacities, and of all scales (MCMC's
             regularisation).
-        lazy: put off the steps of points that are not drawn (see `lazy_adam.py`, also for which options of Adam):
+        lazy: defer the steps of points that are not drawn (see `lazy_adam.py`, also for which options of Adam):
             1416 bytes (944) of each such point are then neither read nor written. Those of points that are drawn are
             taken.
         finite_flag: [1], an output: 0 if the gradients of all rows that are drawn are finite, else NaN. Costs next to

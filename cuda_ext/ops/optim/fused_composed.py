@@ -16,7 +16,7 @@ from cuda_ext.reference.lazy_adam import MOST_STEPS, caught_up, extend, stands_s
 
 
 def camera_centers(viewmats: Tensor) -> Tensor:
-    """Where cameras [V, 4, 4] are, [V, 3] in world coordinates."""
+    """Return the centres [V, 3] of cameras [V, 4, 4] in world coordinates."""
     return -(viewmats[:, :3, :3].mT @ viewmats[:, :3, 3:]).squeeze(-1)
 
 
@@ -64,7 +64,7 @@ def splat_begin_composed(
     capacity: int, exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
     table: Tensor | None, steps: Tensor | None, *, boxes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The rows of `splat_forward`: which there are, and room for what `splat_lines` finds out about them."""
+    """Return the rows of `splat_forward`: their ids, and uninitialized columns that `splat_lines` fills."""
     cameras = (viewmats, Ks, sizes)
     raw: Sequence[Tensor] = (means, quats, log_scales, logits, sh_dc, sh_rest)
     shows = some = None
@@ -99,7 +99,7 @@ def splat_lines_composed(
     capacity: int, exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
     table: Tensor | None, steps: Tensor | None, rows: Sequence[Tensor], first: int, end: int,
 ) -> None:  # fmt: skip
-    """What lines first to end of `rows`, which `splat_begin` made, hold."""
+    """Fill lines first to end of the `rows` that `splat_begin` returned."""
     raw = (means, quats, log_scales, logits, sh_dc, sh_rest)
     means, quats, log_scales, logits, sh_dc, sh_rest = _present(raw, exp_avgs, exp_avg_sqs, last, table)
     lines = slice(first, max(first, min(end, int(rows[2]))))
@@ -120,7 +120,7 @@ def _present(
     raw: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
     table: Tensor | None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """The parameters where the steps that were put off, if any, lead them."""
+    """Return the parameters after their deferred steps, if any."""
     if last is None or table is None:
         return raw
     return caught_up(list(raw), list(exp_avgs), list(exp_avg_sqs), last, table)[0]
@@ -203,7 +203,7 @@ def _update(
 
 
 def _real(point_ids: Tensor, count: Tensor) -> Tensor:
-    """The lines [M'] that are rows, not padding: of each segment, the first as many as `count` says."""
+    """Return the lines [M'] that are rows, not padding: of each segment, the first as many as `count` says."""
     real = point_ids >= 0
     if count.numel() > 0:
         places = torch.arange(len(point_ids) // count.numel(), device=point_ids.device)
@@ -212,7 +212,7 @@ def _real(point_ids: Tensor, count: Tensor) -> Tensor:
 
 
 def _given(row_gradients: list[Tensor], real: Tensor, width: int) -> list[Tensor]:
-    """The gradients of means2d, conics, opacities and features, and the absolute ones, of the `real` lines."""
+    """Return the gradients of means2d, conics, opacities and features, and the absolute ones, of the `real` lines."""
     if len(row_gradients) == 1:
         record = row_gradients[0][real]
         return [record[:, 0:2], record[:, 2:5], record[:, 5], record[:, 6 : 6 + width], record[:, 10:12]]
@@ -223,7 +223,7 @@ def _count(
     gradients: Tensor, view_ids: Tensor, point_ids: Tensor, radii: Tensor, conics: Tensor, sizes: list[int],
     grad2d: Tensor, seen: Tensor, radii_max: Tensor,
 ) -> None:  # fmt: skip
-    """Adds the rows to the densification's statistics, of which those that are empty are not wanted."""
+    """Add the rows to the densification's statistics, of which those that are empty are not wanted."""
     size = gradients.new_tensor(sizes).view(-1, 2)
     view, point = view_ids.long(), point_ids.long()
     drawn, counts = radii > 0, radii != 0

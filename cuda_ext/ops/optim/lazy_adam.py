@@ -1,4 +1,4 @@
-"""Dense Adam that touches only the points that are drawn: the other points' steps are put off within a block of steps.
+"""Dense Adam that touches only the points that are drawn: the other points' steps are deferred within a block of steps.
 
 A step without a gradient decays a parameter's moments and moves it by a fixed share of exp_avg / sqrt(exp_avg_sq). So
 any number of such steps can be taken later, and at once, from a small table of what has been missed since each step of
@@ -6,7 +6,7 @@ the block (cuda_ext/csrc/common/lazy_adam.h has the formulas). `splat_forward` s
 them, `splat_update` takes them before a step with a gradient, and `splat_flush` takes all that are left.
 
 Between a flush and the first step after it parameters and moments are those of dense Adam, up to rounding. In between
-they are not: nobody but these three operators may look at them.
+they are not, so only these three operators may access them.
 
 Moments may be compact, as bfloat16 (see `splat_update`). They are rounded where they are written: when a
 point is drawn, and at a flush, rather than in every step.
@@ -32,7 +32,7 @@ _MOST_EPS = 1e-12
 
 @dataclass(frozen=True)
 class LazyAdam:
-    """What has been put off since the last flush.
+    """Steps deferred since the last flush.
 
     At most `MOST_STEPS` steps may be taken between two flushes. On CUDA one more does nothing at all (so look at
     `steps` before); elsewhere it is an error.
@@ -50,12 +50,12 @@ class LazyAdam:
 
     @classmethod
     def make(cls, points: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> "LazyAdam":
-        """Nothing has been put off yet."""
+        """Return a state without deferred steps."""
         last = torch.zeros(points, dtype=torch.uint8, device=device)
         return cls(last, new_table(dtype, device), torch.zeros(1, dtype=torch.int32, device=device))
 
     def check(self, means: Tensor) -> None:
-        """Checks shapes, dtypes and devices against the points' means.
+        """Check shapes, dtypes and devices against the points' means.
 
         Raises:
             TypeError, ValueError: one is wrong.
@@ -74,10 +74,10 @@ class LazyAdam:
 
 
 def lazy_serves(betas: tuple[float, float], eps: float) -> bool:
-    """Whether putting steps off is dense Adam with these options.
+    """Return whether deferred steps equal dense Adam with these options.
 
     It needs beta1^2 < beta2 (or exp_avg / sqrt(exp_avg_sq), by which points move, has no bound) and an `eps` of at most
-    1e-12: that matters only where gradients are hardly larger, for parameters that put-off steps move a little less
+    1e-12: that matters only where gradients are hardly larger, for parameters that deferred steps move a little less
     exactly.
     """
     return betas[0] >= 0.0 and betas[0] ** 2 < betas[1] < 1.0 and 0.0 <= eps <= _MOST_EPS
@@ -87,13 +87,13 @@ def lazy_serves(betas: tuple[float, float], eps: float) -> bool:
 def splat_flush(
     params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], lazy: LazyAdam
 ) -> None:
-    """Takes all steps that were put off, in place, and begins a new block. Does nothing if nothing was.
+    """Take all deferred steps in place and begin a new block. Without deferred steps nothing changes.
 
     On CUDA nothing is read back, so it can be captured in a CUDA graph.
 
     Args:
         params, exp_avgs, exp_avg_sqs: as `splat_update` takes them.
-        lazy: what was put off.
+        lazy: the deferred steps.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape.
@@ -107,7 +107,7 @@ def splat_flush(
 
 
 def check_parameters(params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor]) -> None:
-    """Checks the six parameters and their moments: of the parameters' dtype, or all bfloat16 beside float32.
+    """Check the six parameters and their moments: of the parameters' dtype, or all bfloat16 beside float32.
 
     Raises:
         TypeError, ValueError: one has the wrong dtype, device or shape.

@@ -1,4 +1,4 @@
-"""Small tables of numbers on their way to a device that nobody waits for."""
+"""Asynchronous upload of small tables of numbers to a device."""
 
 from collections.abc import Sequence
 
@@ -36,8 +36,8 @@ class ScalarRing:
     def upload(
         self, lines: Sequence[Sequence[float]] | Tensor, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        """The lines as a tensor [n, width] on the device, or in `into`; valid until as many uploads as there are slots
-        have followed. All uploads of a ring are made, and their results used, on one stream.
+        """Return the lines as a tensor [n, width] on the device, or in `into`; valid until as many uploads as there are
+        slots have followed. All uploads of a ring are made, and their results used, on one stream.
 
         Raises:
             RuntimeError: the stream is being captured: the graph would repeat today's numbers for ever.

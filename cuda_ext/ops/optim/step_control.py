@@ -1,8 +1,8 @@
-"""What a fused step counts, and whether it is taken, decided where the counts are: on the device.
+"""Step statistics of a fused step, and the decision whether it is taken, both on the device.
 
-A rank learns only while a step runs how many rows and intersections it has. Each tells all others (`step_message`), and
-each then decides the same (`step_gate`): where any rank lacks room, parameters stay as they are. Either is one launch
-on CUDA, reads nothing back and can be captured in a CUDA graph. Where our CUDA kernels do not serve (on CPU, with
+A rank counts its rows and intersections during the step. All ranks publish their counts (`step_message`) and make the
+same decision (`step_gate`): if any rank exceeds a capacity, parameters do not change. Either is one launch on CUDA,
+reads nothing back and can be captured in a CUDA graph. Where our CUDA kernels do not serve (on CPU, with
 NS_MULTIGPU_CUDA=gsplat or the reference), the same is put together from some twenty of torch's operators.
 """
 
@@ -18,7 +18,7 @@ from cuda_ext.ops.optim.adam import kernels_serve
 from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam
 
 HEAD = 4
-"""Numbers of a message before the rows of tiles: own rows, rows that the fullest segment lacks room for,
+"""Numbers of a message before the rows of tiles: own rows, rows that the fullest segment exceeds its capacity by,
 intersections, rows sent."""
 _MOST_LIMITS = 4
 
@@ -36,14 +36,14 @@ def step_message(
     lines: int,
     columns: int,
 ) -> Tensor:
-    """What a rank tells all others at the end of a step.
+    """Return the step statistics that a rank publishes at the end of a step.
 
     Args:
         own_rows: [1] int64, the rows of this rank's points.
         segment_counts: [ranks] int64, `route_lines`'s: the rows to each rank.
-        segment_capacity: [ranks] int64, the rows to each that there is room for.
+        segment_capacity: [ranks] int64, capacity in rows of the segment to each rank.
         segment_most: [ranks] int64, raised to `segment_counts` where these are more.
-        met: [1] int64, the intersections that there should be room for.
+        met: [1] int64, the number of intersections required.
         tile_offsets: [T + 1] int32 of this rank's patches, as `intersect_capacity` returns them.
         bands: 3 integers for each stretch of whole rows of tiles that this rank owns (line, tile, count): the first of
             its `count` lines in the result, and where its first tile stands in `tile_offsets`. Lines of two bands
@@ -53,9 +53,9 @@ def step_message(
         columns: tiles of such a row.
 
     Returns:
-        [HEAD + lines] int64: own rows; the most by which the rows to one rank (this one included) exceed the room for
-        them, negative if to none; the intersections, the rows that go to other ranks, and the intersections of each
-        row of tiles of this rank's bands; zero for those of other ranks.
+        [HEAD + lines] int64: own rows; the most by which the rows to one rank (this one included) exceed its capacity,
+        negative if none does; the intersections, the rows that go to other ranks, and the intersections of each row of
+        tiles of this rank's bands; zero for those of other ranks.
 
     Raises:
         TypeError, ValueError: types or shapes are wrong, or a band leaves the lines or the tiles.
@@ -101,10 +101,10 @@ def step_gate(
     work: Tensor | None = None,
     totals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Decides whether a step is taken, keeps count, and gives what `splat_update` is to work with.
+    """Decide whether a step is taken, keeps count, and gives what `splat_update` is to work with.
 
     It is taken unless a count exceeds its limit on any rank, or a step before was not taken since `status` was zero, or
-    as many steps are put off as may be. All ranks decide the same if all give the same counts.
+    the number of deferred steps is at its maximum. All ranks decide the same if all give the same counts.
 
     Args:
         counts: up to 4 tensors [ranks] int64, of any stride: what each rank has of one thing.
@@ -114,7 +114,7 @@ def step_gate(
         scalars: Adam's, as `splat_update` takes them.
         still: of the same shape and type: scalars with which Adam changes nothing (rate 0, betas 1).
         row_counts: [S] int64, of any stride: the rows of each segment.
-        lazy: the state of the steps that are put off. Only its `steps` is read.
+        lazy: state of the deferred steps. Only its `steps` is read.
         sent: [1] int64, added to the status.
         work: [ranks, n] int64, whose rows may lie apart. totals: n numbers int64, contiguous in any shape: written, the
             sums over ranks. Both or neither.

@@ -3,8 +3,8 @@
 A group is 32 points that follow each other. In an order along a Morton curve they are neighbours, and their box is
 small. `splat_forward` looks at boxes first. Of a group whose box shows in no view it reads no point.
 
-A box holds its points as long as nobody but `splat_update` moves them, for that widens it. After anything else, such as
-`splat_flush`, boxes have to be made anew.
+A box holds its points as long as only `splat_update` moves them, because it widens the box. After any other operator,
+such as `splat_flush`, boxes must be rebuilt.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from cuda_ext.reference.lazy_adam import MOST_STEPS, PARAMETERS
 
 
 def new_boxes(means: Tensor) -> Tensor:
-    """Room for the boxes [G, 8] of points [N, 3]: 32 points a box, one byte a point. To be filled by `splat_boxes`."""
+    """Return uninitialized boxes [G, 8] of points [N, 3], 32 points a box, for `splat_boxes` to fill."""
     return means.new_zeros(groups_of(len(means)), FLOATS)
 
 
 @torch.no_grad()
 def splat_boxes(means: Tensor, log_scales: Tensor, boxes: Tensor) -> None:
-    """Makes the boxes of points as they are.
+    """Compute the boxes of the points' current parameters.
 
     On CUDA nothing is read back. 24 bytes a point are read.
 
@@ -59,7 +59,8 @@ def box_views(
     table: Tensor | None = None,
     compact: bool = False,
 ) -> Tensor:
-    """In which views groups may show: wherever `splat_forward` without boxes would look for one of their points.
+    """Return the views in which groups may be visible: wherever `splat_forward` without boxes would look for one of
+    their points.
 
     Conservative: cuda_ext/csrc/common/box.h derives it from the test of a point, with what both may round.
 
@@ -67,7 +68,7 @@ def box_views(
         boxes: [G, 8], see `splat_boxes`.
         viewmats: [V, 4, 4]. Ks: [V, 3, 3]. sizes: (width, height) of each view, 2 V ints.
         eps2d, near, far: see `cull`.
-        table: of a `LazyAdam`, where steps were put off: points may be elsewhere by as much as it says.
+        table: of a `LazyAdam` with deferred steps: it bounds how far points may have moved.
         compact: whether moments are bfloat16.
 
     Returns:
@@ -88,7 +89,7 @@ def box_views(
 
 
 def check_boxes(means: Tensor, boxes: Tensor) -> None:
-    """Checks that boxes are those of so many points.
+    """Check that boxes are those of so many points.
 
     Raises:
         TypeError, ValueError: dtype, device or shape are wrong.

@@ -19,7 +19,7 @@ from cuda_ext.reference import projection as projection_reference
 
 
 class Moment(NamedTuple):
-    """What rows' 4D Gaussians are at their views' times.
+    """3D Gaussians of the rows: their 4D Gaussians conditioned on the views' times.
 
     Attributes:
         means: [M, 3] world coordinates.
@@ -43,7 +43,7 @@ def condition(
     view_ids: Tensor,
     point_ids: Tensor,
 ) -> Moment:
-    """Conditions 4D Gaussians on their views' times (Yang et al. 2024, "Real-time Photorealistic Dynamic Scene
+    """Condition 4D Gaussians on their views' times (Yang et al. 2024, "Real-time Photorealistic Dynamic Scene
     Representation and Rendering with 4D Gaussian Splatting", equations 6 to 8).
 
     A point's covariance over (t, x, y, z) is M M^T, M = R diag(scales), where R makes of a quaternion v the product
@@ -101,7 +101,7 @@ def project_axes(
     far: float = 1e10,
     antialiased: bool = False,
 ) -> Projection:
-    """`project`, for rows that each have a Gaussian of their own, by a factor of its covariance.
+    """Return `project`, for rows that each have a Gaussian of their own, by a factor of its covariance.
 
     Differentiable with respect to `means`, `axes`, `opacities` and `viewmats`.
 
@@ -136,7 +136,7 @@ def project_axes(
 
 
 def _native(tensor: Tensor) -> bool:
-    """Whether compiled operators serve: gsplat has none for these."""
+    """Return whether compiled operators serve: gsplat has none for these."""
     return native_serves(tensor) and not (tensor.is_cuda and _cuda.mode() == "gsplat")
 
 

@@ -1,4 +1,4 @@
-"""Which points may be seen: `cull`.
+"""Culling of points that no view can show: `cull`.
 
 Words, shapes and units: `cuda_ext.ops.project.projection`.
 """
@@ -27,7 +27,7 @@ def cull(
     near: float = 0.01,
     far: float = 1e10,
 ) -> tuple[Tensor, Tensor]:
-    """Finds the rows that may be seen: every point whose splat may reach alpha 1/255 on its view's rectangle, or whose
+    """Find the rows that may be seen: every point whose splat may have alpha 1/255 on its view's rectangle, or whose
     square of 3 sigma may touch it, however transparent it is (see `Projection.radii`).
 
     Conservative: it keeps some points that do not, as it replaces each point by a ball of its largest scale and bounds

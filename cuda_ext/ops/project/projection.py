@@ -22,7 +22,7 @@ from cuda_ext.reference import projection as reference
 
 
 class Projection(NamedTuple):
-    """What rows become in their views' pixels.
+    """Projected rows in the pixels of their views.
 
     Attributes:
         means2d: [M, 2] centre (x, y) in pixels.
@@ -56,7 +56,7 @@ def project(
     far: float = 1e10,
     antialiased: bool = False,
 ) -> Projection:
-    """Projects points into views: EWA splatting as in 3D Gaussian splatting, with gsplat 1.4.0's conventions.
+    """Project points into views: EWA splatting as in 3D Gaussian splatting, with gsplat 1.4.0's conventions.
 
     The covariance is J W S W^T J^T + eps2d I (Zwicker et al. 2001, "EWA volume splatting", equation 31; Kerbl et al.
     2023, equation 5), J the Jacobian of the perspective division at the mean, with x/z and y/z clamped to the image and
@@ -64,7 +64,7 @@ def project(
     al. 2024, "Mip-Splatting", equation 9).
 
     A row that is not drawn in its whole view (depth outside [near, far], no invertible covariance, opacity below 1/255,
-    box or square of 3 sigma beside the image, NaN) is dead: zero in all outputs but `radii`, and no gradient. Nothing
+    box or square of 3 sigma outside the image, NaN) is dead: zero in all outputs but `radii`, and no gradient. Nothing
     depends on the patches rendered.
 
     Differentiable with respect to `means`, `quats`, `scales`, `opacities` and `viewmats`.
@@ -121,7 +121,7 @@ def sh_colors(
     view_ids: Tensor,
     point_ids: Tensor,
 ) -> Tensor:
-    """Evaluates each row's colour: max(0, 0.5 + sum of spherical harmonics in the direction from camera to point).
+    """Evaluate each row's colour: max(0, 0.5 + sum of spherical harmonics in the direction from camera to point).
 
     Real spherical harmonics with the signs of 3D Gaussian splatting (Kerbl et al. 2023), evaluated as polynomials
     (Sloan 2013, JCGT 2(2)). Differentiable with respect to all float arguments; no gradient where black clamps.

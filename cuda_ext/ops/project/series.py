@@ -13,7 +13,7 @@ from cuda_ext.reference import series as reference
 
 
 def series(base: Tensor, terms: Tensor, weights: Tensor, view_ids: Tensor, point_ids: Tensor, views: int) -> Tensor:
-    """base[p] + sum over c of weights[m, c] terms[p, c], for each row m of a point p.
+    """Return base[p] + sum over c of weights[m, c] terms[p, c], for each row m of a point p.
 
     Differentiable with respect to `base`, `terms` and `weights`; the same inputs give the same bits.
 

@@ -13,7 +13,7 @@ __all__ = ["composite"]
 
 
 def composite(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
-    """Blends pixels over a background and clamps them to [0, 1], where splatfacto's loss looks at them.
+    """Blend pixels over a background and clamps them to [0, 1], where splatfacto's loss looks at them.
 
     Differentiable by `out` and `alpha`; as with torch.clamp, a colour outside [0, 1] has no gradient.
 

@@ -30,7 +30,7 @@ CORNERS, LINES = reference.CORNERS, reference.LINES
 
 
 class ConvexProjection(NamedTuple):
-    """What rows become in their views.
+    """Projected convexes of the rows.
 
     Attributes:
         means2d: [M, 2] projected centre (x, y) in pixels.
@@ -52,7 +52,7 @@ class ConvexProjection(NamedTuple):
 
 
 class ConvexPixels(NamedTuple):
-    """What pixels look like, without a background.
+    """Rendered pixels without a background.
 
     Attributes:
         colors: [P, 3], premultiplied.
@@ -69,7 +69,7 @@ def project_convexes(
     means: Tensor, corners: Tensor, deltas: Tensor, sigmas: Tensor, opacities: Tensor, viewmats: Tensor, Ks: Tensor,
     sizes: Sequence[int], view_ids: Tensor, point_ids: Tensor, near: float = 0.01, far: float = 1e10,
 ) -> ConvexProjection:  # fmt: skip
-    """Projects convexes into views and takes their 2D hulls (Held et al. 2024, section 3.2).
+    """Project convexes into views and takes their 2D hulls (Held et al. 2024, section 3.2).
 
     A row that is not drawn in its whole view is dead: zero in all outputs, and without a gradient. Dead is also a
     convex of which a corner lies before the near plane, one whose corners project onto one line or nearly, and one of
@@ -115,7 +115,8 @@ def project_convexes(
 def convex_lists(
     rows: ConvexProjection, view_ids: Tensor, patches: Sequence[int], tile_size: int = 16
 ) -> tuple[Tensor, Tensor]:
-    """The lists of `intersect` for convexes: of each tile those whose box of `radii` has a pixel centre in it."""
+    """Return the lists of `intersect` for convexes: of each tile those whose box of `radii` has a pixel centre in
+    it."""
     everywhere = rows.lines.new_zeros(len(rows.lines), 3)  # a conic without a bound: the box alone decides
     means2d, opacities, depths = rows.means2d.detach(), rows.row_opacities.detach(), rows.depths.detach()
     return intersect(means2d, everywhere, opacities, rows.radii, depths, view_ids, patches, tile_size)
@@ -125,7 +126,7 @@ def rasterize_convexes(
     rows: ConvexProjection, colors: Tensor, tile_offsets: Tensor, row_ids: Tensor, patches: Sequence[int],
     tile_size: int = 16,
 ) -> ConvexPixels:  # fmt: skip
-    """Composites convexes over the pixels of the patches, front to back by the depths of their centres.
+    """Composite convexes over the pixels of the patches, front to back by the depths of their centres.
 
     Constants and stopping are those of `rasterize`. Differentiable with respect to all floats of `rows` and to
     `colors`. On CPU the gradients have the same bits on any number of threads.

@@ -40,7 +40,7 @@ def register(name: str, *, points: int, projected: Sequence[int], extra: int, qu
     Args:
         points: number of a point's columns, the first inputs of `project_<name>`.
         projected: widths of a row's float columns, the first outputs of it; 1 for a column [M].
-        extra: numbers of a pixel beside its colour; 1 for an image [P].
+        extra: numbers of a pixel besides its colour; 1 for an image [P].
         quads: float4 of a packed row on CUDA (`kPackedQuads`).
     """
     columns = len(projected) + 1

@@ -29,10 +29,10 @@ def intersect(
     patches: Sequence[int],
     tile_size: int = 16,
 ) -> tuple[Tensor, Tensor]:
-    """Lists, for every tile of the patches, the splats that may reach it, nearest first.
+    """List the splats that may overlap each tile of the patches, nearest first.
 
     Splats of equal depth come in the order of their rows, so the result is one and the same on every run, on any
-    number of threads. A splat reaches a tile where its alpha is at least 1/255 at some pixel centre; the bounds are
+    number of threads. A splat overlaps a tile if its alpha is at least 1/255 at some pixel centre; the bounds are
     rounded outward and may list a few more. Not differentiable. On CUDA it waits for the device once, to learn how many
     there are; `intersect_capacity` does not.
 
@@ -70,8 +70,8 @@ def intersect_capacity(
     tile_size: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`intersect` with room for `capacity` intersections: on CUDA it never waits for the device, so that a CUDA graph
-    can hold it.
+    """Return `intersect` with a capacity of `capacity` intersections: on CUDA it never waits for the device, so that a
+    CUDA graph can hold it.
 
     Args:
         means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size: as `intersect`.
@@ -80,7 +80,7 @@ def intersect_capacity(
     Returns:
         tile_offsets [T+1] int32, row_ids [capacity] int32 (-1 behind the last list) and count [1] int64, the true
         number of intersections. Where it is above the capacity, some are missing from the lists, which are still valid
-        input for `rasterize`: do the step again with more room.
+        input for `rasterize`: retry the step with a larger capacity.
 
     Raises:
         TypeError, ValueError: types, shapes, patches, tile_size or capacity are wrong.
@@ -106,11 +106,11 @@ def rasterize(
     absgrad_probe: Tensor | None = None,
     mark_stops: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Composites splats over the pixels of the patches, front to back, without a background.
+    """Composite splats over the pixels of the patches, front to back, without a background.
 
     With d = mean - pixel centre and sigma = (a dx^2 + c dy^2) / 2 + b dx dy, a splat has
     alpha = min(0.999, opacity exp(-sigma)) and is skipped where sigma < 0 or alpha < 1/255; a pixel is closed before
-    the splat that would bring its transmittance to 1e-4 or below. (Kerbl et al. 2023, equation 3, with the constants
+    the splat that would lower its transmittance to 1e-4 or below. (Kerbl et al. 2023, equation 3, with the constants
     of gsplat 1.4.0.) Differentiable by means2d, conics, row_opacities and features; on CPU the gradients have the
     same bits on any number of threads.
 
@@ -215,7 +215,7 @@ def raster_state_size(
 
     Args:
         like: [M, ...] a column of rows. quads: float4 of a packed row.
-        sums: numbers of a pixel beside its transmittance; 0 for the kernels of any tile size and number of channels.
+        sums: numbers of a pixel besides its transmittance; 0 for the kernels of any tile size and number of channels.
     """
     if like.device.type != "cuda" or backend("cuda") != "native":
         return 0

@@ -21,7 +21,7 @@ GEOMETRY = reference.GEOMETRY
 
 
 class SurfelProjection(NamedTuple):
-    """What rows become in their views.
+    """Projected surfels of the rows.
 
     Attributes:
         means2d: [M, 2] centre (x, y) in pixels of the box around the disc of one standard deviation, which is not
@@ -44,7 +44,7 @@ class SurfelProjection(NamedTuple):
 
 
 class SurfelPixels(NamedTuple):
-    """What pixels look like, without a background.
+    """Rendered pixels without a background.
 
     Attributes:
         colors: [P, 3], premultiplied.
@@ -67,7 +67,7 @@ def project_surfels(
     means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, viewmats: Tensor, Ks: Tensor,
     sizes: Sequence[int], view_ids: Tensor, point_ids: Tensor, near: float = 0.01, far: float = 1e10,
 ) -> SurfelProjection:  # fmt: skip
-    """Projects surfels into views (Huang et al. 2024, section 4.1), with gsplat 1.4.0's conventions.
+    """Project surfels into views (Huang et al. 2024, section 4.1), with gsplat 1.4.0's conventions.
 
     A row that is not drawn in its whole view is dead, as in `project`: zero in all outputs but `radii`, and without a
     gradient. Dead is also a surfel of which the disc of one standard deviation reaches the camera's plane: its box, and
@@ -109,7 +109,7 @@ def project_surfels(
 def box_lists(
     rows: SurfelProjection, view_ids: Tensor, patches: Sequence[int], tile_size: int = 16
 ) -> tuple[Tensor, Tensor]:
-    """The lists of `intersect` for surfels: of each tile those whose box of `radii` has a pixel centre in it."""
+    """Return the lists of `intersect` for surfels: of each tile those whose box of `radii` has a pixel centre in it."""
     everywhere = torch.zeros_like(rows.normals)  # a conic without a bound: the box alone decides
     means2d, opacities, depths = rows.means2d.detach(), rows.row_opacities.detach(), rows.depths.detach()
     return intersect(means2d, everywhere.detach(), opacities, rows.radii, depths, view_ids, patches, tile_size)
@@ -119,7 +119,7 @@ def rasterize_surfels(
     rows: SurfelProjection, colors: Tensor, tile_offsets: Tensor, row_ids: Tensor, patches: Sequence[int],
     tile_size: int = 16,
 ) -> SurfelPixels:  # fmt: skip
-    """Composites surfels over the pixels of the patches, front to back by the depths of their centres.
+    """Composite surfels over the pixels of the patches, front to back by the depths of their centres.
 
     A pixel's ray meets a surfel's plane at (u, v); sigma = min(u^2 + v^2, 2 |pixel - means2d|^2) / 2 is the Gaussian's
     exponent with the low-pass filter on the screen (Huang et al. 2024, section 4.2). Constants and stopping

@@ -1,7 +1,7 @@
 """Sorting pairs of key and value that are spread over ranks, in each other's memory, and the lists of rows for
 rendering that come of it.
 
-Each rank sorts its own pairs (`sort_pairs`) and tells the others how many there are (`publish_count`); then the sorted
+Each rank sorts its own pairs (`sort_pairs`) and publishes their number (`publish_count`); then the sorted
 runs are merged in pairs, level by level (`merge_level`), by merge paths (Green, Odeh and Birk 2014; over GPUs:
 torch-dgx, section 4). A run lies on consecutive ranks, in pieces of equal length: of a run of n on k ranks, the j-th of
 them holds [j n / k, (j + 1) n / k), rounded down. `ns_multigpu.core.sort.peer_sort` puts this together.
@@ -48,7 +48,7 @@ def sort_pairs(
     end_bit: int = 64,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sorts the first `count` of C pairs by key. Stable, and never waits for the device.
+    """Sort the first `count` of C pairs by key. Stable, and never waits for the device.
 
     Args:
         keys: [C] int64; behind `count` they are overwritten with the largest key.
@@ -78,7 +78,7 @@ def sort_pairs(
 
 
 def publish_count(count: Tensor, addresses: Sequence[int], limit: int) -> None:
-    """Writes a number to a place on every rank.
+    """Write a number to a place on every rank.
 
     Args:
         count: [1] int64.
@@ -104,7 +104,7 @@ def merge_level(
     rank: int,
     out: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Merges two neighbouring sorted runs: this rank's piece of the result. Stable: of equal keys the left run's first.
+    """Merge two neighbouring sorted runs: this rank's piece of the result. Stable: of equal keys the left run's first.
 
     All ranks of both runs call it at the same time, each for its own piece, when both runs are in place. The pieces of
     the result have equal length, as those of the runs have. A run of one rank is what `sort_pairs` has left there.
@@ -154,7 +154,7 @@ def intersect_keys(
     owner: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of tile and row of `intersect` over whole views, as keys that sort by tile, then depth.
+    """Return the pairs of tile and row of `intersect` over whole views, as keys that sort by tile, then depth.
 
     The tiles are those of all views, view after view, row-major in a view. Pairs come by depth, ties by row, so that
     sorting them stably by the bits from 32 on (`sort_pairs` with begin_bit=32) sorts them by the whole key; of equal
@@ -170,7 +170,7 @@ def intersect_keys(
     Returns:
         keys [C] int64: tile << 32 | the depth's bits as an unsigned number of the same order; LARGEST_KEY behind the
         last pair. values [C] int32: owner << 28 | row, as the bits of an unsigned number. count [1] int64, the true
-        number of pairs. Where it is above the capacity the farthest are missing: do the step again with more room.
+        number of pairs. Where it is above the capacity the farthest are missing: retry the step with a larger capacity.
 
     Raises:
         TypeError, ValueError: types, shapes, sizes, owner or capacity are wrong.
@@ -209,7 +209,7 @@ def band_lists(
     segment: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The lists of rows of some tiles, out of the sorted pairs of `intersect_keys` that all ranks hold together.
+    """Return the lists of rows of some tiles, out of the sorted pairs of `intersect_keys` that all ranks hold together.
 
     They are what `intersect_capacity` gives on the received rows, for the patches that those tiles make up (whole rows
     of tiles of a view, from a tile's corner on). Never waits for the device.

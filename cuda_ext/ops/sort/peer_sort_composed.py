@@ -14,18 +14,18 @@ OWNER_SHIFT = 28
 MOST_ROWS = 1 << OWNER_SHIFT
 MOST_OWNERS = 1 << (32 - OWNER_SHIFT)
 LARGEST_KEY = 2**63 - 1
-"""What stands behind the last pair."""
+"""Key of the padding behind the last pair."""
 
 
 class _CudaMemory:
-    """Memory of a GPU that belongs to somebody else, in the form that torch.as_tensor takes without a copy."""
+    """Memory of a GPU owned by another allocator, in the form that torch.as_tensor takes without a copy."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def tensor_at(address: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The `count` elements at an address as a tensor of [count], not copied. Nothing keeps the memory alive."""
+    """Return the `count` elements at an address as a tensor of [count], not copied. Nothing keeps the memory alive."""
     size = count * dtype.itemsize
     if size == 0:
         return torch.empty(0, dtype=dtype, device=device)
@@ -57,7 +57,7 @@ def publish_count(count: Tensor, addresses: Sequence[int], limit: int) -> None:
 def _run(
     keys_at: Sequence[int], values_at: Sequence[int], counts: list[int], first: int, end: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values of the run on ranks [first, end), copied together."""
+    """Return the keys and values of the run on ranks [first, end), copied together."""
     length, ranks = sum(counts[first:end]), end - first
     pieces = [(j + 1) * length // ranks - j * length // ranks for j in range(ranks)]
     parts = list(zip(range(first, end), pieces, strict=True))

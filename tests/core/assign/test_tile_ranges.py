@@ -23,7 +23,7 @@ def cut_rows(work: list[list[int]], ranks: int) -> list[list[tuple[int, int, int
 
 
 def random_work(seed: int) -> list[list[int]]:
-    """Some views, some without rows; even work, uneven work, or most of it in a few rows."""
+    """Return some views, some without rows; even work, uneven work, or most of it in a few rows."""
     g = keyed_generator("work", seed)
 
     def draw(low: int, high: int) -> int:

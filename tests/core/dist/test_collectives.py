@@ -118,7 +118,7 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
 
 
 def _together_on_gpus(world: World) -> tuple[list[torch.Tensor], int]:
-    """How many kernels of NCCL's that took, too."""
+    """Return the number of NCCL kernels as well."""
     r, n = world.rank, world.size
     xs = [torch.full((2,), r), torch.full((70_000,), r, dtype=torch.int32), torch.full((70_000, 16), r + 0.5)]
     xs = [x.to(world.device) for x in xs]

@@ -14,7 +14,7 @@ Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
 def shards(case: str, size: int) -> list[Pairs]:
-    """What each rank starts with: keys, and values that tell where each came from."""
+    """Return the initial pairs of each rank: keys, and values that encode their origin."""
     g = keyed_generator("shards", case, size)
     counts = [int(torch.randint(20, 60, (1,), generator=g)) for _ in range(size)]
     span, dtype = 1000, torch.int64

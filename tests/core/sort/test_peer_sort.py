@@ -45,7 +45,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def shards(case: str, size: int, most: int) -> list[Pairs]:
-    """What each rank starts with, up to about `most` pairs; values tell where each comes from."""
+    """Return the initial pairs of each rank, up to about `most`; values encode their origin."""
     g = keyed_generator("peer sort", case, size)
     counts = [int(torch.randint(most // 3, most, (1,), generator=g)) for _ in range(size)]
     if case == "one rank has all":
@@ -78,7 +78,7 @@ def check_sorted(parts: list[tuple[Tensor, Tensor, int]], whole: list[Pairs], ca
 
 
 def part_of(result: SortedPairs) -> tuple[Tensor, Tensor, int]:
-    """The part that there is, copied: the next sort overwrites it."""
+    """Return the part that there is, copied: the next sort overwrites it."""
     count = int(result.count)
     return result.keys[:count].cpu().clone(), result.values[:count].cpu().clone(), count
 

@@ -14,7 +14,8 @@ WIDTH, HEIGHT, SCALE = 19, 14, 2.5
 
 
 def make_view(count: int = 60) -> View:
-    """A camera among points: some are behind it, some beside its image; one is seen at each corner of the image."""
+    """Return a camera among points: some are behind it, some beside its image; one is seen at each corner of the
+    image."""
     g = torch.Generator().manual_seed(6)
     viewmat = look_at([2.0, 1.0, 0.5], [0.0, 0.0, 0.0])
     K = torch.tensor([[17.0, 0, 9.2], [0, 18.5, 7.4], [0, 0, 1]]).double()
@@ -43,7 +44,7 @@ def of(depth: torch.Tensor, patch: Patch, view: View) -> Pixels:
 
 
 def plain(depth: torch.Tensor, view: View) -> tuple[float, int]:
-    """The loss, a number after the other, and how many keypoints there are."""
+    """Return the loss, a number after the other, and how many keypoints there are."""
     table, observed = depth[..., 0].tolist(), view.observations
     assert observed is not None
     (fx, _, cx), (_, fy, cy), _ = view.K.tolist()

@@ -1,4 +1,4 @@
-"""Which GPUs there are to compile for: asked of the driver's management library where that is enough."""
+"""Architectures of the GPUs to compile for, read from NVML where that is sufficient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,8 @@ class Management:
 def machine(
     monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple[int, int]], seen: Sequence[int], fails: str = ""
 ) -> list[str]:
-    """A machine with these GPUs, of which torch sees some; returns what torch is asked that starts the driver."""
+    """Return a machine with these GPUs, of which torch sees some; returns what torch is asked that starts the
+    driver."""
     asked: list[str] = []
 
     def available() -> bool:

@@ -40,7 +40,7 @@ def functions(text: str) -> dict[str, str]:
 
 
 def names_read(text: str, root: str) -> set[str]:
-    """The arguments that a binding reads, itself or through the file's helpers."""
+    """Return the arguments that a binding reads, itself or through the file's helpers."""
     bodies, seen, names = functions(text), set[str](), set[str]()
     waiting = [root]
     while waiting:

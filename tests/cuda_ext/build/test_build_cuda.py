@@ -1,4 +1,4 @@
-"""How the CUDA operators are found, compiled and chosen. No GPU is needed; what compiles needs nvcc."""
+"""Discovery, compilation and selection of the CUDA operators. No GPU is needed; tests that compile need nvcc."""
 
 import ctypes
 import os
@@ -56,7 +56,7 @@ def nvcc() -> None:
 
 
 def written(path: Path, info: str) -> Path:
-    """A file that says of itself what a compiled library says."""
+    """Return a file that says of itself what a compiled library says."""
     path.write_bytes(b"\x7fELF" + info.encode() + b"\0")
     return path
 

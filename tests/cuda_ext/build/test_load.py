@@ -31,7 +31,7 @@ print(NativeLibrary("tiny", sources, (), Path(sys.argv[1])).build())
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and NS_MULTIGPU_OPS unset."""
+    """Return an empty cache folder, and NS_MULTIGPU_OPS unset."""
     monkeypatch.setenv("NS_MULTIGPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("NS_MULTIGPU_OPS", raising=False)
     return tmp_path / "cache"
@@ -53,7 +53,7 @@ def no_compiler(nothing_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiler() -> list[str]:
-    """The machine's compiler; skips where there is none."""
+    """Return the machine's compiler; skips where there is none."""
     found = _build.find_compiler()
     if found is None:
         pytest.skip(str(_build.compiler_problem()))
@@ -61,7 +61,7 @@ def compiler() -> list[str]:
 
 
 def tiny(folder: Path, **sources: str) -> NativeLibrary:
-    """A library of these sources, by stem."""
+    """Return a library of these sources, by stem."""
     folder.mkdir(exist_ok=True)
     for stem, text in sources.items():
         (folder / f"{stem}.cpp").write_text(text)
@@ -69,7 +69,7 @@ def tiny(folder: Path, **sources: str) -> NativeLibrary:
 
 
 def logging_compiler(folder: Path, real: list[str], seconds: float) -> tuple[Path, Path]:
-    """A compiler that notes each call in a file and takes its time: its path and the file's."""
+    """Return a compiler that notes each call in a file and takes its time: its path and the file's."""
     log, script = folder / "calls", folder / "slow-c++"
     script.write_text(f'#!/bin/sh\necho call >> {log}\n/bin/sleep {seconds}\nexec {" ".join(real)} "$@"\n')
     script.chmod(0o755)

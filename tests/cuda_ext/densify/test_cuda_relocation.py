@@ -1,4 +1,4 @@
-"""What moves points onto others, takes rows and turns vectors: our CUDA kernels against the reference."""
+"""Relocation of points, row gathering and vector rotation: our CUDA kernels against the reference."""
 
 import pytest
 import torch

@@ -21,7 +21,7 @@ def gaussians(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def moved(points: list[Tensor], start: int = 99, **options: object) -> Tensor:
-    """The means behind the noise; these stay as they are."""
+    """Return the means behind the noise; these stay as they are."""
     means = points[0].clone()
     cuda_ext.add_noise(means, *points[1:], start=start, **(RULE | options))  # type: ignore[arg-type]
     return means

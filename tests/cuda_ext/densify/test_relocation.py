@@ -1,4 +1,4 @@
-"""What moves points onto others: exact draws, shares that look alike, rows copied on the spot, and a step not taken."""
+"""Relocation of points: exact draws, shares that look alike, rows copied on the spot, and a step not taken."""
 
 from typing import Any
 

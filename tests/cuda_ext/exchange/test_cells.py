@@ -136,7 +136,7 @@ def test_windows_on_a_gpu(cells: int, many: bool) -> None:
 @pytest.mark.parametrize(("real", "padding"), [(1, 0), (3000, 70), (0, 9), (200_000, 1)])
 @pytest.mark.parametrize("cells", [2, 7])
 def test_rows_on_a_gpu(cells: int, real: int, padding: int) -> None:
-    """Which cells they reach, and where they go so."""
+    """Rows on a GPU overlap the same cells and are sent to the same ranks."""
     scene, (rows, depths), there = scene_of(cells), rows_of(real, padding), rows_of(real, padding)[0].to("cuda")
     boxes = _boxes(scene.tree)
     expected = cells_reached(rows.view_ids, rows.means2d, rows.radii, depths, scene.viewmats, scene.Ks, boxes)

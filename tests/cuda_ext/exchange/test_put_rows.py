@@ -29,7 +29,7 @@ def gate_of(device: str = "cpu") -> Tensor:
 
 
 def memory_of(device: str = "cpu") -> tuple[list[list[Tensor]], Tensor]:
-    """Where each rank keeps each array, and the addresses."""
+    """Return each rank's memory for each array, and the addresses."""
     there = [
         [torch.full((ROOM, width), UNTOUCHED, dtype=torch.int32, device=device) for width in WIDTHS]
         for _ in range(RANKS)

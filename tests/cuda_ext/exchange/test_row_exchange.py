@@ -18,7 +18,7 @@ OPS = torch.ops.ns_multigpu
 
 @dataclass(frozen=True)
 class Rows:
-    """What a rank has to send: some rows, then padding."""
+    """Rows that a rank sends, followed by padding."""
 
     view_ids: Tensor
     count: Tensor
@@ -101,7 +101,7 @@ def exchange(rows: list[Rows], patches: list[int], capacity: int, views: int = 2
 
 
 def addresses(segments: list[Tensor], source: int) -> Tensor:
-    """Where the segments of a source lie: tensors [ranks, capacity, 16] of each rank."""
+    """Return the addresses of a source's segments: tensors [ranks, capacity, 16] of each rank."""
     capacity = segments[0].shape[1]
     return torch.tensor([t.data_ptr() + 64 * capacity * source for t in segments], device=segments[0].device)
 

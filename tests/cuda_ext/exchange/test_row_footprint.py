@@ -1,4 +1,4 @@
-"""How many rows reach each patch: as `route_lines` counts them, on a CPU and on a GPU."""
+"""Number of rows that overlap each patch: as `route_lines` counts them, on a CPU and on a GPU."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SIZES = [(1, 0, 1), (257, 3, 2), (5000, 5000, 7), (0, 10, 2), (100_000, 31, 3)] 
 
 
 def grid(views: int, factor: int, halo: int, width: int = WIDTH, height: int = HEIGHT) -> list[int]:
-    """Patches of each view with a halo, those of view 1 first."""
+    """Patch of each view with a halo, those of view 1 first."""
     numbers: list[int] = []
     for view in sorted(range(views), key=lambda v: (v != 1, v)):
         for y in range(factor):
@@ -23,7 +23,7 @@ def grid(views: int, factor: int, halo: int, width: int = WIDTH, height: int = H
 
 
 def one_by_one(rows: Rows, patches: list[int]) -> list[int]:
-    """A patch after the other, each as the only one of a rank."""
+    """Return a patch after the other, each as the only one of a rank."""
     found = []
     for k in range(0, len(patches), 5):
         _, counts = rows.route([0, *patches[k : k + 5]], 1)

@@ -28,7 +28,7 @@ ROUNDED = ("conics", "opacities", "features")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the segments of one rank lie: in a buffer with something between them."""
+    """Layout of one rank's segments in a buffer, with gaps between them."""
 
     starts: list[int]
     capacities: list[int]
@@ -47,7 +47,7 @@ class Layout:
 
 
 def splats(rows: Rows, seed: int = 0) -> Rows:
-    """The rows with conics of ellipses, some of them needles, and radii as a projection makes them."""
+    """Return the rows with conics of ellipses, some of them needles, and radii as a projection makes them."""
     g = torch.Generator().manual_seed(seed)
     long, thin = 10 ** (3 * torch.rand(2, len(rows), generator=g))
     angle = 3.2 * torch.rand(len(rows), generator=g)
@@ -188,14 +188,14 @@ def test_radii_of_any_size_and_the_last_view() -> None:
 
 
 def gradients(rows: int, seed: int) -> Tensor:
-    """Records whose kinds differ in size by many powers of ten, as those of small and large splats do."""
+    """Record whose kinds differ in size by many powers of ten, as those of small and large splats do."""
     g = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.tensor([-6, -6, 3, 3, 3, -3, -2, -2, -2, 0, -6, -6, 0, 0, 0, 0])
     return torch.randn(rows, 16, generator=g) * sizes * 10.0 ** torch.randint(-12, 12, (rows, 1), generator=g)
 
 
 def bring_back(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool) -> list[Tensor]:
-    """What each owner has, of each rank's gradients of the lines that arrived."""
+    """Return the gradients that each owner receives for the lines that it sent to each rank."""
     ranks, words = len(grads), gradient_words(half=half, absgrad=absgrad)
     found = []
     for rank, grad in enumerate(grads):
@@ -224,7 +224,7 @@ def bring_back(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool) -> li
 
 
 def sums(sent: Sent, grads: list[Tensor], absgrad: bool) -> list[Tensor]:
-    """The same by hand."""
+    """Return the same by hand."""
     columns = [*range(9), *((10, 11) if absgrad else ())]
     found = []
     for owner, (rows, place) in enumerate(zip(sent.rows, sent.places, strict=True)):

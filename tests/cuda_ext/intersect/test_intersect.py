@@ -23,7 +23,7 @@ SCENES = {
 
 
 def tile_rectangles(patches: tuple[int, ...], tile_size: int) -> list[tuple[int, int, int, int, int]]:
-    """(view, x0, y0, x1, y1) of every tile, in the operator's order."""
+    """Return (view, x0, y0, x1, y1) of every tile, in the operator's order."""
     tiles = []
     for k in range(0, len(patches), 5):
         view, x0, y0, x1, y1 = patches[k : k + 5]

@@ -158,7 +158,7 @@ def keys_of(splats: Splats, owner: int, capacity: int, device: str = "cpu") -> t
 
 
 def lists_of(splats: Splats, device: str) -> tuple[Tensor, Tensor]:
-    """`intersect`'s lists, on the device: CPU and GPU round differently at the very edge of a splat."""
+    """Return `intersect`'s lists, on the device: CPU and GPU round differently at the very edge of a splat."""
     return tuple(x.cpu() for x in splats.to(device).intersect())  # type: ignore[return-value]
 
 
@@ -205,7 +205,7 @@ def test_keys_beyond_the_capacity_are_the_farthest(device: str) -> None:
 
 
 def check_bands(device: str, splats: Splats, ranks: int, seed: int) -> None:
-    """Lists of random bands out of pieces on `ranks` ranks, where rows belong to 3 owners."""
+    """List of random bands out of pieces on `ranks` ranks, where rows belong to 3 owners."""
     shards = share_out(splats, [k * 7 % 3 for k in range(len(splats.depths))])
     sizes = view_sizes(splats)
     keys, values, counts = zip(*(keys_of(s, owner, 50_000, device) for owner, s in enumerate(shards)), strict=True)

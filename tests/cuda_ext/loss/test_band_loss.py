@@ -40,7 +40,7 @@ def rendering(
     height: int, width: int, dtype: torch.dtype = torch.float64, *, byte_target: bool = True, device: str = "cpu",
     background: tuple[float, ...] = BACKGROUND, seed: int = 0,
 ) -> Rendering:  # fmt: skip
-    """A smooth image and a noisy rendering of it, some of which is too bright or too dark to be shown."""
+    """Return a smooth image and a noisy rendering of it, some of which is too bright or too dark to be shown."""
     g = torch.Generator(device).manual_seed(seed)
     y, x = torch.linspace(0, 3, height, device=device)[:, None], torch.linspace(0, 4, width, device=device)[None]
     smooth = torch.stack(

@@ -17,7 +17,7 @@ Backend = type[AbstractContextManager[None]]
 
 
 def images(height: int, width: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A smooth byte image and a noisy rendering of it."""
+    """Return a smooth byte image and a noisy rendering of it."""
     generator = torch.Generator().manual_seed(seed)
     y, x = torch.meshgrid(torch.linspace(0, 3, height), torch.linspace(0, 4, width), indexing="ij")
     smooth = torch.stack([torch.sin(3 * x), torch.cos(2 * y), torch.sin(x * y)], dim=-1) * 0.4 + 0.5

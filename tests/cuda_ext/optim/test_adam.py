@@ -82,7 +82,7 @@ def test_schedulers_and_hooks_see_the_step(recwarn: pytest.WarningsRecorder) -> 
 
 
 def test_a_replaced_parameter_goes_on_with_its_state() -> None:
-    """What densification does to optimizers."""
+    """Densification replaces parameters and keeps the state of their optimizers."""
     found = []
     for kind in (torch.optim.Adam, FusedAdam):
         p = torch.nn.Parameter(torch.ones(5, 3))

@@ -23,7 +23,7 @@ def grid(levels: int = 4, width: int = 2, log2_size: int = 8, count: int = 500) 
 
 
 def gradients(positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The features, and the gradients of a weighted sum of them."""
+    """Return the features, and the gradients of a weighted sum of them."""
     leaves = positions.clone().requires_grad_(), table.clone().requires_grad_()
     out = encode_grid(*leaves, scalings, log2_size)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out)

@@ -1,4 +1,4 @@
-"""What steps are served from tables: which line is taken, which image is shown, where a report stays."""
+"""Input queue of steps: lines read from tables, patches copied from images, and stored reports."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ OPS = torch.ops.ns_multigpu
 
 @dataclass(frozen=True)
 class Told:
-    """What a message is made of."""
+    """Inputs of the step statistics."""
 
     own_rows: Tensor
     segment_counts: Tensor
@@ -33,7 +33,7 @@ class Told:
     columns: int
 
     def on(self, device: str) -> tuple[Any, ...]:
-        """The operator's arguments."""
+        """Return the operator's arguments."""
         tensors = (
             self.own_rows,
             self.segment_counts,
@@ -106,7 +106,7 @@ def test_one_segment_that_lacks_room_is_enough() -> None:
 
 @dataclass
 class Gated:
-    """What a gate decides on, and writes."""
+    """Inputs and outputs of a gate."""
 
     messages: Tensor  # [ranks, HEAD + lines]
     limits: Tensor
@@ -119,7 +119,7 @@ class Gated:
     rank: int
 
     def to(self, device: str) -> "Gated":
-        """A copy."""
+        """Return a copy."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         moved = {k: t.to(device, copy=True) for k, t in parts.items() if isinstance(t, Tensor)}
         lazy = self.lazy
@@ -142,7 +142,7 @@ class Gated:
 
 
 def make_gated(ranks: int, segments: int, why: str, kinds: int = 3, lines: int = 2 * 9, seed: int = 0) -> Gated:
-    """`why` the step is not to be taken: "", "over <k>", "before" or "lazy"."""
+    """Return `why` the step is not to be taken: "", "over <k>", "before" or "lazy"."""
     g = torch.Generator().manual_seed(seed)
     messages = torch.randint(0, 2**35, (ranks, HEAD + lines), generator=g)
     messages[:, 1] -= messages[:, 1].max()  # what is lacking: nothing, or less

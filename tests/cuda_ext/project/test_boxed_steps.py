@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("native")
 def ordered_model(
     device: str, points: int = 777, views: int = 3, *, spoilt: bool = False, compact: bool = False
 ) -> Model:
-    """A scene whose neighbouring rows are neighbours in space, ten times as wide as the images.
+    """Return a scene whose neighbouring rows are neighbours in space, ten times as wide as the images.
 
     Spoilt: with points without a position, whole groups of them too, at infinity, and of no size or any.
     """
@@ -52,7 +52,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 def pair(
     device: str, lazy: bool, *, points: int = 777, spoilt: bool = False, compact: bool = False, **options: Any
 ) -> tuple[Course, Course]:
-    """A course that looks at each point, and one that looks at boxes first."""
+    """Return a course that looks at each point, and one that looks at boxes first."""
     plain, boxed = (
         Course(ordered_model(device, points, spoilt=spoilt, compact=compact), lazy, boxed=boxed, **options)
         for boxed in (False, True)

@@ -20,7 +20,7 @@ OPS = torch.ops.ns_multigpu
 
 
 def colored(scene: Scene, rows: tuple[Tensor, Tensor], degree: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The output of `sh_colors` and the gradients of its inputs."""
+    """Return the output of `sh_colors` and the gradients of its inputs."""
     leaves = [getattr(scene, name).detach().clone().requires_grad_() for name in SH_INPUTS]
     out = cuda_ext.sh_colors(degree, *leaves, *rows)
     gradients = torch.autograd.grad([out], leaves, weights([out]), allow_unused=True, materialize_grads=True)

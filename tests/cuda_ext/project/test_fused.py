@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 
 def by_hand(model: Model, rows: SplatRows, gradients: RowGradients, degree: int, **settings: Any) -> list[Tensor]:
-    """The gradients of the parameters, through the public operators."""
+    """Return the gradients of the parameters, through the public operators."""
     leaves = [p.clone().requires_grad_() for p in model.params]
     means, quats, log_scales, logits, sh_dc, sh_rest = leaves
     n = int(rows.count)

@@ -29,7 +29,7 @@ def fused_projection(
 
 
 def stand_in() -> SimpleNamespace:
-    """The kernels that `gsplat_projection` calls, with the argument lists of gsplat 1.4.0's bindings."""
+    """Return the kernels that `gsplat_projection` calls, with the argument lists of gsplat 1.4.0's bindings."""
 
     def fwd(means, covars, quats, scales, viewmats, Ks, width, height, eps2d, near, far, clip, compensate, camera):  # type: ignore[no-untyped-def]
         assert covars is None and clip == 0.0 and camera == "pinhole" and all(x.is_contiguous() for x in (viewmats, Ks))
@@ -79,7 +79,7 @@ def assert_project_agrees(
     scene: Scene, project: Callable[..., tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]],
     antialiased: bool,
 ) -> None:  # fmt: skip
-    """Compares with the reference on every row, but for those that only gsplat's 3-sigma square drops."""
+    """Compare with the reference on every row, but for those that only gsplat's 3-sigma square drops."""
     view_ids, point_ids = scene.all_rows()
     inputs = [x.clone().requires_grad_() for x in (scene.means, scene.quats, scene.scales, scene.opacities)]
     viewmats = scene.viewmats.clone().requires_grad_()

@@ -13,7 +13,7 @@ INPUTS = ("means", "quats", "scales", "opacities", "viewmats")
 
 
 def with_gradients(scene: Scene, view_ids: Tensor, point_ids: Tensor, **settings: bool) -> tuple[list[Tensor], ...]:
-    """The outputs of `project`, and the inputs' gradients for fixed random gradients of the outputs."""
+    """Return the outputs of `project`, and the inputs' gradients for fixed random gradients of the outputs."""
     for name in INPUTS:
         setattr(scene, name, getattr(scene, name).detach().requires_grad_())
     out = scene.project(view_ids, point_ids, **settings)
@@ -191,7 +191,7 @@ def test_cull_loses_nothing(either: str, dtype: torch.dtype) -> None:
 
 
 def largest_alpha(out: cuda_ext.Projection, rows: Tensor, rect: list[int]) -> Tensor:
-    """The greatest alpha of each of these rows over the pixel centres of a rectangle."""
+    """Return the greatest alpha of each of these rows over the pixel centres of a rectangle."""
     x0, y0, x1, y1 = rect
     y, x = torch.meshgrid(torch.arange(y0, y1) + 0.5, torch.arange(x0, x1) + 0.5, indexing="ij")
     d = out.means2d[rows][:, None, :] - torch.stack([x, y], -1).view(1, -1, 2).to(out.means2d)

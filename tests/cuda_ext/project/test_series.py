@@ -23,7 +23,7 @@ def tables(points: int, rows: int, width: int, terms: int, dtype: torch.dtype = 
 
 
 def rows_of(points: int, views: int) -> tuple[Tensor, Tensor]:
-    """Some of the (view, point) pairs, and two lines of padding."""
+    """Return some of the (view, point) pairs, and two lines of padding."""
     view_ids, point_ids = random_scene(points, views).all_rows()
     some = torch.rand(len(view_ids), generator=torch.Generator().manual_seed(views)) < 0.7
     last = torch.full((2,), views - 1, dtype=torch.int32)

@@ -12,13 +12,13 @@ OPS = torch.ops.ns_multigpu
 
 
 def arguments(scene: Scene) -> list[Tensor]:
-    """The differentiable arguments, as leaves."""
+    """Return the differentiable arguments, as leaves."""
     tensors = (scene.means, scene.camera_centers, scene.sh_dc, scene.sh_rest)
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
 
 def with_gradients(degree: int, scene: Scene, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The colours, and the arguments' gradients for fixed random gradients of the colours."""
+    """Return the colours, and the arguments' gradients for fixed random gradients of the colours."""
     inputs = arguments(scene)
     colors = cuda_ext.sh_colors(degree, *inputs, *rows)
     given = torch.randn(colors.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -32,7 +32,7 @@ def _own_kernels() -> None:
 
 
 def _forward(splats: Splats, lists: Lists, device: str, dtype: torch.dtype) -> tuple[list, tuple[Tensor, ...]]:
-    """The arguments and results of the operator (out, alpha, last, state)."""
+    """Return the arguments and results of the operator (out, alpha, last, state)."""
     tensors = [x.to(device, dtype) for x in splats.inputs()] + [x.to(device) for x in lists]
     arguments = [*tensors, list(splats.patches), splats.tile_size]
     probe = torch.zeros(0, 2, device=device, dtype=dtype)

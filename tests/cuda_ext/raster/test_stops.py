@@ -19,7 +19,7 @@ def dense(dtype: torch.dtype, channels: int = 3) -> Splats:
 
 
 def closed(splats: Splats) -> Tensor:
-    """Which pixels the rule closes: those at which one more splat would count than were blended."""
+    """Return the mask of pixels that the rule closes: those at which one more splat would count than were blended."""
     _, _, blended = composite_slowly(splats)
     found = []
     for k, hits in enumerate(blended):

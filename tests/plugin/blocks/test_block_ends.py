@@ -1,4 +1,4 @@
-"""Where a block of fused steps ends: behind the last step before something about them changes."""
+"""End of a block of fused steps: behind the last step before something about them changes."""
 
 from types import SimpleNamespace
 from typing import Any

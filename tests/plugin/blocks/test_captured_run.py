@@ -37,8 +37,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def both(world: World, capture: Path, runs: Path, tile: bool) -> list[dict[str, Any]]:
-    """The course as launched and from graphs; with each how many steps were taken in either way and again, and how many
-    plans there were."""
+    """Return the course as launched and from graphs; with each how many steps were taken in either way and again, and
+    how many plans there were."""
     return [_go(world, capture, runs / name, tile, name == "captured") for name in ("launched", "captured")]
 
 

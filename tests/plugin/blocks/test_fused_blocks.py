@@ -64,7 +64,7 @@ class Events:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., tuple[DistributedTrainer, Events]]]:
-    """Trains in fused blocks, logging each 20 steps and looking for NaN each 8."""
+    """Train in fused blocks, logging each 20 steps and looking for NaN each 8."""
     write_capture(tmp_path / "tiny", wide=False)
     events = Events()
 

@@ -11,7 +11,7 @@ from tests.lib.training_run import follow, write_capture
 
 
 def logged(world: World, capture: Path, runs: Path, method: str, fused: str) -> dict[str, float]:
-    """The first row of the log, of a batch of two views."""
+    """Return the first row of the log, of a batch of two views."""
     options = {
         "fused_steps": fused, "logging.steps_per_log": 1, "pipeline.views_per_step": 2,
         "pipeline.model.num_downscales": 0, "pipeline.model.background_color": "black",

@@ -29,7 +29,7 @@ from strategies import STRATEGIES
 
 
 def make_run(fused_steps: str = "always") -> SimpleNamespace:
-    """A run without any obstacle, as far as `obstacle` looks at it."""
+    """Return a run without any obstacle, as far as `obstacle` looks at it."""
     options = SimpleNamespace(
         num_downscales=1,
         primitive="3dgs",
@@ -277,7 +277,7 @@ def test_steps_of_mcmc_are_never_put_off(noise: bool) -> None:
 
 
 def _acts(config: Any, step: int, evaluates: bool) -> bool:
-    """Whether the trainer has anything to do after a step: what it asks, in its words and nerfstudio's."""
+    """Return whether the trainer has anything to do after a step: what it asks, in its words and nerfstudio's."""
     periods = [config.steps_per_save, config.steps_per_checksum]
     if evaluates:
         periods += [config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images]

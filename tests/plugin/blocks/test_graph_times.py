@@ -30,7 +30,7 @@ def steps(graphs: StepGraphs, x: torch.Tensor, count: int, *, exchanges: int = 2
 
 @pytest.fixture
 def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A clock that goes on by 2 ms whenever it is read; how often it was."""
+    """Return a clock that goes on by 2 ms whenever it is read; how often it was."""
     reads: list[int] = []
 
     def now() -> int:

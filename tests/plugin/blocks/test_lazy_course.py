@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def both(world: World, capture: Path, runs: Path, tile: bool) -> tuple[Any, Any, list[int]]:
-    """The courses with steps put off and without, and how many points were behind at the ends of blocks."""
+    """Return the courses with steps put off and without, and how many points were behind at the ends of blocks."""
     views = 2 if tile else 2 // world.size
     behind: list[int] = []
     flush = training.Step.flush

@@ -109,7 +109,7 @@ def a_step(points: PointStorage) -> Step:
 
 
 def course(spare: bool, device: str = "cpu", *, graphs: bool = False) -> tuple[dict[str, Tensor], list[bool]]:
-    """Steps with refinements between them, in graphs or not; and whether each time the step of before could stay."""
+    """Step with refinements between them, in graphs or not; and whether each time the step of before could stay."""
     return _course(spare, device, graphs)[:2]
 
 

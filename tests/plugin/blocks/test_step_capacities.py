@@ -12,7 +12,7 @@ BLOCK = 50
 
 
 def three(rows: int, segment: int, intersections: int) -> Capacities:
-    """Where all pairs of two ranks are alike."""
+    """Return equal capacities for all pairs of two ranks."""
     return rows, pairs_of(segment, 2), intersections
 
 

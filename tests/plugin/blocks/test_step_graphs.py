@@ -48,7 +48,7 @@ class Step:
         self.met.copy_(10 * self.runs)
 
     def expected(self, runs: int, factor: float = 1.0) -> float:
-        """`total` after so many steps."""
+        """Return `total` after so many steps."""
         return (10 * self.cuts + factor) * runs * (runs + 1) / 2
 
 

@@ -37,7 +37,7 @@ def course(
     captured: bool = False,
     tight: bool = False,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Steps of two views: the model, and what the host did, D to draw a step and T to take it. F is a look at the
+    """Step of two views: the model, and what the host did, D to draw a step and T to take it. F is a look at the
     device behind a block that lacked room from some step on, and the number of that.
 
     Args:

@@ -26,7 +26,7 @@ from tests.lib.ranks import run_ranks
 
 
 def _images(data: DistributedDataManager, steps: int, size: int) -> list[tuple[int, ImageData]]:
-    """What arrives here, over some steps of training."""
+    """Return the images that this rank receives over some training steps."""
     world = data.world
     seen = []
     for step in range(steps):

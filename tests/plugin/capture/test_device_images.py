@@ -83,7 +83,7 @@ def test_nobody_waits_where_every_image_is_where_it_is_needed() -> None:
 
 
 def _all_here(world: World) -> int:
-    """How often ranks meet until each has all images."""
+    """Return the number of collectives until each rank has all images."""
     images, met = _images(world), list[int]()
     images._fits = True
     device_images._AT_ONCE = 4 * SHAPE.nbytes

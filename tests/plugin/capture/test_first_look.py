@@ -1,4 +1,4 @@
-"""What is said of a capture before any worker starts."""
+"""Messages about a capture before any worker starts."""
 
 from pathlib import Path
 from typing import Any

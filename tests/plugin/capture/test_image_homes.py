@@ -1,4 +1,4 @@
-"""Which rank holds which image: dealt evenly within a machine, and held exactly once over all ranks."""
+"""Owners of images: distributed evenly within a machine, and held exactly once over all ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -82,7 +82,7 @@ def _shapes() -> list[ImageShape]:
 
 
 def _hold(world: World, homes: list[int]) -> tuple[list[int], int, list[int]]:
-    """What this rank has decoded, and the bytes that it keeps."""
+    """Return the images that this rank has decoded, and the bytes that it stores."""
     decoded: list[int] = []
     shapes = _shapes()
 

@@ -31,7 +31,7 @@ RANKS = 3
 
 
 def _train(world: World, folder: Path, case: str, homes: list[int] | None, runs: str) -> dict[str, Tensor]:
-    """The model in the end: 12 steps of two views, whose resolution doubles after 4."""
+    """Return the model in the end: 12 steps of two views, whose resolution doubles after 4."""
     prepare = DistributedPipeline.prepare_training
 
     def held(self: DistributedPipeline) -> None:

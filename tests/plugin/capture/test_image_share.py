@@ -148,7 +148,7 @@ SHAPE_OF_LARGE = [
 
 
 def _large(index: int) -> ImageData:
-    """One of each kind of image."""
+    """Return one of each kind of image."""
     g, shape = torch.Generator().manual_seed(index), SHAPE_OF_LARGE[index % 4]
     size = (shape.height, shape.width, shape.channels)
     image = torch.rand(size, generator=g)

@@ -21,7 +21,7 @@ TURNED = torch.tensor([[0.0, -1.0, 0.0, 0.3], [1.0, 0.0, 0.0, -2.0], [0.0, 0.0, 
 
 
 def _written(folder: Path, count: int = 50) -> Path:
-    """A folder with points whose tracks differ in length; some have none."""
+    """Return a folder with points whose tracks differ in length; some have none."""
     rng = np.random.default_rng(3)
     points = {
         7 * n + 1: colmap.Point3D(
@@ -35,7 +35,7 @@ def _written(folder: Path, count: int = 50) -> Path:
 
 
 def _parsers(folder: Path, **more: Any) -> tuple[ColmapDataParser, ColmapDataParser]:
-    """nerfstudio's, and ours."""
+    """Return nerfstudio's, and ours."""
     kinds: tuple[Any, ...] = (ColmapDataParser, QuickColmap)
     theirs, ours = (ColmapDataParserConfig(_target=kind, data=folder, **more).setup() for kind in kinds)
     return theirs, ours

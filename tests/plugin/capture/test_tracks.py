@@ -46,7 +46,7 @@ def of_nerfstudio(folder: Path) -> NerfstudioDataParserConfig:
 
 
 def check_views(data: DistributedDataManager, scene: Scene, factor: int) -> None:
-    """Whether the training views' keypoints are those of the file, undistorted, and no others are there."""
+    """Return whether the training views' keypoints are those of the file, undistorted, and no others are there."""
     tracks = training_tracks(data, World.single())
     observed = DeviceObservations(tracks, 2, torch.device("cpu"))
     pinholes = data.train_reader.cameras

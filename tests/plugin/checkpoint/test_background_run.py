@@ -33,7 +33,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(world: World, capture: Path, out: Path) -> dict[str, Any]:
-    """Saves after steps 4 and 8 of ten; the first is not written before the eighth step has begun."""
+    """Save after steps 4 and 8 of ten; the first is not written before the eighth step has begun."""
     report: dict[str, Any] = {}
     trainer = start(world, capture, out / "slow", 10, steps_per_save=4, keep_checkpoints=0)
     at_save: dict[str, torch.Tensor] = {}

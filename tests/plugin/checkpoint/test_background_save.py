@@ -74,7 +74,7 @@ def test_nothing_that_training_changes_is_written(tmp_path: Path, size: int) -> 
 
 
 def _no_capacity(world: World, models: Path) -> list[bool]:
-    """Whether the checkpoint is there when `save` returns, with room and without."""
+    """Return whether the checkpoint is there when `save` returns, with room and without."""
     writer = CheckpointWriter(models, 0, world, pytest.fail)
     available, apart = training_copy.available_memory, training_copy.apart
     there: list[bool] = []

@@ -37,7 +37,7 @@ from tests.lib.saving import ALONE, copied, files_of, newest_as_nerfstudio_finds
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """The folder of a run with the checkpoints of steps 1 and 2."""
+    """Return the folder of a run with the checkpoints of steps 1 and 2."""
     folder = tmp_path / "run" / "nerfstudio_models"
     assert write(folder, 1) == write(folder, 2) == ""
     return folder

@@ -42,7 +42,7 @@ from tests.lib.saving import (
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """The folder of a run with the checkpoints of steps 1 and 2."""
+    """Return the folder of a run with the checkpoints of steps 1 and 2."""
     folder = tmp_path / "run" / "nerfstudio_models"
     assert write(folder, 1) == write(folder, 2) == ""
     return folder
@@ -66,7 +66,7 @@ def _count(calls: Callable[[bool], None]) -> Iterator[tuple[Any, str, Any]]:
 
 
 def in_another_process(work: Callable[[], None]) -> int:
-    """The exit status of a child that does `work`, negative for a signal."""
+    """Return the exit status of a child that does `work`, negative for a signal."""
     child = os.fork()
     if child == 0:
         try:
@@ -146,7 +146,7 @@ def test_full_disk_on_one_rank(models: Path, full_on: int, after: int) -> None:
 
 
 def _write_with_loss(world: World, models: Path, lost_on: int, left: int | None) -> tuple[str, str]:
-    """A save of which a rank's file is lost once it has been written, or all but its first bytes."""
+    """Return a save of which a rank's file is lost once it has been written, or all but its first bytes."""
     usual = saved_tensors.save_tensors
 
     def save_tensors(folder: Path, *rest: Any, **how: Any) -> Any:

@@ -30,7 +30,7 @@ FULL = os.strerror(errno.ENOSPC)
 
 
 def full(*folders: Path, times: int = 10**9) -> Callable[[str], None]:
-    """A disk on which these folders take nothing, for so many writes."""
+    """Return a disk on which these folders take nothing, for so many writes."""
     left = [times]
 
     def behave(name: str) -> None:

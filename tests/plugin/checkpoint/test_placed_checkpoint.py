@@ -43,7 +43,7 @@ def _save(world: World, models: Path) -> list[int]:
 
 
 def _load(world: World, models: Path, placement: Placement | None) -> Read:
-    """Compares what is read with the whole model's rows at these places."""
+    """Compare what is read with the whole model's rows at these places."""
     checkpoint_rows.BLOCK = 5
     own, model, state = load_placed(world, models, 1, placement)
     if placement is None:

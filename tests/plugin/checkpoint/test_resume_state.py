@@ -19,7 +19,7 @@ ALONE = World.single()
 
 
 def _draws() -> list[float]:
-    """The next numbers of all generators."""
+    """Return the next numbers of all generators."""
     return [*torch.rand(2).tolist(), random.random(), float(np.random.rand())]  # noqa: NPY002 - nerfstudio draws so
 
 

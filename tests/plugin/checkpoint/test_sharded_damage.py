@@ -35,7 +35,7 @@ def saved_twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def models(saved_twice: Path, tmp_path: Path) -> Path:
-    """The folder of a run with sharded checkpoints of steps 1 and 2, by two ranks."""
+    """Return the folder of a run with sharded checkpoints of steps 1 and 2, by two ranks."""
     return copied(saved_twice, tmp_path / "run")
 
 

@@ -24,7 +24,7 @@ PIECE = 2 << 20
 
 
 def content_of(world: World, rows: int = 6, device: torch.device | str = "cpu") -> Content:
-    """A model, a tensor that all ranks have, and rows of which each rank has its own."""
+    """Return a model, a tensor that all ranks have, and rows of which each rank has its own."""
     g = torch.Generator().manual_seed(7)
     model = {"_model.gauss_params.means": torch.rand(rows, 3, generator=g).to(device)}
     shared = {f"shared/{i}": torch.rand(rows, i + 1, generator=g).to(device) for i in range(3)}
@@ -189,7 +189,7 @@ def test_a_thread_that_has_brought_something_stays_with_its_gpu() -> None:
 
 
 def _saved(world: World, models: Path, gpu_has_room: bool) -> tuple[bool, list[str]]:
-    """Saves in the background, changes everything at once, and compares what is read; whether the copy was on a GPU."""
+    """Save in the background, changes everything at once, and compares what is read; whether the copy was on a GPU."""
     where: list[bool] = []
     usual = training_copy.training_copy, training_copy.free_bytes
     if not gpu_has_room:

@@ -26,7 +26,7 @@ ALONE = World.single()
 
 
 def points(count: int = 50, degree: int = 2) -> dict[str, Tensor]:
-    """Some Gaussians, a few of them all but transparent."""
+    """Return some Gaussians, a few of them all but transparent."""
     g = torch.Generator().manual_seed(count)
     shapes = {"means": (3,), "scales": (3,), "quats": (4,), "opacities": (1,), "features_dc": (3,)}
     shapes["features_rest"] = ((degree + 1) ** 2 - 1, 3)
@@ -49,7 +49,7 @@ def as_nerfstudio_does(
 
 
 def ordinary(models: Path, params: dict[str, Tensor], step: int = 1, prefix: str = "_model.gauss_params.") -> Path:
-    """A .ckpt with the points in it, as nerfstudio's trainer writes it."""
+    """Return a .ckpt with the points in it, as nerfstudio's trainer writes it."""
     models.mkdir(parents=True, exist_ok=True)
     path = models / f"step-{step:09d}.ckpt"
     pipeline = {f"{prefix}{name}": value for name, value in params.items()}
@@ -58,7 +58,7 @@ def ordinary(models: Path, params: dict[str, Tensor], step: int = 1, prefix: str
 
 
 def sharded(models: Path, params: dict[str, Tensor], step: int = 1) -> Path:
-    """A .ckpt whose points are in shards, in blocks of 7 rows."""
+    """Return a .ckpt whose points are in shards, in blocks of 7 rows."""
     tensors, marker = split_state({}, params, ALONE)
     block, checkpoint_rows.BLOCK = checkpoint_rows.BLOCK, 7
     assert save(models, step, lambda: without_points({}, marker), tensors, {}, ALONE) == ""

@@ -14,7 +14,7 @@ COMMAND = "ns-train splatfacto-batch --load-config '/my runs/config.yml' --load-
 
 
 def run(program: str, **variables: str) -> tuple[int, str]:
-    """The exit status of a Python program, and what it wrote to stderr, on a narrow terminal."""
+    """Return the exit status of a Python program, and what it wrote to stderr, on a narrow terminal."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "60", **variables}
     words = [sys.executable, "-W", "ignore", "-c", program]
@@ -23,7 +23,7 @@ def run(program: str, **variables: str) -> tuple[int, str]:
 
 
 def uncaught(what: str, before: str = "", **variables: str) -> tuple[int, str]:
-    """What becomes of an error, raised as Python code says."""
+    """Return the exit status and output of a process in which Python code raises an error."""
     program = f"from ns_multigpu.plugin.faults import errors\n{before}\nerrors.show_uncaught()\n{what}"
     return run(program, **variables)
 

@@ -1,4 +1,4 @@
-"""What a worker writes down of its failure, for the launcher to say."""
+"""Failure records that a worker writes and the launcher prints."""
 
 import json
 from pathlib import Path

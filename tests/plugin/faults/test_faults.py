@@ -32,7 +32,7 @@ _started: list[subprocess.Popen[str]] = []
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on() -> Iterator[None]:
-    """A run of a test that failed would take hours, and the cores of all tests behind it."""
+    """Yield a run of a test that failed would take hours, and the cores of all tests behind it."""
     yield
     while _started:
         run = _started.pop()
@@ -62,7 +62,8 @@ def saved_step(folder: Path) -> int:
 
 
 def start(folder: Path, workers: int, *launcher: str, **fields: Any) -> subprocess.Popen[str]:
-    """The toy in a process of its own: `workers` of our launcher's, or 0 for this process alone or under `launcher`."""
+    """Return the toy in a process of its own: `workers` of our launcher's, or 0 for this process alone or under
+    `launcher`."""
     module = ["-m", "tests.lib.guarded_toy", str(workers), repr({"folder": str(folder), **fields})]
     command = [sys.executable, *(["-m", "torch.distributed.run", *launcher] if launcher else []), *module]
     run = subprocess.Popen(
@@ -74,7 +75,7 @@ def start(folder: Path, workers: int, *launcher: str, **fields: Any) -> subproce
 
 
 def started(folder: Path, process: subprocess.Popen[str], workers: int) -> float:
-    """Waits until a run that was just started has saved; returns the seconds that took, which tell how busy this is."""
+    """Wait until a run that was just started has saved; returns the seconds that took, which tell how busy this is."""
     begin = time.monotonic()
     ready = wait_until(
         lambda: (

@@ -16,7 +16,7 @@ BAD = 5
 
 
 def _course(world: World, capture: Path, runs: Path, options: dict[str, Any], what: str) -> tuple[str, bool, list[int]]:
-    """Trains over all 8 views; returns the error, whether parameters are finite, and the steps Adam has counted."""
+    """Train over all 8 views, and return the error, whether parameters are finite, and the steps Adam has counted."""
     usual = splat_model.photometric_loss
 
     def loss(rgb: torch.Tensor, target: torch.Tensor, patch: Any, view: Any, weight: float) -> torch.Tensor:

@@ -84,7 +84,7 @@ def test_the_file_that_is_named(monkeypatch: pytest.MonkeyPatch, words: list[str
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """The config.yml of a run that was not begun with the defaults."""
+    """Return the config.yml of a run that was not begun with the defaults."""
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
     config.data = config.pipeline.datamanager.data = Path("/captures/fox")
     config.output_dir, config.timestamp, config.experiment_name = tmp_path, "now", "fox"

@@ -32,7 +32,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def ns_train(*arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
-    """`ns-train toy ARGUMENTS` in processes of its own."""
+    """Return `ns-train toy ARGUMENTS` in processes of its own."""
     command = [sys.executable, *(("-m", "torch.distributed.run", *launcher) if launcher else ())]
     command += ["-m", "nerfstudio.scripts.train", "toy", *arguments]
     variables["NERFSTUDIO_METHOD_CONFIGS"] = "toy=tests.lib.toy_method:toy"
@@ -41,7 +41,7 @@ def ns_train(*arguments: str, launcher: tuple[str, ...] = (), **variables: str) 
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie that its parent has not yet collected does not)."""
+    """Return whether a process runs (a zombie that its parent has not yet collected does not)."""
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -144,7 +144,8 @@ def test_no_process_stays_behind(tmp_path: Path, how: signal.Signals) -> None:
 
 
 def check_one_run_folder(output: Path, workers: int, machines: int = 1) -> list[Mapping[str, Any]]:
-    """One config.yml, which loads as `ns-eval` loads it and says what was asked for; the ranks' reports beside it."""
+    """Return one config.yml, which loads as `ns-eval` loads it and says what was asked for; the ranks' reports beside
+    it."""
     from nerfstudio.engine.trainer import TrainerConfig
 
     configs = list(output.glob("**/config.yml"))

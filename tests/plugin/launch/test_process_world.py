@@ -1,4 +1,4 @@
-"""How a process that another launcher has started leaves its group."""
+"""Shutdown of the process group in a process that another launcher has started."""
 
 import ctypes
 import hashlib

@@ -31,7 +31,7 @@ MODELS = "nerfstudio_models"
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A process that `ns-train` could be: without a launcher, and afterwards as it was."""
+    """Yield a process that `ns-train` could be: without a launcher, and afterwards as it was."""
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NS_MULTIGPU_OPS", "reference")
@@ -49,7 +49,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(capture: Path, out: Path, **options: Any) -> Any:
-    """The configuration of a run, as `ns-train` reads it from a command line."""
+    """Return the configuration of a run, as `ns-train` reads it from a command line."""
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
     config.machine.device_type, config.output_dir, config.timestamp = "cpu", out, "now"
     config.pipeline.datamanager.data = capture
@@ -60,7 +60,7 @@ def asked(capture: Path, out: Path, **options: Any) -> Any:
 
 
 def trained(out: Path, capture: Path, *steps: int) -> Path:
-    """A run folder with checkpoints."""
+    """Return a run folder with checkpoints."""
     folder = out / RUN
     folder.mkdir(parents=True)
     for step in steps:

@@ -1,4 +1,4 @@
-"""What a run says it spent its time on besides training."""
+"""Time that a run reports for work other than training."""
 
 import json
 import subprocess

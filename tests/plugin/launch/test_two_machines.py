@@ -30,7 +30,7 @@ def machines() -> Iterator[TwoMachines]:
 
 
 def _train(method: str, out: Path, images: int, every: int = 10**6) -> list[str]:
-    """ns-train's words: a small city, with densification; a checkpoint every so many steps."""
+    """Return ns-train's words: a small city, with densification; a checkpoint every so many steps."""
     return [
         *("-m", "nerfstudio.scripts.train", method, "--machine.device-type", "cpu", "--vis", "tensorboard"),
         *("--output-dir", str(out), "--timestamp", "now", "--max-num-images", str(images)),
@@ -49,7 +49,7 @@ def _variables() -> dict[str, str]:
 
 
 def _torchrun(meeting: tuple[str, ...], words: list[str], workers: int = 1) -> list[str]:
-    """A machine's part of a job, with so many workers on each."""
+    """Return a machine's part of a job, with so many workers on each."""
     launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(workers), *meeting]
     return [sys.executable, "-W", "ignore", *launcher, *words]
 
@@ -65,7 +65,7 @@ def _elastic(machine: int) -> tuple[str, ...]:
 
 
 def _waited(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[str]:
-    """What each said, once all have ended."""
+    """Return the output of each process after all have ended."""
     end = time.monotonic() + 2 * HANG
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.1)
@@ -73,14 +73,14 @@ def _waited(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[st
 
 
 def _ended(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[str]:
-    """What each said, once all have ended well."""
+    """Return the output of each process after all have ended with status 0."""
     said = _waited(processes, logs)
     assert [process.poll() for process in processes] == [0] * len(processes), "\n".join(one[-3000:] for one in said)
     return said
 
 
 def _model(run: Path) -> dict[str, torch.Tensor]:
-    """The tensors that a run ends with: its last checkpoint's, and the shards that it names."""
+    """Return the tensors that a run ends with: its last checkpoint's, and the shards that it names."""
     from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
     from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, read_checkpoint_file, state_of
 

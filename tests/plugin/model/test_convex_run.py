@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 def train(
     world: World, folder: Path, strategy: str, begun: Path | None = None, double: bool = True
 ) -> tuple[dict[str, Any], int]:
-    """Trains and leaves a checkpoint in `folder`; returns sums over points, in single precision a picture too, and the
+    """Train and leave a checkpoint in `folder`, and return sums over points, in single precision a picture too, and the
     first step."""
     options = OPTIONS | {"pipeline.strategy": strategy, "load_dir": begun}
     runs, saved = folder / f"runs-{strategy}-{world.size}", folder / f"{strategy}-{world.size}"

@@ -22,7 +22,7 @@ BLOCKS, VIEWS, SIZE = 1, 12, (40, 28)
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A capture of six moments by two cameras, of which views 0, 5 and 10 are held out."""
+    """Return a capture of six moments by two cameras, of which views 0, 5 and 10 are held out."""
     made = CityCapture(
         City(BLOCKS, 5, 3.0), views=VIEWS, width=SIZE[0], height=SIZE[1], samples=1, eval_interval=5,
         time_varying=True, rig=2,
@@ -83,7 +83,7 @@ def test_fused_steps_are_the_ordinary_ones(scene: Path, tmp_path: Path) -> None:
 
 
 def train(world: World, scene: Path, runs: Path, saved: Path, strategy: str, steps: int, begun: Path | None) -> Any:
-    """Trains without densification, leaves a checkpoint, and renders held-out view 1 at several times."""
+    """Train without densification, leaves a checkpoint, and renders held-out view 1 at several times."""
     more = {"pipeline.model.stop_split_at": 0, "load_dir": begun}
     trainer = follow(world, scene, runs, options(scene, strategy, **more), steps, 1, double=False)
     saved.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ def capture(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the pipeline prints."""
+    """Return the lines that the pipeline prints."""
     lines: list[str] = []
     monkeypatch.setattr(pipeline, "CONSOLE", SimpleNamespace(print=lambda text, **_: lines.append(str(text))))
     return lines
@@ -45,7 +45,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, last: float) -> None:
 
 
 def train(capture: Path, steps: int = 3, **options: Any) -> Any:
-    """A short run in one process; its model."""
+    """Return a short run in one process; its model."""
     trainer = start(World.single(), capture, capture.parent / "run", steps, normal_loss_start=0, **options)
     trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
     trainer.save_last = lambda _, look: look() or trainer.base_dir  # type: ignore[method-assign]

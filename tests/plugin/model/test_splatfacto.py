@@ -126,7 +126,7 @@ def go(
 
 
 def trained(trainer: Trainer) -> dict[str, Tensor]:
-    """All that the steps have changed: parameters, and Adam's moments, steps and rate for each."""
+    """Return all that the steps have changed: parameters, and Adam's moments, steps and rate for each."""
     found = {name: value.detach() for name, value in trainer.pipeline.model.named_parameters()}
     for name, optimizer in trainer.optimizers.optimizers.items():
         (group,) = optimizer.param_groups
@@ -217,7 +217,7 @@ def test_the_same_whole_course_in_fused_steps(tmp_path: Path) -> None:
 
 
 def settings(config: Any, place: str = "") -> dict[str, Any]:
-    """All settings in a config, by their place in it."""
+    """Return all settings in a config, by their place in it."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     if not isinstance(config, dict) or not config:

@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
 def train(
     world: World, folder: Path, strategy: str, begun: Path | None = None, double: bool = True
 ) -> tuple[dict[str, Any], int]:
-    """Trains and leaves a checkpoint in `folder`; returns sums over points, and the first step."""
+    """Train and leave a checkpoint in `folder`, and return sums over points, and the first step."""
     options = OPTIONS | {"pipeline.strategy": strategy, "load_dir": begun}
     runs, saved = folder / f"runs-{strategy}-{world.size}", folder / f"{strategy}-{world.size}"
     steps = 10 if begun is None else 12

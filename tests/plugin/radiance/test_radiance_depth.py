@@ -15,7 +15,7 @@ LEFT = [0.72, 0.7, 1.0]  # that reaches cell 1
 
 
 def found(background: str, alone: int | None = None) -> torch.Tensor:
-    """[3] of both cells, or of one rank's `alone`."""
+    """Return [3] of both cells, or of one rank's `alone`."""
     segments = Segments(
         3, torch.arange(3).repeat(2), torch.tensor([0.0, 2.0]).repeat_interleave(3),
         torch.tensor([2.0, 4.0]).repeat_interleave(3), (0, 3, 6), torch.tensor([[0, 3], [1, 4], [2, 5]]),

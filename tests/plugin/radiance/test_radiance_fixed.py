@@ -38,7 +38,7 @@ from tests.plugin.radiance.test_radiance_run import configured
 
 
 def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """What a training step gives, with fixed shapes or without."""
+    """Return the results of a training step, with fixed shapes or without."""
     ours = model(world, cells, **options)
     assert ours.fixed is not None
     if not fixed:

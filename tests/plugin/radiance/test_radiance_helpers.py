@@ -46,7 +46,7 @@ def checkpoint_of(run: Path) -> Path:
 
 
 def loaded(world: World, run: Path) -> Any:
-    """The pipeline as each of several processes has it."""
+    """Return the pipeline as each of several processes has it."""
     set_world(world)
     torch.manual_seed(5)
     try:

@@ -19,7 +19,7 @@ from tests.lib.ranks import run_ranks, skip_without_gpus
 
 
 def _nerfacto(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any]:
-    """nerfstudio's own model, and ours with one cell that has its parameters."""
+    """Return nerfstudio's own model, and ours with one cell that has its parameters."""
     ours = model(World.single(), 1, **options)
     # Its weights would be downloaded, and are not looked at.
     monkeypatch.setattr(
@@ -79,7 +79,7 @@ def test_one_cell_has_nerfactos_losses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step_of(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
-    """A training step and an image's rays, on the ranks' cells."""
+    """Return a training step and an image's rays, on the ranks' cells."""
     ours = model(world, cells, **options)
     with torch.no_grad():
         ours.camera_optimizer.pose_adjustment.copy_(

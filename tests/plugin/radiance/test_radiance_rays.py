@@ -27,7 +27,7 @@ RAYS, SEED = 48, 7
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
-    """Those of a datamanager."""
+    """Return those of a datamanager."""
     parser = NerfstudioDataParserConfig(
         data=folder, load_3D_points=False, eval_mode="interval", eval_interval=4, downscale_factor=1
     )
@@ -50,7 +50,7 @@ def manager(folder: Path, world: World, test_mode: str = "val", sampler: dict[st
 
 
 def different_sizes(folder: Path) -> Path:
-    """Makes every third image of a capture smaller, and its mask, if there is one."""
+    """Make every third image of a capture smaller, and its mask, if there is one."""
     meta = json.loads((folder / "transforms.json").read_text())
     for name in ("w", "h"):
         del meta[name]
@@ -65,7 +65,7 @@ def different_sizes(folder: Path) -> Path:
 
 
 def transparent(folder: Path) -> Path:
-    """Gives all images a fourth channel."""
+    """Give all images a fourth channel."""
     for file in sorted((folder / "images").glob("photo*")):
         with Image.open(file) as image:
             image.putalpha(Image.fromarray(np.asarray(image)[:, :, 0]))

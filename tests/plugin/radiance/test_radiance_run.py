@@ -27,7 +27,7 @@ STEPS, SAVED, CELLS, RAYS = 16, 12, 3, 64
 def configured(
     capture: Path, run: Path, *, points: bool = True, steps: int = 3, method: Any = nerfacto_xl.config, **options: Any
 ) -> Any:
-    """The method's configuration, made small; options of the model."""
+    """Return the method's configuration, made small; options of the model."""
     config: Any = copy.deepcopy(method)
     config.machine.device_type, config.vis = "cpu", ""
     config.output_dir, config.timestamp, config.experiment_name = run, "now", "run"
@@ -46,7 +46,7 @@ def configured(
 
 
 def trained(world: World, config: Any, seed: int = 3) -> DistributedTrainer:
-    """The trainer at the end of a run on these ranks."""
+    """Return the trainer at the end of a run on these ranks."""
     torch.manual_seed(seed)
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     config.get_base_dir().mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
 
 
 def courses(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """What each course ends with on this rank."""
+    """Return this rank's final parameters of each run."""
     ends: dict[str, dict[str, torch.Tensor]] = {}
     for name, size, begun in (
         ("three", 3, ""), ("alone", 1, ""), ("three again", 3, "three"), ("two", 2, "three"), ("one", 1, "three"),
@@ -90,7 +90,7 @@ def courses(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch
 
 
 def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """What of `a` is not nearly what it is in `b`."""
+    """Return the names of tensors of `a` that differ from those of `b`."""
     return [name for name, value in a.items() if not torch.allclose(value, b[name], rtol=5e-3, atol=2e-3)]
 
 

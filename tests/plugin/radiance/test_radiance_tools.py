@@ -26,7 +26,7 @@ from tests.plugin.radiance.test_radiance_run import CELLS, configured, trained
 
 
 def write_run(folder: Path, **options: Any) -> Path:
-    """Trains a field for two steps, with options of its model; returns the run's config.yml."""
+    """Train a field for two steps, with options of its model, and return the run's config.yml."""
     config = configured(write_capture(folder / "capture", held_out=2), folder / "runs", steps=2, **options)
     trained(World.single(), config)
     config.save_config()
@@ -53,7 +53,7 @@ def works(run: Path, folder: Path) -> list[Any]:
 
 
 def use(world: World, run: Path, folder: Path) -> tuple[list[int], int]:
-    """Does all of it; the cells that this rank had, and how many frames it had to write."""
+    """Do all of it; the cells that this rank had, and how many frames it had to write."""
     set_world(world)
     usual, written = rendering._Artist.draw, list[str]()
 

@@ -35,7 +35,8 @@ pytestmark = [
 
 
 def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
-    """Trains with a viewer, without changing the model, until there is a file `stop`; returns the lengths of blocks."""
+    """Train with a viewer, without changing the model, until there is a file `stop`, and return the lengths of
+    blocks."""
     lengths, usual_run, usual_render = list[int](), Training.run, PageRenderer._render_img
 
     def take(self: Any, steps: range, **more: Any) -> Any:
@@ -107,7 +108,7 @@ class Run:
         return f"http://127.0.0.1:{self.port}"
 
     def step(self) -> int:
-        """The step that is about to be taken; -1 before the first."""
+        """Return the step that is about to be taken; -1 before the first."""
         self.look()
         try:
             return int((self.folder / "step").read_text())
@@ -115,7 +116,7 @@ class Run:
             return -1
 
     def look(self) -> None:
-        """Whether it still trains."""
+        """Return whether it still trains."""
         if self._error is not None:
             raise self._error
 
@@ -152,7 +153,7 @@ def run(request: Any, tmp_path: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
-    """A process with all points, once the run has begun."""
+    """Return a process with all points, once the run has begun."""
 
     def load(run: Run) -> Any:
         pipeline = make_pipeline(World.single(), run.folder / "tiny", "single")
@@ -183,7 +184,7 @@ def _expected(model: Any, state: CameraState, shape: tuple[int, ...]) -> np.ndar
 
 
 def _distance(page: np.ndarray[Any, Any], image: np.ndarray[Any, Any]) -> float:
-    """The mean difference of a page's free part and a picture stretched to its size, of 255."""
+    """Return the mean difference of a page's free part and a picture stretched to its size, of 255."""
     height = page.shape[0]
     width = round(height * image.shape[1] / image.shape[0])  # the panel stands on the rest of it
     page = page[:, :width]

@@ -21,7 +21,7 @@ PICTURES = [(pictures, "exchange_rows")]
 
 
 def _train(world: World, capture: Path, runs: Path) -> dict[str, Any]:
-    """Trains with `tile` and ordinary steps, over a link that is slow."""
+    """Train with `tile` and ordinary steps, over a link that is slow."""
     calls: list[tuple[str, str, bool]] = []
     logged: list[int] = []
     places = PLACES + PICTURES

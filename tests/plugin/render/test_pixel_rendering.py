@@ -88,7 +88,7 @@ def test_images_are_those_of_one_rank_with_the_same_cells(capture: Path, ranks: 
 
 
 def by_both_faces(world: World, capture: Path) -> list[Any]:
-    """A picture by the legs' operators, and by their differentiable faces."""
+    """Return a picture by the legs' operators, and by their differentiable faces."""
     pipeline = pipeline_of(world, capture)
     pictures = pipeline.renders.pictures
     assert pictures._forward is not None

@@ -29,7 +29,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _images(world: World, capture: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """All sizes and crops: on rank 0, on all ranks, and on the last one; and what must not have changed."""
+    """Return all sizes and crops: on rank 0, on all ranks, and on the last one; and what must not have changed."""
     pipeline = make_pipeline(world, capture, bounds=BOUNDS[world.size], **options)
     work = pipeline.strategy.assignment.work  # type: ignore[attr-defined]
     work.counts = {0: [5, 1, 0, 9], 3: [7, 7]}

@@ -69,7 +69,7 @@ class Visitor:
         self.connection.send(msgspec.msgpack.encode({**CAMERA, "position": (x, 0.0, -3.0)}))
 
     def sees(self, seconds: float = 60.0) -> bool:
-        """Whether an image comes."""
+        """Return whether an image comes."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for message in msgspec.msgpack.decode(self.connection.recv(timeout=seconds)):
@@ -78,7 +78,7 @@ class Visitor:
         return False
 
     def vanish(self) -> None:
-        """Goes without a word, as a page that is closed."""
+        """Go without a word, as a page that is closed."""
         self.connection.socket.shutdown(socket.SHUT_RDWR)
         self.connection.close()
 

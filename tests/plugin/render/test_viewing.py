@@ -70,7 +70,7 @@ class Viewer:
         self.ready = True
 
     def then(self, count: int, action: Callable[[], None]) -> None:
-        """Does `action`, from another thread, once so many more images have come."""
+        """Do `action`, from another thread, once so many more images have come."""
         goal = len(self.images) + count
 
         def wait() -> None:
@@ -92,7 +92,7 @@ def _trainer(world: World, capture: Path, folder: Path) -> Any:
 
 
 def _steps(trainer: Any, first: int, last: int, seconds: float = 0.01) -> int:
-    """Steps that see to it that nobody renders meanwhile; returns how many were taken."""
+    """Take steps that check that no viewer renders during them, and return their number."""
     model = trainer.pipeline.model
     for step in range(first, last):
         if not viewing.may_go_on(trainer, step):
@@ -116,7 +116,8 @@ def _steps_until(trainer: Any, first: int, enough: Callable[[], bool]) -> int:
 
 
 def _settle(world: World, folder: Path) -> list[bool]:
-    """Whether steps are settled ahead: for no reason, for the other rank's signal, for a page; and what came of it."""
+    """Return whether steps are settled ahead: for no reason, for the other rank's signal, for a page; and what came of
+    it."""
     guards = Guards(GuardedConfig(str(folder)), world, str, lambda: "")
     strides = ViewerThrottle()
     renders = SimpleNamespace(waiting=0, strides=strides)

@@ -47,7 +47,7 @@ def _frames(video: Path) -> np.ndarray[Any, Any]:
 
 @pytest.fixture(scope="module")
 def images(run: Path, path: Path) -> np.ndarray[Any, Any]:
-    """All frames, by one process."""
+    """Return all frames, by one process."""
     folder = run.parent / "images"
     drawn = render_run(World.single(), run, Rendering(CameraPath(path), folder, image_format="png"), True)
     assert drawn == [f"{n:05d}" for n in range(FRAMES)]
@@ -195,7 +195,7 @@ def test_colours_of_choice_are_those_of_ns_render(run: Path, tmp_path: Path, mon
 
 
 def _spin(angle: float) -> torch.Tensor:
-    """A turn to the left and right."""
+    """Return a turn to the left and right."""
     c, s = math.cos(angle), math.sin(angle)
     return torch.tensor([[c, 0.0, s], [0.0, 1.0, 0.0], [-s, 0.0, c]])
 

@@ -47,7 +47,7 @@ def sphere(count: int, scales: int) -> dict[str, torch.Tensor]:
 
 
 def make(world: World, capture: Path, work: Meshing, strategy: str, primitive: str) -> None:
-    """Makes a mesh of the sphere, as a tool does."""
+    """Make a mesh of the sphere, as a tool does."""
     pipeline = make_pipeline(world, capture, strategy, primitive=primitive, normal_loss=0.0)
     params = sphere(8000, 2 if primitive == "2dgs" else 3)
     rows = slice(None)
@@ -82,14 +82,14 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(capture: Path) -> Path:
-    """The mesh of 2D Gaussians that one process makes."""
+    """Return the mesh of 2D Gaussians that one process makes."""
     output = capture / "sphere.ply"
     make(World.single(), capture, replace(SPHERE, output=output), "single", "2dgs")
     return output
 
 
 def close_to_the_sphere(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads a mesh whose vertices are within half a voxel of the sphere in the mean, and all within one and a half."""
+    """Read a mesh whose vertices are within half a voxel of the sphere in the mean, and all within one and a half."""
     vertices, colors = read(path)
     off = np.abs(np.linalg.norm(vertices, axis=1) - RADIUS)
     assert off.mean() < VOXEL / 2 and off.max() < 1.5 * VOXEL

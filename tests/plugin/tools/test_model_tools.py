@@ -37,12 +37,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def path(run: Path) -> Path:
-    """A camera path of three views, with a crop."""
+    """Return a camera path of three views, with a crop."""
     return write_path(run.parent / "camera_path.json")
 
 
 def _use(world: World, run: Path, works: list[Any]) -> int:
-    """Does `works`; returns how many points this rank had."""
+    """Do `works`; returns how many points this rank had."""
     set_world(world)
     (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
     points = 0
@@ -81,7 +81,7 @@ def _compare(many: Path, one: Path, images: int = 8) -> None:
 
 @pytest.fixture(scope="module")
 def alone(run: Path, path: Path) -> Path:
-    """What one process writes."""
+    """Return the output that one process writes."""
     folder = run.parent / "alone"
     assert _use(World.single(), run, _works(folder, path)) == POINTS
     return folder

@@ -57,7 +57,7 @@ def test_all_faces_of_a_panorama_are_of_its_time() -> None:
 
 
 def path(file: Path, times: list[object]) -> CameraPath:
-    """A camera path as nerfstudio 1.1.5's viewer saves it."""
+    """Return a camera path as nerfstudio 1.1.5's viewer saves it."""
     frames = [
         {"camera_to_world": torch.eye(4).flatten().tolist(), "fov": 60, "aspect": 1, "render_time": t} for t in times
     ]

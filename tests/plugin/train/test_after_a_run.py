@@ -40,7 +40,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def begin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DistributedTrainer]:
-    """Sets up a trainer in a new folder, whose path has spaces in it."""
+    """Set up a trainer in a new folder, whose path has spaces in it."""
     folder = tmp_path_factory.mktemp("capture")
     write_capture(folder / "tiny")
     return lambda steps=STEPS, **options: start(
@@ -63,7 +63,7 @@ def made(begin: Callable[..., DistributedTrainer]) -> dict[str, Any]:
 
 @pytest.fixture
 def run(made: dict[str, Any], begin: Callable[..., DistributedTrainer], capfd: pytest.CaptureFixture[str]) -> Told:
-    """A run that has ended, and what it said; one for all tests."""
+    """Return a run that has ended, and what it said; one for all tests."""
     if not made:
         trainer = begin()
         made["run"] = (trainer, finish(trainer, capfd))
@@ -71,7 +71,7 @@ def run(made: dict[str, Any], begin: Callable[..., DistributedTrainer], capfd: p
 
 
 def box(said: str) -> dict[str, str]:
-    """The rows of the box, by name."""
+    """Return the rows of the box, by name."""
     rows = [line.strip("│| ").split("  ", 1) for line in said.splitlines() if line.startswith(("│", "|"))]
     return {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
 
@@ -175,7 +175,7 @@ def test_options_that_are_the_same_are_not(run: Told, begin: Callable[..., Distr
 
 @pytest.fixture
 def moved(run: Told, tmp_path: Path) -> Path:
-    """A copy of the run's folder; the original is still there."""
+    """Return a copy of the run's folder; the original is still there."""
     place = tmp_path / "another disk" / "fox"
     shutil.copytree(run[0].base_dir, place)
     return place

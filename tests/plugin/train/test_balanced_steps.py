@@ -18,7 +18,7 @@ BATCH = 2
 
 
 def views_of(trainer: Any, steps: int) -> list[list[int]]:
-    """The views of each step, of all ranks."""
+    """Return the views of each step, of all ranks."""
     data = trainer.pipeline.datamanager
     return [data.train_batch(step, trainer.pipeline.batch_size) for step in range(steps)]
 
@@ -67,7 +67,7 @@ def test_without_seed_points_there_is_nothing_to_tell_by(tmp_path: Path, points:
 
 
 def courses(world: World, capture: Path, out: Path) -> dict[str, Any]:
-    """The views of each step on each rank, where only the first rank knows what views see."""
+    """Return the views of each step on each rank, where only the first rank knows what views see."""
     if not world.is_main:
         pipelines.works = lambda *_: 1 / 0  # type: ignore[assignment]
     found = {}

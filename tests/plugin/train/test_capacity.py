@@ -98,7 +98,7 @@ class _Console:
 
 
 def _capped(world: World, capture: Path, run: Path, cap: int) -> tuple[int, list[str], torch.Tensor, int]:
-    """Trains through a refinement with a cap; returns the points, what was said, the means, and what fits."""
+    """Train through a refinement with a cap, and return the points, what was said, the means, and what fits."""
     console, found = _Console(), list[Capacity]()
     usual = capacity.measure
 

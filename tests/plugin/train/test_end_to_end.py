@@ -39,7 +39,7 @@ def _free_port() -> str:
 
 @pytest.fixture(scope="module")
 def small_fox(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The capture with its images at an eighth of their size, as `images_8`."""
+    """Return the capture with its images at an eighth of their size, as `images_8`."""
     folder = tmp_path_factory.mktemp("capture") / "fox"
     shutil.copytree(FOX / "sparse", folder / "sparse")
     (folder / "images").symlink_to(FOX / "images")

@@ -117,7 +117,7 @@ Outcome = dict[str, Any]
 
 
 def one_course(world: World, folder: Path, number: int, options: dict[str, Any]) -> Outcome:
-    """Trains with a row of the table; returns everything trained and what shows that the option was at work."""
+    """Train with a row of the table, and return everything trained and what shows that the option was at work."""
     options = {**COMMON, **options}
     capture = folder / options.pop("capture", "plain").replace(" ", "-")
     trainer = follow(world, capture, folder / f"{world.size}-{number}", options, STEPS, BATCH // world.size)

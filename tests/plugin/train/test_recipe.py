@@ -25,7 +25,7 @@ IMAGES = 6000
 
 
 def given(*words: str, method: str = "splatfacto-batch", ranks: int = 1) -> Any:
-    """A config as the command line gives it, its recipe applied."""
+    """Return a config as the command line gives it, its recipe applied."""
     argv = [method, "--max-num-images", str(IMAGES), *words]
     config: Any = tyro.cli(AnnotatedBaseConfigUnion, args=argv)
     apply_recipe(config, ranks, argv)

@@ -43,7 +43,8 @@ def make(rule: ScalingRule, batch: int, config: OptimizerConfig, size: int) -> t
 
 
 def descend(rule: ScalingRule, batch: int, gradients: Tensor) -> Tensor:
-    """Where Adam goes on [images, N] gradients, each step seeing the mean of `batch` of them."""
+    """Return the parameters after Adam's steps on [images, N] gradients, each step seeing the mean of `batch` of
+    them."""
     optimizers, param = make(rule, batch, AdamOptimizerConfig(lr=1e-3, eps=1e-15), gradients.shape[1])
     for start in range(0, len(gradients), batch):
         param.grad = gradients[start : start + batch].mean(0)

@@ -29,7 +29,7 @@ Report = dict[str, Any]
 
 
 def trainer_of(world: World, strategy: str, capture: Path, run: Path, **options: Any) -> DistributedTrainer:
-    """A trainer that has been set up, for no steps, of one view a step."""
+    """Return a trainer that has been set up, for no steps, of one view a step."""
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
     config.method_name, config.pipeline.strategy = f"splatfacto-{strategy}", strategy
     config.pipeline.views_per_step = 6
@@ -49,7 +49,7 @@ def trainer_of(world: World, strategy: str, capture: Path, run: Path, **options:
 
 
 def trained(trainer: DistributedTrainer, world: World) -> None:
-    """Puts numbers of its own into everything that training would have changed."""
+    """Put numbers of its own into everything that training would have changed."""
     g = torch.Generator().manual_seed(world.rank)
     for group, optimizer in trainer.optimizers.optimizers.items():
         seed = torch.Generator().manual_seed(9) if group == "camera_opt" else g
@@ -64,7 +64,7 @@ def trained(trainer: DistributedTrainer, world: World) -> None:
 
 
 def held(trainer: DistributedTrainer) -> dict[str, Tensor]:
-    """All that is to come back: of points, this rank's rows."""
+    """Return all that is to come back: of points, this rank's rows."""
     model = trainer.pipeline.model
     found = {f"model/{name}": value.detach().clone() for name, value in model.named_parameters()}
     for group, optimizer in trainer.optimizers.optimizers.items():
@@ -75,7 +75,7 @@ def held(trainer: DistributedTrainer) -> dict[str, Tensor]:
 
 
 def whole(trainer: DistributedTrainer, world: World) -> dict[str, Tensor]:
-    """What all ranks hold, one after the other."""
+    """Return the shards of all ranks, concatenated."""
     parts: list[Any] = [held(trainer)]
     if world.control is not None:
         parts = [None] * world.size
@@ -132,7 +132,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
 
 
 def ns_export(monkeypatch: pytest.MonkeyPatch, config: Path, folder: Path, *options: str) -> int | str | None:
-    """Runs the command in this process; returns its exit status, None where it just returns."""
+    """Run the command in this process, and return its exit status, None where it just returns."""
     words = ["ns-export", "gaussian-splat", "--load-config", str(config), "--output-dir", str(folder), *options]
     monkeypatch.setattr(sys, "argv", words)
     try:

@@ -1,4 +1,4 @@
-"""What a run prints: lines where there is no terminal, and a warning when training makes it worse."""
+"""Output of a run: lines where there is no terminal, and a warning when training makes it worse."""
 
 import math
 import sys
@@ -49,7 +49,7 @@ class Log:
         self.log = TerminalLog(LocalWriterConfig(enable=True), banner_messages=[])
 
     def step(self, step: int, **more: float) -> None:
-        """What nerfstudio's trainer does after a step."""
+        """Do the work of nerfstudio's trainer after a step."""
         writer.GLOBAL_BUFFER["step"] = step
         writer.EVENT_STORAGE.clear()
         values = {EventName.ITER_TRAIN_TIME.value: 0.01, **more}
@@ -101,7 +101,7 @@ def test_where_there_is_a_terminal_it_is_nerfstudios_table(
 
 
 def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
-    """A watch that has seen so many logs of each PSNR, and what it said at which log."""
+    """Return a watch that has seen so many logs of each PSNR, and what it said at which log."""
     watch, said, step = PsnrWatch(patience), list[tuple[int, str]](), 0
     for count, psnr in courses:
         for _ in range(count):

@@ -93,7 +93,7 @@ def refusal(world: World, folder: Path, name: str) -> str:
 
 
 def train_all(world: World, folder: Path) -> tuple[dict[str, Outcome], dict[str, str]]:
-    """The courses, and what was said where there is none, by row: starting workers costs more than training."""
+    """Return the courses, and what was said where there is none, by row: starting workers costs more than training."""
     outcomes = {name: train(world, folder, name, tile=True) for name in ROWS}
     return outcomes, {name: refusal(world, folder, name) for name in REFUSED}
 
@@ -103,7 +103,7 @@ Courses = tuple[dict[str, Outcome], list[tuple[dict[str, Outcome], dict[str, str
 
 @pytest.fixture(scope="module")
 def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Courses]:
-    """`batch`'s outcomes by row, and of each rank with `tile` its outcomes and what it refused."""
+    """Yield `batch`'s outcomes by row, and of each rank with `tile` its outcomes and what it refused."""
     folder = tmp_path_factory.mktemp("tile-options")
     for name, kind in CAPTURES.items():
         write_capture(folder / name.replace(" ", "-"), **kind)

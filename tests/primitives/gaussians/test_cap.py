@@ -1,4 +1,4 @@
-"""How many Gaussians suit a capture."""
+"""Number of Gaussians chosen for a capture."""
 
 from ns_multigpu.primitives.gaussians.cap import (
     FULL_SEEDS,

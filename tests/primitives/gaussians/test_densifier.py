@@ -137,7 +137,7 @@ def test_a_small_model_is_gathered_at_once_and_a_large_one_tensor_by_tensor(monk
 
 
 def _asked_ahead(world: World) -> bool:
-    """Whether what a rank has counted is still what it has counted."""
+    """Return whether what a rank has counted is still what it has counted."""
     params, optimizers = model()
     same: list[bool] = []
     for densifier in (

@@ -17,14 +17,14 @@ STATE = ("grad2d", "count", "radii")
 
 
 def with_room(x: Tensor, rows: int) -> Tensor:
-    """The same values at the front of memory for so many rows."""
+    """Return the same values at the front of memory for so many rows."""
     made = torch.full((rows, *x.shape[1:]), 77.0)
     made[: len(x)] = x
     return made[: len(x)]
 
 
 def give_room(params: Any, optimizers: Any, rows: int) -> dict[str, Tensor]:
-    """Puts a model where there is room for so many points; returns its tensors."""
+    """Put a model where there is room for so many points, and return its tensors."""
     tensors: dict[str, Tensor] = {}
     for name, param in params.items():
         state = optimizers[name].state[param]
@@ -48,8 +48,8 @@ def values(params: Any, optimizers: Any, state: Any) -> dict[str, Tensor]:
 def refined(
     rows: int | None, ahead: bool = False, between: Callable[[Any, Any], None] = lambda *_: None
 ) -> tuple[dict[str, Tensor], bool]:
-    """A refinement of points that have room for `rows`, or none; what it leaves, and whether all objects and places
-    stayed."""
+    """Return a refinement of points that have room for `rows`, or none; what it leaves, and whether all objects and
+    places stayed."""
     params: Any = None
     params, optimizers = model()
     densifier = ReplicatedDensifier(**RULES, seed=7)

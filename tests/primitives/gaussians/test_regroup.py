@@ -48,7 +48,7 @@ def by_gsplat(rules: DefaultStrategy, model: Model, image: int) -> tuple[int, in
 
 
 def lines(model: Model) -> dict[str, Tensor]:
-    """All that a point has: parameters, moments and statistics."""
+    """Return all that a point has: parameters, moments and statistics."""
     params, optimizers, state = model
     found = {name: value.detach() for name, value in params.items()}
     for name, optimizer in optimizers.items():

@@ -51,7 +51,7 @@ def seen(image: int, count: int) -> dict[str, Tensor]:
 
 
 def initial(case: str) -> dict[str, Tensor]:
-    """The whole model that a course starts from."""
+    """Return the whole model that a course starts from."""
     values = whole_model(COUNT)
     values["opacities"] += 2.0
     if case == "a rank is pruned":
@@ -60,7 +60,7 @@ def initial(case: str) -> dict[str, Tensor]:
 
 
 def course(world: World, case: str, sharded: bool, holding: ShardIndex | None = None) -> Outcome:
-    """Trains through IMAGES images, a step of Adam for each batch, and densifies. `holding` is changed."""
+    """Train through IMAGES images, a step of Adam for each batch, and densifies. `holding` is changed."""
     values = initial(case)
     kind = ShardedDensifier if sharded else ReplicatedDensifier
     held = ShardIndex(Sharded()) if holding is None else holding

@@ -35,7 +35,7 @@ Outcome = tuple[dict[str, Tensor], list[Reordering], list[int]]
 
 
 def initial(case: str) -> dict[str, Tensor]:
-    """The whole model that a course starts from."""
+    """Return the whole model that a course starts from."""
     values = whole_model(COUNT)
     if case == "a rank is dead":
         values["opacities"][: COUNT // 3 + 20] = -9.0
@@ -47,7 +47,7 @@ def initial(case: str) -> dict[str, Tensor]:
 
 
 def course(world: World, case: str, sharded: bool, holding: ShardIndex | None = None) -> Outcome:
-    """Steps of one to eleven images: the last refines more than once. `holding` is changed."""
+    """Step of one to eleven images: the last refines more than once. `holding` is changed."""
     values = initial(case)
     held = ShardIndex(Sharded()) if holding is None else holding
     where: dict[str, Any] = {"world": world, "holding": held} if sharded else {}

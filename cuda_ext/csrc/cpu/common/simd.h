@@ -65,7 +65,7 @@ inline Vec<T> minus_absolute(Vec<T> x) {
   return (Vec<T>)((typename Lanes<T>::Ids)x | sign_bit(T()));
 }
 
-// exp(-x) where 0 <= x <= 80, zero elsewhere: for all that a splat's alpha needs.
+// exp(-x) where 0 <= x <= 80, otherwise zero: for all that a splat's alpha needs.
 inline Vec<float> exp_minus(Vec<float> x) {
   // As unsigned numbers the bits of negative floats and NaN are greater than those of 80: one comparison does it all.
   typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
@@ -80,7 +80,7 @@ inline Vec<double> exp_minus(Vec<double> x) {
   return y;
 }
 
-// Half of a transpose: where lane & kHalf is 0 the sum of a's two lanes that differ in that bit, elsewhere of b's.
+// Half of a transpose: where lane & kHalf is 0 the sum of a's two lanes that differ in that bit, otherwise of b's.
 template <typename T, int kHalf, size_t... kLane>
 inline Vec<T> sum_halves(Vec<T> a, Vec<T> b, std::index_sequence<kLane...>) {
   constexpr size_t kWidth = sizeof...(kLane), kBit = kHalf;

@@ -259,7 +259,7 @@ class Search {
     draw_[b] -= more;
     sums_.here += less_at_a + less_at_b;
     std::swap(i, j);
-    add_up();  // anew: differences of powers would add up their rounding
+    add_up();  // recomputed: differences of powers would accumulate rounding
     for (size_t k = 0; k < pairs_.size(); ++k) {
       const auto [c, d] = pairs_[k];
       if (c == a || c == b || d == a || d == b) kept_[k].exists = false;

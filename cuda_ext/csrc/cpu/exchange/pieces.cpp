@@ -1,5 +1,5 @@
-// CPU twins of `gather_pieces`, `scatter_pieces`, `composite_pieces`, `composite_pieces_backward` and `live_boxes`: lines
-// of rectangles, all layers of a line before the next one. Results do not depend on the number of threads.
+// CPU twins of `gather_pieces`, `scatter_pieces`, `composite_pieces`, `composite_pieces_backward` and `live_boxes`:
+// lines of rectangles, all layers of a line before the next one. Results do not depend on the number of threads.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -111,7 +111,7 @@ struct Patches {
     TORCH_CHECK_VALUE(7 * layer == layers.size(), "layers must come by patch.");
   }
 
-  // The layer's first row of a line, and how many pixels of that line it has; 0 where it does not reach the line.
+  // The layer's first row of a line, and how many pixels of that line it has; 0 where it does not overlap the line.
   struct Span {
     int64_t x0, row, back, count;
   };

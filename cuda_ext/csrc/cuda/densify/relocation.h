@@ -1,5 +1,6 @@
-// What moves points from where nobody sees them: draws, the formula of relocation, and rows copied on the spot; rows of
-// many arrays taken at once, and vectors turned. On the given stream, without a wait, and without a look at what is on the device.
+// What moves points from invisible places: draws, the formula of relocation, and rows copied on the spot; rows of
+// many arrays taken at once, and vectors turned. On the given stream, without a wait, and without a look at what is on
+// the device.
 #pragma once
 
 #include <cuda_runtime_api.h>

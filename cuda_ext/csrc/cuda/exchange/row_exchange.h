@@ -1,6 +1,6 @@
-// Rows on their way between ranks: which go where (route_lines), as records of 64 bytes into the memory of other GPUs (pack),
-// rows again where they arrive (unpack), and the sums of their gradients where they came from (collect). Everything runs
-// on the given stream, waits for nothing and takes its sizes from the arguments alone, so that a CUDA graph can hold it.
+// Exchange of rows between ranks: route (route_lines), write as records of 64 bytes into the memory of other GPUs
+// (pack), read the received rows (unpack), and sum the returned gradients on the owner (collect). Everything runs on
+// the given stream, waits for nothing and takes its sizes from the arguments alone, so that a CUDA graph can hold it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,9 +37,9 @@ inline constexpr int kRouteRows = 1024;
 
 inline int route_blocks(int rows) { return static_cast<int>((int64_t{rows} + kRouteRows - 1) / kRouteRows); }
 
-// Device memory: `patches`, `host_patches` long, and `block_counts`, ranks * route_blocks(end - first) long. Patches are
-// copied by value, so the host's may go at once; they must ascend by view. place [ranks, count]; counts [ranks]: of the
-// rows before `first`, unless that is 0, then of those before `end`.
+// Device memory: `patches`, `host_patches` long, and `block_counts`, ranks * route_blocks(end - first) long. Patches
+// are copied by value, so the host's may go at once; they must ascend by view. place [ranks, count]; counts [ranks]: of
+// the rows before `first`, unless that is 0, then of those before `end`.
 cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
                          int ranks, int32_t* block_counts, int32_t* place, int64_t* counts, cudaStream_t stream);
 
@@ -67,7 +67,8 @@ cudaError_t unpack_launch(const float* records, const int64_t* counts, int ranks
 cudaError_t collect_launch(const int32_t* place, const int64_t* real, const int64_t* sources, int ranks, int capacity,
                            int count, float* records, cudaStream_t stream);
 
-// Adds records [count, floats] to those at sinks[owners[row]] + 4 floats slots[row] bytes. Rows of zeros may have no owner.
+// Adds records [count, floats] to those at sinks[owners[row]] + 4 floats slots[row] bytes. Rows of zeros may have no
+// owner.
 cudaError_t add_records_launch(const float* records, int count, int floats, const int64_t* sinks, int sink_count,
                                const int32_t* owners, const int32_t* slots, bool system_scope, cudaStream_t stream);
 

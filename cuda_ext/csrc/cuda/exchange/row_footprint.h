@@ -1,4 +1,4 @@
-// How many rows reach each patch of a batch: what a patch needs from this rank.
+// Number of rows that overlap each patch of a batch: the rows that a patch needs from this rank.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -37,7 +37,7 @@ __device__ __forceinline__ bool box_reaches(float2 mean, int2 radius, const Rank
   return first < last;
 }
 
-// Calls `reached(patch)` for each patch that the row reaches.
+// Calls `reached(patch)` for each patch that the row overlaps.
 template <typename Reached>
 __device__ __forceinline__ void patches_reached(const RouteRows& rows, const RankPatch* patches, int patch_count,
                                                 int64_t row, Reached reached) {

@@ -15,7 +15,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kSteps = kRouteRows / kThreads;  // rows of a lane
 constexpr int kScanThreads = 1024;
 
-// A bit for each rank with a patch that the row reaches.
+// A bit for each rank with a patch that the row overlaps.
 __device__ __forceinline__ uint32_t ranks_reached(const RouteRows& rows, const RankPatch* patches, int patch_count,
                                                   int64_t row) {
   uint32_t mask = 0;

@@ -1,5 +1,5 @@
 // Rows and gradients into columns of words, and back: a lane a row. Rows keep their order on the way to a rank, so that
-// lanes beside each other write, and read, words beside each other.
+// adjacent lanes write, and read, adjacent words.
 #include <cuda_runtime.h>
 
 #include "cuda/exchange/row_wire.h"
@@ -166,7 +166,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// What is summed is turned over in shared memory, a warp's 32 rows at a time, so that records are written in whole lines.
+// What is summed is turned over in shared memory, a warp's 32 rows at a time, so that records are written in whole
+// lines.
 template <int kCount>
 __global__ void __launch_bounds__(kThreads)
     collect_wire_kernel(const int32_t* place, const int64_t* real_, const uint32_t* wire,

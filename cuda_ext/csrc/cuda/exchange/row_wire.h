@@ -1,5 +1,6 @@
-// Rows and their gradients in columns of words, as collectives carry them; see cuda_ext/ops/exchange/row_wire.py for what the
-// words are. Everything runs on the given stream, waits for nothing and takes its sizes from the arguments alone.
+// Rows and their gradients in columns of words, as collectives carry them; see cuda_ext/ops/exchange/row_wire.py for
+// what the words are. Everything runs on the given stream, waits for nothing and takes its sizes from the arguments
+// alone.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,8 +14,8 @@ namespace nsmg {
 inline constexpr int kMostViews = 256;
 inline constexpr int kMostSegments = 128;  // 1.5 KiB of a launch's 4 KiB of arguments
 
-// A segment for each rank, of `words` columns with room for `capacities` rows: this one's in full, others' maybe rounded.
-// One whose start is kStays is not in the wire.
+// A segment for each rank, of `words` columns with a capacity of `capacities` rows: this one's in full, others' maybe
+// rounded. One whose start is kStays is not in the wire.
 inline constexpr int64_t kStays = -1;
 struct WireSegments {
   int64_t starts[kMostSegments];

@@ -1,5 +1,5 @@
-// Which rows reach which tile, by depth, on the device. Everything runs on the given stream, waits for nothing and takes
-// its sizes from the arguments alone, so that it can be captured in a CUDA graph.
+// Lists of the rows that overlap each tile, by depth, on the device. Everything runs on the given stream, waits for
+// nothing and takes its sizes from the arguments alone, so that it can be captured in a CUDA graph.
 //
 // The order of calls: intersect_upload, intersect_order, intersect_emit, intersect_offsets.
 #pragma once
@@ -35,7 +35,7 @@ struct PatchTable {
 cudaError_t intersect_upload(const PatchTiles* host, int count, PatchTiles* device, int64_t* total,
                              cudaStream_t stream);
 
-// The rows nearest first, those that reach no tile last; and where the tiles of each begin among all intersections
+// The rows nearest first, those that overlap no tile last; and where the tiles of each begin among all intersections
 // (exclusive sums that stop at 2^32 - 1).
 struct RowOrder {
   const int32_t* rows;

@@ -1,8 +1,8 @@
-// First half of `intersect`: how many tiles each row reaches, and the rows by depth.
+// First half of `intersect`: how many tiles each row overlaps, and the rows by depth.
 //
-// Rows are counted in their own order, so their data is read in whole lines; only then are they sorted, 8 bytes each, by
-// the bits of their depth. The sort is stable: equal depths keep the order of rows. Rows that reach no tile get the
-// largest key and stand last, so nothing later looks at them.
+// Rows are counted in their own order, so their data is read in whole lines; only then are they sorted, 8 bytes each,
+// by the bits of their depth. The sort is stable: equal depths keep the order of rows. Rows that overlap no tile get
+// the largest key and stand last, so later kernels skip them.
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
 #include <thrust/iterator/permutation_iterator.h>

@@ -9,7 +9,7 @@
 namespace nsmg {
 
 struct TileListing {
-  const int32_t *offsets, *row_ids;  // [tiles + 1], [room]
+  const int32_t *offsets, *row_ids;  // [tiles + 1], [capacity]
   const float *depths, *windows;     // [rows], [tiles, 2]
   int tiles, rows, room;
 };
@@ -17,7 +17,7 @@ struct TileListing {
 // How much `temporary` has to be.
 cudaError_t clip_bytes(int tiles, size_t* bytes);
 
-// firsts [tiles + 1] and counts [tiles + 1] are for this call alone. offsets [tiles + 1], row_ids [room].
+// firsts [tiles + 1] and counts [tiles + 1] are for this call alone. offsets [tiles + 1], row_ids [capacity].
 cudaError_t clip_launch(const TileListing& lists, int32_t* firsts, int32_t* counts, void* temporary, size_t bytes,
                         int32_t* offsets, int32_t* row_ids, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
 // Background, L1, SSIM and the gradient back to what was blended, in one kernel: a block walks down a strip of 74
-// columns. Half of its warps, "pixels", bring each row of the images in and finish the row whose gradient is complete;
+// columns. Half of its warps, "pixels", load each row of the images and finish the row whose gradient is complete;
 // the others, "windows", filter for SSIM's moments, evaluate it, and hand its derivatives over. They meet once a row.
 // Sums down the columns live in registers, rows pass through shared memory, so nothing but results goes to memory.
 //

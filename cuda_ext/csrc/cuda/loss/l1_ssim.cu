@@ -1,9 +1,9 @@
 // L1 and SSIM of a patch with the gradient of the SSIM sum: two kernels that filter, and one that adds up.
 //
 // The first filters both images and leaves the three derivatives of SSIM at each window centre, the second spreads them
-// back over the windows. In both, a warp walks down a strip 32 numbers wide (pixels stay interleaved: every third number
-// is of the same channel). For each row of the image it filters along the row out of its own piece of shared memory,
-// and the sum down the columns lives in registers: a filter in transposed form, where each new row costs one
+// back over the windows. In both, a warp walks down a strip 32 numbers wide (pixels stay interleaved: every third
+// number is of the same channel). For each row of the image it filters along the row out of its own piece of shared
+// memory, and the sum down the columns lives in registers: a filter in transposed form, where each new row costs one
 // multiply-add a tap. So a number of an image is read from memory about twice, and warps never wait for each other.
 // Merging the two kernels would save the round trip of the derivatives (72 bytes a pixel), but every tile would filter
 // a border of 10 more pixels; the two come out alike, and this is the simpler.
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) sums[index] = total;
 }
 
-// Over the whole patch: gradient is zero where no window reaches; sums: of |pred - target|, one a piece.
+// Over the whole patch: gradient is zero at pixels in no window; sums: of |pred - target|, one a piece.
 template <typename Target>
 __global__ void __launch_bounds__(kThreads)
     gradient_kernel(const float* __restrict__ pred, const Target* __restrict__ target, int pitch, int height,

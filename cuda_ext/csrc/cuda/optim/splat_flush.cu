@@ -1,4 +1,4 @@
-// The table of what points have missed, and the end of a block: everything is brought to the last step.
+// The table of deferred steps, and the end of a block: all points take their deferred steps.
 
 #include "cuda/optim/splat_lazy_device.h"
 

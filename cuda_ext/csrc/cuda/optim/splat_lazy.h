@@ -1,4 +1,4 @@
-// Adam's steps of points that are not drawn, put off within a block of steps: see common/lazy_adam.h.
+// Adam's steps of points that are not drawn, deferred within a block of steps: see common/lazy_adam.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,7 +28,7 @@ struct FlushLaunch {
   LazyState lazy;
 };
 
-// Brings all points to the last step and begins a new block.
+// Takes all deferred steps and begins a new block.
 cudaError_t splat_flush_launch(const FlushLaunch& launch, cudaStream_t stream);
 
 }  // namespace nsmg

@@ -1,7 +1,7 @@
 // Projection and harmonics backward, the activations' backward, Adam and the densification's statistics in one kernel:
 // no gradient of a parameter ever lies in memory. A warp takes 32 neighbouring points. First a lane has a point of its
-// own and sums the gradients of the point's rows over the views; those of the harmonics are an outer product a row and go
-// to shared memory. Then the warp walks over the parameters, 16 bytes a lane, and takes Adam's step.
+// own and sums the gradients of the point's rows over the views; those of the harmonics are an outer product a row and
+// go to shared memory. Then the warp walks over the parameters, 16 bytes a lane, and takes Adam's step.
 //
 // 1416 bytes a point (59 floats, three arrays, read and written; 944 where moments are bfloat16), and about 100 a row.
 
@@ -16,8 +16,8 @@ namespace {
 
 static_assert(kGroup == kBoxPoints, "a warp writes one box");
 
-// starts[view * (groups + 1) + group]: the first row at or after the group's first point; the last of a view is its end.
-// Where there is a witness, nothing has been seen yet.
+// starts[view * (groups + 1) + group]: the first row at or after the group's first point; the last of a view is its
+// end. A finite flag, if given, is reset here.
 __global__ void starts_kernel(const UpdateRows rows, int views, int groups, int32_t* starts, float* witness) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i == 0 && witness != nullptr) *witness = 0.0f;
@@ -40,7 +40,7 @@ __global__ void starts_kernel(const UpdateRows rows, int views, int groups, int3
   starts[i] = low;
 }
 
-// Brings the harmonics of the warp's points into shared memory.
+// Copies the harmonics of the warp's points into shared memory.
 __device__ __forceinline__ void stage(const float* from, float* to, int floats, int lane) {
   const int quads = floats / 4;
 #pragma unroll 4

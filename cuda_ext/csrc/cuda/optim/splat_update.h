@@ -36,7 +36,7 @@ struct UpdateStatistics {  // [N] each, or null
   float *grad2d, *seen, *radii_max;
 };
 
-// What tells of gradients that are not finite, of the rows of some views.
+// Flag of gradients that are not finite, over the rows of some views.
 struct UpdateWitness {
   float* at;  // or null
   int first_view, end_view;

@@ -1,4 +1,4 @@
-// The fused update of points that are drawn, all others being put off: see splat_update.cu and common/lazy_adam.h.
+// The fused update of points that are drawn, all others being deferred: see splat_update.cu and common/lazy_adam.h.
 //
 // A point that is drawn first takes the steps that it has missed, then the one with the gradient: 1418 bytes, about 100
 // a row, and its harmonics' 540 bytes twice (the second time from the L2 cache); where moments are bfloat16, 946 and
@@ -29,7 +29,7 @@ __device__ __forceinline__ void catch_up(const float4& f, float& value, float& m
   catch_up(LazyFactor{f.x, f.y, f.z, f.w}, value, moment1, moment2);
 }
 
-// Brings the harmonics of `points` of the warp's to shared memory, as the missed steps leave them.
+// Copies the harmonics of the warp's `points` to shared memory, with their deferred steps taken.
 template <typename Moment>
 __device__ __forceinline__ void stage_caught_up(const Span<Moment>& span, const float4* factors, uint32_t points,
                                                 float* to, int lane) {

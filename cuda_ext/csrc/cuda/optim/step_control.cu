@@ -1,5 +1,5 @@
-// A fused step's bookkeeping: a few hundred numbers, so all that counts is that it is one launch and that loads which do
-// not depend on each other are under way together.
+// A fused step's bookkeeping: a few hundred numbers, so all that counts is that it is one launch and that loads which
+// do not depend on each other are under way together.
 #include <cuda_runtime.h>
 
 #include "cuda/optim/step_control.h"
@@ -37,7 +37,7 @@ __device__ __forceinline__ int64_t sent_away(const MessageCounts& counts) {
   return sum;
 }
 
-// By how much the fullest segment exceeds its room; keeps the most that each has held.
+// Rows by which the fullest segment exceeds its capacity; keeps the most that each has held.
 __device__ __forceinline__ int64_t lacking(const MessageCounts& counts) {
   int64_t worst = counts.segments[0] - counts.room[0];
 #pragma unroll 8
@@ -49,8 +49,8 @@ __device__ __forceinline__ int64_t lacking(const MessageCounts& counts) {
   return worst;
 }
 
-// The first of the launches (`begins`) has one block more, its first, for the message's head, and sets lines that no band
-// of the batch has to zero.
+// The first of the launches (`begins`) has one block more, its first, for the message's head, and sets lines that no
+// band of the batch has to zero.
 __global__ void __launch_bounds__(kThreads)
     message_kernel(const __grid_constant__ BandBatch batch, const MessageCounts counts, const int32_t* tile_offsets,
                    int columns, int lines, bool begins, int64_t* message) {

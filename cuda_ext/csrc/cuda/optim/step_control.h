@@ -1,5 +1,6 @@
-// What a rank tells the others at the end of a step (message), and whether the step is taken (gate): one launch each,
-// on the given stream, that waits for nothing and takes its sizes from the arguments alone. See cuda_ext/step_control.py.
+// Step statistics that a rank publishes at the end of a step (message), and whether the step is taken (gate): one
+// launch each, on the given stream, that waits for nothing and takes its sizes from the arguments alone. See
+// cuda_ext/step_control.py.
 #pragma once
 
 #include <cuda_runtime_api.h>

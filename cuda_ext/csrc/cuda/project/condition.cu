@@ -1,5 +1,5 @@
-// A thread a row on the way there. On the way back a block owns a group of points and sums its rows view by view: within
-// a view nobody else has the same point.
+// A thread a row on the way there. On the way back a block owns a group of points and sums its rows view by view:
+// within a view no other thread has the same point.
 
 #include "cuda/project/condition.h"
 

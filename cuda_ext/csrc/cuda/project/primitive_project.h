@@ -59,7 +59,7 @@ project_backward_kernel(const __grid_constant__ PrimitivePoints<Primitive> in, c
     to_numbers(Primitive::project_vjp(camera, load_primitive(in, id),
                                       as_struct<typename Primitive::template RowGradient<float>>(given)),
                found);
-    // Within a view nobody else has this point.
+    // Within a view no other thread has this point.
 #pragma unroll
     for (int c = 0; c < kNumbers; ++c) sums[c][id - base] += found[c];
 #pragma unroll

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
                                         g.depths[row],
                                         g.opacities[row]};
     const PointGradient<float> found = splat_vjp(camera, point, in.eps2d, Antialiased, splat);
-    sums.add(int(id - base), found);  // within a view nobody else has this point
+    sums.add(int(id - base), found);  // within a view no other thread has this point
     add_pose(pose, found.rotation, found.translation);
   };
   for_group_rows<kThreads>(in.cameras, sizes, g.starts, g.poses, groups, add);

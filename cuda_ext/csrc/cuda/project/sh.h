@@ -27,8 +27,8 @@ cudaError_t sh_colors_backward(const ShInputs& in, const ShGradients& g, cudaStr
 
 #ifdef __CUDACC__
 
-// A warp's coefficients lie in shared memory, `kShStride` floats a point: a row in global memory is 3 (bases - 1) floats,
-// which a thread of its own would read one by one from lines that it shares with nobody.
+// A warp's coefficients lie in shared memory, `kShStride` floats a point: a row in global memory is 3 (bases - 1)
+// floats, which a thread of its own would read one by one from lines that no other thread reads.
 template <int Degree>
 struct ShRow {
   static constexpr int kFloats = 3 * (sh_bases(Degree) - 1);

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kWarps = kShGroup / 32;
 
-// Brings the coefficients of the points in `mask` of a warp's 32 to shared memory. `rest` is the first of them.
+// Copies the coefficients of the points in `mask` of a warp's 32 to shared memory. `rest` is the first of them.
 template <int Degree>
 __device__ __forceinline__ void stage(const float* __restrict__ rest, int64_t width, uint32_t mask, int lane,
                                       float* rows) {

@@ -1,5 +1,5 @@
-// The boxes of groups of points: 24 bytes a point to make them, one to look at them. A thread of the second kernel has a
-// box, and goes over the views.
+// The boxes of groups of points: 24 bytes a point to make them, one to look at them. A thread of the second kernel has
+// a box, and goes over the views.
 
 #include "cuda/project/splat_boxes_device.h"
 #include "cuda/optim/splat_lazy_device.h"
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane < kBoxFloats) boxes[kBoxFloats * group + lane] = mine;
 }
 
-// The most that the table says of a tensor's parameters, whichever step they were brought to last. Each warp finds it.
+// The largest bound in the table on the motion of a tensor's parameters, for any last step. Each warp finds it.
 __device__ __forceinline__ float largest_bound(const float* table, int tensor) {
   int most = 0;  // floats that are not negative are ordered as integers are; a NaN is above all
   for (int last = threadIdx.x & 31; last <= kLazySteps; last += 32) {

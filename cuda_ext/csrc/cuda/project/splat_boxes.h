@@ -17,8 +17,7 @@ cudaError_t splat_boxes_launch(const float* means, const float* log_scales, int 
                                cudaStream_t stream);
 
 // Writes shows [views, groups]: 1 where a point of the group may be kept, else 0.
-//
-// `table`: of the steps that were put off, or null; `compact`: whether moments are bfloat16, not float32.
+// `table`: of the deferred steps, or null; `compact`: whether moments are bfloat16, not float32.
 cudaError_t box_views_launch(const float* boxes, int groups, const Views& views, float eps2d, const float* table,
                              bool compact, uint8_t* shows, cudaStream_t stream);
 

@@ -22,7 +22,7 @@ __device__ __forceinline__ float largest_of_warp(float value) {
 }
 
 // Number `lane` of the box around the points of those lanes that are `there`. The whole warp calls it. A point without
-// a position is seen by nobody, and is left out; one without a size may reach anywhere.
+// a position is invisible and omitted; one without a size may overlap any pixel.
 __device__ __forceinline__ float box_number(bool there, const float* means, const float* log_scales, int64_t id,
                                             int lane) {
   constexpr float kNone = INFINITY;
@@ -47,7 +47,7 @@ __device__ __forceinline__ float box_number(bool there, const float* means, cons
 }
 
 // Makes the group's box hold the points of those lanes that have `moved`, as this warp has just written them. No other
-// warp writes there. A box only grows here: it is made anew by splat_boxes_launch.
+// warp writes there. A box only grows here: splat_boxes_launch recomputes it.
 __device__ __forceinline__ void widen_box(float* boxes, int group, bool moved, const float* means,
                                           const float* log_scales, int64_t id, int lane) {
   __syncwarp();  // other lanes wrote what this one reads

@@ -1,7 +1,7 @@
-// Projection and colour of rows, from raw parameters: a thread a row, with the harmonics of a warp's rows brought into
-// shared memory by the whole warp. 8 + 44 + 12 + 12 K bytes read a row that is drawn (K harmonics beyond the first), and
-// 52 written (56 with depth as a feature). A point that has missed steps takes them here, in registers alone: as many
-// bytes again for each of its two moments, or half as many where they are bfloat16.
+// Projection and colour of rows, from raw parameters: a thread a row, with the harmonics of a warp's rows copied into
+// shared memory by the whole warp. 8 + 44 + 12 + 12 K bytes read a row that is drawn (K harmonics beyond the first),
+// and 52 written (56 with depth as a feature). A point that has missed steps takes them here, in registers alone: as
+// many bytes again for each of its two moments, or half as many where they are bfloat16.
 
 #include "common/activations.h"
 #include "common/sh.h"
@@ -61,8 +61,8 @@ struct CaughtUp {
   }
 };
 
-// Brings the harmonics of the warp's rows, of points `drawn` (-1: of none), to its shared memory. They are one string of
-// 32 kFloats numbers, of which each lane takes every 32nd.
+// Copies the harmonics of the warp's rows, of points `drawn` (-1: of none), to its shared memory. They are one string
+// of 32 kFloats numbers, of which each lane takes every 32nd.
 template <int Degree>
 __device__ __forceinline__ void stage(const RawPoints& points, int drawn, float* shared, int lane) {
   constexpr int kFloats = rest_floats(Degree), kStride = rest_stride(Degree);

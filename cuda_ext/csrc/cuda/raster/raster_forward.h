@@ -1,15 +1,16 @@
 // Forward compositing of 16x16 tiles, for any kind of splat: a template over its traits. A block takes one tile, long
 // lists first. Packed splats come into shared memory 128 at a time, the next ones while these are blended; each warp
-// keeps those that may reach its 8x8 sub-tile. Every 256 splats the pixels' state is left for the backward pass.
+// keeps those that may overlap its 8x8 sub-tile. Every 256 splats the pixels' state is left for the backward pass.
 //
 // One list that is far longer than others would keep all waiting. So lists above a length are split into segments, a
-// block each. The first pass finds what each segment alone lets through, and draws all other tiles. The products of what
-// is let through are what the segments begin with in the second pass. The last block of a tile to end adds up. Sums are
-// those of an unsplit list but for rounding.
+// block each. The first pass finds what each segment alone lets through, and draws all other tiles. The products of
+// what is let through are what the segments begin with in the second pass. The last block of a tile to end adds up.
+// Sums are those of an unsplit list but for rounding.
 //
 // Traits say: kQuads (float4 of a packed splat), kSums (of a pixel), kForwardBlocks (of a multiprocessor), Outputs
-// (RasterOutputs, or a struct that begins so), reaches() (whether a splat may count in a sub-tile), draw() (a splat into
-// a thread's two pixels), write_sums(); where lists are split also read_sum() and WithoutSums (the traits with kSums 0).
+// (RasterOutputs, or a struct that begins so), reaches() (whether a splat may count in a sub-tile), draw() (a splat
+// into a thread's two pixels), write_sums(); where lists are split also read_sum() and WithoutSums (the traits with
+// kSums 0).
 #pragma once
 
 #include "cuda/raster/rasterize_device.h"
@@ -245,7 +246,7 @@ __device__ __forceinline__ bool end_segment(PixelOf<Traits>& upper, PixelOf<Trai
 
 // ---- the kernels ----
 
-// Finds what each segment alone lets through, a block one segment after the other. Nobody asks it of the last ones.
+// Computes each segment's own transmittance, a block one segment after the other. Last segments need none.
 template <typename Traits>
 __device__ __forceinline__ void let_through(const int32_t* __restrict__ row_ids, int rows, const RasterState& state,
                                             const RasterPlan& plan, int segment_blocks,

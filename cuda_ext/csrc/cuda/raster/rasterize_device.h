@@ -50,7 +50,7 @@ struct GaussianReach {
   }
 };
 
-// Which of 32 staged splats, one a lane, may reach the sub-tile.
+// Mask of the 32 staged splats, one a lane, that may overlap the sub-tile.
 template <typename Traits = GaussianReach>
 __device__ __forceinline__ unsigned reaching(const float4* staged, bool exists, const SubTile& s) {
   return __ballot_sync(kWholeWarp, exists && Traits::reaches(staged, s));
@@ -69,7 +69,7 @@ __device__ __forceinline__ Chunk chunk_of(const RasterState& state, int slot, Ti
   return {tile, index, begin, min(begin + kChunk, state.reached[tile]) - begin};
 }
 
-// Brings the chunk's packed splats, kQuads pieces each, and their rows into shared memory; wait_for_copies() and a
+// Copies the chunk's packed splats, kQuads pieces each, and their rows into shared memory; wait_for_copies() and a
 // barrier must follow.
 template <int kQuads = 3>
 __device__ __forceinline__ void stage_chunk(const int32_t* __restrict__ row_ids, const Chunk& chunk,

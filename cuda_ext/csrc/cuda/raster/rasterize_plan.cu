@@ -1,4 +1,4 @@
-// Before the compositing: packs rows into records that one gather brings, describes the tiles, orders them by length,
+// Before the compositing: packs rows into records that one gather loads, describes the tiles, orders them by length,
 // and says which block of the backward pass works on which chunk, and of the forward pass on which segment.
 #include <cuda_runtime.h>
 
