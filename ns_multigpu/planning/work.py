@@ -60,8 +60,8 @@ class Course:
         sh_degree: harmonics, 0 to 3.
         visible: the part of the points that a view shows.
         tiles: tiles that a visible splat meets.
-        fused: whether steps are fused (see docs/kernels.md); else gradients of all parameters are in memory.
-        compact: whether Adam's moments are bfloat16 instead of float32 (see docs/planning.md).
+        fused: whether steps are fused (see docs/internals/kernels.md); else gradients of all parameters are in memory.
+        compact: whether Adam's moments are bfloat16 instead of float32 (see docs/use/planning.md).
         machines: that the GPUs are in, equally many in each.
         scene: of the simulation that `locality` is planned by; auto: that whose views show the most similar part.
         schema: the parameters of a point.

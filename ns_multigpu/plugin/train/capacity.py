@@ -176,7 +176,7 @@ def warn_of_size_rule(model: Any, world: World, images: int) -> None:
     From its first reset of opacities on (image 3,000) splatfacto prunes what is larger than `cull-scale-thresh`. The
     unit follows from where cameras stand. If they stand close together, as on one rig, a street is fifty units wide,
     and three quarters of what shows it are larger: they go at once, and pictures do not recover
-    (docs/moving-scenes.md). Where cameras stand all around a scene hardly any are.
+    (docs/methods/moving-scenes.md). Where cameras stand all around a scene hardly any are.
 
     Args:
         model: a `SplatModel`. images: how many the run sees in all.

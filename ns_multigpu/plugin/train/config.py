@@ -391,7 +391,7 @@ class DistributedTrainerConfig(RunConfig):
     """Behind which part of the run they fall to rates_at_end, exponentially with the images seen; 0 is the start."""
     recipe: Recipe = "splatfacto"
     """Sets the options that decide how good the pictures get, all but those that you give: "splatfacto" as nerfstudio's
-    splatfacto has them; "best" for the best held-out pictures that we know how to get (docs/recipes.md)."""
+    splatfacto has them; "best" for the best held-out pictures that we know how to get (docs/use/recipes.md)."""
 
     def rate_schedule(self, batch: int, views: int) -> RateSchedule:
         """What learning rates follow when each step sees `batch` images of a capture of so many training views."""

@@ -21,7 +21,7 @@ _TOLD = "_recipe_told"
 
 
 def best(images: int) -> dict[str, Any]:
-    """The recipe of docs/recipes.md, for a run that sees so many images: options and their values.
+    """The recipe of docs/use/recipes.md, for a run that sees so many images: options and their values.
 
     MCMC (Kheradmand et al. 2024) with a cap that suits the capture, and Gaussians added where opacity and gradients on
     screen say so. Gaussians begin as splatfacto's do: as small as
@@ -73,7 +73,7 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
     if ("densifier", "mcmc") in kind.lacks:
         vars(config)[_TOLD] = (
             f"Recipe {config.recipe} is MCMC, which {kind.title} cannot follow: they keep the densifier default, and "
-            "the recipe sets nothing (docs/recipes.md)"
+            "the recipe sets nothing (docs/use/recipes.md)"
         )
         return
     batch = config.pipeline.batch(ranks)
@@ -88,7 +88,7 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
         setattr(place, last, value)
         if value is not None:
             told.append(f"--{name.replace('_', '-')} {value}")
-    vars(config)[_TOLD] = f"Recipe {config.recipe}: {' '.join(told)} (docs/recipes.md)"
+    vars(config)[_TOLD] = f"Recipe {config.recipe}: {' '.join(told)} (docs/use/recipes.md)"
 
 
 def told(config: Any) -> list[str]:
