@@ -59,8 +59,8 @@ def plan(
         intersections_per_splat: Tiles of 16x16 pixels that a visible Gaussian meets; by default the measured scene's.
         transport: How tile and locality exchange rows in a machine: through peer memory (NVLink), or by collectives.
         densify: The model grows and is pruned while it trains, which takes memory of its own.
-        fused: Steps are fused (see docs/internals/kernels.md). If not there is no time, for none was measured; memory is
-            an upper bound.
+        fused: Steps are fused (see docs/internals/kernels.md). If not there is no time, for none was measured; memory
+            is an upper bound.
         optimizer_state: Adam's moments as float32, or as bfloat16 (--pipeline.model.optimizer-state). Compact steps
             have not been timed: the time is that of full ones.
         machines: Machines that the GPUs are in, equally many in each.
