@@ -8,7 +8,7 @@ The scene is the procedural city from the air at 1920 x 1080. Steps are launched
 from the lists of all splats in its rectangle: with `ghosts` it sorts what 4 GPUs would share. The operators are given
 all rows of the model, and route them to 4 GPUs; of 4 GPUs each has a quarter.
 
-Splaxel's filter is no way to train here (docs/pixel.md): it has no step to time.
+Splaxel's filter is no way to train here (docs/methods/pixel.md): it has no step to time.
 """
 
 import argparse

@@ -21,7 +21,7 @@ from tests.lib.training_run import follow, write_capture
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import Outcome, check, stitch, take_step
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding-a-primitive.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "adding-a-primitive.md"
 STEPS, POINTS, VIEWS, SIZE = 200, 24, 3, (28, 40)
 
 

@@ -17,7 +17,7 @@ from tests.lib.training_run import follow, write_capture
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
 from tests.strategies.test_law_steps import KERNELS, MODES, POINTS, PORTRAIT, check_outcomes, take_one
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding-a-strategy.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "adding-a-strategy.md"
 
 
 def of_the_page(world: World) -> Strategy:

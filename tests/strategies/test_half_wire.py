@@ -1,6 +1,6 @@
 """What float16 on the wire costs: pixels, loss and gradients beside those of float32, of one step of a scene.
 
-`pytest -s` prints the table of docs/tile.md.
+`pytest -s` prints the table of docs/methods/tile.md.
 """
 
 import pytest

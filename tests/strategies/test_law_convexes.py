@@ -78,7 +78,7 @@ def test_ranks_without_views_and_models_without_points(views: int, points: int) 
 
 
 def test_pixel_equals_single_where_nothing_is_closed() -> None:
-    """Convexes are dense all over their inside: where one closes a pixel, cells differ from one (docs/pixel.md)."""
+    """Convexes are dense inside: where one closes a pixel, cells differ from one (docs/methods/pixel.md)."""
     expected = step(World.single(), "single", 4, 120, open_=True)
     check(run_ranks(step, 2, "pixel", 4, 120, torch.float64, True), expected, torch.float64)
 

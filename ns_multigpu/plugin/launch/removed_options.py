@@ -15,7 +15,7 @@ _FOUND = "_removed_options"
 _NO_STEP_DEPENDS = "only the time of a step depended on it"
 _SENT = "cells exchange pixels, which was the default"
 _ABLATION = "the strategy always uses its default; benchmarks/scaling/locality_sim.py compares the others"
-_BASELINE = "it is a baseline of benchmarks/baselines: see docs/nerfacto-xl.md#baselines"
+_BASELINE = "it is a baseline of benchmarks/baselines: see docs/methods/nerfacto-xl.md#baselines"
 
 REMOVED_OPTIONS: dict[str, str | None] = {
     "pipeline.exchange": _SENT,

@@ -28,7 +28,7 @@ class SplatModelConfig(SplatfactoModelConfig):
     primitive: PrimitiveName = FIRST
     """Primitive of the model: "3dgs", 3D Gaussians; "2dgs", flat ones, which lie on surfaces (Huang et al. 2024);
     "4dgs", Gaussians over space and time, for captures whose views have times (Yang et al. 2024); "convex", 3D convex
-    shapes with edges as sharp as need be (Held et al. 2024). See docs/primitives.md for their features. Add a primitive
+    shapes with edges as sharp as need be (Held et al. 2024). See docs/methods/primitives.md for their features. Add a primitive
     to --help to see its options: --help --pipeline.model.primitive convex."""
     densify_grad_thresh_convex: Annotated[float, _CONVEX] = 0.0008
     """Densification threshold of convexes, in the place of densify-grad-thresh. It applies to the gradient itself, and
@@ -55,7 +55,7 @@ class SplatModelConfig(SplatfactoModelConfig):
     exposure: exposures.Choice = "off"
     """Trained colour map for each training view, for photographs of different exposure or white balance: "affine" has
     one, "off" none, and "auto" has one if the photographs differ. Held-out views and rendered images have none. See
-    docs/recipes.md#exposure."""
+    docs/use/recipes.md#exposure."""
     optimizer_state: Literal["full", "compact"] = "full"
     """Storage of Adam's two moments of every parameter of the Gaussians: "full" is float32, 8 bytes a parameter and 472
     a Gaussian; "compact" is bfloat16 with stochastic rounding, half of that. With compact a Gaussian takes 484 bytes in
@@ -71,8 +71,8 @@ class SplatModelConfig(SplatfactoModelConfig):
     work."""
     max_gaussians: Annotated[int | None, tyro.conf.arg(aliases=("--pipeline.model.max-gs-num",))] = None
     """The most Gaussians the whole model may have, over all ranks. "None" with default: what fits the GPUs' memory (see
-    docs/planning.md), on a CPU any number. "None" with mcmc: as many as suit the capture; the start of a run says how
-    many. The alias is later nerfstudios' name."""
+    docs/use/planning.md), on a CPU any number. "None" with mcmc: as many as suit the capture; the start of a run says
+    how many. The alias is later nerfstudios' name."""
     gs_per_seed: Annotated[int, _MCMC] = 9
     """With mcmc and max-gaussians None, how many Gaussians for each of the first 30,000 seed points."""
     noise_lr: Annotated[float, _MCMC] = 5e5

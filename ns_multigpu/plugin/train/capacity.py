@@ -179,7 +179,7 @@ def warn_of_size_rule(model: Any, world: World, images: int) -> None:
     From its first reset of opacities (image 3,000), splatfacto prunes Gaussians larger than `cull-scale-thresh`. The
     unit follows from the cameras' positions. If cameras stand close together, as on one rig, a street is fifty units
     wide and three quarters of its Gaussians are larger. They are then pruned at once, and quality does not recover
-    (docs/moving-scenes.md). If cameras surround the scene, hardly any are larger.
+    (docs/methods/moving-scenes.md). If cameras surround the scene, hardly any are larger.
 
     Args:
         model: a `SplatModel`. images: number of images that the run sees in all.

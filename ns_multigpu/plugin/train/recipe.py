@@ -21,7 +21,7 @@ _TOLD = "_recipe_told"
 
 
 def best(images: int) -> dict[str, Any]:
-    """Return the options of the recipe in docs/recipes.md and their values, for a run that sees `images` images.
+    """Return the options of the recipe in docs/use/recipes.md and their values, for a run that sees `images` images.
 
     MCMC (Kheradmand et al. 2024) with a cap that suits the capture adds Gaussians by opacity and screen gradients.
     Initial Gaussians are sized as splatfacto's: the small ones of gsplat's MCMC leave holes where few views overlap
@@ -73,7 +73,7 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
     if ("densifier", "mcmc") in kind.lacks:
         vars(config)[_TOLD] = (
             f"Recipe {config.recipe} is MCMC, which {kind.title} cannot follow: they keep the densifier default, and "
-            "the recipe sets nothing (docs/recipes.md)"
+            "the recipe sets nothing (docs/use/recipes.md)"
         )
         return
     batch = config.pipeline.batch(ranks)
@@ -88,7 +88,7 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
         setattr(place, last, value)
         if value is not None:
             told.append(f"--{name.replace('_', '-')} {value}")
-    vars(config)[_TOLD] = f"Recipe {config.recipe}: {' '.join(told)} (docs/recipes.md)"
+    vars(config)[_TOLD] = f"Recipe {config.recipe}: {' '.join(told)} (docs/use/recipes.md)"
 
 
 def told(config: Any) -> list[str]:

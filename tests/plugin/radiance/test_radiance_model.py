@@ -182,7 +182,7 @@ def test_any_number_of_gpus_is_one() -> None:
 
 
 class _WithSpread(NerfactoXLModel):
-    """The example of docs/nerfacto-xl.md: how uncertain the depth is."""
+    """The example of docs/methods/nerfacto-xl.md: how uncertain the depth is."""
 
     integrals = (Weighted("depth_squared", 1, lambda samples: samples.middles[:, :, None] ** 2),)
 

@@ -2,7 +2,7 @@
 
 Each row of OPTIONS is trained on 4 views a step by one worker, by two and by four: through two densifications and an
 opacity reset (MCMC: relocations, growth and noise), all parameters must follow one worker's, poses and grids included.
-Replicas are compared bit by bit after every step. docs/options.md lists the rows of this table.
+Replicas are compared bit by bit after every step. docs/use/options.md lists the rows of this table.
 """
 
 from collections.abc import Iterator
@@ -198,8 +198,8 @@ def test_silent_options(courses: dict[int, list[dict[str, Outcome]]]) -> None:
 
 
 def test_documented() -> None:
-    """The table of docs/options.md has a row for each row above, in the same order, and a column for each world."""
-    text = (Path(__file__).parents[3] / "docs" / "options.md").read_text(encoding="utf8")
+    """The table of docs/use/options.md has a row for each row above, in the same order, and a column for each world."""
+    text = (Path(__file__).parents[3] / "docs" / "use" / "options.md").read_text(encoding="utf8")
     section = text.split("## Tested")[1].split("\n## ")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
     header, rows = lines[0], lines[2:]

@@ -1,7 +1,7 @@
 """Splatfacto's options with sharded points: rows of test_options' table, and options of our own.
 
 Each row is trained with `tile` on two ranks and must follow one rank with `batch`, points in their order. What cannot
-work is refused before the first step. docs/options.md lists the rows.
+work is refused before the first step. docs/use/options.md lists the rows.
 """
 
 import re
@@ -144,7 +144,7 @@ def test_what_cannot_work_is_refused_on_every_rank(courses: Courses, name: str) 
 
 
 def test_documented() -> None:
-    """docs/options.md lists the rows above, in the same order."""
-    text = (Path(__file__).parents[3] / "docs" / "options.md").read_text(encoding="utf8")
+    """docs/use/options.md lists the rows above, in the same order."""
+    text = (Path(__file__).parents[3] / "docs" / "use" / "options.md").read_text(encoding="utf8")
     section = text.split("## Tested with `splatfacto-tile`")[1].split("\n## ")[0]
     assert [line[2:] for line in section.splitlines() if line.startswith("- ")] == list(ROWS)
