@@ -59,7 +59,8 @@ def plan(
             scene's.
         transport: Exchange of rows in a machine by tile and locality: through peer memory (NVLink), or by collectives.
         densify: Include the memory of densification, which grows and prunes the model.
-        fused: Plan fused steps (see docs/internals/kernels.md). Unfused steps have no measured time; their memory is an upper
+        fused: Plan fused steps (see docs/internals/kernels.md). Unfused steps have no measured time; their memory is an
+        upper
             bound.
         optimizer_state: Adam's moments as float32, or as bfloat16 (--pipeline.model.optimizer-state). Compact steps
             have no measured time: the time is that of full ones.

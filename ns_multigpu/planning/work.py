@@ -64,7 +64,8 @@ class Course:
         sh_degree: degree of the harmonics, 0 to 3.
         visible: fraction of the points that a view shows.
         tiles: tiles that a visible splat overlaps.
-        fused: True if steps are fused (see docs/internals/kernels.md); otherwise gradients of all parameters are in memory.
+        fused: True if steps are fused (see docs/internals/kernels.md); otherwise gradients of all parameters are in
+        memory.
         compact: True if Adam's moments are bfloat16 instead of float32 (see docs/use/planning.md).
         machines: number of machines, with equally many GPUs each.
         scene: simulated scene for `locality`; auto: the one with the most similar visible fraction.

@@ -34,10 +34,10 @@ def check(tmp_path: Path):
 @pytest.mark.parametrize(
     "link",
     [
-        "[a](docs/use/faults.md)",
-        "[a](docs/use/faults.md#faults-and-what-they-say)",
-        "[a](docs/use/faults.md#two-gpus-185-times)",
-        "[a](docs/use/faults.md#two-gpus-185-times-1)",
+        "[a](docs/faults.md)",
+        "[a](docs/faults.md#faults-and-what-they-say)",
+        "[a](docs/faults.md#two-gpus-185-times)",
+        "[a](docs/faults.md#two-gpus-185-times-1)",
         "[a](https://example.org/nowhere.md)",
         "[a](#here)\n# Here",
         "`[a](gone.md)`",
@@ -54,9 +54,9 @@ def test_what_resolves_and_what_is_code_is_not_dead(check, link):
     ("link", "reason"),
     [
         ("one [a](gone.md)", "README.md:1: gone.md: no such file"),
-        ("\n![a [b](docs/use/faults.md)](gone.png)", "README.md:2: gone.png: no such file"),
-        ("[a](docs/use/faults.md#two-gpus)", "README.md:1: docs/use/faults.md#two-gpus: no such heading"),
-        ("[a](docs/use/faults.md#two-gpus-185-times-2)", "no such heading"),
+        ("\n![a [b](docs/faults.md)](gone.png)", "README.md:2: gone.png: no such file"),
+        ("[a](docs/faults.md#two-gpus)", "README.md:1: docs/faults.md#two-gpus: no such heading"),
+        ("[a](docs/faults.md#two-gpus-185-times-2)", "no such heading"),
         ("[a](#there)\n# Here", "README.md:1: #there: no such heading"),
         ("- item\n    [a](gone.md)", "README.md:2: gone.md: no such file"),
     ],
@@ -68,10 +68,10 @@ def test_a_dead_link_is_named_with_its_place(check, link, reason):
 
 
 def test_pages_in_folders_are_read_relative_to_themselves(check, tmp_path):
-    (tmp_path / "docs" / "more.md").write_text("[a](faults.md) [b](docs/use/faults.md)")
+    (tmp_path / "docs" / "more.md").write_text("[a](faults.md) [b](docs/faults.md)")
     status, output = check("")
     assert status == 1
-    assert output == "docs/more.md:1: docs/use/faults.md: no such file\n"
+    assert output == "docs/more.md:1: docs/faults.md: no such file\n"
 
 
 def test_this_repository_has_no_dead_link():

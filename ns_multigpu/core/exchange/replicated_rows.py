@@ -9,9 +9,9 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
-from cuda_ext.ops.exchange.put_rows import put_rows
 from torch import Tensor
 
+from cuda_ext.ops.exchange.put_rows import put_rows
 from ns_multigpu.core.dist.collectives import all_gather_into, all_gather_together
 from ns_multigpu.core.dist.peer_memory import PeerBuffer
 from ns_multigpu.core.dist.world import World

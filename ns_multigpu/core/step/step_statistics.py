@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from cuda_ext.ops.exchange.row_footprint import footprint_counts
 from torch import Tensor
 
+from cuda_ext.ops.exchange.row_footprint import footprint_counts
 from cuda_ext.ops.optim.step_control import HEAD, step_message
 from ns_multigpu.core.assign.assignment import Feedback
 from ns_multigpu.core.assign.plan import Plan

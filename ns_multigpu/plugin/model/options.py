@@ -28,8 +28,8 @@ class SplatModelConfig(SplatfactoModelConfig):
     primitive: PrimitiveName = FIRST
     """Primitive of the model: "3dgs", 3D Gaussians; "2dgs", flat ones, which lie on surfaces (Huang et al. 2024);
     "4dgs", Gaussians over space and time, for captures whose views have times (Yang et al. 2024); "convex", 3D convex
-    shapes with edges as sharp as need be (Held et al. 2024). See docs/methods/primitives.md for their features. Add a primitive
-    to --help to see its options: --help --pipeline.model.primitive convex."""
+    shapes with edges as sharp as need be (Held et al. 2024). See docs/methods/primitives.md for their features. Add a
+    primitive to --help to see its options: --help --pipeline.model.primitive convex."""
     densify_grad_thresh_convex: Annotated[float, _CONVEX] = 0.0008
     """Densification threshold of convexes, in the place of densify-grad-thresh. It applies to the gradient itself, and
     use-absgrad has no effect. A split makes six of one."""

@@ -393,7 +393,8 @@ class DistributedTrainerConfig(RunConfig):
     start."""
     recipe: Recipe = "splatfacto"
     """Preset of the options that decide image quality; options that you give take precedence. "splatfacto" has the
-    values of nerfstudio's splatfacto; "best" gives the best held-out images that we know how to get (docs/use/recipes.md).
+    values of nerfstudio's splatfacto; "best" gives the best held-out images that we know how to get
+    (docs/use/recipes.md).
     """
 
     def rate_schedule(self, batch: int, views: int) -> RateSchedule:
