@@ -100,9 +100,14 @@ def test_all_native_sources_are_packaged() -> None:
 FOLDERS = (*PACKAGES, "tests", "demo", "examples", "tools")
 
 
+def _docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    docstring = ast.get_docstring(function, clean=False)
+    return 0 if docstring is None else docstring.count("\n") + 1
+
+
 def test_functions_stay_short() -> None:
     lengths = {
-        f"{path.relative_to(ROOT)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        f"{path.relative_to(ROOT)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1 - _docstring_lines(node)
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf8")))
