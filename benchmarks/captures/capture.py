@@ -181,6 +181,35 @@ def parts_table(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> Table
     return table
 
 
+def results_table(options: argparse.Namespace, results: Sequence[dict[str, Any]]) -> Table:
+    """Return a row of means over seeds for each run that has a result."""
+    table = Table(title=f"{options.images} images, {' '.join(options.dataparser)}")
+    heads = ("run", "seeds", "PSNR", "spread", "SSIM", "images/s", "training s", "wall s", "Gaussians", "MB sent/step")
+    for head in heads:
+        table.add_column(head, justify="left" if head == "run" else "right")
+    for run in options.runs:
+        rows = [r for r in results if r["run"] == run]
+        if not rows:
+            continue
+        mean = {k: statistics.mean(r[k] for r in rows) for k in ("psnr", "ssim")}
+        timed = [r for r in rows if r["alone"]] or rows
+        mean |= {k: statistics.mean(r[k] for r in timed) for k in ("images_per_s", "train_seconds", "wall_s")}
+        spread = max(r["psnr"] for r in rows) - min(r["psnr"] for r in rows)
+        table.add_row(
+            run,
+            str(len(rows)),
+            f"{mean['psnr']:.2f}",
+            f"{spread:.2f}",
+            f"{mean['ssim']:.4f}",
+            f"{mean['images_per_s']:.1f}",
+            f"{mean['train_seconds']:.0f}",
+            f"{mean['wall_s']:.1f}",
+            f"{statistics.mean(r['gaussians'] for r in rows):,.0f}",
+            f"{statistics.mean(r['bytes_per_step'] for r in rows) / 1e6:.1f}",
+        )
+    return table
+
+
 def main() -> None:
     options = arguments()
     jobs = [(run, seed) for seed in options.seeds for run in options.runs]
@@ -234,31 +263,7 @@ def main() -> None:
             results = keep([*results, result and result | {"alone": True}])
         results = keep(list(pool.map(on_a_gpu, [partial(evaluate, result, options, folder) for result in results])))
 
-    table = Table(title=f"{options.images} images, {' '.join(options.dataparser)}")
-    heads = ("run", "seeds", "PSNR", "spread", "SSIM", "images/s", "training s", "wall s", "Gaussians", "MB sent/step")
-    for head in heads:
-        table.add_column(head, justify="left" if head == "run" else "right")
-    for run in options.runs:
-        rows = [r for r in results if r["run"] == run]
-        if not rows:
-            continue
-        mean = {k: statistics.mean(r[k] for r in rows) for k in ("psnr", "ssim")}
-        timed = [r for r in rows if r["alone"]] or rows
-        mean |= {k: statistics.mean(r[k] for r in timed) for k in ("images_per_s", "train_seconds", "wall_s")}
-        spread = max(r["psnr"] for r in rows) - min(r["psnr"] for r in rows)
-        table.add_row(
-            run,
-            str(len(rows)),
-            f"{mean['psnr']:.2f}",
-            f"{spread:.2f}",
-            f"{mean['ssim']:.4f}",
-            f"{mean['images_per_s']:.1f}",
-            f"{mean['train_seconds']:.0f}",
-            f"{mean['wall_s']:.1f}",
-            f"{statistics.mean(r['gaussians'] for r in rows):,.0f}",
-            f"{statistics.mean(r['bytes_per_step'] for r in rows) / 1e6:.1f}",
-        )
-    Console(width=140).print(table)
+    Console(width=140).print(results_table(options, results))
     if parts := parts_table(options.runs, results):
         Console(width=140).print(parts)
     if len(results) < len(jobs):

@@ -20,7 +20,7 @@ from ns_multigpu.core.exchange.replicated_rows import OwnRows, ReplicatedRows
 from ns_multigpu.core.exchange.transports import CollectiveRows, PeerRows, Transport
 from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.step.step import Step
-from ns_multigpu.core.step.step_settings import StepSettings, first_capacities, padded, with_halos
+from ns_multigpu.core.step.step_settings import Status, StepSettings, first_capacities, padded, with_halos
 from ns_multigpu.core.step.tile_lists import SortedLists
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Points, View
@@ -170,6 +170,35 @@ def step_of(
     return Step(kernels, params, moments, statistics or {}, settings, spread, carried, lazy)
 
 
+def fill(one: Step, views: Sequence[View], course: Course, step: int) -> None:
+    """Write the inputs of a step."""
+    one.viewmats.copy_(torch.stack([v.viewmat for v in views]))
+    one.Ks.copy_(torch.stack([v.K for v in views]))
+    one.backgrounds.copy_(torch.stack([background(step, p) for p in range(course.batch)]))
+    one.scalars.copy_(scalars(step + 1))
+    one.scalars[:, 0] *= course.speed
+
+
+def check_counts(one: Step, status: Status) -> None:
+    """Fail unless the status has the counts of this step."""
+    to_others = (
+        one._forward.counts.sum() - one._forward.counts[one._transport.stays]
+        if one._transport.travels
+        else torch.zeros(())
+    )
+    assert status.sent == int(to_others), "of this rank's rows, those that went to others"
+    assert list(status.segments) == one._forward.counts.tolist(), "a look after each step"
+
+
+def check_traffic(one: Step, world: World, told: int, course: Course) -> None:
+    """Fail unless a step by collectives has sent the bytes of its messages."""
+    if isinstance(one._transport, CollectiveRows):
+        assert course.by_sort or told == (one._transport.step_bytes if world.size > 1 else 0)
+    if isinstance(one._transport, RelayedRows):
+        crossed = world.traffic.between_since("step")
+        assert (told - crossed, crossed) == one._transport.step_bytes
+
+
 def taken(world: World, course: Course) -> Outcome:
     """Return the course on several ranks."""
     device = world.device
@@ -211,32 +240,18 @@ def taken(world: World, course: Course) -> Outcome:
     step = 0
     while step < course.steps:
         views = course.views(step, device)
-        one.viewmats.copy_(torch.stack([v.viewmat for v in views]))
-        one.Ks.copy_(torch.stack([v.K for v in views]))
-        one.backgrounds.copy_(torch.stack([background(step, p) for p in range(course.batch)]))
-        one.scalars.copy_(scalars(step + 1))
-        one.scalars[:, 0] *= course.speed
+        fill(one, views, course, step)
         plan = with_halos(spread.plan_alike(views), width, height)
         # In the same place each time, for graphs.
         targets = [target_of(patch, views, pictures[patch.view]) for patch in plan.owned[world.rank]]
         graphs.take(plan, partial(one.parts, plan, targets))
         replayed += (plan, 1) in graphs._captured
         status = one.status()
-        to_others = (
-            one._forward.counts.sum() - one._forward.counts[one._transport.stays]
-            if one._transport.travels
-            else torch.zeros(())
-        )
-        assert status.sent == int(to_others), "of this rank's rows, those that went to others"
-        assert list(status.segments) == one._forward.counts.tolist(), "a look after each step"
+        check_counts(one, status)
         pairs = all_gather_counts(status.segments, world)
         most = tuple(tuple(map(max, *two)) for two in zip(most, pairs, strict=True))
         told = world.traffic.since("step")
-        if isinstance(one._transport, CollectiveRows):
-            assert course.by_sort or told == (one._transport.step_bytes if world.size > 1 else 0)
-        if isinstance(one._transport, RelayedRows):
-            crossed = world.traffic.between_since("step")
-            assert (told - crossed, crossed) == one._transport.step_bytes
+        check_traffic(one, world, told, course)
         if status.full:
             assert status.done == 0
             redone += 1
