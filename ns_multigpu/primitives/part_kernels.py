@@ -74,7 +74,8 @@ class PartKernels(ComposedKernels):
 
     def returned(self, made: Any, records: Tensor) -> list[tuple[Tensor, Tensor]]:
         gradients = self.layout.gradients_of(records)
-        return [(getattr(made, _MADE.get(name, name)), getattr(gradients, name)) for name in gradients._fields]
+        names: tuple[str, ...] = gradients._fields
+        return [(getattr(made, _MADE.get(name, name)), getattr(gradients, name)) for name in names]
 
     def draw(self, arrived: Arrived, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         inputs = tuple(getattr(arrived, name) for name in self.layout.widths)

@@ -102,7 +102,7 @@ def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:
 
 
 _NO_OPERATORS = "only the fused steps of 3D Gaussians do that"
-_WITHOUT = {
+_WITHOUT: dict[tuple[str, object], str] = {
     ("rasterize_mode", "antialiased"): "2D Gaussians have a low-pass filter of their own; use classic",
     ("densifier", "mcmc"): "MCMC's noise and relocation are those of 3D Gaussians; use default",
     ("optimizer_state", "compact"): _NO_OPERATORS,
