@@ -201,7 +201,7 @@ def test_a_step_waits_for_nothing_and_launches_the_same(
     capture: Path, tmp_path: Path, background: str, samples_per: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a GPU.
-    monkeypatch.setattr(fast_steps, "witnesses", lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf)))
+    monkeypatch.setattr(fast_steps, "finite_flags", lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf)))
     for name in ("encode_grid", "encode_grid_backward"):
         monkeypatch.setattr(composed, name, _as_a_kernel(getattr(composed, name)))
     # It writes numbers into a tensor, which takes a tensor of the host on CPUs alone.
@@ -311,7 +311,7 @@ def _recorded_courses(world: World, *args: Any, **options: Any) -> list[dict[str
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("cuda_ext.ops.common.encode_grid.composed", _AsOperators)
         norms = lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf))  # noqa: E731
-        patched.setattr(fast_steps, "witnesses", norms)
+        patched.setattr(fast_steps, "finite_flags", norms)
         return _courses(world, *args, recorded=True, **options)
 
 
