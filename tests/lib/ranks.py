@@ -16,7 +16,7 @@ from ns_multigpu.core.dist.world import SHARE_GPUS, World, backend_of, gpu_place
 from ns_multigpu.plugin.launch.processes import RankProcesses, preload
 
 PRELOADED = [
-    *(f"tests.plugin.{name}" for name in ("rendering", "resuming", "saving", "sharding", "tile_course")),
+    *(f"tests.lib.{name}" for name in ("rendering", "resuming", "saving", "sharding", "tile_training_run")),
     *("tests.lib.ranks", "nerfstudio.scripts.render"),  # pytest and IPython, among others
     "tests.lib.unmoved",  # the last
 ]
