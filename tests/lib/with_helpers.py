@@ -48,9 +48,14 @@ def children(pid: int) -> list[int]:
 
 
 def helpers_of(pid: int) -> list[int]:
-    """Return the helpers of a process: its fork server's children."""
-    servers = [child for child in children(pid) if b"multiprocessing.forkserver" in command(child)]
-    return [helper for server in servers for helper in children(server)]
+    """Return the helpers of a process: forks of its fork server, without the tools that its imports run (ldconfig)."""
+    servers = [child for child in children(pid) if _is_fork_server(child)]
+    return [helper for server in servers for helper in children(server) if _is_fork_server(helper)]
+
+
+def _is_fork_server(pid: int) -> bool:
+    """Return whether a process is a fork server, or a fork of one, which has the same command line."""
+    return b"multiprocessing.forkserver" in command(pid)
 
 
 def runs(pid: int) -> bool:

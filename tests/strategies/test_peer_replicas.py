@@ -144,7 +144,9 @@ def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
         told._table.fill_(1.0)
         with pytest.raises(StopIteration):
             next(told.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
-        return told.step_bytes(1) - told.step_bytes(0), [bool(one.any()) for one in told._replicas.everyone]
+        return told.written_bytes(1, 1, 0) - told.written_bytes(1, 0, 0), [
+            bool(one.any()) for one in told._replicas.everyone
+        ]
 
 
 def test_conics_are_told_for_sizes_alone(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_proposals_learn_from_what_light_reaches() -> None:
     ours = model(World.single(), 4)
     bundle = ours.collider(rays(2.0))
     segments = clip(bundle.origins, bundle.directions, bundle.nears[:, 0], bundle.fars[:, 0], ours.partition.boxes())
-    groups = ours._own_segments(bundle, segments, 0)
+    groups = ours.own_segments(bundle, segments, 0)
     whole = torch.ones(len(segments), 1)
     full, half, none = (float(ours.sampling.losses(groups, part * whole, 48)["interlevel"]) for part in (1.0, 0.5, 0.0))
     assert full > 1e-5 and none == 0 and half == pytest.approx(full / 2, rel=1e-3)
