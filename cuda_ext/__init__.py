@@ -11,16 +11,16 @@ from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they
 from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
 from cuda_ext.ops.common.clock import add_clock
 from cuda_ext.ops.common.encode_grid import encode_grid
-from cuda_ext.ops.common.served import keep_line, show_patches, take_lines
+from cuda_ext.ops.common.input_lines import keep_line, show_patches, take_lines
 from cuda_ext.ops.densify.noise import add_noise
 from cuda_ext.ops.densify.relocation import copy_rows, draw_sources, share_out, take_rows, turn
 from cuda_ext.ops.exchange.cells import cell_windows, cells_reached
-from cuda_ext.ops.exchange.pieces import (
-    composite_pieces,
-    composite_pieces_backward,
-    gather_pieces,
+from cuda_ext.ops.exchange.fragments import (
+    composite_fragments,
+    composite_fragments_backward,
+    gather_fragments,
     live_boxes,
-    scatter_pieces,
+    scatter_fragments,
 )
 from cuda_ext.ops.exchange.put_rows import put_rows
 from cuda_ext.ops.exchange.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
@@ -67,8 +67,8 @@ __all__ = [
     "collect",
     "compiler_problem",
     "composite",
-    "composite_pieces",
-    "composite_pieces_backward",
+    "composite_fragments",
+    "composite_fragments_backward",
     "condition",
     "copy_rows",
     "cull",
@@ -76,7 +76,7 @@ __all__ = [
     "encode_grid",
     "footprint_counts",
     "fused_step",
-    "gather_pieces",
+    "gather_fragments",
     "intersect",
     "intersect_capacity",
     "intersect_keys",
@@ -94,7 +94,7 @@ __all__ = [
     "rasterize",
     "reference_forced",
     "route_lines",
-    "scatter_pieces",
+    "scatter_fragments",
     "series",
     "sh_colors",
     "share_out",

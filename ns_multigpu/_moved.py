@@ -50,7 +50,7 @@ class _OldNames(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = new_name(module.__name__)
-        if name is not None:  # else a package that is gone, and some of whose modules are elsewhere
+        if name is not None:  # else a package that is gone, and some of whose modules are in other packages
             there = vars(import_module(name))
             vars(module).update({name: value for name, value in there.items() if not name.startswith("__")})
             vars(module).update({old: there[new] for old, new in RENAMED.items() if new in there})

@@ -88,8 +88,8 @@ def render(
         rasterize_mode: "antialiased" scales opacities by what the blur added (Mip-Splatting).
         absgrad: the gradient of `info["probe"]` is the sum of absolute values over pixels (AbsGS).
         strategy: of `make_strategy`, to render with several ranks: each calls this with its own Gaussians and the same
-            cameras. A rank's images hold the patches that it drew, and zeros elsewhere: summed over ranks they are the
-            images. Gradients reach the Gaussians wherever they are.
+            cameras. A rank's images hold the patches that it drew, and zeros outside: summed over ranks they are the
+            images. Gradients are returned to the Gaussians' owners.
 
     Returns:
         images [C, height, width, 3 or 4], alphas [C, height, width, 1], and a dict: `means2d` [M, 2], `conics` [M, 3],
@@ -241,7 +241,7 @@ class Step:
             self._settings = self._grown(status)
             self._step = self._made()
         if self._strategy.assignment.learns is not Feedback.NOTHING:
-            self._strategy.assignment.learn(views, self._step.learnt.reshape(-1).tolist())
+            self._strategy.assignment.learn(views, self._step.measured_work.reshape(-1).tolist())
         loss = self._step.report[:-1].sum()[None] / len(views)
         sum_in_place(loss, world)
         return float(loss)

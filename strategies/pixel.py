@@ -25,8 +25,8 @@ def pixel(world: World, options: PixelOptions | None = None) -> Strategy:
         raise ValueError(f"pixel: {problem}.")
     space = ByCells(world, options)
     views = CellPixels(space, hide=options.hide)
-    crossing = CellsInViews(space) if options.crossing == "ghosts" else None
-    pixels = CompositePixels(space.local, half=options.wire == "half", crossing=crossing)
-    pixels.told = views.learn if options.hide else None
-    rows = LocalRows() if crossing is None else BoundaryRows(crossing)
+    regions = CellsInViews(space) if options.crossing == "ghosts" else None
+    pixels = CompositePixels(space.local, half=options.wire == "half", regions=regions)
+    pixels.feedback = views.learn if options.hide else None
+    rows = LocalRows() if regions is None else BoundaryRows(regions)
     return Strategy("pixel", space, views, rows, pixels, GradientsToOwner(world), world)

@@ -90,9 +90,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """The rows for people to read."""
     shown = Table("way", "steps", "rays/s", "ms/step", "parameters", "MiB", "PSNR by rays (seconds)")
     for row in rows:
-        course = [f"{c['psnr']:.2f} at {c['rays'] / 1e6:.2f} M ({c['seconds']:.0f})" for c in row["courses"]]
+        schedule = [f"{c['psnr']:.2f} at {c['rays'] / 1e6:.2f} M ({c['seconds']:.0f})" for c in row["courses"]]
         if "failed" in row:
-            shown.add_row(row["way"], f"failed, exit code {row['code']}", *[""] * 4, ", ".join(course))
+            shown.add_row(row["way"], f"failed, exit code {row['code']}", *[""] * 4, ", ".join(schedule))
             continue
         speed = [f"{row.get(key, 0):,.{digits}f}" for key, digits in (("rays_per_s", 0), ("ms_per_step", 1))]
         shown.add_row(
@@ -101,7 +101,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             *speed,
             f"{row['parameters']:,}",
             f"{row['peak_mib']:,.0f}",
-            ", ".join(course),
+            ", ".join(schedule),
         )
     return shown
 

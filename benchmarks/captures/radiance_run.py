@@ -113,8 +113,8 @@ class Run:
     def profile(self, first: int, steps: int = 5) -> str:
         """Profile a few more steps: time by operator."""
         cuda = self._device.type == "cuda"
-        kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
-        with torch.profiler.profile(activities=kinds) as seen:
+        primitives = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+        with torch.profiler.profile(activities=primitives) as seen:
             for step in range(first, first + steps):
                 self._step(step)
             self._now()

@@ -28,7 +28,7 @@ from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, fibonacci_sphere
-from ns_multigpu.primitives.registry import KINDS, Rendering
+from ns_multigpu.primitives.registry import PRIMITIVES, Rendering
 from ns_multigpu.primitives.surfels.losses import normal_loss
 from strategies import STRATEGIES
 
@@ -39,7 +39,7 @@ def make(kind: str, count: int, device: torch.device) -> dict[str, torch.Tensor]
     """Random parameters of so many points."""
     g = torch.Generator(device).manual_seed(1)
     params: dict[str, torch.Tensor] = {}
-    for one in KINDS[kind].schema:
+    for one in PRIMITIVES[kind].schema:
         shape = [harmonics(DEGREE) if size == HARMONICS else size for size in one.shape]
         params[one.name] = torch.randn(count, *shape, generator=g, device=device) * 0.1
     box = torch.rand(count, 3, generator=g, device=device)
@@ -78,7 +78,7 @@ class Both:
 
     def ordinary(self) -> Callable[[], None]:
         channels = ("normals",) if self.flat else ()
-        primitive = KINDS[self.kind].make(Rendering(DEGREE, depth=self.flat, channels=channels))
+        primitive = PRIMITIVES[self.kind].make(Rendering(DEGREE, depth=self.flat, channels=channels))
         points, view = Points(dict(self.params)), self.view
 
         def step() -> None:
@@ -92,7 +92,9 @@ class Both:
 
     def captured(self) -> tuple[Callable[[], None], Any]:
         kernels = (
-            KINDS[self.kind].make(Rendering(DEGREE)).kernels(**({"losses": {"normals": WEIGHT}} if self.flat else {}))
+            PRIMITIVES[self.kind]
+            .make(Rendering(DEGREE))
+            .kernels(**({"losses": {"normals": WEIGHT}} if self.flat else {}))
         )
         params = {name: value.detach() for name, value in self.params.items()}
         return captured_step(kernels, params, self.adam, self.view, self.image, {})
@@ -167,7 +169,7 @@ def main() -> None:
         raise SystemExit("kinds_step times CUDA graphs, and torch sees no GPU here. Run it on a machine with one.")
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, {options.points} points, {options.size[0]}x{options.size[1]}")
-    for kind in KINDS:
+    for kind in PRIMITIVES:
         both = Both(kind, options.points, tuple(options.size), device)
         ordinary = milliseconds(both.ordinary(), options.steps)
         work, step = both.captured()

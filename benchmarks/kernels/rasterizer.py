@@ -89,12 +89,12 @@ def time_fused(results: Results, watch: Stopwatch, room: Capacities, floor: dict
         update(rows, path.records)
 
     both = floor["forward and backward"]
-    kinds = (
+    primitives = (
         ("forward", path.forward, floor["forward"]),
         ("forward and backward", path.both, both),
         ("forward, backward and update", updated, both + floor["update"]),
     )
-    for what, work, least in kinds:
+    for what, work, least in primitives:
         peak = None
         if work == path.both:  # records of gradients and their places included
             peak = peak_bytes(device, lambda: FusedPath(scene, room, target=path.target).both())
@@ -103,7 +103,7 @@ def time_fused(results: Results, watch: Stopwatch, room: Capacities, floor: dict
         if device.type == "cuda":
             results.lines.append(Line(f"fused, graph: {what}", watch.median(captured(work, device)), bound))
     rows, lists, pixels = path.both()
-    path.check_room(rows, lists)
+    path.check_memory(rows, lists)
     gradients = FusedUpdate(scene, remember=False)
     gradients(rows, path.records)
     results.drawn["fused"] = Drawn(pixels.out, dict(zip(PARAMETERS, gradients.exp_avgs, strict=True)))

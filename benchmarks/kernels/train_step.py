@@ -164,8 +164,8 @@ def time_updates(results: Results, watch: Stopwatch, room: Capacities, floor: di
     params = [torch.nn.Parameter(p.clone()) for p in scene.raw()]
     for p in params:
         p.grad = torch.full_like(p, 1e-6)
-    kinds: tuple[tuple[str, dict[str, Any]], ...] = (("default", {}), ("fused=True", {"fused": True}))
-    for name, options in kinds:
+    primitives: tuple[tuple[str, dict[str, Any]], ...] = (("default", {}), ("fused=True", {"fused": True}))
+    for name, options in primitives:
         optimizers = [torch.optim.Adam([p], lr=RATE, eps=1e-15, **options) for p in params]
         results.lines.append(
             Line(f"  Adam: six torch.optim.Adam, {name}", watch.median(lambda o=optimizers: [x.step() for x in o]))
@@ -177,7 +177,7 @@ def time_updates(results: Results, watch: Stopwatch, room: Capacities, floor: di
     del adam, params
     path, update = FusedPath(scene, room), FusedUpdate(scene)
     rows, lists, _ = path.both()
-    path.check_room(rows, lists)
+    path.check_memory(rows, lists)
     results.lines.append(
         Line(
             "  splat_update: from rows, with Adam",
@@ -191,7 +191,7 @@ def time_lazy_parts(results: Results, watch: Stopwatch, room: Capacities, floor:
     """Time the parts that differ with deferred Adam steps."""
     path = FusedPath(results.scene, room)
     rows, lists, _ = path.both()
-    path.check_room(rows, lists)
+    path.check_memory(rows, lists)
     parts = LazyParts(path)
     works: tuple[tuple[str, str, Callable[[], Any]], ...] = (
         ("splat_forward", "forward", parts.forward),
@@ -208,7 +208,7 @@ def time_groups(results: Results, watch: Stopwatch, room: Capacities) -> dict[st
     scene = results.scene
     path = FusedPath(scene, room)
     rows, lists, _ = path.both()
-    path.check_room(rows, lists)
+    path.check_memory(rows, lists)
     parts, update = LazyParts(path), FusedUpdate(scene)
     boxes = new_boxes(scene.means)
     splat_boxes(scene.means, scene.log_scales, boxes)
@@ -244,8 +244,8 @@ def measure(
     results, name = Results(scene), scene.name
     report: dict[str, Any] = {"name": name, "points": scene.points, "width": scene.width, "height": scene.height}
     cuda = scene.device.type == "cuda"
-    kinds = (("today", Kind("gsplat", "default")), ("today, fused Adam", Kind("gsplat", "fused"))) if cuda else ()
-    for way, kind in (*kinds, ("operators", Kind("operators", "ours"))):
+    primitives = (("today", Kind("gsplat", "default")), ("today, fused Adam", Kind("gsplat", "fused"))) if cuda else ()
+    for way, kind in (*primitives, ("operators", Kind("operators", "ours"))):
         for counting in (False, True)[: 1 + counts_too]:
             named = way + COUNTING * counting
             with sections.section(f"{name}: {named}"):

@@ -52,7 +52,7 @@ _MOST_TRIES = 16
 
 
 @dataclass(frozen=True)
-class Course:
+class Schedule:
     """Input of a run.
 
     Attributes:
@@ -69,7 +69,7 @@ class Run(ABC):
 
     Args:
         model: this rank's points; its moments are used.
-        course: the views.
+        schedule: the views.
         world: the ranks that take the steps together.
         batch: views of a step.
         lazy: put off the steps of points that are not drawn.
@@ -82,23 +82,23 @@ class Run(ABC):
     """
 
     def __init__(
-        self, model: CityModel, course: Course, world: World, batch: int, lazy: bool, *, counting: bool = False,
+        self, model: CityModel, schedule: Schedule, world: World, batch: int, lazy: bool, *, counting: bool = False,
         absgrad: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.course, self.world, self.batch = model, course, world, batch
+        self.model, self.schedule, self.world, self.batch = model, schedule, world, batch
         names = ("grad2d", "count", "radii") if counting else ()
         self.statistics = {name: torch.zeros(len(model), device=model.device) for name in names}
         kernels = Gaussians(sh_degree=DEGREE, absgrad=absgrad).kernels()
         assert kernels is not None
         self.kernels: GaussianKernels = kernels
-        views = len(course.views)
+        views = len(schedule.views)
         self.batches = [
-            [course.views[(b * batch + k) % views] for k in range(batch)] for b in range(max(1, views // batch))
+            [schedule.views[(b * batch + k) % views] for k in range(batch)] for b in range(max(1, views // batch))
         ]
         self._lazy = LazyAdam.make(len(model), model.device) if lazy else None
         self.number = 0
         """Of the last step, as Adam counts."""
-        pixels = course.scene.width * course.scene.height
+        pixels = schedule.scene.width * schedule.scene.height
         rows = padded(min(max(model.counts) * batch, _MOST_AT_FIRST))
         self.capacities: tuple[int, ...] = (rows, rows, padded(4 * rows + 16 * batch * -(-pixels // TILE**2)))
         self.needed: tuple[int, ...] = (0, 0, 0)
@@ -118,7 +118,7 @@ class Run(ABC):
 
     def settings(self) -> StepSettings:
         """A step's, with the present capacities."""
-        scene, (rows, segment, intersections) = self.course.scene, self.capacities
+        scene, (rows, segment, intersections) = self.schedule.scene, self.capacities
         return StepSettings(
             width=scene.width, height=scene.height, views=self.batch, ssim_lambda=SSIM_LAMBDA, rows=rows,
             segment=segment, intersections=intersections,
@@ -290,10 +290,10 @@ class Run(ABC):
 class SingleRun(Run):
     """The step of `single` on one GPU, as a CUDA graph: a view a step."""
 
-    def __init__(self, model: CityModel, course: Course, world: World, lazy: bool, **options: Any) -> None:
-        super().__init__(model, course, world, 1, lazy, **options)
+    def __init__(self, model: CityModel, schedule: Schedule, world: World, lazy: bool, **options: Any) -> None:
+        super().__init__(model, schedule, world, 1, lazy, **options)
         self._graph: Work | None = None
-        scene = course.scene
+        scene = schedule.scene
         self._plan = Plan.of([[Patch(0, 0, 0, scene.width, scene.height)]])
         self._picture = torch.zeros(scene.height, scene.width, 3, dtype=torch.uint8, device=world.device)
 
@@ -305,7 +305,7 @@ class SingleRun(Run):
 
     def _take(self, batch: int, inputs: Tensor) -> None:
         self._inputs.upload(inputs)
-        self._picture.copy_(self.course.images[self.batches[batch][0].index])
+        self._picture.copy_(self.schedule.images[self.batches[batch][0].index])
         if self._graph is not None:
             self._graph()
         else:

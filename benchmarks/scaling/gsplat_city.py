@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.lib.counting import GsplatCounts
 from benchmarks.lib.lockstep import Clock, memory, over_ranks
-from benchmarks.scaling.city_runs import SSIM_LAMBDA, Course
+from benchmarks.scaling.city_runs import SSIM_LAMBDA, Schedule
 from benchmarks.scenes.city_model import DEGREE, CityModel
 from ns_multigpu.core.dist.collectives import barrier
 from ns_multigpu.core.dist.world import World
@@ -30,22 +30,22 @@ class GsplatRun:
 
     Args:
         model: this rank's points, which the optimizers step in place; its moments are forgotten, for torch has its own.
-        course: the views; rank r sees every size-th from the r-th on.
+        schedule: the views; rank r sees every size-th from the r-th on.
         world: with one rank gsplat's ordinary mode with `packed=False`, as nerfstudio calls it; with several the
             distributed one, packed.
         fused: Adam with `fused=True`. counting: steps add to densification's statistics.
     """
 
-    def __init__(self, model: CityModel, course: Course, world: World, fused: bool, counting: bool = False) -> None:
+    def __init__(self, model: CityModel, schedule: Schedule, world: World, fused: bool, counting: bool = False) -> None:
         from pytorch_msssim import SSIM
 
         model.forget_moments()
-        self._course, self._world, self._fused = course, world, fused
+        self._course, self._world, self._fused = schedule, world, fused
         self._params = {name: torch.nn.Parameter(model.params[name]) for name in ORDER}
         options: dict[str, Any] = {"fused": True} if fused else {}
         self._optimizers = [torch.optim.Adam([p], lr=_RATE, eps=1e-15, **options) for p in self._params.values()]
         self._ssim = SSIM(data_range=1.0, size_average=True, channel=3)
-        self._cameras = [(v.viewmat[None].to(world.device), v.K[None].to(world.device)) for v in course.views]
+        self._cameras = [(v.viewmat[None].to(world.device), v.K[None].to(world.device)) for v in schedule.views]
         self._turn = 0
         several = world.size > 1
         self._counts = GsplatCounts(absgrad=not several, packed=several) if counting else None

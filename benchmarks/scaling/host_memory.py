@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.assign.assignment import RoundRobinViews
 from ns_multigpu.core.assign.view_sequence import ViewSequence
 from ns_multigpu.core.dist.collectives import barrier
 from ns_multigpu.core.dist.world import World
@@ -127,7 +127,7 @@ def _train(share: ImageShare, sequence: ViewSequence, world: World, task: Task) 
         batch = sequence.batch(step, size)
         share.expect([sequence.at(p) for p in range(step * size, (step + 1) * size + share.lookahead)])
         views = [View(torch.eye(4), torch.eye(3), task.width, task.height) for _ in batch]
-        plan = DealtViews().assign(views, size, [share.holder(i) for i in batch])
+        plan = RoundRobinViews().assign(views, size, [share.holder(i) for i in batch])
         share.deliver(batch, plan, world.device, views)
         time.sleep(task.step_ms / 1e3)
     barrier(world)

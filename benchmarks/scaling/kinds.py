@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.lib.environment import describe
 from ns_multigpu.core.schema import floats
-from ns_multigpu.primitives.registry import KINDS, Rendering
+from ns_multigpu.primitives.registry import PRIMITIVES, Rendering
 
 STRATEGIES = ("batch", "tile", "locality", "pixel")
 PAPERS = {"3dgs": 40, "2dgs": 80, "convex": 116}
@@ -96,7 +96,7 @@ def measure(kind: str, strategy: str, devices: int, options: argparse.Namespace)
 def sizes_table() -> Table:
     """Bytes of a point, and of what it becomes in a view: by collectives, ids included; and of its gradients."""
     shown = Table("kind", "a point", "its row", "gradients back", "Gaian's row")
-    for name, kind in KINDS.items():
+    for name, kind in PRIMITIVES.items():
         kernels = kind.make(Rendering(3)).kernels()
         assert kernels is not None, f"{name} has operators"
         wire = kernels.wire(half=False, slots=False)
@@ -124,7 +124,7 @@ def _cell(one: Measured | None, device: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=list(PRIMITIVES), default=list(PRIMITIVES))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")

@@ -26,7 +26,7 @@ from benchmarks.lib.environment import describe
 from benchmarks.lib.lockstep import Clock, memory, over_ranks
 from benchmarks.lib.rank_jobs import Job, run_jobs
 from benchmarks.lib.stopwatch import free
-from benchmarks.scaling.city_runs import RATES, Course
+from benchmarks.scaling.city_runs import RATES, Schedule
 from benchmarks.scaling.tile import MOST_VIEWS, image_size
 from benchmarks.scaling.tile_run import Mode, TileRun
 from benchmarks.scenes.city_model import CityScene, make_model
@@ -56,14 +56,14 @@ def _train(world: World, job: Job) -> Job:
     began = time.perf_counter()
     model = make_model(scene, world)
     model.moment_dtype = COMPACT if job["compact"] else torch.float32
-    course = Course(scene, scene.cameras(), scene.images(world))
+    schedule = Schedule(scene, scene.cameras(), scene.images(world))
     made, making = time.perf_counter() - began, memory(world)
     free(world.device)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
     chosen = choose_transport(world, job["transport"])
     mode = Mode("peer" if chosen.peer else "collective", lazy=not job["dense"])
-    run = TileRun(model, course, world, 1, mode, counting=True)
+    run = TileRun(model, schedule, world, 1, mode, counting=True)
     run.settle()  # measures the capacities that steps need
     run.still_moments()
     for counted in run.statistics.values():

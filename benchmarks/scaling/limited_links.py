@@ -220,8 +220,11 @@ def main(words: list[str] | None = None) -> int:
     console, done = Console(width=None if sys.stdout.isatty() else 160), list[Job]()
     with tempfile.TemporaryDirectory(prefix="limited-links-") as folder:
         shared: Job = {name: getattr(options, name) for name in ("warm", "steps", "blocks")} | {"folder": folder}
-        kinds = [[gbit for gbit in options.gbit if gbit is None], [gbit for gbit in options.gbit if gbit is not None]]
-        for links in filter(None, kinds):
+        primitives = [
+            [gbit for gbit in options.gbit if gbit is None],
+            [gbit for gbit in options.gbit if gbit is not None],
+        ]
+        for links in filter(None, primitives):
             jobs = jobs_of(options, links)
 
             def emit(number: int, result: Job, jobs: list[Job] = jobs) -> None:

@@ -110,13 +110,13 @@ def simulate(city: SeenCity, way: str, placed: Partition, setting: Setting, batc
 
 def _batches(placed: Partition, even: bool, batch: int, steps: int, generator: np.random.Generator) -> list[np.ndarray]:
     """The views of each step, of epochs in random order, or as many of each machine's as of another's."""
-    homes = placed.view_machines
+    owners = placed.view_machines
     if not even:
-        epochs = -(-steps * batch // len(homes))
-        order = np.concatenate([generator.permutation(len(homes)) for _ in range(epochs)])
+        epochs = -(-steps * batch // len(owners))
+        order = np.concatenate([generator.permutation(len(owners)) for _ in range(epochs)])
         return [order[step * batch : (step + 1) * batch] for step in range(steps)]
     each = batch // placed.machines
-    own = [np.flatnonzero(homes == machine) for machine in range(placed.machines)]
+    own = [np.flatnonzero(owners == machine) for machine in range(placed.machines)]
     return [np.concatenate([generator.choice(views, each, len(views) < each) for views in own]) for _ in range(steps)]
 
 

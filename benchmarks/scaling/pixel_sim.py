@@ -38,7 +38,7 @@ from ns_multigpu.core.exchange.boundary_rows import BoundaryRows
 from ns_multigpu.core.exchange.fragments import routes_of
 from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.core.types import Points, View
-from ns_multigpu.planning.work import PIXEL_BYTES, Course, share
+from ns_multigpu.planning.work import PIXEL_BYTES, Schedule, share
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 
 Crossings = Literal["none", "ghosts"]
@@ -47,7 +47,7 @@ GHOST_BYTES = 48 + 36
 """Of a row there and back (`row_words`, `gradient_words`)."""
 _GHOST_STEPS = 3
 _TRACED = 64
-_REACH = 3.33
+_CUTOFF = 3.33
 """Radius of a splat's footprint in standard deviations."""
 
 
@@ -79,7 +79,7 @@ def scene_of(kind: Kind, blocks: int, views: int, points: int, altitude: float |
         size = [width, height]
         solid = torch.full((len(means),), 0.7)
         shown += len(cull(means, scales, solid, view.viewmat[None], K[None], size, [0, 0, *size])[1])
-    return Scene(cameras, means, _REACH * scales, shown / len(cameras[::10]) / len(means))
+    return Scene(cameras, means, _CUTOFF * scales, shown / len(cameras[::10]) / len(means))
 
 
 def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], points: int) -> float:
@@ -89,7 +89,7 @@ def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], point
     gaussians = Gaussians(sh_degree=None)
     params = {
         "means": scene.means, "quats": torch.tensor([1.0, 0, 0, 0]).expand(len(scene.means), 4).contiguous(),
-        "scales": (scene.reach / _REACH * (len(scene.means) / points) ** 0.5).log(),
+        "scales": (scene.reach / _CUTOFF * (len(scene.means) / points) ** 0.5).log(),
         "opacities": torch.full((len(scene.means), 1), 0.85), "features_dc": torch.zeros(len(scene.means), 3),
     }  # fmt: skip
     held = Points(params)
@@ -124,13 +124,13 @@ def row_of(scene: Scene, gpus: int, steps: int, crossing: Crossings = "ghosts") 
     pixels = scene.views[0].width * scene.views[0].height
     drawn_by = (loads > 0).sum(1)
     order = np.random.default_rng(5).permutation(len(scene.views)).tolist()
-    course = Course(1, 1920, 1080, views=gpus, gpus=gpus, visible=max(scene.shown, 1e-6))
+    schedule = Schedule(1, 1920, 1080, views=gpus, gpus=gpus, visible=max(scene.shown, 1e-6))
     row: dict[str, Any] = {
         "gpus": gpus,
         "in sight": float(loads.sum() / loads.size / pixels),
         "GPUs a view": float(drawn_by.mean()),
         "one view a step": float(drawn_by.mean() / gpus),
-        "tile": {n: share("tile", course.with_points(n)).traffic_padded for n in MODELS},
+        "tile": {n: share("tile", schedule.with_points(n)).traffic_padded for n in MODELS},
     }
     assignment = CellPixels(space)
     for name, some in (("as drawn", order), ("leveled", leveled(order, loads, gpus))):

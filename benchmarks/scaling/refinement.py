@@ -91,7 +91,7 @@ def refine(kind: str, points: int, world: World, times: int) -> dict[str, list[t
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         took = 1e3 * (time.perf_counter() - began)
-        beside = k % getattr(densifier, "order_every", 1) > 0 and (not grows or hasattr(densifier, "_arranging"))
+        beside = k % getattr(densifier, "order_every", 1) > 0 and (not grows or hasattr(densifier, "_resharding"))
         found["beside" if beside else "ordered"].append((took, len(met)))
     return found
 

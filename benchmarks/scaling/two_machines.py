@@ -215,10 +215,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the machines are removed
     console, done = Console(width=None if sys.stdout.isatty() else 120), list[tuple[Task, Counted]]()
     with TemporaryDirectory(prefix="two-machines-") as folder:
-        kinds = itertools.product(
+        primitives = itertools.product(
             range(options.repeat), options.strategies, options.megabits, options.wire, options.relays,
         )  # fmt: skip
-        for turn, strategy, megabits, wire, relays in kinds:
+        for turn, strategy, megabits, wire, relays in primitives:
             if strategy not in ("tile", "locality") and wire == "half":
                 continue
             if strategy != "locality" and relays == "no":

@@ -31,7 +31,7 @@ from ns_multigpu.core.dist.collectives import all_gather_ints, exchange_counts, 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.primitives.gaussians.schema import ORDER
-from ns_multigpu.primitives.morton import dealt_codes
+from ns_multigpu.primitives.morton import interleaved_codes
 from ns_multigpu.primitives.sharded_order import common_grid
 
 DEGREE = 3
@@ -247,7 +247,7 @@ def _cast(solid: Scene, scene: CityScene, into: Tensor, generator: torch.Generat
 def _in_order(records: Tensor, world: World) -> Tensor:
     """All ranks' records in training's order, of which each gets a range; the ranges differ by some thousandth."""
     grid = common_grid(records[:, :3], world)
-    codes, order = torch.sort(dealt_codes(records[:, :3], grid), stable=True)
+    codes, order = torch.sort(interleaved_codes(records[:, :3], grid), stable=True)
     records = records[order]
     del order
     # Each rank's sample stands for equally many of its points.
@@ -267,7 +267,7 @@ def _in_order(records: Tensor, world: World) -> Tensor:
     send = [end - start for start, end in pairwise(edges)]
     records = exchange_rows(records, send, exchange_counts(send, world), world)
     # Stable, and what came from lower ranks lies first: equal codes are in the order in which they were drawn.
-    return records[torch.sort(dealt_codes(records[:, :3], grid), stable=True).indices]
+    return records[torch.sort(interleaved_codes(records[:, :3], grid), stable=True).indices]
 
 
 def _parameters(records: Tensor, spacing: float) -> dict[str, Tensor]:

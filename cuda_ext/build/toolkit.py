@@ -28,7 +28,7 @@ def remedy() -> str:
     pip = f"`pip install {packages}`, " if major >= 13 else ""  # before 13 the wheels held no whole toolkit
     return (
         f"Install CUDA's compiler ({pip}`conda install cuda-nvcc cuda-cudart-dev cuda-cccl`, or NVIDIA's CUDA toolkit) "
-        "and have nvcc on PATH or its folder in CUDA_HOME; or name a library compiled elsewhere (`python -m cuda_ext "
+        "and have nvcc on PATH or its folder in CUDA_HOME; or name a library compiled on another machine (`python -m cuda_ext "
         "build --cuda --output DIR`) in NS_MULTIGPU_CUDA_LIBRARY; or set NS_MULTIGPU_CUDA=gsplat to be served by "
         "gsplat 1.4.0's kernels (slower)."
     )
@@ -59,8 +59,8 @@ class Toolkit:
 
 def candidates() -> Iterator[str]:
     """Yield existing nvcc paths in order of preference."""
-    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    paths = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    folders = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    paths = [Path(home) / "bin" / "nvcc" for home in folders if home]
     if on_path := shutil.which("nvcc"):
         paths.append(Path(on_path))
     packages = Path(torch.__file__).parents[1] / "nvidia"  # the wheels that torch itself came with
@@ -128,13 +128,13 @@ def _inspect(nvcc: str) -> Toolkit | None:
     version = re.search(r"\bV(\d+\.\d+(?:\.\d+)*)", banner)
     if version is None:
         return None
-    told = _ask(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull)
-    lines = dict(re.findall(r"^#\$ (\w+)=(.*)$", told, flags=re.MULTILINE))
+    answer = _ask(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull)
+    lines = dict(re.findall(r"^#\$ (\w+)=(.*)$", answer, flags=re.MULTILINE))
     top = Path(lines.get("TOP", str(Path(os.path.realpath(nvcc)).parents[1])))
-    told_includes = shlex.split(f"{lines.get('INCLUDES', '')} {lines.get('SYSTEM_INCLUDES', '')}")
-    includes = [word.removeprefix("-I") for word in told_includes if word != "-isystem"]
-    told_libraries = shlex.split(lines.get("LIBRARIES", ""))
-    libraries = [word.removeprefix("-L") for word in told_libraries]
+    nvcc_includes = shlex.split(f"{lines.get('INCLUDES', '')} {lines.get('SYSTEM_INCLUDES', '')}")
+    includes = [word.removeprefix("-I") for word in nvcc_includes if word != "-isystem"]
+    nvcc_libraries = shlex.split(lines.get("LIBRARIES", ""))
+    libraries = [word.removeprefix("-L") for word in nvcc_libraries]
     includes += [str(top / "include"), str(top / "include" / "cccl")]
     libraries += [str(top / "lib64"), str(top / "lib")]
     runtimes = (Path(folder) / "libcudart_static.a" for folder in libraries)

@@ -28,7 +28,7 @@ Mode = Literal["native", "gsplat"]
 PACKAGED = Path(__file__).parents[1] / f"{NAME}.so"
 _CSRC = Path(__file__).parents[1] / "csrc"
 _lock = threading.Lock()
-_served: Mode | None = None
+_native: Mode | None = None
 
 
 def mode() -> Mode:
@@ -37,8 +37,8 @@ def mode() -> Mode:
     Raises:
         ValueError: the variable holds something else than native or gsplat.
     """
-    if _served is not None:
-        return _served
+    if _native is not None:
+        return _native
     value = os.environ.get("NS_MULTIGPU_CUDA") or "native"
     if value not in ("native", "gsplat"):
         raise ValueError(f"NS_MULTIGPU_CUDA is {value!r}; it must be native or gsplat.")
@@ -97,7 +97,7 @@ def _prebuilt(ours: CudaLibrary) -> Path | None:
 
 def problem() -> str | None:
     """Return why the CUDA operators cannot run on this machine, with the remedy, or None. Nothing is compiled."""
-    if mode() == "gsplat" or _served is not None:
+    if mode() == "gsplat" or _native is not None:
         return None
     ours = library()
     try:
@@ -126,11 +126,11 @@ def load() -> None:
     Raises:
         NativeBuildError: our kernels cannot be compiled or loaded, or gsplat's are not there.
     """
-    global _served
-    if _served is not None:
+    global _native
+    if _native is not None:
         return
     with _lock:
-        if _served is not None:
+        if _native is not None:
             return
         chosen = mode()
         if chosen == "gsplat":
@@ -138,4 +138,4 @@ def load() -> None:
         else:
             remedy = "NS_MULTIGPU_CUDA=gsplat to be served by gsplat 1.4.0's kernels (slower)"
             load_library(build(), "The CUDA operators", remedy)
-        _served = chosen
+        _native = chosen

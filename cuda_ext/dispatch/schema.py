@@ -128,7 +128,7 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, "
     "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
-    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] finite_flag_views=[], Tensor(k!)? boxes=None) -> ()",
+    "Tensor(i!)? steps=None, Tensor(j!)? finite_flag=None, int[] finite_flag_views=[], Tensor(k!)? boxes=None) -> ()",
     "splat_boxes(Tensor means, Tensor log_scales, Tensor(a!) boxes) -> ()",
     "box_views(Tensor boxes, Tensor viewmats, Tensor Ks, int[] sizes, float eps2d, float near, float far, "
     "Tensor? table, bool compact) -> Tensor shows",
@@ -147,11 +147,11 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor scalars, bool set_grads_to_zero) -> ()",
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.
     "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, int first, "
-    "int end, Tensor(a!) place, Tensor(b!) counts, Tensor? reached=None, int[] cells=[]) -> ()",
+    "int end, Tensor(a!) place, Tensor(b!) counts, Tensor? in_cells=None, int[] cells=[]) -> ()",
     "cell_windows(Tensor viewmats, Tensor Ks, int[] axes, float[] planes, int[] paths, int[] order, int[] upward, "
     "int[] drawn, int[] patches) -> Tensor windows",
     "cells_reached(Tensor view_ids, Tensor means2d, Tensor radii, Tensor depths, Tensor viewmats, Tensor Ks, "
-    "float[] boxes) -> Tensor reached",
+    "float[] boxes) -> Tensor in_cells",
     "clip_lists(Tensor tile_offsets, Tensor row_ids, Tensor depths, Tensor windows) -> "
     "(Tensor tile_offsets, Tensor row_ids)",
     "footprint_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
@@ -198,18 +198,18 @@ SCHEMAS: tuple[str, ...] = (
     "step_gate(Tensor[] counts, Tensor limits, Tensor(a!) status, Tensor scalars, Tensor still, Tensor row_counts, "
     "Tensor? lazy_steps, int most_steps, Tensor? sent, Tensor? work, Tensor(b!)? totals) -> "
     "(Tensor gated_scalars, Tensor gated_counts)",
-    "gather_pieces(Tensor color, Tensor alpha, int[] pieces, Tensor(a!) out) -> ()",
-    "scatter_pieces(Tensor gradients, int[] pieces, Tensor(a!) v_color, Tensor(b!) v_alpha) -> ()",
-    "composite_pieces(Tensor received, int[] layers, int[] sizes) -> (Tensor out, Tensor alpha, Tensor before)",
-    "composite_pieces_backward(Tensor received, Tensor before, Tensor v_out, Tensor v_alpha, int[] layers, "
+    "gather_fragments(Tensor color, Tensor alpha, int[] fragments, Tensor(a!) out) -> ()",
+    "scatter_fragments(Tensor gradients, int[] fragments, Tensor(a!) v_color, Tensor(b!) v_alpha) -> ()",
+    "composite_fragments(Tensor received, int[] layers, int[] sizes) -> (Tensor out, Tensor alpha, Tensor before)",
+    "composite_fragments_backward(Tensor received, Tensor before, Tensor v_out, Tensor v_alpha, int[] layers, "
     "int[] sizes, int count) -> Tensor gradients",
     "encode_grid(Tensor positions, Tensor table, Tensor scalings, int log2_size) -> Tensor features",
     "encode_grid_backward(Tensor positions, Tensor table, Tensor scalings, int log2_size, Tensor v_features, "
     "bool moves) -> (Tensor v_positions, Tensor v_table)",
-    "live_boxes(Tensor before, int[] pieces, int slots, float least) -> Tensor boxes",
+    "live_boxes(Tensor before, int[] fragments, int slots, float least) -> Tensor boxes",
     # On the host alone: a batch is planned while the device works.
     "assign_patches(Tensor counts, Tensor totals, Tensor sent, Tensor? start, float alpha, float beta, float gamma, "
-    "float delta, int power, int most_swaps, float seconds) -> (Tensor ranks, Tensor told)",
+    "float delta, int power, int most_swaps, float seconds) -> (Tensor ranks, Tensor summary)",
 )
 
 HOST_ONLY = ("assign_patches",)

@@ -75,7 +75,7 @@ def _forward(
     return radii[0], means2d[0], depths[0], conics[0], compensations[0]
 
 
-def _half_extents(conics: Tensor, radii: Tensor, reach: Tensor) -> Tensor:
+def _half_extents(conics: Tensor, radii: Tensor, cutoff_squared: Tensor) -> Tensor:
     """Half extents [m, 2] in pixels where alpha falls to 1/255, from conics [m, 3] and gsplat's 3-sigma radii [m].
 
     Inverting a thin splat's conic cancels, so it is done in double precision, and held to what gsplat's radius allows,
@@ -86,7 +86,7 @@ def _half_extents(conics: Tensor, radii: Tensor, reach: Tensor) -> Tensor:
     variances = torch.stack([c, a], dim=-1) / det[:, None]
     bound = (radii.double() / 3).square()[:, None].expand_as(variances)
     variances = torch.where((det > 0)[:, None], torch.minimum(variances, bound), bound)
-    return reference.outward(torch.sqrt(reach.double()[:, None] * variances), reference.EXTENT_MARGIN)
+    return reference.outward(torch.sqrt(cutoff_squared.double()[:, None] * variances), reference.EXTENT_MARGIN)
 
 
 def _project(
@@ -106,7 +106,9 @@ def _project(
         )
         opacity = opacities[ids] * compensation
         alive = (square > 0) & (opacity >= reference.MIN_ALPHA) & (point_ids[part] >= 0)
-        extent = _half_extents(conic, square, torch.where(alive, reference.reach(opacity), 0.0)).to(means.dtype)
+        extent = _half_extents(conic, square, torch.where(alive, reference.cutoff_squared(opacity), 0.0)).to(
+            means.dtype
+        )
         alive &= ((at + extent > 0) & (at - extent < at.new_tensor(size))).all(-1)
         means2d[part] = torch.where(alive[:, None], at, 0.0)
         conics[part] = torch.where(alive[:, None], conic, 0.0)

@@ -130,7 +130,7 @@ def _rasterize(
     means2d: Tensor, conics: Tensor, row_opacities: Tensor, features: Tensor, tile_offsets: Tensor, row_ids: Tensor,
     patches: Sequence[int], tile_size: int, absgrad_probe: Tensor | None, mark_stops: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    del absgrad_probe, mark_stops  # for autograd alone; gsplat does not tell where it stopped
+    del absgrad_probe, mark_stops  # for autograd alone; gsplat does not return where it stopped
     _float32(means2d)
     pixels = sum((patch.x1 - patch.x0) * (patch.y1 - patch.y0) for patch in split_patches(patches))
     out = features.new_zeros(pixels, features.shape[1])

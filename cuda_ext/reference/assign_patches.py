@@ -67,8 +67,8 @@ def assign_patches(
         if best is None or swaps == most_swaps or (seconds > 0 and time.monotonic() - began > seconds):
             break
         ranks, now, swaps = best, least, swaps + 1
-    told = torch.tensor([before, now, float(swaps), float(converged)], dtype=torch.float64)
-    return ranks, told
+    summary = torch.tensor([before, now, float(swaps), float(converged)], dtype=torch.float64)
+    return ranks, summary
 
 
 def _neighbours(ranks: Tensor, count: int) -> list[Tensor]:

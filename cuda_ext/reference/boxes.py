@@ -16,7 +16,7 @@ POINTS = 32
 """Points of a group: what a warp of the update has."""
 FLOATS = 8
 
-_REACH, _MARGIN, _PIXEL, _ERROR = 3.3291, 1.002, 1.02, 4e-6
+_CUTOFF, _MARGIN, _PIXEL, _ERROR = 3.3291, 1.002, 1.02, 4e-6
 _BOUND = 4
 """Index in a line of a `LazyAdam`'s table of the bound on a parameter's motion."""
 
@@ -89,7 +89,7 @@ def box_views_composed(
     least = middle - deep if table is not None else torch.maximum(middle - deep, near - slack)
     around = ~(least > 0) if table is None else ~((least > 0) & (least >= near))
 
-    pixels = _MARGIN * _REACH * (eps2d + 0.1) ** 0.5 + _PIXEL
+    pixels = _MARGIN * _CUTOFF * (eps2d + 0.1) ** 0.5 + _PIXEL
     largest = torch.exp(boxes[:, 6] + grown).expand_as(least)
     nearest = 1 / (least - moved).clamp_min(near)
     ratio = torch.maximum(least, near + moved) * nearest if table is not None else torch.ones_like(least)
@@ -106,20 +106,20 @@ def box_views_composed(
             most = most + moved * slopes[-1] * nearest
         stretch = stretch + most.square()
     focal = torch.maximum(axes[0].focal.abs(), axes[1].focal.abs())
-    spread = _MARGIN * _REACH * focal * largest * ratio * stretch.sqrt()
+    spread = _MARGIN * _CUTOFF * focal * largest * ratio * stretch.sqrt()
     for side, slope in zip(axes, slopes, strict=True):
         size_k = extent(side.row, farthest) + side.at.abs()
         weight = side.centre.abs() + side.length + pixels
-        reach = spread + _ERROR * (side.focal.abs() * size_k + weight * size_z)
+        half_extent = spread + _ERROR * (side.focal.abs() * size_k + weight * size_z)
         if table is not None:
-            reach = reach + side.focal.abs() * (_MARGIN * ratio * moved * slope)
+            half_extent = half_extent + side.focal.abs() * (_MARGIN * ratio * moved * slope)
         for f, w in (
             (side.focal, side.centre + pixels),
             (-side.focal, side.length - side.centre + pixels),
         ):
             normal = f * side.row + w * R[:, 2]
             most = f * side.at + w * t[:, 2] + normal @ centre.T + normal.abs() @ half.T
-            outside = outside | (~around & (most + reach < 0))
+            outside = outside | (~around & (most + half_extent < 0))
     empty = (lower > upper).any(1)
     return ~(outside | empty)
 

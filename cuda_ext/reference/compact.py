@@ -91,7 +91,7 @@ def _of_tensors(salt: Tensor, tensors: int) -> Tensor:
 
 
 def _scrambled(words: Tensor) -> Tensor:
-    """Return the finaliser of MurmurHash3 on int32, whose products wrap around and whose shifts are to bring in
+    """Return the finaliser of MurmurHash3 on int32, whose products wrap around and whose shifts are to shift in
     zeros."""
     words = words ^ ((words >> 16) & 0xFFFF)
     words = words * _signed(0x85EBCA6B)

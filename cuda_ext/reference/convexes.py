@@ -18,7 +18,7 @@ CORNERS = 6
 """Points of a convex, and so the most edges of its hull."""
 LINES = 3 * CORNERS
 OPAQUE = 1.001 * ALPHA_MIN
-"""Opacity below which a convex is not drawn: alpha reaches the opacity nowhere."""
+"""Opacity below which a convex is not drawn: alpha is below the opacity everywhere."""
 EXTENT_MARGIN = 2e-3
 FLAT = 1e-4
 """Sine of the angle between two lines below which they bound nothing together."""
@@ -64,7 +64,7 @@ def project_convexes(
         regular = regular & torch.isfinite(sharpness) & (sharpness > 0) & (opacity >= OPAQUE)
         everywhere = torch.maximum(means2d.abs(), (size - means2d).abs()) + 1
         level = torch.log(255 * opacity.clamp(min=OPAQUE) - 1) / torch.where(regular, sharpness, 1.0)
-        radii = outward(_reach(lines, level, everywhere), EXTENT_MARGIN).clamp(min=0)
+        radii = outward(_extents(lines, level, everywhere), EXTENT_MARGIN).clamp(min=0)
         touches = ((means2d + radii > 0) & (means2d - radii < size) & (radii > 0)).all(-1)
         alive = regular & touches
         radii = torch.where(alive[:, None], radii, torch.zeros_like(radii))
@@ -125,7 +125,7 @@ def hull_lines(places: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(starts[..., None], lines, torch.zeros_like(lines)).flatten(1), starts.sum(-1)
 
 
-def _reach(lines: Tensor, level: Tensor, most: Tensor) -> Tensor:
+def _extents(lines: Tensor, level: Tensor, most: Tensor) -> Tensor:
     """Return how far from the centre, [M, 2] by axis, a place can be at which no line is above its row's level [M];
     `most` if no pair of lines says.
 

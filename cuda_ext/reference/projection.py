@@ -23,8 +23,8 @@ def rotation_matrices(quats: Tensor) -> Tensor:
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
 
-def reach(opacities: Tensor) -> Tensor:
-    """Return the squared Mahalanobis distance at which a splat's alpha falls to 1/255 (0 if it never reaches that)."""
+def cutoff_squared(opacities: Tensor) -> Tensor:
+    """Return the squared Mahalanobis distance at which a splat's alpha falls to 1/255 (0 if it is always below)."""
     return (2 * torch.log(255 * opacities)).clamp_min(0)
 
 
@@ -63,7 +63,7 @@ def cull(
     """See `cuda_ext.cull`."""
     lower, upper = _clamps(Ks, means.new_tensor(list(sizes)).view(-1, 2))
     largest = scales.amax(dim=-1)
-    reach2 = reach(opacities)[:, None]
+    cutoff2 = cutoff_squared(opacities)[:, None]
     hits: list[Tensor] = []
     for view, (R, t, K) in enumerate(zip(viewmats[:, :3, :3], viewmats[:, :3, 3], Ks, strict=True)):
         x0, y0, x1, y1 = rects[4 * view : 4 * view + 4]
@@ -80,7 +80,7 @@ def cull(
         scale = largest[:, None] * focal / z[:, None]
         variance = scale**2 * (1 + clamped**2) + eps2d
         square = three_sigma(variance[:, 0], (scale * clamped).prod(-1), variance[:, 1])
-        extent = outward(torch.maximum(torch.sqrt(reach2 * variance), square[:, None]), BOUND_MARGIN)
+        extent = outward(torch.maximum(torch.sqrt(cutoff2 * variance), square[:, None]), BOUND_MARGIN)
         at = slope * focal + center
         touches = ((at + extent > at.new_tensor([x0, y0])) & (at - extent < at.new_tensor([x1, y1]))).all(-1)
         hits.append(torch.nonzero(touches & (z >= near - slack) & (z <= far + slack)).squeeze(-1))
@@ -179,7 +179,7 @@ def _project(
     with torch.no_grad():
         regular = in_depth & invertible
         alive = regular & (row_opacities >= MIN_ALPHA)
-        spread = torch.where(alive, reach(row_opacities), 0.0)[:, None] * torch.stack([xx, yy], dim=-1)
+        spread = torch.where(alive, cutoff_squared(row_opacities), 0.0)[:, None] * torch.stack([xx, yy], dim=-1)
         extents = outward(torch.sqrt(spread), EXTENT_MARGIN)
         square = torch.ceil(three_sigma(xx, xy, yy)).clamp_max(MAX_RADIUS)[:, None]
         counts = regular & ((means2d + square > 0) & (means2d - square < size[view])).all(-1)

@@ -23,7 +23,7 @@ def put_rows(
         last[:, gate_column : gate_column + gate.shape[1]].masked_fill_(gate[:lines] <= 0, 0)
         words[-1] = last
     for places in destinations.tolist():
-        for told, wanted, address in zip(words, taken, places, strict=True):
-            memory = (ctypes.c_int32 * told.numel()).from_address(address)
-            there = torch.frombuffer(memory, dtype=torch.int32).view(told.shape)
-            there[:, :wanted] = told[:, :wanted]
+        for array, wanted, address in zip(words, taken, places, strict=True):
+            memory = (ctypes.c_int32 * array.numel()).from_address(address)
+            there = torch.frombuffer(memory, dtype=torch.int32).view(array.shape)
+            there[:, :wanted] = array[:, :wanted]

@@ -47,10 +47,10 @@ def _box(means2d: Tensor, radii: Tensor, patch: Patch, tile_size: int) -> tuple[
     """First and end tile [M,2] (x, y) of each row's box: the tiles with a pixel centre within radii of the mean."""
     origin = means2d.new_tensor([patch.x0, patch.y0])
     size = means2d.new_tensor([patch.x1 - patch.x0, patch.y1 - patch.y0])
-    reach = radii.to(means2d.dtype)
+    extent = radii.to(means2d.dtype)
     zero = torch.zeros_like(size)
-    first = torch.ceil(means2d - reach - origin - 0.5).clamp(zero, size).long()
-    end = torch.floor(means2d + reach - origin + 0.5).clamp(zero, size).long()
+    first = torch.ceil(means2d - extent - origin - 0.5).clamp(zero, size).long()
+    end = torch.floor(means2d + extent - origin + 0.5).clamp(zero, size).long()
     hit = (end > first).all(dim=1, keepdim=True) & (radii > 0).all(dim=1, keepdim=True)
     none = torch.zeros_like(first)
     return torch.where(hit, first // tile_size, none), torch.where(hit, (end - 1) // tile_size + 1, none)
@@ -159,7 +159,7 @@ def rasterize(
     lengths = [end - start for start, end in pairwise(offsets)]
     rows = row_ids[: offsets[-1]].long()  # behind these there may be padding
     table = torch.cat([means2d, conics, row_opacities[:, None], features], dim=1)
-    nothing = table[:0].sum()  # keeps the outputs differentiable where no splat reaches any pixel
+    nothing = table[:0].sum()  # keeps the outputs differentiable where no splat touches any pixel
     if absgrad_probe is not None:
         nothing = nothing + absgrad_probe[:0].sum()
     splats = table[rows].split(lengths)

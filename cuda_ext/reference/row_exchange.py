@@ -16,7 +16,7 @@ RECORD_FLOATS = 16
 @torch.no_grad()
 def route_lines(
     view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int, first: int,
-    end: int, place: Tensor, counts: Tensor, reached: Tensor | None = None, cells: Sequence[int] = (),
+    end: int, place: Tensor, counts: Tensor, in_cells: Tensor | None = None, cells: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_exchange.route_lines`."""
     real = torch.arange(first, end, device=view_ids.device) < count
@@ -30,7 +30,7 @@ def route_lines(
         low = torch.ceil(means2d - radii - corner - 0.5).clamp(none, size)
         high = torch.floor(means2d + radii - corner + 0.5).clamp(none, size)
         touch = (low < high).all(-1) & (view_ids == view) & alive
-        goes[rank] |= touch if reached is None else touch & reached[cells[k // 6], first:end]
+        goes[rank] |= touch if in_cells is None else touch & in_cells[cells[k // 6], first:end]
     if first == 0:
         counts.zero_()
     place[:, first:end] = torch.where(goes, counts[:, None] + goes.cumsum(1) - 1, -1).int()

@@ -50,7 +50,7 @@ def unpack_wire(
     slots: bool, views: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_wire.unpack_wire`."""
-    pieces: list[tuple[Tensor, ...]] = []
+    parts: list[tuple[Tensor, ...]] = []
     for source, (start, capacity) in enumerate(zip(starts, capacities, strict=True)):
         short = half and source != rank
         width = row_words(half=short, slots=slots)
@@ -60,13 +60,13 @@ def unpack_wire(
         floats, codes = _read_half_row(columns) if short else (columns[:10].view(torch.float32), columns[10:12])
         across, view = _radius_of(codes), _view_of(codes)
         floats = torch.where(real, floats, 0.0)
-        pieces.append(
+        parts.append(
             (
                 torch.where(real, view, views - 1), floats[:2].T, floats[2:5].T, floats[5], floats[6:9].T, floats[9],
                 torch.where(real, across, 0).T, torch.full_like(columns[0], source), torch.where(real, ids, 0),
             )
         )  # fmt: skip
-    return tuple(torch.cat(column) for column in zip(*pieces, strict=True))
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 @torch.no_grad()
@@ -161,7 +161,7 @@ def _power(exponent: Tensor) -> Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
-def _halves(low: Tensor, high: Tensor) -> Tensor:
+def _packed_halfs(low: Tensor, high: Tensor) -> Tensor:
     """Two float16 in a word."""
     first, second = (x.half().view(torch.int16).int() for x in (low, high))
     return (first & 0xFFFF) | (second << 16)
@@ -177,7 +177,7 @@ def _high(word: Tensor) -> Tensor:
 
 def _scales(value: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Return a float16 and two exponents in a word."""
-    return (_halves(value, torch.zeros_like(value))) | ((one & 0xFF) << 16) | ((other & 0xFF) << 24)
+    return (_packed_halfs(value, torch.zeros_like(value))) | ((one & 0xFF) << 16) | ((other & 0xFF) << 24)
 
 
 def _scales_of(word: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ def _half_row(
     red, green, blue = (x * _power(of_color) for x in features.unbind(1))
     whole = [x.contiguous().view(torch.int32) for x in (*means2d.unbind(1), depths)]
     return [
-        *whole, *rest, _halves(a, b), _halves(c, opacities), _halves(red, green), _scales(blue, of_conic, of_color)
+        *whole, *rest, _packed_halfs(a, b), _packed_halfs(c, opacities), _packed_halfs(red, green), _scales(blue, of_conic, of_color)
     ]  # fmt: skip
 
 
@@ -219,12 +219,12 @@ def _read_half_row(columns: Tensor) -> tuple[Tensor, Tensor]:
 def _half_gradient(values: list[Tensor]) -> list[Tensor]:
     of_conic, of_rest = _scale_of(values[2:5]), _scale_of([*values[:2], *values[5:]])
     v = [x * _power(of_conic if 2 <= k < 5 else of_rest) for k, x in enumerate(values)]
-    pairs = [_halves(v[k], v[k + 1]) for k in (0, 2, 4, 6)]
-    return [*pairs, _scales(v[8], of_conic, of_rest), *([_halves(v[9], v[10])] if len(v) > 9 else [])]
+    pairs = [_packed_halfs(v[k], v[k + 1]) for k in (0, 2, 4, 6)]
+    return [*pairs, _scales(v[8], of_conic, of_rest), *([_packed_halfs(v[9], v[10])] if len(v) > 9 else [])]
 
 
 def _read_half_gradient(columns: Tensor) -> Tensor:
     of_conic, of_rest = (_power(-scale) for scale in _scales_of(columns[4]))
-    halves = [half(column) for column in columns[:4] for half in (_low, _high)]
-    halves += [_low(columns[4]), *(half(column) for column in columns[5:] for half in (_low, _high))]
-    return torch.stack([x * (of_conic if 2 <= k < 5 else of_rest) for k, x in enumerate(halves)])
+    halfs = [half(column) for column in columns[:4] for half in (_low, _high)]
+    halfs += [_low(columns[4]), *(half(column) for column in columns[5:] for half in (_low, _high))]
+    return torch.stack([x * (of_conic if 2 <= k < 5 else of_rest) for k, x in enumerate(halfs)])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuda_ext.reference.projection import _take, outward, reach, rotation_matrices
+from cuda_ext.reference.projection import _take, cutoff_squared, outward, rotation_matrices
 from cuda_ext.reference.rasterization import ALPHA_MAX, ALPHA_MIN, TRANSMITTANCE_MIN
 from cuda_ext.reference.tiles import composite_tiles
 
@@ -52,10 +52,10 @@ def project_surfels(
     means2d = at + shift
     with torch.no_grad():
         row_opacity = _take(opacities, point)
-        reach2 = reach(row_opacity)
-        wide_shift, wide = _box(turned, tilt, z, reach2)
-        bounded = reach2 * tilt.square().sum(-1) - z * z < -FRONT * z * z
-        disc = torch.sqrt(0.5 * reach2)[:, None]
+        cutoff2 = cutoff_squared(row_opacity)
+        wide_shift, wide = _box(turned, tilt, z, cutoff2)
+        bounded = cutoff2 * tilt.square().sum(-1) - z * z < -FRONT * z * z
+        disc = torch.sqrt(0.5 * cutoff2)[:, None]
         close = torch.maximum((wide_shift - shift).abs() + wide, disc)
         everywhere = torch.maximum(means2d.abs(), (size - means2d).abs()) + 1
         radii = outward(torch.where(bounded[:, None], close, everywhere), EXTENT_MARGIN)
@@ -66,7 +66,7 @@ def project_surfels(
             return ((means2d + half > 0) & (means2d - half < size)).all(-1)
 
         counted = regular & touches(square)
-        # Unlike a 3D Gaussian's, the bound may reach beyond the square of 3 sigma: what can show is drawn.
+        # Unlike a 3D Gaussian's, the bound may extend beyond the square of 3 sigma: what can show is drawn.
         alive = regular & (row_opacity >= ALPHA_MIN) & touches(radii)
         radii = torch.where(alive[:, None], radii, torch.where(counted[:, None], -square, torch.zeros_like(square)))
     facing = torch.where((axes[:, :, 2] * seen).sum(-1) < 0, 1.0, -1.0).to(axes.dtype)
@@ -87,17 +87,17 @@ def three_sigma_of(extent: Tensor) -> Tensor:
     return torch.ceil(3 * torch.sqrt(extent.square().amax(-1).clamp(min=1e-4)))
 
 
-def _box(turned: Tensor, tilt: Tensor, z: Tensor, reach2: Tensor) -> tuple[Tensor, Tensor]:
+def _box(turned: Tensor, tilt: Tensor, z: Tensor, cutoff2: Tensor) -> tuple[Tensor, Tensor]:
     """Return the centre, from the projected mean, and the half extents [M, 2] of the image of a disc of the splat's
     plane.
 
     `turned` [M, 2, 2] is by screen axis; reach2 [M] is the disc's radius squared. (Huang et al. 2024, section 4.2 and
     appendix; Weyrich et al. 2007.)
     """
-    denominator = reach2 * tilt.square().sum(-1) - z * z
+    denominator = cutoff2 * tilt.square().sum(-1) - z * z
     denominator = torch.where(denominator < 0, denominator, -torch.ones_like(denominator))[:, None]
-    shift = reach2[:, None] * (turned * tilt[:, None]).sum(-1) / denominator
-    height2 = shift.detach() ** 2 - reach2[:, None] * turned.detach().square().sum(-1) / denominator.detach()
+    shift = cutoff2[:, None] * (turned * tilt[:, None]).sum(-1) / denominator
+    height2 = shift.detach() ** 2 - cutoff2[:, None] * turned.detach().square().sum(-1) / denominator.detach()
     return shift, height2.clamp(min=0).sqrt()
 
 
@@ -119,9 +119,9 @@ def _composite(rows: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor, T
     u, v, w = frame.view(-1, 3, 3).unbind(1)
     x, y = centres[:, None, 0, None], centres[:, None, 1, None]
     h_u, h_v = x * w - u, y * w - v
-    crossing = torch.linalg.cross(h_u, h_v)
-    meets = crossing[..., 2] != 0
-    place = crossing[..., :2] / torch.where(meets, crossing[..., 2], 1.0)[..., None]
+    intersection = torch.linalg.cross(h_u, h_v)
+    meets = intersection[..., 2] != 0
+    place = intersection[..., :2] / torch.where(meets, intersection[..., 2], 1.0)[..., None]
     ahead = (place.detach() * w[:, :2]).sum(-1) + w[:, 2] > 0
     on_plane = torch.where(meets & ahead, place.square().sum(-1), torch.inf)
     on_screen = 2 * (mean - centres[:, None]).square().sum(-1)

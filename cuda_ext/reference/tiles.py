@@ -49,6 +49,6 @@ def composite_tiles(
             t += 1
         first_pixel += width * (patch.y1 - patch.y0)
     order = torch.argsort(torch.cat(pixels))
-    nothing = table[:0].sum()  # keeps the outputs differentiable where no splat reaches any pixel
+    nothing = table[:0].sum()  # keeps the outputs differentiable where no splat touches any pixel
     color, more, alpha = (torch.cat(part)[order] + nothing for part in zip(*parts, strict=True))
     return color, more, alpha, torch.cat(ends)[order]

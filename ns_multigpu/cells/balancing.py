@@ -44,14 +44,14 @@ def leveled(order: Sequence[int], loads: NDArray[np.int64], size: int, lead: int
     if size < 1:
         raise ValueError(f"a step of {size} views: at least 1 is needed")
     waiting, found = list(order), list[int]()
-    room = lead or size
+    capacity = lead or size
     while waiting:
         load = np.zeros(loads.shape[1], dtype=np.int64)
-        for place in range(min(room, len(waiting))):
+        for place in range(min(capacity, len(waiting))):
             near = waiting[: WINDOW if place else 1]
             best = int((load + loads[near]).max(axis=1).argmin()) if loads.shape[1] else 0
             view = waiting.pop(best)
             load += loads[view]
             found.append(view)
-        room = size
+        capacity = size
     return found

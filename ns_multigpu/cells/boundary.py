@@ -19,12 +19,12 @@ from cuda_ext.ops.exchange.cells import cell_windows, cells_reached
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.assign.plan import Plan
-from ns_multigpu.core.exchange.boundary_rows import Crossing
+from ns_multigpu.core.exchange.boundary_rows import CellRegions
 from ns_multigpu.core.types import TILE, View, stack_intrinsics, stack_viewmats
 
 
-class CellsInViews(Crossing):
-    """The cells of a placement. See `Crossing`."""
+class CellsInViews(CellRegions):
+    """The cells of a placement. See `CellRegions`."""
 
     def __init__(self, space: ByCells) -> None:
         self._space = space
@@ -56,7 +56,9 @@ class CellsInViews(Crossing):
         cameras = stack_viewmats(views), stack_intrinsics(views)
         return cell_windows(*cameras, known.axes, known.at, known.paths, order, upward, drawn, patches)
 
-    def reach(self, view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, views: Sequence[View]) -> Tensor:
+    def overlaps_cells(
+        self, view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, views: Sequence[View]
+    ) -> Tensor:
         tree = self._space.tree
         if tree is None or tree.cells == 1:
             return torch.ones(self._space.cells, len(depths), dtype=torch.bool, device=depths.device)

@@ -1,10 +1,10 @@
 """Occlusion of cells by others in a view (Splaxel's saturation redundancy, section 4.3).
 
-Who composites a view knows what arrives at each cell's layer: the product of what the layers before let through. Where
+The rank that composites a view knows the light at each cell's layer: the product of the transmittances before it. Where
 that was less than 1/1000 when the view was drawn last, nothing that the cell draws can be seen. What is kept of a view
 and a cell is the rectangle of tiles around all pixels where more arrived, so that what is drawn stays a rectangle.
 
-What arrives is looked at each time, also where nobody draws (the paper looks again by budgets, appendix 8.2). A part
+The light is measured each time, also where no rank draws (the paper measures again by budgets, appendix 8.2). A part
 that is not hidden any more is drawn when the view comes next.
 """
 
@@ -79,11 +79,11 @@ class Occlusion:
 
     def flips(self) -> tuple[int, int]:
         """Pixels that were hidden and are not any more, and all that were hidden, since it was asked last."""
-        told = self._flips, self._dark
+        state = self._flips, self._dark
         self._flips = self._dark = 0
-        return told
+        return state
 
-    def knowledge(self) -> list[list[int]]:
+    def state(self) -> list[list[int]]:
         """A row for the cells, then a row a view and cell."""
         rows = [[-1, self._cells]]
         for key, looked in sorted(self._looked.items()):
@@ -92,10 +92,10 @@ class Occlusion:
                 rows.append([*key, cell, *sight, *(() if live is None else live[cell])])
         return rows
 
-    def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
-        """Go on with what `knowledge` returned."""
+    def load_state(self, state: Sequence[Sequence[int]]) -> None:
+        """Go on with what `state` returned."""
         self._looked, self._cells = {}, 0
-        for row in knowledge:
+        for row in state:
             if row[0] < -1:  # of `--pipeline.exchange`, which earlier versions had
                 continue
             if row[0] < 0:

@@ -29,7 +29,7 @@ class PixelOptions:
 
     hide: bool = False
     """Do not draw a cell in the part of a view where less than 1/1000 of what is seen arrived when the view was drawn
-    last. What arrives is looked at each time. It sends less, and may cost quality."""
+    last. Visibility is measured each time. It sends less, and may cost quality."""
 
     def problem(self) -> str | None:
         """Return the error in the values with its remedy; None if there is none."""

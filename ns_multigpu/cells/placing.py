@@ -24,7 +24,7 @@ from ns_multigpu.core.types import Points, View
 LOOKED_EVERY = 100
 """Images after which the cells' boxes are measured again, where no refinement came between."""
 _FLAT = 2.0
-"""Of what a splat reaches, that a cell is away which it is looked for in."""
+"""Distance of a cell in which a splat is searched, as a fraction of the splat's extent."""
 _WORSE = 1.1
 """Cells are rebuilt when they have become so much less level than they were when they were cut."""
 
@@ -125,11 +125,11 @@ class ByCells(Placement):
     def settle(self, new: NewPoints, world: World) -> Settled:
         """By the cell that each point lies in; cells are rebuilt if the work of one is too much."""
         where = new.positions().detach()
-        cells, anew = self._cells_of(where), False
+        cells, redistributed = self._cells_of(where), False
         if cells is None or self._unlevel(cells, new.work, world) > max(self._imbalance, _WORSE * self._level):
-            cells, anew = self._cut(where, new.work, world), True
+            cells, redistributed = self._cut(where, new.work, world), True
         self._stale = self._moved = True
-        return Settled(self._owners(cells), anew)
+        return Settled(self._owners(cells), redistributed)
 
     def moved(self, positions: Tensor) -> None:
         if self.local.count > 1:
@@ -151,7 +151,7 @@ class ByCells(Placement):
         if trained and (self._moved or due):
             self._moved, self._looked = False, images
 
-    def knowledge(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         if self.tree is None:
             return {}
         known = {
@@ -167,10 +167,10 @@ class ByCells(Placement):
             known |= {"cells": everyone.cpu(), "counts": torch.tensor(counts)}
         return known
 
-    def load_state(self, knowledge: Mapping[str, Tensor]) -> None:
-        if "splits" not in knowledge:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        if "splits" not in state:
             return
-        known = {name: value.cpu() for name, value in knowledge.items()}
+        known = {name: value.cpu() for name, value in state.items()}
         self.tree, self._level, self._learned = CellTree.from_tensor(known["splits"]), float(known["level"]), True
         self.boxes = known["boxes"].numpy() if "boxes" in known else None
         self._looked, self._moved, self._stale = (int(n) for n in known["looked"])
@@ -217,7 +217,7 @@ def _boxes_around(
     tree: CellTree | None = None, first: int = 0,
 ) -> NDArray[np.float64]:  # fmt: skip
     """[cells, 2, 3] the boxes of points [N, 3] of these cells [N], counted from `first` on, or all of that one; with
-    what they reach around them [N, 3]; of all ranks of `world` together. With a tree, boxes are also around points of
+    their half extents [N, 3]; of all ranks of `world` together. With a tree, boxes are also around points of
     other cells that overlap the cell. A cell without points has one whose lower corner is above its upper."""
     bounds = torch.full((cells, 6), -math.inf, dtype=means.dtype, device=means.device)
     low, high = (means, means) if extents is None else (means - extents, means + extents)

@@ -44,7 +44,7 @@ class CellPixels(Assignment):
 
     def __init__(self, space: ByCells, *, hide: bool = False) -> None:
         self._space, self._hides = space, hide
-        self._hiding = Occlusion()
+        self._occlusion = Occlusion()
         self._seen = _Seen()
 
     def figures(self) -> dict[str, float]:
@@ -59,7 +59,7 @@ class CellPixels(Assignment):
         if seen.steps == 0:
             return {}
         figures = {"gpus_at_work": seen.at_work, "drawing_level": seen.level}
-        flips, seen_dark = self._hiding.flips()
+        flips, seen_dark = self._occlusion.flips()
         parts = {
             "pixels_in_sight": (seen.drawn + seen.hidden) / seen.pixels,
             "pixels_drawn": seen.drawn / seen.pixels,
@@ -75,11 +75,11 @@ class CellPixels(Assignment):
         drawn: list[list[Patch]] = [[] for _ in range(ranks)]
         order: list[tuple[int, ...]] = []
         hidden: list[Patch] = []
-        self._hiding.keep(space.tree)
+        self._occlusion.keep(space.tree)
         seen_by: list[dict[int, int]] = []
         for position, view in enumerate(views):
             in_sight = tiles_seen(boxes, view)
-            rectangles = self._hiding.drawn(view, in_sight) if self._hides else in_sight
+            rectangles = self._occlusion.drawn(view, in_sight) if self._hides else in_sight
             for cell, (wide, seen) in enumerate(zip(in_sight, rectangles, strict=True)):
                 hidden += [Patch(position, *dark, cell=cell) for dark in around(wide, seen)]
             seen_by.append({})
@@ -112,13 +112,13 @@ class CellPixels(Assignment):
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
         if self._hides and all(view.index >= 0 for view in views):
-            self._hiding.learn(views, np.array(counts, dtype=np.int64).reshape(-1, len(views), self._space.cells, 5))
+            self._occlusion.learn(views, np.array(counts, dtype=np.int64).reshape(-1, len(views), self._space.cells, 5))
 
-    def knowledge(self) -> list[list[int]]:
-        return self._hiding.knowledge()
+    def state(self) -> list[list[int]]:
+        return self._occlusion.state()
 
-    def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
-        self._hiding.load_state(knowledge)
+    def load_state(self, state: Sequence[Sequence[int]]) -> None:
+        self._occlusion.load_state(state)
 
 
 def _band(position: int, view: View, first: int, end: int) -> Patch:
@@ -149,21 +149,21 @@ def share_rows(
     Returns:
         [rank][view] first and end row; None where a rank owns none of it. Every row has an owner.
     """
-    room = [-(-sum(rows) // ranks)] * ranks
+    capacity = [-(-sum(rows) // ranks)] * ranks
     spans: list[list[tuple[int, int] | None]] = [[None] * len(rows) for _ in range(ranks)]
     candidates = [dict(some) or dict.fromkeys(range(ranks), 1) for some in seen_by]
     for view in sorted(range(len(rows)), key=lambda v: len(candidates[v])):
         left, given = rows[view], dict.fromkeys(candidates[view], 0)
         most = max(candidates[view].values())
-        for rank in sorted(given, key=lambda r: (-(_LIKE * candidates[view][r] // max(most, 1)), -room[r], r)):
-            given[rank] = min(left, max(room[rank], 0))
+        for rank in sorted(given, key=lambda r: (-(_LIKE * candidates[view][r] // max(most, 1)), -capacity[r], r)):
+            given[rank] = min(left, max(capacity[rank], 0))
             left -= given[rank]
         # No rank has capacity for the rest: distribute it evenly.
         for k, rank in enumerate(given):
             given[rank] += (k + 1) * left // len(given) - k * left // len(given)
         start = 0
         for rank, count in given.items():
-            room[rank] -= count
+            capacity[rank] -= count
             if count:
                 spans[rank][view] = (start, start + count)
             start += count

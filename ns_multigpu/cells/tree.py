@@ -150,12 +150,14 @@ class CellTree:
         while parts:
             found = _planes(positions, work, at, [count for count, _ in parts], world)
             planes |= zip(parts, found, strict=True)
-            halves = [half for part in parts for half in _halves(*part)]
-            parts = [half for half in halves if half[0] > 1]
+            parts_after = [half for part in parts for half in _split(*part)]
+            parts = [half for half in parts_after if half[0] > 1]
             if not parts:
                 break
             # Who is in a part that is one cell now is in none that is cut.
-            next_ = torch.tensor([parts.index(half) if half in parts else -1 for half in halves], device=work.device)
+            next_ = torch.tensor(
+                [parts.index(half) if half in parts else -1 for half in parts_after], device=work.device
+            )
             below = torch.tensor([plane for _, plane in found], dtype=torch.float64, device=work.device)
             axes = torch.tensor([axis for axis, _ in found], device=work.device)
             at = torch.zeros_like(work) if at is None else at
@@ -165,7 +167,7 @@ class CellTree:
         return CellTree(_in_order(planes, cells))
 
 
-def _halves(count: int, first: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _split(count: int, first: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The two parts of one that is to be so many cells from `first` on: theirs."""
     lower = count // 2
     return (lower, first), (count - lower, first + lower)
@@ -180,7 +182,7 @@ def _in_order(planes: dict[tuple[int, int], tuple[int, float]], cells: int) -> t
             return -1 - part[1]
         node = len(splits)
         splits.append(Split(0, 0.0, 0, 0))
-        below, above = (put(half) for half in _halves(*part))
+        below, above = (put(half) for half in _split(*part))
         splits[node] = Split(*planes[part], below, above)
         return node
 
@@ -233,7 +235,7 @@ def _planes(
         axis = max(range(3), key=lambda k: (extents[k], -k))
         axes.append(axis)
         highs.append(high[axis])
-        # Where nobody has a point there is nothing to look for.
+        # Without points there is nothing to search.
         ranges.append((low[axis], high[axis]) if math.isfinite(low[axis]) else (0.0, 0.0))
     along = _along(positions, torch.tensor(axes, device=device), at)
     goal = _Goal(torch.tensor(counts, device=device))

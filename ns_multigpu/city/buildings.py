@@ -114,10 +114,10 @@ def _flats(lots: Lots, pile: Pile, rng: np.random.Generator) -> None:
     m = np.flatnonzero(mansard)
     rise = rng.uniform(2.2, 3.2, len(m))
     slope = rng.uniform(1.1, 1.8, len(m))
-    reach = 0.5 * np.maximum(split[m] - x0[m], y1[m] - y0[m]) + 0.3
+    half_width = 0.5 * np.maximum(split[m] - x0[m], y1[m] - y0[m]) + 0.3
     apex = height[m] + slope * 0.5 * np.minimum(split[m] - x0[m], y1[m] - y0[m])
     wide = (split[m] - x0[m]) > (y1[m] - y0[m])
-    other = (apex - height[m]) / reach
+    other = (apex - height[m]) / half_width
     pile.add(
         Shape.ROOF,
         [x0[m] - 0.3, y0[m] - 0.3, height[m], split[m] + 0.3, y1[m] + 0.3, height[m] + rise,

@@ -62,7 +62,7 @@ def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> 
     """
     stations = math.ceil(views / 5)
     rows = max(1, round(math.sqrt(stations)))
-    reach = city.half - 4.0
+    limit = city.half - 4.0
     # Rows differ by at most one station, so that any number of stations covers the square evenly.
     ends = (np.arange(rows + 1) * stations) // rows
     station = np.arange(views) // 5
@@ -71,13 +71,13 @@ def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> 
     along = (station - ends[row] + 0.5) / length * 2 - 1
     along = np.where(row % 2 == 0, along, -along)
     across = (row + 0.5) / rows * 2 - 1
-    spacing = 2 * reach / rows
+    spacing = 2 * limit / rows
     rng = np.random.default_rng([seed, views, 1])
     if altitude is not None and altitude < city.tallest * 1.05 + 1.0:
-        raise ValueError(f"altitude is {altitude} m: the city's roofs reach {city.tallest:.0f} m, fly 5 % above them")
+        raise ValueError(f"altitude is {altitude} m: the city's roofs are up to {city.tallest:.0f} m, fly 5 % above them")
     lowest = max(90.0, 1.4 * city.tallest)
     height = altitude if altitude is not None else max(2.1 * spacing, lowest)
-    target = np.stack([along * reach, across * reach, np.zeros(views)], axis=1)
+    target = np.stack([along * limit, across * limit, np.zeros(views)], axis=1)
     target[:, :2] += rng.uniform(-0.12, 0.12, (views, 2)) * spacing
     target[:, 2] = 8.0
     kind = _turn(views, 5)

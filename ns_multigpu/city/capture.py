@@ -200,7 +200,7 @@ class CityCapture:
         camera = self.camera(view)
         if scale == 1.0:
             return camera
-        # In float32, as tensors of sizes are scaled elsewhere: 100 * 0.29 must not give 28 here and 29 there.
+        # In float32, as other modules scale tensors of sizes: 100 * 0.29 must not give 28 here and 29 there.
         width, height = (int(np.float32(side) * np.float32(scale)) for side in (camera.width, camera.height))
         if min(width, height) < 1:
             raise ValueError(f"scale is {scale}: nothing is left of {camera.width} x {camera.height} pixels")

@@ -63,8 +63,8 @@ def write_dnerf(
             }
             for view in numbers
         ]
-        told = {"camera_angle_x": angle, "frames": frames}
-        (folder / f"transforms_{split}.json").write_text(json.dumps(told, indent=1), "utf8")
+        transforms = {"camera_angle_x": angle, "frames": frames}
+        (folder / f"transforms_{split}.json").write_text(json.dumps(transforms, indent=1), "utf8")
 
     for _ in progress(side_by_side(partial(_write_view, capture, device), jobs, workers, device), len(jobs)):
         pass

@@ -83,12 +83,12 @@ def wall_colour(
     frame_tone = torch.where(random > 0.55, torch.full_like(u, 0.62), torch.full_like(u, 0.09))
     wall = mix(wall, frame_tone.expand(3, -1), framed)
 
-    # Behind the glass: dark rooms, blinds, here and there a lamp. From afar all windows fade to their mean.
+    # Behind the glass: dark interiors, blinds, here and there a lamp. From afar all windows fade to their mean.
     face = side.long() + 2 * ((p[0] + p[1]) > 0.5 * (g[0] + g[1] + g[3] + g[4])).long()
-    room = hash_unit(65, number * 4 + face, (along / length * bays).floor().long(), v.floor().long())
+    interior = hash_unit(65, number * 4 + face, (along / length * bays).floor().long(), v.floor().long())
     fade = (1.4 - 0.9 * torch.maximum(wu, wv)).clamp(0, 1)
-    blinds = ((room > 0.62) & (room < 0.86)).float() * fade + 0.24 * (1 - fade)
-    lamps = (room > 0.93).float() * fade + 0.07 * (1 - fade)
+    blinds = ((interior > 0.62) & (interior < 0.86)).float() * fade + 0.24 * (1 - fade)
+    lamps = (interior > 0.93).float() * fade + 0.07 * (1 - fade)
     lamps = torch.maximum(lamps, 0.5 * shop)
     inner = mix(_colour((0.030, 0.036, 0.045), u), _colour((0.42, 0.39, 0.33), u), 0.75 * blinds)
     inner = mix(inner, torch.stack([red, green, blue]) * 0.5, 0.7 * glass)

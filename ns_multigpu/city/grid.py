@@ -85,7 +85,7 @@ def make_layer(solids: Solids, first: int, frame: Frame) -> Layer:
     cells_low = np.floor((low[:, :2].astype(np.float64) - frame.low) / CELL).astype(np.int64)
     cells_high = np.floor((high[:, :2].astype(np.float64) - frame.low) / CELL).astype(np.int64)
     if len(solids) and (cells_low.min() < 1 or cells_high.max() > frame.n - 2):
-        raise ValueError(f"a {solids.shape.name.lower()} reaches beyond the grid of {frame.n} cells")
+        raise ValueError(f"a {solids.shape.name.lower()} extends beyond the grid of {frame.n} cells")
     spans = cells_high - cells_low + 1
     owner, rank = _expand(spans[:, 0] * spans[:, 1])
     x = cells_low[owner, 0] + rank % spans[owner, 0]

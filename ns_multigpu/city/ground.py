@@ -63,14 +63,14 @@ def _slabs(x: Tensor, y: Tensor, fp: Tensor, side: float, seed: int) -> Tensor:
     return 1.0 + stone + dirt - 0.42 * joint
 
 
-def _road_marks(along: Tensor, across: Tensor, to_crossing: Tensor, fp: Tensor, outside: Tensor) -> Tensor:
+def _road_marks(along: Tensor, across: Tensor, to_junction: Tensor, fp: Tensor, outside: Tensor) -> Tensor:
     """Return the coverage [n] of a road by white paint: along and across it, and past the crossing's edge, metres."""
-    open_road = ((to_crossing > 6.0) | outside).float()
+    open_road = ((to_junction > 6.0) | outside).float()
     dashes = stripe(across, fp, 0.0, 0.075) * pulse(along / 6.0, fp / 6.0, 0.0, 0.5)
     edges = stripe(across.abs(), fp, EDGE - 2.2, 0.05) * (~outside).float()
     bays = pulse(along / 6.4, fp / 6.4, 0.0, 0.016) * stripe(across.abs(), fp, EDGE - 1.1, 1.1) * (~outside).float()
-    zebra = stripe(to_crossing, fp, 2.7, 1.5) * pulse(across / 1.1 + 0.25, fp / 1.1, 0.0, 0.5)
-    stop = stripe(to_crossing, fp, 5.2, 0.2) * (across.abs() < EDGE - 2.2).float()
+    zebra = stripe(to_junction, fp, 2.7, 1.5) * pulse(across / 1.1 + 0.25, fp / 1.1, 0.0, 0.5)
+    stop = stripe(to_junction, fp, 5.2, 0.2) * (across.abs() < EDGE - 2.2).float()
     town = (~outside).float()
     return (open_road * torch.maximum(torch.maximum(dashes, edges), bays) + town * (zebra + stop)).clamp(0, 1)
 

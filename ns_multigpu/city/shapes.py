@@ -55,9 +55,9 @@ def entry(shape: Shape, g: Columns, o: Columns, d: Columns, inv: Columns) -> tup
         # The distance of the ray to the centre, from a difference that does not cancel far from the blob.
         closest = -b / a
         off = [scaled_o[k] + scaled_d[k] * closest for k in range(3)]
-        room = 1.0 - (off[0] * off[0] + off[1] * off[1] + off[2] * off[2])
-        t = closest - (room.clamp_min(0.0) / a).sqrt()
-        return t, (room > 0) & (t > 0)
+        discriminant = 1.0 - (off[0] * off[0] + off[1] * off[1] + off[2] * off[2])
+        t = closest - (discriminant.clamp_min(0.0) / a).sqrt()
+        return t, (discriminant > 0) & (t > 0)
     near, far = _box(g, o, inv)
     if shape is Shape.ROOF:
         for value, rate in _slopes(g, o, d):

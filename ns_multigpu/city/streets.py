@@ -112,8 +112,8 @@ def add_furniture(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
             x = corner_x + (-WALK + 0.45 if side < 0 else INNER + WALK - 0.45)
             y = corner_y + at
             pile.add(Shape.BOX, [x - 0.07, y - 0.07, 0.0, x + 0.07, y + 0.07, 6.2], Material.PLAIN, dark)
-            reach = x + side * 1.9
-            x0, x1 = np.minimum(x, reach), np.maximum(x, reach)
+            end = x + side * 1.9
+            x0, x1 = np.minimum(x, end), np.maximum(x, end)
             pile.add(Shape.BOX, [x0, y - 0.12, 6.2, x1, y + 0.12, 6.34], Material.PLAIN, dark)
     park = np.flatnonzero(plan.park)
     for turn in np.arange(8) * np.pi / 4 + np.pi / 8:
@@ -140,7 +140,7 @@ class Cars:
         speed: [n] metres per second, signed; 0 for a parked car.
         colour: [n, 3] linear.
         random: [n] in [0, 1).
-        reach: cars leave at +reach and come back at -reach, metres.
+        end: cars disappear at +end and reappear at -end, metres.
     """
 
     along: F
@@ -149,15 +149,15 @@ class Cars:
     speed: F
     colour: F
     random: F
-    reach: float
+    end: float
 
     def __len__(self) -> int:
         return len(self.along)
 
     def solids(self, time: float) -> Solids:
         """Return bodies and cabins (as roofs with cut tops) at a time in [0, 1]."""
-        run = self.reach * 2
-        along = (self.along + self.speed * SECONDS * time + self.reach) % run - self.reach
+        run = self.end * 2
+        along = (self.along + self.speed * SECONDS * time + self.end) % run - self.end
         long, wide = 2.05 + 0.35 * self.random, 0.88
         heading = np.where(self.speed < 0, -1.0, 1.0)
         pile = Pile()
@@ -193,15 +193,15 @@ def make_cars(plan: Plan, density: float, rng: np.random.Generator) -> Cars:
         The cars; moving ones keep clear of each other in their lane because all of a lane move at one speed.
     """
     columns: list[tuple[F, F, F, F]] = []  # along, across, along_x, speed
-    reach = plan.half + 20.0
-    slots = np.arange(-reach + 4.0, reach - 4.0, 6.4)
+    end = plan.half + 20.0
+    slots = np.arange(-end + 4.0, end - 4.0, 6.4)
     roads = plan.roads()
     for along_x in (0.0, 1.0):
         for road in roads:
             for side in (-1.0, 1.0):
                 at = slots + rng.uniform(-0.4, 0.4, len(slots))
-                crossing = np.abs(at[:, None] - roads[None]).min(1) < 0.5 * ROAD + 7.0
-                keep = ~crossing & (np.abs(at) < plan.half) & (rng.random(len(at)) < 0.5 * density)
+                at_junction = np.abs(at[:, None] - roads[None]).min(1) < 0.5 * ROAD + 7.0
+                keep = ~at_junction & (np.abs(at) < plan.half) & (rng.random(len(at)) < 0.5 * density)
                 at = at[keep]
                 columns.append(
                     (at, np.full_like(at, road + side * PARKED), np.full_like(at, along_x), np.zeros_like(at))
@@ -215,4 +215,4 @@ def make_cars(plan: Plan, density: float, rng: np.random.Generator) -> Cars:
     along, across, is_x, speed = (np.concatenate(c) for c in zip(*columns, strict=True))
     n = len(along)
     colour = _PAINT[rng.integers(len(_PAINT), size=n)] * rng.uniform(0.85, 1.15, (n, 1))
-    return Cars(along, across, is_x > 0.5, speed, np.clip(colour, 0.02, 0.8), rng.random(n), reach)
+    return Cars(along, across, is_x > 0.5, speed, np.clip(colour, 0.02, 0.8), rng.random(n), end)

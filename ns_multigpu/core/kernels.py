@@ -134,7 +134,7 @@ class ReplicaRows(ABC):
             first_view: the position in the batch of the first view of the rows.
         """
 
-    def told(self, rows: Rows, records: Tensor, first_view: int) -> PutRows:
+    def to_put(self, rows: Rows, records: Tensor, first_view: int) -> PutRows:
         """Return the same for ranks with access to each other's memory. Data written so need not be in `records`
         afterwards."""
         arrays = self.mine(rows, records, first_view)
@@ -158,7 +158,7 @@ class Kernels(ABC):
         parameters: the names of the parameters in the order that operators take them.
         record_floats: numbers of a row's record on the wire, and of its gradients.
         sized: True if `update` counts the points' sizes on the screen on any rank.
-        puts_off: True if `model` takes `lazy`. halves: True if `wire` takes `half`.
+        puts_off: True if `model` takes `lazy`. supports_half: True if `wire` takes `half`.
         terms: names of the losses that `more_losses` can take.
     """
 
@@ -166,7 +166,7 @@ class Kernels(ABC):
     record_floats: int
     sized: bool = True
     puts_off: bool = True
-    halves: bool = True
+    supports_half: bool = True
     terms: tuple[str, ...] = ()
 
     @abstractmethod
@@ -207,7 +207,7 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def stay(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
+    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
         """Return the input of drawing for local rows."""
 
     @abstractmethod

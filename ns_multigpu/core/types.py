@@ -166,7 +166,7 @@ class Rendering:
 
     Attributes:
         pixels: this rank's patches.
-        splats: the splats of the points that this rank holds: where densification statistics arrive. A rank without
+        splats: the splats of the points that this rank holds: which receive densification statistics. A rank without
             pixels makes its loss depend on their rows, for backward is where the ranks exchange gradients.
     """
 

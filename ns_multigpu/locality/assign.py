@@ -106,7 +106,7 @@ class Assigner:
         ranks = np.zeros_like(machine)
         for k in range(self.machines):
             mine = torch.from_numpy(machine == k)
-            # What this machine's ranks send elsewhere is settled; what patches get from elsewhere comes to who draws.
+            # The rows that this machine's ranks send to others are fixed; a patch's rows from other machines go to the rank that draws it.
             sent = by_machine[~mine, k].sum(0)
             inner = self._level(by_machine[mine, k].contiguous(), totals[mine], sent, self.within)
             ranks[machine == k] = k * self.per_machine + inner
@@ -158,7 +158,7 @@ def in_runs(patches: int, ranks: int) -> Ints:
     return np.arange(patches, dtype=np.int64) * ranks // max(patches, ranks)
 
 
-def by_room(needed: Floats) -> Ints:
+def by_capacity(needed: Floats) -> Ints:
     """The rule that needs no search: patch after patch to the rank that has most of its points and still has capacity.
 
     Those that have most to lose come first. Ranks differ by one patch at most. [P] int64 for [P, R].

@@ -18,7 +18,7 @@ SMALLEST, LARGEST = 1024, 4096
 """Points of a group, by the paper."""
 LEAST, MOST = 32, 16384
 """Allowed range of group sizes, for small models and trials."""
-REACH = math.sqrt(2 * math.log(255))
+CUTOFF = math.sqrt(2 * math.log(255))
 """Standard deviations at which an opaque splat falls to alpha 1/255: a little more than its square of 3."""
 BLOCK = 64
 """Groups whose common box is looked at first."""
@@ -79,7 +79,7 @@ class Groups:
         size: points of a group; the last may have fewer.
         order: [N] int64, the points, group after group.
         lower, upper: [C, 3] corners of the boxes around the means, with the margin; world units.
-        reach: [C] maximum extent of a point's splat around its mean, `REACH` of its largest standard deviations,
+        extents: [C] maximum extent of a point's splat around its mean, `CUTOFF` of its largest standard deviations,
             with the margin; world units.
     """
 
@@ -87,7 +87,7 @@ class Groups:
     order: Tensor
     lower: Tensor
     upper: Tensor
-    reach: Tensor
+    extents: Tensor
 
     @staticmethod
     def of(
@@ -98,7 +98,7 @@ class Groups:
         Args:
             means: [N, 3] world coordinates. scales: [N, 3] standard deviations, world units.
             size: points of a group, `LEAST` to `MOST`; `group_size` unless given.
-            margin: by which boxes are larger than they must be, in half diagonals, for points move in training; reaches
+            margin: by which boxes are larger than they must be, in half diagonals, for points move in training; extents
                 grow by the same fraction, twofold. `still_hold` says whether it was enough.
             order: [N] int64, the points along the curve; `z_order` unless given.
 
@@ -138,14 +138,14 @@ class Groups:
 
     def refitted(self, means: Tensor, scales: Tensor, margin: float = 0.05) -> "Groups":
         """The same groups with boxes around where their points are now. See `of`."""
-        lower, upper, reach = self._bounds(means, scales)
+        lower, upper, extents = self._bounds(means, scales)
         wider = margin * (upper - lower).norm(dim=1, keepdim=True) / 2
-        return replace(self, lower=lower - wider, upper=upper + wider, reach=reach * (1 + 2 * margin))
+        return replace(self, lower=lower - wider, upper=upper + wider, extents=extents * (1 + 2 * margin))
 
     def still_hold(self, means: Tensor, scales: Tensor) -> Tensor:
-        """[C] bool: whether each box and reach still encloses its points."""
-        lower, upper, reach = self._bounds(means, scales)
-        return (lower >= self.lower).all(1) & (upper <= self.upper).all(1) & (reach <= self.reach)
+        """Return [C] bool: whether each box and extent still encloses its points."""
+        lower, upper, extents = self._bounds(means, scales)
+        return (lower >= self.lower).all(1) & (upper <= self.upper).all(1) & (extents <= self.extents)
 
     def of_points(self) -> Tensor:
         """[N] int64, the group of each point."""
@@ -161,8 +161,8 @@ class Groups:
         there, most = at.isfinite().all(2, keepdim=True), torch.finfo(at.dtype).max
         lower, upper = torch.where(there, at, most).amin(1), torch.where(there, at, -most).amax(1)
         nowhere = ~there.any(1)
-        reach = REACH * scales.detach().nan_to_num(nan=0.0, posinf=0.0).amax(1)[rows].amax(1)
-        return lower.masked_fill(nowhere, 0.0), upper.masked_fill(nowhere, 0.0), reach
+        extents = CUTOFF * scales.detach().nan_to_num(nan=0.0, posinf=0.0).amax(1)[rows].amax(1)
+        return lower.masked_fill(nowhere, 0.0), upper.masked_fill(nowhere, 0.0), extents
 
 
 def cull_groups(
@@ -178,7 +178,7 @@ def cull_groups(
     """Return the groups that may be visible in each view's rectangles: all those of which `cull` would keep a point,
     and some more.
 
-    A splat's half extent, times its depth, is at most focal length * reach * |(u, v, 1)| + depth * pixels, where (u, v)
+    A splat's half extent, times its depth, is at most focal length * extent * |(u, v, 1)| + depth * pixels, where (u, v)
     is clamped to the image and 15 % more a side, and pixels are what eps2d and rounding add. So each side of the
     rectangle is a half space of the means, whatever lies before or behind the camera.
 
@@ -194,7 +194,7 @@ def cull_groups(
     shown = torch.tensor(
         [rects[4 * v] < rects[4 * v + 2] and rects[4 * v + 1] < rects[4 * v + 3] for v in range(views)]
     )
-    boxes = torch.cat([groups.lower, groups.upper, groups.reach[:, None]], dim=1).double()
+    boxes = torch.cat([groups.lower, groups.upper, groups.extents[:, None]], dim=1).double()
     count, blocks = len(boxes), -(-len(boxes) // BLOCK)
     padded = torch.cat([boxes, boxes[-1:].expand(blocks * BLOCK - count, 7)]).view(blocks, BLOCK, 7)
     outer = torch.cat([padded[..., :3].amin(1), padded[..., 3:].amax(1)], dim=1)
@@ -221,13 +221,13 @@ def _planes(
     viewmats: Tensor, Ks: Tensor, sizes: Sequence[int], rects: Sequence[int], eps2d: float, near: float, far: float,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Half spaces n x + d <= slack * reach: normals [V, 6, 3], offsets [V, 6] and slacks [V, 6], world units."""
+    """Half spaces n x + d <= slack * extents: normals [V, 6, 3], offsets [V, 6] and slacks [V, 6], world units."""
     views = len(viewmats)
     K, pose = Ks.to(device).double(), viewmats.to(device).double()
     size = torch.tensor(list(sizes), dtype=torch.float64, device=device).view(views, 2)
     rect = torch.tensor(list(rects), dtype=torch.float64, device=device).view(views, 2, 2)
     focal, centre = torch.stack([K[:, 0, 0], K[:, 1, 1]], 1), K[:, :2, 2]
-    pixels = REACH * math.sqrt(eps2d) + 2.0
+    pixels = CUTOFF * math.sqrt(eps2d) + 2.0
     furthest = (torch.maximum(centre, size - centre) + 0.15 * size) / focal
     stretch = (1 + furthest.square().sum(1)).sqrt()
     normal = torch.zeros(views, 6, 3, dtype=torch.float64, device=device)
@@ -239,7 +239,7 @@ def _planes(
             normal[:, side, axis] = sign * focal[:, axis]
             normal[:, side, 2] = sign * (centre[:, axis] - rect[:, end, axis]) - pixels
             # The square of 3 sigma is measured by the longer focal length, whatever the axis.
-            longer = torch.maximum(focal[:, axis], focal.amax(1) * (3 / REACH))
+            longer = torch.maximum(focal[:, axis], focal.amax(1) * (3 / CUTOFF))
             slack[:, side] = longer * stretch * (1 + 1e-5)
     normal[:, 4, 2], offset[:, 4] = -1.0, near
     normal[:, 5, 2], offset[:, 5] = 1.0, -far

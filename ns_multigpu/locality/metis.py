@@ -2,7 +2,7 @@
 
 pymetis.part_graph takes one weight a vertex. Points must be level for memory's sake and views for work's, and the sum
 of both being level says little of either: METIS itself takes several weights, so it is called directly, in the library
-that pymetis brings. Where that does not show the function (another build), part_graph gets the sum of both weights,
+that pymetis contains. Where that does not show the function (another build), part_graph gets the sum of both weights,
 each as a fraction of its total, and `note` says so.
 """
 
@@ -86,9 +86,21 @@ def part_graph(
     numbers = [np.array([n], dtype=kind) for n in (len(starts) - 1, vertex_weights.shape[1], parts, 0)]
     found = np.zeros(len(starts) - 1, dtype=kind)
     xadj, adjncy, vwgt, adjwgt = map(_pointer, arrays)
-    vertices, kinds, count, cut = map(_pointer, numbers)
+    vertices, num_constraints, count, cut = map(_pointer, numbers)
     code = library.METIS_PartGraphKway(
-        vertices, kinds, xadj, adjncy, vwgt, None, adjwgt, count, None, None, _pointer(options), cut, _pointer(found)
+        vertices,
+        num_constraints,
+        xadj,
+        adjncy,
+        vwgt,
+        None,
+        adjwgt,
+        count,
+        None,
+        None,
+        _pointer(options),
+        cut,
+        _pointer(found),
     )
     if code != 1:
         meaning = {-2: "an input is wrong", -3: "memory is short"}.get(code, "for a reason of its own")

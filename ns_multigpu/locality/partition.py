@@ -3,7 +3,7 @@
 Over machines groups go where the views go that see them: METIS cuts the graph of groups and views, with points level
 for memory and points seen level for work. What a view shows then lies on few machines, as it should, and on the GPUs of
 a machine as unevenly as METIS pleases: regions leave one GPU with most of a view's work. So within a machine, where
-links are fast, groups are dealt out: of each run of neighbours along the Z-order every GPU gets one, such that what
+links are fast, groups are distributed: of each run of neighbours along the Z-order every GPU gets one, such that what
 each single view has on the GPUs stays as level as it can (the least sum of squares over the views, run after run). All
 GPUs hold equally many groups, and each has its share of every view.
 """
@@ -89,14 +89,16 @@ def _level(graph: SeenGraph, of: Ints, views: Ints, parts: int, imbalance: float
     most = max(imbalance * held.sum() / parts, held.sum() / parts + graph.points.max())
     if held.max() <= most and held.min() > 0:
         return
-    homes = SeenGraph(graph.seen.T.tocsr(), graph.view_work()).by_rank(views, parts)  # what part's views see of a group
+    work_by_part = SeenGraph(graph.seen.T.tocsr(), graph.view_work()).by_rank(
+        views, parts
+    )  # what part's views see of a group
     for full in np.argsort(-held, kind="stable"):
         while held[full] > most or held.min() == 0:
             if held[full] <= most and full != held.argmax():
                 break
             to = int(held.argmin())
             members = np.flatnonzero(of == full)
-            loss = homes[members, full] - homes[members, to]
+            loss = work_by_part[members, full] - work_by_part[members, to]
             wanted = max(1, int((held[full] - most) / graph.points.max()))
             spare = max(1, int((most - held[to]) / graph.points.max()))
             for group in members[np.argsort(loss, kind="stable")][: min(wanted, spare)]:
@@ -111,12 +113,12 @@ def ranges(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
     middle = np.cumsum(work) - work / 2
     places = np.arange(graph.groups)
     of = np.minimum((middle / work.sum() * parts).astype(np.int64), places)
-    # Nobody goes without: from group to group at most one part further, and as many groups left as parts.
+    # Every part gets some: from group to group at most one part further, and as many groups left as parts.
     of = np.minimum.accumulate(np.minimum(of, parts - 1) - places) + places
     return np.maximum(of, parts - (graph.groups - places))
 
 
-def dealt(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
+def round_robin(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
     """Deal groups out: one group of each run of `parts` neighbours for each part, such that single views stay level."""
     by_group = graph.seen.T.tocsr()
     starts, views = by_group.indptr, by_group.indices
@@ -136,7 +138,7 @@ def dealt(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
 
 
 def partition(
-    graph: SeenGraph, machines: int, per_machine: int, across: Place = by_metis, within: Place = dealt
+    graph: SeenGraph, machines: int, per_machine: int, across: Place = by_metis, within: Place = round_robin
 ) -> Partition:
     """Place groups: on machines, then each machine's on its ranks.
 
@@ -165,8 +167,8 @@ def partition(
         members = np.flatnonzero(of == machine)
         owner[members] = machine * per_machine + _on_parts(graph.part(members), per_machine, within, notes)
     _nobody_without(owner, ranks)
-    homes = graph.by_rank(owner // per_machine, machines).argmax(1).astype(np.int64)
-    return Partition(owner, homes, machines, per_machine, tuple(dict.fromkeys(notes)))
+    work_by_part = graph.by_rank(owner // per_machine, machines).argmax(1).astype(np.int64)
+    return Partition(owner, work_by_part, machines, per_machine, tuple(dict.fromkeys(notes)))
 
 
 def _on_parts(graph: SeenGraph, parts: int, place: Place, notes: list[str]) -> Ints:

@@ -175,7 +175,7 @@ class LocalPatches(Assignment):
         counts = [touches(splats, views, [patch]).sum(0, keepdim=True) for patch in plan.patches()]
         return torch.cat([splats.hits.view_ids.new_zeros(0, dtype=torch.int64), *counts])
 
-    def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
+    def record(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
         """Store what each rank has counted."""
         needed = np.array(table, dtype=np.float64).reshape(self._world.size, -1).T
         drawers = {patch: rank for rank, patches in enumerate(plan.drawn) for patch in patches}
@@ -217,9 +217,9 @@ class LocalPatches(Assignment):
         while self._planner is not None and any(views == key for views, _ in self._coming):
             first, number = self._coming.popleft()
             if first == key:
-                served = self._planner.serve(number, self._agreed)
-                self.tally.misses += not served.planned
-                return served.ranks
+                assigned = self._planner.serve(number, self._agreed)
+                self.tally.misses += not assigned.planned
+                return assigned.ranks
         return None
 
     def _count(self, chosen: Ints, needed: Floats | None) -> None:

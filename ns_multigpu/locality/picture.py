@@ -20,7 +20,7 @@ SIZE = 1000, 800
 _LEGEND, _EDGE, _HEAD = 236, 26, 46
 _LEFT_OUT = 0.005
 """The part of the points, and of the cameras, that may lie outside on either side of an axis."""
-_REACH = 0.5
+_MARGIN = 0.5
 """Maximum margin of the picture around the points to include cameras, on either side, in extents of the points."""
 _INK, _PALE, _NOWHERE = (28, 32, 38), (120, 126, 134), (250, 250, 250)
 _AXES = "xyz"
@@ -35,7 +35,7 @@ class Partition:
         owners: [S] the rank that owns each.
         points: [ranks] how many each rank owns in all.
         cameras: [V, 3] the training views' centres, world units.
-        homes: [V] the machine that each view is at home on; empty where views have none.
+        view_owners: [V] the machine that each view is at home on; empty where views have none.
         machines: how many; each has as many ranks.
     """
 
@@ -43,7 +43,7 @@ class Partition:
     owners: Ints
     points: Sequence[int]
     cameras: Floats
-    homes: Ints
+    view_owners: Ints
     machines: int
 
     def __post_init__(self) -> None:
@@ -53,8 +53,8 @@ class Partition:
                 f"positions {self.positions.shape}, owners {self.owners.shape} and cameras {self.cameras.shape}: give "
                 "[S, 3], [S] and [V, 3]"
             )
-        if len(self.homes) not in (0, len(self.cameras)):
-            raise ValueError(f"{len(self.homes)} homes for {len(self.cameras)} views: give one each, or none")
+        if len(self.view_owners) not in (0, len(self.cameras)):
+            raise ValueError(f"{len(self.view_owners)} homes for {len(self.cameras)} views: give one each, or none")
         if ranks == 0 or self.machines < 1 or ranks % self.machines != 0:
             raise ValueError(f"{ranks} ranks on {self.machines} machines: each must have as many")
 
@@ -101,12 +101,12 @@ def window(seen: Partition, size: tuple[int, int] = SIZE) -> Window:
         near, far = _bounds(cameras)
         if len(points) == 0:
             low, high = near, far
-        spare = _REACH * max(float((high - low).max()), 1e-9)
+        spare = _MARGIN * max(float((high - low).max()), 1e-9)
         low, high = np.minimum(low, np.maximum(near, low - spare)), np.maximum(high, np.minimum(far, high + spare))
     extent = np.maximum(high - low, 1e-9 + 1e-3 * float((high - low).max()))
-    room = np.array([size[0] - _LEGEND - 2 * _EDGE, size[1] - _HEAD - 2 * _EDGE], dtype=np.float64)
-    scale = float((room / extent).min()) * 0.98
-    spare = (room - (high - low) * scale) / 2
+    available = np.array([size[0] - _LEGEND - 2 * _EDGE, size[1] - _HEAD - 2 * _EDGE], dtype=np.float64)
+    scale = float((available / extent).min()) * 0.98
+    spare = (available - (high - low) * scale) / 2
     return Window(low, scale, _EDGE + spare[0], size[1] - _EDGE - spare[1])
 
 
@@ -141,10 +141,10 @@ def _dots(seen: Partition, shown: Window, size: tuple[int, int]) -> Image.Image:
 def _cameras(image: Image.Image, seen: Partition, shown: Window, size: tuple[int, int]) -> None:
     whole = np.isfinite(seen.cameras).all(1)
     where = shown.pixels(seen.cameras[whole][:, list(seen.axes)])
-    homes = seen.homes[whole] if len(seen.homes) else np.full(int(whole.sum()), -1)
+    view_owners = seen.view_owners[whole] if len(seen.view_owners) else np.full(int(whole.sum()), -1)
     radius = 8.0 if len(where) <= 150 else 6.0 if len(where) <= 600 else 4.0
     pen = ImageDraw.Draw(image)
-    for (x, y), home in zip(where.tolist(), homes.tolist(), strict=True):
+    for (x, y), home in zip(where.tolist(), view_owners.tolist(), strict=True):
         if radius <= x < size[0] - _LEGEND - radius and _HEAD + radius <= y < size[1] - radius:
             _triangle(pen, x, y, radius, _NOWHERE if home < 0 else _bytes(machine_color(home)))
 
@@ -184,14 +184,14 @@ def _legend(seen: Partition) -> list[tuple[tuple[int, int, int], str, bool]]:
     machines, ranks = seen.machines, len(seen.points)
     colors = [_bytes(color) for color in rank_colors(machines, ranks // machines)]
     views = len(seen.cameras)
-    homes = np.bincount(seen.homes, minlength=machines) if len(seen.homes) else None
+    view_owners = np.bincount(seen.view_owners, minlength=machines) if len(seen.view_owners) else None
     lines: list[tuple[tuple[int, int, int], str, bool]] = []
-    if homes is None:
+    if view_owners is None:
         lines.append((_NOWHERE, f"{views:,} training views", True))
     for rank, (color, points) in enumerate(zip(colors, seen.points, strict=True)):
         machine, first = divmod(rank, ranks // machines)
-        if homes is not None and first == 0:
-            lines.append((_bytes(machine_color(machine)), f"machine {machine}: {homes[machine]:,} views", True))
+        if view_owners is not None and first == 0:
+            lines.append((_bytes(machine_color(machine)), f"machine {machine}: {view_owners[machine]:,} views", True))
         lines.append((color, f"rank {rank}: {points:,} points", False))
     return lines
 

@@ -34,7 +34,7 @@ _GROUPS_PER_RANK = 32
 
 
 @dataclass(frozen=True)
-class Homes:
+class GroupOwners:
     """Owners of regions of space: groups are ranges of the Z-order.
 
     Attributes:
@@ -63,15 +63,15 @@ class Homes:
 class ByViews(Placement):
     """Groups of points on the machines whose views see them, and level on each machine's GPUs.
 
-    Rank 0 looks at a sample of the points, and tells the others: METIS promises nothing for machines of different
-    kinds. Between placings a point's group, and so its owner, follows from where it lies. Points are placed anew at the
+    Rank 0 partitions a sample of the points and broadcasts the result: METIS promises nothing for machines of different
+    kinds. Between placings a point's group, and so its owner, follows from where it lies. Points are placed again at the
     start, when the model has grown by a factor, when work is no longer level, and where a run goes on with other ranks.
 
     Args:
         world: the ranks. options: see there. access: records what the patches of each view need from each rank.
 
     Attributes:
-        homes: as points were placed last; None before.
+        group_owners: as points were placed last; None before.
     """
 
     replicated = False
@@ -82,7 +82,7 @@ class ByViews(Placement):
         self._look: Callable[[], Sequence[View]] = lambda: ()
         self._remarks: list[str] = []
         self._placings = 0
-        self.homes: Homes | None = None
+        self.group_owners: GroupOwners | None = None
 
     @property
     def kind(self) -> str:
@@ -93,16 +93,16 @@ class ByViews(Placement):
         self._look = views
 
     def remarks(self) -> list[str]:
-        told, self._remarks = self._remarks, []
-        return told
+        found, self._remarks = self._remarks, []
+        return found
 
     @property
     def placings(self) -> int:
         return self._placings
 
     @property
-    def homes_of_views(self) -> Sequence[int]:
-        return () if self.homes is None else self.homes.view_machines.tolist()
+    def view_owners(self) -> Sequence[int]:
+        return () if self.group_owners is None else self.group_owners.view_machines.tolist()
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         """Return all of the batch's views: the patches that a point touches are known only after splatting."""
@@ -120,46 +120,46 @@ class ByViews(Placement):
             return [range(count)] + [range(count, count)] * (ranks - 1)
         where = positions().detach()
         self._place(where[:: _stride(count)], count)
-        assert self.homes is not None
-        return shares_of(self.homes.of(where), ranks)
+        assert self.group_owners is not None
+        return shares_of(self.group_owners.of(where), ranks)
 
     def settle(self, new: NewPoints, world: World) -> Settled:
-        """By the group that each point lies in; placed anew where the model has grown, or a rank has too many points.
+        """By the group that each point lies in; placed again if the model has grown, or a rank has too many points.
         How much work a point is does not count: a placement knows nothing of it, and balances points and views."""
         total = sum(row[0] for row in all_gather_ints([len(new.keys)], world))
         if world.size == 1 or total == 0:
             return Settled(torch.zeros_like(new.keys))
         where = new.positions().detach()
-        grown = self.homes is None or total > self._options.place_again_at * max(self.homes.points, 1)
-        if self.homes is not None and not grown:
-            owners = self.homes.of(where)
+        grown = self.group_owners is None or total > self._options.place_again_at * max(self.group_owners.points, 1)
+        if self.group_owners is not None and not grown:
+            owners = self.group_owners.of(where)
             # Groups may be too few to be level: then it is no use to try again.
-            allowed = max(new.threshold, IMBALANCE, _WORSE * self.homes.level)
+            allowed = max(new.threshold, IMBALANCE, _WORSE * self.group_owners.level)
             if imbalance(self._held(owners)) <= allowed:
                 return Settled(owners)
         sample, _ = all_gather_rows(where[:: _stride(total)].contiguous(), world)
         self._place(sample, total)
-        assert self.homes is not None
-        return Settled(self.homes.of(where), anew=True)
+        assert self.group_owners is not None
+        return Settled(self.group_owners.of(where), redistributed=True)
 
-    def knowledge(self) -> dict[str, Tensor]:
-        homes = self.homes
-        if homes is None:
+    def state(self) -> dict[str, Tensor]:
+        group_owners = self.group_owners
+        if group_owners is None:
             return {}
-        views, needed = self._access.knowledge()
+        views, needed = self._access.state()
         return {
-            "low": homes.low, "side": torch.tensor([homes.side], dtype=torch.float64), "starts": homes.starts,
-            "owners": homes.owners, "points": torch.tensor([homes.points]),
-            "level": torch.tensor([homes.level], dtype=torch.float64),
-            "view_machines": torch.from_numpy(homes.view_machines), "needs_views": torch.from_numpy(views),
+            "low": group_owners.low, "side": torch.tensor([group_owners.side], dtype=torch.float64), "starts": group_owners.starts,
+            "owners": group_owners.owners, "points": torch.tensor([group_owners.points]),
+            "level": torch.tensor([group_owners.level], dtype=torch.float64),
+            "view_machines": torch.from_numpy(group_owners.view_machines), "needs_views": torch.from_numpy(views),
             "needs": torch.from_numpy(needed),
         }  # fmt: skip
 
-    def load_state(self, knowledge: Mapping[str, Tensor]) -> None:
-        if "owners" not in knowledge:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        if "owners" not in state:
             return
-        known = {name: value.cpu() for name, value in knowledge.items()}
-        self.homes = Homes(
+        known = {name: value.cpu() for name, value in state.items()}
+        self.group_owners = GroupOwners(
             known["low"], float(known["side"]), known["starts"], known["owners"], int(known["points"]),
             float(known["level"]), known["view_machines"].numpy(),
         )  # fmt: skip
@@ -175,7 +175,7 @@ class ByViews(Placement):
 
     def _place(self, sample: Tensor, points: int) -> None:
         """Place a model of so many points, of which every rank has the same sample [S, 3]."""
-        made: tuple[Homes, tuple[NDArray[np.int64], NDArray[np.float32]]] | Exception | None = None
+        made: tuple[GroupOwners, tuple[NDArray[np.int64], NDArray[np.float32]]] | Exception | None = None
         if self._world.is_main:
             try:
                 made = self._placed(sample, points)
@@ -185,11 +185,11 @@ class ByViews(Placement):
         if isinstance(made, Exception):
             raise made
         assert made is not None
-        self.homes, needs = made
+        self.group_owners, needs = made
         self._placings += 1
         self._access.load_state(*needs)
 
-    def _placed(self, sample: Tensor, points: int) -> tuple[Homes, tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    def _placed(self, sample: Tensor, points: int) -> tuple[GroupOwners, tuple[NDArray[np.int64], NDArray[np.float32]]]:
         world, stride = self._world, max(1, round(points / len(sample)))
         low, side = cube_around(sample)
         codes, order = torch.sort(z_codes(sample, low, side), stable=True)
@@ -197,7 +197,7 @@ class ByViews(Placement):
         owners, machines, needs = self._owners(groups, sample, stride)
         level = imbalance(np.bincount(owners, weights=groups.points.cpu().numpy(), minlength=world.size).tolist())
         starts = codes[:: groups.size].contiguous().cpu()
-        return Homes(low.cpu(), side, starts, torch.from_numpy(owners), points, level, machines), needs
+        return GroupOwners(low.cpu(), side, starts, torch.from_numpy(owners), points, level, machines), needs
 
     def _owners(
         self, groups: Groups, sample: Tensor, stride: int

@@ -9,7 +9,7 @@ All ranks must serve the same plan without waiting for each other. Each makes al
   and what differs by rounding alone counts as equal, for machines may have different processors.
 - Whether a plan is served is agreed on. A rank says through which step its plans are ready (`ready_through`), the least
   of these is sent with the step statistics of each step, and `serve` takes a plan only as far as
-  that: a plan that one rank lacks is a miss on all. A miss is served by the rule of `by_room`, from the same copy.
+  that: a plan that one rank lacks is a miss on all. A miss is served by the rule of `by_capacity`, from the same copy.
 """
 
 import threading
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ns_multigpu.locality.assign import Assigner, by_room, in_runs
+from ns_multigpu.locality.assign import Assigner, by_capacity, in_runs
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -62,20 +62,20 @@ class Access:
         """Clear all records after points were redistributed."""
         self._needed = {}
 
-    def knowledge(self) -> tuple[Ints, NDArray[np.float32]]:
+    def state(self) -> tuple[Ints, NDArray[np.float32]]:
         """The known views [K] and what they needed [K, patches, ranks], for a checkpoint."""
         views = sorted(self._needed)
         none = np.zeros((0, self.patches, self.ranks), dtype=np.float32)
         return np.array(views, dtype=np.int64), np.stack([self._needed[view] for view in views]) if views else none
 
     def load_state(self, views: Ints, needed: NDArray[np.float32]) -> None:
-        """Go on with what `knowledge` returned."""
+        """Go on with what `state` returned."""
         self.forget()
         self.record(views.tolist(), needed.reshape(-1, self.ranks).astype(np.float64))
 
 
 @dataclass(frozen=True)
-class Served:
+class AssignedPlan:
     """Assignment of a step.
 
     Attributes:
@@ -94,7 +94,7 @@ class Planner:
         assigner: makes a plan. It must have no clock, for ranks must find the same.
 
     Attributes:
-        served, misses: plans given out, and steps that the rule served instead.
+        num_planned, misses: plans given out, and steps that the rule served instead.
 
     Raises:
         ValueError: the assigner has a clock.
@@ -111,7 +111,7 @@ class Planner:
         self._error: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self.served = self.misses = 0
+        self.num_planned = self.misses = 0
         self._thread = threading.Thread(target=self._work, name="ns_multigpu plans", daemon=True)
         self._thread.start()
 
@@ -121,7 +121,7 @@ class Planner:
         Args:
             step: its number; steps are submitted in ascending order.
             needed: [P, ranks], what its patches need; copied. Or how many patches there are, where nothing is known:
-                the step is dealt out without knowledge, which counts as a miss.
+                the step's patches are assigned without measured work, which counts as a miss.
 
         Raises:
             ValueError: the step comes before one already submitted, or the shape is wrong.
@@ -144,7 +144,7 @@ class Planner:
         with self._changed:
             return self._through
 
-    def serve(self, step: int, agreed: int) -> Served:
+    def serve(self, step: int, agreed: int) -> AssignedPlan:
         """The step's plan if all ranks have it, else the rule's. Does not wait.
 
         Args:
@@ -168,12 +168,12 @@ class Planner:
             self._waiting = deque(one for one in self._waiting if one[0] > step)
             self._settle()
             if plan is not None:
-                self.served += 1
-                return Served(plan, True)
+                self.num_planned += 1
+                return AssignedPlan(plan, True)
             self.misses += 1
         if isinstance(data, int):
-            return Served(in_runs(data, self._assigner.ranks), False)
-        return Served(by_room(data), False)
+            return AssignedPlan(in_runs(data, self._assigner.ranks), False)
+        return AssignedPlan(by_capacity(data), False)
 
     def close(self) -> None:
         """Ends the thread."""

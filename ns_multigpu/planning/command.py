@@ -10,7 +10,17 @@ from ns_multigpu.planning.pace import Pace, Traffic, pace, traffic
 from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.simulated import GPUS as SIMULATED_GPUS
 from ns_multigpu.planning.simulated import SCENES, SOURCE, Simulated, simulated
-from ns_multigpu.planning.work import PATCHES, ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, in_sight, share
+from ns_multigpu.planning.work import (
+    CAPACITY_FACTOR,
+    PATCHES,
+    SCENE,
+    STRATEGIES,
+    VISIBLE,
+    Schedule,
+    batch_of,
+    in_sight,
+    share,
+)
 
 _KEPT = 0.1
 """Fraction of a GPU's memory that training images may take (`plugin.capture.device_images`)."""
@@ -77,35 +87,35 @@ def plan(
     if images < 0:
         raise ValueError(f"images is {images}: give how many there are")
     width, height = parse_size(image)
-    course = Course(
+    schedule = Schedule(
         parse_count(points), width, height, views_per_step, gpus, sh_degree,
         VISIBLE if visible_fraction is None else visible_fraction, intersections_per_splat or 0.0, fused,
         compact=optimizer_state == "compact", machines=machines, scene=scene,
     )  # fmt: skip
     kind = _kind(gpu, gpu_memory)
-    kept = 3.0 * images * course.pixels
+    kept = 3.0 * images * schedule.pixels
     kept = kept if kept <= _KEPT * kind.memory else 0.0
     worth = [name for name in STRATEGIES if {"locality": machines, "pixel": gpus}.get(name, 2) > 1]
     chosen = worth if strategy == "all" else [strategy]
     plans = {
         name: Planned(
-            memory(name, course, kind.memory, kept),
-            most_points(name, course, kind.memory, densify=densify, images=kept),
-            pace(name, course, transport=transport, gbit=between_gbit, gpu=kind) if fused else None,
-            _unsupported_reason(name, course),
+            memory(name, schedule, kind.memory, kept),
+            most_points(name, schedule, kind.memory, densify=densify, images=kept),
+            pace(name, schedule, transport=transport, gbit=between_gbit, gpu=kind) if fused else None,
+            _unsupported_reason(name, schedule),
         )
         for name in chosen
     }  # fmt: skip
-    text, fits = conclusion(plans, course, densify=densify)
+    text, fits = conclusion(plans, schedule, densify=densify)
     print(text)
-    print(_heading(course, kind, assumed=visible_fraction is None or intersections_per_splat is None))
+    print(_heading(schedule, kind, assumed=visible_fraction is None or intersections_per_splat is None))
     print(_memory_table(plans, densify=densify))
     if machines > 1:
-        print(_traffic_table({name: traffic(name, course) for name in chosen}, course))
+        print(_traffic_table({name: traffic(name, schedule) for name in chosen}, schedule))
     if fused:
         paces = {name: one.pace for name, one in plans.items() if one.pace is not None}
         print(_time_table(paces, transport, between_gbit if machines > 1 else None, kind))
-    for note in _notes(course, chosen, images, kept):
+    for note in _notes(schedule, chosen, images, kept):
         print(note)
     if not fits:
         raise SystemExit(1)
@@ -128,7 +138,7 @@ class Planned:
     unsupported_reason: str | None
 
 
-def conclusion(plans: dict[str, Planned], course: Course, *, densify: bool) -> tuple[str, bool]:
+def conclusion(plans: dict[str, Planned], schedule: Schedule, *, densify: bool) -> tuple[str, bool]:
     """Return the line that recommends a strategy, and True if any strategy fits.
 
     It recommends the fitting strategy with the most images per second; without times, the one that needs the least
@@ -144,14 +154,14 @@ def conclusion(plans: dict[str, Planned], course: Course, *, densify: bool) -> t
         one = usable[name].memory
         needed = one.available - one.headroom(densify=densify)
         return (
-            f"nothing fits: {_method(name, course)} needs the least, {gib(needed)} of "
+            f"nothing fits: {_method(name, schedule)} needs the least, {gib(needed)} of "
             f"{gib(one.available)} GiB a GPU, and holds {usable[name].most:,} Gaussians at most. Use fewer "
             "Gaussians, more GPUs, smaller images or --optimizer-state compact."
         ), False
     name = max(fitting, key=lambda n: _merit(fitting[n], densify=densify))
     one, speed = fitting[name].memory, fitting[name].pace
     needed = one.available - one.headroom(densify=densify)
-    text = f"use {_method(name, course)}: fits in {_whole_gib(needed)} of {_whole_gib(one.available)} GiB"
+    text = f"use {_method(name, schedule)}: fits in {_whole_gib(needed)} of {_whole_gib(one.available)} GiB"
     return text + (f", about {speed.images_per_second:,.0f} images/s" if speed is not None else ""), True
 
 
@@ -159,10 +169,10 @@ def _merit(one: Planned, *, densify: bool) -> tuple[float, float]:
     return (one.pace.images_per_second if one.pace is not None else 0.0, one.memory.headroom(densify=densify))
 
 
-def _method(strategy: str, course: Course) -> str:
+def _method(strategy: str, schedule: Schedule) -> str:
     if strategy != "single":
         return f"splatfacto-{strategy}"
-    return "splatfacto-batch" + (" on one GPU (--machine.num-devices 1)" if course.gpus > 1 else "")
+    return "splatfacto-batch" + (" on one GPU (--machine.num-devices 1)" if schedule.gpus > 1 else "")
 
 
 def _whole_gib(size: float) -> str:
@@ -182,20 +192,20 @@ def _kind(gpu: str, given: float | None) -> rates.Gpu:
     return kind if given is None else replace(kind, name="as given", memory=int(given * 2**30))
 
 
-def _heading(course: Course, kind: rates.Gpu, *, assumed: bool) -> str:
+def _heading(schedule: Schedule, kind: rates.Gpu, *, assumed: bool) -> str:
     text = (
-        f"{course.points:,} Gaussians (harmonics of degree {course.sh_degree}), {course.views} view(s) a step of "
-        f"{course.width}x{course.height}, {course.gpus} GPU(s){_of_machines(course)} of {gib(kind.memory)} GiB "
+        f"{schedule.points:,} Gaussians (harmonics of degree {schedule.sh_degree}), {schedule.views} view(s) a step of "
+        f"{schedule.width}x{schedule.height}, {schedule.gpus} GPU(s){_of_machines(schedule)} of {gib(kind.memory)} GiB "
         f"({kind.name})\n"
-        f"A view shows {course.visible:.1%} of the Gaussians, and each meets {course.tiles:.1f} tiles"
+        f"A view shows {schedule.visible:.1%} of the Gaussians, and each meets {schedule.tiles:.1f} tiles"
     )
     if assumed:
         text += f";\n  not given, so taken from {SCENE}.\n  Your scene's: --visible-fraction, --intersections-per-splat"
     return text + "."
 
 
-def _of_machines(course: Course) -> str:
-    return "" if course.machines == 1 else f" on {course.machines} machines"
+def _of_machines(schedule: Schedule) -> str:
+    return "" if schedule.machines == 1 else f" on {schedule.machines} machines"
 
 
 def _memory_table(plans: dict[str, Planned], *, densify: bool) -> str:
@@ -226,22 +236,25 @@ def _memory_table(plans: dict[str, Planned], *, densify: bool) -> str:
     return "\n" + _aligned(lines)
 
 
-def _traffic_table(crossing: dict[str, Traffic], course: Course) -> str:
+def _traffic_table(traffic_by_strategy: dict[str, Traffic], schedule: Schedule) -> str:
     """Return the table of traffic between machines by strategy, with the balance of `locality`."""
     lines = [
-        ["Traffic a step, MiB, there and back", *crossing],
-        ["  into a machine, from the others", *(f"{found.between / 2**20:,.1f}" for found in crossing.values())],
-        ["  into a GPU, from its machine", *(f"{found.inside / 2**20:,.1f}" for found in crossing.values())],
+        ["Traffic a step, MiB, there and back", *traffic_by_strategy],
+        [
+            "  into a machine, from the others",
+            *(f"{found.between / 2**20:,.1f}" for found in traffic_by_strategy.values()),
+        ],
+        ["  into a GPU, from its machine", *(f"{found.inside / 2**20:,.1f}" for found in traffic_by_strategy.values())],
     ]
-    if "locality" in crossing:
-        level = simulated(course.scene, course.machines)
+    if "locality" in traffic_by_strategy:
+        level = simulated(schedule.scene, schedule.machines)
         rows: list[tuple[str, Callable[[Simulated], float]]] = [
             ("sends", lambda x: x.sends), ("receives", lambda x: x.receives), ("draws", lambda x: x.draws),
             ("holds", lambda x: x.holds),
         ]  # fmt: skip
-        lines.append(["Busiest GPU / mean", *("" for _ in crossing)])
+        lines.append(["Busiest GPU / mean", *("" for _ in traffic_by_strategy)])
         for name, of in rows:
-            cells = [f"{of(level) if strategy == 'locality' else 1:.2f}" for strategy in crossing]
+            cells = [f"{of(level) if strategy == 'locality' else 1:.2f}" for strategy in traffic_by_strategy]
             lines.append([f"  {name}", *cells])
     return "\n" + _aligned(lines)
 
@@ -262,66 +275,66 @@ def _time_table(paces: dict[str, Pace], transport: str, gbit: float | None, kind
     return "\n" + _aligned(lines) + f"\n  Rates: {named}"
 
 
-def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> list[str]:
+def _notes(schedule: Schedule, chosen: Sequence[str], images: int, kept: float) -> list[str]:
     notes = []
-    if "single" in chosen and course.gpus > 1:
+    if "single" in chosen and schedule.gpus > 1:
         notes.append("single uses one GPU.")
-    if "batch" in chosen and batch_of("batch", course) != course.views:
-        notes.append(f"batch gives every GPU a view: {batch_of('batch', course)} a step.")
-    if course.machines > 1:
+    if "batch" in chosen and batch_of("batch", schedule) != schedule.views:
+        notes.append(f"batch gives every GPU a view: {batch_of('batch', schedule)} a step.")
+    if schedule.machines > 1:
         notes.append(
             "Between machines a link carries what it is said to, without a wait; GPUs of a machine share it. Nothing "
             "was measured over a network."
         )
         if "tile" in chosen:
-            notes.append(f"tile draws its bands wherever: {1 - 1 / course.machines:.0%} of the rows cross.")
-    if "locality" in chosen and course.machines > 1:
-        notes += _on_locality(course)
-    if {"tile", "locality"} & set(chosen) and (problem := _too_many(course)):
+            notes.append(f"tile draws its bands wherever: {1 - 1 / schedule.machines:.0%} of the rows cross.")
+    if "locality" in chosen and schedule.machines > 1:
+        notes += _on_locality(schedule)
+    if {"tile", "locality"} & set(chosen) and (problem := _too_many(schedule)):
         notes.append(f"tile and locality: {problem}, as it is now.")
-    if "pixel" in chosen and course.gpus > 1:
+    if "pixel" in chosen and schedule.gpus > 1:
         notes.append(
-            f"pixel: as if every view showed each GPU's cell alike, in {in_sight(course.gpus):.0%} of its pixels. "
+            f"pixel: as if every view showed each GPU's cell alike, in {in_sight(schedule.gpus):.0%} of its pixels. "
             "That is of the streets of a simulated city (benchmarks/results/pixel-sim.md). Where views show fewer "
             "cells, less crosses."
         )
-    if course.compact:
+    if schedule.compact:
         notes.append("Compact moments: the time is that of full ones, whose update moves half as many bytes again.")
     if images and not kept:
         notes.append("The training images take more than a tenth of a GPU and stay on the host.")
     for name in chosen:
-        if _uncountable(name, course):
+        if _uncountable(name, schedule):
             notes.append(f"{name}: more intersections on a GPU than it can count (2^31); spread the step further.")
     return ["", *(f"- {note}" for note in notes)] if notes else []
 
 
-def _uncountable(strategy: str, course: Course) -> bool:
-    return ROOM * share(strategy, course).intersections > _MOST_INTERSECTIONS
+def _uncountable(strategy: str, schedule: Schedule) -> bool:
+    return CAPACITY_FACTOR * share(strategy, schedule).intersections > _MOST_INTERSECTIONS
 
 
-def _unsupported_reason(strategy: str, course: Course) -> str | None:
+def _unsupported_reason(strategy: str, schedule: Schedule) -> str | None:
     """Return the reason why a strategy cannot run; None if it can."""
-    if _uncountable(strategy, course):
+    if _uncountable(strategy, schedule):
         return "more intersections on a GPU than it can count (2^31)"
-    return _too_many(course) if strategy in ("tile", "locality") else None
+    return _too_many(schedule) if strategy in ("tile", "locality") else None
 
 
-def _too_many(course: Course) -> str | None:
+def _too_many(schedule: Schedule) -> str | None:
     """Return the reason why rows cannot be exchanged between so many GPUs; None if they can."""
-    if course.gpus <= MOST_RANKS:
+    if schedule.gpus <= MOST_RANKS:
         return None
-    if course.machines == 1 or course.per_machine == 1:
-        return f"without ranks that hand rows on, these travel between {MOST_RANKS} GPUs at most"
-    if course.gpus > MOST_OWNERS:
-        return f"rows travel between {MOST_OWNERS} GPUs at most"
-    if course.per_machine + course.machines > MOST_RANKS:
+    if schedule.machines == 1 or schedule.per_machine == 1:
+        return f"without forwarding ranks, rows are exchanged between {MOST_RANKS} GPUs at most"
+    if schedule.gpus > MOST_OWNERS:
+        return f"rows are exchanged between {MOST_OWNERS} GPUs at most"
+    if schedule.per_machine + schedule.machines > MOST_RANKS:
         return f"machines, and the GPUs of one, may be {MOST_RANKS} together at most"
     return None
 
 
-def _on_locality(course: Course) -> list[str]:
+def _on_locality(schedule: Schedule) -> list[str]:
     """Return notes on the source of the figures of `locality`, and on deviations from the planned run."""
-    scene, level = SCENES[course.scene], simulated(course.scene, course.machines)
+    scene, level = SCENES[schedule.scene], simulated(schedule.scene, schedule.machines)
     known = list(scene.lines)
     notes = [
         f"locality saves {level.between:.1%} of what would cross if points and patches were anywhere, as simulated in "
@@ -329,17 +342,19 @@ def _on_locality(course: Course) -> list[str]:
         f"patches a view). The table has the busiest GPU, {max(level.sends, level.receives):.2f} times the mean. Other "
         "scenes: --scene."
     ]
-    if course.machines > known[-1]:
+    if schedule.machines > known[-1]:
         notes.append(f"locality: {known[-1]} machines are the most that were simulated; more save less.")
-    elif course.machines not in known:
-        notes.append(f"locality: {course.machines} machines were not simulated; the figures lie between neighbours'.")
-    if course.views < level.views:
+    elif schedule.machines not in known:
+        notes.append(f"locality: {schedule.machines} machines were not simulated; the figures lie between neighbours'.")
+    if schedule.views < level.views:
         notes.append(
-            f"locality: simulated with {level.views:.0f} views a step, not with {course.views}. Fewer views save less: "
+            f"locality: simulated with {level.views:.0f} views a step, not with {schedule.views}. Fewer views save less: "
             "every GPU draws equally many patches, wherever these have their points."
         )
-    if not 1 / 3 < course.visible / scene.visible < 3:
-        notes.append(f"locality: a view here shows {course.visible:.1%} of the points, and there {scene.visible:.1%}.")
+    if not 1 / 3 < schedule.visible / scene.visible < 3:
+        notes.append(
+            f"locality: a view here shows {schedule.visible:.1%} of the points, and there {scene.visible:.1%}."
+        )
     return notes
 
 

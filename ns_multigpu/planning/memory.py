@@ -6,7 +6,16 @@ of the allocator's peak (benchmarks/results/data/kernels/train-step-h200.json; s
 
 from dataclasses import dataclass
 
-from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, WIRE_BYTES, Course, Share, ranks_used, share
+from ns_multigpu.planning.work import (
+    CAPACITY_FACTOR,
+    RECORD_BYTES,
+    ROW_BYTES,
+    WIRE_BYTES,
+    Schedule,
+    Share,
+    ranks_used,
+    share,
+)
 from ns_multigpu.primitives.gaussians.schema import ROW
 
 # Bytes per point.
@@ -98,32 +107,32 @@ class Memory:
         return self.available - (max(self.training, self.densifying) if densify else self.training)
 
 
-def memory(strategy: str, course: Course, available: float, images: float = 0.0) -> Memory:
+def memory(strategy: str, schedule: Schedule, available: float, images: float = 0.0) -> Memory:
     """Return the memory of one rank of `strategy`.
 
     Args:
         available: bytes of a GPU.
         images: bytes of training images on it.
     """
-    one, ranks = share(strategy, course), ranks_used(strategy, course)
-    numbers = float(course.floats * one.points)
+    one, ranks = share(strategy, schedule), ranks_used(strategy, schedule)
+    numbers = float(schedule.floats * one.points)
     parameters = 4.0 * numbers
-    pieces = step_buffers(one, ranks)
+    buffers = step_buffers(one, ranks)
     # Tensors are replaced one by one. The peak has the old value and an old moment of the largest, all new tensors, and
     # indices, masks and positions of all points. A sharded model also keeps its exchange buffers.
-    largest = (4.0 + course.moment_bytes) * course.largest
-    refining = (largest + _INDICES) * one.points + (pieces["exchange"] if one.arrivals else 0.0)
+    largest = (4.0 + schedule.moment_bytes) * schedule.largest
+    refining = (largest + _INDICES) * one.points + (buffers["exchange"] if one.arrivals else 0.0)
     placement = 0.0
     if strategy in ("locality", "pixel") and ranks > 1:
         placement = float(_PLACE * one.points)
     if strategy == "locality" and ranks > 1:
-        refining = max(refining, float(_SAMPLE * min(course.points, MOST_SAMPLED)))  # before any tensor is replaced
+        refining = max(refining, float(_SAMPLE * min(schedule.points, MOST_SAMPLED)))  # before any tensor is replaced
     return Memory(
         parameters=parameters,
-        moments=2 * course.moment_bytes * numbers,
+        moments=2 * schedule.moment_bytes * numbers,
         statistics=float((STATISTICS + LAZY) * one.points),
-        gradients=0.0 if course.fused else parameters,
-        **pieces,
+        gradients=0.0 if schedule.fused else parameters,
+        **buffers,
         images=images,
         placement=placement,
         refining=refining,
@@ -132,12 +141,12 @@ def memory(strategy: str, course: Course, available: float, images: float = 0.0)
     )
 
 
-def checkpoint_bytes(course: Course) -> int:
+def checkpoint_bytes(schedule: Schedule) -> int:
     """Return the bytes of a checkpoint of the full model: parameters, moments, densification statistics."""
-    return course.points * ((4 + 2 * course.moment_bytes) * course.floats + STATISTICS)
+    return schedule.points * ((4 + 2 * schedule.moment_bytes) * schedule.floats + STATISTICS)
 
 
-def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str, float]:
+def step_buffers(one: Share, ranks: int, *, capacity: float = CAPACITY_FACTOR) -> dict[str, float]:
     """Return the bytes of a step's buffers: `rows`, `intersections`, `pixels` and `exchange`.
 
     Args:
@@ -165,11 +174,11 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
     }
 
 
-def most_points(strategy: str, course: Course, available: float, *, densify: bool, images: float = 0.0) -> int:
-    """Return the points of the largest model that fits, with everything else as in `course`; 0 if nothing fits."""
+def most_points(strategy: str, schedule: Schedule, available: float, *, densify: bool, images: float = 0.0) -> int:
+    """Return the points of the largest model that fits, with everything else as in `schedule`; 0 if nothing fits."""
 
     def fits(points: int) -> bool:
-        return memory(strategy, course.with_points(points), available, images).headroom(densify=densify) >= 0
+        return memory(strategy, schedule.with_points(points), available, images).headroom(densify=densify) >= 0
 
     low, high = 0, 1
     while fits(high):

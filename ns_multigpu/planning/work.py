@@ -23,7 +23,7 @@ _PIXELS_1080P, _PIXELS_4K = 1920 * 1080, 3840 * 2160
 
 TILE = 16
 """Side of a tile, and rows of pixels of a band's halo."""
-ROOM = 1.25
+CAPACITY_FACTOR = 1.25
 """Ratio of capacities to measured counts (`step_settings.padded`)."""
 PAIRS = 1.43
 """Ratio of the largest message between two ranks to the mean: collectives send full capacities (limited-links-h100.md:
@@ -53,7 +53,7 @@ PIXEL_BYTES = 4 * 4
 
 
 @dataclass(frozen=True)
-class Course:
+class Schedule:
     """Quantities of the run to be planned.
 
     Attributes:
@@ -133,7 +133,7 @@ class Course:
         """Return the bytes of one moment of one number."""
         return 2 if self.compact else 4
 
-    def with_points(self, points: int) -> "Course":
+    def with_points(self, points: int) -> "Schedule":
         """Return the same run with another number of points."""
         return replace(self, points=points)
 
@@ -180,55 +180,55 @@ def usual_tiles(pixels: int) -> float:
     return _TILES_1080P + slope * (pixels - _PIXELS_1080P)
 
 
-def ranks_used(strategy: str, course: Course) -> int:
+def ranks_used(strategy: str, schedule: Schedule) -> int:
     """Return the number of GPUs that the strategy uses."""
-    return 1 if strategy == "single" else course.gpus
+    return 1 if strategy == "single" else schedule.gpus
 
 
-def batch_of(strategy: str, course: Course) -> int:
+def batch_of(strategy: str, schedule: Schedule) -> int:
     """Return the views per step: `batch` gives each rank equally many full views, at least one."""
-    return ceil(course.views / course.gpus) * course.gpus if strategy == "batch" else course.views
+    return ceil(schedule.views / schedule.gpus) * schedule.gpus if strategy == "batch" else schedule.views
 
 
-def share(strategy: str, course: Course) -> Share:
+def share(strategy: str, schedule: Schedule) -> Share:
     """Return the work of a rank in a step of `strategy`, if views show points independently of each other.
 
     Raises:
         ValueError: the strategy cannot be planned.
     """
-    found = _share(strategy, course)
-    return replace(found, touched=found.points * (1 - (1 - course.visible) ** batch_of(strategy, course)))
+    found = _share(strategy, schedule)
+    return replace(found, touched=found.points * (1 - (1 - schedule.visible) ** batch_of(strategy, schedule)))
 
 
-def _share(strategy: str, course: Course) -> Share:
-    ranks = ranks_used(strategy, course)
-    seen = course.points * course.visible
-    elsewhere = (ranks - course.per_machine) / (ranks - 1) if ranks > 1 else 0.0  # of the other ranks
+def _share(strategy: str, schedule: Schedule) -> Share:
+    ranks = ranks_used(strategy, schedule)
+    seen = schedule.points * schedule.visible
+    off_machine = (ranks - schedule.per_machine) / (ranks - 1) if ranks > 1 else 0.0  # of the other ranks
     if strategy in ("single", "batch"):
-        views = batch_of(strategy, course) // ranks
+        views = batch_of(strategy, schedule) // ranks
         rows = seen * views
         others = rows * (ranks - 1)
         return Share(
-            course.points, views, rows, 0.0, rows, rows * course.tiles, float(course.pixels * views), rows * ranks,
-            TOLD_BYTES * others, ROOM * ROW_BYTES * others, elsewhere,
+            schedule.points, views, rows, 0.0, rows, rows * schedule.tiles, float(schedule.pixels * views), rows * ranks,
+            PUT_BYTES * others, CAPACITY_FACTOR * ROW_BYTES * others, off_machine,
         )  # fmt: skip
     if strategy == "locality":
-        return _locality(course)
+        return _locality(schedule)
     if strategy == "pixel":
-        return _pixel(course, elsewhere)
+        return _pixel(schedule, off_machine)
     if strategy != "tile":
         raise ValueError(f"there is no plan for the strategy {strategy!r}: choose from {', '.join(STRATEGIES)}")
-    part = course.views / ranks
+    part = schedule.views / ranks
     # If views are cut, a band is rendered with one more row of tiles on either side.
-    cut = ranks > 1 and course.views % ranks != 0
-    halo = 1 + 2 * TILE / (course.height * part) if cut else 1.0
-    rows, drawn = seen * part, min(seen * part * halo, seen * course.views)
-    arrivals = min(UNEVEN * drawn, seen * course.views) if ranks > 1 else drawn
-    crossing = 2 * RECORD_BYTES * (ranks - 1) / ranks
+    cut = ranks > 1 and schedule.views % ranks != 0
+    halo = 1 + 2 * TILE / (schedule.height * part) if cut else 1.0
+    rows, drawn = seen * part, min(seen * part * halo, seen * schedule.views)
+    arrivals = min(UNEVEN * drawn, seen * schedule.views) if ranks > 1 else drawn
+    boundary = 2 * RECORD_BYTES * (ranks - 1) / ranks
     return Share(
-        ceil(course.points / ranks), course.views, rows, arrivals, drawn, drawn * course.tiles,
-        min(course.pixels * part * halo, float(course.pixels * course.views)), rows, crossing * drawn,
-        ROOM * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, elsewhere,
+        ceil(schedule.points / ranks), schedule.views, rows, arrivals, drawn, drawn * schedule.tiles,
+        min(schedule.pixels * part * halo, float(schedule.pixels * schedule.views)), rows, boundary * drawn,
+        CAPACITY_FACTOR * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, off_machine,
     )  # fmt: skip
 
 
@@ -246,24 +246,24 @@ def _between(known: dict[int, float], gpus: int) -> float:
     return known[below] * (gpus / below) ** slope
 
 
-def _pixel(course: Course, elsewhere: float) -> Share:
+def _pixel(schedule: Schedule, off_machine: float) -> Share:
     """Return the work of a rank with one cell, which renders its part of all views' splats and owns its part of the
     pixels. Every view is assumed to show each cell alike, except for `CROSSES` and `BALANCE`.
     """
-    ranks = course.gpus
-    rows = course.points * course.visible * course.views / ranks
+    ranks = schedule.gpus
+    rows = schedule.points * schedule.visible * schedule.views / ranks
     if ranks == 1:
-        return _share("tile", replace(course, machines=1))
-    cut = course.views % ranks != 0
-    owned = course.pixels * course.views / ranks
+        return _share("tile", replace(schedule, machines=1))
+    cut = schedule.views % ranks != 0
+    owned = schedule.pixels * schedule.views / ranks
     seen = in_sight(ranks)
-    drawn = seen * course.pixels * course.views
-    most = 1 / _balance(course.views, ranks)
-    layers = ranks * seen * owned * (1 + (2 * 2 * HALO * course.width / owned if cut else 0.0))
-    crossing = _between(CROSSES, ranks) * PIXEL_BYTES * (ranks - 1) / ranks * (layers + drawn)
+    drawn = seen * schedule.pixels * schedule.views
+    most = 1 / _balance(schedule.views, ranks)
+    layers = ranks * seen * owned * (1 + (2 * 2 * HALO * schedule.width / owned if cut else 0.0))
+    boundary = _between(CROSSES, ranks) * PIXEL_BYTES * (ranks - 1) / ranks * (layers + drawn)
     return Share(
-        ceil(course.points / ranks), course.views, rows, 0.0, most * rows, most * rows * course.tiles, most * drawn,
-        rows, crossing, crossing, elsewhere, layers,
+        ceil(schedule.points / ranks), schedule.views, rows, 0.0, most * rows, most * rows * schedule.tiles, most * drawn,
+        rows, boundary, boundary, off_machine, layers,
     )  # fmt: skip
 
 
@@ -275,29 +275,33 @@ def _balance(views: int, ranks: int) -> float:
     return one + (many - one) * min(log(views) / log(ranks), 1.0)
 
 
-def _locality(course: Course) -> Share:
+def _locality(schedule: Schedule) -> Share:
     """Return the work of `tile` with patches on the ranks of their points; savings and balance were simulated."""
-    ranks, per_machine = course.gpus, course.per_machine
-    level = simulated(course.scene, course.machines)
-    seen, part = course.points * course.visible, course.views / ranks
-    patches = PATCHES**2 * course.views if ranks > 1 else course.views
-    each = ceil(ceil(patches / course.machines) / per_machine)
-    width, height = (course.width, course.height) if ranks == 1 else (course.width / PATCHES, course.height / PATCHES)
+    ranks, per_machine = schedule.gpus, schedule.per_machine
+    level = simulated(schedule.scene, schedule.machines)
+    seen, part = schedule.points * schedule.visible, schedule.views / ranks
+    patches = PATCHES**2 * schedule.views if ranks > 1 else schedule.views
+    each = ceil(ceil(patches / schedule.machines) / per_machine)
+    width, height = (
+        (schedule.width, schedule.height) if ranks == 1 else (schedule.width / PATCHES, schedule.height / PATCHES)
+    )
     halo = 2 * HALO if ranks > 1 else 0
     around = (width + halo) * (height + halo) / (width * height)
-    drawn = min(seen * part * around * level.draws, seen * course.views)
+    drawn = min(seen * part * around * level.draws, seen * schedule.views)
     # Fractions of a rank's rows sent to other machines, and to other GPUs of its own; they depend on the number of
     # both.
-    leave = (course.machines - 1) / course.machines * (1 - level.between)
-    there = GPUS * course.machines
-    stay = ((there - 1) / there * (1 - level.in_all) - leave) * (1 - 1 / per_machine) / (1 - 1 / GPUS)
-    busiest = seen * part * (leave + stay) * max(level.sends, level.receives)
-    elsewhere = leave / (leave + stay) if ranks > 1 else 0.0
+    off_machine_share = (schedule.machines - 1) / schedule.machines * (1 - level.between)
+    there = GPUS * schedule.machines
+    in_machine_share = (
+        ((there - 1) / there * (1 - level.in_all) - off_machine_share) * (1 - 1 / per_machine) / (1 - 1 / GPUS)
+    )
+    busiest = seen * part * (off_machine_share + in_machine_share) * max(level.sends, level.receives)
+    off_machine = off_machine_share / (off_machine_share + in_machine_share) if ranks > 1 else 0.0
     return Share(
-        ceil(course.points / ranks * level.holds), course.views, seen * part * level.sends,
-        min(UNEVEN * drawn, seen * course.views) if ranks > 1 else drawn, drawn, drawn * course.tiles,
+        ceil(schedule.points / ranks * level.holds), schedule.views, seen * part * level.sends,
+        min(UNEVEN * drawn, seen * schedule.views) if ranks > 1 else drawn, drawn, drawn * schedule.tiles,
         each * (width + halo) * (height + halo), seen * part * level.sends, 2 * RECORD_BYTES * busiest,
-        ROOM * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * busiest, elsewhere,
+        CAPACITY_FACTOR * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * busiest, off_machine,
     )  # fmt: skip
 
 
@@ -307,5 +311,5 @@ WIRE_BYTES, GRADIENT_BYTES = 4 * 12, 4 * 11
 """Bytes of a row, and of its gradients with absolute ones, in collectives (`cuda_ext.ops.exchange.row_wire`)."""
 ROW_BYTES = 4 * (2 + ROW["radii"] + ROW["conics"]) + RECORD_BYTES
 """Bytes of a row (ids, radii, conic) and its gradients in the collectives of `batch`."""
-TOLD_BYTES = ROW_BYTES - 4 * (RECORD_FLOATS - 12)
+PUT_BYTES = ROW_BYTES - 4 * (RECORD_FLOATS - 12)
 """As `ROW_BYTES`, through peer memory: without the record's padding."""

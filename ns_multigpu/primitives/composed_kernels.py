@@ -25,7 +25,7 @@ class Lines(NamedTuple):
     point_ids: Tensor
 
 
-class Told(NamedTuple):
+class GatheredRows(NamedTuple):
     """Rows received from other ranks; all other columns follow from the points, which every rank has."""
 
     view_ids: Tensor
@@ -91,8 +91,8 @@ class ComposedKernels(Kernels):
                 reached(rows, first, stop)
         return rows
 
-    def replicas(self, ranks: int, capacity: int, device: torch.device) -> "ToldRows":
-        return ToldRows(ranks * capacity, self.record_floats, device)
+    def replicas(self, ranks: int, capacity: int, device: torch.device) -> "PutReplicaRows":
+        return PutReplicaRows(ranks * capacity, self.record_floats, device)
 
     @torch.no_grad()
     def update(
@@ -176,7 +176,7 @@ class ComposedKernels(Kernels):
             statistics["radii"].scatter_reduce_(0, points, torch.where(seen, radius, 0.0), "amax")
 
 
-class ToldRows(ReplicaRows):
+class PutReplicaRows(ReplicaRows):
     """View ids, point ids and gradient records, from which each rank computes the same update.
 
     Args:
@@ -190,9 +190,9 @@ class ToldRows(ReplicaRows):
     def mine(self, rows: Rows, records: Tensor, first_view: int) -> list[Tensor]:
         return [rows.view_ids + first_view, rows.point_ids, records]
 
-    def rows(self, counts: Tensor) -> tuple[Told, Tensor]:
+    def rows(self, counts: Tensor) -> tuple[GatheredRows, Tensor]:
         view_ids, point_ids, records = self.everyone
-        return Told(view_ids, point_ids, counts), records
+        return GatheredRows(view_ids, point_ids, counts), records
 
 
 def refuse_options(options: Mapping[str, Any], points: str) -> None:

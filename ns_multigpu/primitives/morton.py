@@ -77,7 +77,7 @@ def census(means: Tensor) -> Tensor:
     return counts
 
 
-def dealt_codes(means: Tensor, grid: Grid) -> Tensor:
+def interleaved_codes(means: Tensor, grid: Grid) -> Tensor:
     """Return order codes of positions [N, 3], [N] int64: 6 bits of the cell's hand, then 18 interleaved bits an axis.
 
     Args:
@@ -106,9 +106,9 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(_LATTICE, device=device), torch.tensor(hands, device=device)
 
 
-def dealt_order(means: Tensor) -> Tensor:
+def interleaved_order(means: Tensor) -> Tensor:
     """Return the permutation [N] int64 that sorts positions [N, 3] by code, stably."""
-    return torch.sort(dealt_codes(means, Grid.of(census(means).tolist())), stable=True).indices
+    return torch.sort(interleaved_codes(means, Grid.of(census(means).tolist())), stable=True).indices
 
 
 def _positions(means: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class PartKernels(ComposedKernels):
     kind: Any
     depth: bool = False
 
-    halves = False
+    supports_half = False
     title: ClassVar[str]
     operator: ClassVar[str]
     layout: ClassVar[RecordParts]
@@ -101,8 +101,8 @@ class PartKernels(ComposedKernels):
         records = self.layout.records_of_columns(found)
         add_records(records, sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope)
 
-    def stay(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
-        return self.layout.stay(rows, owners, slots)
+    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
+        return self.layout.receive_local(rows, owners, slots)
 
     def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
         self.layout.pack(rows, place, segments, capacity, first, end)

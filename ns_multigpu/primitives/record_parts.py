@@ -43,7 +43,7 @@ class _Piece(NamedTuple):
     offset: int
 
 
-def _pieces(order: Sequence[Span], spaces: Sequence[int]) -> list[_Piece]:
+def _spans(order: Sequence[Span], spaces: Sequence[int]) -> list[_Piece]:
     """Spans one behind the other in spaces of these sizes, cut where a space ends."""
     found: list[_Piece] = []
     space, offset = 0, 0
@@ -70,12 +70,12 @@ class RecordParts:
         self.parts = -(-numbers // sum(slots))
         self.record_floats = self.parts * RECORD_FLOATS
         self._slots = slots * self.parts
-        self._rows = _pieces(order, self._slots)
+        self._rows = _spans(order, self._slots)
         self._runs = [(k * RECORD_FLOATS + _GRADIENTS[0], k * RECORD_FLOATS + _GRADIENTS[1]) for k in range(self.parts)]
         last = (self.parts - 1) * RECORD_FLOATS
         self._runs.append((last + _ABSOLUTE[0], last + _ABSOLUTE[1]))
         returned = [span for span in order if span[0] in gradients._fields]
-        self._returned = _pieces(returned, [end - start for start, end in self._runs])
+        self._returned = _spans(returned, [end - start for start, end in self._runs])
         self.absolute = any(piece.space == self.parts for piece in self._returned)
 
     def split(self, rows: Rows) -> list[Part]:
@@ -106,8 +106,8 @@ class RecordParts:
             first.slots,
         )  # fmt: skip
 
-    def stay(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
-        """See `Kernels.stay`."""
+    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
+        """See `Kernels.receive_local`."""
         return self._arrived(rows.view_ids, *(getattr(rows, name) for name in self.widths), rows.radii, owners, slots)
 
     def records_of(self, gradients: Any) -> Tensor:
@@ -150,10 +150,10 @@ class RecordParts:
         lines = (self._lines(place, capacity, k) for k in range(self.parts))
         return torch.cat([collect(line, count, sources, self.parts * capacity) for line in lines], dim=1)
 
-    def _columns(self, pieces: Sequence[_Piece], spaces: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _columns(self, spans: Sequence[_Piece], spaces: Sequence[Tensor]) -> dict[str, Tensor]:
         """The columns [M, width] or [M] of which pieces lie in spaces [M, size]."""
         by_name: dict[str, list[tuple[int, Tensor]]] = {}
-        for (name, start, end), space, offset in pieces:
+        for (name, start, end), space, offset in spans:
             there = spaces[space][:, offset : offset + end - start]
             by_name.setdefault(name, []).append((start, there))
         columns: dict[str, Tensor] = {}
@@ -215,18 +215,18 @@ class PartsWire(RowWire):
         )
 
     def keep(self, rows: Rows, place: Tensor, arrived: Arrived, come: WireSegments, source: int) -> None:
-        room, first = come.capacities[source], come.line(source)
+        num_lines, first = come.capacities[source], come.line(source)
         lines = torch.arange(len(place), device=place.device)
         # One extra line receives rows that are not local, or overflow.
-        found = torch.full((room + 1,), -1, dtype=torch.int64, device=place.device)
-        found.scatter_(0, torch.where((place >= 0) & (place < room), place.long(), room), lines)
-        found = found[:room]
+        found = torch.full((num_lines + 1,), -1, dtype=torch.int64, device=place.device)
+        found.scatter_(0, torch.where((place >= 0) & (place < num_lines), place.long(), num_lines), lines)
+        found = found[:num_lines]
         there, found = found >= 0, found.clamp(min=0)
         if len(place) == 0:
             return
 
         def put(to: Tensor, values: Any) -> None:
-            part = to[first : first + room]
+            part = to[first : first + num_lines]
             part.copy_(torch.where(there.view(-1, *[1] * (to.dim() - 1)), values, part))
 
         for name in ("view_ids", *self.layout.widths, "radii"):

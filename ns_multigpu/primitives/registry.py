@@ -1,7 +1,7 @@
 """Primitives by the name of the option `--pipeline.model.primitive`.
 
 A checkpoint names its primitive, and only runs with the same one resume from it. A new one needs a package here, an
-entry in `KINDS`, and its name in `PrimitiveName`.
+entry in `PRIMITIVES`, and its name in `PrimitiveName`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from ns_multigpu.primitives.convexes.init import initial_convexes
 from ns_multigpu.primitives.convexes.schema import SCHEMA as CONVEXES
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
-from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, SplitRule
+from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_SPLIT, SplitRule
 from ns_multigpu.primitives.gaussians.schema import SCHEMA as GAUSSIANS
 from ns_multigpu.primitives.moving.densifier import MovingSplitRule
 from ns_multigpu.primitives.moving.functions import MovingGaussians
@@ -31,7 +31,7 @@ from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radi
 from ns_multigpu.primitives.surfels.schema import SCHEMA as SURFELS
 
 PrimitiveName = Literal["3dgs", "2dgs", "4dgs", "convex"]
-"""Values of the option; the names in `KINDS`."""
+"""Values of the option; the names in `PRIMITIVES`."""
 FIRST: PrimitiveName = "3dgs"
 """Primitive of checkpoints that name none: old ones, and nerfstudio's own."""
 
@@ -65,7 +65,7 @@ class Kind:
         initial: creates the initial raw parameters; arguments as `initial_gaussians`'s.
         screen_radii: radii in pixels of a step's splats, [M], for densification; see `densification_info`.
         lacks: reasons for unsupported options, by option and value.
-        halves: its split rule.
+        split_rule: its split rule.
         timed: True if rendering depends on a view's time.
     """
 
@@ -75,7 +75,7 @@ class Kind:
     initial: Callable[..., dict[str, Tensor]]
     screen_radii: Callable[[Splats], Tensor]
     lacks: Mapping[tuple[str, object], str] = field(default_factory=dict[tuple[str, object], str])
-    halves: SplitRule = GAUSSIAN_HALVES
+    split_rule: SplitRule = GAUSSIAN_SPLIT
     timed: bool = False
 
 
@@ -115,14 +115,21 @@ _WITHOUT_SCALES = {
 }
 _STILL_ONLY = {asked: why for asked, why in _WITHOUT.items() if asked[0] != "rasterize_mode"}
 
-KINDS: dict[str, Kind] = {
+PRIMITIVES: dict[str, Kind] = {
     "3dgs": Kind("3D Gaussians", GAUSSIANS, _gaussians, initial_gaussians, screen_radii),
     "2dgs": Kind("2D Gaussians", SURFELS, _surfels, _initial_surfels, surfel_radii, _WITHOUT),
     "4dgs": Kind(
-        "4D Gaussians", MOVING, _moving, initial_moving, screen_radii, _STILL_ONLY, halves=MovingSplitRule(), timed=True
+        "4D Gaussians",
+        MOVING,
+        _moving,
+        initial_moving,
+        screen_radii,
+        _STILL_ONLY,
+        split_rule=MovingSplitRule(),
+        timed=True,
     ),
     "convex": Kind(
-        "3D convexes", CONVEXES, _convexes, initial_convexes, convex_radii, _WITHOUT_SCALES, halves=ConvexParts()
+        "3D convexes", CONVEXES, _convexes, initial_convexes, convex_radii, _WITHOUT_SCALES, split_rule=ConvexParts()
     ),
 }
 
@@ -134,14 +141,14 @@ def all_parameters() -> tuple[Parameter, ...]:
         ValueError: two primitives have different learning rates for a parameter of the same name.
     """
     found = dict[str, Parameter]()
-    for name, kind in KINDS.items():
+    for name, kind in PRIMITIVES.items():
         for parameter in kind.schema:
             same = found.setdefault(parameter.name, parameter)
             if (same.rate, same.final_rate) != (parameter.rate, parameter.final_rate):
-                raise ValueError(f"{name}: {parameter.name} has another learning rate than another kind of point's")
+                raise ValueError(f"{name}: {parameter.name} has another learning rate than another primitive's")
     return tuple(found.values())
 
 
 def titled(name: str) -> str:
     """Return a primitive's title and name for messages, also for unknown ones."""
-    return f"{KINDS[name].title} ({name})" if name in KINDS else f"another kind of point ({name})"
+    return f"{PRIMITIVES[name].title} ({name})" if name in PRIMITIVES else f"another primitive ({name})"

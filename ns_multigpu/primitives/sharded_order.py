@@ -21,7 +21,7 @@ from ns_multigpu.core.assign.placement import NewPoints, Placement, Sharded
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import exchange_rows, gather_on_device, sum_ints_on_device
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.primitives.morton import Grid, census, dealt_codes
+from ns_multigpu.primitives.morton import Grid, census, interleaved_codes
 
 _BYTE = 256
 """Ranks whose numbers are bytes."""
@@ -50,7 +50,7 @@ class Reordering:
     rebalanced: bool
 
     def __str__(self) -> str:
-        owners = "dealt out anew" if self.rebalanced else "dealt out as before"
+        owners = "redistributed" if self.rebalanced else "distributed as before"
         return (
             f"{sum(self.counts_after):,} points in order in {self.seconds:.3f} s: {self.moved:,} changed GPUs "
             f"({self.bytes_sent / 1e6:,.1f} MB), work of the busiest {self.imbalance_before:.3f} -> "
@@ -63,14 +63,14 @@ class Move:
     """Exchange plan of this rank's points, sorted by key.
 
     Attributes:
-        leave: [sum(send)] int64, the points in sending order, those for rank 0 first; None if that is key order.
+        send_order: [sum(send)] int64, the points in sending order, those for rank 0 first; None if that is key order.
         send, receive: points to and from each rank.
         order: [sum(receive)] int64, received points by final row.
         places: [sum(receive)] int64, global indices of those rows; None if owners hold ranges.
         counts_before, counts_after, moved, imbalance_before, imbalance_after, rebalanced: see `Reordering`.
     """
 
-    leave: Tensor | None
+    send_order: Tensor | None
     send: list[int]
     receive: list[int]
     order: Tensor
@@ -84,7 +84,7 @@ class Move:
 
     def leaving(self, order: Tensor) -> Tensor:
         """Return the points, sorted by key with `order` [N] int64, in sending order."""
-        return order if self.leave is None else order[self.leave]
+        return order if self.send_order is None else order[self.send_order]
 
     def record(self, started: float, row_bytes: int) -> Reordering:
         """The record of a reordering that began at `started` and has moved `row_bytes` a point. Waits for the device.
@@ -130,9 +130,9 @@ class Survey:
         others = where.new_zeros(2, world.size)
         others[0, world.rank] = work
         others[1, world.rank] = tag
-        told = sum_ints_on_device(torch.cat([where, others.flatten()]), world)
-        by_rank = [tuple(told[k : k + world.size]) for k in range(len(where), len(told), world.size)]
-        return Survey(Grid.of(told[: len(where)]), *by_rank)
+        gathered = sum_ints_on_device(torch.cat([where, others.flatten()]), world)
+        by_rank = [tuple(gathered[k : k + world.size]) for k in range(len(where), len(gathered), world.size)]
+        return Survey(Grid.of(gathered[: len(where)]), *by_rank)
 
 
 def common_grid(means: Tensor, world: World) -> Grid:
@@ -145,7 +145,7 @@ def common_grid(means: Tensor, world: World) -> Grid:
 
 
 def order_keys(means: Tensor, categories: Tensor, grid: Grid) -> Tensor:
-    """By the code of `dealt_codes` in the grid for all ranks' points, then by category: 62 bits.
+    """By the code of `interleaved_codes` in the grid for all ranks' points, then by category: 62 bits.
 
     Args:
         means: [N, 3] positions.
@@ -154,7 +154,7 @@ def order_keys(means: Tensor, categories: Tensor, grid: Grid) -> Tensor:
     Returns:
         [N] int64.
     """
-    return dealt_codes(means, grid) * 4 + categories
+    return interleaved_codes(means, grid) * 4 + categories
 
 
 def plan_move(
@@ -187,7 +187,7 @@ def plan_move(
     placement = placement or Sharded()
     new = NewPoints(keys, positions or (lambda: keys.new_zeros(len(keys), 3)), weights, works, threshold)
     settled = placement.settle(new, world)
-    leave, table = _told(settled.owners, weights, placement, world)
+    send_order, table = _send_table(settled.owners, weights, placement, world)
     send = table[world.rank][: world.size]
     receive = [row[world.rank] for row in table]
     by = keys
@@ -198,11 +198,13 @@ def plan_move(
     counts = tuple(sum(row[: world.size]) for row in table)
     moved = sum(counts) - sum(row[rank] for rank, row in enumerate(table))
     if moved:
-        placed, order = torch.sort(exchange_rows(by if leave is None else by[leave], send, receive, world), stable=True)
+        placed, order = torch.sort(
+            exchange_rows(by if send_order is None else by[send_order], send, receive, world), stable=True
+        )
     else:
         placed, order = by, torch.arange(len(by), device=by.device)
     return Move(
-        leave=leave,
+        send_order=send_order,
         send=send,
         receive=receive,
         order=order,
@@ -212,11 +214,13 @@ def plan_move(
         moved=moved,
         imbalance_before=imbalance(works),
         imbalance_after=imbalance(totals[world.size :]),
-        rebalanced=settled.anew,
+        rebalanced=settled.redistributed,
     )
 
 
-def _told(owners: Tensor, weights: Tensor, placement: Placement, world: World) -> tuple[Tensor | None, list[list[int]]]:
+def _send_table(
+    owners: Tensor, weights: Tensor, placement: Placement, world: World
+) -> tuple[Tensor | None, list[list[int]]]:
     """All-gather the counts that ranks send, after a check that all owners are ranks. One collective, and one wait of
     the host.
 
@@ -228,17 +232,17 @@ def _told(owners: Tensor, weights: Tensor, placement: Placement, world: World) -
     extra = len(owners) - len(weights)
     inside = owners.clamp(0, size - 1) if extra == 0 else owners.new_zeros(len(weights))
     few = inside.to(torch.uint8) if size <= _BYTE else inside  # sorted in a sixth of the time on a CPU
-    sorted_owners, leave = torch.sort(few, stable=True)
+    sorted_owners, send_order = torch.sort(few, stable=True)
     # Where the points of each owner begin; to count them would have all of them add to a few numbers.
     ends = torch.searchsorted(sorted_owners.long(), torch.arange(size + 1, device=owners.device))
-    before = torch.nn.functional.pad(weights[leave].cumsum(0), (1, 0))[ends]
+    before = torch.nn.functional.pad(weights[send_order].cumsum(0), (1, 0))[ends]
     facts = torch.zeros(3, dtype=torch.int64, device=owners.device)
     facts[0] = extra
     facts[1] = ((owners < 0) | (owners >= size)).sum()
     facts[2] = (owners[1:] < owners[:-1]).any()
-    told = gather_on_device(torch.cat([facts, ends.diff(), before.diff()]), world)
-    for rank, (many, bad, *_) in enumerate(told):
+    gathered = gather_on_device(torch.cat([facts, ends.diff(), before.diff()]), world)
+    for rank, (many, bad, *_) in enumerate(gathered):
         if many or bad:
             what = f"{bad} of them are not among the {size} ranks" if bad else f"that is {many:+} owners"
             raise ValueError(f"{type(placement).__name__} names owners for the points of rank {rank}: {what}")
-    return leave if told[world.rank][2] else None, [row[3:] for row in told]
+    return send_order if gathered[world.rank][2] else None, [row[3:] for row in gathered]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_REACH = 2.0
+_RADIUS = 2.0
 """Contracted coordinate of infinity."""
 
 
@@ -24,12 +24,12 @@ def contract(x: Tensor) -> Tensor:
         of the same shape, within [-2, 2]. Differentiable everywhere.
     """
     beyond = x.abs().clamp_min(1.0)
-    return torch.where(x.abs() <= 1, x, x.sign() * (_REACH - 1 / beyond))
+    return torch.where(x.abs() <= 1, x, x.sign() * (_RADIUS - 1 / beyond))
 
 
 def expand(y: Tensor) -> Tensor:
     """Invert `contract` for `y`, any shape within [-2, 2]; -2 and 2 give infinity."""
-    return torch.where(y.abs() <= 1, y, y.sign() / (_REACH - y.abs()).clamp(0, 1))
+    return torch.where(y.abs() <= 1, y, y.sign() / (_RADIUS - y.abs()).clamp(0, 1))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Domain:
     @staticmethod
     def unbounded() -> "Domain":
         """Return all of space, contracted."""
-        return Domain((-_REACH, -_REACH, -_REACH), (_REACH, _REACH, _REACH), True)
+        return Domain((-_RADIUS, -_RADIUS, -_RADIUS), (_RADIUS, _RADIUS, _RADIUS), True)
 
     @staticmethod
     def box(corners: Tensor) -> "Domain":

@@ -55,8 +55,8 @@ def passage(
     inside = (origins[:, None] >= planes[:, 0]) & (origins[:, None] < planes[:, 1])
     whole = torch.where(inside, torch.inf, -torch.inf)
     enter = torch.where(runs[:, :, 0], meets.amin(2), -whole).amax(-1).maximum(nears[:, None])
-    leave = torch.where(runs[:, :, 0], meets.amax(2), whole).amin(-1).minimum(fars[:, None])
-    return enter, leave, enter < leave
+    exits = torch.where(runs[:, :, 0], meets.amax(2), whole).amin(-1).minimum(fars[:, None])
+    return enter, exits, enter < exits
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def clip(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes
         nears, fars: [R] begin and end of each ray.
         boxes: [cells, 2, 3] as of `Partition.boxes`; they share no volume.
     """
-    enter, leave, hits = passage(origins, directions, nears, fars, boxes)
+    enter, exits, hits = passage(origins, directions, nears, fars, boxes)
     cell, ray = hits.t().nonzero(as_tuple=True)
     counts = hits.sum(1)
     ends = torch.cat([hits.sum(0).cumsum(0), counts.amax(0, keepdim=True)]) if len(counts) else counts.new_zeros(2)
@@ -80,10 +80,10 @@ def clip(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes
     number = torch.full(hits.shape, begins[-1], device=ray.device)
     number[ray, cell] = torch.arange(begins[-1], device=ray.device)
     along = enter.masked_fill(~hits, torch.inf).argsort(dim=1, stable=True)[:, :longest]
-    return Segments(len(origins), ray, enter[ray, cell], leave[ray, cell], begins, number.gather(1, along), counts)
+    return Segments(len(origins), ray, enter[ray, cell], exits[ray, cell], begins, number.gather(1, along), counts)
 
 
-def dealt(segments: Segments, shares: int) -> Segments:
+def round_robin(segments: Segments, shares: int) -> Segments:
     """Split the segments of one cell into consecutive parts that differ by one segment at most."""
     bounds = [share * len(segments) // shares for share in range(shares + 1)]
     return Segments(

@@ -49,9 +49,9 @@ def clip_to_slots(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tens
         nears, fars: [R] begin and end of each ray.
         boxes: [cells, 2, 3] as of `Partition.boxes`, on the rays' device; they share no volume.
     """
-    enter, leave, hits = passage(origins, directions, nears, fars, boxes)
+    enter, exits, hits = passage(origins, directions, nears, fars, boxes)
     rays, cells = hits.shape
-    near, far = torch.where(hits, enter, nears[:, None]), torch.where(hits, leave, fars[:, None])
+    near, far = torch.where(hits, enter, nears[:, None]), torch.where(hits, exits, fars[:, None])
     along = enter.masked_fill(~hits, torch.inf).argsort(dim=1, stable=True)
     number = along * rays + torch.arange(rays, device=along.device)[:, None]
     order = torch.where(hits.gather(1, along), number, cells * rays)
@@ -59,19 +59,19 @@ def clip_to_slots(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tens
 
 
 @torch.no_grad()
-def packed(live: Tensor, room: int) -> Tensor:
+def packed(live: Tensor, capacity: int) -> Tensor:
     """Return the indices of occupied slots, in order, without waiting for the device.
 
     Args:
-        live: [R] bool, at most `room` of them True. room: number of lines.
+        live: [R] bool, at most `capacity` of them True. capacity: number of lines.
 
     Returns:
-        [room] int64, below R; R in padding lines.
+        [capacity] int64, below R; R in padding lines.
     """
     rays = len(live)
-    place = torch.where(live, live.cumsum(0) - 1, room).clamp_max(room)
-    numbers = torch.full((room + 1,), rays, device=live.device)
-    return numbers.scatter(0, place, torch.where(live, torch.arange(rays, device=live.device), rays))[:room]
+    place = torch.where(live, live.cumsum(0) - 1, capacity).clamp_max(capacity)
+    numbers = torch.full((capacity + 1,), rays, device=live.device)
+    return numbers.scatter(0, place, torch.where(live, torch.arange(rays, device=live.device), rays))[:capacity]
 
 
 def all_slots(own: Tensor, cells: int, world: World) -> Tensor:

@@ -18,7 +18,7 @@ def running_sum(rows: Tensor) -> Tensor:
         rows: [n, S], at least one column.
     """
     most = most_rows(rows.shape[1])
-    return in_pieces(rows, most) if rows.is_cuda and len(rows) > most else rows.cumsum(1)
+    return in_chunks(rows, most) if rows.is_cuda and len(rows) > most else rows.cumsum(1)
 
 
 def most_rows(columns: int) -> int:
@@ -26,6 +26,6 @@ def most_rows(columns: int) -> int:
     return _RATIO << (columns - 1).bit_length()
 
 
-def in_pieces(rows: Tensor, most: int) -> Tensor:
+def in_chunks(rows: Tensor, most: int) -> Tensor:
     """Compute `running_sum` in chunks of `most` rows."""
     return torch.cat([piece.cumsum(1) for piece in rows.split(most)])

@@ -9,11 +9,11 @@ from benchmarks.kernels import kinds_step, surfels
 from benchmarks.scenes.cloud import make_scene
 from benchmarks.scenes.garden import TINY, Scene
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 from tests.lib.recorded import RecordedPool
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PRIMITIVES)
 def test_both_ways_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds_step, "GraphPool", lambda _: RecordedPool())
     both = kinds_step.Both(kind, 60, (48, 40), torch.device("cpu"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cuda_ext.reference.pieces import NOWHERE
+from cuda_ext.reference.fragments import NOWHERE
 from ns_multigpu.cells.occlusion import NOTHING, Occlusion, around
 from ns_multigpu.cells.tree import CellTree, Split
 from ns_multigpu.core.types import View
@@ -58,10 +58,10 @@ def test_other_cells_are_not_hidden_by_what_these_did() -> None:
     hiding.keep(TREE)
     hiding.drawn(VIEW, SIGHT)
     hiding.learn([VIEW], told((0, 0, 100, 90), None, None)[None])
-    rows = hiding.knowledge()
+    rows = hiding.state()
     again = Occlusion()
     again.load_state([[-4, 2, 0], [-3, 0, 100, 90], *rows, [-2, 3]])  # with rows of an option that is gone
-    assert again.knowledge() == rows and all(isinstance(n, int) for row in rows for n in row)
+    assert again.state() == rows and all(isinstance(n, int) for row in rows for n in row)
     again.keep(TREE)
     assert again.drawn(VIEW, SIGHT) == hiding.drawn(VIEW, SIGHT) == [SIGHT[0], None, None]
     again.keep(CellTree((Split(0, 1.5, -1, 1), *TREE.splits[1:])))

@@ -27,13 +27,13 @@ def test_a_point_stays_in_its_cell_where_a_run_goes_on() -> None:
     of_points = space.local.of_points
     assert of_points is not None and torch.bincount(of_points.long()).tolist() == [100, 100, 100]
     drifted, again = means + torch.tensor([1.5, 0.0, 0.0]), ByCells(ALONE, PixelOptions(cells=CELLS))
-    again.load_state(space.knowledge())
+    again.load_state(space.state())
     again.moved(drifted)
     assert again.tree == space.tree and again.local.of_points is not None and space.tree is not None
     assert torch.equal(again.local.of_points, of_points), "not by where it has drifted to since"
     # With other ranks points are dealt anew, to the cells that there were.
     other = ByCells(ALONE, PixelOptions(cells=CELLS))
-    other.load_state(space.knowledge())
+    other.load_state(space.state())
     other.shares(len(drifted), lambda: drifted, 1)
     other.moved(drifted)
     assert other.tree == space.tree and other.local.of_points is not None
@@ -82,7 +82,7 @@ def test_cells_are_cut_anew_when_work_is_not_level() -> None:
 
     def settled(work: torch.Tensor) -> bool:
         new = NewPoints(keys, lambda: means, work, [int(work.sum())], 1.1)
-        return space.settle(new, ALONE).anew
+        return space.settle(new, ALONE).redistributed
 
     assert not settled(torch.full((300,), 5)) and space.tree == tree
     work = torch.where(means[:, 0] > 2, 9, 1)

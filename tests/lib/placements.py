@@ -43,7 +43,7 @@ class Backwards(HalfSpaces):
 
     def settle(self, new: NewPoints, world: World) -> Settled:
         settled = Sharded().settle(new, world)
-        return Settled(world.size - 1 - settled.owners, settled.anew)
+        return Settled(world.size - 1 - settled.owners, settled.redistributed)
 
 
 class Wrong(HalfSpaces):

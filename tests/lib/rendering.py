@@ -50,8 +50,8 @@ def make_pipeline(
     rows = slice(bounds[world.rank], bounds[world.rank + 1]) if bounds is not None and spread else slice(None)
     for name, value in make_points(POINTS, torch.float32).params.items():
         pipeline.model.gauss_params[name] = torch.nn.Parameter(value.detach()[rows].clone().to(world.device))
-    if pipeline.model.holding is not None:
-        pipeline.model.holding.hold(None, pipeline.model.gauss_params["means"])
+    if pipeline.model.shard_index is not None:
+        pipeline.model.shard_index.hold(None, pipeline.model.gauss_params["means"])
         pipeline.model.count_shards()
     pipeline.model.step = 30000
     return pipeline

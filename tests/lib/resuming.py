@@ -120,7 +120,7 @@ def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
 def whole(trainer: DistributedTrainer, world: World) -> Model:
     """Return the shards of all ranks, by place."""
     model, found = trainer.pipeline.model, everything(trainer)
-    places = None if model.holding is None else model.holding.places
+    places = None if model.shard_index is None else model.shard_index.places
     parts = all_gather_objects((found, places), world)
     order = None if places is None else torch.sort(torch.cat([some for _, some in parts])).indices
     spread: list[str] = []

@@ -10,14 +10,14 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
-from ns_multigpu.primitives.morton import dealt_order
+from ns_multigpu.primitives.morton import interleaved_order
 from tests.lib.training_run import follow
 
 MODEL = "pipeline.model."
 Outcome = dict[str, Any]
 
 
-def course(
+def schedule(
     world: World, tile: bool, capture: Path, runs: Path, options: Mapping[str, Any], steps: int, views: int,
     *, double: bool = True,
 ) -> Outcome:  # fmt: skip
@@ -39,7 +39,7 @@ def course(
     def ready(trainer: DistributedTrainer) -> None:
         model = trainer.pipeline.model
         if not model.sharded:
-            order = dealt_order(model.means.detach())
+            order = interleaved_order(model.means.detach())
             for value in model.gauss_params.values():
                 value.data = value.detach()[order]
         mcmc = model.config.densifier == "mcmc"

@@ -23,7 +23,7 @@ from ns_multigpu.core.dist.collectives import all_gather_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import names
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 
 TRAIN, HELD_OUT, POINTS = 8, 1, 60
 
@@ -105,7 +105,7 @@ def single_course(
     Args:
         options: of `follow`, with the kind of point. fused: of `--fused-steps`.
     """
-    kind = KINDS[options["pipeline.model.primitive"]]
+    kind = PRIMITIVES[options["pipeline.model.primitive"]]
     calm = {f"optimizers.{name}.optimizer.eps": 1e-4 for name in names(kind.schema)}
     options = {**options, **calm, "pipeline.strategy": strategy, "fused_steps": fused}
     runs = folder / f"{fused}-{strategy}-{world.size}"

@@ -11,7 +11,7 @@ from benchmarks.baselines.placements import assigner, random_assignment
 from cuda_ext.dispatch.load import use_reference
 from cuda_ext.ops.exchange.assign_patches import assign_patches
 from cuda_ext.reference.assign_patches import least_transport, objective
-from ns_multigpu.locality.assign import BETWEEN, WITHIN, Assigner, Volume, Weights, by_room
+from ns_multigpu.locality.assign import BETWEEN, WITHIN, Assigner, Volume, Weights, by_capacity
 
 EVEN = (1.0, 1.0, 1.0, 1.0)
 
@@ -165,12 +165,12 @@ def test_errors_say_what_was_wrong() -> None:
 def test_machines_come_first() -> None:
     """Points of a patch on all GPUs of one machine: it is drawn there, whoever has a little more elsewhere."""
     generator = np.random.default_rng(4)
-    homes = np.arange(64) % 4
+    owners = np.arange(64) % 4
     needed = generator.integers(0, 30, (64, 16)).astype(np.float64)
-    for patch, home in enumerate(homes):
+    for patch, home in enumerate(owners):
         needed[patch, 4 * home : 4 * home + 4] += generator.integers(200, 400, 4)
     chosen = Assigner(4, 4).assign(needed)
-    assert np.array_equal(chosen // 4, homes)
+    assert np.array_equal(chosen // 4, owners)
     assert np.bincount(chosen, minlength=16).tolist() == [4] * 16
     volume = Volume.of(needed, chosen, 4)
     assert volume.received.max() / volume.received.mean() < 1.1
@@ -228,13 +228,13 @@ def test_volume_is_what_is_sent() -> None:
 
 def test_the_rule_by_room_prefers_where_points_are() -> None:
     needed = needs(61, 8, 6).numpy()
-    ruled, found = by_room(needed), Assigner(8, 1).assign(needed)
+    ruled, found = by_capacity(needed), Assigner(8, 1).assign(needed)
     held = np.bincount(ruled, minlength=8)
     assert np.ptp(held) <= 1
     random = random_assignment(61, 8, np.random.default_rng(0))
     totals = [Volume.of(needed, chosen, 1).total for chosen in (found, ruled, random)]
     assert totals[0] < 1.1 * totals[1] < 0.8 * totals[2]
-    assert by_room(np.zeros((0, 3))).tolist() == []
+    assert by_capacity(np.zeros((0, 3))).tolist() == []
 
 
 def test_weights_follow_measured_times() -> None:

@@ -41,8 +41,8 @@ def test_metis_keeps_views_together_and_work_level() -> None:
     lost = {way: crossing(graph, one) for way, one in found.items()}
     assert lost["metis"] < 0.5 * lost["random"]
     assert lost["metis"] <= 1.05 * lost["ranges"]
-    homes = found["metis"].view_machines
-    assert shares(np.bincount(homes, weights=graph.view_work(), minlength=4)) < 1.25
+    owners = found["metis"].view_machines
+    assert shares(np.bincount(owners, weights=graph.view_work(), minlength=4)) < 1.25
 
 
 def test_dealing_levels_each_view_and_metis_does_not() -> None:

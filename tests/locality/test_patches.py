@@ -107,7 +107,7 @@ def test_what_autograd_tells_is_what_steps_tell() -> None:
     plan = by_step.assign(views, 2)
     table = np.random.default_rng(2).integers(0, 50, (2, len(plan.patches())))
     by_step.learn(views, table.reshape(-1).tolist())
-    through_autograd.told(views, plan, table.tolist())
+    through_autograd.record(views, plan, table.tolist())
     first, second = known.of(7), also.of(7)
     assert first is not None and second is not None and np.array_equal(first, second)
     rows = first.reshape(4, 4, 2)

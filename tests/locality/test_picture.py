@@ -17,13 +17,13 @@ def cluster(at: tuple[float, float], count: int = 4000) -> NDArray[np.float64]:
     return RANDOM.uniform(-1, 1, (count, 3)) * [3.0, 0.1, 3.0] + np.array([at[0], 7.0, at[1]])
 
 
-def two(far: float = 0.0, homes: tuple[int, ...] = (0, 1)) -> Partition:
+def two(far: float = 0.0, owners: tuple[int, ...] = (0, 1)) -> Partition:
     """Return a cluster of machine 0's second rank and one of machine 1's first, a camera beside each; three points far
     off."""
     positions = np.concatenate([cluster(WEST), cluster(EAST), np.full((3, 3), far)])
     owners = np.repeat([1, 2, 3], [4000, 4000, 3])
     cameras = np.array([[-10.0, 9.0, 4.5], [10.0, 9.0, -0.5]])
-    return Partition(positions, owners, [0, 4000, 4000, 3], cameras, np.array(homes, dtype=np.int64), 2)
+    return Partition(positions, owners, [0, 4000, 4000, 3], cameras, np.array(owners, dtype=np.int64), 2)
 
 
 def color_at(seen: Partition, place: tuple[float, float]) -> tuple[float, ...]:
@@ -51,12 +51,12 @@ def test_points_have_their_ranks_colours_and_cameras_their_machines(far: float) 
 
 def test_cameras_far_from_the_points_do_not_shrink_the_picture() -> None:
     near = two()
-    far = Partition(near.positions, near.owners, near.points, near.cameras * [1.0, 1.0, 1e6], near.homes, 2)
+    far = Partition(near.positions, near.owners, near.points, near.cameras * [1.0, 1.0, 1e6], near.owners, 2)
     assert window(far).scale > window(near).scale / 3
 
 
 def test_views_without_a_home_have_no_machines_colour() -> None:
-    assert color_at(two(homes=()), (-10.0, 4.5)) == pytest.approx((250 / 255,) * 3)
+    assert color_at(two(owners=()), (-10.0, 4.5)) == pytest.approx((250 / 255,) * 3)
 
 
 @pytest.mark.filterwarnings("error")  # of numbers that are none, too
@@ -68,8 +68,8 @@ def test_nearly_nothing(machines: int) -> None:
     for positions in (none, one, nan, np.concatenate([nan, one]), np.full((3, 3), np.inf), np.repeat(one, 9, 0)):
         for cameras in (none, one, nan):
             owners = np.zeros(len(positions), dtype=np.int64)
-            homes = np.zeros(len(cameras), dtype=np.int64)
-            picture = draw(Partition(positions, owners, ranks, cameras, homes, machines))
+            owners = np.zeros(len(cameras), dtype=np.int64)
+            picture = draw(Partition(positions, owners, ranks, cameras, owners, machines))
             assert np.asarray(picture)[:, 764:].std() > 1, "the legend is there"
 
 
@@ -81,11 +81,11 @@ def test_many_ranks_fit_the_legend() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     seen = two()
     with pytest.raises(ValueError, match="positions"):
-        Partition(seen.positions[:5], seen.owners, seen.points, seen.cameras, seen.homes, 2)
+        Partition(seen.positions[:5], seen.owners, seen.points, seen.cameras, seen.owners, 2)
     with pytest.raises(ValueError, match="1 homes for 2 views"):
-        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.homes[:1], 2)
+        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.owners[:1], 2)
     with pytest.raises(ValueError, match="4 ranks on 3 machines"):
-        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.homes, 3)
+        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.owners, 3)
 
 
 @pytest.mark.parametrize(("machines", "per_machine"), [(1, 8), (2, 4), (4, 4), (8, 4), (32, 1)])

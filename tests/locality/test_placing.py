@@ -72,7 +72,7 @@ def test_each_machine_has_the_town_that_its_views_see() -> None:
     assert len(set(first.tolist())) == len(set(second.tolist())) == 1 and first[0] != second[0]
     counts = torch.bincount(owners, minlength=4)
     assert counts.max() < 1.2 * counts.float().mean(), "level on each machine's ranks"
-    assert made.homes is not None and made.homes.view_machines.tolist() == [int(first[0]), int(second[0])] * 6
+    assert made.owners is not None and made.owners.view_machines.tolist() == [int(first[0]), int(second[0])] * 6
     needed = access.of(0)
     assert needed is not None and needed[:, 2 * int(second[0])].sum() == 0, "nothing from the other machine"
     assert POINTS / 2 <= needed.sum() <= POINTS, "all of the town; what is in two halos counts twice"
@@ -91,25 +91,30 @@ def test_owners_are_kept_until_the_model_has_grown() -> None:
     world, where = alone(4, 2), towns()
     made, _ = placement(world, views(), place_again_at=2.0)
     owners = owners_of(made, where, 4)
-    homes = made.homes
+    owners = made.owners
     settled = settle(world, made, where)
-    assert not settled.anew and torch.equal(settled.owners, owners) and made.homes is homes
+    assert not settled.redistributed and torch.equal(settled.owners, owners) and made.owners is owners
     twice = torch.cat([where, where[: POINTS // 2] + 0.001])
     settled = settle(world, made, twice)
-    assert not settled.anew and torch.equal(settled.owners[:POINTS], owners), "neighbours stay with neighbours"
+    assert not settled.redistributed and torch.equal(settled.owners[:POINTS], owners), "neighbours stay with neighbours"
     more = torch.cat([where, where + 0.001, where + 0.002])
     settled = settle(world, made, more)
-    assert settled.anew and made.homes is not homes and made.homes is not None and made.homes.points == 3 * POINTS
+    assert (
+        settled.redistributed
+        and made.owners is not owners
+        and made.owners is not None
+        and made.owners.points == 3 * POINTS
+    )
 
 
 def test_points_are_placed_anew_when_a_rank_has_too_many() -> None:
     world, where = alone(4, 2), towns()
     made, _ = placement(world, views())
     owners_of(made, where, 4)
-    homes = made.homes
+    owners = made.owners
     heap = torch.cat([where, where[:1].expand(POINTS // 3, 3) + 0.02 * torch.randn(POINTS // 3, 3)])
     settled = settle(world, made, heap)
-    assert settled.anew and made.homes is not homes
+    assert settled.redistributed and made.owners is not owners
     counts = torch.bincount(settled.owners, minlength=4)
     assert counts.max() < 1.3 * counts.float().mean()
 
@@ -120,11 +125,11 @@ def test_what_cannot_be_level_is_not_tried_again_and_again() -> None:
     made, _ = placement(world, views(), group_size=1024)
     owners = owners_of(made, where, 3)
     assert sorted(torch.bincount(owners).tolist()) == [1024, 1024, 2048]
-    homes = made.homes
-    assert not settle(world, made, where).anew and made.homes is homes
+    owners = made.owners
+    assert not settle(world, made, where).redistributed and made.owners is owners
     again, _ = placement(world, views(), group_size=1024)
-    again.load_state(made.knowledge())
-    assert not settle(world, again, where).anew, "nor after a resume"
+    again.load_state(made.state())
+    assert not settle(world, again, where).redistributed, "nor after a resume"
 
 
 def test_what_it_remembers_is_all_that_it_needs() -> None:
@@ -132,13 +137,13 @@ def test_what_it_remembers_is_all_that_it_needs() -> None:
     made, access = placement(alone(4, 2), views())
     owners = owners_of(made, where, 4)
     other, also = placement(alone(4, 2), views())
-    other.load_state(made.knowledge())
+    other.load_state(made.state())
     assert torch.equal(settle(alone(4, 2), other, where).owners, owners) and other.kind == made.kind == "ByViews 2x2"
     for view in range(VIEWS):
         mine, its = access.of(view), also.of(view)
         assert mine is not None and its is not None and np.array_equal(mine, its)
     cut_otherwise, nothing = placement(alone(4, 2), views(), patches=2)
-    cut_otherwise.load_state(made.knowledge())
+    cut_otherwise.load_state(made.state())
     assert torch.equal(settle(alone(4, 2), cut_otherwise, where).owners, owners) and nothing.of(0) is None
 
 
@@ -184,13 +189,13 @@ def placed(machines: int, world: World) -> list[Any]:
     mine = where[shares[world.rank]]
     grown = torch.cat([mine, mine + 0.001])
     settled = settle(world, made, grown)
-    assert made.homes is not None
+    assert made.owners is not None
     return [
         shares,
-        settled.anew,
-        made.homes.starts.tolist(),
-        made.homes.owners.tolist(),
-        access.knowledge()[1].tolist(),
+        settled.redistributed,
+        made.owners.starts.tolist(),
+        made.owners.owners.tolist(),
+        access.state()[1].tolist(),
     ]
 
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from ns_multigpu.locality.assign import Assigner, by_room
+from ns_multigpu.locality.assign import Assigner, by_capacity
 from ns_multigpu.locality.rules import Access, Planner
 
 VIEWS, PATCHES, RANKS = 6, 4, 4
@@ -41,9 +41,9 @@ def test_a_plan_is_the_assigners_of_what_was_handed_in() -> None:
     planner.submit(7, handed)
     handed[:] = 0  # what is recorded later does not come in
     wait_for(planner, 7)
-    served = planner.serve(7, agreed=7)
-    assert served.planned and np.array_equal(served.ranks, assigner.assign(rows))
-    assert (planner.served, planner.misses) == (1, 0)
+    num_planned = planner.serve(7, agreed=7)
+    assert num_planned.planned and np.array_equal(num_planned.ranks, assigner.assign(rows))
+    assert (planner.num_planned, planner.misses) == (1, 0)
     planner.close()
 
 
@@ -56,14 +56,14 @@ def test_a_late_plan_stalls_nothing_and_is_a_miss() -> None:
     planner.submit(1, rows)
     assert planner.ready_through() == -1
     start = time.monotonic()
-    served = planner.serve(0, planner.ready_through())
+    num_planned = planner.serve(0, planner.ready_through())
     assert time.monotonic() - start < 1
-    assert not served.planned and np.array_equal(served.ranks, by_room(rows))
-    assert (planner.served, planner.misses) == (0, 1)
+    assert not num_planned.planned and np.array_equal(num_planned.ranks, by_capacity(rows))
+    assert (planner.num_planned, planner.misses) == (0, 1)
     assigner.gate.set()
     wait_for(planner, 1)
     assert planner.serve(1, 1).planned
-    assert (planner.served, planner.misses) == (1, 1)
+    assert (planner.num_planned, planner.misses) == (1, 1)
     planner.close()
 
 
@@ -72,7 +72,7 @@ def test_a_plan_that_another_rank_lacks_is_not_served() -> None:
     rows = needs(2)
     planner.submit(3, rows)
     wait_for(planner, 3)
-    assert np.array_equal(planner.serve(3, agreed=2).ranks, by_room(rows))
+    assert np.array_equal(planner.serve(3, agreed=2).ranks, by_capacity(rows))
     assert planner.misses == 1
     planner.close()
 
@@ -82,7 +82,7 @@ def test_ranks_of_different_speed_serve_the_same() -> None:
     slow = Held(2, 2)
     object.__setattr__(slow, "gate", threading.Event())
     both = [Planner(Assigner(2, 2)), Planner(slow)]
-    generator, served = np.random.default_rng(1), []
+    generator, num_planned = np.random.default_rng(1), []
     batches = [generator.choice(VIEWS, 2, replace=False).tolist() for _ in range(30)]
     accesses = [Access(PATCHES, RANKS) for _ in both]
 
@@ -102,13 +102,13 @@ def test_ranks_of_different_speed_serve_the_same() -> None:
         agreed = min(planner.ready_through() for planner in both)
         results = [planner.serve(step, agreed) for planner in both]
         assert np.array_equal(results[0].ranks, results[1].ranks) and results[0].planned == results[1].planned
-        served.append(results[0].planned)
+        num_planned.append(results[0].planned)
         for number in range(2):
             accesses[number].record(batches[step], needs(2, step))
             if step + 3 < 30:
                 submit(number, step + 3)
-    assert both[0].misses == both[1].misses == served.count(False) > 0
-    assert served.count(True) > 0
+    assert both[0].misses == both[1].misses == num_planned.count(False) > 0
+    assert num_planned.count(True) > 0
     slow.gate.set()
     for planner in both:
         planner.close()
@@ -118,8 +118,8 @@ def test_views_that_nobody_knows_are_dealt_out() -> None:
     planner = Planner(Assigner(2, 2))
     planner.submit(0, 3 * PATCHES)
     assert planner.ready_through() == 0
-    served = planner.serve(0, 0)
-    assert np.bincount(served.ranks).tolist() == [3, 3, 3, 3] and not served.planned
+    num_planned = planner.serve(0, 0)
+    assert np.bincount(num_planned.ranks).tolist() == [3, 3, 3, 3] and not num_planned.planned
     assert planner.misses == 1
     planner.close()
 
@@ -160,10 +160,10 @@ def test_access_is_kept_for_a_checkpoint() -> None:
     access.record([4, 2], needs(2))
     assert access.of(3) is None
     again = Access(PATCHES, RANKS)
-    again.load_state(*access.knowledge())
+    again.load_state(*access.state())
     found = again.of(4)
     assert found is not None and np.array_equal(found, needs(2)[:PATCHES])
     found[:] = 0
     assert again.of(4) is not None and again.of(4).sum() > 0  # type: ignore[union-attr]
     access.forget()
-    assert access.of(4) is None and access.knowledge()[1].shape == (0, PATCHES, RANKS)
+    assert access.of(4) is None and access.state()[1].shape == (0, PATCHES, RANKS)

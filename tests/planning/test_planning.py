@@ -20,15 +20,15 @@ from ns_multigpu.planning.memory import STATISTICS, checkpoint_bytes, memory, mo
 from ns_multigpu.planning.pace import pace
 from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.work import (
+    CAPACITY_FACTOR,
     CROSSES,
     GRADIENT_BYTES,
     IN_SIGHT,
     PAIRS,
-    ROOM,
     STRATEGIES,
     VISIBLE,
     WIRE_BYTES,
-    Course,
+    Schedule,
     Share,
     batch_of,
     in_sight,
@@ -81,25 +81,25 @@ def test_parameters_and_moments_are_exact(degree: int) -> None:
     points = 1000
     params = initial_gaussians(None, sh_degree=degree, count=points, extent=1.0, generator=torch.Generator())
     held = sum(tensor.nbytes for tensor in params.values())
-    found = memory("single", Course(points, 640, 480, sh_degree=degree), GIB)
+    found = memory("single", Schedule(points, 640, 480, sh_degree=degree), GIB)
     assert found.parameters == held and found.moments == 2 * held
-    assert memory("tile", Course(4 * points, 640, 480, gpus=4, sh_degree=degree), GIB).parameters == held
+    assert memory("tile", Schedule(4 * points, 640, 480, gpus=4, sh_degree=degree), GIB).parameters == held
 
 
 def test_a_compact_state_takes_half_the_moments() -> None:
     """Of 720 bytes a Gaussian, with densification's statistics, 484 are left; in a checkpoint, too."""
     full, compact = (
-        memory("tile", Course(4_000_000, 640, 480, gpus=4, compact=compact), GIB) for compact in (False, True)
+        memory("tile", Schedule(4_000_000, 640, 480, gpus=4, compact=compact), GIB) for compact in (False, True)
     )
     assert compact.moments == full.moments / 2 == 4 * 59 * 1_000_000 and compact.parameters == full.parameters
     held = compact.parameters + compact.moments + STATISTICS * 1_000_000
     assert held == 484 * 1_000_000
     for kept, bytes_a_point in ((False, 720), (True, 484)):
-        assert checkpoint_bytes(Course(1000, 640, 480, gpus=4, compact=kept)) == 1000 * bytes_a_point
-    assert checkpoint_bytes(Course(1000, 640, 480, sh_degree=0)) == 1000 * (3 * 4 * 14 + 12)
+        assert checkpoint_bytes(Schedule(1000, 640, 480, gpus=4, compact=kept)) == 1000 * bytes_a_point
+    assert checkpoint_bytes(Schedule(1000, 640, 480, sh_degree=0)) == 1000 * (3 * 4 * 14 + 12)
     assert full.refining - compact.refining == 2 * 45 * 1_000_000
-    course = Course(1, 3840, 2160, gpus=4)
-    fits = [most_points("tile", replace(course, compact=c), 139 * GIB, densify=False) for c in (False, True)]
+    schedule = Schedule(1, 3840, 2160, gpus=4)
+    fits = [most_points("tile", replace(schedule, compact=c), 139 * GIB, densify=False) for c in (False, True)]
     assert fits[1] > 1.2 * fits[0]
 
 
@@ -163,8 +163,8 @@ def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
 def test_what_collectives_carry_of_a_row_is_counted() -> None:
     wire = replace(KERNELS, absgrad=True).wire(half=False, slots=False)
     assert (4 * wire.row_words, 4 * wire.gradient_words) == (WIRE_BYTES, GRADIENT_BYTES)
-    one = share("tile", Course(4_000_000, 1920, 1080, views=4, gpus=4))
-    rows = ROOM * PAIRS * one.drawn / 4
+    one = share("tile", Schedule(4_000_000, 1920, 1080, views=4, gpus=4))
+    rows = CAPACITY_FACTOR * PAIRS * one.drawn / 4
     pairs = tuple(tuple(0 if a == b else int(rows) for b in range(4)) for a in range(4))
     assert one.traffic_padded == pytest.approx(step_bytes(pairs, 0, WIRE_BYTES, GRADIENT_BYTES, 0), rel=1e-3)
 
@@ -180,7 +180,7 @@ def test_memory_of_the_measured_scenes() -> None:
 
 
 def test_capacities_have_the_room_that_training_gives_them() -> None:
-    assert padded(4_000_000) == pytest.approx(ROOM * 4_000_000, rel=1e-3)
+    assert padded(4_000_000) == pytest.approx(CAPACITY_FACTOR * 4_000_000, rel=1e-3)
 
 
 def test_defaults_are_the_measured_scenes() -> None:
@@ -235,61 +235,63 @@ def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:
 def test_a_whole_dense_step_takes_what_it_took(scene: int) -> None:
     """The sum of the parts, for the scene that the defaults are of; absolute gradients are in it alone."""
     measured = scenes("data/kernels/train-step-h200.json")[scene]
-    course = Course(measured["points"], measured["width"], measured["height"])
-    found = pace("single", course, lazy=False).step
+    schedule = Schedule(measured["points"], measured["width"], measured["height"])
+    found = pace("single", schedule, lazy=False).step
     assert found == pytest.approx(measured["lines"]["step, ours, graph"]["ms"], rel=0.12)
 
 
 def test_shares_of_the_strategies() -> None:
-    course = Course(4_000_000, 1920, 1080, views=2, gpus=4)
-    single, batch, tile = (share(name, course) for name in ("single", "batch", "tile"))
+    schedule = Schedule(4_000_000, 1920, 1080, views=2, gpus=4)
+    single, batch, tile = (share(name, schedule) for name in ("single", "batch", "tile"))
     assert (single.points, batch.points, tile.points) == (4_000_000, 4_000_000, 1_000_000)
     assert (single.views, batch.views, tile.views) == (2, 1, 2)
-    assert (batch_of("single", course), batch_of("batch", course), batch_of("tile", course)) == (2, 4, 2)
+    assert (batch_of("single", schedule), batch_of("batch", schedule), batch_of("tile", schedule)) == (2, 4, 2)
     assert single.pixels == 2 * 1920 * 1080 and batch.pixels == 1920 * 1080
     assert 1920 * 1080 / 2 < tile.pixels < 1.2 * 1920 * 1080 / 2, "half a view, and its halo"
     assert single.traffic == 0 and batch.traffic == pytest.approx(3 * 76 * batch.rows)
-    assert batch.traffic_padded == pytest.approx(3 * ROOM * 92 * batch.rows)
+    assert batch.traffic_padded == pytest.approx(3 * CAPACITY_FACTOR * 92 * batch.rows)
     assert batch.updated == 4 * batch.rows
-    whole = share("tile", Course(4_000_000, 1920, 1080, views=4, gpus=4))
+    whole = share("tile", Schedule(4_000_000, 1920, 1080, views=4, gpus=4))
     assert whole.pixels == 1920 * 1080, "no view is cut: no halo"
-    alone = share("tile", Course(4_000_000, 1920, 1080))
-    assert alone.traffic == 0 and alone.drawn == share("single", Course(4_000_000, 1920, 1080)).drawn
+    alone = share("tile", Schedule(4_000_000, 1920, 1080))
+    assert alone.traffic == 0 and alone.drawn == share("single", Schedule(4_000_000, 1920, 1080)).drawn
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("densify", [True, False])
 def test_the_largest_model_is_the_largest(strategy: str, densify: bool) -> None:
-    course = Course(1, 1280, 720, views=2, gpus=2)
-    most = most_points(strategy, course, 40 * GIB, densify=densify)
-    assert memory(strategy, course.with_points(most), 40 * GIB).headroom(densify=densify) >= 0
-    assert memory(strategy, course.with_points(most + 1), 40 * GIB).headroom(densify=densify) < 0
-    assert most_points(strategy, course, 1 * GIB, densify=densify) == 0, "less than is set aside"
-    assert most_points(strategy, course, 80 * GIB, densify=densify) > 2 * most
+    schedule = Schedule(1, 1280, 720, views=2, gpus=2)
+    most = most_points(strategy, schedule, 40 * GIB, densify=densify)
+    assert memory(strategy, schedule.with_points(most), 40 * GIB).headroom(densify=densify) >= 0
+    assert memory(strategy, schedule.with_points(most + 1), 40 * GIB).headroom(densify=densify) < 0
+    assert most_points(strategy, schedule, 1 * GIB, densify=densify) == 0, "less than is set aside"
+    assert most_points(strategy, schedule, 80 * GIB, densify=densify) > 2 * most
 
 
 def test_shards_hold_more_and_gradients_less() -> None:
-    course = Course(1, 1280, 720, views=4, gpus=4)
-    sizes = {name: most_points(name, course, 40 * GIB, densify=True) for name in STRATEGIES}
+    schedule = Schedule(1, 1280, 720, views=4, gpus=4)
+    sizes = {name: most_points(name, schedule, 40 * GIB, densify=True) for name in STRATEGIES}
     assert sizes["tile"] > 2.5 * sizes["single"]
-    unfused = Course(1, 1280, 720, views=4, gpus=4, fused=False)
+    unfused = Schedule(1, 1280, 720, views=4, gpus=4, fused=False)
     assert most_points("single", unfused, 40 * GIB, densify=True) < sizes["single"]
 
 
 def test_what_pixels_cross_does_not_depend_on_the_model() -> None:
-    small, large = (share("pixel", Course(points, 1920, 1080, views=4, gpus=4)) for points in (1_000_000, 400_000_000))
+    small, large = (
+        share("pixel", Schedule(points, 1920, 1080, views=4, gpus=4)) for points in (1_000_000, 400_000_000)
+    )
     seen = IN_SIGHT[4]
     every = 16 * 0.75 * (4 * seen + 4 * seen) * 1920 * 1080  # if owners drew no more of their pixels than others do
     assert small.traffic == large.traffic == pytest.approx(CROSSES[4] * every)
     assert large.rows == 400 * small.rows and large.arrivals == 0
     assert small.layers == pytest.approx(4 * seen * 1920 * 1080)
-    cut = share("pixel", Course(1_000_000, 1920, 1080, views=1, gpus=4))
+    cut = share("pixel", Schedule(1_000_000, 1920, 1080, views=1, gpus=4))
     assert cut.layers == pytest.approx(seen * 1920 * (1080 + 4 * 20)), "with halos"
-    alone = Course(1_000_000, 1920, 1080)
+    alone = Schedule(1_000_000, 1920, 1080)
     assert share("pixel", alone) == share("tile", alone)
-    course = Course(400_000_000, 1920, 1080, views=4, gpus=4)
-    assert pace("pixel", course).exchange < pace("tile", course, transport="collective").exchange
-    assert memory("pixel", course, 40 * GIB).exchange < memory("tile", course, 40 * GIB).exchange
+    schedule = Schedule(400_000_000, 1920, 1080, views=4, gpus=4)
+    assert pace("pixel", schedule).exchange < pace("tile", schedule, transport="collective").exchange
+    assert memory("pixel", schedule, 40 * GIB).exchange < memory("tile", schedule, 40 * GIB).exchange
 
 
 def test_what_is_in_sight_is_what_was_simulated() -> None:

@@ -19,11 +19,11 @@ from ns_multigpu.locality.rules import Access
 from ns_multigpu.planning import command, rates, simulated
 from ns_multigpu.planning.memory import MOST_SAMPLED, memory, most_points
 from ns_multigpu.planning.pace import pace, traffic
-from ns_multigpu.planning.work import HALO, PAIRS, PATCHES, ROOM, Course, share
+from ns_multigpu.planning.work import CAPACITY_FACTOR, HALO, PAIRS, PATCHES, Schedule, share
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-COURSE = Course(1_000_000, 800, 800, views=16, gpus=8, visible=0.01, tiles=4.0, machines=2, scene="aerial")
+COURSE = Schedule(1_000_000, 800, 800, views=16, gpus=8, visible=0.01, tiles=4.0, machines=2, scene="aerial")
 """A million points on two machines of four GPUs; each of 16 views shows 10,000: 20,000 rows a GPU."""
 
 
@@ -60,7 +60,7 @@ def test_machines_that_were_not_simulated_lie_between() -> None:
     alone = simulated.simulated("street", 1)
     assert (alone.between, alone.in_all, alone.draws) == (0.0, 0.0, 1.0)
     for visible, name in ((0.22, "street"), (0.01, "aerial"), (0.03, "street-visible"), (0.001, "street-far-plane")):
-        assert simulated.nearest_scene(visible) == name == Course(1, 16, 16, visible=visible).scene
+        assert simulated.nearest_scene(visible) == name == Schedule(1, 16, 16, visible=visible).scene
 
 
 def test_constants_are_those_of_the_code() -> None:
@@ -73,14 +73,14 @@ def test_what_tile_sends_between_machines() -> None:
     """Of 20,000 rows of a GPU, drawn uncut, half come from the other machine, with `ROOM * PAIRS`: 48 bytes there,
     44 back; 3/8 from the other three GPUs of its own. Of what has crossed these three hand on three quarters."""
     found = traffic("tile", COURSE)
-    assert found.between == pytest.approx(4 * ROOM * PAIRS * 20_000 * 0.5 * 92)
-    assert found.inside == pytest.approx(ROOM * PAIRS * 20_000 * (3 / 8 + 0.5 * 3 / 4) * 92)
+    assert found.between == pytest.approx(4 * CAPACITY_FACTOR * PAIRS * 20_000 * 0.5 * 92)
+    assert found.inside == pytest.approx(CAPACITY_FACTOR * PAIRS * 20_000 * (3 / 8 + 0.5 * 3 / 4) * 92)
 
 
 def test_what_locality_sends_between_machines() -> None:
     """88.3 % less than half of all rows cross, and 2.8 % less than seven eighths leave their GPU; the busiest has 1.23
     times the mean."""
-    found, rows = traffic("locality", COURSE), ROOM * PAIRS * 1.23 * 20_000 * 92
+    found, rows = traffic("locality", COURSE), CAPACITY_FACTOR * PAIRS * 1.23 * 20_000 * 92
     crossing = 0.5 * 0.117  # of what would go to each GPU that needs it; relays save 5.8 % of it
     assert found.between == pytest.approx(4 * rows * crossing * (1 - 0.058))
     assert found.inside == pytest.approx(rows * (7 / 8 * 0.972 - crossing + 3 / 4 * crossing))
@@ -130,7 +130,7 @@ def test_a_share_of_locality() -> None:
     assert one.pixels == 32 * 210 * 210
     assert one.drawn == pytest.approx(20_000 * 1.05**2 * 1.13) and one.intersections == pytest.approx(4 * one.drawn)
     assert one.rows == one.updated == pytest.approx(20_000 * 1.23)
-    alone, single = share("locality", Course(1000, 800, 600)), share("single", Course(1000, 800, 600))
+    alone, single = share("locality", Schedule(1000, 800, 600)), share("single", Schedule(1000, 800, 600))
     assert (alone.points, alone.drawn, alone.pixels) == (single.points, single.drawn, single.pixels)
     assert (alone.traffic, alone.traffic_padded, alone.between) == (0.0, 0.0, 0.0)
 
@@ -144,8 +144,8 @@ def test_pixels_are_those_that_patches_take_at_most(ranks: int, machines: int, v
     width, height = 64 * 5, 64 * 3
     view = View(torch.eye(4), torch.eye(3), width, height)
     most = patches.most_pixels(views, view.width, view.height, ranks, SSIM_HALO)
-    course = Course(1000, width, height, views=views, gpus=ranks, machines=machines, visible=0.01)
-    assert share("locality", course).pixels == most
+    schedule = Schedule(1000, width, height, views=views, gpus=ranks, machines=machines, visible=0.01)
+    assert share("locality", schedule).pixels == most
 
 
 def test_memory_of_locality_is_tiles_and_its_placements() -> None:
@@ -179,16 +179,16 @@ def test_the_command_compares_strategies_over_machines(capsys: pytest.CaptureFix
     assert "16 GPU(s) on 4 machines" in text
     crossing = next(line for line in text.splitlines() if line.startswith("  into a machine"))
     single, batch, tile, locality, pixel = (float(cell.replace(",", "")) for cell in crossing.split()[-5:])
-    course = Course(100_000_000, 1920, 1080, views=16, gpus=16, machines=4, visible=0.01)
+    schedule = Schedule(100_000_000, 1920, 1080, views=16, gpus=16, machines=4, visible=0.01)
     assert single == 0.0 and batch > tile
-    assert tile == pytest.approx(traffic("tile", course).between / 2**20, abs=0.1)
-    assert locality == pytest.approx(traffic("locality", course).between / 2**20, abs=0.1)
+    assert tile == pytest.approx(traffic("tile", schedule).between / 2**20, abs=0.1)
+    assert locality == pytest.approx(traffic("locality", schedule).between / 2**20, abs=0.1)
     line = next(line for line in text.splitlines() if line.startswith("  between machines, 100 Gbit/s"))
-    assert float(line.split()[-2]) == pytest.approx(pace("locality", course, gbit=100).between, abs=0.01)
+    assert float(line.split()[-2]) == pytest.approx(pace("locality", schedule, gbit=100).between, abs=0.01)
     assert re.search(r"^  draws +1\.00 +1\.00 +1\.00 +1\.29 +1\.00$", text, re.MULTILINE)
     assert "saves 85.8% " in text and simulated.SOURCE in text and "aerial, frustum" in text
     assert "tile draws its bands wherever: 75% of the rows cross." in text
-    assert pixel == pytest.approx(traffic("pixel", course).between / 2**20, abs=0.1)
+    assert pixel == pytest.approx(traffic("pixel", schedule).between / 2**20, abs=0.1)
     assert "in 15% of its pixels" in text
     assert "simulated with" not in text, "as many views as there"
 
@@ -226,4 +226,4 @@ def test_nonsense_is_refused(more: list[str], said: str, capsys: pytest.CaptureF
         main(["plan", "--points", "1M", "--image", "640x480", "--gpu", "h200", *more])
     assert said in capsys.readouterr().err
     with pytest.raises(ValueError, match="scene is 'moon'"):
-        Course(1, 16, 16, scene="moon")
+        Schedule(1, 16, 16, scene="moon")

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.primitives.morton import CODE_BITS, HAND_BITS, MORTON_BITS, Grid, census, dealt_codes, dealt_order
+from ns_multigpu.primitives.morton import (
+    CODE_BITS,
+    HAND_BITS,
+    MORTON_BITS,
+    Grid,
+    census,
+    interleaved_codes,
+    interleaved_order,
+)
 
 HALF = 1 << (MORTON_BITS - 1)
 
@@ -22,7 +30,7 @@ def test_a_code_is_the_cell_s_hand_and_the_place_on_the_curve() -> None:
     places = torch.cat([torch.randint(0, 2 * HALF, (50, 3), generator=g), torch.tensor([[0] * 3, [2 * HALF - 1] * 3])])
     means = (places.double() - HALF + 0.5) / HALF * 4.0
     grid = Grid(half=2, cell=-5)  # 256 cells along each axis, of 1024 places each
-    for place, code in zip(places.tolist(), dealt_codes(means, grid).tolist(), strict=True):
+    for place, code in zip(places.tolist(), interleaved_codes(means, grid).tolist(), strict=True):
         curve = sum(((place[axis] >> b) & 1) << (3 * b + axis) for b in range(MORTON_BITS) for axis in range(3))
         x, y, z = ((p - HALF) // 1024 for p in place)
         hand = int(f"{(x + 27 * y + 11 * z) % 64:06b}"[::-1], 2)
@@ -45,23 +53,23 @@ def test_a_census_knows_how_far_points_reach(power: int) -> None:
     grid = Grid.of(counts.tolist())
     assert grid.half == reached and grid.cell <= grid.half + 1
     if -100 < power < 127:
-        assert len(set(dealt_codes(means, grid).tolist())) == 3
+        assert len(set(interleaved_codes(means, grid).tolist())) == 3
 
 
 def test_no_points() -> None:
     none = torch.zeros(0, 3)
     assert census(none).sum() == 0
-    assert len(dealt_order(none)) == 0
-    assert dealt_codes(torch.zeros(3, 3), grid_of(torch.zeros(3, 3))).unique().numel() == 1
+    assert len(interleaved_order(none)) == 0
+    assert interleaved_codes(torch.zeros(3, 3), grid_of(torch.zeros(3, 3))).unique().numel() == 1
 
 
 def test_what_is_not_finite_is_in_the_middle() -> None:
     points = drawn(4000, 3)
     points[5], points[6] = torch.nan, torch.inf
-    assert sorted(dealt_order(points).tolist()) == list(range(4000))
+    assert sorted(interleaved_order(points).tolist()) == list(range(4000))
     middle = points.clone()
     middle[5:7] = 0.0
-    assert torch.equal(dealt_order(points), dealt_order(middle))
+    assert torch.equal(interleaved_order(points), interleaved_order(middle))
 
 
 def test_the_grid_is_the_census_of_all_whoever_holds_them() -> None:
@@ -74,13 +82,13 @@ def test_one_point_far_away_changes_nothing_for_the_others() -> None:
     points = drawn(4000, 3) - 0.4
     far = torch.cat([points, torch.tensor([[40.0, 0.0, 0.0]])])
     assert grid_of(far).cell == grid_of(points).cell
-    kept = dealt_order(far)
-    assert float((kept[kept < 4000] == dealt_order(points)).double().mean()) > 0.99
+    kept = interleaved_order(far)
+    assert float((kept[kept < 4000] == interleaved_order(points)).double().mean()) > 0.99
 
 
 def test_neighbours_in_the_order_are_near() -> None:
     points = drawn(200_000, 3) * torch.tensor([1.0, 1.0, 0.01])
-    apart = points[dealt_order(points)].diff(dim=0).norm(dim=-1)
+    apart = points[interleaved_order(points)].diff(dim=0).norm(dim=-1)
     assert float(apart.median()) < 0.02 * float(points.diff(dim=0).norm(dim=-1).median())
 
 
@@ -89,7 +97,7 @@ def test_every_region_is_dealt_out_evenly(ranks: int) -> None:
     """Half the floor, a quarter, a stripe, a circle: each rank's range has its share of it."""
     points = drawn(200_000, 3, seed=2) * 2 - 1
     points[:, 2] *= 0.05 * (points[:, 0].abs() > 0.5)  # partly flat, partly not
-    order = dealt_order(points)
+    order = interleaved_order(points)
     owner = torch.empty_like(order)
     owner[order] = torch.arange(len(order)) * ranks // len(order)
     x, y = points[:, 0], points[:, 1]
@@ -104,7 +112,7 @@ def test_every_region_is_dealt_out_evenly(ranks: int) -> None:
 
 def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     points = drawn(1000, 3, seed=4)
-    whole, codes = census(points), dealt_codes(points, grid_of(points))
+    whole, codes = census(points), interleaved_codes(points, grid_of(points))
     monkeypatch.setattr("ns_multigpu.primitives.morton._PIECE", 77)
     assert torch.equal(census(points), whole)
-    assert torch.equal(dealt_codes(points, grid_of(points)), codes)
+    assert torch.equal(interleaved_codes(points, grid_of(points)), codes)

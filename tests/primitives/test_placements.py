@@ -17,7 +17,7 @@ from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.primitives.gaussians import test_sharded_densifier, test_sharded_mcmc
 from tests.primitives.shards import assert_same, by_place, holding_of
 
-KINDS: dict[str, ModuleType] = {"densifier": test_sharded_densifier, "mcmc": test_sharded_mcmc}
+PRIMITIVES: dict[str, ModuleType] = {"densifier": test_sharded_densifier, "mcmc": test_sharded_mcmc}
 CASES = {
     "densifier": ("even", "few places", "a rank owns all", "a rank is pruned", "revised opacity", "capped"),
     "mcmc": ("even", "few places", "a rank owns nothing", "a rank is dead", "none is dead", "all are dead"),
@@ -29,18 +29,18 @@ def courses(world: World, kind: str) -> dict[tuple[str, str], tuple[dict[str, Te
     found: dict[Any, Any] = {}
     for name, toy in TOYS.items():
         for case in CASES[kind]:
-            values = {key: value.to(world.device) for key, value in KINDS[kind].initial(case).items()}
-            holding = holding_of(toy, case, values, world)
-            lines, records, _ = KINDS[kind].course(world, case, True, holding)
-            assert holding.places is not None and holding.places.device.type == world.device.type
-            found[name, case] = (lines, holding.places.cpu(), [record.moved for record in records])
+            values = {key: value.to(world.device) for key, value in PRIMITIVES[kind].initial(case).items()}
+            shard_index = holding_of(toy, case, values, world)
+            lines, records, _ = PRIMITIVES[kind].schedule(world, case, True, shard_index)
+            assert shard_index.places is not None and shard_index.places.device.type == world.device.type
+            found[name, case] = (lines, shard_index.places.cpu(), [record.moved for record in records])
     return found
 
 
 def compare(kind: str, size: int, device: str) -> None:
     outcomes = run_ranks(courses, size, kind, device=device)
     for case in CASES[kind]:
-        expected = KINDS[kind].course(World.single(device if device == "cpu" else "cuda:0"), case, False)[0]
+        expected = PRIMITIVES[kind].schedule(World.single(device if device == "cpu" else "cuda:0"), case, False)[0]
         for name in TOYS:
             some = [outcome[name, case] for outcome in outcomes]
             found = by_place([lines for lines, _, _ in some], [places for _, places, _ in some])
@@ -51,13 +51,13 @@ def compare(kind: str, size: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PRIMITIVES)
 def test_any_owners_train_the_model_of_one_rank(kind: str, size: int) -> None:
     compare(kind, size, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PRIMITIVES)
 def test_any_owners_train_the_model_of_one_gpu(kind: str) -> None:
     skip_without_gpus(2)
     compare(kind, 2, "cuda")
@@ -65,8 +65,8 @@ def test_any_owners_train_the_model_of_one_gpu(kind: str) -> None:
 
 def owned(world: World, kind: str) -> bool:
     """Return whether each rank has what the placement gives it, when a refinement is done."""
-    module = KINDS[kind]
-    holding = holding_of(HalfSpaces(), "even", module.initial("even"), world)
+    module = PRIMITIVES[kind]
+    shard_index = holding_of(HalfSpaces(), "even", module.initial("even"), world)
     seen: list[bool] = []
     sharded, name = (ShardedMcmc, "refine_when_due") if kind == "mcmc" else (ShardedDensifier, "_refine")
     refine = getattr(sharded, name)
@@ -82,11 +82,11 @@ def owned(world: World, kind: str) -> bool:
         patch.setattr(sharded, name, watched)
         patch.setitem(test_sharded_mcmc.RULES, "cap_max", test_sharded_mcmc.COUNT)  # so that it never grows,
         patch.setitem(test_sharded_mcmc.RULES, "order_every", 1000)  # and is never brought into its order
-        module.course(world, "even", True, holding)
+        module.schedule(world, "even", True, shard_index)
     return len(seen) >= test_sharded_densifier.REFINED and all(seen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PRIMITIVES)
 def test_owners_are_those_that_the_placement_names(kind: str) -> None:
     """MCMC's also behind refinements that only relocate."""
     assert all(run_ranks(owned, 3, kind))
@@ -96,7 +96,7 @@ def test_replicas_stay_where_they_are() -> None:
     for placement in (AllHere(), Replicated()):
         keys = torch.arange(5)
         move = plan_move(keys, torch.ones_like(keys), [5], World.single(), 1.1, placement)
-        assert move.send == [5] and move.moved == 0 and move.places is None and move.leave is None
+        assert move.send == [5] and move.moved == 0 and move.places is None and move.sent is None
         assert placement.shares(5, lambda: torch.zeros(5, 3), 1) == [range(5)] and placement.kind is None
     assert Sharded().kind is None and HalfSpaces().kind == "HalfSpaces"
 

@@ -23,8 +23,8 @@ from tests.primitives.training_runs import (
     LAMBDA,
     RATES,
     WIDTH,
-    Course,
     Outcome,
+    Schedule,
     assert_same_course,
     batch_of,
     ordinary,
@@ -36,7 +36,7 @@ from tests.primitives.training_runs import (
 )
 from tests.strategies.scene import make_image, make_points
 
-ROOM, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
+CAPACITY_FACTOR, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
 
 
 # Of replicas each draws as many views.
@@ -49,9 +49,9 @@ ROOM, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
     ],
 )  # fmt: skip
 def test_a_course_is_the_ordinary_one(strategy: str, ranks: int, batch: int, antialiased: bool) -> None:
-    course = Course(strategy, batch, 4, antialiased, room=ROOM if strategy == "tile" else None)
-    outcomes = take(course, ranks)
-    assert_same_course(course, outcomes, ordinary(course))
+    schedule = Schedule(strategy, batch, 4, antialiased, room=CAPACITY_FACTOR if strategy == "tile" else None)
+    outcomes = take(schedule, ranks)
+    assert_same_course(schedule, outcomes, ordinary(schedule))
     assert sum(int(o["redone"]) for o in outcomes) == 0
     assert (sum(int(o["sent"]) for o in outcomes) > 0) == (strategy == "tile" and ranks > 1)
 
@@ -59,9 +59,9 @@ def test_a_course_is_the_ordinary_one(strategy: str, ranks: int, batch: int, ant
 @pytest.mark.parametrize("strategy", ["batch", "tile"])
 def test_a_course_of_tall_views(strategy: str) -> None:
     """What is counted by the longer side of a view is not counted by its width."""
-    course = Course(strategy, 2, 2, size=(30, 60))
-    found, expected = taken(World.single(), course), ordinary(course)
-    assert_same_course(course, [found], expected)
+    schedule = Schedule(strategy, 2, 2, size=(30, 60))
+    found, expected = taken(World.single(), schedule), ordinary(schedule)
+    assert_same_course(schedule, [found], expected)
     assert (found["radii"] - expected["radii"]).abs().max() < 1e-2
 
 
@@ -69,9 +69,9 @@ def test_a_course_of_tall_views(strategy: str) -> None:
 def test_intersections_of_each_row_of_tiles_are_counted(ranks: int) -> None:
     """As they are where each row of tiles is a patch of its own. The last is cut off by the image's border."""
     assert HEIGHT % TILE
-    course = Course("tile", 3, 1, room=ROOM)
+    schedule = Schedule("tile", 3, 1, room=CAPACITY_FACTOR)
     views = batch_of(0, 3, torch.device("cpu"))
-    points, kind = make_points(course.points, torch.float32), Gaussians(sh_degree=2)
+    points, kind = make_points(schedule.points, torch.float32), Gaussians(sh_degree=2)
     splats = kind.splat(points, kind.cull(points, views, range(3)), views)
     rows = {name: value.detach() for name, value in splats.rows.items()}
 
@@ -84,19 +84,19 @@ def test_intersections_of_each_row_of_tiles_are_counted(ranks: int) -> None:
 
     expected = [[met(v, 0, y, WIDTH, min(y + TILE, HEIGHT)) for y in range(0, HEIGHT, TILE)] for v in range(3)]
     assert min(expected[0]) > 0
-    for outcome in take(course, ranks):
+    for outcome in take(schedule, ranks):
         assert outcome["tiles"].tolist() == expected
 
 
 def test_rows_that_stay_where_they_are() -> None:
-    course = Course("tile", 2, 3, room=ROOM, lazy=True, transport="own")
-    assert_same_course(course, take(course, 1), ordinary(course))
+    schedule = Schedule("tile", 2, 3, room=CAPACITY_FACTOR, lazy=True, transport="own")
+    assert_same_course(schedule, take(schedule, 1), ordinary(schedule))
 
 
 @pytest.mark.parametrize("bounds", [(0, 0, 300), (0, 7, 7, 300)])
 def test_a_rank_that_owns_no_points(bounds: tuple[int, ...]) -> None:
-    course = Course("tile", 1, 3, bounds=bounds, room=ROOM)
-    assert_same_course(course, take(course, len(bounds) - 1), ordinary(course))
+    schedule = Schedule("tile", 1, 3, bounds=bounds, room=CAPACITY_FACTOR)
+    assert_same_course(schedule, take(schedule, len(bounds) - 1), ordinary(schedule))
 
 
 @pytest.mark.parametrize(
@@ -109,18 +109,18 @@ def test_a_rank_that_owns_no_points(bounds: tuple[int, ...]) -> None:
 def test_a_capacity_that_is_too_small_costs_a_step_and_changes_nothing(
     strategy: str, ranks: int, batch: int, room: tuple[int, int, int]
 ) -> None:
-    course = Course(strategy, batch, 3, room=room)
-    outcomes = take(course, ranks)
+    schedule = Schedule(strategy, batch, 3, room=room)
+    outcomes = take(schedule, ranks)
     assert all(int(o["redone"]) >= 1 for o in outcomes)
-    assert_same_course(course, outcomes, ordinary(course))
+    assert_same_course(schedule, outcomes, ordinary(schedule))
 
 
 # ---- steps that are put off ----
 
 
-def assert_same_steps(course: Course, lazy: list[Outcome], eager: list[Outcome]) -> None:
+def assert_same_steps(schedule: Schedule, lazy: list[Outcome], eager: list[Outcome]) -> None:
     """Closer to each other than to the ordinary course, whose sums have another order."""
-    one, other = together(course, lazy), together(course, eager)
+    one, other = together(schedule, lazy), together(schedule, eager)
     for name, rate in RATES.items():
         assert float((one[name] - other[name]).abs().mean()) < 2e-3 * rate, name
 
@@ -130,18 +130,18 @@ PUT_OFF = [("batch", 1), ("batch", 2), ("tile", 1), ("tile", 2)]
 
 @pytest.mark.parametrize(("strategy", "ranks"), PUT_OFF)
 def test_steps_that_are_put_off_are_the_ordinary_ones(strategy: str, ranks: int) -> None:
-    course = Course(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
-    lazy = take(course, ranks)
-    assert_same_steps(course, lazy, take(replace(course, lazy=False), ranks))
-    assert_same_course(course, lazy, ordinary(course))
+    schedule = Schedule(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
+    lazy = take(schedule, ranks)
+    assert_same_steps(schedule, lazy, take(replace(schedule, lazy=False), ranks))
+    assert_same_course(schedule, lazy, ordinary(schedule))
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), PUT_OFF)
 def test_a_capacity_exceeded_while_steps_are_put_off(strategy: str, ranks: int) -> None:
-    course = Course(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
-    plenty = take(course, ranks)
+    schedule = Schedule(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
+    plenty = take(schedule, ranks)
     rows, segment, intersections = plenty[0]["first"].tolist()
-    tight = take(replace(course, room=(rows, max(segment, 1), intersections)), ranks)
+    tight = take(replace(schedule, room=(rows, max(segment, 1), intersections)), ranks)
     assert int(tight[0]["redone"]) >= 1 and int(tight[0]["put off"]) >= 1
     for name in RATES:
         assert all(torch.equal(a[name], b[name]) for a, b in zip(tight, plenty, strict=True)), name
@@ -205,8 +205,8 @@ def test_what_leaves_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 2), (3, 2)])
 def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> None:
-    course = Course("tile", batch, 3, room=ROOM)
-    for a, b in zip(take(replace(course, by_sort=True), ranks), take(course, ranks), strict=True):
+    schedule = Schedule("tile", batch, 3, room=CAPACITY_FACTOR)
+    for a, b in zip(take(replace(schedule, by_sort=True), ranks), take(schedule, ranks), strict=True):
         # Sorted lists want each row's line at its owner: a word more of each travels.
         assert [name for name in a if not torch.equal(a[name], b[name])] == (["bytes"] if ranks > 1 else [])
 
@@ -218,13 +218,13 @@ def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> 
     ("strategy", "ranks", "batch"), [("tile", 1, 2), ("tile", 2, 1), ("tile", 2, 2), ("batch", 1, 2), ("batch", 2, 2)]
 )
 def test_a_course_of_what_was_recorded(strategy: str, ranks: int, batch: int) -> None:
-    course = Course(
+    schedule = Schedule(
         strategy, batch, 12, room=(64, 16, 64), lazy=True, transport="collective", captured=True
     )  # fmt: skip
-    outcomes = take(course, ranks)
+    outcomes = take(schedule, ranks)
     assert all(int(o["redone"]) > 0 for o in outcomes), "capacities must have changed under the graphs"
     assert all(int(o["replayed"]) > 4 for o in outcomes), "hardly a step came from what was recorded"
-    assert_same_course(course, outcomes, ordinary(course))
+    assert_same_course(schedule, outcomes, ordinary(schedule))
 
 
 # ---- on GPUs ----
@@ -235,8 +235,8 @@ def test_a_course_of_what_was_recorded(strategy: str, ranks: int, batch: int) ->
 @pytest.mark.parametrize(("ranks", "batch", "antialiased"), [(1, 1, False), (1, 3, True), (2, 2, False), (4, 8, True)])
 def test_a_course_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool, lazy: bool) -> None:
     skip_without_gpus(ranks)
-    course = Course("batch", batch, 4, antialiased, lazy=lazy, points=3000)
-    assert_same_course(course, take(course, ranks, "cuda"), ordinary(course))
+    schedule = Schedule("batch", batch, 4, antialiased, lazy=lazy, points=3000)
+    assert_same_course(schedule, take(schedule, ranks, "cuda"), ordinary(schedule))
 
 
 @pytest.mark.gpu
@@ -247,10 +247,10 @@ def test_a_course_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool,
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 1), (4, 4)])
 def test_a_course_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: str, by_sort: bool) -> None:
     skip_without_gpus(ranks)
-    course = Course(
+    schedule = Schedule(
         "tile", batch, 4, room=LARGE_ROOM, lazy=lazy, transport=transport, by_sort=by_sort, points=3000
     )  # fmt: skip
-    assert_same_course(course, take(course, ranks, "cuda"), ordinary(course))
+    assert_same_course(schedule, take(schedule, ranks, "cuda"), ordinary(schedule))
 
 
 @pytest.mark.gpu
@@ -258,10 +258,10 @@ def test_a_course_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transpor
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 2)])
 def test_a_course_of_graphs_on_gpus(ranks: int, batch: int, lazy: bool) -> None:
     skip_without_gpus(ranks)
-    course = Course(
+    schedule = Schedule(
         "tile", batch, 12, room=(1024, 1024, 8192), lazy=lazy, transport="peer", points=3000,
         captured=True,
     )  # fmt: skip
-    outcomes = take(course, ranks, "cuda")
+    outcomes = take(schedule, ranks, "cuda")
     assert all(outcome["redone"] > 0 for outcome in outcomes), "capacities must have changed under the graphs"
-    assert_same_course(course, outcomes, ordinary(course))
+    assert_same_course(schedule, outcomes, ordinary(schedule))

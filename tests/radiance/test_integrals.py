@@ -136,7 +136,7 @@ def test_sums_along_rays_are_the_same_in_pieces(columns: int, monkeypatch: pytes
     most = sums.most_rows(columns)
     assert most & (most - 1) == 0 and most * columns < 3e6
     rows = torch.rand(most + 3, columns, dtype=torch.float64, requires_grad=True)
-    found, weights = sums.in_pieces(rows, most), torch.rand(most + 3, columns, dtype=torch.float64)
+    found, weights = sums.in_chunks(rows, most), torch.rand(most + 3, columns, dtype=torch.float64)
     assert torch.equal(found, rows.cumsum(1)) and torch.equal(found, running_sum(rows))
     (given,) = torch.autograd.grad((found * weights).sum(), rows)
     (expected,) = torch.autograd.grad((rows.cumsum(1) * weights).sum(), rows)

@@ -11,7 +11,7 @@ from ns_multigpu.cells.boundary import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.boundary_rows import BoundaryRows, Crossing
+from ns_multigpu.core.exchange.boundary_rows import BoundaryRows, CellRegions
 from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import TILE, Hits, Patch, Splats, View
@@ -27,7 +27,7 @@ VIEWS, POINTS = 5, 150
 
 
 def strategy_of(cells: int, world: World) -> Strategy:
-    return pixel(world, PixelOptions(cells=cells, crossing="ghosts"))
+    return pixel(world, PixelOptions(cells=cells, regions="ghosts"))
 
 
 def step_of(
@@ -66,16 +66,16 @@ def windows_of(where: str) -> tuple[CellsInViews, Plan, list[View]]:
     spread = with_splits(World.single(), where_cameras_stand()[where], "ghosts")
     spread.placement.hold(points, World.single())
     spread.observe(Gaussians(), points, 0)
-    assert isinstance(spread.rows, BoundaryRows) and isinstance(spread.rows.crossing, CellsInViews)
-    return spread.rows.crossing, spread.plan(views), views
+    assert isinstance(spread.rows, BoundaryRows) and isinstance(spread.rows.regions, CellsInViews)
+    return spread.rows.regions, spread.plan(views), views
 
 
 @pytest.mark.parametrize("where", where_cameras_stand())
 def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
     """And as near as possible that in which it lies: the ray through the tile's middle says so where all draw."""
-    crossing, plan, views = windows_of(where)
-    windows, start = crossing.windows(plan, views, 0), 0
-    tree = crossing._space.tree
+    regions, plan, views = windows_of(where)
+    windows, start = regions.windows(plan, views, 0), 0
+    tree = regions._space.tree
     assert tree is not None
     counted = {view: torch.zeros(-(-v.height // TILE), -(-v.width // TILE), 200) for view, v in enumerate(views)}
     depths = torch.linspace(0.02, 9.0, 200, dtype=torch.float64)
@@ -119,28 +119,28 @@ def bytes_of(world: World, cross: bool) -> int:
 def test_rows_go_where_they_reach_a_cell() -> None:
     few, many = (run_ranks(bytes_of, 2, cross) for cross in (True, False))
     assert all(a < 0.75 * b for a, b in zip(few, many, strict=True))
-    crossing, _, views = windows_of("in a cell")
+    regions, _, views = windows_of("in a cell")
     view, places = views[0], torch.tensor([[10.0, 5.0], [25, 21], [19, 27], [29, 5]], dtype=torch.float64)
     depths = torch.tensor([4.0, 4.0, 2.0, 2.5], dtype=torch.float64)
     middles = (places / TILE).floor() * TILE + TILE / 2  # each reaches one tile, and goes by its middle
     rays = torch.cat([(middles - view.K[:2, 2]) / view.K[[0, 1], [0, 1]], torch.ones(4, 1)], 1)
-    tree = crossing._space.tree
+    tree = regions._space.tree
     assert tree is not None
     cells = tree.of((rays * depths[:, None] - view.viewmat[:3, 3]) @ view.viewmat[:3, :3])
     assert len(cells.unique()) == 3
-    reach = crossing.reach(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view])
-    assert torch.equal(reach.T, torch.nn.functional.one_hot(cells, 3).bool())
+    overlaps_cells = regions.overlaps_cells(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view])
+    assert torch.equal(overlaps_cells.T, torch.nn.functional.one_hot(cells, 3).bool())
 
 
 @pytest.mark.gpu
 def test_cameras_may_be_on_the_host() -> None:
     """As they are where a run first asks how much room its rows need."""
     skip_without_gpus(1)
-    crossing, _, views = windows_of("in a cell")
+    regions, _, views = windows_of("in a cell")
     places = torch.tensor([[10.0, 5.0], [25, 21], [19, 27]], dtype=torch.float64)
     given = torch.zeros(3).int(), places, torch.full((3, 2), 2).int(), torch.tensor([4.0, 2, 3], dtype=torch.float64)
     there = (x.cuda().float() if x.is_floating_point() else x.cuda() for x in given)
-    assert torch.equal(crossing.reach(*there, views[:1]).cpu(), crossing.reach(*given, views[:1]))
+    assert torch.equal(regions.overlaps_cells(*there, views[:1]).cpu(), regions.overlaps_cells(*given, views[:1]))
 
 
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
@@ -176,7 +176,7 @@ def test_single_on_gpus(mode: str, ranks: int, cells: int) -> None:
         check_fused(outcomes, primitive, PORTRAIT)
 
 
-class _Near(Crossing):
+class _Near(CellRegions):
     """One cell, which what is nearer than 1 reaches; counts how often it is asked."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class _Near(Crossing):
     def windows(self, plan: Plan, views: Sequence[View], rank: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def reach(
+    def overlaps_cells(
         self, view_ids: torch.Tensor, means2d: torch.Tensor, radii: torch.Tensor, depths: torch.Tensor,
         views: Sequence[View],
     ) -> torch.Tensor:  # fmt: skip
@@ -195,8 +195,8 @@ class _Near(Crossing):
 
 def test_boundary_rows_touch_what_the_crossing_says() -> None:
     """Each batch is asked about once, and earlier batches do not matter."""
-    crossing, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
-    leg = BoundaryRows(crossing)
+    regions, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
+    leg = BoundaryRows(regions)
     plan = Plan(((Patch(0, 0, 0, 32, 32, cell=0),),), ((),))
     for turn, depths in enumerate(([0.5, 0.5, 2.0], [2.0, 2.0, 0.5])):
         ids = torch.zeros(3, dtype=torch.int32)
@@ -205,4 +205,4 @@ def test_boundary_rows_touch_what_the_crossing_says() -> None:
         own = Splats(Hits(ids, torch.arange(3, dtype=torch.int32)), rows)
         near = torch.tensor(depths) < 1
         assert torch.equal(leg.touched(own, [view], plan)[0], near)
-        assert crossing.asked == turn + 1
+        assert regions.asked == turn + 1

@@ -48,7 +48,7 @@ def strategy_of(world: World, hide: bool = True) -> Strategy:
     space = GivenCells(world, options)
     space.splits = (Split(0, -0.3, -1, 1), Split(0, 0.3, -2, -3))
     pixels, views = CompositePixels(space.local), CellPixels(space, hide=hide)
-    pixels.told = views.learn if hide else None
+    pixels.feedback = views.learn if hide else None
     return replace(pixel(world, options), placement=space, assignment=views, pixels=pixels)
 
 
@@ -93,7 +93,7 @@ def test_ranks_hide_the_same(ranks: int) -> None:
             assert one["figures"][name] == expected["figures"][name]
 
 
-def learnt(world: World, mode: str) -> list[list[int]]:
+def measured_work(world: World, mode: str) -> list[list[int]]:
     """What is known of hidden cells after a step in this mode."""
     spread = strategy_of(world)
     kind = Gaussians()
@@ -112,13 +112,13 @@ def learnt(world: World, mode: str) -> list[list[int]]:
         fill(step, views)
         step.take(plan, [target_of(patch, views) for patch in plan.owned[world.rank]])
         assert step.status().done == 1
-        spread.assignment.learn(views, step.learnt.reshape(-1).tolist())
-    return spread.assignment.knowledge()
+        spread.assignment.learn(views, step.measured_work.reshape(-1).tolist())
+    return spread.assignment.state()
 
 
 @pytest.mark.parametrize("mode", ["autograd", "step"])
 def test_every_mode_learns_the_same(mode: str) -> None:
-    (expected,) = run_ranks(learnt, 1, "autograd")
+    (expected,) = run_ranks(measured_work, 1, "autograd")
     assert sum(row[-1] == 0 for row in expected[1:] if len(row) == 12 and row[7] > 0) > 0, "a cell that is all hidden"
-    for found in run_ranks(learnt, 2, mode):
+    for found in run_ranks(measured_work, 2, mode):
         assert found == expected

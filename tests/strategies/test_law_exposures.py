@@ -23,7 +23,7 @@ from tests.strategies.test_law_surfels import surfels
 WAYS = [*LIKE_SINGLE, "pixel"]
 
 
-KINDS = ["gaussians", "4D gaussians", "2dgs", "convex"]
+PRIMITIVES = ["gaussians", "4D gaussians", "2dgs", "convex"]
 
 
 def kind_of(name: str, count: int, dtype: torch.dtype, device: Any = "cpu") -> tuple[Any, Points]:
@@ -41,7 +41,7 @@ def step(world: World, strategy: str, name: str, dtype: torch.dtype, exposes: bo
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", PRIMITIVES)
 def test_equals_single(name: str, strategy: str, ranks: int) -> None:
     expected = step(World.single(), "single", name, torch.float64)
     without = step(World.single(), "single", name, torch.float64, False)
@@ -85,7 +85,7 @@ def test_a_fused_step_equals_single(strategy: str, mode: str, ranks: int) -> Non
     ("strategy", "ranks", "mode"),
     [("single", 1, "captured"), ("batch", 2, "captured"), ("tile", 3, "step"), ("locality", 2, "captured")],
 )  # fmt: skip
-@pytest.mark.parametrize("primitive", KINDS[1:])
+@pytest.mark.parametrize("primitive", PRIMITIVES[1:])
 def test_a_fused_step_of_other_points_equals_single(primitive: str, strategy: str, ranks: int, mode: str) -> None:
     check_fused(run_ranks(fused, ranks, strategy, mode, primitive), strategy, primitive)
 
@@ -114,9 +114,9 @@ def test_a_step_that_finds_no_room_leaves_maps_alone() -> None:
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     maps = make_maps(count, torch.float32)
     before, firsts, seconds = maps.clone(), torch.ones_like(maps), torch.ones_like(maps)
-    learnt = StepExposures(maps, firsts, seconds, count)
+    measured_work = StepExposures(maps, firsts, seconds, count)
     for rows, done in ((8, 0), (2048, 1)):
-        step = made(spread, kind, views, params, moments, {}, False, None, None, learnt, room={"rows": rows})
+        step = made(spread, kind, views, params, moments, {}, False, None, None, measured_work, room={"rows": rows})
         fill(step, views)
         step.scalars[:, 0] = 1e-3
         plan = with_halos(spread.plan_alike(views), *PORTRAIT)

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from cuda_ext.ops.optim.adam import adam_scalars
-from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.assign.assignment import RoundRobinViews
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.legs import LocalRows, SummedGradients, WholePixels
 from ns_multigpu.core.exchange.transports import make_transport
 from ns_multigpu.core.observations import Observations
-from ns_multigpu.core.step.composable import unsupported_reason
 from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.core.step.fused_support import unsupported_reason
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import StepSettings, with_halos
 from ns_multigpu.core.step.tile_lists import SortedLists
@@ -57,7 +57,7 @@ MODES = ("step", "captured")
 POINTS, LAMBDA, BACKGROUND = 150, 0.2, 0.3
 DEALT, CUT = 12, 11
 """Views of a step: as many for each of 1 to 4 ranks where they are dealt out; else so many that some have to be cut."""
-ROOM = {"rows": 2048, "segment": 2048, "intersections": 65536}
+CAPACITIES = {"rows": 2048, "segment": 2048, "intersections": 65536}
 LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
 
@@ -97,16 +97,16 @@ def take_one(
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
     spread.observe(kind, held, 0)
     observed = make_observations(count, torch.float32, device) if observes else None
-    learnt = None
+    measured_work = None
     if exposes:
         maps = make_maps(count, torch.float32, device)
         begun["exposures"], params["exposures"] = maps.clone(), maps
         moments["exposures"] = torch.zeros_like(maps), torch.zeros_like(maps)
-        learnt = StepExposures(maps, *moments["exposures"], count)
-    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, learnt, **more)
+        measured_work = StepExposures(maps, *moments["exposures"], count)
+    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, measured_work, **more)
     fill(step, views)
-    if learnt is not None:
-        learnt.indices.copy_(torch.tensor([view.index for view in views]))
+    if measured_work is not None:
+        measured_work.indices.copy_(torch.tensor([view.index for view in views]))
     plan = with_halos(spread.plan_alike(views), *size)
     targets = []
     for patch in plan.owned[world.rank]:
@@ -129,18 +129,23 @@ def take_one(
     images = [(replace(p, halo=0), rgb.cpu()) for p, rgb in zip(plan.owned[world.rank], step.rgb, strict=True)]
     loss = step.report[:-1].sum().cpu() / len(views)
     found = {"loss": loss, "images": images, "gradients": gradients, "statistics": counted, "places": places.cpu()}
-    return {**found, "learnt": step.learnt.cpu()}
+    return {**found, "learnt": step.measured_work.cpu()}
 
 
 def made(
     spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
     half: bool | None = None, observed: Observations | None = None, exposures: StepExposures | None = None,
-    room: Any = None, **more: Any,
+    capacities: Any = None, **more: Any,
 ) -> Step:  # fmt: skip
     """Return the step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
     settings = StepSettings(
-        views[0].width, views[0].height, len(views), LAMBDA, **{**ROOM, **(room or {})}, exposures=exposures is not None
+        views[0].width,
+        views[0].height,
+        len(views),
+        LAMBDA,
+        **{**CAPACITIES, **(capacities or {})},
+        exposures=exposures is not None,
     )
     kernels = replace(kind, depth=False).kernels(**more)
     assert kernels is not None
@@ -170,7 +175,7 @@ def replay(
     graphs = StepGraphs(StepTimer(device), lambda: None, pool)
     added = [*statistics.values(), *(one for pair in moments for one in pair)]
 
-    def anew() -> Any:
+    def redistributed() -> Any:
         for tensor in added:
             tensor.zero_()
         return (yield from parts())
@@ -185,7 +190,7 @@ def replay(
             for image in step.rgb:
                 image.fill_(torch.nan)
             step.status()
-        step.rgb = graphs.take(plan, anew, steps if turn == 2 else 1)
+        step.rgb = graphs.take(plan, redistributed, steps if turn == 2 else 1)
 
 
 def fill(step: Step, views: list[View]) -> None:
@@ -304,7 +309,7 @@ def test_a_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int, prim
     check_step(outcomes, strategy, primitive, PORTRAIT)
 
 
-class RoundRobin(DealtViews):
+class RoundRobin(RoundRobinViews):
     """View 0 to rank 0, view 1 to rank 1, ..."""
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:

@@ -22,7 +22,7 @@ VIEWS = 5
 KIND = "gaussians, antialiased, absgrad"
 
 
-def learnt(machines: int, world: World, mode: str) -> dict[str, Any]:
+def measured_work(machines: int, world: World, mode: str) -> dict[str, Any]:
     """What each view's patches need from each rank, as it was learnt and as it is counted, and the plan's figures."""
     spread = STRATEGIES["locality"](on_machines(world, machines))
     kind: Any = PRIMITIVES[KIND]()
@@ -44,7 +44,7 @@ def learnt(machines: int, world: World, mode: str) -> dict[str, Any]:
         fill(step, views)
         step.take(plan, [target_of(patch, views) for patch in plan.owned[world.rank]])
         assert step.status().done == 1
-        spread.assignment.learn(views, step.learnt.reshape(-1).tolist())
+        spread.assignment.learn(views, step.measured_work.reshape(-1).tolist())
     access = spread.assignment._access  # type: ignore[attr-defined]
     return {"counted": np.array(counted).T, "learnt": [access.of(view.index) for view in views], "plan": plan}
 
@@ -57,7 +57,7 @@ def target_of(patch: Patch, views: list[View]) -> torch.Tensor:
 @pytest.mark.parametrize(("ranks", "machines"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("mode", ["autograd", "step"])
 def test_what_patches_needed_is_learnt(mode: str, ranks: int, machines: int) -> None:
-    found = run_ranks(partial(learnt, machines), ranks, mode)
+    found = run_ranks(partial(measured_work, machines), ranks, mode)
     counted, plan = found[0]["counted"], found[0]["plan"]
     assert counted.sum() > POINTS and all((one["counted"] == counted).all() for one in found)
     assert all((counted[:, rank] > 0).any() for rank in range(ranks))

@@ -58,10 +58,10 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, *, s
         )
     assert [type(one) for one in made] == [PeerReplicas] and SharedFile.made == 1
     assert world.traffic.sent == sent, "no collective has carried rows"
-    told, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
-    line = (told.written_bytes(1, 7, 0) - told.written_bytes(1, 6, 0)) // (world.size - 1)
-    assert told.written_bytes(1, 0, 0) == (world.size - 1) * told._messages[0].nbytes
-    lines = len(told._replicas.everyone[0]) // world.size
+    to_put, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
+    line = (to_put.written_bytes(1, 7, 0) - to_put.written_bytes(1, 6, 0)) // (world.size - 1)
+    assert to_put.written_bytes(1, 0, 0) == (world.size - 1) * to_put._messages[0].nbytes
+    lines = len(to_put._replicas.everyone[0]) // world.size
     # Of the record of a 3D Gaussian's gradients a quarter means nothing.
     assert line == (most // lines if primitive in OTHERS else 76 if sized else 64)
     return outcome
@@ -90,7 +90,7 @@ class Numbers:
     def __init__(self, ranks: int) -> None:
         self.everyone, self.step = [torch.zeros(4 * ranks)], 0.0
 
-    def told(self, *_: Any) -> PutRows:
+    def to_put(self, *_: Any) -> PutRows:
         return PutRows([torch.tensor([self.step])], [1])
 
     def rows(self, counts: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -110,15 +110,15 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
             stay=lambda *_: None,
             replicas=lambda _, lines, __: asked.append(lines) or numbers,  # type: ignore[func-returns-value]
         )
-        told = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
+        to_put = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
         assert asked == [4], "each rank's lines begin at a multiple of 16 bytes"
         found: list[list[float]] = []
         for step in (1, 2):
             numbers.step = float(10 * step + world.rank)
             rows: Any = SimpleNamespace(count=torch.tensor([1]))
             for parts in (
-                told.arrive(rows, torch.empty(0), 1, []),
-                told.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
+                to_put.arrive(rows, torch.empty(0), 1, []),
+                to_put.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
             ):
                 with pytest.raises(StopIteration) as end:
                     next(parts)
@@ -137,15 +137,15 @@ def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated_rows, "PeerBuffer", SharedFile)
-        told = PeerReplicas(world, GaussianKernels(degree=0, sized=False), rows=8, capacity=8, words=1)
+        to_put = PeerReplicas(world, GaussianKernels(degree=0, sized=False), rows=8, capacity=8, words=1)
         ones = torch.ones(8, 3)
         ids, radii = torch.ones(8, dtype=torch.int32), torch.ones(8, 2, dtype=torch.int32)
         rows = SplatRows(ids, ids, torch.tensor([8]), ones[:, :2], ones, ones[:, 0], ones, ones[:, 0], radii)
-        told._table.fill_(1.0)
+        to_put._table.fill_(1.0)
         with pytest.raises(StopIteration):
-            next(told.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
-        return told.written_bytes(1, 1, 0) - told.written_bytes(1, 0, 0), [
-            bool(one.any()) for one in told._replicas.everyone
+            next(to_put.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
+        return to_put.written_bytes(1, 1, 0) - to_put.written_bytes(1, 0, 0), [
+            bool(one.any()) for one in to_put._replicas.everyone
         ]
 
 
@@ -163,9 +163,9 @@ def test_what_is_told_through_memory_is_what_collectives_tell() -> None:
     rows = SplatRows(ids // 4, ids, torch.tensor([lines]), *floats, radii)
     records = torch.randn(room, RECORD_FLOATS, generator=g)
     replicas = GaussianReplicaRows(room, torch.device("cpu"))
-    told = replicas.told(rows, records, 3)
+    to_put = replicas.to_put(rows, records, 3)
     places = torch.tensor([[one.data_ptr() for one in replicas.everyone]])
-    put_rows(told.arrays, told.taken, rows.count, places, told.gate, told.gate_column, told.offset)
+    put_rows(to_put.arrays, to_put.taken, rows.count, places, to_put.gate, to_put.gate_column, to_put.offset)
     for there, mine in zip(replicas.everyone, replicas.mine(rows, records.clone(), 3), strict=True):
         wide = there.dim() == 2 and there.shape[1] == RECORD_FLOATS
         expected = mine[:lines, :12] if wide else mine[:lines]

@@ -8,7 +8,7 @@ namespace nsmg {
 template <typename T>
 inline constexpr T kAlphaMin = T(1.0 / 255.0);
 
-// Alpha is capped here, so that the transmittance never reaches zero. Where the cap holds, alpha is a constant: neither
+// Alpha is capped here, so that the transmittance is never zero. Where the cap holds, alpha is a constant: neither
 // the geometry nor the opacity gets a gradient.
 template <typename T>
 inline constexpr T kAlphaMax = T(0.999);

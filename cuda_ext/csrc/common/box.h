@@ -81,8 +81,8 @@ NSMG_HD bool may_show(const Camera<T>& camera, const Box<T>& box, const Motion<T
   const T least = Moving ? middle.z - deep : larger(middle.z - deep, camera.near_plane - slack);
   if (!(least > T(0)) | (Moving & !(least >= camera.near_plane))) return true;
 
-  constexpr T kMargin = T(1.002), kPixel = T(1.02), kReach = T(3.3291);
-  const T pixels = kMargin * kReach * std::sqrt(eps2d + T(0.1)) + kPixel;
+  constexpr T kMargin = T(1.002), kPixel = T(1.02), kCutoff = T(3.3291);
+  const T pixels = kMargin * kCutoff * std::sqrt(eps2d + T(0.1)) + kPixel;
   T largest = std::exp(box.log_scale + motion.grown);
   T u = larger(std::abs(camera.left), std::abs(camera.right));
   T v = larger(std::abs(camera.top), std::abs(camera.bottom));
@@ -103,20 +103,20 @@ NSMG_HD bool may_show(const Camera<T>& camera, const Box<T>& box, const Motion<T
     largest *= ratio;
   }
   const T fx = std::abs(camera.fx), fy = std::abs(camera.fy);
-  const T spread = kMargin * kReach * larger(fx, fy) * largest * std::sqrt(1 + u * u + v * v);
-  const T reach_x = spread + fx * moved_u +
+  const T spread = kMargin * kCutoff * larger(fx, fy) * largest * std::sqrt(1 + u * u + v * v);
+  const T radius_x = spread + fx * moved_u +
                     box_error<T>() * (fx * size_x + (std::abs(camera.cx) + camera.width + pixels) * size_z);
-  const T reach_y = spread + fy * moved_v +
+  const T radius_y = spread + fy * moved_v +
                     box_error<T>() * (fy * size_y + (std::abs(camera.cy) + camera.height + pixels) * size_z);
   // The most that f times the coordinate in `row`, plus w times the depth, is in the box.
   const auto most = [&](const Vec3<T>& row, T at, T f, T w) {
     const Vec3<T> normal = f * row + w * R.r2;
     return f * at + w * t.z + dot(normal, centre) + dot(magnitude(normal), half);
   };
-  const bool left = most(R.r0, t.x, camera.fx, camera.cx + pixels) + reach_x < T(0);
-  const bool right = most(R.r0, t.x, -camera.fx, camera.width - camera.cx + pixels) + reach_x < T(0);
-  const bool above = most(R.r1, t.y, camera.fy, camera.cy + pixels) + reach_y < T(0);
-  const bool below = most(R.r1, t.y, -camera.fy, camera.height - camera.cy + pixels) + reach_y < T(0);
+  const bool left = most(R.r0, t.x, camera.fx, camera.cx + pixels) + radius_x < T(0);
+  const bool right = most(R.r0, t.x, -camera.fx, camera.width - camera.cx + pixels) + radius_x < T(0);
+  const bool above = most(R.r1, t.y, camera.fy, camera.cy + pixels) + radius_y < T(0);
+  const bool below = most(R.r1, t.y, -camera.fy, camera.height - camera.cy + pixels) + radius_y < T(0);
   return !(left | right | above | below);
 }
 

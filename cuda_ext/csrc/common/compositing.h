@@ -98,7 +98,7 @@ NSMG_HD float between(float value, float lo, float hi) { return fminf(fmaxf(valu
 
 // Whether the splat may count at any pixel centre of the box [x_lo, x_hi] x [y_lo, y_hi]; rounded outward. The least
 // sigma2 over a box lies on a side that faces the mean (Radl et al. 2024, StopThePop, section 4.2).
-NSMG_HD bool reaches_box(const ScaledSplat& s, float x_lo, float x_hi, float y_lo, float y_hi) {
+NSMG_HD bool overlaps_box(const ScaledSplat& s, float x_lo, float x_hi, float y_lo, float y_hi) {
   const float ac4 = 4.0f * s.a * s.c;
   const float det4 = multiply_add(-s.b, s.b, ac4);
   // Not positive definite, or so thin that rounding hides it: no bounded support, the rule alone decides.

@@ -12,7 +12,7 @@ namespace nsmg {
 
 constexpr int kCorners = 6;  // of a convex, and so the most edges of its hull
 
-// Alpha reaches the opacity nowhere: below this a convex is not drawn.
+// Alpha is below the opacity everywhere: a convex of less opacity than this is not drawn.
 template <typename T>
 inline constexpr T kConvexOpaque = T(1.001 / 255.0);
 
@@ -158,7 +158,7 @@ struct ConvexRow {
 
 // How far from the centre a place can be at which no line is above `level`, by axis; `rx` and `ry` come in as the most.
 template <typename T>
-NSMG_HD void convex_reach(const Vec3<T> (&lines)[kCorners], T level, T& rx, T& ry) {
+NSMG_HD void convex_extent(const Vec3<T> (&lines)[kCorners], T level, T& rx, T& ry) {
   T right = rx, left = rx, below = ry, above = ry;
 #pragma unroll
   for (int i = 0; i < kCorners; ++i) {
@@ -210,7 +210,7 @@ NSMG_HD ConvexRow<T> project_convex(const Camera<T>& camera, const Convex<T>& po
   if (!(sound & (area > kThin<T> * squares))) return {};
   T rx = larger(std::abs(row.x), std::abs(camera.width - row.x)) + T(1);
   T ry = larger(std::abs(row.y), std::abs(camera.height - row.y)) + T(1);
-  convex_reach(row.lines, std::log(T(255) * row.opacity - T(1)) / row.sharpness, rx, ry);
+  convex_extent(row.lines, std::log(T(255) * row.opacity - T(1)) / row.sharpness, rx, ry);
   row.rx = larger(outward(rx, kConvexMargin<T>), T(0));
   row.ry = larger(outward(ry, kConvexMargin<T>), T(0));
   row.alive = (row.rx > T(0)) & (row.ry > T(0)) &

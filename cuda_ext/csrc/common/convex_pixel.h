@@ -15,7 +15,7 @@ namespace nsmg {
 template <typename T>
 struct ConvexSplat {
   T x, y, sharpness;
-  T level;                  // an upper bound of phi2 where alpha reaches 1/255
+  T level;                  // an upper bound of phi2 where alpha is 1/255
   Vec3<T> lines[kCorners];  // times log2(e); (0, 0, -1e30) where there is none
   T opacity, depth;
   Vec3<T> color;
@@ -99,7 +99,7 @@ struct ConvexTraits {
   }
 
   // Whether a splat may count at a pixel centre of the box: no line's level is anywhere in it below that at one corner.
-  NSMG_HD static bool reaches(const ConvexSplat<float>& s, float x_lo, float x_hi, float y_lo, float y_hi) {
+  NSMG_HD static bool overlaps(const ConvexSplat<float>& s, float x_lo, float x_hi, float y_lo, float y_hi) {
     float levels[kCorners];
 #pragma unroll
     for (int k = 0; k < kCorners; ++k) {

@@ -39,8 +39,8 @@ struct Ellipse {
   // Range of y (absolute, pixels) that the ellipse covers while x lies in [x_lo, x_hi].
   NSMG_HD Span<T> y_span(T x_lo, T x_hi) const {
     const T lo = x_lo - mean_x, hi = x_hi - mean_x;
-    const T reach = extent_x + slack;
-    const bool apart = (lo > reach) | (hi < -reach);
+    const T half_width = extent_x + slack;
+    const bool apart = (lo > half_width) | (hi < -half_width);
     const T at_top = smaller(larger(peak_x, lo), hi);
     const T at_bottom = smaller(larger(-peak_x, lo), hi);
     const T top = half_height(at_top), bottom = -half_height(at_bottom);

@@ -12,7 +12,7 @@ namespace nsmg {
 // moved sqrt(1 + u^2) / Z*; its extents are at most those of depth Z* and of the largest clamped |u| in that range, and
 // so is its square: the largest eigenvalue grows with the size of each number of the covariance.
 template <typename T>
-NSMG_HD bool may_touch_moving(const Camera<T>& camera, const Vec3<T>& mean, T moved, T largest_scale, T reach2,
+NSMG_HD bool may_touch_moving(const Camera<T>& camera, const Vec3<T>& mean, T moved, T largest_scale, T cutoff2,
                               T eps2d) {
   const Vec3<T> seen = to_camera(camera, mean);
   const Vec3<T>& row = camera.rotation.r2;
@@ -29,14 +29,14 @@ NSMG_HD bool may_touch_moving(const Camera<T>& camera, const Vec3<T>& mean, T mo
   const T variance_x = jx * jx * (1 + clamped_u * clamped_u) + eps2d;
   const T variance_y = jy * jy * (1 + clamped_v * clamped_v) + eps2d;
   const T square = three_sigma(variance_x, jx * jy * clamped_u * clamped_v, variance_y);
-  const T reach_x = larger(std::sqrt(larger(reach2, T(0)) * variance_x), square);
-  const T reach_y = larger(std::sqrt(larger(reach2, T(0)) * variance_y), square);
-  const T rx = outward(reach_x + camera.fx * moved_u, bound_margin<T>());
-  const T ry = outward(reach_y + camera.fy * moved_v, bound_margin<T>());
+  const T radius_x = larger(std::sqrt(larger(cutoff2, T(0)) * variance_x), square);
+  const T radius_y = larger(std::sqrt(larger(cutoff2, T(0)) * variance_y), square);
+  const T rx = outward(radius_x + camera.fx * moved_u, bound_margin<T>());
+  const T ry = outward(radius_y + camera.fy * moved_v, bound_margin<T>());
   const bool touches = overlaps(camera.fx * u + camera.cx, camera.fy * v + camera.cy, rx, ry, T(0), T(0), camera.width,
                                 camera.height);
   // Before the near plane u and v say little: whatever may come out of there is kept.
-  return (reach2 >= T(0)) & (seen.z >= camera.near_plane - slack) & (seen.z <= camera.far_plane + slack) &
+  return (cutoff2 >= T(0)) & (seen.z >= camera.near_plane - slack) & (seen.z <= camera.far_plane + slack) &
          ((seen.z < camera.near_plane) | touches);
 }
 

@@ -169,9 +169,9 @@ NSMG_HD Splat<T> make_splat(const Camera<T>& camera, const P<T>& point, T eps2d,
   return s;
 }
 
-// The squared Mahalanobis distance at which a splat's alpha falls to 1/255; 0 for one that never reaches it.
+// The squared Mahalanobis distance at which a splat's alpha falls to 1/255; 0 if alpha is always below.
 template <typename T>
-NSMG_HD T reach(T opacity) {
+NSMG_HD T cutoff_squared(T opacity) {
   return larger(T(2) * std::log(T(255) * opacity), T(0));
 }
 
@@ -182,7 +182,7 @@ NSMG_HD bool overlaps(T x, T y, T rx, T ry, T x0, T y0, T x1, T y1) {
 }
 
 // From a row's half extents, makes its `radii`: what they are where it is drawn; minus its square where only that
-// touches the view; 0 elsewhere. Returns whether it is drawn.
+// touches the view; else 0. Returns whether it is drawn.
 template <typename T>
 NSMG_HD bool settle_radii(const Camera<T>& camera, T x, T y, T square, bool regular, bool alive, T& rx, T& ry) {
   const bool seen = regular & overlaps(x, y, square, square, T(0), T(0), camera.width, camera.height);
@@ -205,19 +205,19 @@ template <typename T, template <typename> class P>
 NSMG_HD ProjectedRow<T> project_row(const Camera<T>& camera, const P<T>& point, T eps2d, bool antialiased) {
   ProjectedRow<T> row;
   row.splat = make_splat(camera, point, eps2d, antialiased);
-  const T reach2 = row.splat.alive ? reach(row.splat.opacity) : T(0);
-  row.rx = outward(std::sqrt(reach2 * row.splat.variance_x), extent_margin<T>());
-  row.ry = outward(std::sqrt(reach2 * row.splat.variance_y), extent_margin<T>());
+  const T cutoff2 = row.splat.alive ? cutoff_squared(row.splat.opacity) : T(0);
+  row.rx = outward(std::sqrt(cutoff2 * row.splat.variance_x), extent_margin<T>());
+  row.ry = outward(std::sqrt(cutoff2 * row.splat.variance_y), extent_margin<T>());
   row.alive = settle_radii(camera, row.splat.x, row.splat.y, row.splat.square, row.splat.regular, row.splat.alive,
                            row.rx, row.ry);
   return row;
 }
 
-// Whether a point may reach alpha 1/255 in a rectangle, or its square of three sigma the rectangle, from its largest
-// scale alone: no rotation widens a splat beyond the sphere of that radius. `reach2` as from reach(), negative for no
+// Returns whether a point may have alpha 1/255 in a rectangle, or its square of three sigma the rectangle, from its largest
+// scale alone: no rotation widens a splat beyond the sphere of that radius. `cutoff2` as from cutoff_squared(), negative for no
 // point.
 template <typename T>
-NSMG_HD bool may_touch(const Camera<T>& camera, const Vec3<T>& mean, T largest_scale, T reach2, T eps2d, T x0, T y0,
+NSMG_HD bool may_touch(const Camera<T>& camera, const Vec3<T>& mean, T largest_scale, T cutoff2, T eps2d, T x0, T y0,
                        T x1, T y1) {
   const Vec3<T> seen = to_camera(camera, mean);
   const Vec3<T>& row = camera.rotation.r2;
@@ -232,9 +232,9 @@ NSMG_HD bool may_touch(const Camera<T>& camera, const Vec3<T>& mean, T largest_s
   const T variance_x = jx * jx * (1 + clamped_u * clamped_u) + eps2d;
   const T variance_y = jy * jy * (1 + clamped_v * clamped_v) + eps2d;
   const T square = three_sigma(variance_x, jx * jy * clamped_u * clamped_v, variance_y);
-  const T rx = outward(larger(std::sqrt(larger(reach2, T(0)) * variance_x), square), bound_margin<T>());
-  const T ry = outward(larger(std::sqrt(larger(reach2, T(0)) * variance_y), square), bound_margin<T>());
-  return (reach2 >= T(0)) & (seen.z >= camera.near_plane - slack) & (seen.z <= camera.far_plane + slack) &
+  const T rx = outward(larger(std::sqrt(larger(cutoff2, T(0)) * variance_x), square), bound_margin<T>());
+  const T ry = outward(larger(std::sqrt(larger(cutoff2, T(0)) * variance_y), square), bound_margin<T>());
+  return (cutoff2 >= T(0)) & (seen.z >= camera.near_plane - slack) & (seen.z <= camera.far_plane + slack) &
          overlaps(camera.fx * u + camera.cx, camera.fy * v + camera.cy, rx, ry, x0, y0, x1, y1);
 }
 

@@ -70,10 +70,10 @@ struct SurfelBox {
 };
 
 template <typename T>
-NSMG_HD SurfelBox<T> surfel_box(T turned_u, T turned_v, T tilt_u, T tilt_v, T z, T reach2) {
-  const T below = reach2 * (tilt_u * tilt_u + tilt_v * tilt_v) - z * z;
-  const T shift = reach2 * (turned_u * tilt_u + turned_v * tilt_v) / below;
-  const T half2 = shift * shift - reach2 * (turned_u * turned_u + turned_v * turned_v) / below;
+NSMG_HD SurfelBox<T> surfel_box(T turned_u, T turned_v, T tilt_u, T tilt_v, T z, T cutoff2) {
+  const T below = cutoff2 * (tilt_u * tilt_u + tilt_v * tilt_v) - z * z;
+  const T shift = cutoff2 * (turned_u * tilt_u + turned_v * tilt_v) / below;
+  const T half2 = shift * shift - cutoff2 * (turned_u * turned_u + turned_v * turned_v) / below;
   return {shift, std::sqrt(larger(half2, T(0)))};
 }
 
@@ -106,13 +106,13 @@ NSMG_HD SurfelRow<T> project_surfel(const Camera<T>& camera, const Surfel<T>& po
   const T most = max_radius<T>();
   if (!((std::abs(row.x) <= most) & (std::abs(row.y) <= most) & (square <= most))) return {};
   const bool opaque = point.opacity >= kAlphaMin<T>;
-  const T reach2 = opaque ? reach(point.opacity) : T(0);
-  const bool bounded = reach2 * (f.tilt_u * f.tilt_u + f.tilt_v * f.tilt_v) - z * z < -kFront<T> * z * z;
+  const T cutoff2 = opaque ? cutoff_squared(point.opacity) : T(0);
+  const bool bounded = cutoff2 * (f.tilt_u * f.tilt_u + f.tilt_v * f.tilt_v) - z * z < -kFront<T> * z * z;
   T rx, ry;
   if (bounded) {
-    const SurfelBox<T> wide_x = surfel_box(xu, xv, f.tilt_u, f.tilt_v, z, reach2);
-    const SurfelBox<T> wide_y = surfel_box(yu, yv, f.tilt_u, f.tilt_v, z, reach2);
-    const T disc = std::sqrt(T(0.5) * reach2);  // of the low-pass filter
+    const SurfelBox<T> wide_x = surfel_box(xu, xv, f.tilt_u, f.tilt_v, z, cutoff2);
+    const SurfelBox<T> wide_y = surfel_box(yu, yv, f.tilt_u, f.tilt_v, z, cutoff2);
+    const T disc = std::sqrt(T(0.5) * cutoff2);  // of the low-pass filter
     rx = larger(std::abs(wide_x.shift - across.shift) + wide_x.half, disc);
     ry = larger(std::abs(wide_y.shift - down.shift) + wide_y.half, disc);
   } else {

@@ -15,7 +15,7 @@ struct SurfelSplat {
   Vec3<T> u, v, w;
   T x, y, opacity, depth;
   Vec3<T> normal, color;
-  T reach2;  // an upper bound of the squared distance, in standard deviations, where alpha reaches 1/255; or negative
+  T cutoff2;  // an upper bound of the squared distance, in standard deviations, where alpha is 1/255; or negative
 };
 
 struct SurfelTraits {
@@ -60,21 +60,21 @@ struct SurfelTraits {
     s.color = {row[15], row[16], row[17]};
     s.depth = row[18];
     const bool seen = s.opacity >= kAlphaMin<T>;
-    s.reach2 = seen ? T(2.002) * std::log(T(255) * s.opacity) + T(1e-3) : T(-1);
+    s.cutoff2 = seen ? T(2.002) * std::log(T(255) * s.opacity) + T(1e-3) : T(-1);
     return s;
   }
 
   // Whether a splat may count at a pixel centre of the box: the image of its disc is an ellipse, and the low-pass
   // filter on the screen is a circle.
-  NSMG_HD static bool reaches(const SurfelSplat<float>& s, float x_lo, float x_hi, float y_lo, float y_hi) {
+  NSMG_HD static bool overlaps(const SurfelSplat<float>& s, float x_lo, float x_hi, float y_lo, float y_hi) {
     constexpr float kSlack = 0.05f;  // pixels, for the rounding of what follows
     const float left = x_lo - s.x - kSlack, right = x_hi - s.x + kSlack;
     const float top = y_lo - s.y - kSlack, bottom = y_hi - s.y + kSlack;
     const float near_x = between(0.0f, left, right), near_y = between(0.0f, top, bottom);
-    const bool filter = 2.0f * (near_x * near_x + near_y * near_y) <= s.reach2;
+    const bool filter = 2.0f * (near_x * near_x + near_y * near_y) <= s.cutoff2;
     // The ellipse's centre and second moments, from the splat's centre: of points u'/w, v'/w with |(s, t)|^2 <= reach2.
     const Vec3<float> u = s.u - s.x * s.w, v = s.v - s.y * s.w;
-    const Vec3<float> metric = {s.reach2, s.reach2, -1.0f};
+    const Vec3<float> metric = {s.cutoff2, s.cutoff2, -1.0f};
     const Vec3<float> mw = times(metric, s.w);
     const float below = dot(s.w, mw), inverse = reciprocal_fast(below);
     const float x = dot(u, mw) * inverse, y = dot(v, mw) * inverse;
@@ -83,14 +83,14 @@ struct SurfelTraits {
     const float det = xx * yy - xy * xy, scale = reciprocal_fast(det);
     const ScaledSplat ellipse = {x, y, yy * scale, -2.0f * xy * scale, xx * scale, 0.0f, float_bits(1.0f) + 1u};
     const bool bounded = (below < -1e-4f * s.w.z * s.w.z) & (xx > 0.0f) & (yy > 0.0f) & (det > 1e-5f * xx * yy);
-    return (s.reach2 >= 0.0f) & (filter | !bounded | reaches_box(ellipse, left, right, top, bottom));
+    return (s.cutoff2 >= 0.0f) & (filter | !bounded | overlaps_box(ellipse, left, right, top, bottom));
   }
 
   // A splat from a pixel. `may`: whether it can count; only then settle() finds whether it does.
   template <typename T>
   struct Sight {
     T px, py, dx, dy;  // (dx, dy): the splat's centre on the screen minus the pixel
-    Vec3<T> h_u, h_v, crossing;
+    Vec3<T> h_u, h_v, intersection;
     T screen;          // twice the squared distance there
     bool may;
     T s, t, inverse;   // the place in standard deviations; 1 / the third number of the planes' crossing
@@ -115,19 +115,19 @@ struct SurfelTraits {
     m.screen = T(2) * multiply_add(m.dx, m.dx, m.dy * m.dy);
     m.h_u = through(px, splat.w, splat.u);
     m.h_v = through(py, splat.w, splat.v);
-    m.crossing = {multiply_add(m.h_u.y, m.h_v.z, -(m.h_u.z * m.h_v.y)),
+    m.intersection = {multiply_add(m.h_u.y, m.h_v.z, -(m.h_u.z * m.h_v.y)),
                   multiply_add(m.h_u.z, m.h_v.x, -(m.h_u.x * m.h_v.z)),
                   multiply_add(m.h_u.x, m.h_v.y, -(m.h_u.y * m.h_v.x))};
-    const Vec3<T>& c = m.crossing;
-    m.may = (c.z != T(0)) & ((m.screen <= splat.reach2) | (c.x * c.x + c.y * c.y <= splat.reach2 * (c.z * c.z)));
+    const Vec3<T>& c = m.intersection;
+    m.may = (c.z != T(0)) & ((m.screen <= splat.cutoff2) | (c.x * c.x + c.y * c.y <= splat.cutoff2 * (c.z * c.z)));
     return m;
   }
 
   template <typename T>
   NSMG_HD static void settle(const SurfelSplat<T>& splat, Sight<T>& m) {
-    m.inverse = reciprocal_fast(m.crossing.z != T(0) ? m.crossing.z : T(1));
-    m.s = m.crossing.x * m.inverse;
-    m.t = m.crossing.y * m.inverse;
+    m.inverse = reciprocal_fast(m.intersection.z != T(0) ? m.intersection.z : T(1));
+    m.s = m.intersection.x * m.inverse;
+    m.t = m.intersection.y * m.inverse;
     const bool ahead = multiply_add(m.s, splat.w.x, multiply_add(m.t, splat.w.y, splat.w.z)) > T(0);
     const T plane = multiply_add(m.s, m.s, m.t * m.t);
     const bool nearer = ahead & (plane <= m.screen);
@@ -214,8 +214,8 @@ struct SurfelTraits {
     g[1] = multiply_add(on_screen, m.dy, g[1]);
     const T v_s = m.on_plane ? step.v_sigma * m.inverse * m.s : T(0);
     const T v_t = m.on_plane ? step.v_sigma * m.inverse * m.t : T(0);
-    const Vec3<T> v_crossing = {v_s, v_t, m.on_plane ? -(v_s * m.s + v_t * m.t) : T(0)};
-    const Vec3<T> v_hu = cross(m.h_v, v_crossing), v_hv = cross(v_crossing, m.h_u);
+    const Vec3<T> v_intersection = {v_s, v_t, m.on_plane ? -(v_s * m.s + v_t * m.t) : T(0)};
+    const Vec3<T> v_hu = cross(m.h_v, v_intersection), v_hv = cross(v_intersection, m.h_u);
     g[2] -= v_hu.x;
     g[3] -= v_hu.y;
     g[4] -= v_hu.z;

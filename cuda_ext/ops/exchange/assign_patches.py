@@ -49,7 +49,7 @@ def assign_patches(
     """Give each patch to a rank: alike in number, as many points as possible where they are, and loads level.
 
     Looks for the least of -alpha sum_j counts[j, W_j] + beta |send|_p + gamma |receive|_p + delta |draw|_p (equation 1
-    with appendix C.1's norms), where rank k sends sent[k] + sum of counts[j, k] of patches drawn elsewhere, receives
+    with appendix C.1's norms), where rank k sends sent[k] + sum of counts[j, k] of patches drawn by other ranks, receives
     sum of totals[j] - counts[j, k] of those drawn here, and draws their sum of totals[j].
 
     The start is the exact linear sum assignment of the first term, in which ranks differ by one patch at most. Then, of
@@ -97,8 +97,8 @@ def assign_patches(
     if most_swaps < 0:
         raise ValueError(f"most_swaps must not be negative, got {most_swaps}.")
     op = torch.ops.ns_multigpu.assign_patches if load_native() else reference.assign_patches
-    chosen, told = op(counts, totals, sent, start, alpha, beta, gamma, delta, power, most_swaps, seconds)
-    before, after, swaps, converged = told.tolist()
+    chosen, summary = op(counts, totals, sent, start, alpha, beta, gamma, delta, power, most_swaps, seconds)
+    before, after, swaps, converged = summary.tolist()
     return AssignedPatches(chosen, before, after, int(swaps), bool(converged))
 
 

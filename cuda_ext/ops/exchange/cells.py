@@ -45,7 +45,7 @@ def cell_windows(
         order: [V, cells] each view's cells, front to back.
         upward: [V, planes] whether what is below a plane comes before what is above it, 0 or 1.
         drawn: 6 integers for each rectangle that anybody draws: view, the cell's place in the view's order, x0, y0, x1,
-            y1 in pixels. Tiles of 16 pixels that it reaches are drawn.
+            y1 in pixels. Tiles of 16 pixels that it overlaps are drawn.
         patches: the same of the patches whose windows are wanted. They begin with tiles.
 
     Returns:
@@ -78,8 +78,8 @@ def cell_windows(
                     f"{name} {k // 6} is (view, place, x0, y0, x1, y1) = {tuple(checked[k : k + 6])}, of {views} views "
                     f"and {cells} cells; a patch begins with a whole tile."
                 )
-    served = kernels_serve(viewmats) and viewmats.dtype == torch.float32
-    op: Any = torch.ops.ns_multigpu.cell_windows if served else composed.cell_windows
+    is_native = kernels_serve(viewmats) and viewmats.dtype == torch.float32
+    op: Any = torch.ops.ns_multigpu.cell_windows if is_native else composed.cell_windows
     flat = [list(numbers) for numbers in (paths, order, rises, drawn, patches)]
     return op(viewmats.detach(), Ks.detach(), list(axes), list(planes), *flat)
 
@@ -96,7 +96,7 @@ def cells_reached(
 ) -> Tensor:
     """Return the rows that may lie in a cell's window of a tile; perhaps more. Nothing is read back.
 
-    A row counts as flat, at the depth of its mean. The middles of the tiles that its box reaches are put to that depth;
+    A row counts as flat, at the depth of its mean. The middles of the tiles that its box overlaps are put to that depth;
     a box around them, a little larger than rounding asks for, is compared with the cell's.
 
     Args:
@@ -118,8 +118,8 @@ def cells_reached(
     check_tensors(torch.int32, means2d.device, view_ids=(view_ids, (rows,)), radii=(radii, (rows, 2)))
     if views == 0 or len(boxes) % 6:
         raise ValueError(f"boxes hold {len(boxes)} numbers, of {views} views: need 6 a cell, and a view.")
-    served = compiled_serves(means2d) and (means2d.dtype == torch.float32 or means2d.device.type != "cuda")
-    op: Any = torch.ops.ns_multigpu.cells_reached if served else composed.cells_reached
+    is_native = compiled_serves(means2d) and (means2d.dtype == torch.float32 or means2d.device.type != "cuda")
+    op: Any = torch.ops.ns_multigpu.cells_reached if is_native else composed.cells_reached
     return op(view_ids, means2d.detach(), radii, depths.detach(), viewmats.detach(), Ks.detach(), list(boxes))
 
 

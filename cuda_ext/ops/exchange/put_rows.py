@@ -36,7 +36,7 @@ def put_rows(
         count: [1] int64, how many lines there are; more than M count as M.
         destinations: [ranks, arrays] int64, addresses of memory for M lines each, multiples of 16.
         gate: [M, G] float32: the last array's lines are float32, and of their columns `gate_column` to `gate_column`
-            + G - 1 zero is told where the gate is not above zero.
+            + G - 1 are written as zero where the gate is not above zero.
         offset: is added to all words of the first array, which is int32 then, with no multiple of 4 a line.
 
     Raises:
@@ -62,8 +62,8 @@ def put_rows(
     if destinations.dim() != 2 or destinations.shape[1] != len(arrays) or destinations.dtype != torch.int64:
         raise ValueError(f"destinations must be [ranks, {len(arrays)}] int64, not {list(destinations.shape)}.")
     if gate is not None:
-        width, reach = arrays[-1][:1].numel() if lines else 0, gate_column + gate.shape[-1]
-        if gate.dim() != 2 or len(gate) != lines or (lines and (width % 4 or gate_column < 0 or reach > width)):
+        width, end = arrays[-1][:1].numel() if lines else 0, gate_column + gate.shape[-1]
+        if gate.dim() != 2 or len(gate) != lines or (lines and (width % 4 or gate_column < 0 or end > width)):
             raise ValueError(f"gate {list(gate.shape)} at column {gate_column} does not fit lines of {width} words.")
     if arrays[0].device.type != "cpu" and not kernels_serve(arrays[0]):
         raise RuntimeError(

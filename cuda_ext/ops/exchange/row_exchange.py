@@ -5,7 +5,7 @@ for bit, radii x, y; view id; slot (the row's line at its owner); and two zeros.
 `rasterize_backward_into`, which have the same in their first nine places. A *segment* has a capacity of `capacity`
 records from one rank.
 
-Addresses are numbers in a tensor: on CUDA of memory of any GPU that this one reaches
+Addresses are numbers in a tensor: on CUDA of memory of any GPU that this one can access
 (`ns_multigpu.core.dist.peer_memory`), on CPU of memory of this process. They are trusted: a wrong one is a wrong write.
 On CUDA nothing is read back, so that a CUDA graph can hold all of these; who orders writers and readers of a segment is
 the caller's business.
@@ -64,7 +64,7 @@ def route_lines(
     end: int,
     place: Tensor,
     counts: Tensor,
-    reached: Tensor | None = None,
+    in_cells: Tensor | None = None,
     cells: Sequence[int] = (),
 ) -> None:
     """Find the ranks whose patches each row overlaps, and its position among the rows sent to each rank.
@@ -86,7 +86,7 @@ def route_lines(
             this one that go to the rank, or -1 if this one does not.
         counts: [ranks] int64. Where first is not 0, how many rows before it go to each rank; written with how many
             before end do.
-        reached, cells: [cells, M] bool which rows are in each cell, and of each patch the cell whose rows go there;
+        in_cells, cells: [cells, M] bool which rows are in each cell, and of each patch the cell whose rows go there;
             None to send all rows that overlap a patch.
 
     Raises:
@@ -101,12 +101,12 @@ def route_lines(
     _check_ranks(ranks)
     check_lines(first, end, rows)
     numbers = _checked_patches(patches, ranks)
-    if reached is not None:
-        check_tensors(torch.bool, means2d.device, reached=(reached, (-1, rows)))
-        if len(cells) != len(numbers) // 6 or not all(0 <= cell < len(reached) for cell in cells):
-            raise ValueError(f"cells must be one of 0 to {len(reached) - 1} for each of {len(numbers) // 6} patches.")
+    if in_cells is not None:
+        check_tensors(torch.bool, means2d.device, in_cells=(in_cells, (-1, rows)))
+        if len(cells) != len(numbers) // 6 or not all(0 <= cell < len(in_cells) for cell in cells):
+            raise ValueError(f"cells must be one of 0 to {len(in_cells) - 1} for each of {len(numbers) // 6} patches.")
     op: Any = torch.ops.ns_multigpu.route_lines if kernels_serve(means2d) else composed.route_lines
-    op(view_ids, count, means2d.detach(), radii, numbers, ranks, first, end, place, counts, reached, list(cells))
+    op(view_ids, count, means2d.detach(), radii, numbers, ranks, first, end, place, counts, in_cells, list(cells))
 
 
 @torch.no_grad()

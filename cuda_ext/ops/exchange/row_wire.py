@@ -19,7 +19,7 @@ A conic is sent as its Cholesky factor: however the factor's numbers are rounded
 itself, the conic of a splat 50 times as long as wide is not: xx * yy and xy^2 then agree in all bits that are left.
 
 A rank's own segment never leaves, and is not rounded. It need not be in the buffer at all: where its start is `STAYS`
-nothing is written to it, what arrives has padding in its place, and `keep_rows` puts the rows there.
+nothing is written to it, the received rows have padding in its place, and `keep_rows` copies the rows there.
 """
 
 from collections.abc import Sequence

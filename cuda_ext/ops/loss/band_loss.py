@@ -1,6 +1,6 @@
 """The photometric loss of a rendered rectangle and its whole gradient by what was blended, in one operator.
 
-A pixel's gradient comes from SSIM windows up to five pixels away, whose own pixels reach five further: rendered with a
+A pixel's gradient comes from SSIM windows up to five pixels away, whose own pixels extend five further: rendered with a
 halo of ten pixels wherever the view goes on, a band of a view has all of them, so that no gradient of a pixel has to be
 sent to the rank that owns it.
 """
@@ -44,7 +44,7 @@ def band_loss(
     """L1 and SSIM of a rectangle's own pixels, and the gradient of the whole view's loss by them.
 
     The loss is a function of two sums over the view, those of `cuda_ext.l1_ssim`. Summed over rectangles whose own
-    pixels tile a view and whose halo reaches ten pixels beyond them, wherever the view goes on, the sums are the
+    pixels tile a view and whose halo extends ten pixels beyond them, wherever the view goes on, the sums are the
     view's; and each pixel's gradient is that of the view's loss, to which windows centred in the halo contribute.
     A rectangle's edge that is its own is the view's border. Not differentiable: the gradients are results.
 
@@ -146,7 +146,7 @@ def _band_loss_composed(
         forward = torch.ops.ns_multigpu.l1_ssim if native else l1_ssim_torch
         backward = torch.ops.ns_multigpu.l1_ssim_backward if native else l1_ssim_backward_torch
         own = (slice(y0, y1), slice(x0, x1))
-        # The sums are of the own pixels, the gradient of all windows that reach them.
+        # The sums are of the own pixels, the gradient of all windows that contain them.
         l1, ssim, _ = forward(rgb, target, inner)
         halo = SSIM_HALO
         wide = (max(x0 - halo, 0), max(y0 - halo, 0), min(x1 + halo, width), min(y1 + halo, height))

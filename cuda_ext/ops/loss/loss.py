@@ -62,13 +62,13 @@ def _check(pred: Tensor, target: Tensor, inner: Sequence[int]) -> None:
     ):
         if whole and size < reference.WINDOW:
             raise ValueError(
-                f"l1_ssim: an image of {name} {size} px has no room for the {reference.WINDOW} px window of SSIM. Use "
+                f"l1_ssim: an image of {name} {size} px is smaller than the {reference.WINDOW} px window of SSIM. Use "
                 f"images of at least {reference.WINDOW} px a side (a smaller downscale factor), or a loss without SSIM."
             )
 
 
 def l1_ssim_torch(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `l1_ssim` in a fixed number of torch calls, the gradient written out: what serves beside gsplat's
+    """Return `l1_ssim` in a fixed number of torch calls, the gradient written out: the loss used with gsplat's
     kernels."""
     target = reference.as_floats(target, pred)
     x0, y0, x1, y1 = inner

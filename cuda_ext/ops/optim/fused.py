@@ -229,7 +229,7 @@ def splat_update(
             taken.
         finite_flag: [1], an output: 0 if the gradients of all rows that are drawn are finite, else NaN. Costs next to
             nothing, since the gradients are read here anyhow; a separate check would read them all again.
-        finite_flag_views: the views whose rows `witness` covers, a range; all unless given.
+        finite_flag_views: the views whose rows `finite_flag` covers, a range; all unless given.
         boxes: of the points' groups, see `splat_boxes`: widened where points leave them.
 
     Raises:
@@ -254,7 +254,7 @@ def splat_update(
     missed: tuple[Tensor | None, ...] = (None, None, None)
     if lazy is not None:
         if opacity_weight or scale_weight:
-            raise ValueError("lazy puts off steps without a gradient: leave opacity_weight and scale_weight out.")
+            raise ValueError("lazy defers steps without a gradient: leave opacity_weight and scale_weight out.")
         lazy.check(means)
         missed = (lazy.last, lazy.table, lazy.steps)
     if finite_flag is not None:

@@ -167,7 +167,7 @@ def _update(
     drawn = torch.unique(point_ids[alive].long())
     if last is not None and table is not None and steps is not None:
         if int(steps) >= MOST_STEPS and not stands_still(scalars):
-            raise ValueError(f"{MOST_STEPS} steps have been put off: call splat_flush before the next.")
+            raise ValueError(f"{MOST_STEPS} steps have been deferred: call splat_flush before the next.")
         write_caught_up(params, exp_avgs, exp_avg_sqs, drawn, last, table)
     v_means2d, v_conics, v_opacities, v_features, v_absolute = _given(row_gradients, real, features.shape[1])
     v_depths = v_features[:, 3] if features.shape[1] == 4 else torch.zeros_like(v_opacities)

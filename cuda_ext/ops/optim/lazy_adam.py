@@ -35,7 +35,7 @@ class LazyAdam:
     """Steps deferred since the last flush.
 
     At most `MOST_STEPS` steps may be taken between two flushes. On CUDA one more does nothing at all (so look at
-    `steps` before); elsewhere it is an error.
+    `steps` before); otherwise it is an error.
 
     Attributes:
         last: [N] uint8, the step of the block up to which a point is there.
@@ -107,7 +107,7 @@ def splat_flush(
 
 
 def check_parameters(params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor]) -> None:
-    """Check the six parameters and their moments: of the parameters' dtype, or all bfloat16 beside float32.
+    """Check the six parameters and their moments: of the parameters' dtype, or all bfloat16 with float32 parameters.
 
     Raises:
         TypeError, ValueError: one has the wrong dtype, device or shape.
@@ -115,10 +115,10 @@ def check_parameters(params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_a
     moments = [*exp_avgs, *exp_avg_sqs]
     compact = [moment for moment in moments if moment.dtype == COMPACT]
     if compact and (len(compact) < len(moments) or params[0].dtype != torch.float32):
-        kinds = ", ".join(sorted({str(moment.dtype) for moment in moments}))
+        dtypes = ", ".join(sorted({str(moment.dtype) for moment in moments}))
         raise TypeError(
-            f"Adam's moments must all be of the parameters' dtype, or all be {COMPACT} beside parameters in "
-            f"torch.float32: they are {kinds}, and the parameters {params[0].dtype}."
+            f"Adam's moments must all be of the parameters' dtype, or all be {COMPACT} with parameters in "
+            f"torch.float32: they are {dtypes}, and the parameters {params[0].dtype}."
         )
     for what, tensors in (("params", params), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
         if len(tensors) != len(PARAMETERS):

@@ -126,13 +126,13 @@ def step_gate(
         TypeError, ValueError: types or shapes are wrong.
         NativeBuildError: the operators cannot be compiled.
     """
-    kinds = len(counts)
-    if not 1 <= kinds <= _MOST_LIMITS or len(counts[0]) < 1:
-        raise ValueError(f"counts must be 1 to {_MOST_LIMITS} tensors [ranks], not {kinds}.")
+    num_limits = len(counts)
+    if not 1 <= num_limits <= _MOST_LIMITS or len(counts[0]) < 1:
+        raise ValueError(f"counts must be 1 to {_MOST_LIMITS} tensors [ranks], not {num_limits}.")
     device, ranks = scalars.device, len(counts[0])
-    of_status = kinds + 2 + (sent is not None)
+    of_status = num_limits + 2 + (sent is not None)
     wanted = {f"counts[{k}]": (count, (ranks,)) for k, count in enumerate(counts)}
-    wanted |= {"limits": (limits, (kinds,)), "status": (status, (of_status,)), "row_counts": (row_counts, (-1,))}
+    wanted |= {"limits": (limits, (num_limits,)), "status": (status, (of_status,)), "row_counts": (row_counts, (-1,))}
     if sent is not None:
         wanted["sent"] = (sent, (1,))
     if (work is None) != (totals is None):
@@ -173,17 +173,17 @@ def _gate_composed(
     counts: Sequence[Tensor], limits: Tensor, status: Tensor, scalars: Tensor, still: Tensor, row_counts: Tensor,
     lazy_steps: Tensor | None, most_steps: int, sent: Tensor | None, work: Tensor | None, totals: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kinds = len(counts)
+    num_limits = len(counts)
     most = torch.stack([count.amax() for count in counts])
-    full = (most > limits).any() | (status[kinds + 1] > 0)
+    full = (most > limits).any() | (status[num_limits + 1] > 0)
     if lazy_steps is not None:
         full = full | (lazy_steps[0] >= most_steps)
     if work is not None and totals is not None:
         totals.copy_(work.sum(dim=0).view_as(totals))
     status[0] += 1 - full.long()
-    status[1 : kinds + 2] = torch.maximum(status[1 : kinds + 2], torch.cat([most, full.long().view(1)]))
+    status[1 : num_limits + 2] = torch.maximum(status[1 : num_limits + 2], torch.cat([most, full.long().view(1)]))
     if sent is not None:
-        status[kinds + 2 :] += sent
+        status[num_limits + 2 :] += sent
     return torch.where(full, still, scalars), torch.where(full, torch.zeros_like(row_counts), row_counts)
 
 

@@ -33,7 +33,7 @@ def splat_boxes(means: Tensor, log_scales: Tensor, boxes: Tensor) -> None:
 
     Args:
         means: [N, 3] world coordinates. A point with a NaN among them is left out: no view sees it.
-        log_scales: [N, 3] natural logarithms. A point with a NaN among them may reach anywhere.
+        log_scales: [N, 3] natural logarithms. A point with a NaN among them may overlap anything.
         boxes: [G, 8] written, G = N / 32 rounded up: of each group the lower and upper corner of the box around its
             means, the largest logarithm of a scale, and 0. Without points a lower corner is above the upper one.
 

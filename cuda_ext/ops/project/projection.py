@@ -31,7 +31,7 @@ class Projection(NamedTuple):
         row_opacities: [M] opacity, with the antialiasing compensation if asked for.
         radii: [M, 2] int32. Of a row that is drawn, half extents (x, y) in pixels of the ellipse where alpha >= 1/255,
             rounded outward. Of one that is not, minus half the side of gsplat 1.4.0's square of 3 sigma where that
-            touches the view: densification counts it as seen. Elsewhere 0, and nothing is drawn.
+            touches the view: densification counts it as seen. Otherwise 0, and nothing is drawn.
     """
 
     means2d: Tensor

@@ -34,8 +34,8 @@ def clip_lists(tile_offsets: Tensor, row_ids: Tensor, depths: Tensor, windows: T
         raise ValueError(f"windows must be [{len(tile_offsets) - 1}, 2], got {tuple(windows.shape)}.")
     if windows.dtype != depths.dtype:
         raise TypeError(f"windows are {windows.dtype} and depths {depths.dtype}: rounding would part them differently.")
-    served = kernels_serve(depths) and depths.dtype == torch.float32
-    op: Any = torch.ops.ns_multigpu.clip_lists if served else composed.clip_lists
+    is_native = kernels_serve(depths) and depths.dtype == torch.float32
+    op: Any = torch.ops.ns_multigpu.clip_lists if is_native else composed.clip_lists
     return op(tile_offsets, row_ids, depths.detach(), windows)
 
 

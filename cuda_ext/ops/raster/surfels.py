@@ -32,7 +32,7 @@ class SurfelProjection(NamedTuple):
         row_opacities: [M].
         radii: [M, 2] int32. Of a row that is drawn, half extents in pixels around `means2d` outside of which alpha is
             below 1/255, rounded outward. Of one that is not, minus gsplat 1.4.0's radius where that square touches the
-            view: densification counts it as seen. Elsewhere 0.
+            view: densification counts it as seen. Otherwise 0.
     """
 
     means2d: Tensor
@@ -51,7 +51,7 @@ class SurfelPixels(NamedTuple):
         depths: [P] depth of the splats' centres times alpha.
         normals: [P, 3] sum of the splats' normals by their weights, in camera space.
         distortion: [P] sum over pairs of splats of w_i w_j |m_i - m_j|, m depths of centres in world units.
-        median: [P] depth of the splat that brings alpha to one half, or of the last where none does; 0 for no splat.
+        median: [P] depth of the splat that raises alpha to one half, or of the last where none does; 0 for no splat.
         alphas: [P], negative where the pixel was closed before a splat.
     """
 
@@ -70,7 +70,7 @@ def project_surfels(
     """Project surfels into views (Huang et al. 2024, section 4.1), with gsplat 1.4.0's conventions.
 
     A row that is not drawn in its whole view is dead, as in `project`: zero in all outputs but `radii`, and without a
-    gradient. Dead is also a surfel of which the disc of one standard deviation reaches the camera's plane: its box, and
+    gradient. Dead is also a surfel of which the disc of one standard deviation intersects the camera's plane: its box, and
     with it the centre of the low-pass filter, is not defined. (gsplat draws such a one somewhere.) Bounds are where
     alpha falls below 1/255; gsplat's are at 3 standard deviations, in whole tiles.
 

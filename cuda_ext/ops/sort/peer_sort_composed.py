@@ -59,8 +59,8 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and values of the run on ranks [first, end), copied together."""
     length, ranks = sum(counts[first:end]), end - first
-    pieces = [(j + 1) * length // ranks - j * length // ranks for j in range(ranks)]
-    parts = list(zip(range(first, end), pieces, strict=True))
+    part_sizes = [(j + 1) * length // ranks - j * length // ranks for j in range(ranks)]
+    parts = list(zip(range(first, end), part_sizes, strict=True))
     keys = torch.cat([tensor_at(keys_at[rank], piece, torch.int64, device) for rank, piece in parts])
     return keys, torch.cat([tensor_at(values_at[rank], piece, torch.int32, device) for rank, piece in parts])
 
@@ -70,8 +70,8 @@ def merge_level(
     out_keys: Tensor, out_values: Tensor,
 ) -> Tensor:  # fmt: skip
     """See `cuda_ext.merge_level`."""
-    told: list[int] = counts.tolist()
-    runs = [_run(keys_at, values_at, told, *ranks, out_keys.device) for ranks in ((first, middle), (middle, end))]
+    all_counts: list[int] = counts.tolist()
+    runs = [_run(keys_at, values_at, all_counts, *ranks, out_keys.device) for ranks in ((first, middle), (middle, end))]
     keys, values = (torch.cat(parts) for parts in zip(*runs, strict=True))
     keys, order = torch.sort(keys, stable=True)
     start, stop = ((rank - first + k) * len(keys) // (end - first) for k in range(2))

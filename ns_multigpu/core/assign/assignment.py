@@ -86,12 +86,12 @@ class Assignment(ABC):
         """Store what `learns` names of `views`."""
         return
 
-    def knowledge(self) -> list[list[int]]:
+    def state(self) -> list[list[int]]:
         """Return the state that plans depend on besides the batch, for a checkpoint: rows of integers."""
         return []
 
-    def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
-        """Restore the state that `knowledge` returned."""
+    def load_state(self, state: Sequence[Sequence[int]]) -> None:
+        """Restore the state that `state` returned."""
         return
 
 
@@ -106,7 +106,7 @@ class AllViewsHere(Assignment):
         return Plan.of([[Patch.whole(position, view) for position, view in enumerate(views)]])
 
 
-class DealtViews(Assignment):
+class RoundRobinViews(Assignment):
     """Round-robin distribution of whole views, each to the rank that holds its image where the numbers stay even.
 
     With B views and R ranks, each rank gets B // R or one more; with fewer views than ranks some get none.
@@ -115,14 +115,14 @@ class DealtViews(Assignment):
     by_size = True
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
-        room = [len(views) // ranks + (1 if rank < len(views) % ranks else 0) for rank in range(ranks)]
+        capacity = [len(views) // ranks + (1 if rank < len(views) % ranks else 0) for rank in range(ranks)]
         owner: list[int] = [-1] * len(views)
         if holders is not None:
             for position, holder in enumerate(holders):
-                if room[holder] > 0:
+                if capacity[holder] > 0:
                     owner[position] = holder
-                    room[holder] -= 1
-        spare = (rank for rank in range(ranks) for _ in range(room[rank]))
+                    capacity[holder] -= 1
+        spare = (rank for rank in range(ranks) for _ in range(capacity[rank]))
         plan: list[list[Patch]] = [[] for _ in range(ranks)]
         for position, view in enumerate(views):
             rank = owner[position] if owner[position] >= 0 else next(spare)
@@ -174,15 +174,15 @@ class TileRanges(Assignment):
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
         self.work.learn(views, counts)
 
-    def knowledge(self) -> list[list[int]]:
+    def state(self) -> list[list[int]]:
         """A row a view: its number, then the work of each of its rows of tiles. Then a row for cuts that are kept, -1
         and the cuts."""
         known = [[index, *counts] for index, counts in sorted(self.work.counts.items())]
         return known + [[-1, *cuts] for cuts in self._kept]
 
-    def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
-        self.work.counts = {row[0]: list(row[1:]) for row in knowledge if row[0] >= 0}
-        self._kept = [tuple(row[1:]) for row in knowledge if row[0] < 0]
+    def load_state(self, state: Sequence[Sequence[int]]) -> None:
+        self.work.counts = {row[0]: list(row[1:]) for row in state if row[0] >= 0}
+        self._kept = [tuple(row[1:]) for row in state if row[0] < 0]
 
     def _plan(self, views: Sequence[View], work: Sequence[Sequence[int]], cuts: Sequence[int]) -> Plan:
         key = (tuple(cuts), tuple((view.width, view.height) for view in views))

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 MOST_BITS = 20
-"""Bits an axis: three times as many fit into an int64 with room for two more."""
+"""Bits an axis: three times as many fit into an int64 and leave two more."""
 
 
 def interleaved(places: Tensor) -> Tensor:

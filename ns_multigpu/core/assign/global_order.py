@@ -28,7 +28,7 @@ class GlobalOrder:
 
     places: Tensor
     _world: World
-    _leave: Tensor | None
+    _send_order: Tensor | None
     _send: list[int]
     _receive: list[int]
     _order: Tensor
@@ -42,30 +42,32 @@ class GlobalOrder:
             ties: [N] int64; None where keys are never equal, or by rank and row if they are.
             ascending: whether the keys of each rank are ascending.
         """
-        leave = None
+        send_order = None
         if not ascending:
-            keys, leave = torch.sort(keys, stable=True)
+            keys, send_order = torch.sort(keys, stable=True)
         cuts: list[int] = torch.searchsorted(keys, _splitters(keys, world)).tolist()
         send = [b - a for a, b in pairwise([0, *cuts, len(keys)])]
         table = all_gather_ints_on_device(send, world)
         receive = [row[world.rank] for row in table]
         keys, order = torch.sort(exchange_rows(keys, send, receive, world), stable=True)
         if ties is not None:
-            ties = exchange_rows(ties if leave is None else ties[leave], send, receive, world)
+            ties = exchange_rows(ties if send_order is None else ties[send_order], send, receive, world)
             order = _by_ties(keys, order, ties)
         before = sum(sum(row[: world.rank]) for row in table)
         places = torch.arange(before, before + len(order), device=keys.device)
-        return GlobalOrder(_back(places, order, leave, send, receive, world), world, leave, send, receive, order)
+        return GlobalOrder(
+            _back(places, order, send_order, send, receive, world), world, send_order, send, receive, order
+        )
 
     def before(self, values: Tensor) -> Tensor:
         """The sum of `values` [N] int64 over all ranks' rows that stand before each of this rank's, [N] int64. Every
         rank calls it."""
-        leaving = values if self._leave is None else values[self._leave]
+        leaving = values if self._send_order is None else values[self._send_order]
         there = exchange_rows(leaving, self._send, self._receive, self._world)[self._order]
         sums = there.cumsum(0)
         totals = all_gather_ints([int(sums[-1]) if len(sums) else 0], self._world)
         sums += sum(row[0] for row in totals[: self._world.rank]) - there
-        return _back(sums, self._order, self._leave, self._send, self._receive, self._world)
+        return _back(sums, self._order, self._send_order, self._send, self._receive, self._world)
 
 
 def _splitters(keys: Tensor, world: World) -> Tensor:
@@ -94,9 +96,9 @@ def _by_ties(keys: Tensor, order: Tensor, ties: Tensor) -> Tensor:
 
 
 def _back(
-    found: Tensor, order: Tensor, leave: Tensor | None, send: list[int], receive: list[int], world: World
+    found: Tensor, order: Tensor, send_order: Tensor | None, send: list[int], receive: list[int], world: World
 ) -> Tensor:
     """Return the values of ordered rows to their source ranks and rows."""
     arrived = torch.empty_like(found).scatter_(0, order, found)
     returned = exchange_rows(arrived, receive, send, world)
-    return returned if leave is None else torch.empty_like(returned).scatter_(0, leave, returned)
+    return returned if send_order is None else torch.empty_like(returned).scatter_(0, send_order, returned)

@@ -49,11 +49,11 @@ class Settled:
 
     Attributes:
         owners: [N] int64.
-        anew: True if points were redistributed for equal work; the same on every rank.
+        redistributed: True if points were redistributed for equal work; the same on every rank.
     """
 
     owners: Tensor
-    anew: bool = False
+    redistributed: bool = False
 
 
 class Placement(ABC):
@@ -100,15 +100,15 @@ class Placement(ABC):
         """
         return
 
-    def knowledge(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return the state for a checkpoint; empty if there is none.
 
         Every rank calls it together.
         """
         return {}
 
-    def load_state(self, knowledge: Mapping[str, Tensor]) -> None:
-        """Restore the state from `knowledge` of a placement of the same kind. With as many ranks, each keeps its
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the state from `state` of a placement of the same kind. With as many ranks, each keeps its
         points; otherwise `shares` is called next."""
         return
 
@@ -124,7 +124,7 @@ class Placement(ABC):
         return 0
 
     @property
-    def homes_of_views(self) -> Sequence[int]:
+    def view_owners(self) -> Sequence[int]:
         """Owner machine of each training view, which holds its image; empty if views have none."""
         return ()
 
@@ -241,14 +241,14 @@ class Sharded(Placement):
         ranks before. Points have moved little since the last refinement, so that most keep their owner.
         """
         works = new.works
-        anew = imbalance(works) > new.threshold
-        if anew:
+        redistributed = imbalance(works) > new.threshold
+        if redistributed:
             targets = [sum(works) * rank // world.size for rank in range(1, world.size)]
         else:
             targets = list(accumulate(works))[:-1]
         sums = torch.nn.functional.pad(new.work.cumsum(0), (1, 0))
         splitters = find_splitters(new.keys, sums, targets, world)
-        return Settled(torch.searchsorted(splitters, new.keys, right=True), anew)
+        return Settled(torch.searchsorted(splitters, new.keys, right=True), redistributed)
 
 
 def even_bounds(count: int, ranks: int) -> tuple[int, ...]:

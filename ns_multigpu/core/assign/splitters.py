@@ -1,7 +1,7 @@
 """Keys that cut rows that are spread over the ranks, each rank's sorted by key, into ranges of wanted weights.
 
 Splitters are found digit by digit in the integers, from sums that all ranks add up: whatever the ranks are, and whether
-a rank owns nothing or everything, a splitter is one step away from the work that it should leave to its left.
+a rank owns nothing or everything, a splitter is one step away from the work that belongs to its left.
 """
 
 from collections.abc import Sequence

@@ -69,7 +69,7 @@ class TileWork:
             work.append([max(1, p * total // area) for p in pixels] if area else pixels)
         return work
 
-    def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
+    def record(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
         """Store the sums over ranks of what each has counted."""
         self.learn(views, [sum(column) for column in zip(*table, strict=True)])
 

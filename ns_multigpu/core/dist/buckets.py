@@ -116,8 +116,8 @@ class GradientBuckets:
                 bucket.work = sum_in_place(grads[0], self._world, async_op=True)
                 continue
             bucket.flat = torch.cat([g.reshape(-1) for g in grads])
-            pieces = bucket.flat.split([g.numel() for g in grads])
-            bucket.views = [piece.view_as(g) for piece, g in zip(pieces, grads, strict=True)]
+            parts = bucket.flat.split([g.numel() for g in grads])
+            bucket.views = [piece.view_as(g) for piece, g in zip(parts, grads, strict=True)]
             bucket.work = sum_in_place(bucket.flat, self._world, async_op=True)
 
 

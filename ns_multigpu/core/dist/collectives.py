@@ -267,8 +267,8 @@ def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Seque
 
 def _count_ring(count: int, world: World) -> None:
     """Count what this rank sends to its neighbour on a ring of all ranks."""
-    elsewhere = world.machine_of((world.rank + 1) % world.size) != world.machine
-    world.traffic.add(count, count if elsewhere else 0)
+    off_machine = world.machine_of((world.rank + 1) % world.size) != world.machine
+    world.traffic.add(count, count if off_machine else 0)
 
 
 def _count_parts(send: Sequence[int], size: int, world: World) -> None:

@@ -44,7 +44,7 @@ def layout_of(places: Sequence[Place]) -> Layout:
 
     Raises:
         ValueError: machines have unequally many ranks, or ranks that do not follow one another; or the number of
-            machines to pretend fits neither the ranks nor what the other ranks were told.
+            machines to pretend fits neither the ranks nor the other ranks' number.
     """
     ranks: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
@@ -63,12 +63,12 @@ def layout_of(places: Sequence[Place]) -> Layout:
             f"The ranks of a machine must follow one another, and {listed}. Number them machine by machine, as "
             "torchrun does."
         )
-    told = {place.pretended for place in places}
-    if len(told) > 1:
+    pretended_counts = {place.pretended for place in places}
+    if len(pretended_counts) > 1:
         listed = ", ".join(f"{place.pretended} on rank {rank}" for rank, place in enumerate(places))
         raise ValueError(f"{PRETEND_MACHINES} must be the same for all ranks, and is {listed} (1: not set).")
     hosts = tuple(places[own[0]].host for own in ranks.values())
-    pretended = told.pop()
+    pretended = pretended_counts.pop()
     if pretended == 1:
         return Layout(lengths[0], hosts)
     if len(ranks) > 1:
@@ -78,7 +78,7 @@ def layout_of(places: Sequence[Place]) -> Layout:
         )
     if len(places) % pretended:
         raise ValueError(
-            f"{PRETEND_MACHINES}={pretended}: {len(places)} rank{'' if len(places) == 1 else 's'} cannot be dealt out "
+            f"{PRETEND_MACHINES}={pretended}: {len(places)} rank{'' if len(places) == 1 else 's'} cannot be distributed "
             f"to {pretended} machines equally. Start {-(-len(places) // pretended) * pretended} ranks, or set it to a "
             f"divisor of {len(places)}."
         )

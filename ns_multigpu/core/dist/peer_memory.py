@@ -146,10 +146,10 @@ def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = Fals
     problem = _first_problem(_access_problem(world, machine=mixed), world) or _trial_problem(world, machine=mixed)
     if problem is None and mixed:
         return TransportChoice(
-            "mixed", "Ranks reach each other's memory inside each machine; between machines they do not."
+            "mixed", "Ranks access each other's memory inside each machine, not between machines."
         )
     if problem is None:
-        return TransportChoice("peer", f"All {world.size} ranks reach each other's memory.")
+        return TransportChoice("peer", f"All {world.size} ranks access each other's memory.")
     if wanted == "peer":
         raise RuntimeError(
             f"The transport `peer` was asked for and cannot be had. {problem} "
@@ -206,7 +206,7 @@ def _trial_problem(world: World, *, machine: bool) -> str | None:
     tables[me].zero_()
     torch.cuda.synchronize(world.device)
     barrier(world)
-    # By kernels, as rows will travel; row r of every table is rank r's to write. First with the host's barrier between,
+    # By kernels, as rows will be sent; row r of every table is rank r's to write. First with the host's barrier between,
     # which cannot hang a GPU.
     row = expected[me].to(world.device)
     for table in tables:
@@ -214,7 +214,7 @@ def _trial_problem(world: World, *, machine: bool) -> str | None:
     torch.cuda.synchronize(world.device)
     barrier(world)
     right = all(torch.equal((table + 0).cpu(), expected) for table in tables)
-    if problem := _first_problem(None if right else "What GPUs wrote to each other's memory did not arrive.", world):
+    if problem := _first_problem(None if right else "Data that GPUs wrote to each other's memory was not received.", world):
         return problem
     problem = None
     try:

@@ -2,7 +2,7 @@
 """Rendezvous of ranks on a store that may hold data of earlier attempts of their job.
 
 A launcher that starts a job's processes again may keep its store, the addresses of dead processes included. No number
-that it hands out tells one life from another on all machines: torchrun's count of restarts is each agent's own, and an
+that it hands out distinguishes one life from another on all machines: torchrun's count of restarts is each agent's own, and an
 agent that came later began at 0 (pytorch/pytorch#135712). So the ranks agree on a name for their life, and use what
 lies under it alone.
 """
@@ -31,23 +31,23 @@ def store_of_this_life(store: dist.Store, rank: int, size: int, timeout: timedel
     Raises:
         torch.distributed.DistStoreError: they have not all come by then; rank 0's names those that have not.
     """
-    meeting, mine = dist.PrefixStore("ns_multigpu/meeting", store), uuid.uuid4().hex
-    meeting.set(f"mark/{rank}", mine)
+    store_of_run, mine = dist.PrefixStore("ns_multigpu/meeting", store), uuid.uuid4().hex
+    store_of_run.set(f"mark/{rank}", mine)
     end = time.monotonic() + timeout.total_seconds()
-    life = _invite(meeting, size, end) if rank == 0 else _follow(meeting, rank, mine, end)
+    life = _invite(store_of_run, size, end) if rank == 0 else _follow(store_of_run, rank, mine, end)
     return dist.PrefixStore(f"ns_multigpu/life/{life}", store)
 
 
-def _invite(meeting: dist.Store, size: int, end: float) -> str:
+def _invite(store_of_run: dist.Store, size: int, end: float) -> str:
     marks, life = [""] * size, ""
     while True:
-        present = [meeting.get(f"mark/{r}").decode() if meeting.check([f"mark/{r}"]) else "" for r in range(size)]
+        present = [store_of_run.get(f"mark/{r}").decode() if store_of_run.check([f"mark/{r}"]) else "" for r in range(size)]
         if all(present) and present != marks:
             marks, life = present, uuid.uuid4().hex
-            meeting.set("answer", json.dumps([life, marks]))
-        here = [bool(life) and meeting.check([f"confirmed/{life}/{rank}"]) for rank in range(1, size)]
+            store_of_run.set("answer", json.dumps([life, marks]))
+        here = [bool(life) and store_of_run.check([f"confirmed/{life}/{rank}"]) for rank in range(1, size)]
         if life and all(here):
-            meeting.set(f"begun/{life}", "")
+            store_of_run.set(f"begun/{life}", "")
             return life
         if time.monotonic() > end:
             unmarked = [rank for rank in range(1, size) if not present[rank]]
@@ -56,13 +56,13 @@ def _invite(meeting: dist.Store, size: int, end: float) -> str:
         time.sleep(_PAUSE)
 
 
-def _follow(meeting: dist.Store, rank: int, mine: str, end: float) -> str:
+def _follow(store_of_run: dist.Store, rank: int, mine: str, end: float) -> str:
     while True:
-        if meeting.check(["answer"]):
-            life, marks = json.loads(meeting.get("answer"))
+        if store_of_run.check(["answer"]):
+            life, marks = json.loads(store_of_run.get("answer"))
             if rank < len(marks) and marks[rank] == mine:
-                meeting.set(f"confirmed/{life}/{rank}", "")
-                if meeting.check([f"begun/{life}"]):
+                store_of_run.set(f"confirmed/{life}/{rank}", "")
+                if store_of_run.check([f"begun/{life}"]):
                     return str(life)
         if time.monotonic() > end:
             raise dist.DistStoreError("rank 0, or another, did not come.")

@@ -26,7 +26,7 @@ SHARE_GPUS = "NS_MULTIGPU_SHARE_GPUS"
 they take turns, and collectives go through host memory, for NCCL wants a GPU for each rank."""
 
 # PRETEND_MACHINES, NS_MULTIGPU_MACHINES in the environment: set to 2 it lets one machine pass for two, to try out what
-# a run over machines does. Its ranks are dealt out in their order, half of them to each. GPUs, memory and processors
+# a run over machines does. Its ranks are distributed in their order, half of them to each. GPUs, memory and processors
 # stay the one machine's: nothing gets slower, as it would on a real link.
 
 ProcessGroup = dist.ProcessGroup

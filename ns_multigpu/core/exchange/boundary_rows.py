@@ -23,7 +23,7 @@ from ns_multigpu.core.kernels import Arrived, Lists, Rows
 from ns_multigpu.core.types import Patch, Splats, View
 
 
-class Crossing(ABC):
+class CellRegions(ABC):
     """Regions of cells in views."""
 
     @abstractmethod
@@ -36,7 +36,9 @@ class Crossing(ABC):
         """
 
     @abstractmethod
-    def reach(self, view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, views: Sequence[View]) -> Tensor:
+    def overlaps_cells(
+        self, view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, views: Sequence[View]
+    ) -> Tensor:
         """Return the rows that may lie within a window of each cell, [cells, M] bool; perhaps more. Nothing is read
         back.
 
@@ -46,47 +48,47 @@ class Crossing(ABC):
         """
 
     def reached_by(self, rows: Any, views: Sequence[View]) -> Tensor:
-        """Return `reach` of rows that have `view_ids`, `means2d`, `radii` and `depths`."""
-        return self.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
+        """Return `overlaps_cells` of rows that have `view_ids`, `means2d`, `radii` and `depths`."""
+        return self.overlaps_cells(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
 
 
 class BoundaryRows(ExchangedRows):
     """Row leg that sends rows to the ranks whose drawn cells they touch, if they touch the cell's patch.
 
     Args:
-        crossing: regions of cells in views.
+        regions: regions of cells in views.
     """
 
-    def __init__(self, crossing: Crossing) -> None:
+    def __init__(self, regions: CellRegions) -> None:
         super().__init__(relays=False)
-        self.crossing = crossing
+        self.regions = regions
 
     def operators(self) -> RowOperators:
-        return BoundaryRowOperators(self.crossing)
+        return BoundaryRowOperators(self.regions)
 
     def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
-        reach = self.crossing.reached_by(_Rows.of(own), views)
+        overlaps_cells = self.regions.reached_by(_Rows.of(own), views)
         found = [torch.zeros_like(own.hits.view_ids, dtype=torch.bool) for _ in plan.drawn]
         for there, patches in zip(found, plan.drawn, strict=True):
             for patch in patches:
-                there |= touches(own, views, [patch]) & reach[patch.cell]
+                there |= touches(own, views, [patch]) & overlaps_cells[patch.cell]
         return found
 
 
 class BoundaryRowOperators(RowOperators):
     """Operators that route rows to the ranks whose drawn cells and patches they touch."""
 
-    def __init__(self, crossing: Crossing) -> None:
-        self._crossing = crossing
+    def __init__(self, regions: CellRegions) -> None:
+        self._regions = regions
 
     def _route(
         self, rows: Rows, views: Sequence[View], numbers: list[int], patches: Sequence[Patch], place: Tensor,
         counts: Tensor,
     ) -> None:  # fmt: skip
-        reached = self._crossing.reached_by(rows, views)
+        in_cells = self._regions.reached_by(rows, views)
         where = rows.view_ids, rows.count, rows.means2d, rows.radii
         cells = [patch.cell for patch in patches]
-        route_lines(*where, numbers, 0, place.shape[1], place, counts, reached, cells)
+        route_lines(*where, numbers, 0, place.shape[1], place, counts, in_cells, cells)
 
 
 class _Rows(NamedTuple):
@@ -103,8 +105,10 @@ class _Rows(NamedTuple):
         return _Rows(splats.hits.view_ids, rows["means2d"].detach(), rows["radii"], rows["depths"].detach())
 
 
-def clipped(crossing: Crossing, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View], rank: int) -> Lists:
+def clipped(
+    regions: CellRegions, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View], rank: int
+) -> Lists:
     """Return the lists of a rank's patches, restricted to its cells' windows. Nothing is read back."""
     tile_offsets, row_ids, met = lists
-    windows = crossing.windows(plan, views, rank).to(arrived.depths.dtype)
+    windows = regions.windows(plan, views, rank).to(arrived.depths.dtype)
     return *clip_lists(tile_offsets, row_ids, arrived.depths, windows), met

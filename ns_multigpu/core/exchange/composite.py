@@ -7,7 +7,7 @@ exchange. Direct send is fewer bytes from three ranks on, and composites each pi
 
 Drawing of a cell stops before the splat that would reduce its own transmittance to 1/10000, as for a whole view.
 Everything behind is then occluded: the pixel's alpha is sent with a minus sign, which costs no byte
-(`composite_pieces`). The result does not depend on which rank draws which cell: N ranks equal one rank with the same
+(`composite_fragments`). The result does not depend on which rank draws which cell: N ranks equal one rank with the same
 cells.
 """
 
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.exchange.pieces import (
-    composite_pieces,
-    composite_pieces_backward,
-    gather_pieces,
+from cuda_ext.ops.exchange.fragments import (
+    composite_fragments,
+    composite_fragments_backward,
+    gather_fragments,
     live_boxes,
-    scatter_pieces,
+    scatter_fragments,
 )
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.collectives import all_gather_ints, all_to_all_parts, exchange_rows
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.boundary_rows import Crossing, clipped
+from ns_multigpu.core.exchange.boundary_rows import CellRegions, clipped
 from ns_multigpu.core.exchange.fragments import Routes, routes_of
 from ns_multigpu.core.exchange.legs import PixelLeg
 from ns_multigpu.core.exchange.pixel_operators import PixelOperators, Settled
@@ -126,15 +126,15 @@ class CompositePixels(PixelLeg):
         half: pixels, and their gradients, are float16 on the wire.
 
     Attributes:
-        crossing: cell regions of boundary splats; None to draw each splat with its own cell only.
-        told: called with a batch's views and its `Feedback.LIVE` counts, the same on all ranks; None for no call.
+        regions: cell regions of boundary splats; None to draw each splat with its own cell only.
+        feedback: called with a batch's views and its `Feedback.LIVE` counts, the same on all ranks; None for no call.
     """
 
     survives_giving_up = False
 
-    def __init__(self, cells: LocalCells, *, half: bool = False, crossing: Crossing | None = None) -> None:
-        self.cells, self.half, self.crossing = cells, half, crossing
-        self.told: Callable[[Sequence[View], Sequence[int]], None] | None = None
+    def __init__(self, cells: LocalCells, *, half: bool = False, regions: CellRegions | None = None) -> None:
+        self.cells, self.half, self.regions = cells, half, regions
+        self.feedback: Callable[[Sequence[View], Sequence[int]], None] | None = None
         self._deep = False  # whether what is drawn has depth: of a rank that draws nothing, too
 
     @property
@@ -154,8 +154,8 @@ class CompositePixels(PixelLeg):
                 f"pixels that are composited of cells' layers have colour, alpha and depth; {', '.join(channels)} "
                 "cannot be put together so. Use another strategy than pixel for them."
             )
-        if self.crossing is not None:
-            windows = self.crossing.windows(plan, views, world.rank)
+        if self.regions is not None:
+            windows = self.regions.windows(plan, views, world.rank)
             return primitive.render(splats, drawn, views, stops=True, windows=windows)
         hits = splats.hits
         layered = replace(splats, hits=replace(hits, view_ids=cells.layers(hits.view_ids, hits.point_ids)))
@@ -177,12 +177,12 @@ class CompositePixels(PixelLeg):
             empty = splats.rows[named[0]][:0].reshape(0, 4 + deep)
         drawn = torch.cat([empty, *flat])
         wire = PixelWire.of(views, half=self.half)
-        tied: Any = _Travelling.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
+        tied: Any = _Exchanged.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
         received = torch.cat([tied[0], anchor.new_zeros(routes.dark, 4 + deep)])
-        out, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
-        if self.told is not None and torch.is_grad_enabled():
+        out, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
+        if self.feedback is not None and torch.is_grad_enabled():
             mine = live_numbers(before.detach(), routes, plan).tolist()
-            self.told(views, [n for row in all_gather_ints(mine, world) for n in row])
+            self.feedback(views, [n for row in all_gather_ints(mine, world) for n in row])
         settled: list[Pixels] = []
         start = 0
         for patch in plan.owned[world.rank]:
@@ -203,7 +203,7 @@ def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:
     """Return this rank's `Feedback.LIVE` numbers: [views * cells * 5] int64.
 
     Args:
-        before: [N] transmittance at each cell image's pixel (see `composite_pieces`); pixels that no rank draws are
+        before: [N] transmittance at each cell image's pixel (see `composite_fragments`); pixels that no rank draws are
             last.
     """
     slots = len(plan.order) * len(plan.order[0])
@@ -230,7 +230,7 @@ def _flat(pixels: Pixels) -> Tensor:
     return torch.cat(parts, -1).flatten(0, 1)
 
 
-class _Travelling(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     """Exchange from pixels that this rank drew to those that it composites; backward sums the gradients of pixels sent
     to two patches. It is once in the graph of each rank's loss, through the splats' rows if the rank owns no pixels.
     So all ranks take part in its backward."""
@@ -269,7 +269,7 @@ class _Travelling(torch.autograd.Function):
 
 def _rows_of(routes: Routes, device: torch.device) -> Tensor:
     """Return the drawn pixels in the order of sending, then the local ones, [N] int64."""
-    numbers = (*routes.leaving, *routes.staying)
+    numbers = (*routes.leaving, *routes.local)
     found = [torch.empty(0, dtype=torch.int64, device=device)]
     for k in range(0, len(numbers), 6):
         corner, stride, width, height = numbers[k : k + 4]
@@ -285,22 +285,22 @@ class CompositeOperators(PixelOperators):
     marks_stops = True
 
     def __init__(self, leg: "CompositePixels", world: World) -> None:
-        self._cells, self._half, self._crossing, self._world = leg.cells, leg.half, leg.crossing, world
+        self._cells, self._half, self._regions, self._world = leg.cells, leg.half, leg.regions, world
         self._now: tuple[Routes, PixelWire, Tensor, Tensor, Tensor] | None = None
         self._live = torch.zeros(0)
-        self._watches = leg.told is not None
+        self._watches = leg.feedback is not None
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
-        return arrived if self._crossing is not None else self._cells.layered(arrived, rows.point_ids)
+        return arrived if self._regions is not None else self._cells.layered(arrived, rows.point_ids)
 
     def layer(self, patch: Patch, first_view: int) -> int:
         assert first_view == 0, "all of the batch's views are splatted"
-        return patch.view if self._crossing is not None else self._cells.layer(patch)
+        return patch.view if self._regions is not None else self._cells.layer(patch)
 
     def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
-        if self._crossing is None:
+        if self._regions is None:
             return lists
-        return clipped(self._crossing, lists, arrived, plan, views, self._world.rank)
+        return clipped(self._regions, lists, arrived, plan, views, self._world.rank)
 
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
         routes, color = routes_of(plan, views, self._world.rank), drawn.color
@@ -310,11 +310,11 @@ class CompositeOperators(PixelOperators):
         received = color.new_empty(routes.arrived + routes.dark, width)
         received[routes.arrived :].zero_()
         others = sum(routes.receive)
-        gather_pieces(color, drawn.alpha, routes.leaving, out)
-        gather_pieces(color, drawn.alpha, routes.staying, received[others : routes.arrived])
+        gather_fragments(color, drawn.alpha, routes.leaving, out)
+        gather_fragments(color, drawn.alpha, routes.local, received[others : routes.arrived])
         arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
         received[:others].copy_(arrived)
-        settled, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
+        settled, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
         self._now = routes, wire, received, before, drawn.alpha
         if self._watches:
             self._live = live_numbers(before, routes, plan)
@@ -327,7 +327,7 @@ class CompositeOperators(PixelOperators):
         assert self._now is not None
         routes, wire, received, before, alpha = self._now
         self._now = None
-        gradients = composite_pieces_backward(
+        gradients = composite_fragments_backward(
             received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
         )
         del received, before
@@ -336,8 +336,8 @@ class CompositeOperators(PixelOperators):
         back = yield from self._exchange(leaving, routes.receive_back, routes.send_back)
         back = wire.unpack_gradients(back, gradients)
         v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
-        scatter_pieces(back, routes.leaving, *v_drawn)
-        scatter_pieces(gradients[others:], routes.staying, *v_drawn)
+        scatter_fragments(back, routes.leaving, *v_drawn)
+        scatter_fragments(gradients[others:], routes.local, *v_drawn)
         # A negative sign only marks stopped pixels: the gradient is by the absolute value.
         return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
 

@@ -32,7 +32,7 @@ class RowCounts(Protocol):
         """Return [n] int64 counts of this rank's splats; n is the same on all ranks. Nothing is read back."""
         ...
 
-    def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
+    def record(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
         """Record all ranks' counts, [ranks][n], of a batch that was rendered with gradients."""
         ...
 
@@ -71,8 +71,8 @@ class ExchangedRows(RowLeg):
         floats = {name: row for name, row in own.rows.items() if row.is_floating_point()}
         integers = {name: row for name, row in own.rows.items() if not row.is_floating_point()}
         probe = own.probe if own.probe_rendered else None
-        halves = list(floats) if self.half and learn else None
-        exchanged = _ExchangedRows.apply(route, world, halves, probe, *floats.values())
+        split_rule = list(floats) if self.half and learn else None
+        exchanged = _ExchangedRows.apply(route, world, split_rule, probe, *floats.values())
         arrived_probe, *arrived = cast(tuple[Tensor, ...], exchanged)
         ids = [own.hits.point_ids + route.first_id, *integers.values()]
         numbers, *rest = unpacked(route.there(packed(ids), world), [row.shape[1:] for row in ids])
@@ -93,12 +93,12 @@ class ExchangedRows(RowLeg):
         for count, taken in zip(counts, ways, strict=True):
             count.index_add_(0, place, taken.long())
         more = [self._counts.count(own, views, plan)] if self._counts is not None else []
-        told = cast(list[int], torch.cat([*counts, *more]).tolist())
+        record = cast(list[int], torch.cat([*counts, *more]).tolist())
         with world.traffic.measured():
-            table = all_gather_ints([points, *told], world)
+            table = all_gather_ints([points, *record], world)
         cells = len(ways) * len(views)
         if learn and self._counts is not None:
-            self._counts.told(views, plan, [row[1 + cells :] for row in table])
+            self._counts.record(views, plan, [row[1 + cells :] for row in table])
         sent = [[row[1 + way * len(views) : 1 + (way + 1) * len(views)] for way in range(len(ways))] for row in table]
         first = sum(row[0] for row in table[: world.rank])
         chosen = [chosen_rows(taken, sum(of)) for taken, of in zip(ways, sent[world.rank], strict=True)]
@@ -121,10 +121,10 @@ class ExchangedRows(RowLeg):
         ]
         counterparts = [k * world.local_size + world.local_rank for k in machines]
         meeting = [sum(sent[rank][world.size + world.machine]) for rank in counterparts]
-        told = cross([_bits(one) for one in needed], meeting, world, None)
+        record = cross([_bits(one) for one in needed], meeting, world, None)
         handed = [
             [chosen_rows(_bit(one, local), sum(sent[rank][taker])) for local, taker in enumerate(here)]
-            for rank, one in zip(counterparts, told, strict=True)
+            for rank, one in zip(counterparts, record, strict=True)
         ]
         handed[world.machine] = [across[world.machine]] * world.local_size
         inside = chosen[here.start : here.stop]
@@ -137,13 +137,13 @@ class _ExchangedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, route: Route, world: World, halves: Sequence[str] | None, probe: Tensor | None, *rows: Tensor
+        ctx: Any, route: Route, world: World, split_rule: Sequence[str] | None, probe: Tensor | None, *rows: Tensor
     ) -> tuple[Any, ...]:
-        ctx.route, ctx.world, ctx.halves, ctx.count = route, world, halves, len(rows[0])
+        ctx.route, ctx.world, ctx.split_rule, ctx.count = route, world, split_rule, len(rows[0])
         ctx.shapes = [row.shape[1:] for row in ([] if probe is None else [probe]) + list(rows)]
         ctx.probed = probe is not None
         shapes = [row.shape[1:] for row in rows]
-        code = None if halves is None else HalfRows(halves, [shape.numel() for shape in shapes])
+        code = None if split_rule is None else HalfRows(split_rule, [shape.numel() for shape in shapes])
         arrived = unpacked(route.there(packed(rows), world, code), shapes)
         # A probe is zero everywhere: only its gradient is exchanged.
         return None if probe is None else arrived[0].new_zeros(len(arrived[0]), probe.shape[1]), *arrived
@@ -152,7 +152,7 @@ class _ExchangedRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         columns = packed(grads if ctx.probed else grads[1:])
         total = columns.new_zeros(ctx.count, columns.shape[1])
-        code = None if ctx.halves is None else HalfGradients([shape.numel() for shape in ctx.shapes])
+        code = None if ctx.split_rule is None else HalfGradients([shape.numel() for shape in ctx.shapes])
         ctx.route.back(columns, total, ctx.world, code)
         back = unpacked(total, ctx.shapes)
         return None, None, None, *(back if ctx.probed else [None, *back])

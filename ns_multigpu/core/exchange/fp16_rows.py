@@ -109,8 +109,8 @@ def _halves(column: Tensor) -> list[Tensor]:
 
 
 def _read_halves(coded: Tensor, width: int) -> Tensor:
-    halves = _of_bytes(coded[:, : 2 * width], torch.float16).float()
-    return torch.ldexp(halves, -_of_bytes(coded[:, 2 * width :], torch.int8).int())
+    split_rule = _of_bytes(coded[:, : 2 * width], torch.float16).float()
+    return torch.ldexp(split_rule, -_of_bytes(coded[:, 2 * width :], torch.int8).int())
 
 
 def _factor(conics: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Piece:
         return (x1 - x0) * (y1 - y0)
 
 
-def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
+def find_fragments(plan: Plan, views: Sequence[View]) -> list[Piece]:
     """Return all fragments of a plan: by target, of each front to back; the same list on every rank."""
     drawn: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank, patches in enumerate(plan.drawn):
@@ -51,7 +51,7 @@ def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
     hidden: dict[tuple[int, int], list[Rectangle]] = {}
     for p in plan.hidden:
         hidden.setdefault((p.view, p.cell), []).append((p.x0, p.y0, p.x1, p.y1))
-    pieces: list[Piece] = []
+    fragments: list[Piece] = []
     for rank, patches in enumerate(plan.owned):
         for k, patch in enumerate(patches):
             own, wide = (patch.x0, patch.y0, patch.x1, patch.y1), patch.rendered(views[patch.view])
@@ -61,12 +61,12 @@ def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
                     for rectangle, inside in _parts(wide, own):
                         both = _both(rectangle, seen)
                         if both is not None:
-                            pieces.append(Piece(source, (rank, k), both, inside, cell))
+                            fragments.append(Piece(source, (rank, k), both, inside, cell))
                 for dark in hidden.get((patch.view, cell), ()):
                     both = _both(own, dark)
                     if both is not None:
-                        pieces.append(Piece(None, (rank, k), both, True, cell))
-    return pieces
+                        fragments.append(Piece(None, (rank, k), both, True, cell))
+    return fragments
 
 
 def _both(a: Rectangle, b: Rectangle) -> Rectangle | None:
@@ -92,7 +92,7 @@ class Routes:
     Attributes:
         send, receive: to, and from, each rank; 0 for this one. kept: of this rank's local fragments.
         send_back, receive_back, kept_back: the same of gradients, which receivers send.
-        leaving, staying: 6 ints per fragment that this rank drew, for others and for itself: the first drawn pixel, the
+        leaving, local: 6 ints per fragment that this rank drew, for others and for itself: the first drawn pixel, the
             width of that patch, the fragment's width and height, its first pixel in the send buffer (or among local
             ones), and its first pixel among returned (or local) gradients, or -1 for a halo's.
         layers: 7 ints per received fragment, by patch, front to back: the patch, x0, y0, x1, y1 there, the first pixel
@@ -111,7 +111,7 @@ class Routes:
     receive_back: tuple[int, ...]
     kept_back: int
     leaving: tuple[int, ...]
-    staying: tuple[int, ...]
+    local: tuple[int, ...]
     layers: tuple[int, ...]
     watched: tuple[int, ...]
     dark: int
@@ -143,12 +143,12 @@ def routes_of(plan: Plan, views: Sequence[View], rank: int) -> Routes:
 def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
     nothing = torch.empty(0)  # camera poses do not matter
     views = [View(nothing, nothing, width, height) for width, height in sizes]
-    pieces, ranks = find_pieces(plan, views), len(plan.drawn)
-    sent = [(p.source[0], p) for p in pieces if p.source is not None]
+    fragments, ranks = find_fragments(plan, views), len(plan.drawn)
+    sent = [(p.source[0], p) for p in fragments if p.source is not None]
     out = sorted(((p.target[0], p) for s, p in sent if s == rank != p.target[0]), key=lambda one: one[0])
     into = sorted(((s, p) for s, p in sent if p.target[0] == rank != s), key=lambda one: one[0])
     kept = [p for s, p in sent if s == p.target[0] == rank]
-    dark = [p for p in pieces if p.source is None and p.target[0] == rank]
+    dark = [p for p in fragments if p.source is None and p.target[0] == rank]
     send, send_own = _by_rank(out, ranks)
     receive, receive_own = _by_rank(into, ranks)
     starts, at = [0], 0
@@ -173,7 +173,7 @@ def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
     cells = max((len(order) for order in plan.order), default=1)
     layers: list[int] = []
     watched: list[int] = []
-    for piece in pieces:
+    for piece in fragments:
         if piece.target[0] == rank:
             patch = plan.owned[rank][piece.target[1]]
             left, top, _, _ = patch.rendered(views[patch.view])
@@ -191,20 +191,20 @@ def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
     )  # fmt: skip
 
 
-def _by_rank(pieces: Sequence[tuple[int, Piece]], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _by_rank(fragments: Sequence[tuple[int, Piece]], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return pixels by rank, in all and of the patches' own."""
     everything, own = [0] * ranks, [0] * ranks
-    for rank, piece in pieces:
+    for rank, piece in fragments:
         everything[rank] += piece.pixels
         own[rank] += piece.pixels if piece.own else 0
     return tuple(everything), tuple(own)
 
 
-def _places(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+def _places(fragments: Sequence[Piece]) -> list[tuple[int, int]]:
     """Return each fragment's first pixel among all of these, and that of its gradients: -1 for a halo's."""
     places: list[tuple[int, int]] = []
     first = back = 0
-    for piece in pieces:
+    for piece in fragments:
         places.append((first, back if piece.own else -1))
         first += piece.pixels
         back += piece.pixels if piece.own else 0

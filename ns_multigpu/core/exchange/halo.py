@@ -119,8 +119,8 @@ def join_gradients(grads: Sequence[Tensor], halos: Halos, like: Tensor, world: W
     for strip in into:
         receive[strip.source[0]] += strip.pixels
     channels = grads[0].shape[-1] if grads else 0
-    pieces = [grads[s.source[1]][halos.slices(s.source[1], s.rectangle)].reshape(-1, channels) for s in out]
-    rows = torch.cat(pieces) if pieces else like.new_empty(0, channels)
+    parts = [grads[s.source[1]][halos.slices(s.source[1], s.rectangle)].reshape(-1, channels) for s in out]
+    rows = torch.cat(parts) if parts else like.new_empty(0, channels)
     with world.traffic.measured():
         received = exchange_rows(rows, send, receive, world)
     start = 0

@@ -51,7 +51,7 @@ class OwnRows(Transport):
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         yield from ()
-        return self.kernels.stay(rows, self._here, self._slots)
+        return self.kernels.receive_local(rows, self._here, self._slots)
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
         self._table.zero_()
@@ -136,12 +136,12 @@ class PeerReplicas(OwnRows):
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         # After this barrier no rank reads the last step's rows. Drawing does not wait for it.
-        with self._beside():
+        with self._on_side_stream():
             self._buffer.barrier(_BEGUN)
         return (yield from super().arrive(rows, counts, views, patches))
 
     @contextmanager
-    def _beside(self) -> Generator[None]:
+    def _on_side_stream(self) -> Generator[None]:
         """Run on a side stream that forks from the current one; `bring_back` joins them again."""
         if self._side is None:
             yield
@@ -154,12 +154,12 @@ class PeerReplicas(OwnRows):
         yield from ()
         if self._side is not None:
             torch.cuda.current_stream(self.world.device).wait_stream(self._side)
-        told = self._replicas.told(rows, self._table, views.start)
-        words = told.words(self.kernels.sized)
+        to_put = self._replicas.to_put(rows, self._table, views.start)
+        words = to_put.words(self.kernels.sized)
         self._line_bytes = 4 * sum(words)
         mine = message.view(torch.int32)
         torch._foreach_copy_([theirs[0] for theirs in self._theirs], [mine] * self.world.size)  # pyright: ignore
-        put_rows(told.arrays, words, rows.count, self._places, told.gate, told.gate_column, told.offset)
+        put_rows(to_put.arrays, words, rows.count, self._places, to_put.gate, to_put.gate_column, to_put.offset)
         self._buffer.barrier()
         everyone, records = self._replicas.rows(self._messages[:, 0])
         return Returned(everyone, records, self._messages, views)

@@ -69,13 +69,13 @@ class Transport(ABC):
         words: int64 numbers of a rank's step statistics; 0 for none.
 
     Attributes:
-        travels: True if rows are exchanged.
+        is_exchanged: True if rows are exchanged.
         lasts: True if it is reused when a step is rebuilt: a new one needs a rendezvous of all ranks.
         pairs: capacities by pair. capacity: the largest of them.
         lines: received lines per source; the maximum, if they differ.
         directions: number of destinations of its rows. ways: by rank, the index of its destination; ranks may share
             one.
-        room: capacity of each number that a step counts, first of the rows per destination.
+        capacities: capacity of each number that a step counts, first of the rows per destination.
         stays: index of the local rows among these numbers.
     """
 
@@ -90,7 +90,7 @@ class Transport(ABC):
         self.capacity = most_of(self.pairs)
         self.lines = self.capacity
         self.directions, self.ways = world.size, tuple(range(world.size))
-        self.room: Sequence[int] = self.pairs[world.rank]
+        self.capacities: Sequence[int] = self.pairs[world.rank]
         self.stays = world.rank
 
     def fit(self, rows: int) -> bool:

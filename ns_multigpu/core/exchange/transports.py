@@ -201,14 +201,14 @@ def make_transport(
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
-    if rows_leg.travels and relays_serve(rows_leg, world, peer=peer) and not slots:
+    if rows_leg.travels and can_forward(rows_leg, world, peer=peer) and not slots:
         return RelayedRows(*shape, half=half, peer=peer)
     if rows_leg.travels:
         return PeerRows(*shape) if peer else CollectiveRows(*shape, half=half, slots=slots)
     return gradient_leg.operators(*shape, peer=peer)
 
 
-def relays_serve(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:
+def can_forward(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:
     """Return True if fused steps forward rows by relays: several machines, and no lists sorted over all ranks.
 
     Args:

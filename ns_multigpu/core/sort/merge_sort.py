@@ -1,7 +1,7 @@
 """A stable sort of (key, value) pairs that are spread over the ranks, by merge paths.
 
 Each rank sorts its own pairs; then the sorted runs are merged in pairs, level by level, log2 N levels. A merge of two
-runs is a path through the grid of their elements, and where the path crosses a diagonal tells how many elements of each
+runs is a path through the grid of their elements, and its crossing of a diagonal gives how many elements of each
 run are among the first so many of the merged (Green, Odeh and Birk 2014, "Merge Path", section 3; over GPUs: torch-dgx,
 section 4). So each rank finds by binary search where its own part of the merged run begins and ends, and reads and
 merges just that: no rank ever holds more than its part.
@@ -158,8 +158,8 @@ def _search(keys: Tensor, merges: Sequence[Merge], world: World) -> list[list[in
     while any(one.open for one in everything):
         active = [one for one in everything if one.open]
         reads = [read for one in active for read in one.reads()]
-        told = all_gather_ints([int(keys[at]) if rank == world.rank else 0 for rank, at in reads], world)
-        heard = [told[rank][k] for k, (rank, _) in enumerate(reads)]
+        gathered = all_gather_ints([int(keys[at]) if rank == world.rank else 0 for rank, at in reads], world)
+        heard = [gathered[rank][k] for k, (rank, _) in enumerate(reads)]
         for k, one in enumerate(active):
             one.step(heard[2 * k], heard[2 * k + 1])
     return [[one.lo for one in group] for group in searches]
@@ -180,16 +180,16 @@ def _merge(
                 (merge.right, bounds[k] - cuts[k], bounds[k + 1] - cuts[k + 1]),
             ]
 
-    def pieces(source: int, reader: int) -> list[tuple[int, int]]:
+    def ranges(source: int, reader: int) -> list[tuple[int, int]]:
         """Return the parts that `source` sends to `reader`, left run first; it holds a part of only one of the two."""
         if reader not in parts:
             return [(0, len(keys))] if source == reader == world.rank else []
         return [run.piece(source, first, end) for run, first, end in parts[reader]]
 
-    out = [piece for reader in range(world.size) for piece in pieces(world.rank, reader)]
+    out = [piece for reader in range(world.size) for piece in ranges(world.rank, reader)]
     rows = torch.cat([torch.arange(lo, hi, device=keys.device) for lo, hi in out])
-    send = [sum(hi - lo for lo, hi in pieces(world.rank, reader)) for reader in range(world.size)]
-    receive = [sum(hi - lo for lo, hi in pieces(source, world.rank)) for source in range(world.size)]
+    send = [sum(hi - lo for lo, hi in ranges(world.rank, reader)) for reader in range(world.size)]
+    receive = [sum(hi - lo for lo, hi in ranges(source, world.rank)) for source in range(world.size)]
     keys, values = (exchange_rows(x[rows], send, receive, world) for x in (keys, values))
     if world.rank not in parts:
         return keys, values

@@ -48,9 +48,9 @@ class DelayedReadback:
         arrived.record()
         self._waiting.append(_Counts(views, there, arrived))
 
-    def learn(self, leave: int = LAG) -> None:
-        """Read the oldest counts until no more than `leave` are on their way; waits for those that it learns."""
-        while len(self._waiting) > leave:
+    def learn(self, pending: int = LAG) -> None:
+        """Read the oldest counts until no more than `pending` are on their way; waits for those that it learns."""
+        while len(self._waiting) > pending:
             one = self._waiting.popleft()
             if one.arrived is not None:
                 one.arrived.synchronize()

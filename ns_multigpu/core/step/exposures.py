@@ -1,7 +1,7 @@
 """Exposure: an affine map of colours for each training view, trained with the points: a matrix and an offset for
 each image, as Kerbl et al. 2024 have them (A Hierarchical 3D Gaussian Representation for Real-Time Rendering).
 
-A camera that chooses its exposure and white balance anew for each photograph shows one surface in many colours. Points
+A camera that chooses its exposure and white balance for each photograph shows one surface in many colours. Points
 have one colour for all views. So a view's map M = (A | b) [3, 4] is applied to its pixels before they are compared with
 the photograph:
 
@@ -23,7 +23,7 @@ from cuda_ext.ops.optim.adam import adam_step
 
 DRIFT_WEIGHT = 1.0
 """Of the squared distance of the mean map from the identity. Photographs do not pull at the mean, but for what the
-model has not learnt yet: so any weight will do that is not much below their own."""
+model has not fitted yet: so any weight will do that is not much below their own."""
 
 
 def identity_maps(views: int) -> Tensor:
@@ -103,21 +103,21 @@ class StepExposures:
 
     @property
     def words(self) -> int:
-        """Number of words that a rank publishes: see `told`."""
+        """Number of words that a rank publishes: see `published`."""
         return words_of(self.views)
 
-    def told(self) -> Tensor:
+    def published(self) -> Tensor:
         """[words] int64, the bits of what this rank's pixels add to the gradients by the batch's maps."""
         return self._sums.view(-1).view(torch.int64)
 
-    def step(self, told: Tensor, scalars: Tensor) -> None:
+    def step(self, published: Tensor, scalars: Tensor) -> None:
         """Take Adam's step.
 
         Args:
-            told: [ranks, words] int64, published by each rank.
+            published: [ranks, words] int64, published by each rank.
             scalars: [1, 8], see `cuda_ext.ops.optim.adam.adam_scalars`; of no step where the step is not to count.
         """
-        sums = told.contiguous().view(torch.float32).sum(0).view(self.views, 12)
+        sums = published.contiguous().view(torch.float32).sum(0).view(self.views, 12)
         # A view may be in a batch twice, and sums are to have the same bits each time: no scattered additions.
         which = torch.arange(len(self.maps), device=self.maps.device)[:, None] == self.indices.long()
         gradient = (which.to(sums.dtype) @ sums).view_as(self.maps)

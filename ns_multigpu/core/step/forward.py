@@ -4,7 +4,7 @@ Nothing is read back before the picture is made. Then all ranks look once: wheth
 work each row of tiles was. If one did not, all grow their buffers and draw again.
 
 Where pixels are whole a view is cut into bands of rows of tiles, one a rank, of equal work in the view before. Where
-every rank has all points that costs nothing but the cut: no loss is computed, so that nobody needs a halo, and no
+every rank has all points that costs nothing but the cut: no loss is computed, so no halo is needed, and no
 densifier counts. Where pixels are exchanged the strategy's assignment says who draws what.
 """
 
@@ -40,26 +40,28 @@ class CapacityExceeded(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Room:
+class _Capacities:
     """Capacities, the same on every rank: rows of a rank, rows of each pair of ranks, intersections."""
 
     rows: int
     pairs: Pairs
     intersections: int
 
-    def after(self, told: Sequence[Sequence[int]]) -> "_Room":
+    def after(self, counts_by_rank: Sequence[Sequence[int]]) -> "_Capacities":
         """Return the capacities of the next picture, after one with these needs."""
-        ranks = len(told)
-        pairs = tuple(tuple(padded(count) for count in row[_HEAD : _HEAD + ranks]) for row in told)
-        return _Room(padded(max(row[1] for row in told)), pairs, padded(max(row[2] for row in told)))
+        ranks = len(counts_by_rank)
+        pairs = tuple(tuple(padded(count) for count in row[_HEAD : _HEAD + ranks]) for row in counts_by_rank)
+        return _Capacities(
+            padded(max(row[1] for row in counts_by_rank)), pairs, padded(max(row[2] for row in counts_by_rank))
+        )
 
-    def holds(self, told: Sequence[Sequence[int]]) -> bool:
+    def holds(self, counts_by_rank: Sequence[Sequence[int]]) -> bool:
         """Return True if it was enough on all ranks."""
         return all(
             row[1] <= self.rows
             and row[2] <= self.intersections
-            and all(count <= room for count, room in zip(row[_HEAD:], mine, strict=False))
-            for row, mine in zip(told, self.pairs, strict=True)
+            and all(count <= capacities for count, capacities in zip(row[_HEAD:], mine, strict=False))
+            for row, mine in zip(counts_by_rank, self.pairs, strict=True)
         )
 
 
@@ -72,7 +74,7 @@ class Forward:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy, self._world = strategy, strategy.world
-        self._room = _Room(_ROWS_AT_FIRST, pairs_of(padded(0), self._world.size), 4 * _ROWS_AT_FIRST)
+        self._capacities = _Capacities(_ROWS_AT_FIRST, pairs_of(padded(0), self._world.size), 4 * _ROWS_AT_FIRST)
         self._work: list[int] = []
 
     @staticmethod
@@ -125,14 +127,14 @@ class Forward:
     def _draw(self, attempt: "_Try") -> tuple[list[Pixels], list[int]]:
         """One pass: this rank's patches, and the work of each row of tiles."""
         while True:
-            pixels, told = attempt.run(self._room)
-            if any(row[0] for row in told):
-                ranks = ", ".join(str(rank) for rank, row in enumerate(told) if row[0])
+            pixels, counts_by_rank = attempt.run(self._capacities)
+            if any(row[0] for row in counts_by_rank):
+                ranks = ", ".join(str(rank) for rank, row in enumerate(counts_by_rank) if row[0])
                 raise CapacityExceeded(f"out of memory on rank {ranks}, for a picture of {attempt.size} pixels")
-            enough = self._room.holds(told)
-            self._room = self._room.after(told)
+            enough = self._capacities.holds(counts_by_rank)
+            self._capacities = self._capacities.after(counts_by_rank)
             if enough:
-                tail = [row[_HEAD + self._world.size :] for row in told]
+                tail = [row[_HEAD + self._world.size :] for row in counts_by_rank]
                 return pixels, [sum(column) for column in zip(*tail, strict=True)]
 
 
@@ -145,14 +147,14 @@ class _Try:
         self.size = f"{view.width}x{view.height}"
         self._short = False  # whether this rank's memory did not suffice
 
-    def run(self, room: _Room) -> tuple[list[Pixels], list[list[int]]]:
+    def run(self, capacities: _Capacities) -> tuple[list[Pixels], list[list[int]]]:
         """Return this rank's pixels, and every rank's counts: `_HEAD` numbers, rows for each rank, work by row of
         tiles."""
         device, ranks = self._world.device, self._world.size
         words = _HEAD + ranks + _tile_rows(self._view)
         message = torch.zeros(words, dtype=torch.int64, device=device)
         self._short = False
-        pixels = self._passed(room, message)
+        pixels = self._passed(capacities, message)
         if pixels is None:
             message.zero_()
             message[0] = int(self._short)
@@ -160,10 +162,10 @@ class _Try:
         all_gather_into(everyone, message, self._world)
         return pixels or [], everyone.tolist()  # the one look
 
-    def _passed(self, room: _Room, message: torch.Tensor) -> list[Pixels] | None:
+    def _passed(self, capacities: _Capacities, message: torch.Tensor) -> list[Pixels] | None:
         """This rank's patches; None where memory did not suffice, here or, before an exchange, anywhere."""
         try:
-            forward = self._forward(room)
+            forward = self._forward(capacities)
             rows: Rows | None = forward.project(self._model, self._cameras(), [self._view])
         except torch.OutOfMemoryError:
             forward = rows = None
@@ -173,7 +175,7 @@ class _Try:
             return None
         try:
             drawing = launched(forward.draw(rows, [self._view], self._plan, range(1)))
-            self._tell(rows, forward.counts, drawing, message)
+            self._publish(rows, forward.counts, drawing, message)
         except torch.OutOfMemoryError:
             drawing = None
             self._short = True
@@ -194,13 +196,13 @@ class _Try:
         size, times = (view.width, view.height), view.K.new_full((1,), view.time)
         return Cameras(view.viewmat[None].contiguous(), view.K[None].contiguous(), size, times)
 
-    def _forward(self, room: _Room) -> ForwardPass:
-        shape = (self._world, self._kernels, room.rows, room.pairs, 0)
+    def _forward(self, capacities: _Capacities) -> ForwardPass:
+        shape = (self._world, self._kernels, capacities.rows, capacities.pairs, 0)
         transport = CollectiveRows(*shape) if self._exchanges else OwnRows(*shape)
-        lists = GatheredLists(self._kernels, room.intersections)
-        return ForwardPass(self._strategy, self._kernels, transport, lists, room.rows)
+        lists = GatheredLists(self._kernels, capacities.intersections)
+        return ForwardPass(self._strategy, self._kernels, transport, lists, capacities.rows)
 
-    def _tell(self, rows: Rows, counts: torch.Tensor, drawing: Drawing, message: torch.Tensor) -> None:
+    def _publish(self, rows: Rows, counts: torch.Tensor, drawing: Drawing, message: torch.Tensor) -> None:
         """Set the counts of rows and lists that this rank publishes."""
         ranks, (offsets, _, met) = self._world.size, drawing.lists
         message[1:2] = rows.count

@@ -63,7 +63,7 @@ class ForwardPass:
         self._rows, self.pixels = strategy.rows.operators(), strategy.pixels.operators(strategy.world)
         device, shape = strategy.world.device, (transport.directions, capacity if transport.travels else 0)
         self.place = torch.empty(shape, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(len(transport.room), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(len(transport.capacities), dtype=torch.int64, device=device)
 
     def project(self, model: Model, cameras: Cameras, views: Sequence[View]) -> Rows:
         """Return the rows of this rank's points.

@@ -9,7 +9,7 @@ exceeded on any rank the step, and all that follow it, leave parameters, moments
 (`Status.done` stops counting); the host detects that at the next readback, grows the capacity, and retries them.
 
 What a rank draws it draws with a halo of one tile, so that the gradient of its own pixels is whole
-(`cuda_ext.band_loss`); what arrives is ordered by owner and row, so that splats of equal depth blend as in `single`.
+(`cuda_ext.band_loss`); received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
 
 A lazy step leaves the points that no rank drew for later (`cuda_ext.LazyAdam`): parameters and moments are what they
 ought to be only after `flush`, for which there has to be one every 64 steps at least.
@@ -34,9 +34,9 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.exchange.transport import Parts, Transport, launched
 from ns_multigpu.core.kernels import Cameras, Kernels
 from ns_multigpu.core.observations import Observations
-from ns_multigpu.core.step.composable import follow_each_other, unsupported_reason
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.forward_pass import ForwardPass
+from ns_multigpu.core.step.fused_support import follow_each_other, unsupported_reason
 from ns_multigpu.core.step.patch_losses import PatchLosses
 from ns_multigpu.core.step.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.step.step_statistics import StepMessage
@@ -67,7 +67,7 @@ class Step:
         exposures: what the views' colours are mapped by, and learns of it; its Adam has the last line of `scalars`.
 
     Raises:
-        ValueError: no step is composed of the strategy's pieces, or steps are to be put off where they cannot.
+        ValueError: no step is composed of the strategy's pieces, or steps are to be deferred where they cannot.
 
     Attributes:
         inputs: one vector that holds the next five, in this order.
@@ -78,7 +78,7 @@ class Step:
             B), and a number that is finite where all gradients of the rows drawn here, or that arrived here, are. It is
             finite, too, where the step is not taken.
         rgb: this rank's renderings of the last step, one a patch, without halo [h, w, 3].
-        learnt: int64, what the strategy's assignment learns of the step, `Assignment.counts` numbers a rank or, where
+        measured_work: int64, what the strategy's assignment learns of the step, `Assignment.counts` numbers a rank or, where
             they are added up over ranks, in all.
     """
 
@@ -111,7 +111,7 @@ class Step:
         self._learns = strategy.assignment.learns
         device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
         self._device = device
-        assert (exposures is not None) == settings.exposures, "a message has room for them"
+        assert (exposures is not None) == settings.exposures, "step statistics include them"
         self._exposures, lines = exposures, count + settings.exposures
         parts = (16 * batch, 9 * batch, 3 * batch, lines * SCALARS, batch, batch * settings.exposures)
         self.inputs = torch.zeros(sum(parts), device=device)
@@ -123,20 +123,20 @@ class Step:
         self.report = torch.zeros(batch + 1, device=device)
         self.rgb: list[Tensor] = []
         ranks, travels = self._world.size, transport.travels
-        self._ends = transport.words - settings.tail  # where a message goes on with what is told of exposures
+        self._ends = transport.words - settings.tail  # exposures' words follow the step statistics
         shape = (batch, settings.tile_rows) if self._learns is Feedback.WORK else (ranks, self._ends - HEAD)
-        self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.measured_work = torch.zeros(shape, dtype=torch.int64, device=device)
         lists = lists or GatheredLists(kernels, settings.intersections)
         self._capturable = lists.capturable
         self._forward = ForwardPass(strategy, kernels, transport, lists, settings.rows, measure)
-        numbers = len(transport.room)
+        numbers = len(transport.capacities)
         # A step that must not count takes Adam's with these: moments keep, and nothing moves.
         self._still = scalars_of_no_step(lines, device)
         # How far the steps have got, and the most of each number of rows: one vector, for one look.
-        self._told = torch.zeros(6 + numbers, dtype=torch.int64, device=device)
-        self._status, self._most = self._told[:6], self._told[6:]
-        room = transport.room if travels else [0] * numbers
-        self._room = torch.tensor(room, dtype=torch.int64, device=device)
+        self._readback = torch.zeros(6 + numbers, dtype=torch.int64, device=device)
+        self._status, self._most = self._readback[:6], self._readback[6:]
+        capacities = transport.capacities if travels else [0] * numbers
+        self._capacities = torch.tensor(capacities, dtype=torch.int64, device=device)
         # Step statistics report the missing capacity of segments: each pair has a capacity of its own.
         limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
@@ -155,7 +155,7 @@ class Step:
     @torch.no_grad()
     def parts(self, plan: Plan, targets: Sequence[Tensor]) -> Parts[list[Tensor]]:
         """A step: splats this rank's points, exchanges rows, draws this rank's patches, their loss and its gradient by
-        the rows, brings gradients back, and takes Adam's step and adds to the statistics, unless a capacity was or is
+        the rows, returns gradients, and takes Adam's step and adds to the statistics, unless a capacity was or is
         exceeded on any rank.
 
         Args:
@@ -188,7 +188,7 @@ class Step:
         with measure("backward"):
             kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
         with measure("message"):
-            numbers, own = (self._forward.counts, self._room, self._most), plan.drawn[world.rank]
+            numbers, own = (self._forward.counts, self._capacities, self._most), plan.drawn[world.rank]
             message = self._message.of(rows, numbers, plan, lists, views, own, splatted.start, self._exposures)
         del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's
         with measure("return"):
@@ -198,11 +198,11 @@ class Step:
             *counts, sent = heads.unbind(1)
             summed = self._learns is Feedback.WORK
             if self._learns in (Feedback.NEEDS, Feedback.LIVE):
-                self.learnt.copy_(work)
+                self.measured_work.copy_(work)
             scalars, real = step_gate(
                 counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
                 lazy=self._model.lazy, sent=sent[world.rank : world.rank + 1], work=work if summed else None,
-                totals=self.learnt if summed else None,
+                totals=self.measured_work if summed else None,
             )  # fmt: skip
             rows = back.rows._replace(count=real)
             whole = splatted if back.finite_flag_views is None else range(s.views)
@@ -247,8 +247,8 @@ class Step:
 
     def status(self) -> Status:
         """Wait for the device, return the steps' progress, and reset the counters."""
-        done, rows, _, intersections, full, sent, *segments = self._told.tolist()
-        self._told.zero_()
+        done, rows, _, intersections, full, sent, *segments = self._readback.tolist()
+        self._readback.zero_()
         return Status(done, rows, tuple(segments), intersections, full > 0, sent)
 
 

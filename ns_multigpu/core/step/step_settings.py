@@ -109,7 +109,7 @@ def first_capacities(points: int, pixels: int, views: int, *, travels: bool) -> 
 
     Args:
         points: of this rank. pixels: of a view. views: that this rank splats its points for.
-        travels: True if rows are exchanged.
+        is_exchanged: True if rows are exchanged.
     """
     rows = padded(points * views)
     tiles = -(-pixels // (TILE * TILE))

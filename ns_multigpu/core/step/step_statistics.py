@@ -42,12 +42,12 @@ class StepMessage:
             numbers: of rows that go each way: how many, their capacity, and the most so far.
             lists: of the tiles that were drawn.
             own: what this rank draws. first_view: the position in the batch of the first view of the rows.
-            exposures: what is told of them at the end, if there are any.
+            exposures: their words are appended, if there are any.
         """
-        counts, room, most_rows = numbers
+        counts, capacities, most_rows = numbers
         offsets, _, met = lists
         message = step_message(
-            rows.count, counts, room, most_rows, met, offsets, self._bands(own, views), self._stays,
+            rows.count, counts, capacities, most_rows, met, offsets, self._bands(own, views), self._stays,
             self._words - HEAD, self._settings.columns,
         )  # fmt: skip
         if self._learns is Feedback.NEEDS:
@@ -55,7 +55,7 @@ class StepMessage:
             message[HEAD:] = footprint_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
         elif self._learns is Feedback.LIVE:
             message[HEAD:] = self._pixels.live()
-        return message if exposures is None else torch.cat([message, exposures.told()])
+        return message if exposures is None else torch.cat([message, exposures.published()])
 
     def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
         """Return the positions of this rank's bands in rows of tiles, without halos, if they count: see

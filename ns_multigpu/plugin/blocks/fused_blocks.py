@@ -54,23 +54,23 @@ class FusedBlocks:
         check_wishes(pipeline, fused=yes)
         made = cls(pipeline, optimizers, world, guards) if yes else None
         if made is not None:
-            made.training.bring_images(first)
+            made.training.load_images(first)
         pipeline.warmed_up()
         return made
 
-    def take(self, steps: range, *, metrics: bool, meanwhile: Callable[[], None] | None = None) -> Measured | None:
+    def take(self, steps: range, *, metrics: bool, while_busy: Callable[[], None] | None = None) -> Measured | None:
         """Run the steps of a block and the densification after it. Every rank calls it with the same arguments.
 
         Args:
             steps: the steps.
             metrics: whether to return the loss and metrics of the last step (the trainer requests them when it logs).
-            meanwhile: called once, while the device is busy with the block.
+            while_busy: called once, while the device is busy with the block.
         """
         pipeline, last, began = self._pipeline, steps[-1], time.perf_counter()
         if not (pipeline.training and pipeline.model.training):  # testing two flags is faster than setting all modules
             pipeline.train()
         pipeline.model.step = steps[0] * pipeline.batch_size
-        result = self.training.run(steps, metrics=metrics, meanwhile=meanwhile)
+        result = self.training.run(steps, metrics=metrics, while_busy=while_busy)
         pipeline.model.step = last * pipeline.batch_size
         self.training.refine(steps)
         self._seconds = self._pace.after(len(steps), time.perf_counter() - began)

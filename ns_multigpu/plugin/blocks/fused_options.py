@@ -6,7 +6,7 @@ from typing import Any
 from cuda_ext.dispatch.load import backend, kernels_serve
 from cuda_ext.ops.optim.adam import FusedAdam, is_plain
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.step.composable import unsupported_reason
+from ns_multigpu.core.step.fused_support import unsupported_reason
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model import exposures, surfaces
 from ns_multigpu.primitives.registry import FIRST, titled
@@ -105,9 +105,9 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     kernels = model.primitive(depth=False).kernels()
     names = () if kernels is None else (*kernels.parameters, *exposures.groups(model))
     groups = [optimizers.optimizers.get(name) for name in names]
-    pieces = unsupported_reason(pipeline.strategy, pipeline.batch_size)
+    legs = unsupported_reason(pipeline.strategy, pipeline.batch_size)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
-        (pieces is not None, lambda: str(pieces)),
+        (legs is not None, lambda: str(legs)),
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (options.sh_degree == 0, lambda: "there are no spherical harmonics"),
@@ -117,7 +117,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         ),
         (kernels is None, lambda: f"{titled(options.primitive)} have no operators for it"),
         (
-            kernels is not None and not kernels.halves and pipeline.config.wire == "half",
+            kernels is not None and not kernels.supports_half and pipeline.config.wire == "half",
             lambda: f"rows of {titled(options.primitive)} cross the wire whole, and --pipeline.wire half is asked for",
         ),
         (

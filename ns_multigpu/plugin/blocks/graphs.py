@@ -157,7 +157,7 @@ class StepGraphs:
         # Nanoseconds of exchange within graphs: on the device (None before the first graph), as last copied to the
         # host, and as already counted.
         self._clock: torch.Tensor | None = None
-        self._told = torch.zeros(1, dtype=torch.int64)
+        self._clock_read = torch.zeros(1, dtype=torch.int64)
         self._counted = 0
         self._exchanges = False  # of any graph
 
@@ -233,10 +233,10 @@ class StepGraphs:
         """
         if self._clock is None or not self._exchanges:
             return
-        told = int(self._told)
-        self._timer.move("compute", "exchange", (told - self._counted) / 1e9)
-        self._counted = told
-        self._told.copy_(self._clock, non_blocking=True)
+        now = int(self._clock_read)
+        self._timer.move("compute", "exchange", (now - self._counted) / 1e9)
+        self._counted = now
+        self._clock_read.copy_(self._clock, non_blocking=True)
 
     @contextmanager
     def _clocked(self) -> Generator[None]:
@@ -265,7 +265,7 @@ class StepGraphs:
         pool.prepare()
         if self._clock is None:
             self._clock = pool.clock()
-            self._told = torch.zeros(1, dtype=torch.int64, pin_memory=self._clock.is_cuda)
+            self._clock_read = torch.zeros(1, dtype=torch.int64, pin_memory=self._clock.is_cuda)
         self._captures = True
         try:
             return _Captured(*capture_parts(pool, step, self.stream))

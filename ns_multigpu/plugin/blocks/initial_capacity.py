@@ -20,7 +20,7 @@ from ns_multigpu.core.types import View
 from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import Capacities
-from ns_multigpu.plugin.faults.out_of_memory import check_room
+from ns_multigpu.plugin.faults.out_of_memory import check_memory
 
 _MOST_AT_FIRST = 1 << 22
 """Points of a run's first step up to which it has capacity to draw all; a step that needs more is retried with more."""
@@ -74,7 +74,7 @@ class InitialCapacity:
         ranks = self._world.size
         pixels = view.width * view.height * self._pipeline.batch_size // ranks
         needed = bytes_of_step(now, pixels, ranks, travels=self._travels, relays=self._buffers.relays)
-        check_room(needed, "a step's buffers", self._world)
+        check_memory(needed, "a step's buffers", self._world)
 
     @property
     def _travels(self) -> bool:

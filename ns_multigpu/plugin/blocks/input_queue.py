@@ -18,7 +18,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transports import Collective
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
-from ns_multigpu.plugin.blocks.step_inputs import Feed
+from ns_multigpu.plugin.blocks.step_inputs import StepInputs
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 
 
@@ -45,12 +45,12 @@ class InputQueue:
         self.targets: list[Tensor] = []
         self.plan = Plan((), ())
 
-    def bring(self, step: int, factor: int) -> None:
+    def load(self, step: int, factor: int) -> None:
         """Load the images of steps from this one on, at 1 / `factor` of their size, if they are kept on the GPU.
 
         Every rank calls it.
         """
-        self._images.bring(factor, functools.partial(self._small, step))
+        self._images.load(factor, functools.partial(self._small, step))
 
     def begin(self, step: Step, place: int) -> None:
         """Set the next step to the block's step number `place`; later steps follow in order.
@@ -68,32 +68,34 @@ class InputQueue:
             self._reports = torch.zeros(self._places, views + 1, device=device)
         self._at.fill_(place)
 
-    def put(self, place: int, feed: Feed) -> None:
+    def put(self, place: int, step_inputs: StepInputs) -> None:
         """Write the inputs of the block's step number `place`. Its line is kept until the block ends."""
         # Assign through numpy: torch takes ten times as long.
-        self._lines[place] = feed.inputs.numpy()
-        self._shown[place] = feed.indices
+        self._lines[place] = step_inputs.inputs.numpy()
+        self._shown[place] = step_inputs.indices
 
-    def ready(self, buffers: StepBuffers, feed: Feed, plan: Plan, factor: int) -> None:
+    def ready(self, buffers: StepBuffers, step_inputs: StepInputs, plan: Plan, factor: int) -> None:
         """Place the images of a step in its buffers, unless it selects them on the device. Every rank calls it alike.
 
         Args:
-            buffers: buffers of the step. plan: its plan, with halos. factor: see `bring`.
+            buffers: buffers of the step. plan: its plan, with halos. factor: see `load`.
         """
         mine, self.plan = plan.owned[self._world.rank], plan
         if self.shows(buffers):
-            self.targets = buffers.places(mine, feed.views)
+            self.targets = buffers.places(mine, step_inputs.views)
             return
-        shrink = functools.partial(self._small, feed.step)
-        parts = self._images.get_smaller(feed.indices, plan, feed.views, factor, shrink)
-        self.targets = buffers.targets(parts, mine, feed.views)
+        shrink = functools.partial(self._small, step_inputs.step)
+        parts = self._images.get_smaller(step_inputs.indices, plan, step_inputs.views, factor, shrink)
+        self.targets = buffers.targets(parts, mine, step_inputs.views)
 
-    def parts(self, buffers: StepBuffers, step: Step, feed: Feed) -> Generator[Collective, None, list[Tensor]]:
+    def parts(
+        self, buffers: StepBuffers, step: Step, step_inputs: StepInputs
+    ) -> Generator[Collective, None, list[Tensor]]:
         """Run the next step, from reading its line to writing its report: the part that a graph may capture."""
         take_lines([self._numbers, self._indices], self._at, [step.inputs, self._chosen])
         if self.shows(buffers) and self.targets:
             mine = self.plan.owned[self._world.rank]
-            numbers = [n for p in mine for n in (p.view, *p.rendered(feed.views[p.view]))]
+            numbers = [n for p in mine for n in (p.view, *p.rendered(step_inputs.views[p.view]))]
             assert self._images.kept is not None
             show_patches(self._images.kept, self._chosen, numbers, buffers.pictures)
         rgb = yield from step.parts(self.plan, self.targets)

@@ -13,7 +13,7 @@ from ns_multigpu.core.dist.peer_memory import choose_transport
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.hierarchy import Relays
 from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of
-from ns_multigpu.core.exchange.transports import Transport, make_transport, relays_serve
+from ns_multigpu.core.exchange.transports import Transport, can_forward, make_transport
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.step.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.step.tile_lists import GatheredLists, SortedLists, TileLists
@@ -34,7 +34,7 @@ class StepBuffers:
     Attributes:
         captures: True if CUDA graphs can hold steps.
         peer: True if all rows are written into the memory of other GPUs.
-        tells: True if replicas exchange the rows that they drew through peer memory.
+        uses_peer_replicas: True if replicas exchange the rows that they drew through peer memory.
         relays: forwards rows between machines; None if rows are sent directly.
         one_for_all: True if the transport's buffers have one size for all pairs of ranks.
         pictures: [n] buffer of the images that graphs read, see `places`.
@@ -47,8 +47,8 @@ class StepBuffers:
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
         self.pictures = torch.zeros(0)
-        self.peer, self._reach, self._by_sort = False, False, options.tile_lists == "sort"
-        self.tells = False
+        self.peer, self._peer_reachable, self._by_sort = False, False, options.tile_lists == "sort"
+        self.uses_peer_replicas = False
         self.relays: Relays | None = None
         self._half = options.wire == "half"
         self.one_for_all = self._by_sort
@@ -61,20 +61,20 @@ class StepBuffers:
         if not self._strategy.rows.travels and not (self._strategy.gradients.summed and world.size > 1):
             return
         try:
-            handed_on = relays_serve(self._strategy.rows, world, peer=True) and not self._by_sort
-            choice = choose_transport(world, options.transport, relayed=handed_on)
+            can_forward_rows = can_forward(self._strategy.rows, world, peer=True) and not self._by_sort
+            choice = choose_transport(world, options.transport, relayed=can_forward_rows)
         except RuntimeError as error:
             raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
         if not self._strategy.rows.travels:
-            self.tells = choice.name == "peer"
+            self.uses_peer_replicas = choice.name == "peer"
             return
-        self.peer, self._reach = choice.name == "peer", choice.peer
-        if handed_on and relays_serve(self._strategy.rows, world, peer=choice.peer):
+        self.peer, self._peer_reachable = choice.name == "peer", choice.peer
+        if can_forward_rows and can_forward(self._strategy.rows, world, peer=choice.peer):
             self.relays = Relays.of(world)
         self.one_for_all = self.peer or self._by_sort
         if self._half and self.peer and world.size > 1:
             raise InputError(
-                "--pipeline.wire half: that is for collectives, and splats travel through peer memory here. Leave it "
+                "--pipeline.wire half: that is for collectives, and splats are exchanged through peer memory here. Leave it "
                 "out, or add --pipeline.transport collective."
             )
         if world.is_main and world.size > 1:
@@ -95,14 +95,14 @@ class StepBuffers:
         self._shape = shape
         self._transport = make_transport(
             self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
-            peer=self._reach or self.tells, half=self._half, slots=self._by_sort,
+            peer=self._peer_reachable or self.uses_peer_replicas, half=self._half, slots=self._by_sort,
         )  # fmt: skip
         return self._transport
 
     def spared(self) -> dict[str, bool]:
         """Return which capacities may have a margin. Collectives' may not: they transfer the margin too."""
         replicas = self._strategy.gradients.summed and self._world.size > 1
-        return {"rows": self.tells or not replicas, "pairs": self.peer}
+        return {"rows": self.uses_peer_replicas or not replicas, "pairs": self.peer}
 
     def pairs(self, segment: int | Pairs) -> Pairs:
         """Return the capacities of all pairs of ranks, or with relays of all relay pairs."""
@@ -127,9 +127,9 @@ class StepBuffers:
     def make_pictures(self, settings: StepSettings, kind: torch.dtype) -> None:
         """Allocate the image buffer of captured steps, which read images at fixed addresses."""
         size = settings.views, settings.width, settings.height, self._world.size
-        room = 3 * self._strategy.assignment.most_pixels(*size, HALO) if self.captures else 0
-        if len(self.pictures) != room or self.pictures.dtype != kind:
-            self.pictures = torch.empty(room, dtype=kind, device=self._world.device)
+        num_pixels = 3 * self._strategy.assignment.most_pixels(*size, HALO) if self.captures else 0
+        if len(self.pictures) != num_pixels or self.pictures.dtype != kind:
+            self.pictures = torch.empty(num_pixels, dtype=kind, device=self._world.device)
 
     def targets(self, parts: Sequence[ImagePart], patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
         """Return the part [h, w, 3] of each image under a rendered rectangle, in the buffer that a step reads.
@@ -160,7 +160,9 @@ class StepBuffers:
 
     def exchanges_in(self, part: str) -> bool:
         """Return whether this part of a step exchanges data without a collective, which is timed separately."""
-        return part in (("send", "return") if self.peer and self._world.size > 1 else ("return",) if self.tells else ())
+        return part in (
+            ("send", "return") if self.peer and self._world.size > 1 else ("return",) if self.uses_peer_replicas else ()
+        )
 
     def count_traffic(self, status: Status) -> None:
         """Count bytes that peers wrote to each other; collectives count their own."""

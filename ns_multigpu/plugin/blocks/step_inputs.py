@@ -25,7 +25,7 @@ TOGETHER = 8
 
 
 @dataclass
-class Feed:
+class StepInputs:
     """Inputs of one step, kept until its block ends because a step may be retried.
 
     Attributes:
@@ -43,7 +43,7 @@ class Feed:
     rate: float
 
 
-class Feeding:
+class StepInputsMaker:
     """Source of one rank's step inputs.
 
     Args:
@@ -84,11 +84,11 @@ class Feeding:
             return 1
         return min(TOGETHER, max(place, 1))
 
-    def alike(self, feeds: Sequence[Feed]) -> bool:
+    def alike(self, feeds: Sequence[StepInputs]) -> bool:
         """Return whether this is a full group of steps drawn at once, all with the same plan."""
-        return len(feeds) == TOGETHER and all(feed.plan == feeds[0].plan for feed in feeds)
+        return len(feeds) == TOGETHER and all(step_inputs.plan == feeds[0].plan for step_inputs in feeds)
 
-    def draw(self, step: int, factor: int, adam: AdamStep, rate: Callable[[], float]) -> Feed:
+    def draw(self, step: int, factor: int, adam: AdamStep, rate: Callable[[], float]) -> StepInputs:
         """Draw a step's views and backgrounds, and advance optimizers and schedules by one step.
 
         Args:
@@ -103,16 +103,16 @@ class Feeding:
         lines = adam.count()
         for scheduler in self._optimizers.schedulers.values():
             next_rates(scheduler)
-        told = [view.time for view in views] + ([] if pipeline.model.exposures is None else indices)
-        inputs = np.zeros(28 * batch + sum(map(len, lines)) + len(told), dtype=np.float32)
+        times = [view.time for view in views] + ([] if pipeline.model.exposures is None else indices)
+        inputs = np.zeros(28 * batch + sum(map(len, lines)) + len(times), dtype=np.float32)
         matrices, Ks = inputs[: 16 * batch].reshape(batch, 16), inputs[16 * batch : 25 * batch].reshape(batch, 9)
         for place, (_, numbers) in enumerate(cameras):
             matrices[place], Ks[place] = numbers[:16], numbers[16:]
         backgrounds = inputs[25 * batch : 28 * batch].reshape(batch, 3)
         for view in {patch.view for patch in plan.owned[self._rank]}:  # other backgrounds are unused
             backgrounds[view] = self._background(step * batch + view)
-        inputs[28 * batch :] = [number for line in lines for number in line] + told
-        return Feed(step, indices, views, torch.from_numpy(inputs), plan, rate())
+        inputs[28 * batch :] = [number for line in lines for number in line] + times
+        return StepInputs(step, indices, views, torch.from_numpy(inputs), plan, rate())
 
     def _background(self, image: int) -> np.ndarray[Any, Any]:
         """Return the background [3] of an image, given its number in the whole run."""

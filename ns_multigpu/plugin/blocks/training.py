@@ -44,7 +44,7 @@ from ns_multigpu.plugin.blocks.refinement import Refining
 from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import LEAST_INTERSECTIONS, LEAST_ROWS, StepCapacities
-from ns_multigpu.plugin.blocks.step_inputs import Feed, Feeding
+from ns_multigpu.plugin.blocks.step_inputs import StepInputs, StepInputsMaker
 from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
@@ -83,9 +83,9 @@ class Training:
     def __init__(self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None]) -> None:
         self._pipeline, self._optimizers, self._world = pipeline, optimizers, world
         self._model = pipeline.model
-        self._serving = InputQueue(pipeline, world, MOST_STEPS)
+        self._queue = InputQueue(pipeline, world, MOST_STEPS)
         self._camera, self._observed = HostCameras(pipeline.datamanager), pipeline.observed
-        self._feeding = Feeding(pipeline, optimizers, world.rank, self._camera)
+        self._inputs_maker = StepInputsMaker(pipeline, optimizers, world.rank, self._camera)
         self._signature = Signatures(pipeline)
         self._step: Step | None = None
         self._adam: AdamStep | None = None
@@ -103,7 +103,7 @@ class Training:
         self._buffers = StepBuffers(pipeline, world)
         # On a CPU, and with collectives, the cost of sorting or sending grows with the capacity.
         spares = world.device.type == "cuda" and self._buffers.spared()["rows"]
-        self._room = StepCapacities(
+        self._capacities = StepCapacities(
             len(pipeline.datamanager.train_share.shapes), one_for_all=self._buffers.one_for_all,
             least=(LEAST_ROWS, LEAST_INTERSECTIONS) if spares else (0, 0),
         )  # fmt: skip
@@ -111,7 +111,7 @@ class Training:
         self._block = range(0)  # the current one
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
-        self._learnt = DelayedReadback(pipeline.strategy.assignment.learn)
+        self._readback = DelayedReadback(pipeline.strategy.assignment.learn)
 
     @property
     def _travels(self) -> bool:
@@ -130,45 +130,45 @@ class Training:
         self._signature.same(range(first, fits + 1))
         return range(first, fits + 1)
 
-    def run(self, steps: range, *, metrics: bool = True, meanwhile: Callable[[], None] | None = None) -> BlockResult:
+    def run(self, steps: range, *, metrics: bool = True, while_busy: Callable[[], None] | None = None) -> BlockResult:
         """Run the steps of a block. Every rank calls it with the same arguments.
 
         Refining, and resetting opacities, is left to the caller: see `refine`.
 
         Args:
             metrics: whether to compute the last step's mean squared error.
-            meanwhile: called once, when all steps have been launched.
+            while_busy: called once, when all steps have been launched.
         """
         self._block = steps
         self._choose_lazy()
         strategy, images = self._pipeline.strategy, steps[0] * self._pipeline.batch_size
         strategy.observe(self._model.primitive(depth=False), self._model.points, images)
         if strategy.assignment.prefetches:
-            self._feeding.prefetch_plans(steps, MOST_STEPS, lambda step: self._signature(step)[1])
-        self.bring_images(steps[0])
-        feeds: list[Feed] = []
+            self._inputs_maker.prefetch_plans(steps, MOST_STEPS, lambda step: self._signature(step)[1])
+        self.load_images(steps[0])
+        feeds: list[StepInputs] = []
         step: Step | None = None
         with last_whole_step(self, steps, self._optimizers, self._world) as taken:
             while taken.done < len(steps):
                 step = None  # free its memory for the next one, if there is to be one
                 step = self._prepared(steps[0])
                 step.refresh()  # other code may have changed the points since the last block
-                self._serving.begin(step, taken.done)
+                self._queue.begin(step, taken.done)
                 k = taken.done
                 while k < len(steps):
-                    together = min(self._feeding.together(k), len(steps) - k)
+                    together = min(self._inputs_maker.together(k), len(steps) - k)
                     if k == len(feeds):  # drawn while the device runs earlier steps
                         for place in range(k, k + together):
-                            feeds.append(self._feed(steps[place]))
-                            self._serving.put(place, feeds[place])
-                    taking = self._take(step, feeds[k : k + together])
+                            feeds.append(self._make_inputs(steps[place]))
+                            self._queue.put(place, feeds[place])
+                    num_taken = self._take(step, feeds[k : k + together])
                     self._noise.after(step, steps[k], feeds[k].rate)
-                    k += taking
+                    k += num_taken
                 if self._lazy is None:  # otherwise deferred steps come first
                     self._refining.ahead(steps[-1], step.taken)
-                if meanwhile is not None:
-                    meanwhile()
-                    meanwhile = None
+                if while_busy is not None:
+                    while_busy()
+                    while_busy = None
                 with self._pipeline.timer.measure("waiting for the device"):
                     status = step.status()
                 taken.done += status.done
@@ -177,10 +177,10 @@ class Training:
             assert step is not None
             step.flush()  # only here: it rounds, so its place must not depend on capacities
         if self._signature.enlarges(steps[0]):  # few views were seen at this size; the next ones may need more
-            self._room.spare(12, 12, **self._buffers.spared())
-        self._learnt.learn(leave=0)  # feedback in a checkpoint must not depend on pending readbacks
+            self._capacities.spare(12, 12, **self._buffers.spared())
+        self._readback.learn(pending=0)  # feedback in a checkpoint must not depend on pending readbacks
         mse = self._mse(step) if metrics else None
-        return BlockResult(steps, [feed.indices for feed in feeds], self._serving.reports(len(steps)), mse)
+        return BlockResult(steps, [step_inputs.indices for step_inputs in feeds], self._queue.reports(len(steps)), mse)
 
     def _choose_lazy(self) -> None:
         """Choose whether to defer steps in the coming block: not if a step draws much of the model.
@@ -218,7 +218,7 @@ class Training:
     def _stays(self, adam: AdamStep) -> bool:
         """Return whether the step and its Adam remain valid after a refinement: all points kept their addresses."""
         model = self._model
-        return not self._first.due(self._room.now) and self._points.follows(
+        return not self._first.due(self._capacities.now) and self._points.follows(
             model.gauss_params, adam, model.densifier_state, model.most_points
         )
 
@@ -244,49 +244,52 @@ class Training:
 
     # ---- the step ----
 
-    def _take(self, step: Step, feeds: Sequence[Feed]) -> int:
+    def _take(self, step: Step, feeds: Sequence[StepInputs]) -> int:
         """Run the next step, or all of these if the host has nothing to do between them; return how many were run."""
-        feed = feeds[0]
-        plan, factor = with_halos(feed.plan, step.settings.width, step.settings.height), self._signature(feed.step)[1]
+        step_inputs = feeds[0]
+        plan, factor = (
+            with_halos(step_inputs.plan, step.settings.width, step.settings.height),
+            self._signature(step_inputs.step)[1],
+        )
         several = self._graphs.at_once(plan, len(feeds))
         steps = several if several > 1 and self._follow(feeds) else 1
         with self._pipeline.timer.step(steps):
             with self._pipeline.timer.measure("data"):
-                self._serving.ready(self._buffers, feed, plan, factor)
+                self._queue.ready(self._buffers, step_inputs, plan, factor)
                 if self._observed is not None:
-                    self._observed.fill(feed.indices)
-            step.rgb = self._graphs.take(plan, lambda: self._serving.parts(self._buffers, step, feed), steps)
+                    self._observed.fill(step_inputs.indices)
+            step.rgb = self._graphs.take(plan, lambda: self._queue.parts(self._buffers, step, step_inputs), steps)
             if self._pipeline.strategy.assignment.learns is not Feedback.NOTHING:
-                self._learnt.send(feed.views, step.learnt)
+                self._readback.send(step_inputs.views, step.measured_work)
         return steps
 
-    def _follow(self, feeds: Sequence[Feed]) -> bool:
+    def _follow(self, feeds: Sequence[StepInputs]) -> bool:
         """Return whether steps need no host work between them: their inputs are in place or selected on the device."""
-        between = self._noise.active or self._observed is not None or not self._serving.shows(self._buffers)
-        return not between and self._feeding.alike(feeds)
+        between = self._noise.active or self._observed is not None or not self._queue.shows(self._buffers)
+        return not between and self._inputs_maker.alike(feeds)
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
         """Return the context that times a part of a step."""
         return self._graphs.measure("exchange" if self._buffers.exchanges_in(part) else "compute")
 
-    def _begin_room(self, step: int, kernels: Kernels) -> None:
+    def _initial_capacity(self, step: int, kernels: Kernels) -> None:
         """Set the capacities from this step on, by the demand of the coming block's batches."""
         factor = self._signature(step)[1]
         coming = self._pipeline.datamanager.coming(self._block, self._pipeline.batch_size)
         batches = [[self._camera(index, factor)[0] for index in indices] for indices in coming]
         points = self._points
-        self._room.begin(
+        self._capacities.begin(
             self._first.capacities(
-                self._room.now, self._camera(0, factor)[0], batches,
+                self._capacities.now, self._camera(0, factor)[0], batches,
                 lambda: kernels.model(points.params, points.moments, {}, None), kernels,
             )
         )  # fmt: skip
 
     def _made(self, view: View, kernels: Kernels, counts: bool, kind: torch.dtype) -> Step:
         """Return the step for the present capacities."""
-        assert self._room.now is not None and self._adam is not None
+        assert self._capacities.now is not None and self._adam is not None
         options, strategy = self._model.config, self._pipeline.strategy
-        rows, pairs, intersections = self._room.now
+        rows, pairs, intersections = self._capacities.now
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections,
@@ -318,26 +321,26 @@ class Training:
     def _mse(self, step: Step) -> Tensor:
         """Return this rank's share of the last step's mean squared error, []."""
         view = View(step.viewmats[0], step.Ks[0], step.settings.width, step.settings.height)
-        mine = self._serving.plan.owned[self._world.rank]
-        return share_of_mse(step.rgb, self._serving.targets, mine, view, step.settings.views)
+        mine = self._queue.plan.owned[self._world.rank]
+        return share_of_mse(step.rgb, self._queue.targets, mine, view, step.settings.views)
 
     # ---- the host's part of a step ----
 
-    def _feed(self, step: int) -> Feed:
+    def _make_inputs(self, step: int) -> StepInputs:
         """Return the inputs of a step, and advance optimizers and schedules."""
         self._prepared(step)
         assert self._adam is not None
-        self._learnt.learn()
-        return self._feeding.draw(step, self._signature(step)[1], self._adam, self._noise.rate)
+        self._readback.learn()
+        return self._inputs_maker.draw(step, self._signature(step)[1], self._adam, self._noise.rate)
 
-    def bring_images(self, step: int) -> None:
+    def load_images(self, step: int) -> None:
         """Load the images of steps from this one on, if they are kept on the GPU. Every rank calls it."""
-        self._serving.bring(step, self._signature(step)[1])
+        self._queue.load(step, self._signature(step)[1])
 
     def _prepared(self, step: int) -> Step:
         """Return the fused step for `step`, rebuilt if one of its properties has changed."""
         signature = self._signature(step)
-        key = (signature, self._room.now)
+        key = (signature, self._capacities.now)
         if self._step is not None and self._adam is not None and self._key == key:
             return self._step
         degree, factor, counts, losses = signature
@@ -349,9 +352,11 @@ class Training:
         if not self._points.has_capacity(model.most_points):
             self._let_go()  # free the old storage for the larger one
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
-        if stays and self._step is not None and self._key == key and not self._first.due(self._room.now):
+        if stays and self._step is not None and self._key == key and not self._first.due(self._capacities.now):
             return self._step  # a refinement has changed nothing that its graph depends on
-        self._room.spare(13, 18, **self._buffers.spared())  # points grow in number; the step is rebuilt here anyway
+        self._capacities.spare(
+            13, 18, **self._buffers.spared()
+        )  # points grow in number; the step is rebuilt here anyway
         serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)
         if not self._wants_lazy or not serves:
             self._lazy = None
@@ -362,13 +367,13 @@ class Training:
         self._step = None
         view, _ = self._camera(0, factor)
         kernels = self._kernels(degree, counts, losses)
-        if self._first.due(self._room.now):
-            self._begin_room(step, kernels)
-        self._first.check(self._room.now, view)
+        if self._first.due(self._capacities.now):
+            self._initial_capacity(step, kernels)
+        self._first.check(self._capacities.now, view)
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
         self._step = self._made(view, kernels, counts, kind)
-        self._key = (signature, self._room.now)
+        self._key = (signature, self._capacities.now)
         return self._step
 
     def _learn(self, status: Status) -> None:
@@ -377,6 +382,6 @@ class Training:
         self._rows_drawn = status.rows
         pairs = all_gather_counts(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
         needed = (status.rows, pairs, status.intersections)
-        self._room.learn(needed, status.full, status.done * self._pipeline.batch_size)
+        self._capacities.learn(needed, status.full, status.done * self._pipeline.batch_size)
         if not status.full:  # rebuilding a step before it exceeds a capacity costs less than half a retried block
-            self._room.spare(7, 12, **self._buffers.spared())
+            self._capacities.spare(7, 12, **self._buffers.spared())

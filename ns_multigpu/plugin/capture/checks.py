@@ -235,11 +235,11 @@ def different_points(points: tuple[Tensor, Tensor] | None, world: World) -> list
     sums = (0, 0.0, 0.0) if points is None else (len(points[0]), *(float(x.double().abs().sum()) for x in points))
     everyone = all_gather_objects(sums, world)
     lines: list[str] = []
-    for rank, told in enumerate(everyone):
+    for rank, seeds in enumerate(everyone):
         who = world.machine_name(world.machine_of(rank)) if world.machines > 1 else f"rank {rank}"
-        if told[0] != everyone[0][0]:
-            lines.append(f"{who} has {told[0]} seed points and rank 0 has {everyone[0][0]}")
-        elif not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(told[1:], everyone[0][1:], strict=True)):
+        if seeds[0] != everyone[0][0]:
+            lines.append(f"{who} has {seeds[0]} seed points and rank 0 has {everyone[0][0]}")
+        elif not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(seeds[1:], everyone[0][1:], strict=True)):
             lines.append(f"{who} has other seed points than rank 0")
     return lines
 

@@ -71,7 +71,7 @@ def look_at(folder: Path) -> Reconstruction:
         return found
     kind = "txt" if text else "bin"
     cameras: dict[int, tuple[str, int, int]] = {}
-    with _told(found, folder / f"cameras.{kind}") as path:
+    with _reported(found, folder / f"cameras.{kind}") as path:
         cameras = _cameras_text(path) if text else _cameras_binary(path)
         for number, (model, width, height) in cameras.items():
             if model not in READABLE:
@@ -82,7 +82,7 @@ def look_at(folder: Path) -> Reconstruction:
                 found.problems.append(f"{path}: camera {number} is {width}x{height} pixels")
         if not cameras:
             raise Damaged("it lists no cameras")
-    with _told(found, folder / f"images.{kind}") as path:
+    with _reported(found, folder / f"images.{kind}") as path:
         images = _images_text(path) if text else _images_binary(path)
         if not images:
             raise Damaged("it lists no images")
@@ -95,7 +95,7 @@ def look_at(folder: Path) -> Reconstruction:
                 found.problems.append(f"{name}: its camera {camera} is not in cameras.{kind}")
     points = next((path for path in (folder / "points3D.bin", folder / "points3D.txt") if path.exists()), None)
     if points is not None:
-        with _told(found, points) as path:
+        with _reported(found, points) as path:
             found.points, found.observations = (_points_binary if path.suffix == ".bin" else _points_text)(path)
     return found
 
@@ -112,7 +112,7 @@ def point_count(folder: Path) -> int | None:
 
 
 @contextmanager
-def _told(found: Reconstruction, path: Path) -> Iterator[Path]:
+def _reported(found: Reconstruction, path: Path) -> Iterator[Path]:
     """Convert errors of reading a file into a line in `found.problems`."""
     try:
         yield path

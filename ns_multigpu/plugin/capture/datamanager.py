@@ -67,7 +67,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     def __init__(self, config: DistributedDataManagerConfig, device: torch.device | str = "cpu", **kwargs: Any) -> None:
         checks.check_image_memory(config.image_memory_gb)
         self.world = get_world(str(device))
-        self._homes: list[int] | None = None
+        self._owners_of_views: list[int] | None = None
         self._trains = kwargs.get("test_mode", "val") == "val"
         with parsed_together(config, self.world, self._trains):
             super().__init__(config, device=device, **kwargs)
@@ -156,10 +156,10 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         headers, kind = self.eval_headers, self.config.cache_images_type
         return image_shapes(self.eval_dataset, self.eval_reader, headers, kind, self.world)
 
-    def hold_by(self, homes: Sequence[int]) -> None:
+    def hold_by(self, owners: Sequence[int]) -> None:
         """Set the rank that holds each training image.
 
-        `homes_of` computes the owners from the machine that sees most of each view, `train_shapes` and `train_memory`.
+        `image_owners_of` computes the owners from the machine that sees most of each view, `train_shapes` and `train_memory`.
         Every rank calls it with the same owners, before `train_share` exists, which checks them.
 
         Raises:
@@ -170,12 +170,12 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
                 "hold_by: the training images are held already. Say who holds them before prepare_training, which "
                 "reads them."
             )
-        self._homes = list(homes)
+        self._owners_of_views = list(owners)
 
     @cached_property
     def train_share(self) -> ImageShare:
         """Create this rank's store of training images. Every rank calls it."""
-        return self._share(self.train_reader, self.train_shapes, "training", self.train_memory, self._homes)
+        return self._share(self.train_reader, self.train_shapes, "training", self.train_memory, self._owners_of_views)
 
     @cached_property
     def eval_share(self) -> ImageShare:
@@ -235,14 +235,14 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         shapes: Sequence[ImageShape],
         label: str,
         budget: int | None,
-        homes: Sequence[int] | None = None,
+        owners: Sequence[int] | None = None,
     ) -> ImageShare:
         on_gpu = self.config.cache_images == "gpu"
         return ImageShare(
             shapes,
             reader.read,
             self.world,
-            homes=homes,
+            owners=owners,
             label=label,
             budget=budget,
             place=self.device if on_gpu else "cpu",

@@ -87,7 +87,7 @@ class DeviceImages:
         """
         mine = plan.owned[self._world.rank]
         if self._fits:
-            self.bring(factor, shrink)
+            self.load(factor, shrink)
             assert self.kept is not None, "brought"
             return [ImagePart.whole({"image": self.kept[indices[patch.view]]}) for patch in mine]
         there = self._share.deliver(indices, plan, self._world.device, views)
@@ -96,7 +96,7 @@ class DeviceImages:
             return parts
         return [ImagePart.whole({"image": shrink(part.data["image"])}) for part in parts]
 
-    def bring(self, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
+    def load(self, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
         """Fetch all images at a resolution, if they are kept on the GPU. Every rank calls it alike."""
         if not self._fits or factor == self._factor:
             return
@@ -121,13 +121,13 @@ class DeviceImages:
 
     def _parts(self) -> list[list[int]]:
         """Return all image indices, split into groups that are fetched together."""
-        parts, room = list[list[int]](), 0
+        parts, free = list[list[int]](), 0
         for index, shape in enumerate(self._share.shapes):
-            if shape.nbytes > room:
+            if shape.nbytes > free:
                 parts.append([])
-                room = _AT_ONCE
+                free = _AT_ONCE
             parts[-1].append(index)
-            room -= shape.nbytes
+            free -= shape.nbytes
         return parts
 
 

@@ -29,8 +29,8 @@ class DeviceObservations:
     def __init__(self, tracks: Tracks, batch: int, device: torch.device) -> None:
         points, self._ids = tracks.points.to(device), tracks.ids.to(device)
         self._ends = [0, *accumulate(tracks.counts)]
-        room = torch.full((batch, max(tracks.counts)), -1, dtype=torch.int32, device=device)
-        self.batch = Observations(points, room, tracks.scale)
+        observed = torch.full((batch, max(tracks.counts)), -1, dtype=torch.int32, device=device)
+        self.batch = Observations(points, observed, tracks.scale)
 
     def fill(self, indices: Sequence[int]) -> None:
         """Copy the observations of these views, by capture index, into `batch`, without synchronization."""

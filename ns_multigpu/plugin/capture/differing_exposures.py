@@ -73,12 +73,12 @@ def measured(points: Tensor, colours: Tensor, views: Sequence[View], read: Calla
     cores = torch.get_num_threads()
     try:  # one thread per photograph: nested threads of torch's small operations would block each other
         with ThreadPoolExecutor(min(_THREADS, cores), initializer=torch.set_num_threads, initargs=(1,)) as threads:
-            told = [stops for stops in threads.map(stops_of, range(len(views))) if stops is not None]
+            stops_found = [stops for stops in threads.map(stops_of, range(len(views))) if stops is not None]
     finally:
         torch.set_num_threads(cores)
-    if len(told) < 3:
+    if len(stops_found) < 3:
         return None
-    stops = torch.tensor(told, dtype=torch.float64)
+    stops = torch.tensor(stops_found, dtype=torch.float64)
     stops -= stops.median()
     low, high = stops.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
     return Exposures(stops.tolist(), (high - low) / 2)

@@ -12,8 +12,8 @@ from ns_multigpu.core.dist.collectives import all_gather_ints, exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.plugin.capture.checks import raise_together
-from ns_multigpu.plugin.capture.image_homes import checked_homes
 from ns_multigpu.plugin.capture.image_moves import Move, moves_of
+from ns_multigpu.plugin.capture.image_owners import checked_owners
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, ImageStore, aligned, from_bytes, into_bytes
 from ns_multigpu.plugin.launch.processes import cores
 
@@ -34,7 +34,7 @@ class ImageShare:
         shapes: of all views' images, the same on every rank.
         decode: view -> its image; several threads call it.
         world: the ranks.
-        homes: the rank that holds each view, the same on every rank; None: rank i % world size holds view i.
+        owners: the rank that holds each view, the same on every rank; None: rank i % world size holds view i.
         label: name of the split in the progress bar and in errors.
         budget: bytes that this rank may hold; None for no limit.
         place: the device that holds them.
@@ -51,7 +51,7 @@ class ImageShare:
         decode: Callable[[int], ImageData],
         world: World,
         *,
-        homes: Sequence[int] | None = None,
+        owners: Sequence[int] | None = None,
         label: str,
         budget: int | None = None,
         place: torch.device | str = "cpu",
@@ -60,9 +60,9 @@ class ImageShare:
         self._world = world
         self._label = label
         self.shapes = list(shapes)
-        self.homes = checked_homes(homes, len(self.shapes), label, world)
+        self.owners = checked_owners(owners, len(self.shapes), label, world)
         """Rank that holds each view."""
-        self.own = [index for index, home in enumerate(self.homes) if home == world.rank]
+        self.own = [index for index, home in enumerate(self.owners) if home == world.rank]
         """Views held by this rank."""
         problems: list[str] = []
         try:
@@ -88,7 +88,7 @@ class ImageShare:
 
     def holder(self, index: int) -> int:
         """Return the rank that holds a view's image."""
-        return self.homes[index]
+        return self.owners[index]
 
     def expect(self, indices: Sequence[int]) -> None:
         """Start to decode, in this order, the views that this rank holds and has not decoded."""

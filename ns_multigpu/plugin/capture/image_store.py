@@ -92,20 +92,20 @@ class ImageStore:
     ) -> None:
         self._shapes = dict(shapes)
         self._decode = decode
-        room = {index: aligned(shape.nbytes) for index, shape in self._shapes.items()}
-        self.nbytes = sum(room.values())
+        sizes = {index: aligned(shape.nbytes) for index, shape in self._shapes.items()}
+        self.nbytes = sum(sizes.values())
         self.complete = budget is None or self.nbytes <= budget
         if self.complete:
             starts, start = [], 0
-            for size in room.values():
+            for size in sizes.values():
                 starts.append(start)
                 start += size
         else:
             assert budget is not None
-            largest = max(room.values())
+            largest = max(sizes.values())
             if budget < 2 * largest:
                 raise ValueError(
-                    f"their share of the memory, {budget / 1e9:.3g} GB, has no room for two images of "
+                    f"their share of the memory, {budget / 1e9:.3g} GB, is too small for two images of "
                     f"{largest / 1e9:.3g} GB"
                 )
             starts = [slot * largest for slot in range(budget // largest)]
@@ -165,7 +165,7 @@ class ImageStore:
         for index in wanted:
             if index in self._starts:
                 continue
-            start = self._room(protected)
+            start = self._free_place(protected)
             if start is None:
                 return
             self._start(index, start)
@@ -201,14 +201,14 @@ class ImageStore:
             ValueError: the images differ in bytes per pixel.
         """
         if self._table is None:
-            kinds = {shape.channels * shape.dtype.itemsize for shape in self._shapes.values()}
-            if len(kinds) > 1:
-                raise ValueError(f"pixels: there are images of {sorted(kinds)} bytes a pixel")
+            pixel_bytes = {shape.channels * shape.dtype.itemsize for shape in self._shapes.values()}
+            if len(pixel_bytes) > 1:
+                raise ValueError(f"pixels: there are images of {sorted(pixel_bytes)} bytes a pixel")
             if len(self._starts) < len(self._shapes):
                 raise KeyError(f"{len(self._shapes) - len(self._starts)} images have not been read")
             starts = torch.full((max(self._shapes, default=-1) + 1,), -1)
             starts[list(self._starts)] = torch.tensor(list(self._starts.values()))
-            self._table = (starts.to(self.place), torch.arange(max(kinds, default=0), device=self.place))
+            self._table = (starts.to(self.place), torch.arange(max(pixel_bytes, default=0), device=self.place))
         starts, channels = self._table
         indices, at = indices.to(self.place), at.to(self.place)
         begins = starts[indices] + at * len(channels)
@@ -218,12 +218,12 @@ class ImageStore:
         """Return the bytes of an image in the store, decoding it if necessary."""
         shape = self._shapes[index]
         if index not in self._starts:
-            start = self._room(set())
+            start = self._free_place(set())
             while start is None:  # all slots are being decoded: evict the one needed last
                 last = next(reversed(self._filling))
                 self._filling[last].exception()
                 del self._filling[last]
-                start = self._room(set())
+                start = self._free_place(set())
             self._start(index, start)
         self._finish(index)
         start = self._starts.pop(index)
@@ -241,7 +241,7 @@ class ImageStore:
             self._leaving[self._starts[index]] = event
         return copies
 
-    def _room(self, protected: set[int]) -> int | None:
+    def _free_place(self, protected: set[int]) -> int | None:
         """Return the start of a free slot, evicting an image if necessary; None if all are protected or being
         filled.
         """

@@ -19,14 +19,14 @@ def look_where_it_is(config: Any) -> None:
     Raises:
         InputError: the given path does not exist, or none is given and the original path does not exist.
     """
-    told = os.environ.get(DATA)
-    if told:
-        config.data = Path(told)
+    folder = os.environ.get(DATA)
+    if folder:
+        config.data = Path(folder)
     data: Path | None = config.data or getattr(config.dataparser, "data", None)
     if data is None or data == Path() or data.exists():  # computed captures have no folder
         return
-    if told:
-        raise InputError(f"{DATA}={told}: there is no such folder. Give the one that the capture is in now.")
+    if folder:
+        raise InputError(f"{DATA}={folder}: there is no such folder. Give the one that the capture is in now.")
     raise InputError(
         f"The capture of this run is not at {data}, where it was when it was trained. Say where it is now: "
         f"{DATA}=FOLDER in front of the command, or `ns-multigpu eval` and `render` with --data FOLDER."

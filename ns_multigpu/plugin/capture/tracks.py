@@ -30,7 +30,7 @@ from ns_multigpu.plugin.capture.colmap import look_at
 OPTION = "--pipeline.model.depth-loss"
 """Option that requires observations."""
 _HEADLINE = f"{OPTION}: the depths of points that views observe cannot be had from this capture:"
-_LEAVE = f"or leave {OPTION} out"
+_WITHOUT = f"or leave {OPTION} out"
 _USUAL = Path("colmap/sparse/0")
 """Default folder of COLMAP's model next to a transforms.json, as ns-process-data writes it."""
 _FITS = 1e-2
@@ -71,19 +71,19 @@ def track_problems(parser: Any) -> list[str]:
         name = type(parser).__name__.removesuffix("Config").removesuffix("DataParser").lower()
         return [
             f"the dataparser {name} has no reconstruction of COLMAP's: use colmap, or nerfstudio-data with COLMAP's "
-            f"model in {_USUAL}, {_LEAVE}"
+            f"model in {_USUAL}, {_WITHOUT}"
         ]
     if not folder.is_dir():
-        return [f"{folder}: there is no such folder: put COLMAP's model (cameras, images, points3D) there, {_LEAVE}"]
+        return [f"{folder}: there is no such folder: put COLMAP's model (cameras, images, points3D) there, {_WITHOUT}"]
     found = look_at(folder)
     if found.problems:
         return found.problems
     if not found.points:
-        return [f"{folder}: there are no points in points3D.bin (or .txt): give COLMAP's whole model, {_LEAVE}"]
+        return [f"{folder}: there are no points in points3D.bin (or .txt): give COLMAP's whole model, {_WITHOUT}"]
     if not found.observations:
         return [
-            f"{folder}: no point has a track, so that nobody knows which views observe it: give the model as COLMAP "
-            f"wrote it, {_LEAVE}"
+            f"{folder}: no point has a track, so the views that observe it are unknown: give the model as COLMAP "
+            f"wrote it, {_WITHOUT}"
         ]
     return []
 
@@ -106,10 +106,10 @@ def training_tracks(datamanager: Any, world: World) -> Tracks:
             try:
                 found = read_tracks(parser, outputs)
             except NoTracks as error:
-                problems = [f"{error}, {_LEAVE}"]
+                problems = [f"{error}, {_WITHOUT}"]
             except (ValueError, IndexError, KeyError, struct.error, OSError) as error:
                 what = f"{type(error).__name__}: {error}"
-                problems = [f"{_model_of(parser)}: a file is damaged ({what}): copy it again, {_LEAVE}"]
+                problems = [f"{_model_of(parser)}: a file is damaged ({what}): copy it again, {_WITHOUT}"]
     raise_together(problems, world, _HEADLINE)
     found = broadcast_object(found, 0, world)
     assert found is not None

@@ -95,8 +95,8 @@ def save(
         if not at_once or not world.is_main:
             stamps = save_tensors(folder, tensors, world, at_once=at_once)
             return stamps, write_model() if world.is_main else None
-        with ThreadPoolExecutor(1, "model") as beside:
-            stamp = beside.submit(write_model)
+        with ThreadPoolExecutor(1, "model") as executor:
+            stamp = executor.submit(write_model)
             return save_tensors(folder, tensors, world), stamp.result()
 
     def write_model() -> Stamp:
@@ -114,7 +114,7 @@ def save(
             for written, expected in [*files.items(), (file.name, stamp)]:
                 if not (folder / written).is_file() or (folder / written).stat().st_size != expected.size:
                     raise OSError(
-                        f"{folder / written} does not reach the machine of rank 0 as it was written: the output "
+                        f"{folder / written} does not appear on the machine of rank 0 as it was written: the output "
                         "folder must be on a file system that all machines share"
                     )
             write_file(folder / MANIFEST, dump_manifest(Manifest(dict(values), stamp, files)))
@@ -147,9 +147,9 @@ def _date_last(file: Path, models: Path) -> None:
     Others may have been written by a machine with a different clock.
     """
     others = [path.stat().st_mtime_ns for path in checkpoints_in(models)]
-    told = file.stat()
-    if others and told.st_mtime_ns <= max(others):
-        os.utime(file, ns=(told.st_atime_ns, max(others) + 10**6))
+    status = file.stat()
+    if others and status.st_mtime_ns <= max(others):
+        os.utime(file, ns=(status.st_atime_ns, max(others) + 10**6))
 
 
 def remove_old(models: Path, keep: int, world: World) -> None:
@@ -226,7 +226,7 @@ def chosen(
     load_checkpoint: Path | None,
     own: Path,
     restarts: int,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Path | None:
     """Return the checkpoint to resume from.
 
@@ -236,12 +236,12 @@ def chosen(
         load_dir, load_step, load_checkpoint: nerfstudio's flags.
         own: this run's `nerfstudio_models`.
         restarts: number of restarts of this job by the launcher.
-        tell: called with lines for the user.
+        report: called with lines for the user.
 
     Raises:
         InputError: a flag names no checkpoint.
     """
-    if restarts > 0 and (path := latest_checkpoint(own, tell)) is not None:
+    if restarts > 0 and (path := latest_checkpoint(own, report)) is not None:
         return path
     if load_dir is not None:
         if not load_dir.is_dir():
@@ -258,12 +258,12 @@ def chosen(
     return load_checkpoint
 
 
-def to_go_on_from(config: Any, own: Path, restarts: int, world: World, tell: Callable[[str], None]) -> Path | None:
+def to_go_on_from(config: Any, own: Path, restarts: int, world: World, report: Callable[[str], None]) -> Path | None:
     """Return the checkpoint that all ranks resume from, chosen by rank 0; None for a new run. Every rank calls it.
 
     Args:
         config: with nerfstudio's flags `load_dir`, `load_step` and `load_checkpoint`.
-        own, restarts, tell: see `chosen`.
+        own, restarts, report: see `chosen`.
 
     Raises:
         InputError: on every rank, if a flag names no checkpoint.
@@ -271,14 +271,14 @@ def to_go_on_from(config: Any, own: Path, restarts: int, world: World, tell: Cal
 
     def choose() -> Path | None:
         flags = (config.load_dir, config.load_step, config.load_checkpoint)
-        return chosen(*flags, own, restarts, tell) if world.is_main else None
+        return chosen(*flags, own, restarts, report) if world.is_main else None
 
     path, problem = together(choose, world, InputError)
     if problem:
         raise InputError(problem)
     path = broadcast_object(path, 0, world)
     if path is None and restarts > 0:
-        tell("The launcher has restarted this job, which has no whole checkpoint yet: it starts anew.")
+        report("The launcher has restarted this job, which has no whole checkpoint yet: it starts from image 0.")
     return path
 
 

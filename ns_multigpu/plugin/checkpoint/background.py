@@ -57,14 +57,14 @@ class CheckpointWriter:
         models: the run's `nerfstudio_models` folder.
         keep: number of checkpoints to keep; 0 for all.
         world: this process's.
-        tell: called with a warning for the user.
+        report: called with a warning for the user.
 
     Attributes:
         saved_step: step of the newest checkpoint known to be complete; -1 if none is.
     """
 
-    def __init__(self, models: Path, keep: int, world: World, tell: Callable[[str], None]) -> None:
-        self._models, self._keep, self._world, self._tell = models, keep, world, tell
+    def __init__(self, models: Path, keep: int, world: World, report: Callable[[str], None]) -> None:
+        self._models, self._keep, self._world, self._report = models, keep, world, report
         self._under_way: _UnderWay | None = None
         self._measured: dict[str, float] = {}
         self.saved_step = -1
@@ -105,7 +105,7 @@ class CheckpointWriter:
             content: the training state.
         """
         self._under_way = _UnderWay(
-            step, lambda world: self._write(step, content, world, at_once=True), self._world, tells=False
+            step, lambda world: self._write(step, content, world, at_once=True), self._world, reports=False
         )
 
     def finish(self) -> None:
@@ -124,16 +124,16 @@ class CheckpointWriter:
         """
         self._collect(0.0)
 
-    def leave(self, error: BaseException) -> None:
+    def close(self, error: BaseException) -> None:
         """Finish the save in progress before a run ends with `error`, if the other ranks can take part."""
         all_here = self._world.size == 1 or isinstance(error, _RAISED_BY_ALL)
         try:
             self._collect(None if all_here else _LINGER)
         except Exception as bug:  # `error` ends the run
-            self._tell(f"The checkpoint that was on its way could not be written: {bug!r}")
+            self._report(f"The checkpoint that was on its way could not be written: {bug!r}")
         if self._under_way is not None:
             self._under_way.give_up()
-            self._tell(
+            self._report(
                 f"The checkpoint of step {self._under_way.step} was on its way and is lost; the earlier checkpoints in "
                 f"{self._models} are as they were."
             )
@@ -157,13 +157,13 @@ class CheckpointWriter:
             return
         under_way, self._under_way = self._under_way, None
         outcome = under_way.outcome()
-        if under_way.tells or not outcome.problem:
+        if under_way.reports or not outcome.problem:
             self._ended(outcome)
 
     def _ended(self, outcome: Outcome) -> None:
         self._measured["save_ms"] = 1e3 * outcome.seconds
         if outcome.problem:
-            self._tell(
+            self._report(
                 f"The checkpoint of step {outcome.step} could not be written: {outcome.problem}. Training goes on; the "
                 f"earlier checkpoints in {self._models} are as they were."
             )
@@ -181,17 +181,17 @@ class _UnderWay:
         step: step of the checkpoint.
         write: writes it in the given world; returns the disk's error.
         world: this process's.
-        tells: True to report a failure to the user.
+        reports: True to report a failure to the user.
     """
 
-    def __init__(self, step: int, write: Callable[[World], str], world: World, *, tells: bool = True) -> None:
-        self.step, self.tells = step, tells
+    def __init__(self, step: int, write: Callable[[World], str], world: World, *, reports: bool = True) -> None:
+        self.step, self.reports = step, reports
         self._problem, self._seconds = "", 0.0
         self._error: BaseException | None = None
         self._limit: float | None = None if world.size == 1 else _LINGER
         # A daemon does not keep a failing process alive.
         self._thread = threading.Thread(
-            target=self._run, args=(write, world_beside(world)), name="checkpoint", daemon=True
+            target=self._run, args=(write, side_world(world)), name="checkpoint", daemon=True
         )
         _under_way.add(self)
         self._thread.start()
@@ -248,7 +248,7 @@ _groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 """Process group of the background threads, by a world's control group."""
 
 
-def world_beside(world: World) -> World:
+def side_world(world: World) -> World:
     """Return `world` with a control group of its own, for a background thread. The group is created once; every rank
     calls it, in the same order.
     """
@@ -261,7 +261,7 @@ def world_beside(world: World) -> World:
 
 
 @atexit.register
-def _take_leave() -> None:
+def _run_exit_hook() -> None:
     """End a failed process whose save waits for others. Python would abort, since it cannot end a thread inside C++. A
     process that ends in good order has finished its save.
     """

@@ -113,8 +113,8 @@ def files_at_once(tensors: Mapping[str, Tensor | Rows], local_ranks: int) -> int
         if not own.is_cpu:
             copy = max(copy, (own[: blocks.BLOCK] if isinstance(value, Rows) else own).nbytes)
     most = min(_PARTS, size // _PART, cores() // local_ranks)
-    if copy and (room := available_memory()) is not None:
-        most = min(most, room // (2 * local_ranks * copy))
+    if copy and (available := available_memory()) is not None:
+        most = min(most, available // (2 * local_ranks * copy))
     return max(1, most)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 POINTS = "_model.gauss_params."
 """Prefix of the keys of points in a pipeline's state."""
-KNOWLEDGE = "knowledge/"
+PLACEMENT_STATE = "knowledge/"
 """Prefix of the tensors of a placement's state."""
 PLACES = "placement/places"
 """Places of points in the order of the full model, saved if the rows are in another order."""
@@ -42,7 +42,7 @@ PLACES = "placement/places"
 
 
 def split_state(
-    tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], world: World, holding: ShardIndex | None = None
+    tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], world: World, shard_index: ShardIndex | None = None
 ) -> tuple[dict[str, Tensor | Rows], dict[str, Any]]:
     """Return the tensors that the ranks of a sharded model write, each its own rows. Every rank calls it; no rows are
     sent.
@@ -50,7 +50,7 @@ def split_state(
     Args:
         tensors: the training state (see training_state).
         params: this rank's rows of the model's parameters.
-        holding: their places; None for a range of the full model.
+        shard_index: their places; None for a range of the full model.
 
     Returns:
         the training state with the model, and the marker for the .ckpt.
@@ -72,20 +72,20 @@ def split_state(
         else:
             rest[name] = value
     # A rank without points, or whose points had no gradients yet, has no moments and statistics: write zeros.
-    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    columns: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for part in all_gather_objects({name: (tuple(v.shape[1:]), v.dtype) for name, v in mine.items()}, world):
-        kinds.update(part)
+        columns.update(part)
     device, first, total = next(iter(params.values())).device, sum(counts[: world.rank]), sum(counts)
     rows: dict[str, Tensor | Rows] = {}
-    for name, (shape, dtype) in kinds.items():
+    for name, (shape, dtype) in columns.items():
         value = mine[name] if name in mine else torch.zeros((own, *shape), dtype=dtype, device=device)
         rows[name] = Rows(value, first, total)
     marker: dict[str, Any] = {"counts": counts}
     marker["shapes"] = {name: [total, *value.shape[1:]] for name, value in params.items()}
-    if holding is not None and holding.places is not None:
-        holding.check(own, world)
-        rows[PLACES] = Rows(holding.places, first, total)
-        marker["placement"] = holding.placement.kind
+    if shard_index is not None and shard_index.places is not None:
+        shard_index.check(own, world)
+        rows[PLACES] = Rows(shard_index.places, first, total)
+        marker["placement"] = shard_index.placement.kind
     return {**rest, **rows}, marker
 
 
@@ -138,7 +138,7 @@ class SavedPoints:
         marker = pipeline[SHARDS]
         if models is None:
             raise InputError(
-                "The Gaussians of this checkpoint lie in shards, in a folder beside it, and nothing tells where it was "
+                "The Gaussians of this checkpoint lie in shards, in a folder next to it, and nothing says where it was "
                 "read from. Load it through nerfstudio's commands and the config.yml of its run."
             )
         folder = states_folder(models) / marker["state"]
@@ -191,10 +191,10 @@ def load_points(
         load({k: rows_of(v, rows) if k.startswith(POINTS) else v for k, v in pipeline.items()})
         return
     points = SavedPoints.of(pipeline, models)
-    kinds = {name: param.dtype for name, param in params.items()}
+    columns = {name: param.dtype for name, param in params.items()}
     empty = {f"{POINTS}{name}": torch.empty((0, *shape[1:])) for name, shape in points.shapes.items()}
     load({**{key: value for key, value in pipeline.items() if key != SHARDS}, **empty})
-    for name, dtype in kinds.items():
+    for name, dtype in columns.items():
         value = points.read([name], rows, device=device, dtype=dtype)[name]
         params[name] = torch.nn.Parameter(value)
 
@@ -214,8 +214,8 @@ def learn_placement(placement: Placement, pipeline: Mapping[str, Any], models: P
     if written is None or written != placement.kind:
         return
     tensors = SavedPoints.of(pipeline, models).tensors
-    known = tensors.read([name for name in tensors.names if name.startswith(KNOWLEDGE)])
-    placement.load_state({name[len(KNOWLEDGE) :]: value for name, value in known.items()})
+    known = tensors.read([name for name in tensors.names if name.startswith(PLACEMENT_STATE)])
+    placement.load_state({name[len(PLACEMENT_STATE) :]: value for name, value in known.items()})
 
 
 class OwnMoments(Mapping[str, Any]):

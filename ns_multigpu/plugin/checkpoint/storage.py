@@ -32,12 +32,12 @@ class StampedFile:
         self._path = path
         self._file: BinaryIO = BytesIO()  # never read: `finish` raises if the file does not open
         self._attempt(self._open)
-        self._beside = ThreadPoolExecutor(1, "checksum")
+        self._executor = ThreadPoolExecutor(1, "checksum")
 
     def write(self, data: Any) -> int:
         """Append `data`; return its size in bytes."""
         size = memoryview(data).nbytes
-        taken = self._beside.submit(self._digest.update, data) if size >= _LARGE else self._digest.update(data)
+        taken = self._executor.submit(self._digest.update, data) if size >= _LARGE else self._digest.update(data)
         self._size += size
         try:
             if self._error is None:
@@ -71,7 +71,7 @@ class StampedFile:
         try:
             os.fsync(self.fileno())
         finally:
-            self._beside.shutdown()
+            self._executor.shutdown()
             with suppress(OSError):
                 self._file.close()
         return Stamp(self._size, self._digest.hexdigest())

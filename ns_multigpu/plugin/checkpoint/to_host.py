@@ -28,26 +28,26 @@ def to_host(value: Tensor) -> Tensor:
     stream = torch.cuda.Stream(value.device)
     stream.wait_stream(torch.cuda.current_stream(value.device))
     with torch.cuda.stream(stream):
-        _bring(value.contiguous().reshape(-1).view(torch.uint8), host.reshape(-1).view(torch.uint8))
+        _copy(value.contiguous().reshape(-1).view(torch.uint8), host.reshape(-1).view(torch.uint8))
     return host
 
 
-def _bring(source: Tensor, host: Tensor) -> None:
+def _copy(source: Tensor, host: Tensor) -> None:
     """Copy bytes on the current stream, with two buffers: one chunk is received while the previous one is copied on."""
-    ways = [(torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
+    buffers = [(torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
     starts = range(0, len(source), _PIECE)
 
     def send(number: int) -> None:
         if number < len(starts):
             piece = source[starts[number] :][:_PIECE]
-            locked, sent = ways[number % 2]
+            locked, sent = buffers[number % 2]
             locked[: len(piece)].copy_(piece, non_blocking=True)
             sent.record()
 
     send(0)
     for number, start in enumerate(starts):
         send(number + 1)
-        locked, sent = ways[number % 2]
+        locked, sent = buffers[number % 2]
         sent.synchronize()
         piece = host[start:][:_PIECE]
         piece.copy_(locked[: len(piece)])

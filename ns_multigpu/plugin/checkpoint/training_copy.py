@@ -33,7 +33,7 @@ class Content:
     values: Mapping[str, Any]
 
 
-Room = tuple[str, int]
+Memory = tuple[str, int]
 """Memory that ranks may share, by name, with its free bytes."""
 
 
@@ -45,8 +45,8 @@ class _Load:
 
     shared: dict[str, int]
     own: int
-    gpu: Room | None
-    host: Room
+    gpu: Memory | None
+    host: Memory
 
 
 def training_copy(content: Content, world: World) -> Content | None:
@@ -65,8 +65,8 @@ def training_copy(content: Content, world: World) -> Content | None:
     model = sum(value.nbytes for value in pipeline.values() if isinstance(value, Tensor))
     loads = all_gather_objects(_Load(shared, rows + model, _gpu(world), _host(world)), world)
     writers = share_out([load.shared for load in loads], [load.own for load in loads])
-    for rooms, copied in (([load.gpu for load in loads], _on_its_device), ([load.host for load in loads], to_host)):
-        if not _fits(loads, writers, rooms):
+    for places, copied in (([load.gpu for load in loads], _on_its_device), ([load.host for load in loads], to_host)):
+        if not _fits(loads, writers, places):
             continue
         made: Content | None = None
         try:
@@ -87,12 +87,12 @@ def training_copy(content: Content, world: World) -> Content | None:
     return None
 
 
-def _gpu(world: World) -> Room | None:
+def _gpu(world: World) -> Memory | None:
     free = free_bytes(world.device)
     return None if free is None else (str(torch.cuda.get_device_properties(world.device).uuid), free)
 
 
-def _host(world: World) -> Room:
+def _host(world: World) -> Memory:
     # The ranks of a machine are consecutive (see World).
     return str(world.rank - world.rank % world.host_size), available_memory() or 0
 
@@ -115,16 +115,16 @@ def share_out(holders: Sequence[Mapping[str, int]], own: Sequence[int]) -> dict[
     return writers
 
 
-def _fits(loads: Sequence[_Load], writers: Mapping[str, int], rooms: Sequence[Room | None]) -> bool:
-    """Return True if the copies of all ranks fit the memories `rooms`, by rank; several ranks may share one."""
-    known = [room for room in rooms if room is not None]
-    if len(known) < len(rooms):
+def _fits(loads: Sequence[_Load], writers: Mapping[str, int], places: Sequence[Memory | None]) -> bool:
+    """Return True if the copies of all ranks fit the memories `places`, by rank; several ranks may share one."""
+    known = [place for place in places if place is not None]
+    if len(known) < len(places):
         return False
     needed: dict[str, int] = {}
-    for rank, (load, room) in enumerate(zip(loads, known, strict=True)):
+    for rank, (load, place) in enumerate(zip(loads, known, strict=True)):
         size = load.own + sum(size for name, size in load.shared.items() if writers[name] == rank)
-        needed[room[0]] = needed.get(room[0], 0) + size
-    return all(_PART * needed[room[0]] <= room[1] for room in known)
+        needed[place[0]] = needed.get(place[0], 0) + size
+    return all(_PART * needed[place[0]] <= place[1] for place in known)
 
 
 def _on_its_device(value: Tensor) -> Tensor:

@@ -133,8 +133,8 @@ def put_densifier(
     Raises:
         InputError: a statistic without a merge rule differs between the ranks.
     """
-    kinds = sorted({name.split("/densifier/")[1] for name in names if "/densifier/" in name})
-    for kind in kinds:
+    names_of_state = sorted({name.split("/densifier/")[1] for name in names if "/densifier/" in name})
+    for kind in names_of_state:
         of_rank = {r: f"rank{r}/densifier/{kind}" for r in range(saved_ranks)}
         of_rank = {r: name for r, name in of_rank.items() if name in names}
         if saved_ranks == world.size:

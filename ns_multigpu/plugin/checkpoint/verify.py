@@ -251,12 +251,12 @@ def check_checkpoint(path: Path) -> Manifest | None:
     return manifest
 
 
-def latest_checkpoint(models: Path, tell: Any = None) -> Path | None:
+def latest_checkpoint(models: Path, report: Any = None) -> Path | None:
     """Return the newest complete checkpoint in `models` with a training state.
 
     Args:
         models: a run's `nerfstudio_models` folder; it need not exist.
-        tell: called with a line about each newer one that is skipped.
+        report: called with a line about each newer one that is skipped.
     """
     for path in reversed(checkpoints_in(models)):
         try:
@@ -265,8 +265,8 @@ def latest_checkpoint(models: Path, tell: Any = None) -> Path | None:
             reason = f"{path} has no training state"
         except InputError as error:
             reason = str(error)
-        if tell is not None:
-            tell(f"Passing over a checkpoint: {reason}")
+        if report is not None:
+            report(f"Passing over a checkpoint: {reason}")
     return None
 
 

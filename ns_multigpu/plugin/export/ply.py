@@ -28,7 +28,7 @@ from ns_multigpu.plugin.checkpoint.verify import SHARDS, checkpoints_in, read_ch
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussians.init import SH_C0
 from ns_multigpu.primitives.gaussians.schema import PLY_ORDER
-from ns_multigpu.primitives.registry import KINDS, titled
+from ns_multigpu.primitives.registry import PRIMITIVES, titled
 
 CHUNK = 1_000_000
 """Points per chunk: with harmonics of degree 3 about 1 GB, more than twice the size written."""
@@ -57,7 +57,7 @@ class PointSource:
     def __init__(self, path: Path) -> None:
         pipeline: Mapping[str, Any] = read_checkpoint_file(path)["pipeline"]
         self.kind = kind_in(pipeline)
-        schema = KINDS[self.kind].schema if self.kind in KINDS else ()
+        schema = PRIMITIVES[self.kind].schema if self.kind in PRIMITIVES else ()
         self.parameters = tuple(one for name in PLY_ORDER for one in schema if one.name == name and one.ply)
         if len(self.parameters) != len(PLY_ORDER) or len(schema) != len(PLY_ORDER):
             raise InputError(
@@ -76,7 +76,9 @@ class PointSource:
                     self._tensors[name] = value
             shapes = {name: tuple(value.shape) for name, value in self._tensors.items()}
         if missing := [name for name in PLY_ORDER if name not in shapes]:
-            raise InputError(f"{path} is not a checkpoint of {KINDS[self.kind].title}: it has no {', '.join(missing)}.")
+            raise InputError(
+                f"{path} is not a checkpoint of {PRIMITIVES[self.kind].title}: it has no {', '.join(missing)}."
+            )
         self.count = shapes[POSITION][0]
         by_degree = next(one.name for one in self.parameters if HARMONICS in one.shape)
         self.degree = degree_of(shapes[by_degree][1])
@@ -163,8 +165,8 @@ def run_checkpoint(config: Path, step: int | None) -> Path:
         settings = yaml.load(config.read_text(), Loader=yaml.Loader)  # as nerfstudio's commands do
         if not hasattr(settings, "get_checkpoint_dir"):
             raise InputError(f"--load-config {config}: this is not the config.yml of a run.")
-        beside = config.parent / settings.relative_model_dir
-        models = beside if checkpoints_in(beside) else settings.get_checkpoint_dir()
+        next_to = config.parent / settings.relative_model_dir
+        models = next_to if checkpoints_in(next_to) else settings.get_checkpoint_dir()
     found = {step_of(path): path for path in checkpoints_in(models)}
     if not found:
         raise InputError(f"--load-config {config}: there is no step-*.ckpt in {models}.")
@@ -199,11 +201,11 @@ def _rgb_type(parameters: Iterable[Parameter]) -> "np.dtype[Any]":
 
 
 def _header(count: int, source: PointSource, rgb: bool = False) -> bytes:
-    kinds = {"<f4": "float", "|u1": "uchar"}
+    type_names = {"<f4": "float", "|u1": "uchar"}
     properties = [f"property float {name}" for name in columns(source)]
     if rgb:
         fields = _rgb_type(source.parameters)
-        properties = [f"property {kinds[fields[name].str]} {name}" for name in fields.names or ()]
+        properties = [f"property {type_names[fields[name].str]} {name}" for name in fields.names or ()]
     lines = [
         "ply",
         "format binary_little_endian 1.0",

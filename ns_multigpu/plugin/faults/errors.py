@@ -105,10 +105,10 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     else:
         sys.__excepthook__(kind, error, trace)
     if "RANK" in os.environ:
-        _take_leave(error)
+        _run_exit_hook(error)
 
 
-def _take_leave(error: BaseException) -> None:
+def _run_exit_hook(error: BaseException) -> None:
     """End a worker of another launcher so that the launcher finds the first failure and its reason.
 
     Torchrun shows the contents of its error file at the end. A rank that failed only because of another must exit after

@@ -77,10 +77,10 @@ class Guards:
         try:
             yield
         except Exception as error:
-            told = memory.explain(error, circumstances()) if memory.where_memory_ran_out(error) else None
-            if told is None:
+            explanation = memory.explain(error, circumstances()) if memory.where_memory_ran_out(error) else None
+            if explanation is None:
                 raise
-            raise told from error
+            raise explanation from error
 
     def computed(self) -> None:
         """Record that this rank has launched the part of the step that waits for no other rank."""
@@ -118,16 +118,18 @@ class Guards:
             due: on rank 0, whether to render before this step, if a page waits.
             steps: on rank 0, the number of steps until the next agreement.
         """
-        served, pages = 0, renders.waiting if renders is not None and due else 0
+        num_rendered, pages = 0, renders.waiting if renders is not None and due else 0
         while True:
             self.heart.beat("decide", step)
             wait = self._world.is_main and paused()
-            render = renders is not None and self._world.is_main and renders.waiting > 0 and (wait or served < pages)
+            render = (
+                renders is not None and self._world.is_main and renders.waiting > 0 and (wait or num_rendered < pages)
+            )
             verdict = self.signals.verdict(self._world, stop=stop(), wait=wait, render=render, steps=steps)
             if verdict == RENDER and renders is not None:
                 self.heart.beat("render")
                 renders.serve()
-                served += 1
+                num_rendered += 1
             elif verdict == WAIT:
                 if renders is None:
                     time.sleep(_PAUSE)

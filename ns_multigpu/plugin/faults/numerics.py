@@ -174,13 +174,13 @@ class NumericGuard:
         return self.active and bool(self._noted) and (now or self.unsure or step % self._every == 0)
 
     @torch.no_grad()
-    def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False, in_flight: bool = False) -> None:
+    def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False, pending: bool = False) -> None:
         """Read what `watch` and `note` have recorded, periodically or, with `now`, at once.
 
         Called on every rank at the same steps.
 
         Args:
-            in_flight: whether later steps have been launched. They may have caused what only parameters show: then set
+            pending: whether later steps have been launched. They may have caused what only parameters show: then set
                 `unsure` and keep the records.
 
         Raises:
@@ -207,7 +207,7 @@ class NumericGuard:
             bad.update(part)
         if not every and not bad:
             return  # only ignored numbers are not finite
-        if in_flight and not every:
+        if pending and not every:
             self._noted, self.unsure = noted, True
             return
         first, last, count = noted[0].steps[0], noted[-1].steps[-1], sum(len(one.steps) for one in noted)

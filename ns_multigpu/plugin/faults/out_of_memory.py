@@ -29,7 +29,7 @@ class GivenUp(Exception):
     """
 
     def __init__(self, last: int, cause: Exception | None) -> None:
-        super().__init__(f"a step after {last} was given up for lack of memory")
+        super().__init__(f"a step after {last} was cancelled for lack of memory")
         self.last, self.cause = last, cause
 
 
@@ -91,19 +91,19 @@ def saving(trainer: Any) -> Iterator[None]:
     try:
         yield
     except GivenUp as given_up:
-        raise _leave(trainer, given_up) from given_up.cause
+        raise _exit_error(trainer, given_up) from given_up.cause
     except BaseException as error:
         trainer.guards.heart.beat("checkpoint")
-        trainer.checkpoints.writer.leave(error)
+        trainer.checkpoints.writer.close(error)
         raise
 
 
-def _leave(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
+def _exit_error(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
     cause, last = given_up.cause, given_up.last
     text = ""
     if cause is not None:
-        told = memory.explain(cause, replace(trainer._circumstances(), last_checkpoint=""))
-        text = str(told or cause)
+        explanation = memory.explain(cause, replace(trainer._circumstances(), last_checkpoint=""))
+        text = str(explanation or cause)
         forget_frames(cause)
     forget_frames(given_up)
     trainer.objective.release()
@@ -117,7 +117,7 @@ def _leave(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
         trainer._look_for_nan(now=True)
         trainer.save_checkpoint(last)
     if last >= 0 and path.exists():
-        saved = f"The step was given up on all ranks; the model as it was after step {last} is saved in {path}. Go on "
+        saved = f"The step was cancelled on all ranks; the model as it was after step {last} is saved in {path}. Go on "
         saved += f"from it, with one of the above, by --load-dir {trainer.checkpoint_dir}"
     elif last < 0:
         saved = "No step had been taken: there is nothing to save."
@@ -140,7 +140,7 @@ def forget_frames(error: BaseException) -> None:
         seen = seen.__cause__ or seen.__context__
 
 
-def check_room(needed: float, what: str, world: World) -> None:
+def check_memory(needed: float, what: str, world: World) -> None:
     """Check that every rank's GPU has `needed` free bytes, before anything of a step has begun.
 
     Args:

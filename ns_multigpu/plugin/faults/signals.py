@@ -240,11 +240,11 @@ def _end_now(signum: int) -> None:
 _last_words: Callable[[BaseException], None] | None = None
 
 
-def set_last_words(leave: Callable[[BaseException], None] | None) -> None:
+def set_last_words(hook: Callable[[BaseException], None] | None) -> None:
     """Set the function that `end_process` calls with the error before it ends this process: a worker sends the error to
     its parent."""
     global _last_words
-    _last_words = leave
+    _last_words = hook
 
 
 def end_process(error: BaseException, status: int = 1) -> None:

@@ -158,9 +158,9 @@ def describe(notes: Sequence[Note], late: Sequence[Note], name: Callable[[int], 
             f"All ranks are in step {notes[0].step}, phase {notes[0].phase}, for {min(n.age for n in notes):.0f} s: a "
             "device, or the connection between them, does not finish what it was given."
         )
-        told = next((note for note in notes if note.stack), None)
-        if told is not None:
-            lines.append(f"{begin(told)} is here:\n{told.stack.rstrip()}")
+        note_fields = next((note for note in notes if note.stack), None)
+        if note_fields is not None:
+            lines.append(f"{begin(note_fields)} is here:\n{note_fields.stack.rstrip()}")
     waiting = [note for note in notes if note not in late]
     if late and waiting:
         places = "; ".join(f"{name(n.rank)} in step {n.step}, {n.phase}" for n in waiting)
@@ -224,7 +224,7 @@ class Watchdog:
             warn = 0 < self._warn_after < note.age and reported != note.beats
             abort = 0 < self._abort_after < note.age
             try:
-                self._tell(store)
+                self._write_note(store)
                 notes = self._ask_all(store) if warn or abort else []
             except (RuntimeError, OSError):
                 notes = None  # the process of the store is stopped or gone
@@ -253,7 +253,7 @@ class Watchdog:
         late = late_ranks(notes) if notes is not None else []
         return all(n.silent or n.age > limit * (_LONGER if n.phase in LONG_PHASES else 1.0) for n in late or [own])
 
-    def _tell(self, store: dist.Store) -> None:
+    def _write_note(self, store: dist.Store) -> None:
         """Publish this rank's note: with its stack if it makes no progress, and with the number of requests seen."""
         note = self._heart.note(self._rank)
         stack = ""
@@ -261,8 +261,8 @@ class Watchdog:
             frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         answered = store.add("asked", 0)
-        told = [note.beats, note.step, note.phase, note.age, note.device_step, stack, answered]
-        store.set(f"note/{self._rank}", json.dumps(told))
+        note_fields = [note.beats, note.step, note.phase, note.age, note.device_step, stack, answered]
+        store.set(f"note/{self._rank}", json.dumps(note_fields))
 
     def _ask_all(self, store: dist.Store) -> list[Note]:
         """Return all ranks' notes, published after this call began; a rank without one after `_SILENCE` periods is
@@ -270,7 +270,7 @@ class Watchdog:
         question = store.add("asked", 1)
         end = time.monotonic() + _SILENCE * self._period
         while True:
-            self._tell(store)
+            self._write_note(store)
             notes = [self._read(store, rank, question) for rank in range(self._size)]
             if not any(note.silent for note in notes) or time.monotonic() > end or self._stop.is_set():
                 return notes

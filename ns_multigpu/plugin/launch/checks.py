@@ -252,7 +252,7 @@ def check_views_per_step(views: int | None, ranks: int, *, cuts_views: bool) -> 
         raise InputError(f"--pipeline.views-per-step {views}: at least one view a step is needed.")
     if not cuts_views and views % ranks:
         raise InputError(
-            f"--pipeline.views-per-step {views}: this strategy deals out whole views, and {ranks} workers need a "
+            f"--pipeline.views-per-step {views}: this strategy distributes whole views, and {ranks} workers need a "
             f"multiple of {ranks}. Give {-(-views // ranks) * ranks}, or use splatfacto-tile, which cuts views."
         )
 

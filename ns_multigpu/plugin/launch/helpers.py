@@ -23,7 +23,7 @@ from ns_multigpu.plugin.launch.processes import RankFailed, RankProcesses, envir
 
 _PATIENCE = timedelta(days=30)
 """Rank 0 may think for so long between two things that it asks for. A helper that dies is noticed at once."""
-_LEAVE = 3.0
+_END_TIMEOUT_S = 3.0
 """Seconds that helpers have to end by themselves."""
 
 
@@ -55,7 +55,7 @@ class Helpers:
         """End the helpers; do nothing the second time."""
         if not self._ending:
             self._ending = True
-            self._ranks.end(_LEAVE)
+            self._ranks.end(_END_TIMEOUT_S)
 
     def _watch(self) -> None:
         try:
@@ -74,13 +74,13 @@ class Helpers:
             os._exit(1)  # other threads may wait for the dead one, and would not see an exception
 
 
-def obey(pipeline: Any, told: Any) -> None:
+def obey(pipeline: Any, command: Any) -> None:
     """Execute a command published by rank 0, with all helpers: call a method (`Team.tell`), or render a request."""
-    if isinstance(told, tuple):
-        name, args, kwargs = told
+    if isinstance(command, tuple):
+        name, args, kwargs = command
         getattr(pipeline, name)(*args, **kwargs)
     else:
-        pipeline.renders.help(told)
+        pipeline.renders.help(command)
 
 
 def help_rank_0(device_type: str) -> None:

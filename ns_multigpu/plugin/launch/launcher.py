@@ -229,7 +229,7 @@ def worker_main(config: Config, folder: str, parts: RunParts | None = None) -> N
         go_on_with(parts)
     run_parts().done("start of the workers")
     place = Path(folder)
-    set_last_words(lambda error: _leave_record(error, ranks.rank, place))
+    set_last_words(lambda error: _write_record(error, ranks.rank, place))
     try:
         random.seed(config.machine.seed)
         np.random.seed(config.machine.seed)  # noqa: NPY002 - nerfstudio draws from numpy's global generator
@@ -246,7 +246,7 @@ def worker_main(config: Config, folder: str, parts: RunParts | None = None) -> N
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and not error.code:
             return
-        _leave_record(error, ranks.rank, place)
+        _write_record(error, ranks.rank, place)
         end_soon(1)
         raise
 
@@ -261,7 +261,7 @@ def _finish() -> None:
         dist.destroy_process_group()
 
 
-def _leave_record(error: BaseException, rank: int, folder: Path) -> None:
+def _write_record(error: BaseException, rank: int, folder: Path) -> None:
     plain = next((name for name, kind in PLAIN.items() if isinstance(error, kind)), "")
     message = str(error) if plain else f"{type(error).__name__}: {error}"
     report = "".join(traceback.format_exception(error))

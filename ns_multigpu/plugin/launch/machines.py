@@ -136,12 +136,12 @@ def different_devices(kind: str, world: World) -> str:
     Args:
         kind: this rank's.
     """
-    kinds = all_gather_objects(kind, world)
-    if len(set(kinds)) == 1:
+    devices = all_gather_objects(kind, world)
+    if len(set(devices)) == 1:
         return ""
     listed: list[str] = []
     for machine in range(world.machines):
-        counted = Counter(kinds[rank] for rank in world.ranks_of(machine))
+        counted = Counter(devices[rank] for rank in world.ranks_of(machine))
         what = ", ".join(f"{count} x {name}" for name, count in counted.items())
         listed.append(f"{world.machine_name(machine)} has {what}")
     return (

@@ -12,7 +12,7 @@ from typing import Any
 
 import tyro
 
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 
 _HELP = {"-h", "--help", "-H", "--help-verbose"}
 _PRIMITIVE = "pipeline.model.primitive"
@@ -87,13 +87,13 @@ def _value(config: Any, asked: dict[str, str], option: str) -> str | None:
 
 def _steps(group: str, config: Any, asked: dict[str, str]) -> bool:
     """Return whether the run has parameters of an optimizers' group."""
-    beside = {
+    groups = {
         "camera_opt": ("pipeline.model.camera_optimizer.mode", "off"),
         "bilateral_grid": ("pipeline.model.use_bilateral_grid", "False"),
         "exposures": ("pipeline.model.exposure", "off"),
     }
-    if group in beside:
-        option, absent = beside[group]
+    if group in groups:
+        option, absent = groups[group]
         return _value(config, asked, option) != absent
-    kind = KINDS.get(str(_value(config, asked, _PRIMITIVE)))
+    kind = PRIMITIVES.get(str(_value(config, asked, _PRIMITIVE)))
     return kind is None or group in {parameter.name for parameter in kind.schema}

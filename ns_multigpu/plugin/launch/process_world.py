@@ -47,7 +47,7 @@ def wait_for_gloo(limit: float = 2.0, tasks: Path = Path("/proc/self/task")) -> 
     """
     end = time.monotonic() + limit
     before: dict[str, list[str]] | None = None
-    while (now := _gloo_threads(tasks)) != before or any(told[0] != "S" for told in now.values()):
+    while (now := _gloo_threads(tasks)) != before or any(fields[0] != "S" for fields in now.values()):
         if time.monotonic() > end:
             return False
         before = now
@@ -64,13 +64,13 @@ def _gloo_threads(tasks: Path) -> dict[str, list[str]]:
         except OSError:
             continue  # it has just ended
         if lines[0].split()[1:] == [_GLOO]:
-            told = [line.split()[1] for line in lines if line.startswith(("State:", "voluntary", "nonvoluntary"))]
-            found[status.parent.name] = told
+            fields = [line.split()[1] for line in lines if line.startswith(("State:", "voluntary", "nonvoluntary"))]
+            found[status.parent.name] = fields
     return found
 
 
 @atexit.register
-def _leave() -> None:
+def _exit() -> None:
     """Destroy the process groups of a worker of torchrun before Python is finalized, as torch requires.
 
     Where an error ends it, the groups stay: other ranks may never come to the end.

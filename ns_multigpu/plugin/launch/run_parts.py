@@ -21,13 +21,13 @@ class RunParts:
     Attributes:
         began: start of the run's first process, and last: end of the last part; seconds since the machine's boot.
         parts: milliseconds of the main thread, by name, in order.
-        beside: milliseconds of other threads, by name.
+        concurrent: milliseconds of other threads, by name.
     """
 
     began: float
     last: float
     parts: dict[str, float] = field(default_factory=dict)
-    beside: dict[str, float] = field(default_factory=dict)
+    concurrent: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of_this_process() -> "RunParts":
@@ -44,17 +44,17 @@ class RunParts:
         self.last = now
 
     @contextmanager
-    def meanwhile(self, part: str) -> Iterator[None]:
+    def while_busy(self, part: str) -> Iterator[None]:
         """Count the enclosed work of another thread as `part`."""
         start = _now()
         try:
             yield
         finally:
-            self.beside[part] = self.beside.get(part, 0.0) + 1e3 * (_now() - start)
+            self.concurrent[part] = self.concurrent.get(part, 0.0) + 1e3 * (_now() - start)
 
-    def told(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, float]:
         """Return milliseconds by part for the run's summary; those of other threads last, and marked."""
-        rows = {**self.parts, **{f"{name} (meanwhile)": spent for name, spent in self.beside.items()}}
+        rows = {**self.parts, **{f"{name} (concurrent)": spent for name, spent in self.concurrent.items()}}
         return {name: round(spent, 1) for name, spent in rows.items()}
 
     def add_exit(self, file: Path, part: str) -> None:
@@ -73,10 +73,10 @@ class RunParts:
         self.done(part)
         with suppress(OSError, ValueError):  # the run is over: errors can no longer be handled
             summary = json.loads(file.read_text("utf8"))
-            summary["startup_ms"] = self.told()
-            beside = file.with_name(f"{file.name}.new")
-            beside.write_text(json.dumps(summary, indent=2) + "\n", "utf8")
-            beside.replace(file)
+            summary["startup_ms"] = self.as_dict()
+            concurrent = file.with_name(f"{file.name}.new")
+            concurrent.write_text(json.dumps(summary, indent=2) + "\n", "utf8")
+            concurrent.replace(file)
 
 
 def run_parts() -> RunParts:

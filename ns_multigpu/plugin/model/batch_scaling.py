@@ -93,13 +93,13 @@ class RateSchedule:
         return min(step * self.batch / self.images, 1.0)
 
 
-def scale_optimizer(optimizer: torch.optim.Optimizer, course: RateSchedule) -> None:
+def scale_optimizer(optimizer: torch.optim.Optimizer, rate_schedule: RateSchedule) -> None:
     """Scale an Adam in place so that one step on a batch's mean gradient equals `batch` steps.
 
     Raises:
         InputError: it is not of Adam's kind: the rule is about a step that does not grow with the gradient.
     """
-    rule, batch = course.rule, course.batch
+    rule, batch = rate_schedule.rule, rate_schedule.batch
     if batch == 1 or rule == "none":
         return
     if any("betas" not in group or "eps" not in group for group in optimizer.param_groups):
@@ -108,20 +108,22 @@ def scale_optimizer(optimizer: torch.optim.Optimizer, course: RateSchedule) -> N
             "use Adam or RAdam, or --batch-scaling none"
         )
     for group in optimizer.param_groups:
-        group["lr"] *= course.start
+        group["lr"] *= rate_schedule.start
         if "initial_lr" in group:
-            group["initial_lr"] *= course.start
+            group["initial_lr"] *= rate_schedule.start
         group["betas"] = tuple(beta**batch for beta in group["betas"])
         group["eps"] /= batch**0.5
 
 
-def scaled_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any | None, course: RateSchedule) -> Any | None:
+def scaled_scheduler(
+    optimizer: torch.optim.Optimizer, scheduler: Any | None, rate_schedule: RateSchedule
+) -> Any | None:
     """Return the scheduler of an already scaled optimizer, stepped once a batch: it follows the images seen.
 
     Args:
         optimizer: the optimizer whose rates it sets.
         scheduler: the optimizer's own, made for one view per step, which is changed; None if it has none.
-        course: the run's rate schedule.
+        rate_schedule: the run's rate schedule.
 
     Returns:
         `scheduler` or its replacement; None if rates are constant.
@@ -130,16 +132,16 @@ def scaled_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any | None, co
         InputError: a class of scheduler that nerfstudio's configs do not make.
     """
     if scheduler is None:
-        return LambdaLR(optimizer, _followed(lambda _: 1.0, course)) if course.varies else None
-    if course.batch == 1 and not course.varies:
+        return LambdaLR(optimizer, _followed(lambda _: 1.0, rate_schedule)) if rate_schedule.varies else None
+    if rate_schedule.batch == 1 and not rate_schedule.varies:
         return scheduler
-    scheduler.base_lrs = [rate * course.start for rate in scheduler.base_lrs]
+    scheduler.base_lrs = [rate * rate_schedule.start for rate in scheduler.base_lrs]
     if isinstance(scheduler, LambdaLR):
-        scheduler.lr_lambdas = [_followed(f, course) for f in scheduler.lr_lambdas]
+        scheduler.lr_lambdas = [_followed(f, rate_schedule) for f in scheduler.lr_lambdas]
     elif isinstance(scheduler, MultiStepLR):
-        milestones = sorted(-(-image // course.batch) for image in scheduler.milestones.elements())
-        if course.varies:  # MultiStepLR multiplies the rate that it finds, and must find its own
-            return LambdaLR(optimizer, _stairs(milestones, scheduler.gamma, course))
+        milestones = sorted(-(-image // rate_schedule.batch) for image in scheduler.milestones.elements())
+        if rate_schedule.varies:  # MultiStepLR multiplies the rate that it finds, and must find its own
+            return LambdaLR(optimizer, _stairs(milestones, scheduler.gamma, rate_schedule))
         scheduler.milestones = type(scheduler.milestones)(milestones)
     else:
         raise InputError(
@@ -167,19 +169,19 @@ def next_rates(scheduler: Any) -> None:
 # Plain functions: LambdaLR would save any other callable's fields.
 
 
-def _followed(schedule: Callable[[int], float], course: RateSchedule) -> Callable[[int], float]:
+def _followed(schedule: Callable[[int], float], rate_schedule: RateSchedule) -> Callable[[int], float]:
     """Return a function of steps from a schedule over images."""
 
     def at(step: int) -> float:
-        return schedule(step * course.batch) * course.at(step)
+        return schedule(step * rate_schedule.batch) * rate_schedule.at(step)
 
     return at
 
 
-def _stairs(milestones: Sequence[int], gamma: float, course: RateSchedule) -> Callable[[int], float]:
+def _stairs(milestones: Sequence[int], gamma: float, rate_schedule: RateSchedule) -> Callable[[int], float]:
     """Return a schedule that multiplies by gamma at each of these steps."""
 
     def at(step: int) -> float:
-        return gamma ** bisect_right(milestones, step) * course.at(step)
+        return gamma ** bisect_right(milestones, step) * rate_schedule.at(step)
 
     return at

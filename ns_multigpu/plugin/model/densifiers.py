@@ -11,7 +11,7 @@ from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
@@ -23,7 +23,7 @@ ANY_NUMBER = 1 << 40
 
 
 def make_densifier(
-    options: "SplatModelConfig", views: int, world: World, seed: int, *, holding: ShardIndex | None = None
+    options: "SplatModelConfig", views: int, world: World, seed: int, *, shard_index: ShardIndex | None = None
 ) -> Densifier:
     """Return the densifier, which counts images seen and decides alike on every rank.
 
@@ -32,7 +32,7 @@ def make_densifier(
         views: training views of the capture: refinement pauses for an epoch after opacities were reset.
         world: the ranks whose statistics are summed.
         seed: the run's seed.
-        holding: what this rank holds of a model of which every rank has a part; None where each has all of it.
+        shard_index: what this rank holds of a model of which every rank has a part; None where each has all of it.
 
     Raises:
         InputError: the size from which on points are pruned is no length.
@@ -44,8 +44,8 @@ def make_densifier(
         )
     if options.densifier == "mcmc":
         mcmc = (
-            partial(ShardedMcmc, holding=holding, threshold=options.rebalance_above)
-            if holding is not None
+            partial(ShardedMcmc, shard_index=shard_index, threshold=options.rebalance_above)
+            if shard_index is not None
             else partial(McmcDensifier, morton=options.morton_order)
         )
         return mcmc(
@@ -60,8 +60,8 @@ def make_densifier(
             seed=seed,
         )
     default = (
-        partial(ShardedDensifier, holding=holding, threshold=options.rebalance_above)
-        if holding is not None
+        partial(ShardedDensifier, shard_index=shard_index, threshold=options.rebalance_above)
+        if shard_index is not None
         else partial(ReplicatedDensifier, morton=options.morton_order)
     )
     steep = {"2dgs": options.densify_grad_thresh_2dgs, "convex": options.densify_grad_thresh_convex}
@@ -81,5 +81,5 @@ def make_densifier(
         absgrad=options.use_absgrad,
         world=world,
         seed=seed,
-        halves=KINDS[options.primitive].halves,
+        split_rule=PRIMITIVES[options.primitive].split_rule,
     )

@@ -21,7 +21,7 @@ class BatchOptimizers(Optimizers):
     Args:
         config: see nerfstudio's.
         param_groups: see nerfstudio's.
-        course: schedule of learning rates; kept as an attribute.
+        rate_schedule: schedule of learning rates; kept as an attribute.
         fused: use our fused Adam instead of torch's on a CPU too; on a GPU it is always used.
         compact: groups whose Adam keeps its moments as bfloat16, if it is ours.
         spread: groups of which every rank holds only its shard, and the ranks.
@@ -34,7 +34,7 @@ class BatchOptimizers(Optimizers):
         self,
         config: dict[str, Any],
         param_groups: dict[str, list[Parameter]],
-        course: RateSchedule,
+        rate_schedule: RateSchedule,
         *,
         fused: bool = False,
         compact: Sequence[str] = (),
@@ -46,12 +46,12 @@ class BatchOptimizers(Optimizers):
             for name, group in config.items()
         }
         super().__init__(ours, param_groups)
-        self.course = course
+        self.rate_schedule = rate_schedule
         # The mean gradient of B nearly independent views is shorter than one view's by sqrt(B): so is the limit.
-        self._norm_factor = 1.0 if course.rule == "none" else course.batch**-0.5
+        self._norm_factor = 1.0 if rate_schedule.rule == "none" else rate_schedule.batch**-0.5
         for name, optimizer in self.optimizers.items():
-            scale_optimizer(optimizer, course)
-            if scheduler := scaled_scheduler(optimizer, self.schedulers.get(name), course):
+            scale_optimizer(optimizer, rate_schedule)
+            if scheduler := scaled_scheduler(optimizer, self.schedulers.get(name), rate_schedule):
                 self.schedulers[name] = scheduler
 
     def rate_of_one_view(self, group: str) -> float:
@@ -59,7 +59,7 @@ class BatchOptimizers(Optimizers):
         scheduler = self.schedulers.get(group)
         steps = scheduler.last_epoch if scheduler is not None else 0  # without one the factor stays
         # A scheduler's rates are numpy's numbers, which have a way of their own of multiplying tensors.
-        return float(self.optimizers[group].param_groups[0]["lr"]) / self.course.of_batch(steps)
+        return float(self.optimizers[group].param_groups[0]["lr"]) / self.rate_schedule.of_batch(steps)
 
     @property
     def parameters(self) -> dict[str, list[Parameter]]:

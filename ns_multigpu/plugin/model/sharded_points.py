@@ -8,7 +8,7 @@ from ns_multigpu.core.assign.placement import Placement, checked_shares, rows_of
 from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.primitives.morton import dealt_order
+from ns_multigpu.primitives.morton import interleaved_order
 
 
 class ShardedPoints(SplatfactoModel):
@@ -18,12 +18,12 @@ class ShardedPoints(SplatfactoModel):
     the places that its placement assigns to this rank.
 
     Attributes:
-        holding: shard index of a sharded model: the owners of rows, and this rank's places.
+        shard_index: shard index of a sharded model: the owners of rows, and this rank's places.
         shard_counts: number of points on each rank of a sharded model; None if this process holds all.
         shard_world: the ranks.
     """
 
-    holding: ShardIndex | None = None
+    shard_index: ShardIndex | None = None
     shard_counts: list[int] | None = None
     shard_world: World | None = None
 
@@ -50,7 +50,7 @@ class ShardedPoints(SplatfactoModel):
             ValueError: the placement does not assign these points to these ranks.
         """
         means = self.gauss_params[POSITION].detach()
-        order = dealt_order(means)
+        order = interleaved_order(means)
         shares = placement.shares(len(order), lambda: means[order], world.size)
         shares = checked_shares(placement, shares, len(order), world.size)
         own = shares[world.rank]
@@ -59,17 +59,17 @@ class ShardedPoints(SplatfactoModel):
         if not placement.in_ranges:
             places = torch.arange(own.start, own.stop) if isinstance(own, range) else own
             places = places.to(means.device)
-        self.holding = ShardIndex(placement)
+        self.shard_index = ShardIndex(placement)
         for name, value in list(self.gauss_params.items()):
             self.gauss_params[name] = torch.nn.Parameter(value.detach()[mine])
-        self.holding.hold(places, self.gauss_params[POSITION], [len(share) for share in shares])
+        self.shard_index.hold(places, self.gauss_params[POSITION], [len(share) for share in shares])
         self.shard_world = world
         self.count_shards()
 
     def count_shards(self) -> None:
         """Update how many points each rank of a sharded model has now. Every rank calls it."""
-        if self.holding is not None and self.shard_world is not None:
-            self.shard_counts = list(self.holding.of_ranks(self.num_points, self.shard_world))
+        if self.shard_index is not None and self.shard_world is not None:
+            self.shard_counts = list(self.shard_index.of_ranks(self.num_points, self.shard_world))
 
     def replicated_parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters that are the same on every rank: all, or all but a sharded model's points."""

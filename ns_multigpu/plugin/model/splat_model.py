@@ -37,7 +37,7 @@ from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
 from ns_multigpu.primitives.gaussians.cap import ChosenCap
 from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussians.init import SH_C0
-from ns_multigpu.primitives.registry import KINDS, Kind
+from ns_multigpu.primitives.registry import PRIMITIVES, Kind
 from ns_multigpu.primitives.registry import Rendering as Wanted
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     exposures: torch.nn.Parameter | None
     chosen_cap: ChosenCap | None = None
     """With mcmc, how many Gaussians suit the capture, where that is what caps them."""
-    elsewhere: Any = None
+    render_override: Any = None
     """Renderer that uses other ranks, or serves a viewer; None if this process renders (see
     `RenderService.outputs`)."""
 
     @property
     def kind(self) -> Kind:
         """Primitive of the points."""
-        return KINDS[self.config.primitive]
+        return PRIMITIVES[self.config.primitive]
 
     @property
     def schema(self) -> tuple[Parameter, ...]:
@@ -125,7 +125,9 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     def prepare_densifier(self, world: World, seed: int) -> None:
         """Make densification count over `world` and draw by `seed`. Called before the first step."""
         self.seed = seed
-        self.densifier: Densifier = make_densifier(self.config, self.num_train_data, world, seed, holding=self.holding)
+        self.densifier: Densifier = make_densifier(
+            self.config, self.num_train_data, world, seed, shard_index=self.shard_index
+        )
         self.densifier_state = self.densifier.initialize_state()
 
     @property
@@ -330,12 +332,15 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     # ---- evaluation and viewing: the whole view ----
 
     def get_outputs(self, camera: Cameras) -> MutableMapping[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Render one camera, by this process or by `elsewhere`. See `SplatfactoModel.get_outputs`.
+        """Render one camera, by this process or by `render_override`. See `SplatfactoModel.get_outputs`.
 
         Returns:
             rgb [H, W, 3], depth [H, W, 1], accumulation [H, W, 1], background [3] or [H, W, 3].
         """
-        if self.elsewhere is not None and (outputs := self.elsewhere.outputs(camera, self.crop_box)) is not None:
+        if (
+            self.render_override is not None
+            and (outputs := self.render_override.outputs(camera, self.crop_box)) is not None
+        ):
             return outputs
         params = dict(self.gauss_params.items())
         if self.crop_box is not None and not self.training:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ns_multigpu.core.types import Pixels, View
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 from ns_multigpu.primitives.surfels.losses import TERMS
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def check_primitive(options: "SplatModelConfig", strategy: str) -> None:
     Raises:
         InputError: it does not; the message says why, and what to do.
     """
-    kind = KINDS[options.primitive]
+    kind = PRIMITIVES[options.primitive]
     for (name, value), why in kind.lacks.items():
         if getattr(options, name) == value:
             raise InputError(

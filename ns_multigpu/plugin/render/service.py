@@ -95,7 +95,7 @@ class RenderService:
     """Image service of one model on all ranks. Every rank creates one, in its main thread.
 
     Args:
-        model: from now on it asks the service before it renders (`elsewhere`).
+        model: from now on it asks the service before it renders (`render_override`).
         pictures: renders on all ranks.
         world: the ranks.
 
@@ -115,7 +115,7 @@ class RenderService:
         self._drawing: int | None = None  # thread that renders an image now
         self._leads = self._always = self._failed = False
         self._turn = threading.RLock()  # serializes images
-        model.elsewhere = self
+        model.render_override = self
 
     @property
     def shared(self) -> bool:

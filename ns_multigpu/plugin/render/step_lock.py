@@ -40,7 +40,7 @@ class StepLock:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closed or self._borrower == me)
             if self._closed:
-                raise SystemExit("there is nobody left to answer")
+                raise SystemExit("the training thread has ended")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class StepLock:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closed or bool(self._answer))
             if not self._answer:
-                raise SystemExit("there is nobody left to answer")
+                raise SystemExit("the training thread has ended")
             return self._answer.pop()
 
     # ---- the thread that owns it ----

@@ -178,7 +178,7 @@ class Team:
     def __init__(self, helpers: Helpers) -> None:
         self.helpers, self.world = helpers, helpers.world
 
-    def tell(self, what: str, *args: Any, **kwargs: Any) -> None:
+    def call(self, what: str, *args: Any, **kwargs: Any) -> None:
         """Send a call to all helpers, which run it together with this process: see `launch.helpers.obey`."""
         broadcast_object((what, args, kwargs), 0, self.world)
 

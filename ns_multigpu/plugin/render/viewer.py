@@ -142,7 +142,7 @@ def _queue_message(self: Any, message: Any) -> None:
 class PageRenderer(RenderStateMachine):
     """Renderer of one page, as nerfstudio's, until the page is closed."""
 
-    _told = False
+    _reported = False
 
     def action(self, action: RenderAction) -> None:
         """Override nerfstudio's method; ignore pages that are closed."""
@@ -160,7 +160,7 @@ class PageRenderer(RenderStateMachine):
                 super().run()
             except Exception as error:
                 if self.running and _is_there(self.client):
-                    self._tell(error)
+                    self._report(error)
                     time.sleep(_BETWEEN_FAILURES)
                 else:
                     forget(self.viewer, self.client)
@@ -175,9 +175,9 @@ class PageRenderer(RenderStateMachine):
         height = min(max(height, _FEWEST_LINES), most, most / aspect_ratio)
         return max(1, int(height)), max(1, int(height * aspect_ratio))
 
-    def _tell(self, error: Exception) -> None:
-        if not self._told:
-            self._told = True
+    def _report(self, error: Exception) -> None:
+        if not self._reported:
+            self._reported = True
             text = f"The viewer could not draw an image ({type(error).__name__}: {error}). Training is not affected."
             CONSOLE.print(f"[bold yellow]{escape(text)}[/bold yellow]")
 

@@ -46,7 +46,7 @@ def _watched(trainer: Any) -> bool:
     return bool(getattr(trainer.viewer_state, "render_statemachines", None))
 
 
-def stay_open(trainer: Any) -> None:
+def keep_open(trainer: Any) -> None:
     """Keep rank 0's viewer open after training, if there is one, until Ctrl-C or SIGTERM. Every rank calls it.
 
     All ranks must stay, since rendering takes all of them and a missing rank would count as hung.

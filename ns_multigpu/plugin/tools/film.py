@@ -58,7 +58,7 @@ class Failed(SaveFailed):
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1:] or type(error).__name__
         text = reason if isinstance(reason, str) else reason[0]
         super().__init__(
-            f"{place} could not be written: {text}. What is finished stays. Make room, or choose another --output-path "
+            f"{place} could not be written: {text}. Finished frames are kept. Free some space, or choose another --output-path "
             "and give the same command again: it goes on from there."
         )
 
@@ -87,13 +87,13 @@ def begin(folder: Path, job: Mapping[str, Any]) -> int:
     Raises:
         Failed: the folder or file cannot be written.
     """
-    told = json.dumps(job, sort_keys=True, indent=1)
+    job_text = json.dumps(job, sort_keys=True, indent=1)
     file = folder / JOB
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not file.is_file() or file.read_text("utf8") != told:
+        if not file.is_file() or file.read_text("utf8") != job_text:
             with whole_file(file) as part:
-                part.write_text(told, "utf8")
+                part.write_text(job_text, "utf8")
         return file.stat().st_mtime_ns
     except OSError as error:
         raise Failed(folder, error) from error
@@ -119,7 +119,7 @@ class Images:
     def __init__(self, folder: Path, kind: ImageFormat, quality: int) -> None:
         self._folder, self._kind, self._quality = folder, kind, quality
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
-        self._room = threading.BoundedSemaphore(_WAITING)
+        self._slots = threading.BoundedSemaphore(_WAITING)
         self._tasks: list[Future[None]] = []
 
     def path(self, name: str) -> Path:
@@ -133,7 +133,7 @@ class Images:
             Failed: an earlier one could not be written.
         """
         self._look()
-        self._room.acquire()
+        self._slots.acquire()
         self._tasks.append(self._pool.submit(self._write, self.path(name), frame))
 
     def finish(self) -> None:
@@ -166,7 +166,7 @@ class Images:
                 else:
                     image.save(part, "png", compress_level=3)
         finally:
-            self._room.release()
+            self._slots.release()
 
 
 class _BrokenOff(Exception):
@@ -193,7 +193,7 @@ class Parts:
         self._free = threading.Semaphore(encoders)
         self._frames: _Frames = queue.SimpleQueue()
         self._number: int | None = None  # of the part that receives frames
-        self._room = threading.Condition()
+        self._slots = threading.Condition()
         self._waiting, self._failed = 0, False  # bytes in the queue
 
     def path(self, number: int) -> Path:
@@ -222,7 +222,7 @@ class Parts:
         if frame is None:
             self._number = None
         else:
-            self._wait_for_room(frame.bytes)
+            self._wait_for_capacity(frame.bytes)
         self._frames.put(frame)
 
     def finish(self) -> None:
@@ -250,22 +250,22 @@ class Parts:
             wait(self._parts)  # complete parts are kept: finish them before raising
             raise Failed(self._folder, error) from error
 
-    def _wait_for_room(self, size: int) -> None:
-        with self._room:
-            self._room.wait_for(lambda: self._failed or not self._waiting or self._waiting + size <= _MOST_WAITING)
+    def _wait_for_capacity(self, size: int) -> None:
+        with self._slots:
+            self._slots.wait_for(lambda: self._failed or not self._waiting or self._waiting + size <= _MOST_WAITING)
             self._waiting += size
 
-    def _run(self, told: "Future[None]", number: int, frames: "_Frames") -> None:
+    def _run(self, job_text: "Future[None]", number: int, frames: "_Frames") -> None:
         try:
             with self._free:
                 self._part(number, frames)
         except BaseException as error:  # the rendering thread raises it
-            told.set_exception(error)
-            with self._room:  # accept no more frames
+            job_text.set_exception(error)
+            with self._slots:  # accept no more frames
                 self._failed = True
-                self._room.notify_all()
+                self._slots.notify_all()
         else:  # released after an encoder is free: at most one part waits for an encoder
-            told.set_result(None)
+            job_text.set_result(None)
 
     def _part(self, number: int, frames: "_Frames") -> None:
         frame = self._next(frames)
@@ -288,9 +288,9 @@ class Parts:
         return frame
 
     def _taken(self, frame: HostFrame) -> None:
-        with self._room:
+        with self._slots:
             self._waiting -= frame.bytes
-            self._room.notify_all()
+            self._slots.notify_all()
 
 
 def encoders(sharing: int) -> int:
@@ -307,11 +307,11 @@ def put_together(parts: list[Path], output: Path) -> None:
     Raises:
         Failed: the film could not be written.
     """
-    listing = parts[0].with_name("list.txt")
+    list_file = parts[0].with_name("list.txt")
     try:
-        listing.write_text("".join(f"file '{part.name}'\n" for part in parts), "utf8")
+        list_file.write_text("".join(f"file '{part.name}'\n" for part in parts), "utf8")
         with whole_file(output) as path:
-            command = [ffmpeg(), "-v", "error", "-y", "-f", "concat", "-safe", "0", "-i", str(listing), "-c", "copy"]
+            command = [ffmpeg(), "-v", "error", "-y", "-f", "concat", "-safe", "0", "-i", str(list_file), "-c", "copy"]
             subprocess.run([*command, str(path)], check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
         raise Failed(output, OSError(0, str(error.stderr).strip() or "ffmpeg failed")) from error

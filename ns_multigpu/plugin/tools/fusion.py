@@ -99,7 +99,7 @@ class Fusion:
 
     def __init__(self, voxel: float, truncation: float, max_depth: float) -> None:
         self._open3d: Any = load_open3d()
-        self._voxel, self._max_depth, self._reach = voxel, max_depth, truncation / voxel
+        self._voxel, self._max_depth, self._truncation = voxel, max_depth, truncation / voxel
         core, self._empty = self._open3d.core, True
         names, widths = ("tsdf", "weight", "color"), ((1), (1), (3))
         self._grid = self._open3d.t.geometry.VoxelBlockGrid(
@@ -119,7 +119,7 @@ class Fusion:
         self._empty = False
         core, K = self._open3d.core, view.K.double().cpu()
         pose = core.Tensor(view.viewmat.double().cpu().numpy())
-        ends = (1.0, self._max_depth, self._reach)
+        ends = (1.0, self._max_depth, self._truncation)
         # Blocks are found from every fourth pixel, so each block must contain one: upsample the depth.
         finer = max(1, math.ceil(_STRIDE * self._max_depth / (float(K[[0, 1], [0, 1]].min()) * _BLOCK * self._voxel)))
         dense = depth.repeat_interleave(finer, 0).repeat_interleave(finer, 1)
@@ -182,5 +182,5 @@ def write_mesh(mesh: "o3d.geometry.TriangleMesh", output: Path) -> None:
                 raise OSError("open3d could not write it; is the disk full?")
     except OSError as error:
         raise SaveFailed(
-            f"{output} could not be written: {error.strerror or error}. Make room, or choose another --output-path."
+            f"{output} could not be written: {error.strerror or error}. Free some space, or choose another --output-path."
         ) from error

@@ -32,7 +32,7 @@ from ns_multigpu.plugin.tools.fusion import (
     surface_of,
     write_mesh,
 )  # fmt: skip
-from ns_multigpu.primitives.registry import KINDS, titled
+from ns_multigpu.primitives.registry import PRIMITIVES, titled
 from ns_multigpu.primitives.registry import Rendering as Wanted
 
 DepthKind = Literal["auto", "median", "expected"]
@@ -115,7 +115,7 @@ class Meshing:
         Raises:
             InputError: it has none.
         """
-        kind = KINDS[primitive]
+        kind = PRIMITIVES[primitive]
         if kind.timed:
             raise InputError(
                 f"This is a run of {titled(primitive)}: they move, and its views show different moments. Meshes are of "
@@ -157,8 +157,10 @@ class Meshing:
         cameras: Cameras = pipeline.datamanager.train_dataset.cameras
         sizes, median = self.sizes(cameras), self._median(primitive)
         requests = [self._request(cameras[k : k + 1]) for k in range(len(cameras))]
-        told = f"{len(requests)} training views, {'median' if median else 'expected'} depth up to {sizes.max_depth:.4g}"
-        CONSOLE.print(f"{told}, voxels of {sizes.voxel:.4g}, truncation {sizes.truncation:.4g}", soft_wrap=True)
+        depths = (
+            f"{len(requests)} training views, {'median' if median else 'expected'} depth up to {sizes.max_depth:.4g}"
+        )
+        CONSOLE.print(f"{depths}, voxels of {sizes.voxel:.4g}, truncation {sizes.truncation:.4g}", soft_wrap=True)
         fusion = Fusion(sizes.voxel, sizes.truncation, sizes.max_depth) if world.is_main else None
         for view, color, depth in _drawn(pipeline, requests, median, self.least_alpha):
             if fusion is not None:
@@ -179,7 +181,7 @@ class Meshing:
         CONSOLE.print(f"{counts}, the largest {kept} of {parts} parts: {self.output}", soft_wrap=True)
 
     def _median(self, primitive: str) -> bool:
-        return self.depth != "expected" and KINDS[primitive].make(Wanted(sh_degree=0)).median
+        return self.depth != "expected" and PRIMITIVES[primitive].make(Wanted(sh_degree=0)).median
 
     def _request(self, camera: Cameras) -> RenderRequest:
         camera.rescale_output_resolution(1.0 / self.downscale)
@@ -231,5 +233,5 @@ def _at_rank_0(own: Tensor | None, views: list[View], world: World) -> list[Tens
     found = exchange_rows(rows, send, sizes if world.is_main else [0] * world.size, world)
     if not world.is_main:
         return [None] * len(views)
-    pieces = found.split(sizes[: len(views)])
-    return [piece.view(view.height, view.width, 4) for piece, view in zip(pieces, views, strict=True)]
+    images = found.split(sizes[: len(views)])
+    return [piece.view(view.height, view.width, 4) for piece, view in zip(images, views, strict=True)]

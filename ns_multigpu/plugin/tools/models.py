@@ -77,14 +77,14 @@ class Evaluation:
         results = pipeline.get_average_eval_image_metrics(output_path=self.images, get_std=True)
         if not pipeline.world.is_main:
             return
-        told = {
+        summary = {
             "experiment_name": run.experiment_name,
             "method_name": run.method_name,
             "checkpoint": str(checkpoint),
             "results": results,
         }
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.output.write_text(json.dumps(told, indent=2), "utf8")
+        self.output.write_text(json.dumps(summary, indent=2), "utf8")
         CONSOLE.print(f"Saved results to: {self.output}")
 
 

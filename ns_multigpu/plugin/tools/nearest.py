@@ -28,10 +28,10 @@ def nearest_views(frames: Cameras, views: Cameras) -> list[int]:
         a view index per frame; the first of equally near views.
     """
     there, here = views.camera_to_worlds.double().cpu(), frames.camera_to_worlds.double().cpu()
-    ways = torch.cdist(here[:, :, 3], there[:, :, 3])
+    distances = torch.cdist(here[:, :, 3], there[:, :, 3])
     traces = torch.einsum("fij,vij->fv", here[:, :, :3], there[:, :, :3])
     turns = ((3.0 - traces) / 4.0).clamp(min=0.0)  # the trace of a rotation is 1 + 2 cos(angle)
-    return (_WAY * ways + _TURN * turns).argmin(1).tolist()
+    return (_WAY * distances + _TURN * turns).argmin(1).tolist()
 
 
 def with_nearest(shots: Shots, dataset: Any) -> Shots:
@@ -51,7 +51,7 @@ def with_nearest(shots: Shots, dataset: Any) -> Shots:
     return replace(shots, frames=[replace(s, image=partial(read, v)) for s, v in zip(shots.frames, found, strict=True)])
 
 
-def beside_width(dataset: Any, height: int) -> int:
+def width_next_to(dataset: Any, height: int) -> int:
     """Return the width of a photograph next to a frame of this height: even, with the first training view's aspect
     ratio.
     """

@@ -43,7 +43,7 @@ from ns_multigpu.plugin.tools.film import (
     whole_file,
 )  # fmt: skip
 from ns_multigpu.plugin.tools.frames import HostFrame, Look, check_names, picture, shown
-from ns_multigpu.plugin.tools.nearest import beside_width, fitted, with_nearest
+from ns_multigpu.plugin.tools.nearest import fitted, width_next_to, with_nearest
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Shot, Shots, Spiral, is_panorama
 
 
@@ -156,7 +156,7 @@ class Rendering:
         if not self.nearest or shot.image is None:
             return frame
         height = frame.shape[0]
-        photograph = fitted(shot.image(), beside_width(artist.dataset, height), height).to(frame.device)
+        photograph = fitted(shot.image(), width_next_to(artist.dataset, height), height).to(frame.device)
         opaque = photograph.new_full((*photograph.shape[:2], frame.shape[2] - 3), 255)
         return torch.cat([frame, torch.cat([photograph, opaque], 2)], 1)
 

@@ -17,7 +17,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 
 Mode = Literal["camera-path", "interpolate", "spiral", "dataset"]
 Split = Literal["train", "val", "test", "train+test"]
-_KINDS = ("perspective", "equirectangular")
+_CAMERA_TYPES = ("perspective", "equirectangular")
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,23 @@ class CameraPath:
         Raises:
             InputError: the path does not exist, or cannot be rendered.
         """
-        told = self._told()
+        path_json = self._path_json()
         sizes: list[int] = []
         for name in ("render_width", "render_height"):
-            value = told.get(name)
+            value = path_json.get(name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 1 or value != int(value):
                 raise InputError(f"{self._name}: {name} is {value!r}. Give a whole number of pixels, at least 1.")
             sizes.append(int(value))
-        kind = told.get("camera_type", "perspective")
-        if kind not in _KINDS:
+        kind = path_json.get("camera_type", "perspective")
+        if kind not in _CAMERA_TYPES:
             raise InputError(
-                f"{self._name}: camera_type is {kind!r}. Models are rendered as {' and '.join(_KINDS)} pictures. "
+                f"{self._name}: camera_type is {kind!r}. Models are rendered as {' and '.join(_CAMERA_TYPES)} pictures. "
                 "Choose one of these types in the viewer's render panel."
             )
-        seconds = told.get("seconds")
+        seconds = path_json.get("seconds")
         if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
             raise InputError(f"{self._name}: seconds is {seconds!r}. Give how long the video is to be, more than 0.")
-        views = told.get("camera_path")
+        views = path_json.get("camera_path")
         if not isinstance(views, list) or not views:
             raise InputError(f"{self._name}: camera_path has no cameras. Save one with keyframes from the viewer.")
         for number, view in enumerate(views):
@@ -119,27 +119,27 @@ class CameraPath:
     def _name(self) -> str:
         return f"--camera-path-filename {self.path}"
 
-    def _told(self) -> dict[str, Any]:
+    def _path_json(self) -> dict[str, Any]:
         if not self.path.is_file():
             raise InputError(f"{self._name}: there is no such file. Save one from the viewer.")
         try:
-            told = json.loads(self.path.read_text("utf8"))
+            path_json = json.loads(self.path.read_text("utf8"))
         except (ValueError, OSError) as error:
             raise InputError(f"{self._name}: this is no camera path ({error}).") from error
-        if not isinstance(told, dict) or "camera_path" not in told:
+        if not isinstance(path_json, dict) or "camera_path" not in path_json:
             raise InputError(f"{self._name}: this is no camera path (it has no camera_path). Save one from the viewer.")
-        return told
+        return path_json
 
     def shots(self, pipeline: Any) -> Shots:
         """Return the path's frames."""
         from nerfstudio.scripts.render import get_crop_from_json  # slow to import
 
-        told = self._told()
-        cameras, crop = get_path_from_json(told), get_crop_from_json(told)
+        path_json = self._path_json()
+        cameras, crop = get_path_from_json(path_json), get_crop_from_json(path_json)
         frames = _numbered(cameras)
         if crop is None:
-            return Shots(frames, float(told["seconds"]))
-        return Shots(frames, float(told["seconds"]), crop.obb, crop.background_color)
+            return Shots(frames, float(path_json["seconds"]))
+        return Shots(frames, float(path_json["seconds"]), crop.obb, crop.background_color)
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ class Interpolated:
         times = cameras.times.reshape(-1).cpu()
         if self.ordered:
             return torch.linspace(float(times.min()), float(times.max()), frames)[:, None]
-        pieces = [torch.linspace(float(a), float(b), self.steps) for a, b in pairwise(times)]
-        return torch.cat(pieces)[:, None]
+        times_of = [torch.linspace(float(a), float(b), self.steps) for a, b in pairwise(times)]
+        return torch.cat(times_of)[:, None]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.planning.memory import most_points
 from ns_multigpu.planning.outlook import SOME_SIZE, described, outlook
 from ns_multigpu.planning.quantities import gib
-from ns_multigpu.planning.work import STRATEGIES, Course
+from ns_multigpu.planning.work import STRATEGIES, Schedule
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import free_bytes
@@ -27,14 +27,14 @@ class Capacity:
         now: points of the whole model.
         fits: points of the largest model that fits; None if unknown.
         memory: bytes that the rank with the least memory may use for the model and its steps.
-        course: the run that the figures are for.
+        schedule: the run that the figures are for.
         on_gpu: True for GPU memory.
     """
 
     now: int
     fits: int | None
     memory: int
-    course: Course
+    schedule: Schedule
     on_gpu: bool
 
 
@@ -47,7 +47,7 @@ def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Cap
     """
     model, cameras = pipeline.model, pipeline.datamanager.train_dataset.cameras
     width, height = int(cameras.width.max()), int(cameras.height.max())
-    course = Course(
+    schedule = Schedule(
         max(model.total_points, 1), width, height, pipeline.batch_size, world.size, model.config.sh_degree, fused=fused,
         compact=model.config.optimizer_state == "compact", machines=world.machines, schema=model.schema,
     )  # fmt: skip
@@ -55,8 +55,8 @@ def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Cap
     least = min(row[0] for row in all_gather_ints([-1 if budget is None else budget], world))
     name, fits = pipeline.strategy.name, None
     if least >= 0 and name in STRATEGIES:
-        fits = most_points(name, course, float(least), densify=True)
-    return Capacity(model.total_points, fits, least, course, world.device.type == "cuda")
+        fits = most_points(name, schedule, float(least), densify=True)
+    return Capacity(model.total_points, fits, least, schedule, world.device.type == "cuda")
 
 
 def usable_memory(world: World, model: int) -> int | None:
@@ -130,7 +130,7 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
         chosen = model.chosen_cap.within(found.fits if found.on_gpu else None, found.now)
         model.densifier.cap_max, why = chosen.points, chosen.why
     cap = cap_of(found, options.max_gaussians)
-    cap = pipeline.model.densifier.limit(cap, _Told(cap, world))
+    cap = pipeline.model.densifier.limit(cap, _Reported(cap, world))
     if world.is_main:
         text, worrying = describe(found, pipeline.strategy.name, cap, why)
         CONSOLE.print(Text(text, "bold yellow" if worrying else ""))
@@ -142,12 +142,14 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
 def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str) -> list[str]:
     """Return lines on the expected performance of each strategy on these GPUs; none without a choice, or
     without a GPU."""
-    if not found.on_gpu or found.course.gpus == 1 or strategy not in STRATEGIES:
+    if not found.on_gpu or found.schedule.gpus == 1 or strategy not in STRATEGIES:
         return []
     grown = cap if densifier == "mcmc" and cap is not None else SOME_SIZE
     memory = float(found.memory) if found.memory >= 0 else None
     sizes = dict.fromkeys((found.now, max(grown, found.now)))
-    return described([outlook(strategy, found.course, points, memory) for points in sizes], strategy, found.course.gpus)
+    return described(
+        [outlook(strategy, found.schedule, points, memory) for points in sizes], strategy, found.schedule.gpus
+    )
 
 
 def describe(found: Capacity, strategy: str, cap: int | None, why: str | None = None) -> tuple[str, bool]:
@@ -155,7 +157,7 @@ def describe(found: Capacity, strategy: str, cap: int | None, why: str | None = 
     text = f"{found.now:,} Gaussians to begin with."
     if found.fits is not None:
         each = "GPU" if found.on_gpu else "worker"
-        text += f" Memory has room for about {found.fits:,} ({gib(found.memory)} GiB a {each}, strategy {strategy})."
+        text += f" About {found.fits:,} fit in memory ({gib(found.memory)} GiB a {each}, strategy {strategy})."
     if cap is not None:
         chosen = f"; chosen: {why}" if why else ""
         text += f" Densification stops at {cap:,} (--pipeline.model.max-gaussians{chosen})."
@@ -188,7 +190,7 @@ def warn_of_size_rule(model: Any, world: World, images: int) -> None:
     limit = getattr(rules, "prune_scale3d", None)  # MCMC prunes nothing by size
     if limit is None or min(images, rules.refine_stop_iter) <= rules.reset_every:
         return
-    sizes = rules.halves.sizes(model.gauss_params)
+    sizes = rules.split_rule.sizes(model.gauss_params)
     large = int((sizes > limit * model.densifier_state["scene_scale"]).sum())
     table = all_gather_ints([large, len(sizes)], world)
     part = sum(row[0] for row in table) / max(sum(row[1] for row in table), 1)
@@ -204,12 +206,12 @@ def size_rule_text(part: float, limit: float, begins: int) -> str:
     """
     return (
         f"{100 * part:.0f} % of the Gaussians are larger than --pipeline.model.cull-scale-thresh {limit:g}, and will "
-        f"be pruned after image {begins:,}: quality may collapse there. The cameras stand close together beside "
+        f"be pruned after image {begins:,}: quality may collapse there. The cameras stand close together compared with "
         "what they see. Give --pipeline.model.cull-scale-thresh inf, or use --recipe best, which never prunes by size."
     )
 
 
-class _Told:
+class _Reported:
     """Printer of one message, on rank 0, when the cap first limits growth."""
 
     def __init__(self, cap: int | None, world: World) -> None:

@@ -48,7 +48,7 @@ from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.batch_scaling import RateSchedule, ScalingChoice, scaling_rule
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train.objective import Objective
-from ns_multigpu.plugin.train.recipe import Recipe, apply_recipe, told
+from ns_multigpu.plugin.train.recipe import Recipe, apply_recipe, recipe_lines
 from ns_multigpu.plugin.train.splats import SplatObjective
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from strategies import STRATEGIES
@@ -264,7 +264,7 @@ class RunConfig(TrainerConfig):
         raise InputError(
             f"The run folder {folder} holds checkpoints up to step {step_of(kept[-1])}, and this run would replace "
             f"them with its own. To go on with that run:\n\n  {resume_command(name, folder, models)}\n\n"
-            "To begin another run beside it, add --timestamp NAME; to begin again in its place, --start-over True."
+            "To begin another run next to it, add --timestamp NAME; to begin again in its place, --start-over True."
         )
 
     def abandon(self) -> None:
@@ -289,22 +289,22 @@ class RunConfig(TrainerConfig):
         named = config_being_loaded()
         if named is not None:
             show_uncaught()
-            models = self._models_beside(named)
+            models = self._models_next_to(named)
             vars(self)[_FOLDER] = models.parent
         folder = super().get_checkpoint_dir()
         self.pipeline.checkpoints = folder  # pyright: ignore[reportAttributeAccessIssue]
         return folder
 
-    def _models_beside(self, named: Path) -> Path:
-        beside, began = named.parent / self.relative_model_dir, super().get_base_dir() / self.relative_model_dir
-        if checkpoints_in(beside):
-            return beside
+    def _models_next_to(self, named: Path) -> Path:
+        next_to, began = named.parent / self.relative_model_dir, super().get_base_dir() / self.relative_model_dir
+        if checkpoints_in(next_to):
+            return next_to
         if checkpoints_in(began):
-            note = f"Note: there are no checkpoints beside {named}; those where the run began are taken, in {began}."
+            note = f"Note: there are no checkpoints next to {named}; those where the run began are taken, in {began}."
             CONSOLE.print(Text(note, "yellow"), soft_wrap=True)
             return began
         raise InputError(
-            f"--load-config {named}: there are no checkpoints beside it, in {beside}, nor where the run began, in "
+            f"--load-config {named}: there are no checkpoints next to it, in {next_to}, nor where the run began, in "
             f"{began}. To move or copy a run, move or copy its whole folder."
         )
 
@@ -432,7 +432,7 @@ class DistributedTrainerConfig(RunConfig):
         return f": {self.steps_for(batch) * batch:,} images"
 
     def _in_short(self) -> str:
-        return super()._in_short() + "".join(f"\n{line}" for line in told(self))
+        return super()._in_short() + "".join(f"\n{line}" for line in recipe_lines(self))
 
 
 def _speaks() -> bool:

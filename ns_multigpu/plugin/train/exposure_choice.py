@@ -78,5 +78,5 @@ def described(found: Exposures | None) -> str:
         )
     measured = f"Exposure: the photographs differ by {found.spread:.2f} stops"
     if differ(found):
-        return f"{measured}, so each has a correction that is learnt (--pipeline.model.exposure off has none)."
+        return f"{measured}, so each has a learned correction (--pipeline.model.exposure off has none)."
     return f"{measured}, so they need no correction."

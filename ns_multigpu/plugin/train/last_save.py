@@ -26,7 +26,12 @@ _COPIED = ("config.yml", "dataparser_transforms.json", "metrics.jsonl")
 
 
 def save_last(
-    trainer: Any, step: int, *, seconds: float, give_up: Callable[[], bool], meanwhile: Callable[[], None] | None = None
+    trainer: Any,
+    step: int,
+    *,
+    seconds: float,
+    give_up: Callable[[], bool],
+    while_busy: Callable[[], None] | None = None,
 ) -> Path:
     """Write the checkpoint after `step` into the run's folder, else into `--save-fallback-dir`; retry if both fail.
 
@@ -36,7 +41,7 @@ def save_last(
         trainer: a `DistributedTrainer`.
         seconds: duration of retries.
         give_up: returns whether to stop retrying; all ranks call it together and get the same answer.
-        meanwhile: called while threads write, or after the save if checkpoints are not written in the background. It
+        while_busy: called while threads write, or after the save if checkpoints are not written in the background. It
             must not change what is saved.
 
     Returns:
@@ -46,14 +51,14 @@ def save_last(
         SaveFailed: on every rank: no folder accepted it. The message says what is lost, and where space is free.
     """
     checkpoints: RunCheckpoints = trainer.checkpoints
-    if meanwhile is None or not trainer.config.save_in_background:
+    if while_busy is None or not trainer.config.save_in_background:
         folder = _saved(trainer, step, seconds, give_up)
-        if meanwhile is not None:
-            meanwhile()
+        if while_busy is not None:
+            while_busy()
         return folder
     checkpoints.begin(step)
     try:
-        meanwhile()
+        while_busy()
     except BaseException:
         checkpoints.writer.finish()  # the threads of all ranks are there to finish it
         raise
@@ -70,55 +75,55 @@ def _saved(trainer: Any, step: int, seconds: float, give_up: Callable[[], bool])
     """Save as `save_last` does: wait for a save that has begun, and retry."""
     checkpoints: RunCheckpoints = trainer.checkpoints
     config, world, folder = trainer.config, trainer.world, trainer.base_dir
-    elsewhere = None if config.save_fallback_dir is None else fallback_folder(folder, config.save_fallback_dir)
-    end, told = time.monotonic() + seconds, False
+    fallback = None if config.save_fallback_dir is None else fallback_folder(folder, config.save_fallback_dir)
+    end, reported = time.monotonic() + seconds, False
     while True:
         trainer.guards.heart.beat("checkpoint")
         problem = in_short(checkpoints.write(step))
         if not problem:
             run_parts().done("last save")
             return folder
-        if elsewhere is not None:
-            other = in_short(checkpoints.write(step, elsewhere / config.relative_model_dir))
+        if fallback is not None:
+            other = in_short(checkpoints.write(step, fallback / config.relative_model_dir))
             if not other:
                 if world.is_main:
-                    _complete(folder, elsewhere)
-                _say(f"{trainer.checkpoint_dir} did not take the last checkpoint ({problem}): it is in {elsewhere}.")
-                return elsewhere
-            problem = f"{problem}; {elsewhere}: {other}"
+                    _complete(folder, fallback)
+                _say(f"{trainer.checkpoint_dir} did not take the last checkpoint ({problem}): it is in {fallback}.")
+                return fallback
+            problem = f"{problem}; {fallback}: {other}"
         if give_up() or broadcast_int(int(time.monotonic() >= end), 0, world):
             break
-        if not told:
-            told = True
+        if not reported:
+            reported = True
             _say(
                 f"The last checkpoint could not be written to {trainer.checkpoint_dir}: {problem}. It is tried again "
-                f"for {seconds:g} s: make room there meanwhile. Ctrl-C gives it up."
+                f"for {seconds:g} s: free some space there in the meantime. Ctrl-C cancels."
             )
         time.sleep(_PAUSE)
     raise SaveFailed(broadcast_object(_lost(trainer, step, problem) if world.is_main else "", 0, world))
 
 
-def _complete(folder: Path, elsewhere: Path) -> None:
+def _complete(folder: Path, fallback: Path) -> None:
     """Copy the files of a run folder next to a checkpoint in another folder."""
     for name in _COPIED:
         with suppress(OSError):
-            shutil.copy(folder / name, elsewhere / name)
+            shutil.copy(folder / name, fallback / name)
 
 
 def _lost(trainer: Any, step: int, problem: str) -> str:
     models = trainer.checkpoint_dir
     lost, needed = trainer.objective.lost(step + 1)
     kept = checkpoints_in(models)
-    room = ", ".join(f"{path} ({free / 1e9:,.1f} GB free)" for path, free in _places(needed))
+    places = ", ".join(f"{path} ({free / 1e9:,.1f} GB free)" for path, free in _places(needed))
     lines = [
         f"The checkpoint that this run was to end with could not be written to {models}: {problem}.",
         f"Lost: {lost}.",
         f"The newest checkpoint there is: {kept[-1]}." if kept else "There is no earlier checkpoint.",
     ]
-    if room:
-        lines.append(f"There is room in {room}.")
+    if places:
+        lines.append(f"There is enough space in {places}.")
     again = "go on from the newest checkpoint:" if kept else "start again."
-    lines.append(f"Make room, or name a folder on another disk with --save-fallback-dir DIR, and {again}")
+    lines.append(f"Free some space, or name a folder on another disk with --save-fallback-dir DIR, and {again}")
     if kept:
         lines.append(f"\n  {resume_command(str(trainer.config.method_name), trainer.base_dir, models)}")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from ns_multigpu.plugin.blocks.warmup import warm_up
 from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
-from ns_multigpu.plugin.capture.image_homes import homes_of
+from ns_multigpu.plugin.capture.image_owners import image_owners_of
 from ns_multigpu.plugin.capture.tracks import training_tracks
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kind
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
@@ -36,10 +36,10 @@ from ns_multigpu.plugin.launch.option_help import Only
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.model.cameras import views_of
-from ns_multigpu.plugin.model.kinds import frames_note, times_note
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.model.surfaces import check_primitive
+from ns_multigpu.plugin.model.time_notes import frames_note, times_note
 from ns_multigpu.plugin.render import team
 from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderService
@@ -248,11 +248,13 @@ class DistributedPipeline(RunPipeline):
         """Read this rank's images and start the warm-up in parallel; `warmed_up` waits for it. Every rank calls it."""
         run_parts().done("optimizers, viewer, checkpoint, logs")
         self.warmed_up = warm_up(self.model, self.world)  # while images are decoded
-        data, at_home = self.datamanager, self.strategy.placement.homes_of_views
+        data, at_home = self.datamanager, self.strategy.placement.view_owners
         data.sequence.arrange = self.strategy.placement.arranged(self.batch_size) or self._arranged()
         if self.world.machines > 1 and len(at_home) == len(data.train_dataset):
             per_machine = self.world.size // self.world.machines
-            data.hold_by(homes_of(at_home, data.train_shapes, self.world.machines, per_machine, data.train_memory))
+            data.hold_by(
+                image_owners_of(at_home, data.train_shapes, self.world.machines, per_machine, data.train_memory)
+            )
         _ = self.datamanager.train_share
         _ = self.datamanager.train_cameras_on_device
         run_parts().done("images")
@@ -279,8 +281,8 @@ class DistributedPipeline(RunPipeline):
         Raises:
             InputError: the shards are missing or damaged.
         """
-        holding = self.model.holding
-        return own_rows(loaded_state, self.config.checkpoints, holding and holding.placement, self.world)
+        shard_index = self.model.shard_index
+        return own_rows(loaded_state, self.config.checkpoints, shard_index and shard_index.placement, self.world)
 
     def frames_note(self, cameras: Sequence[Cameras]) -> str:
         """Return the note of `RunPipeline.frames_note` on moving points: which moments are shown."""
@@ -299,13 +301,13 @@ class DistributedPipeline(RunPipeline):
             load(loaded_state, step)
             return
         folder = self.config.checkpoints
-        if model.holding is not None:
-            learn_placement(model.holding.placement, loaded_state, folder)
+        if model.shard_index is not None:
+            learn_placement(model.shard_index.placement, loaded_state, folder)
         own = self.own_rows(loaded_state)
         load_points(lambda rest: load(rest, step), model.gauss_params, loaded_state, folder, own.rows, model.device)
-        if model.holding is not None:
+        if model.shard_index is not None:
             places = None if own.places is None else own.places.to(model.device)
-            model.holding.hold(places, model.gauss_params[POSITION], own.counts)
+            model.shard_index.hold(places, model.gauss_params[POSITION], own.counts)
             model.count_shards()
 
     def get_train_loss_dict(

@@ -169,7 +169,7 @@ class RunPipeline(VanillaPipeline, ABC):
         models = self.config.checkpoints
         assert models is not None, "it was looked at before there was a team"
         with CONSOLE.status("Loading the model onto all devices"):
-            self.team.tell("load_file", models / f"step-{step:09d}.ckpt")
+            self.team.call("load_file", models / f"step-{step:09d}.ckpt")
             self.load_own(loaded_state, step)
         self.renders.lead_always()
 
@@ -248,6 +248,6 @@ class RunPipeline(VanillaPipeline, ABC):
     def _with_helpers(self, method: str, *args: Any) -> Any:
         """Call a method on rank 0, which is this process, and on its helpers."""
         assert self.team is not None
-        self.team.tell(method, *args)
+        self.team.call(method, *args)
         with self.renders.side_by_side():
             return getattr(self, method)(*args)

@@ -79,7 +79,7 @@ class ProgressLog:
         self.start_metrics: dict[str, float] = {}
         self.psnr = PsnrWatch(max(_PATIENCE // max(period, 1), _FEWEST_LOGS))
         self.seconds = 0.0
-        self._disk_told = False
+        self._disk_reported = False
         self._images = write_images_late()
 
     @contextmanager
@@ -185,8 +185,8 @@ class ProgressLog:
             with (self._folder / name).open(mode, encoding="utf8") as file:
                 file.write(text)
         except OSError as error:
-            if not self._disk_told:
-                self._disk_told = True
+            if not self._disk_reported:
+                self._disk_reported = True
                 CONSOLE.print(
                     Text(f"{self._folder / name} cannot be written: {error}. Training goes on.", "bold yellow")
                 )
@@ -222,13 +222,13 @@ class ProgressLog:
             "psnr_start": self.start_metrics.get("psnr"),
             "ssim_start": self.start_metrics.get("ssim"),
             **(more or {}),
-            "startup_ms": run_parts().told(),
+            "startup_ms": run_parts().as_dict(),
         }
         file = self._folder / "training_summary.json"
         # A restart without steps left to run must not replace the earlier summary.
         if self._world.is_main and (steps > 0 or not file.exists()):
             self._write(file.name, "w", json.dumps(summary, indent=2) + "\n")
-            run_parts().add_exit(file, "goodbye and exit")
+            run_parts().add_exit(file, "run summary and exit")
 
 
 def summed_up(names: Sequence[str], shares: Sequence[Sequence[float]]) -> dict[str, float]:

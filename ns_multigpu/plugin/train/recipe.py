@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussians.cap import per_seed
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 
 Recipe = Literal["splatfacto", "best"]
 
-_TOLD = "_recipe_told"
+_RECIPE_LINE = "_recipe_told"
 """Name of a config's attribute that holds the message about its recipe; never saved."""
 
 
@@ -69,15 +69,15 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
                 "out, or begin another run, without --load-config."
             )
         return
-    kind = KINDS[config.pipeline.model.primitive]
+    kind = PRIMITIVES[config.pipeline.model.primitive]
     if ("densifier", "mcmc") in kind.lacks:
-        vars(config)[_TOLD] = (
+        vars(config)[_RECIPE_LINE] = (
             f"Recipe {config.recipe} is MCMC, which {kind.title} cannot follow: they keep the densifier default, and "
             "the recipe sets nothing (docs/use/recipes.md)"
         )
         return
     batch = config.pipeline.batch(ranks)
-    told: list[str] = []
+    recipe_lines: list[str] = []
     for name, value in best(config.steps_for(batch) * batch).items():
         if name in named:
             continue
@@ -87,10 +87,10 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
             place = place[parent] if isinstance(place, dict) else getattr(place, parent)
         setattr(place, last, value)
         if value is not None:
-            told.append(f"--{name.replace('_', '-')} {value}")
-    vars(config)[_TOLD] = f"Recipe {config.recipe}: {' '.join(told)} (docs/use/recipes.md)"
+            recipe_lines.append(f"--{name.replace('_', '-')} {value}")
+    vars(config)[_RECIPE_LINE] = f"Recipe {config.recipe}: {' '.join(recipe_lines)} (docs/use/recipes.md)"
 
 
-def told(config: Any) -> list[str]:
+def recipe_lines(config: Any) -> list[str]:
     """Return the lines on the recipe for the start of a run: one, or none with splatfacto's."""
-    return [vars(config)[_TOLD]] if _TOLD in vars(config) else []
+    return [vars(config)[_RECIPE_LINE]] if _RECIPE_LINE in vars(config) else []

@@ -44,7 +44,7 @@ class RunCheckpoints:
         if config.keep_checkpoints < 0:
             raise InputError(f"--keep-checkpoints {config.keep_checkpoints}: give how many, or 0 for all.")
         self.writer = CheckpointWriter(
-            models, config.checkpoints_to_keep(), world, lambda line: _tell(line, "bold yellow")
+            models, config.checkpoints_to_keep(), world, lambda line: _print(line, "bold yellow")
         )
 
     # ---- saving ----
@@ -60,7 +60,9 @@ class RunCheckpoints:
             message is printed.
         """
         if threading.get_ident() != self._thread:  # nerfstudio's legacy viewer has a save button, on rank 0 alone
-            _tell(f"Checkpoints are written by all workers, every {self._config.steps_per_save} steps: not on request.")
+            _print(
+                f"Checkpoints are written by all workers, every {self._config.steps_per_save} steps: not on request."
+            )
             return False
         return step >= 0 and self.writer.save(step, lambda: self._content(step), background=background)
 
@@ -71,22 +73,22 @@ class RunCheckpoints:
         if step != self.writer.saved_step:
             self.writer.begin(step, self._content(step))
 
-    def write(self, step: int, elsewhere: Path | None = None) -> str:
+    def write(self, step: int, folder: Path | None = None) -> str:
         """Write a checkpoint after `step`, unless there is one, and wait for it.
 
         Args:
-            elsewhere: folder to use instead of the run's.
+            folder: folder to use instead of the run's.
 
         Returns:
             "" on success; otherwise the disk's error.
         """
         self.writer.finish()
-        if elsewhere is None and step == self.writer.saved_step:
+        if folder is None and step == self.writer.saved_step:
             return ""
         content = self._content(step)
-        models = elsewhere or self._models
+        models = folder or self._models
         problem = save(models, step, content.pipeline, content.tensors, content.values, self._world)
-        if not problem and elsewhere is None:
+        if not problem and folder is None:
             remove_old(models, self._config.checkpoints_to_keep(), self._world)
             self.writer.saved_step = step
         return problem
@@ -111,7 +113,7 @@ class RunCheckpoints:
         Raises:
             InputError: a flag names none.
         """
-        return to_go_on_from(self._config, self._models, restarts(), self._world, _tell)
+        return to_go_on_from(self._config, self._models, restarts(), self._world, _print)
 
     def resume(self, path: Path | None) -> int:
         """Resume from a checkpoint, if there is one.
@@ -129,7 +131,7 @@ class RunCheckpoints:
         if opened.tensors is not None:
             put_generators(opened.tensors.names, opened.tensors.read, self._world)
         for line in [*resumed.lines, *changed_options(opened.values.get("options", {}), options_of(self._config))]:
-            _tell(line)
+            _print(line)
         if resumed.whole and path.parent.resolve() == self._models.resolve():
             self.writer.saved_step = step_of(path)
         return resumed.steps
@@ -147,5 +149,5 @@ def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
     return ["Options that differ from the checkpoint's:", *(f"  {n} {now[n]} (was {before[n]})" for n in changed)]
 
 
-def _tell(line: str, style: str = "") -> None:
+def _print(line: str, style: str = "") -> None:
     CONSOLE.print(Text(line, style), soft_wrap=True)

@@ -13,7 +13,7 @@ from ns_multigpu.plugin.checkpoint import training_state as state
 from ns_multigpu.plugin.checkpoint.atomic_save import Opened, together
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, named
 from ns_multigpu.plugin.checkpoint.sharded_state import (
-    KNOWLEDGE,
+    PLACEMENT_STATE,
     POINTS,
     OwnMoments,
     put_statistics,
@@ -56,7 +56,7 @@ class SplatState:
         pipeline = partial(named, self._pipeline.state_dict, model.config.primitive)
         if not model.sharded:
             return Content(pipeline, tensors, values)
-        rows, marker = split_state(tensors, dict(model.gauss_params.items()), self._world, model.holding)
+        rows, marker = split_state(tensors, dict(model.gauss_params.items()), self._world, model.shard_index)
         values["gaussians"] = sum(marker["counts"])
         return Content(lambda: without_points(pipeline(), marker), rows, values)
 
@@ -75,13 +75,13 @@ class SplatState:
             "optimizer_state": model.config.optimizer_state,
             "seed": model.seed,
             "views": _views(data),
-            "assignment": self._pipeline.strategy.assignment.knowledge(),
+            "assignment": self._pipeline.strategy.assignment.state(),
             "optimizers": plain,
             "schedulers": {name: int(s.last_epoch) for name, s in self._optimizers.schedulers.items()},
             "scaler": {},  # older versions read it
             "densifier": {"kind": model.densifier.kind, "values": settings},
         }
-        known = {KNOWLEDGE + name: value for name, value in self._pipeline.strategy.placement.knowledge().items()}
+        known = {PLACEMENT_STATE + name: value for name, value in self._pipeline.strategy.placement.state().items()}
         return {**moments, **statistics, **known}, values
 
     def resume(self, opened: Opened) -> Resumed:
@@ -109,7 +109,7 @@ class SplatState:
         else:
             saved, plain, counts = opened.tensors, values["optimizers"], values["schedulers"]
         saved = OwnMoments(saved, plain, list(model.gauss_params), own.total, own.rows, model.device)
-        ratio, rule = before.batch / now.batch, self._optimizers.course.rule
+        ratio, rule = before.batch / now.batch, self._optimizers.rate_schedule.rule
         state.put_optimizers(self._optimizers.optimizers, pipeline.get_param_groups(), saved, ratio, rule)
         if self._config.load_scheduler:
             counts = {name: state.Clock(count, before.batch).convert(now.batch).steps for name, count in counts.items()}
@@ -141,7 +141,7 @@ class SplatState:
             how = "rounded to bfloat16, once" if keeps == "compact" else "exactly what they were, as float32"
             lines.append(f"Its optimizer's state is {kept}, and is {keeps} from now on: Adam's moments are {how}.")
         if not values:
-            lines.append("It has no statistics of densification: they are gathered anew.")
+            lines.append("It has no statistics of densification: they are gathered again.")
         else:
             kind = self._pipeline.model.densifier.kind
             if values["densifier"]["kind"] != kind:

@@ -15,7 +15,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION, names
 from ns_multigpu.locality.picture import MOST_POINTS, Partition, draw
 from ns_multigpu.planning.memory import checkpoint_bytes
-from ns_multigpu.planning.work import Course
+from ns_multigpu.planning.work import Schedule
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
 from ns_multigpu.plugin.checkpoint.atomic_save import Opened
 from ns_multigpu.plugin.checkpoint.training_copy import Content
@@ -46,13 +46,13 @@ class SplatObjective(Objective):
     def build_optimizers(self) -> BatchOptimizers:
         """Return optimizers scaled for the batch; see `Objective.build_optimizers`."""
         config, pipeline = self.config, self.pipeline
-        course = config.rate_schedule(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
-        if course.batch > 1:
-            CONSOLE.print(course.described())
+        rate_schedule = config.rate_schedule(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
+        if rate_schedule.batch > 1:
+            CONSOLE.print(rate_schedule.described())
         compact = names(pipeline.model.schema) if pipeline.model.config.optimizer_state == "compact" else ()
         fused = config.fused_steps == "always" or bool(compact)
         spread = pipeline.model.spread_parameters()
-        what = (config.optimizers.copy(), pipeline.get_param_groups(), course)
+        what = (config.optimizers.copy(), pipeline.get_param_groups(), rate_schedule)
         return BatchOptimizers(*what, fused=fused, compact=compact, spread=spread)
 
     def prepare(self) -> None:
@@ -170,8 +170,10 @@ class SplatObjective(Objective):
         """See `Objective.lost`."""
         model, options = self.pipeline.model, self.pipeline.model.config
         compact = options.optimizer_state == "compact"
-        course = Course(model.total_points, 1, 1, sh_degree=options.sh_degree, compact=compact, schema=model.schema)
-        needed = checkpoint_bytes(course)
+        rate_schedule = Schedule(
+            model.total_points, 1, 1, sh_degree=options.sh_degree, compact=compact, schema=model.schema
+        )
+        needed = checkpoint_bytes(rate_schedule)
         images = steps * self.pipeline.batch_size
         size = f"{model.total_points:,} Gaussians, {needed / 1e6:,.0f} MB"
         return f"the model after {images:,} images ({size})", needed
@@ -206,10 +208,10 @@ class PartitionPicture:
     @property
     def due(self) -> bool:
         """True if the partition has changed since the last drawing; the same on every rank."""
-        holding = self._model.holding
-        if self._world.size == 1 or not self._model.sharded or holding is None:
+        shard_index = self._model.shard_index
+        if self._world.size == 1 or not self._model.sharded or shard_index is None:
             return False
-        return holding.placement.placings != self._drawn
+        return shard_index.placement.placings != self._drawn
 
     @torch.no_grad()
     def draw(self) -> None:
@@ -219,24 +221,24 @@ class PartitionPicture:
         If the disk fails, print a message; the run continues.
         """
         model, world = self._model, self._world
-        assert model.holding is not None and model.shard_counts is not None
-        self._drawn = model.holding.placement.placings
+        assert model.shard_index is not None and model.shard_counts is not None
+        self._drawn = model.shard_index.placement.placings
         stride = -(-model.total_points // MOST_POINTS)
         mine = model.gauss_params[POSITION].detach()[::stride].float().contiguous()
         sample, counts = all_gather_rows(mine, world)
         if not world.is_main:
             return
-        for remark in model.holding.placement.remarks():
+        for remark in model.shard_index.placement.remarks():
             CONSOLE.print(remark, soft_wrap=True)
-        homes = np.array(model.holding.placement.homes_of_views, dtype=np.int64)
-        if len(homes) != len(self._cameras):  # a saved placement, of a capture with other views
-            homes = homes[:0]
+        view_owners = np.array(model.shard_index.placement.view_owners, dtype=np.int64)
+        if len(view_owners) != len(self._cameras):  # a saved placement, of a capture with other views
+            view_owners = view_owners[:0]
         picture = Partition(
             positions=sample.cpu().double().numpy(),
             owners=np.repeat(np.arange(world.size), counts),
             points=model.shard_counts,
             cameras=self._cameras[:, :3, 3].cpu().double().numpy(),
-            homes=homes,
+            view_owners=view_owners,
             machines=world.machines,
         )
         file = self._folder / PARTITION
@@ -251,9 +253,9 @@ class PartitionPicture:
 def changes_of(densifier: Any) -> dict[str, float]:
     """Return the points duplicated, split and pruned by refinements since the last call; empty with MCMC."""
     changes: dict[str, int] = getattr(densifier, "changes", {})
-    told = {name: float(count) for name, count in changes.items()}
+    totals = {name: float(count) for name, count in changes.items()}
     changes.clear()
-    return told
+    return totals
 
 
 def reordering_of(densifier: Any) -> dict[str, float]:

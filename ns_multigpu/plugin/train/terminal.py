@@ -145,7 +145,7 @@ class PsnrWatch:
     def __init__(self, patience: int = 100) -> None:
         self._patience, self._window = patience, max(patience // 2, 1)
         self._logs = self._below = 0
-        self._told = False
+        self._warned = False
         self.now: float | None = None
         self.best: tuple[float, int] = (float("-inf"), -1)
 
@@ -166,9 +166,9 @@ class PsnrWatch:
         if self._logs >= self._window and self.now > self.best[0]:
             self.best = (self.now, step)
         self._below = self._below + 1 if self.fallen else 0
-        if self._told or self._below < self._patience:
+        if self._warned or self._below < self._patience:
             return ""
-        self._told = True
+        self._warned = True
         return (
             f"Quality is collapsing: training's PSNR is {self.now:.1f} dB, and was {self.best[0]:.1f} dB at step "
             f"{self.best[1]:,}. Look at learning rates and --batch-scaling, or stop (Ctrl-C) and go on from an earlier "

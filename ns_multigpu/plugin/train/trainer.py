@@ -166,7 +166,7 @@ class DistributedTrainer(Trainer):
         self.step = steps[-1]
         logs = self._logs(self.step) or last
         with self.train_lock:
-            measured = fused.take(steps, metrics=logs, meanwhile=functools.partial(self._meanwhile, steps, last))
+            measured = fused.take(steps, metrics=logs, while_busy=functools.partial(self._meanwhile, steps, last))
         self.steps_taken += len(steps)
         writer.GLOBAL_BUFFER["step"] = self.step  # printed if a signal ends the run
         # It costs a millisecond, so do it only if it is shown, a viewer uses it, or other events are written anyway.
@@ -183,7 +183,7 @@ class DistributedTrainer(Trainer):
             viewing.settle(self, steps.stop)
         if self._look_later:  # it synchronizes with the device, as the end of the block does
             self._look_later = False
-            self._look_for_nan(now=True, in_flight=True)
+            self._look_for_nan(now=True, pending=True)
 
     def _finish_late(self) -> None:
         """Run the deferred tasks of the previous block. Every rank calls it."""
@@ -276,11 +276,11 @@ class DistributedTrainer(Trainer):
         writer.write_out_storage()
         raise self.guards.interrupted(taken, saved, self.checkpoint_dir, self._command_to_go_on(folder))
 
-    def _look_for_nan(self, *, now: bool, in_flight: bool = False) -> None:
+    def _look_for_nan(self, *, now: bool, pending: bool = False) -> None:
         """Check that all numbers are finite, if it is due or `now`. Called before each save: no file may hold NaN."""
         if self.guards.numbers.due(self.step, now=now):
             params = dict(self.pipeline.model.named_parameters())
-            self.guards.numbers.look(self.step, params, now=now, in_flight=in_flight)
+            self.guards.numbers.look(self.step, params, now=now, pending=pending)
 
     def _view_name(self, view: int) -> str:
         names = self.pipeline.datamanager.train_dataset.image_filenames
@@ -316,7 +316,7 @@ class DistributedTrainer(Trainer):
         say_how_it_went(self, folder, held_out)
         self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
         if not self.config.viewer.quit_on_train_completion:
-            viewing.stay_open(self)
+            viewing.keep_open(self)
 
     def _look_at_held_out(self) -> HeldOut | None:
         """Return the quality of held-out views; None if there are none. Every rank calls it."""
@@ -326,18 +326,18 @@ class DistributedTrainer(Trainer):
         run_parts().done("last look at held-out views")
         return found
 
-    def save_last(self, step: int, meanwhile: Callable[[], None]) -> Path:
+    def save_last(self, step: int, while_busy: Callable[[], None]) -> Path:
         """Write the final checkpoint, with fallback and retries; return the run folder that holds it.
 
         Args:
-            meanwhile: called while it is written.
+            while_busy: called while it is written.
 
         Raises:
             SaveFailed: no folder accepted it.
         """
         signals, seconds = self.guards.signals, self.config.save_retry_seconds
         return save_last(
-            self, step, seconds=seconds, give_up=lambda: signals.verdict(self.world) == STOP, meanwhile=meanwhile
+            self, step, seconds=seconds, give_up=lambda: signals.verdict(self.world) == STOP, while_busy=while_busy
         )
 
     def _finish_progress(self, more: dict[str, Any]) -> None:

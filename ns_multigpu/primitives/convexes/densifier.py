@@ -31,7 +31,7 @@ class ConvexParts(SplitRule):
     deviations along the world's axes."""
 
     draws: ClassVar[int] = 0
-    births: ClassVar[int] = CORNERS
+    num_children: ClassVar[int] = CORNERS
     clones: ClassVar[bool] = False
     shrunk: ClassVar[Collection[str]] = ()
 

@@ -33,7 +33,7 @@ class ChosenCap:
         """
         if fits is None or self.points <= max(fits, now):
             return self
-        return ChosenCap(max(fits, now), f"{self.why}, but memory has room for no more")
+        return ChosenCap(max(fits, now), f"{self.why}, but no more fit in memory")
 
 
 def per_seed(images: int) -> int:

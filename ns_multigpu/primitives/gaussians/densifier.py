@@ -20,7 +20,7 @@ from ns_multigpu.core.types import Splats, View
 from ns_multigpu.primitives.gaussians.cap import allowed_growth
 from ns_multigpu.primitives.gaussians.functions import screen_radii
 from ns_multigpu.primitives.gaussians.gathering import Gathering
-from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Decided, Fates, SplitRule, grow_and_prune
+from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_SPLIT, Decided, Fates, SplitRule, grow_and_prune
 
 
 def dues(period: int, first: int, count: int) -> range:
@@ -46,7 +46,7 @@ class ReplicatedDensifier(DefaultStrategy):
             replace their old ones in the order.
         cap: maximum number of points of the whole model, None for no limit; beyond it refinements only prune.
         held_back: called each time that happens, with the number of points that there would have been.
-        halves: the split rule.
+        split_rule: the split rule.
         changes: numbers of points that refinements have `duplicated`, `split` and `pruned`; cleared by the logger.
     """
 
@@ -59,7 +59,7 @@ class ReplicatedDensifier(DefaultStrategy):
     order_every: int = 10
     cap: int | None = None
     held_back: Callable[[int], None] | None = None
-    halves: SplitRule = GAUSSIAN_HALVES
+    split_rule: SplitRule = GAUSSIAN_SPLIT
     changes: dict[str, int] = field(default_factory=dict, init=False, compare=False)
     _ahead: tuple[int, Decided, Gathering | None] | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -157,7 +157,7 @@ class ReplicatedDensifier(DefaultStrategy):
         sums = {name: value.clone() for name, value in self.statistics(params, state).items()}
         for name, value in sums.items():
             (max_in_place if name == "radii" else sum_in_place)(value, self.world)
-        return Decided.of(self, params, {**state, **sums}, image, self.halves)
+        return Decided.of(self, params, {**state, **sums}, image, self.split_rule)
 
     def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:
         ahead, self._ahead = self._ahead, None
@@ -174,7 +174,7 @@ class ReplicatedDensifier(DefaultStrategy):
             # Alike on every rank, whatever else a rank draws.
             generator=keyed_generator(self.seed, "densify", image, device=state["grad2d"].device),
             spent=("grad2d", "count", "radii"),
-            halves=self.halves,
+            split_rule=self.split_rule,
             decided=ahead[1],
             ready=ahead[2],
         )

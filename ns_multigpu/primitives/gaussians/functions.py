@@ -17,7 +17,7 @@ from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 from ns_multigpu.primitives.shading import row_colors
 
-REACH = (2 * math.log(255)) ** 0.5
+CUTOFF = (2 * math.log(255)) ** 0.5
 """Standard deviations at which exp(-d^2 / 2) is 1/255."""
 _AT_ONCE = 1 << 22
 """Points whose extents are computed at once."""
@@ -67,7 +67,7 @@ class Gaussians(Primitive):
         for start in range(0, len(points), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             axes = rotations(quats[some]) * scales[some].exp()[:, None, :]
-            reached.append(REACH * axes.square().sum(-1).sqrt())
+            reached.append(CUTOFF * axes.square().sum(-1).sqrt())
         return torch.cat(reached)
 
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from ns_multigpu.primitives.gaussians.index_map import Listing, Regrouping
+from ns_multigpu.primitives.gaussians.index_map import IndexMap, Regrouping
 
 _TOGETHER = 1 << 20
 """Maximum number of points whose parameters and moments are gathered at once."""
@@ -26,12 +26,12 @@ class Gathering:
     Attributes:
         params: by name.
         moments: by name, per-row optimizer state: see `moments_of`.
-        rooms: full-capacity view of each parameter, followed by those of its moments.
+        buffers: full-capacity view of each parameter, followed by those of its moments.
     """
 
     params: dict[str, Tensor]
     moments: dict[str, list[Tensor]]
-    rooms: list[Tensor]
+    buffers: list[Tensor]
 
     @classmethod
     def of(cls, params: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> "Gathering | None":
@@ -39,30 +39,30 @@ class Gathering:
         if len(params["means"]) > _TOGETHER:
             return None
         moments = {name: list(moments_of(p, optimizers.get(name)).values()) for name, p in params.items()}
-        rooms = [_room(x) for name, p in params.items() for x in (p, *moments[name])]
-        found = [room for room in rooms if room is not None]
-        return cls(dict(params), moments, found) if len(found) == len(rooms) else None
+        buffers = [_buffer_of(x) for name, p in params.items() for x in (p, *moments[name])]
+        found = [buffer for buffer in buffers if buffer is not None]
+        return cls(dict(params), moments, found) if len(found) == len(buffers) else None
 
     def serves(
         self, params: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], count: int
     ) -> bool:  # fmt: skip
         """Return True if these are still the model's tensors, at the same addresses, with capacity for `count`."""
-        rooms = iter(self.rooms)
+        buffers = iter(self.buffers)
         for name, param in self.params.items():
             kept = optimizers[name].state.get(param, {}).values() if name in optimizers else ()
             known = {id(x) for x in kept}
             if params.get(name) is not param or any(id(moment) not in known for moment in self.moments[name]):
                 return False
             for x in (param, *self.moments[name]):
-                room = next(rooms)
-                if x.data_ptr() != room.data_ptr() or count > len(room):
+                buffer = next(buffers)
+                if x.data_ptr() != buffer.data_ptr() or count > len(buffer):
                     return False
         return len(self.params) == len(params)
 
     def take(self, source: Tensor, edit: Callable[[str, Tensor], None] | None) -> list[Tensor]:
         """Gather the rows `source` [T] to the front of all tensors; return the moments. See `gather_points`."""
         tensors = [x for name, p in self.params.items() for x in (p, *self.moments[name])]
-        rows, places = cuda_ext.take_rows(tensors, source), [room[: len(source)] for room in self.rooms]
+        rows, places = cuda_ext.take_rows(tensors, source), [buffer[: len(source)] for buffer in self.buffers]
         torch._foreach_copy_(places, rows)  # pyright: ignore[reportPrivateImportUsage]
         each = iter(places)
         for name, param in self.params.items():
@@ -78,7 +78,7 @@ class Gathering:
 def gather_points(
     params: MutableMapping[str, Any],
     optimizers: Mapping[str, torch.optim.Optimizer],
-    regrouping: Regrouping | Listing,
+    regrouping: Regrouping | IndexMap,
     edit: Callable[[str, Tensor], None] | None = None,
     ready: Gathering | None = None,
 ) -> None:
@@ -113,7 +113,7 @@ def gather_points(
     regrouping.clear(moments)
 
 
-def _room(x: Tensor) -> Tensor | None:
+def _buffer_of(x: Tensor) -> Tensor | None:
     """Return all rows that fit the memory of `x` [N, ...]; None without spare capacity."""
     row = x.element_size() * (x.stride(0) if x.dim() else 1)
     nbytes = x.untyped_storage().nbytes()
@@ -124,8 +124,8 @@ def _room(x: Tensor) -> Tensor | None:
 
 def zeros_there(x: Tensor, count: int) -> Tensor:
     """Return [count] zeros, in the memory of `x` [N] if its capacity suffices."""
-    room = _room(x)
-    return x.new_zeros(count) if room is None or count > len(room) else room[:count].zero_()
+    buffer = _buffer_of(x)
+    return x.new_zeros(count) if buffer is None or count > len(buffer) else buffer[:count].zero_()
 
 
 def moments_of(param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

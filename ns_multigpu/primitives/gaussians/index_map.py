@@ -29,7 +29,7 @@ class Regrouping:
 
 
 @dataclass(frozen=True)
-class Listing:
+class IndexMap:
     """Index map of T new points, in creation order: kept ones, copies, first and second halves of splits.
 
     Attributes:
@@ -58,7 +58,7 @@ class Listing:
         new[self.children] += self.offsets[:, :3]
         return new if order is None else new[order]
 
-    def beside(self) -> Tensor:
+    def source_order(self) -> Tensor:
         """Return the order [T] int64 of new points by old point, stable among those of one old point."""
         return torch.sort(self.source, stable=True).indices
 

@@ -120,10 +120,10 @@ class GaussianReplicaRows(ReplicaRows):
         by_color = records[:, _COLORS]
         torch.ops.aten.threshold_backward.grad_input(by_color, rows.features, 0, grad_input=by_color)
         # Records include 4 unused numbers of 16: faster than removing and restoring them.
-        view_ids, *rest = self.told(rows, records, first_view).arrays
+        view_ids, *rest = self.to_put(rows, records, first_view).arrays
         return [view_ids + first_view, *rest]
 
-    def told(self, rows: SplatRows, records: Tensor, first_view: int) -> PutRows:
+    def to_put(self, rows: SplatRows, records: Tensor, first_view: int) -> PutRows:
         arrays = [rows.view_ids, rows.point_ids, rows.radii, rows.conics, records]
         return PutRows(arrays, [1, 1, 2, 3, _MEANT], rows.features, _COLORS.start, first_view, (_CONICS,))
 

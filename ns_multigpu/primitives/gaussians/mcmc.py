@@ -21,8 +21,8 @@ from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.primitives.deterministic import sigmoid
 from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
 from ns_multigpu.primitives.gaussians.gathering import gather_points, moments_of, zeros_there
-from ns_multigpu.primitives.gaussians.index_map import Listing
-from ns_multigpu.primitives.morton import dealt_order
+from ns_multigpu.primitives.gaussians.index_map import IndexMap
+from ns_multigpu.primitives.morton import interleaved_order
 
 GROWTH = 1.05
 """Each refinement grows the model by a twentieth, up to the cap."""
@@ -52,7 +52,7 @@ class McmcDensifier:
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
         morton: sort the Gaussians in the order of `morton` at every `order_every`th refinement. In between new ones
-            stand beside those that they come from; a few that were relocated lie far from their neighbours.
+            are placed next to those that they come from; a few that were relocated lie far from their neighbours.
         picks: where relocated and added Gaussians go: onto those drawn by "opacity", as in the paper; by "gradient",
             their mean gradient on screen, to what default densification would split; or by the product of "both".
             (After a step that several refinements follow, the first alone goes by gradients: none has been counted
@@ -150,9 +150,9 @@ class McmcDensifier:
             else:
                 steep = self._steepness(params, state)
                 self._relocate(params, optimizers, image, steep)
-            room = self._room(params)
-            if room or self._orders(image):
-                sources = self._growth(params, image, steep, room)
+            num_new = self._num_new(params)
+            if num_new or self._orders(image):
+                sources = self._growth(params, image, steep, num_new)
                 self._share_out(params, counted(sources, len(params["means"])))
                 self._rearrange(params, optimizers, sources, self._orders(image))
             elif self._settles():
@@ -189,7 +189,7 @@ class McmcDensifier:
     def replaces(self, params: Any, step: int, images: int) -> bool:
         """See `Densifier`: relocation alone changes tensors in place."""
         due = self._dues(step, images)
-        return bool(due) and (self._settles() or self._room(params) > 0 or any(self._orders(image) for image in due))
+        return bool(due) and (self._settles() or self._num_new(params) > 0 or any(self._orders(image) for image in due))
 
     def _settles(self) -> bool:
         """Return True if Gaussians that only moved may have to change ranks."""
@@ -263,13 +263,13 @@ class McmcDensifier:
         self._share_out(params, copies, all_moments(params, optimizers))
         cuda_ext.copy_rows([value.data for value in params.values()], sources)
 
-    def _growth(self, params: Any, image: int, steep: Tensor | None, room: int) -> Tensor:
-        """Return the Gaussians to copy, `room` in all, drawn by opacity or by `steep`."""
+    def _growth(self, params: Any, image: int, steep: Tensor | None, num_new: int) -> Tensor:
+        """Return the Gaussians to copy, `num_new` in all, drawn by opacity or by `steep`."""
         opacities = sigmoid(params["opacities"].detach().flatten())
         weights = opacities if steep is None else self._weights(opacities, steep)
-        return pick(weights, room, keyed_generator(self.seed, "grow", image))
+        return pick(weights, num_new, keyed_generator(self.seed, "grow", image))
 
-    def _room(self, params: Any) -> int:
+    def _num_new(self, params: Any) -> int:
         """Return the growth of the whole model at a refinement; the same on every rank."""
         count = self._whole(len(params["means"]))
         return max(0, min(self.cap_max, int(GROWTH * count)) - count)
@@ -282,11 +282,11 @@ class McmcDensifier:
         """Append the copies of `sources`, or with `morton` insert them next to their sources. If `orders`, sort all."""
         if len(sources) == 0 and not orders:
             return
-        listing = grown(len(params["means"]), sources)
-        regrouping = listing
+        index_map = grown(len(params["means"]), sources)
+        regrouping = index_map
         if self.morton:
-            by = dealt_order(listing.positions(params["means"])) if orders else listing.beside()
-            regrouping = listing.ordered(by)
+            by = interleaved_order(index_map.positions(params["means"])) if orders else index_map.source_order()
+            regrouping = index_map.ordered(by)
         gather_points(params, optimizers, regrouping)
 
     def _share_out(self, params: Any, copies: Tensor, cleared: Sequence[Tensor] = ()) -> None:
@@ -298,14 +298,14 @@ class McmcDensifier:
         )  # fmt: skip
 
 
-def grown(count: int, sources: Tensor) -> Listing:
+def grown(count: int, sources: Tensor) -> IndexMap:
     """`count` Gaussians, and after them copies of `sources` [G] int64, those of the first source first.
 
     In this order copies that share a code stand as their sources do, whatever they were drawn in.
     """
     here = torch.arange(count, device=sources.device)
     source = torch.cat([here, torch.sort(sources).values])
-    return Listing(source, count, offsets=torch.zeros(0, 3, device=sources.device))
+    return IndexMap(source, count, offsets=torch.zeros(0, 3, device=sources.device))
 
 
 def quanta(weights: Tensor) -> Tensor:

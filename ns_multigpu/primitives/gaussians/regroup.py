@@ -22,8 +22,8 @@ from torch import Tensor
 import cuda_ext
 from ns_multigpu.primitives.deterministic import logit, sigmoid
 from ns_multigpu.primitives.gaussians.gathering import Gathering, gather_points, zeros_there
-from ns_multigpu.primitives.gaussians.index_map import Listing, Regrouping
-from ns_multigpu.primitives.morton import dealt_order
+from ns_multigpu.primitives.gaussians.index_map import IndexMap, Regrouping
+from ns_multigpu.primitives.morton import interleaved_order
 
 SHRINK = 1.6
 """A split's two children have their parent's scales divided by this (Kerbl et al. 2023, section 5.2)."""
@@ -34,13 +34,13 @@ class SplitRule:
 
     Attributes:
         draws: normal random numbers per child.
-        births: number of children.
+        num_children: number of children.
         clones: True if small points with steep gradients are copied instead of split.
         shrunk: log-size parameters that are divided by `SHRINK` for children.
     """
 
     draws: ClassVar[int] = 3
-    births: ClassVar[int] = 2
+    num_children: ClassVar[int] = 2
     clones: ClassVar[bool] = True
     shrunk: ClassVar[Collection[str]] = ("scales",)
 
@@ -77,7 +77,7 @@ class SplitRule:
         return ("means",)
 
 
-GAUSSIAN_HALVES = SplitRule()
+GAUSSIAN_SPLIT = SplitRule()
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Fates:
         return Fates(masks, kept, copied, born, split, duplicate, stays)
 
     @property
-    def births(self) -> int:
+    def num_children(self) -> int:
         """Number of children of a split."""
         return self.masks.shape[0] - 5
 
@@ -123,12 +123,12 @@ class Fates:
     @property
     def total(self) -> int:
         """Number of points after the refinement."""
-        return self.n_kept + self.n_copied + self.births * self.n_born
+        return self.n_kept + self.n_copied + self.num_children * self.n_born
 
     @property
     def pruned(self) -> int:
         """Number of pruned points, including new ones."""
-        return self.now + self.n_duplicate + (self.births - 1) * self.n_split - self.total
+        return self.now + self.n_duplicate + (self.num_children - 1) * self.n_split - self.total
 
     def without_growth(self) -> "Fates":
         """Return the fates with pruning only."""
@@ -137,7 +137,7 @@ class Fates:
         return Fates(masks, self.n_stays, 0, 0, 0, 0, self.n_stays)
 
     def listed(self) -> tuple[Tensor, Tensor]:
-        """The new points in the order of a `Listing`, and after them the `n_split` that are split.
+        """The new points in the order of a `IndexMap`, and after them the `n_split` that are split.
 
         Returns:
             [T + n_split] int64, the category of each: 0 kept, 1 copy, 2 first half and so on; then that of those split.
@@ -166,10 +166,10 @@ class Decided:
     @staticmethod
     def of(
         rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int,
-        halves: SplitRule = GAUSSIAN_HALVES,
+        split_rule: SplitRule = GAUSSIAN_SPLIT,
     ) -> "Decided":  # fmt: skip
         """See `decide`; does not wait for the device."""
-        masks = _masks(rules, params, state, image, halves)
+        masks = _masks(rules, params, state, image, split_rule)
         return Decided(masks, masks.sum(dim=1))
 
 
@@ -185,7 +185,7 @@ def grow_and_prune(
     cap: Callable[[Fates], Fates] | None = None,
     generator: torch.Generator | None = None,
     spent: Collection[str] = (),
-    halves: SplitRule = GAUSSIAN_HALVES,
+    split_rule: SplitRule = GAUSSIAN_SPLIT,
     decided: Decided | None = None,
     ready: Gathering | None = None,
 ) -> tuple[int, int, int]:
@@ -204,13 +204,13 @@ def grow_and_prune(
         cap: may take growth out of what has been decided.
         generator: what to draw from, of the points' device; None for the device's default generator, as gsplat.
         spent: those of `state` that restart from zero instead.
-        halves: what the halves of a split are.
+        split_rule: what the halves of a split are.
         decided: what becomes of the points, where that has been found out. ready: see `gather_points`.
 
     Returns:
         how many points were duplicated, split and pruned.
     """
-    decided = decided or Decided.of(rules, params, state, image, halves)
+    decided = decided or Decided.of(rules, params, state, image, split_rule)
     fates = Fates.of(decided.masks, decided.sums.tolist())
     del decided
     if cap is not None:
@@ -224,15 +224,19 @@ def grow_and_prune(
     if fates.n_split:
         # A number for every split, pruned or not: the draw must not depend on what is pruned.
         drawn = torch.randn(
-            halves.births, fates.n_split, halves.draws, device=params["means"].device, generator=generator
+            split_rule.num_children, fates.n_split, split_rule.draws, device=params["means"].device, generator=generator
         )
-    listing = regroup(params, fates, drawn, halves)
-    regrouping = listing
+    index_map = regroup(params, fates, drawn, split_rule)
+    regrouping = index_map
     if order != "as listed":
-        by = dealt_order(listing.positions(params["means"])) if order == "morton" else listing.beside()
-        regrouping = listing.ordered(by)
+        by = interleaved_order(index_map.positions(params["means"])) if order == "morton" else index_map.source_order()
+        regrouping = index_map.ordered(by)
     gather_points(
-        params, optimizers, regrouping, lambda name, rows: edit_children(rules, name, rows, regrouping, halves), ready
+        params,
+        optimizers,
+        regrouping,
+        lambda name, rows: edit_children(rules, name, rows, regrouping, split_rule),
+        ready,
     )
     for name, value in sums.items():
         follows = name not in spent
@@ -243,86 +247,86 @@ def grow_and_prune(
 @torch.no_grad()
 def decide(
     rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int,
-    halves: SplitRule = GAUSSIAN_HALVES, read: Callable[[Tensor], list[int]] = Tensor.tolist,
+    split_rule: SplitRule = GAUSSIAN_SPLIT, read: Callable[[Tensor], list[int]] = Tensor.tolist,
 ) -> Fates:  # fmt: skip
     """Decide the fate of every point independently. Waits for the device. See `grow_and_prune`.
 
     Args:
         read: reads numbers [K] int64 back to the host.
     """
-    decided = Decided.of(rules, params, state, image, halves)
+    decided = Decided.of(rules, params, state, image, split_rule)
     return Fates.of(decided.masks, read(decided.sums))
 
 
 @torch.no_grad()
 def _masks(
-    rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int, halves: SplitRule
+    rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int, split_rule: SplitRule
 ) -> Tensor:
     """Return the masks of `Fates.masks`."""
-    largest = halves.sizes(params)
+    largest = split_rule.sizes(params)
     opacities = sigmoid(params["opacities"].flatten())
     steep = state["grad2d"] / state["count"].clamp_min(1) > rules.grow_grad2d
     small = largest <= rules.grow_scale3d * state["scene_scale"]
-    duplicate = steep & small if halves.clones else torch.zeros_like(steep)
+    duplicate = steep & small if split_rule.clones else torch.zeros_like(steep)
     # Of masks, a > b is true where a is and b is not.
     split = steep > duplicate
     if image < rules.refine_scale2d_stop_iter:
         split = split | (state["radii"] > rules.grow_scale2d)
     gone = opacities < rules.prune_opa
-    of_halves = sigmoid(_child_logits(opacities)) if rules.revised_opacity else halves.child_opacities(opacities)
-    child_gone = gone if of_halves is opacities else of_halves < rules.prune_opa
+    of_children = sigmoid(_child_logits(opacities)) if rules.revised_opacity else split_rule.child_opacities(opacities)
+    child_gone = gone if of_children is opacities else of_children < rules.prune_opa
     if image > rules.reset_every:
         if image < rules.refine_scale2d_stop_iter:
             wide = state["radii"] > rules.prune_scale2d
             gone, child_gone = gone | wide, child_gone | wide
         too_large = rules.prune_scale3d * state["scene_scale"]
-        gone, child_gone = gone | (largest > too_large), child_gone | (halves.child_sizes(largest) > too_large)
+        gone, child_gone = gone | (largest > too_large), child_gone | (split_rule.child_sizes(largest) > too_large)
     stays, born = ~gone, split > child_gone
-    return torch.stack([stays > split, stays & duplicate, *[born] * halves.births, split, duplicate, stays])
+    return torch.stack([stays > split, stays & duplicate, *[born] * split_rule.num_children, split, duplicate, stays])
 
 
 @torch.no_grad()
 def regroup(
-    params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None, halves: SplitRule = GAUSSIAN_HALVES
-) -> Listing:
+    params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None, split_rule: SplitRule = GAUSSIAN_SPLIT
+) -> IndexMap:
     """The new points: those kept, then copies, then first halves of splits, then second ones and so on, by parent.
 
     Args:
         params: see `grow_and_prune`.
         fates: the points'.
         drawn: [births, n_split, draws] normal numbers for the halves of each split; None if there is none.
-        halves: see `grow_and_prune`.
+        split_rule: see `grow_and_prune`.
     """
     means = params["means"]
     source, split = fates.listed()[1].split([fates.total, fates.n_split])
     if drawn is None or fates.n_born == 0:
-        return Listing(source, fates.n_kept, means.new_empty(0, max(halves.draws, 3)))
+        return IndexMap(source, fates.n_kept, means.new_empty(0, max(split_rule.draws, 3)))
     parents = source[fates.total - fates.n_born :]
     numbers = drawn.index_select(1, torch.searchsorted(split, parents))
     flat = [name for name, param in params.items() if param.dim() == 2]
     of_parents = dict(zip(flat, cuda_ext.take_rows([params[name] for name in flat], parents), strict=True))
-    offsets = halves.offsets(of_parents, numbers).flatten(0, 1)
-    return Listing(source, fates.n_kept, offsets.to(means.dtype))
+    offsets = split_rule.offsets(of_parents, numbers).flatten(0, 1)
+    return IndexMap(source, fates.n_kept, offsets.to(means.dtype))
 
 
 def edit_children(
     rules: DefaultStrategy,
     name: str,
     rows: Tensor,
-    regrouping: Regrouping | Listing,
-    halves: SplitRule = GAUSSIAN_HALVES,
+    regrouping: Regrouping | IndexMap,
+    split_rule: SplitRule = GAUSSIAN_SPLIT,
 ) -> None:
     """Edit the children's rows of a parameter's rows [T, ...], still copies of their parents', in place."""
     faded = ("opacities",) if rules.revised_opacity else ()
-    if name not in (*halves.moved(), *halves.shrunk, *faded) or len(regrouping.offsets) == 0:
+    if name not in (*split_rule.moved(), *split_rule.shrunk, *faded) or len(regrouping.offsets) == 0:
         return
     chosen = rows[regrouping.children]  # of a slice the rows themselves, of an index a copy
-    if name in halves.shrunk:
+    if name in split_rule.shrunk:
         _child_scales(chosen.exp(), out=chosen)
     elif name in faded:
         _child_logits(sigmoid(chosen), out=chosen)
     else:
-        halves.move(name, chosen, regrouping.offsets)
+        split_rule.move(name, chosen, regrouping.offsets)
     if isinstance(regrouping, Regrouping):
         rows[regrouping.children] = chosen
 

@@ -17,35 +17,35 @@ from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import all_gather_ints_on_device
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.gathering import gather_points
-from ns_multigpu.primitives.gaussians.index_map import Listing
+from ns_multigpu.primitives.gaussians.index_map import IndexMap
 from ns_multigpu.primitives.gaussians.sharded_rows import Edit, OptimizerStates, move_rows
 from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, order_keys, plan_move
 
 
 @dataclass(frozen=True)
-class Arranging:
+class Resharding:
     """Replacement of old points by new ones. Every rank calls its methods together, with its own points.
 
     Arguments of all of them:
         params: by name, with a line for each old point; replaced by new `Parameter`s.
         optimizers: by parameter; may lack some, the same on every rank. They go on with the new parameters.
-        listing: of the new points.
+        index_map: of the new points.
         work: returns the work of each new point, [T] int64 in creation order; called only if needed.
         edit: see `Edit`; None to change nothing.
 
     Attributes:
-        holding: index of this rank's shard, with the placement; updated at the end.
+        shard_index: index of this rank's shard, with the placement; updated at the end.
         threshold: points are redistributed if a rank's work is more than this times the mean.
         world: the ranks.
     """
 
-    holding: ShardIndex
+    shard_index: ShardIndex
     threshold: float
     world: World
 
     @torch.no_grad()
     def in_order(
-        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], index_map: IndexMap,
         categories: Tensor, work: Callable[[], Tensor], edit: Edit | None = None,
     ) -> Reordering:  # fmt: skip
         """Sort all points by `order_keys` and send them to their owners.
@@ -54,20 +54,20 @@ class Arranging:
             categories: [T] int64 in [0, 4), in creation order.
         """
         started = clock(params["means"].device)
-        positions, kept = listing.positions(params["means"]), OptimizerStates.here(params, optimizers)
+        positions, kept = index_map.positions(params["means"]), OptimizerStates.here(params, optimizers)
         weights = work()
         survey = Survey.of(positions, weights.sum(), kept.tag, self.world)
         keys, order = torch.sort(order_keys(positions, categories, survey.grid), stable=True)
         del positions
         kept = kept.agree(survey.tags, self.world)
-        return self._move(params, optimizers, listing, keys, order, weights, survey.works, kept, started, edit)
+        return self._move(params, optimizers, index_map, keys, order, weights, survey.works, kept, started, edit)
 
     @torch.no_grad()
-    def beside(
-        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
+    def place(
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], index_map: IndexMap,
         counts: Sequence[int] | None, works: Sequence[int] | None, work: Callable[[], Tensor], edit: Edit | None = None,
     ) -> Reordering | None:  # fmt: skip
-        """Insert new points next to their old ones (`Listing.beside`) and send them to their owners.
+        """Insert new points next to their old ones (`IndexMap.place`) and send them to their owners.
 
         Args:
             counts: new points by rank; None to all-gather them. works: approximate work by rank; None for equal work.
@@ -75,59 +75,59 @@ class Arranging:
         Returns:
             the record; None if owners hold balanced ranges, so that all points are local.
         """
-        count, order = len(params["means"]), listing.beside()
+        count, order = len(params["means"]), index_map.source_order()
         if counts is None:
             counts = [row[0] for row in all_gather_ints_on_device([len(order)], self.world)]
-        if self.holding.placement.in_ranges and imbalance(works or counts) <= self.threshold:
-            regrouping = listing.ordered(order)
+        if self.shard_index.placement.in_ranges and imbalance(works or counts) <= self.threshold:
+            regrouping = index_map.ordered(order)
             gather_points(params, optimizers, regrouping, edit and (lambda name, rows: edit(name, rows, regrouping)))
-            self.holding.hold(None, params["means"], counts)
+            self.shard_index.hold(None, params["means"], counts)
             return None
-        started, source = clock(order.device), listing.source[order]
+        started, source = clock(order.device), index_map.source[order]
         each = torch.zeros(count, dtype=torch.int64, device=order.device).index_add_(0, source, torch.ones_like(source))
-        starts = self.holding.before(each, counts, self.world) - (each.cumsum(0) - each)
+        starts = self.shard_index.before(each, counts, self.world) - (each.cumsum(0) - each)
         keys = starts[source] + torch.arange(len(order), device=order.device)
-        return self._by_places(params, optimizers, listing, keys, order, work(), started, edit)
+        return self._by_places(params, optimizers, index_map, keys, order, work(), started, edit)
 
     @torch.no_grad()
     def settle(
-        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], index_map: IndexMap
     ) -> Reordering:
         """Send points that only moved to their owners, for a placement without ranges.
 
         Args:
-            listing: the points, unchanged.
+            index_map: the points, unchanged.
         """
-        places = self.holding.places
+        places = self.shard_index.places
         assert places is not None, "of owners that hold no ranges"
         order = torch.arange(len(places), device=places.device)
         started = clock(places.device)
-        return self._by_places(params, optimizers, listing, places, order, torch.ones_like(places), started, None)
+        return self._by_places(params, optimizers, index_map, places, order, torch.ones_like(places), started, None)
 
     def _by_places(
-        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], index_map: IndexMap,
         places: Tensor, order: Tensor, weights: Tensor, started: float, edit: Edit | None,
     ) -> Reordering:  # fmt: skip
         """Send the points, with these global indices in this order, to their owners."""
         kept = OptimizerStates.here(params, optimizers)
-        told = all_gather_ints_on_device([int(weights.sum()), kept.tag], self.world)
-        works, tags = ([row[k] for row in told] for k in (0, 1))
+        gathered = all_gather_ints_on_device([int(weights.sum()), kept.tag], self.world)
+        works, tags = ([row[k] for row in gathered] for k in (0, 1))
         kept = kept.agree(tags, self.world)
-        return self._move(params, optimizers, listing, places, order, weights, works, kept, started, edit)
+        return self._move(params, optimizers, index_map, places, order, weights, works, kept, started, edit)
 
     def _move(
-        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], index_map: IndexMap,
         keys: Tensor, order: Tensor, weights: Tensor, works: Sequence[int], kept: OptimizerStates, started: float,
         edit: Edit | None,
     ) -> Reordering:  # fmt: skip
         """Send the points, with these keys in this order, to their owners."""
         means, world = params["means"], self.world
-        parents = partial(self.holding.places_of, listing.source[order], len(means), world)
+        parents = partial(self.shard_index.places_of, index_map.source[order], len(means), world)
         move = plan_move(
-            keys, weights[order], works, world, self.threshold, self.holding.placement,
-            partial(listing.positions, means, order), parents,
+            keys, weights[order], works, world, self.threshold, self.shard_index.placement,
+            partial(index_map.positions, means, order), parents,
         )  # fmt: skip
         del parents
-        row_bytes = move_rows(params, optimizers, listing.ordered(move.leaving(order)), move, kept, world, edit)
-        self.holding.hold(move.places, params["means"], move.counts_after)
+        row_bytes = move_rows(params, optimizers, index_map.ordered(move.leaving(order)), move, kept, world, edit)
+        self.shard_index.hold(move.places, params["means"], move.counts_after)
         return move.record(started, row_bytes)

@@ -26,7 +26,7 @@ class GaussianRowKernels(Kernels):
     depth: bool
     record_floats = RECORD_FLOATS
 
-    def stay(self, rows: SplatRows, owners: Tensor, slots: Tensor) -> ArrivedRows:
+    def receive_local(self, rows: SplatRows, owners: Tensor, slots: Tensor) -> ArrivedRows:
         geometry = (rows.means2d, rows.conics, rows.opacities)
         return ArrivedRows(rows.view_ids, *geometry, rows.features, rows.depths, rows.radii, owners, slots)
 

@@ -19,7 +19,7 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.gathering import zeros_there
 from ns_multigpu.primitives.gaussians.regroup import Fates, decide, edit_children, regroup
-from ns_multigpu.primitives.gaussians.reshard import Arranging
+from ns_multigpu.primitives.gaussians.reshard import Resharding
 from ns_multigpu.primitives.sharded_order import Reordering
 
 
@@ -32,14 +32,14 @@ class ShardedDensifier(ReplicatedDensifier):
     the last refinement.
 
     Attributes:
-        holding: index of this rank's shard, with the placement; ranges of equal work by default.
+        shard_index: index of this rank's shard, with the placement; ranges of equal work by default.
         threshold: points are redistributed if a rank's work is more than this times the mean.
         seen_cost: see above; 0 for equal numbers.
         reordering: record of the last refinement; reset to None by the logger.
     """
 
     morton: bool = True
-    holding: ShardIndex = field(default_factory=lambda: ShardIndex(Sharded()))
+    shard_index: ShardIndex = field(default_factory=lambda: ShardIndex(Sharded()))
     threshold: float = 1.1
     seen_cost: int = 4
     reordering: Reordering | None = field(default=None, init=False)
@@ -58,17 +58,17 @@ class ShardedDensifier(ReplicatedDensifier):
         statistics = self.statistics(params, state)
         device = params["means"].device
         count = len(params["means"])
-        told: list[list[int]] = []
+        gathered: list[list[int]] = []
 
         def read(sums: Tensor) -> list[int]:
             """Return this rank's sums, and all-gather those of all ranks."""
             seen = statistics["count"].sum(dtype=torch.float64).long()
-            told.extend(gather_on_device(torch.cat([sums, torch.stack([seen, seen.new_full((), count)])]), world))
-            return told[world.rank][:-2]
+            gathered.extend(gather_on_device(torch.cat([sums, torch.stack([seen, seen.new_full((), count)])]), world))
+            return gathered[world.rank][:-2]
 
-        wanted = decide(self, params, state, image, self.halves, read)
-        now = sum(row[-1] for row in told)
-        each = [Fates.of(wanted.masks[:, :0], row[:-2]) for row in told]  # by rank, numbers alone
+        wanted = decide(self, params, state, image, self.split_rule, read)
+        now = sum(row[-1] for row in gathered)
+        each = [Fates.of(wanted.masks[:, :0], row[:-2]) for row in gathered]  # by rank, numbers alone
         fates = self.within_cap(wanted, now, sum(one.total for one in each))
         grows = fates is wanted
         splits = [one.n_split if grows else 0 for one in each]
@@ -83,23 +83,25 @@ class ShardedDensifier(ReplicatedDensifier):
         if sum(splits) > 0:
             # What one rank draws for all splits, of which these are some.
             generator = keyed_generator(self.seed, "densify", image, device=device)
-            drawn = torch.randn(self.halves.births, sum(splits), self.halves.draws, device=device, generator=generator)
-            drawn = drawn.index_select(1, self.holding.among(points[fates.total :], count, splits, world))
-        listing = regroup(params, fates, drawn, self.halves)
-        work = partial(self._work, statistics["count"], listing.source)
-        edit = partial(edit_children, self, halves=self.halves)
-        arranging = Arranging(self.holding, self.threshold, world)
+            drawn = torch.randn(
+                self.split_rule.num_children, sum(splits), self.split_rule.draws, device=device, generator=generator
+            )
+            drawn = drawn.index_select(1, self.shard_index.among(points[fates.total :], count, splits, world))
+        index_map = regroup(params, fates, drawn, self.split_rule)
+        work = partial(self._work, statistics["count"], index_map.source)
+        edit = partial(edit_children, self, split_rule=self.split_rule)
+        resharding = Resharding(self.shard_index, self.threshold, world)
         if self._orders(image):
             # A key holds four categories: of more than two children at one place, the later ones are ordered by their
             # parents.
             categories = categories[: fates.total].clamp_(max=3)
             del fates, drawn, points
-            self.reordering = arranging.in_order(params, optimizers, listing, categories, work, edit)
+            self.reordering = resharding.in_order(params, optimizers, index_map, categories, work, edit)
         else:
             after = [one.total if grows else one.n_stays for one in each]
-            works = [self.refine_every * row[-1] + self.seen_cost * row[-2] for row in told]  # of the old ones
+            works = [self.refine_every * row[-1] + self.seen_cost * row[-2] for row in gathered]  # of the old ones
             del fates, drawn, categories, points
-            done = arranging.beside(params, optimizers, listing, after, works, work, edit)
+            done = resharding.place(params, optimizers, index_map, after, works, work, edit)
             self.reordering = done or self.reordering
         for name, value in statistics.items():
             state[name] = zeros_there(value, len(params["means"]))

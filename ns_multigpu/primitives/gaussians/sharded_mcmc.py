@@ -22,7 +22,7 @@ from ns_multigpu.core.dist.collectives import exchange_rows, gather_on_device, s
 from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.primitives.deterministic import sigmoid
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, all_moments, counted, grown, quanta
-from ns_multigpu.primitives.gaussians.reshard import Arranging
+from ns_multigpu.primitives.gaussians.reshard import Resharding
 from ns_multigpu.primitives.sharded_order import Reordering
 
 
@@ -48,13 +48,13 @@ class ShardedMcmc(McmcDensifier):
     Gaussians, every rank calls all methods together, and the work of every Gaussian counts the same.
 
     Attributes:
-        holding: index of this rank's shard, with the placement; ranges of equal work by default.
+        shard_index: index of this rank's shard, with the placement; ranges of equal work by default.
         threshold: Gaussians are redistributed if a rank has more than this times their mean number.
         reordering: record of the last refinement; reset to None by the logger.
     """
 
     morton: bool = True
-    holding: ShardIndex = field(default_factory=lambda: ShardIndex(Sharded()))
+    shard_index: ShardIndex = field(default_factory=lambda: ShardIndex(Sharded()))
     threshold: float = 1.1
     reordering: Reordering | None = field(default=None, init=False)
 
@@ -63,9 +63,9 @@ class ShardedMcmc(McmcDensifier):
             raise ValueError("shards are ranges of an order, or parts of one: a sharded densifier cannot do without it")
 
     def _places(self, count: int) -> tuple[int, Tensor | None]:
-        first, places = sum(self.holding.of_ranks(count, self.world)[: self.world.rank]), self.holding.places
+        first, places = sum(self.shard_index.of_ranks(count, self.world)[: self.world.rank]), self.shard_index.places
         if places is not None:
-            self.holding.check(count, self.world)
+            self.shard_index.check(count, self.world)
         return first, places
 
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
@@ -88,7 +88,7 @@ class ShardedMcmc(McmcDensifier):
         if drawn.count == 0:
             return
         # The draws go to the dead by their places: the first to the one that stands before all others.
-        slots = self.holding.among(targets, len(dead), drawn.asked, world)
+        slots = self.shard_index.among(targets, len(dead), drawn.asked, world)
         to, here = self._owners(drawn.count, slots)[drawn.mine], self._owners(drawn.count, drawn.mine)[slots]
         traffic = torch.stack([torch.bincount(ranks, minlength=world.size) for ranks in (to, here)])
         send, receive = traffic.tolist()
@@ -101,10 +101,10 @@ class ShardedMcmc(McmcDensifier):
         for value, row in zip(params.values(), rows.split(widths, 1), strict=True):
             value.data[places] = row.reshape(-1, *value.shape[1:])
 
-    def _growth(self, params: Any, image: int, steep: Tensor | None, room: int) -> Tensor:
+    def _growth(self, params: Any, image: int, steep: Tensor | None, num_new: int) -> Tensor:
         opacities = sigmoid(params["opacities"].detach().flatten())
         weights = opacities if steep is None else self._weights(opacities, steep)
-        asked = room if self.world.is_main else 0
+        asked = num_new if self.world.is_main else 0
         generator = keyed_generator(self.seed, "grow", image)
 
         def drawn(total: int, count: int) -> Tensor:
@@ -113,30 +113,30 @@ class ShardedMcmc(McmcDensifier):
         return self._draw(weights, asked, drawn).rows
 
     def _whole(self, count: int) -> int:
-        return sum(self.holding.of_ranks(count, self.world))
+        return sum(self.shard_index.of_ranks(count, self.world))
 
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor, orders: bool) -> None:
-        listing = grown(len(params["means"]), sources)
-        work = partial(torch.ones_like, listing.source)
+        index_map = grown(len(params["means"]), sources)
+        work = partial(torch.ones_like, index_map.source)
         if orders:
-            categories = (torch.arange(len(listing.source), device=sources.device) >= listing.n_kept).long()
-            self.reordering = self._arranging.in_order(params, optimizers, listing, categories, work)
+            categories = (torch.arange(len(index_map.source), device=sources.device) >= index_map.n_kept).long()
+            self.reordering = self._resharding.in_order(params, optimizers, index_map, categories, work)
         else:
-            done = self._arranging.beside(params, optimizers, listing, None, None, work)
+            done = self._resharding.place(params, optimizers, index_map, None, None, work)
             self.reordering = done or self.reordering
 
     def _settles(self) -> bool:
         # Ranges of an order stay even. Owners that places have are to be near what is placed there.
-        return not self.holding.placement.in_ranges
+        return not self.shard_index.placement.in_ranges
 
     def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
         means = params["means"]
         none = torch.empty(0, dtype=torch.int64, device=means.device)
-        self.reordering = self._arranging.settle(params, optimizers, grown(len(means), none))
+        self.reordering = self._resharding.settle(params, optimizers, grown(len(means), none))
 
     @property
-    def _arranging(self) -> Arranging:
-        return Arranging(self.holding, self.threshold, self.world)
+    def _resharding(self) -> Resharding:
+        return Resharding(self.shard_index, self.threshold, self.world)
 
     def _draw(self, weights: Tensor, asked: int, numbers: Callable[[int, int], Tensor]) -> _Draws:
         """Draw as `pick` does from all ranks' weights, by global index, for all ranks together.
@@ -146,13 +146,13 @@ class ShardedMcmc(McmcDensifier):
             numbers: given the weights' total and a count, returns [count] int64 below the total.
         """
         each = quanta(weights)
-        told = gather_on_device(torch.stack([each.sum(), each.new_full((), asked)]), self.world)
-        totals, wanted = ([row[k] for row in told] for k in (0, 1))
+        gathered = gather_on_device(torch.stack([each.sum(), each.new_full((), asked)]), self.world)
+        totals, wanted = ([row[k] for row in gathered] for k in (0, 1))
         total, count = sum(totals), sum(wanted)
         if count == 0 or total == 0:
             none = torch.empty(0, dtype=torch.int64, device=weights.device)
             return _Draws(0, [], none, none)
-        starts = self.holding.before(each, totals, self.world)
+        starts = self.shard_index.before(each, totals, self.world)
         drawn = numbers(total, count).to(weights.device)
         # The first of this rank's Gaussians that ends beyond a number has it, if it begins before.
         rows = torch.searchsorted(starts + each, drawn, right=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import all_gather_objects, exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.index_map import Regrouping
-from ns_multigpu.primitives.gaussians.split_remote import Parting
+from ns_multigpu.primitives.gaussians.split_remote import RemoteSplit
 from ns_multigpu.primitives.sharded_order import Move
 
 _WIDTH = 64
@@ -66,7 +66,7 @@ def move_rows(
     Returns:
         bytes per point, its key included.
     """
-    parting = Parting.of(regrouping, move, world.rank)
+    remote_split = RemoteSplit.of(regrouping, move, world.rank)
 
     def finish(name: str, number: int, rows: Tensor, part: Regrouping) -> None:
         if number > 0:
@@ -79,13 +79,13 @@ def move_rows(
         mine = optimizers[name].state.get(old, {}) if name in optimizers else {}
         slots = kept.of[name].slots
         tensors: list[Tensor | None] = [old.detach(), *(mine.get(key) for key in slots)]
-        kinds = [_Slot(tuple(old.shape[1:]), old.dtype), *slots.values()]
-        pairs = enumerate(zip(tensors, kinds, strict=True))
+        slots_of = [_Slot(tuple(old.shape[1:]), old.dtype), *slots.values()]
+        pairs = enumerate(zip(tensors, slots_of, strict=True))
         columns[name] = [_Column(tensor, kind, partial(finish, name, number)) for number, (tensor, kind) in pairs]
-    arrivals = _Arrivals([one for of in columns.values() for one in of], parting, move.moved, world)
+    arrivals = _Arrivals([one for of in columns.values() for one in of], remote_split, move.moved, world)
     for name in list(params):
         old, of_name = params[name], columns.pop(name)
-        moved = [_put_together(one, parting, arrivals.next()) for one in of_name]
+        moved = [_put_together(one, remote_split, arrivals.next()) for one in of_name]
         new = torch.nn.Parameter(moved[0], requires_grad=old.requires_grad)
         params[name] = new
         if name in optimizers:
@@ -192,51 +192,51 @@ class _Arrivals:
         row_bytes: of all columns.
     """
 
-    def __init__(self, columns: list[_Column], parting: Parting, moved: int, world: World) -> None:
-        self._parting, self._moved, self._world = parting, moved, world
+    def __init__(self, columns: list[_Column], remote_split: RemoteSplit, moved: int, world: World) -> None:
+        self._remote_split, self._moved, self._world = remote_split, moved, world
         self.row_bytes = sum(one.row_bytes for one in columns)
         self._waiting = deque(columns)
         # Parts of columns that are not yet exchanged; none if no row moves, because references would keep memory alive.
         self._left: deque[tuple[_Column, int, int]] = deque()
-        room = max(_WIDTH, _AT_ONCE // max(moved, 1))
+        num_bytes = max(_WIDTH, _AT_ONCE // max(moved, 1))
         for one in columns if moved else ():
-            step = max(1, room // one.kind.dtype.itemsize)
+            step = max(1, num_bytes // one.kind.dtype.itemsize)
             self._left += [(one, a, min(one.width, a + step)) for a in range(0, one.width, step)]
-        self._room = room
+        self._num_bytes = num_bytes
         self._there: deque[Tensor] = deque()  # bytes [K, ...] of such parts
 
     def next(self) -> Tensor:
         """Return the received rows of the next column, [K, ...]."""
-        column, count = self._waiting.popleft(), len(self._parting.landing)
-        pieces: list[Tensor] = []
-        while sum(piece.shape[1] for piece in pieces) < column.row_bytes and self._moved:
+        column, count = self._waiting.popleft(), len(self._remote_split.landing)
+        parts: list[Tensor] = []
+        while sum(piece.shape[1] for piece in parts) < column.row_bytes and self._moved:
             if not self._there:
-                self._bring()
-            pieces.append(self._there.popleft())
+                self._receive()
+            parts.append(self._there.popleft())
         shape = (count, *column.kind.shape)
-        if not pieces or count == 0:
-            return torch.empty(shape, dtype=column.kind.dtype, device=self._parting.landing.device)
-        return torch.cat(pieces, 1).view(column.kind.dtype).view(shape)
+        if not parts or count == 0:
+            return torch.empty(shape, dtype=column.kind.dtype, device=self._remote_split.landing.device)
+        return torch.cat(parts, 1).view(column.kind.dtype).view(shape)
 
-    def _bring(self) -> None:
+    def _receive(self) -> None:
         """Exchange the next parts."""
         packed: list[Tensor] = []
         widths: list[int] = []
         while self._left:
             column, a, b = self._left[0]
             width = (b - a) * column.kind.dtype.itemsize
-            if widths and sum(widths) + width > self._room:
+            if widths and sum(widths) + width > self._num_bytes:
                 break
             self._left.popleft()
-            rows = column.rows(self._parting.leave, a, b)
+            rows = column.rows(self._remote_split.sent, a, b)
             packed.append(rows.reshape(len(rows), b - a).view(torch.uint8))
             widths.append(width)
         rows = torch.cat(packed, 1) if len(packed) > 1 else packed[0]
-        rows = exchange_rows(rows, self._parting.send, self._parting.receive, self._world)
+        rows = exchange_rows(rows, self._remote_split.send, self._remote_split.receive, self._world)
         self._there += rows.split(widths, 1)
 
 
-def _put_together(column: _Column, parting: Parting, arrived: Tensor) -> Tensor:
+def _put_together(column: _Column, remote_split: RemoteSplit, arrived: Tensor) -> Tensor:
     """Combine the local and the received rows of a column, [T, ...]."""
-    rows = column.rows(parting.stay)
-    return rows.index_copy_(0, parting.landing, arrived) if len(arrived) else rows
+    rows = column.rows(remote_split.local)
+    return rows.index_copy_(0, remote_split.landing, arrived) if len(arrived) else rows

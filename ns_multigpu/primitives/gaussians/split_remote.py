@@ -14,25 +14,25 @@ from ns_multigpu.primitives.sharded_order import Move
 
 
 @dataclass(frozen=True)
-class Parting:
+class RemoteSplit:
     """Regrouping split by the owner of the new points.
 
     Attributes:
-        stay: of all T final rows of this rank, in final order. Rows from other ranks are placeholder copies of the
+        local: of all T final rows of this rank, in final order. Rows from other ranks are placeholder copies of the
             first old point.
-        leave: of the rows for other ranks, in sending order.
-        landing: [K] int64, the rows of `stay` that other ranks send, in receiving order.
+        sent: of the rows for other ranks, in sending order.
+        landing: [K] int64, the rows of `local` that other ranks send, in receiving order.
         send, receive: number of rows to and from each rank; 0 for this rank.
     """
 
-    stay: Regrouping
-    leave: Regrouping
+    local: Regrouping
+    sent: Regrouping
     landing: Tensor
     send: list[int]
     receive: list[int]
 
     @staticmethod
-    def of(regrouping: Regrouping, move: Move, rank: int) -> "Parting":
+    def of(regrouping: Regrouping, move: Move, rank: int) -> "RemoteSplit":
         """Split the points of a rank.
 
         Args:
@@ -45,16 +45,16 @@ class Parting:
         own, others = place[before : before + count], torch.cat([place[:before], place[before + count :]])
         source = torch.zeros_like(place).scatter_(0, own, regrouping.source[first : first + count])
         none = regrouping.source[:0]
-        leave = Regrouping(none, none, none, regrouping.offsets[:0])
+        sent = Regrouping(none, none, none, regrouping.offsets[:0])
         if move.moved == 0:
-            stay = Regrouping(source, own[regrouping.fresh], own[regrouping.children], regrouping.offsets)
+            local = Regrouping(source, own[regrouping.fresh], own[regrouping.children], regrouping.offsets)
         else:
             fresh, children = regrouping.fresh - first, regrouping.children - first
             stays, born_here = ((rows >= 0) & (rows < count) for rows in (fresh, children))
-            stay = Regrouping(source, own[fresh[stays]], own[children[born_here]], regrouping.offsets[born_here])
+            local = Regrouping(source, own[fresh[stays]], own[children[born_here]], regrouping.offsets[born_here])
             leaving = torch.cat([regrouping.source[:first], regrouping.source[first + count :]])
             fresh, children = regrouping.fresh[~stays], regrouping.children[~born_here]
             fresh, children = (rows - count * (rows >= first) for rows in (fresh, children))
-            leave = Regrouping(leaving, fresh, children, regrouping.offsets[~born_here])
+            sent = Regrouping(leaving, fresh, children, regrouping.offsets[~born_here])
         send, receive = ([0 if other == rank else n for other, n in enumerate(of)] for of in (move.send, move.receive))
-        return Parting(stay, leave, others, send, receive)
+        return RemoteSplit(local, sent, others, send, receive)

@@ -15,7 +15,7 @@ from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.gather import spread, take
-from ns_multigpu.primitives.gaussians.functions import REACH, Gaussians, sizes_of
+from ns_multigpu.primitives.gaussians.functions import CUTOFF, Gaussians, sizes_of
 from ns_multigpu.primitives.moving.kernels import MovingKernels
 from ns_multigpu.primitives.moving.schema import COSINES, SCHEMA
 from ns_multigpu.primitives.moving.turning import turn
@@ -71,7 +71,7 @@ class MovingGaussians(Primitive):
         for start in range(0, len(points), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             axes = turn({name: params[name][some] for name in ("quats", "motions", "scales", "durations")})
-            reached.append(REACH * axes[:, 1:].square().sum(-1).sqrt())
+            reached.append(CUTOFF * axes[:, 1:].square().sum(-1).sqrt())
         return torch.cat(reached)
 
     @torch.no_grad()

@@ -19,9 +19,9 @@ from ns_multigpu.primitives.shading import row_colors
 from ns_multigpu.primitives.surfels.kernels import SurfelKernels
 from ns_multigpu.primitives.surfels.schema import CHANNELS, SCHEMA
 
-_REACH = (2 * math.log(255)) ** 0.5
+_CUTOFF = (2 * math.log(255)) ** 0.5
 """Standard deviations at which exp(-d^2 / 2) is 1/255."""
-_DISC = _REACH / 2**0.5
+_DISC = _CUTOFF / 2**0.5
 """Pixels to which the low-pass filter on the screen widens a splat, at most."""
 _AT_ONCE = 1 << 22
 """Points whose extents are computed at once."""
@@ -73,25 +73,25 @@ class Surfels(Primitive):
         for start in range(0, len(points), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             axes = rotations(quats[some])[:, :, :2] * scales[some].exp()[:, None, :]
-            reached.append(_REACH * axes.square().sum(-1).sqrt())
+            reached.append(_CUTOFF * axes.square().sum(-1).sqrt())
         return torch.cat(reached)
 
     @torch.no_grad()
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
-        """See `Primitive.cull`: points that may be visible in their complete view, see `reaches`."""
+        """See `Primitive.cull`: points that may be visible in their complete view, see `overlapping`."""
         means = points.params["means"]
         found = [torch.empty(0, dtype=torch.int64, device=means.device)]
         counts: list[int] = []
         for v in wanted:
             view = views[v]
-            found.append(self.reaches(points, view.viewmat, view.K, (view.width, view.height)).nonzero()[:, 0])
+            found.append(self.overlapping(points, view.viewmat, view.K, (view.width, view.height)).nonzero()[:, 0])
             counts.append(len(found[-1]))
         repeats = torch.tensor(counts, dtype=torch.int64, device=means.device)
         view_ids = torch.tensor(list(wanted), dtype=torch.int32, device=means.device).repeat_interleave(repeats)
         return Hits(view_ids, torch.cat(found).int())
 
     @torch.no_grad()
-    def reaches(self, points: Points, viewmat: Tensor, K: Tensor, size: Sequence[int]) -> Tensor:
+    def overlapping(self, points: Points, viewmat: Tensor, K: Tensor, size: Sequence[int]) -> Tensor:
         """Return a mask [N] of the points whose sphere, with the filter's disc, may overlap the frustum of a view.
 
         Points next to the camera or across its plane have no bounded box on the screen, and would be tested in every
@@ -101,7 +101,7 @@ class Surfels(Primitive):
             viewmat: [4, 4]. K: [3, 3]. size: width and height, pixels.
         """
         means = points.params["means"].detach()
-        reach = self.activated(points, "scales").detach().amax(-1) * _REACH
+        half_extents = self.activated(points, "scales").detach().amax(-1) * _CUTOFF
         seen = means @ viewmat[:3, :3].detach().T + viewmat[:3, 3].detach()
         shown = (seen[:, 2] >= self.near * (1 - 1e-5)) & (seen[:, 2] <= self.far * (1 + 1e-5))
         for axis, length in enumerate(size):
@@ -110,7 +110,7 @@ class Surfels(Primitive):
             for sign, border in ((1, -_DISC - 1), (-1, length + _DISC + 1)):
                 inward = sign * (focal * seen[:, axis] + (center - border) * seen[:, 2])
                 away = torch.sqrt(focal * focal + (center - border) ** 2)
-                shown &= inward + reach * away * (1 + 1e-4) >= 0
+                shown &= inward + half_extents * away * (1 + 1e-4) >= 0
         return shown
 
     def splat(self, points: Points, hits: Hits, views: Sequence[View]) -> Splats:

@@ -64,7 +64,7 @@ class SurfelKernels(PartKernels):
         points = Points(dict(params))
         found = self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
         # Of one view, and of points in their order.
-        near = self.kind.reaches(points, cameras.viewmats[0], cameras.Ks[0], cameras.sizes)
+        near = self.kind.overlapping(points, cameras.viewmats[0], cameras.Ks[0], cameras.sizes)
         return (found.radii != 0).any(-1) & near
 
     @property

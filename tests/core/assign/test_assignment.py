@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ns_multigpu.core.assign.assignment import AllViewsHere, DealtViews
+from ns_multigpu.core.assign.assignment import AllViewsHere, RoundRobinViews
 from ns_multigpu.core.assign.placement import Sharded
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Patch, Points, View
@@ -21,7 +21,7 @@ def _views(count: int) -> list[View]:
 def test_deal(ranks: int, count: int, kind: str) -> None:
     views = _views(count)
     holders = {"none": None, "spread": [i % ranks for i in range(count)], "one": [0] * count}[kind]
-    plan = DealtViews().assign(views, ranks, holders).drawn
+    plan = RoundRobinViews().assign(views, ranks, holders).drawn
     sizes = [len(patches) for patches in plan]
     assert len(plan) == ranks and max(sizes) - min(sizes) <= 1
     dealt = sorted(p.view for patches in plan for p in patches)

@@ -220,7 +220,7 @@ def test_plans_alike_are_those_of_a_run_that_went_on() -> None:
     for one in views[:20]:
         ranges.assign_alike([one], 3)
     resumed = TileRanges(TileWork(empty=0))
-    resumed.load_state(ranges.knowledge())
+    resumed.load_state(ranges.state())
     assert [ranges.assign_alike([v], 3) for v in views] == [resumed.assign_alike([v], 3) for v in views]
     # Cuts of other ranks or other views are not made.
     for count, ranks in ((1, 2), (2, 3)):
@@ -232,7 +232,7 @@ def test_what_is_known_of_views_goes_through_a_checkpoint() -> None:
     views = [View(torch.eye(4), torch.eye(3), 64, 40, index=index) for index in (5, 2)]
     one, other = TileRanges(TileWork()), TileRanges(TileWork())
     one.work.learn(views, [9, 1, 1, 4, 4, 7])
-    other.load_state(one.knowledge())
+    other.load_state(one.state())
     assert other.work.counts == one.work.counts
     assert other.assign(views, 3) == one.assign(views, 3)
 

@@ -33,8 +33,8 @@ def test_machines_are_numbered_as_their_ranks_come() -> None:
     [
         (_places("00011"), "machine 0 (node0) has 3, machine 1 (node1) has 2. Give torchrun the same --nproc-per-node"),
         (_places("0101"), "machine 0 (node0) has ranks 0, 2, machine 1 (node1) has ranks 1, 3. Number them machine by"),
-        (_places("0000", 3), f"{PRETEND_MACHINES}=3: 4 ranks cannot be dealt out to 3 machines equally. Start 6 ranks"),
-        (_places("0", 2), "1 rank cannot be dealt out to 2 machines equally. Start 2 ranks"),
+        (_places("0000", 3), f"{PRETEND_MACHINES}=3: 4 ranks cannot be distributed to 3 machines equally. Start 6 ranks"),
+        (_places("0", 2), "1 rank cannot be distributed to 2 machines equally. Start 2 ranks"),
         (_places("0011", 2), f"{PRETEND_MACHINES}=2 makes one machine pass for several, and this job has 2. Unset it"),
         (_places("0", 2) + _places("0"), f"{PRETEND_MACHINES} must be the same for all ranks, and is 2 on rank 0, 1 "),
     ],

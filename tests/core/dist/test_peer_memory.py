@@ -230,7 +230,7 @@ def test_peers(check: object, size: int) -> None:
     results = run_ranks(check, size, device="cuda")  # type: ignore[arg-type]
     if check is _write_to_each_peer:
         assert all(
-            chosen == TransportChoice("peer", f"All {size} ranks reach each other's memory.")
+            chosen == TransportChoice("peer", f"All {size} ranks access each other's memory.")
             for chosen, _, _ in results
         )
         assert all(ranks == list(range(size)) for _, ranks, _ in results)

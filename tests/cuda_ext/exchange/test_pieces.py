@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from cuda_ext import (
-    composite_pieces,
-    composite_pieces_backward,
-    gather_pieces,
+    composite_fragments,
+    composite_fragments_backward,
+    gather_fragments,
     live_boxes,
-    scatter_pieces,
+    scatter_fragments,
     use_reference,
 )
-from cuda_ext.reference.pieces import NOWHERE
+from cuda_ext.reference.fragments import NOWHERE
 from tests.cuda_ext.graphs import captured
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -57,7 +57,7 @@ def pixel_by_pixel(given: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("channels", [3, 4])
 def test_layers_are_composited_front_to_back(channels: int) -> None:
     given = received(channels)
-    out, alpha, before = composite_pieces(given, LAYERS, SIZES)
+    out, alpha, before = composite_fragments(given, LAYERS, SIZES)
     wanted = pixel_by_pixel(given)
     torch.testing.assert_close(out, wanted[0])
     torch.testing.assert_close(alpha, wanted[1])
@@ -70,13 +70,13 @@ def test_layers_are_composited_front_to_back(channels: int) -> None:
 
 def test_gradients_are_autograds() -> None:
     given = received().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: composite_pieces(x, LAYERS, SIZES)[:2], (given,))
+    assert torch.autograd.gradcheck(lambda x: composite_fragments(x, LAYERS, SIZES)[:2], (given,))
     v = [torch.randn_like(x) for x in pixel_by_pixel(given)]
     expected = torch.autograd.grad(pixel_by_pixel(given), given, v)[0]
-    found = torch.autograd.grad(composite_pieces(given, LAYERS, SIZES)[:2], given, v)[0]
+    found = torch.autograd.grad(composite_fragments(given, LAYERS, SIZES)[:2], given, v)[0]
     torch.testing.assert_close(found, expected)
-    before = composite_pieces(given.detach(), LAYERS, SIZES)[2]
-    some = composite_pieces_backward(given.detach(), before, v[0], v[1], LAYERS, SIZES, BACK)
+    before = composite_fragments(given.detach(), LAYERS, SIZES)[2]
+    some = composite_fragments_backward(given.detach(), before, v[0], v[1], LAYERS, SIZES, BACK)
     torch.testing.assert_close(some, torch.cat([expected[:44], expected[79:]]))
 
 
@@ -87,13 +87,13 @@ PIECES = [9, 7, 3, 2, 0, 6, 35, 4, 4, 3, 6, -1, 0, 7, 2, 1, 18, 0]
 def test_rectangles_go_and_come_back() -> None:
     color, alpha = torch.arange(177.0).view(59, 3), torch.arange(59.0) / 100
     out = torch.full((20, 4), -1.0)
-    gather_pieces(color, alpha, PIECES, out)
+    gather_fragments(color, alpha, PIECES, out)
     rows = [9, 10, 11, 16, 17, 18, *range(35, 47), 0, 1]
     assert torch.equal(out, torch.cat([color, alpha[:, None]], 1)[rows])
     v_color, v_alpha, gradients = torch.zeros(59, 3), torch.zeros(59), torch.randn(12, 4)
     numbers = [n if k != 17 else 6 for k, n in enumerate(PIECES)]
     numbers[5] = 0
-    scatter_pieces(gradients, numbers, v_color, v_alpha)
+    scatter_fragments(gradients, numbers, v_color, v_alpha)
     assert torch.equal(v_color[rows[:6]], gradients[:6, :3]) and torch.equal(v_alpha[[0, 1]], gradients[6:8, 3])
     assert int((v_alpha != 0).sum()) == 8
 
@@ -104,33 +104,33 @@ def test_wrong_arguments_are_named() -> None:
         numbers = list(PIECES)
         numbers[k] = value
         with pytest.raises(ValueError, match="piece 0 is"):
-            gather_pieces(color, alpha, numbers, out)
+            gather_fragments(color, alpha, numbers, out)
     with pytest.raises(ValueError, match="piece 0 is"):
-        scatter_pieces(out, [0, 7, 2, 1, 0, 19], color, alpha)
+        scatter_fragments(out, [0, 7, 2, 1, 0, 19], color, alpha)
     with pytest.raises(ValueError, match="contiguous"):
-        gather_pieces(torch.zeros(3, 59).T, alpha, PIECES, out)
+        gather_fragments(torch.zeros(3, 59).T, alpha, PIECES, out)
     for k, value in ((0, 3), (3, 8), (5, 70), (2, 4)):
         numbers = list(LAYERS)
         numbers[k] = value
         with pytest.raises(ValueError, match="layer 0 is"):
-            composite_pieces(received(), numbers, SIZES)
+            composite_fragments(received(), numbers, SIZES)
     with pytest.raises(ValueError, match="behind one of patch 1"):
-        composite_pieces(received(), LAYERS[21:] + LAYERS[:21], SIZES)
+        composite_fragments(received(), LAYERS[21:] + LAYERS[:21], SIZES)
     v = torch.zeros(PIXELS, 3).double(), torch.zeros(PIXELS).double()
     with pytest.raises(ValueError, match="its gradient at"):
-        composite_pieces_backward(received(), received()[:, 0], *v, LAYERS, SIZES, 30)
+        composite_fragments_backward(received(), received()[:, 0], *v, LAYERS, SIZES, 30)
 
 
 def test_opcheck() -> None:
     given = received().requires_grad_()
-    torch.library.opcheck(OPS.composite_pieces.default, (given, LAYERS, SIZES))
+    torch.library.opcheck(OPS.composite_fragments.default, (given, LAYERS, SIZES))
     v = torch.rand(PIXELS, 3).double(), torch.rand(PIXELS).double()
     rest = (received()[:, 0].contiguous(), *v, LAYERS, SIZES, BACK)
-    torch.library.opcheck(OPS.composite_pieces_backward.default, (given.detach(), *rest))
-    torch.library.opcheck(OPS.gather_pieces.default, (torch.rand(59, 3), torch.rand(59), PIECES, torch.zeros(20, 4)))
+    torch.library.opcheck(OPS.composite_fragments_backward.default, (given.detach(), *rest))
+    torch.library.opcheck(OPS.gather_fragments.default, (torch.rand(59, 3), torch.rand(59), PIECES, torch.zeros(20, 4)))
     numbers = [n if k != 17 else 6 for k, n in enumerate(PIECES)]
     given_back = torch.rand(20, 4), numbers, torch.zeros(59, 3), torch.zeros(59)
-    torch.library.opcheck(OPS.scatter_pieces.default, given_back)
+    torch.library.opcheck(OPS.scatter_fragments.default, given_back)
 
 
 WATCHED = [0, 0, 5, 3, 4, 3, 0, 20, 9, 3, 2, 2, 2, 30, 0, 0, 3, 3]
@@ -171,11 +171,11 @@ def many(device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     pieces = [n for k in range(40) for n in (corners[k], sizes[2 * k], sizes[2 * k], 1, 100 * k, 100 * k)]
 
     def run() -> tuple[Tensor, ...]:
-        out, alpha, before = composite_pieces(given, layers, sizes)
-        back = composite_pieces_backward(given, before, *v, layers, sizes, rows)
+        out, alpha, before = composite_fragments(given, layers, sizes)
+        back = composite_fragments_backward(given, before, *v, layers, sizes, rows)
         gathered, v_color, v_alpha = out.new_zeros(4000, 4), torch.zeros_like(out), torch.zeros_like(alpha)
-        gather_pieces(out, alpha, pieces, gathered)
-        scatter_pieces(gathered, pieces, v_color, v_alpha)
+        gather_fragments(out, alpha, pieces, gathered)
+        scatter_fragments(gathered, pieces, v_color, v_alpha)
         watched = [n for k in range(40) for n in (k % 3, corners[k], 7, 9, sizes[2 * k], sizes[2 * k + 1])]
         boxes = live_boxes(alpha, watched, 4, 0.9)
         return out, alpha, before, back, gathered, v_color, v_alpha, boxes
@@ -223,7 +223,7 @@ def test_a_gpu_does_the_same() -> None:
 def test_gradients_on_a_gpu() -> None:
     def gradient(device: str) -> Tensor:
         given = received(4, torch.float32, device).requires_grad_()
-        out, alpha, _ = composite_pieces(given, LAYERS, SIZES)
+        out, alpha, _ = composite_fragments(given, LAYERS, SIZES)
         (out.square().sum() + (3 * alpha).sin().sum()).backward()
         assert given.grad is not None
         return given.grad.cpu()

@@ -57,9 +57,9 @@ def test_a_cuda_graph_holds_them() -> None:
         counts = torch.cat([count, count * 0])
         out = torch.empty_like(keys), torch.empty_like(values)
         at = [keys.data_ptr()] * 2, [values.data_ptr()] * 2  # the right run has nothing
-        halves = [merge_level(*at, counts, (0, 1), (1, 2), rank, out) for rank in range(2)]
+        split_rule = [merge_level(*at, counts, (0, 1), (1, 2), rank, out) for rank in range(2)]
         lists = band_lists([keys.data_ptr()], [values.data_ptr()], count, [26, 100], where, 2000, 50_000)
-        return keys, values, *out, *halves, *lists
+        return keys, values, *out, *split_rule, *lists
 
     graph, kept = captured(step)
     listed = set()

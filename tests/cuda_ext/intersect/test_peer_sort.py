@@ -13,8 +13,8 @@ from cuda_ext.ops.sort.peer_sort import LARGEST_KEY, OWNER_SHIFT
 from tests.cuda_ext.peer_sorts import (
     bands_of,
     expected_lists,
+    fragments_of,
     padded,
-    pieces_of,
     random_bands,
     received,
     share_out,
@@ -95,7 +95,7 @@ def check_merge(device: str, left: int, right: int, lengths: tuple[int, int], sp
         keys = keys.sort().values
         values = values + 1_000_000_000 * (first > 1)
         runs.append((keys, values))
-        for a, b in pieces_of(length, size):
+        for a, b in fragments_of(length, size):
             piece = keys[a:b].to(device), values[a:b].to(device)
             alive.append(piece)
             keys_at.append(piece[0].data_ptr())
@@ -105,7 +105,7 @@ def check_merge(device: str, left: int, right: int, lengths: tuple[int, int], sp
     keys, order = torch.sort(torch.cat([k for k, _ in runs]), stable=True)
     values = torch.cat([v for _, v in runs])[order]
     longest = -(-len(keys) // (left + right))
-    for rank, (a, b) in enumerate(pieces_of(len(keys), left + right), 1):
+    for rank, (a, b) in enumerate(fragments_of(len(keys), left + right), 1):
         for capacity in (longest, longest + 3000):
             out = (
                 torch.full((capacity,), -9, dtype=torch.int64, device=device),
@@ -212,7 +212,7 @@ def check_bands(device: str, splats: Splats, ranks: int, seed: int) -> None:
     told = [int(count) for count in counts]
     keys, order = torch.sort(torch.cat([k[:n] for k, n in zip(keys, told, strict=True)]), stable=True)
     values = torch.cat([v[:n] for v, n in zip(values, told, strict=True)])[order]
-    pieces = [(keys[a:b].clone(), values[a:b].clone()) for a, b in pieces_of(len(keys), ranks)]
+    pieces = [(keys[a:b].clone(), values[a:b].clone()) for a, b in fragments_of(len(keys), ranks)]
     started = torch.zeros(ranks, dtype=torch.int64, device=device)
     started[seed % ranks] = len(keys)
     at = [k.data_ptr() for k, _ in pieces], [v.data_ptr() for _, v in pieces]

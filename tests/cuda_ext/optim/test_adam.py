@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
-from tests.cuda_ext.adams import SHAPES, assert_same, course, make_params
+from tests.cuda_ext.adams import SHAPES, assert_same, make_params, schedule
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_same_as_torch(dtype: torch.dtype) -> None:
-    assert_same(*(course(kind, "cpu", dtype) for kind in ("torch", "alone")), rtol=2e-6)
+    assert_same(*(schedule(kind, "cpu", dtype) for kind in ("torch", "alone")), rtol=2e-6)
 
 
 def test_together_as_alone() -> None:
-    assert_same(course("together", "cpu"), course("alone", "cpu"), rtol=0)
+    assert_same(schedule("together", "cpu"), schedule("alone", "cpu"), rtol=0)
 
 
 def test_in_two_halves_as_alone() -> None:
-    assert_same(course("halves", "cpu"), course("alone", "cpu"), rtol=0)
+    assert_same(schedule("halves", "cpu"), schedule("alone", "cpu"), rtol=0)
 
 
 def test_state_goes_both_ways() -> None:

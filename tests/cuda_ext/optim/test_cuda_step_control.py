@@ -36,8 +36,8 @@ def check(there: Gated, here: Gated) -> None:
 @pytest.mark.parametrize(("ranks", "segments"), [(1, 1), (2, 1), (3, 4), (4, 300), (8, 2), (32, 8)])
 def test_gate(ranks: int, segments: int, why: str) -> None:
     for seed, lines in enumerate((18, 0, 256, 258, 4000)):
-        for kinds in (2, 3):
-            gated = make_gated(ranks, segments, why if why != "over 2" else "over 1", kinds, lines, seed)
+        for primitives in (2, 3):
+            gated = make_gated(ranks, segments, why if why != "over 2" else "over 1", primitives, lines, seed)
             check(gated.to("cuda"), gated)
     if why == "over 2":
         gated = make_gated(ranks, segments, why)

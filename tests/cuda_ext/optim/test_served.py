@@ -106,13 +106,13 @@ def test_a_graph_serves_step_after_step() -> None:
 
 def test_schemas_are_right() -> None:
     tables, at = tables_of("cpu"), torch.tensor([2])
-    ops, kinds = torch.ops.ns_multigpu, ("test_schema", "test_faketensor")
+    ops, primitives = torch.ops.ns_multigpu, ("test_schema", "test_faketensor")
     into = [torch.zeros(300), torch.zeros(3, dtype=torch.int32)]
-    torch.library.opcheck(ops.take_lines.default, (tables, at, into), test_utils=kinds)
-    torch.library.opcheck(ops.keep_line.default, (torch.ones(3), torch.zeros(4, 3), at), test_utils=kinds)
+    torch.library.opcheck(ops.take_lines.default, (tables, at, into), test_utils=primitives)
+    torch.library.opcheck(ops.keep_line.default, (torch.ones(3), torch.zeros(4, 3), at), test_utils=primitives)
     images = images_of("cpu", torch.uint8)
     shown = (images, torch.tensor([1], dtype=torch.int32), [0, 0, 0, 4, 4], torch.zeros(48, dtype=torch.uint8))
-    torch.library.opcheck(ops.show_patches.default, shown, test_utils=kinds)
+    torch.library.opcheck(ops.show_patches.default, shown, test_utils=primitives)
 
 
 AT, INTS = torch.tensor([0]), torch.zeros(2, dtype=torch.int32)

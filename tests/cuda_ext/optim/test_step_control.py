@@ -129,10 +129,10 @@ class Gated:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """As a tile step does with 3 limits, and as a fused step with 2."""
-        kinds = len(self.limits)
-        counts = [self.messages[:, k] for k in range(kinds)]
+        primitives = len(self.limits)
+        counts = [self.messages[:, k] for k in range(primitives)]
         given = (counts, self.limits, self.status, self.scalars, self.still)
-        if kinds == 2:
+        if primitives == 2:
             return step_gate(*given, row_counts=self.messages[:, 0], lazy=self.lazy)
         sent = self.messages[self.rank, HEAD - 1 : HEAD]
         return step_gate(
@@ -141,16 +141,16 @@ class Gated:
         )  # fmt: skip
 
 
-def make_gated(ranks: int, segments: int, why: str, kinds: int = 3, lines: int = 2 * 9, seed: int = 0) -> Gated:
+def make_gated(ranks: int, segments: int, why: str, primitives: int = 3, lines: int = 2 * 9, seed: int = 0) -> Gated:
     """Return `why` the step is not to be taken: "", "over <k>", "before" or "lazy"."""
     g = torch.Generator().manual_seed(seed)
     messages = torch.randint(0, 2**35, (ranks, HEAD + lines), generator=g)
     messages[:, 1] -= messages[:, 1].max()  # what is lacking: nothing, or less
-    limits = messages[:, :kinds].amax(0)  # reached, not exceeded
+    limits = messages[:, :primitives].amax(0)  # reached, not exceeded
     if why.startswith("over"):
         limits[int(why[-1])] -= 1
-    status = torch.randint(0, 2**35, (kinds + 2 + (kinds == 3),), generator=g)
-    status[kinds + 1] = int(why == "before")
+    status = torch.randint(0, 2**35, (primitives + 2 + (primitives == 3),), generator=g)
+    status[primitives + 1] = int(why == "before")
     lazy = None if why == "" and seed % 2 else LazyAdam.make(3, "cpu")
     if lazy is not None:
         lazy.steps.fill_(MOST_STEPS if why == "lazy" else MOST_STEPS - 1)
@@ -164,19 +164,19 @@ REASONS = ["", "over 0", "over 1", "over 2", "before", "lazy"]
 
 
 def check_gate(gated: Gated, why: str) -> None:
-    kinds, before = len(gated.limits), gated.to("cpu")
+    primitives, before = len(gated.limits), gated.to("cpu")
     scalars, counts = gated.run()
     full = why != ""
     expected = [before.status[0] + (not full)]
-    expected += [max(int(before.status[1 + k]), *before.messages[:, k].tolist(), 0) for k in range(kinds)]
+    expected += [max(int(before.status[1 + k]), *before.messages[:, k].tolist(), 0) for k in range(primitives)]
     expected += [int(full)]
-    if kinds == 3:
+    if primitives == 3:
         expected += [before.status[5] + before.messages[gated.rank, 3]]
         work = before.messages[:, HEAD:].tolist()
         assert gated.totals.view(-1).tolist() == [sum(column) for column in zip(*work, strict=True)]
     assert gated.status.tolist() == [int(n) for n in expected]
     assert torch.equal(scalars, gated.still if full else gated.scalars)
-    rows = before.row_counts if kinds == 3 else before.messages[:, 0]
+    rows = before.row_counts if primitives == 3 else before.messages[:, 0]
     assert counts.tolist() == ([0] * len(rows) if full else rows.tolist())
     assert torch.equal(gated.messages, before.messages) and torch.equal(gated.limits, before.limits)
 
@@ -187,7 +187,7 @@ def test_gate(ranks: int, segments: int, why: str) -> None:
     for seed in range(4):
         check_gate(make_gated(ranks, segments, why, seed=seed), why)
         if why != "over 2":
-            check_gate(make_gated(ranks, segments, why, kinds=2, seed=seed), why)
+            check_gate(make_gated(ranks, segments, why, primitives=2, seed=seed), why)
 
 
 def test_a_gate_stays_shut_until_the_status_is_zero() -> None:

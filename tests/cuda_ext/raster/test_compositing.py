@@ -19,7 +19,7 @@ using namespace nsmg;
 extern "C" void reach(const float* s, int n, const int* box, int* may, int* counts) {
   for (int i = 0; i < n; ++i, s += 6) {
     const ScaledSplat splat = scale_splat(s[0], s[1], s[2], s[3], s[4], s[5]);
-    may[i] = reaches_box(splat, box[0] + 0.5f, box[2] - 0.5f, box[1] + 0.5f, box[3] - 0.5f);
+    may[i] = overlaps_box(splat, box[0] + 0.5f, box[2] - 0.5f, box[1] + 0.5f, box[3] - 0.5f);
     counts[i] = 0;
     for (int y = box[1]; y < box[3]; ++y)
       for (int x = box[0]; x < box[2]; ++x) {

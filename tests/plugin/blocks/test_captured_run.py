@@ -18,9 +18,9 @@ from ns_multigpu.plugin.blocks.graphs import StepGraphs
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, Outcome, course
+from tests.lib.tile_training_run import MODEL, Outcome, schedule
 from tests.lib.training_run import POINTS, write_capture
-from tests.plugin.blocks.tried_steps import ROOM, begin_with_little_room, take_from_graphs
+from tests.plugin.blocks.tried_steps import CAPACITY_FACTOR, begin_with_little_room, take_from_graphs
 
 IMAGES = 84
 VIEWS = {False: 2, True: 3}
@@ -47,7 +47,7 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
     learn, flush = Training._learn, training.Step.flush
     take, launched, replayed = StepGraphs.take, StepGraphs._as_it_comes, StepGraphs._replay
 
-    def learnt(self: Training, status: Status, *again: Any) -> None:
+    def measured_work(self: Training, status: Status, *again: Any) -> None:
         seen["full"] += status.full
         learn(self, status, *again)
 
@@ -71,15 +71,15 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
     with pytest.MonkeyPatch.context() as patch:
         take_from_graphs(patch, captured)
         begin_with_little_room(patch)
-        patch.setattr(initial_capacity, "rows_needed", lambda *_: pairs_of(ROOM[1], world.size))
-        patch.setattr(Training, "_learn", learnt)
+        patch.setattr(initial_capacity, "rows_needed", lambda *_: pairs_of(CAPACITY_FACTOR[1], world.size))
+        patch.setattr(Training, "_learn", measured_work)
         patch.setattr(training.Step, "flush", flushed)
         patch.setattr(StepGraphs, "take", planned)
         patch.setattr(StepGraphs, "_as_it_comes", counted("launched", launched))
         patch.setattr(StepGraphs, "_replay", counted("replayed", replayed))
         views = VIEWS[tile] if tile else VIEWS[tile] // world.size
         steps = IMAGES // VIEWS[tile]
-        outcome: Outcome = course(world, tile, capture, runs, OPTIONS, steps, views, double=False)
+        outcome: Outcome = schedule(world, tile, capture, runs, OPTIONS, steps, views, double=False)
     return {**outcome, **seen, "plans": len(seen["plans"])}
 
 

@@ -193,17 +193,17 @@ def test_images_are_there_at_the_resolution_of_the_first_step_before_the_clock_s
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[object] = []
-    bring, restart = DeviceImages.bring, ProgressLog.restart_clock
+    load, restart = DeviceImages.load, ProgressLog.restart_clock
 
     def brought(self: DeviceImages, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
         happened.append((factor, tuple(shrink(torch.zeros(24, 32, 3)).shape)))
-        bring(self, factor, shrink)
+        load(self, factor, shrink)
 
     def restarted(self: ProgressLog, step: int) -> None:
         happened.append("clock")
         restart(self, step)
 
-    monkeypatch.setattr(DeviceImages, "bring", brought)
+    monkeypatch.setattr(DeviceImages, "load", brought)
     monkeypatch.setattr(ProgressLog, "restart_clock", restarted)
     monkeypatch.setattr(fused_blocks, "fuses", lambda *_: (True, ""))  # these views are too small at half their size
 

@@ -15,7 +15,7 @@ from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, Outcome, course, furthest
+from tests.lib.tile_training_run import MODEL, Outcome, furthest, schedule
 from tests.lib.training_run import POINTS, follow, write_capture
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ GROWING = {MODEL + "max_gaussians": 70, MODEL + "mcmc_min_opacity": 0.095}
 def train(world: World, folder: Path, name: str, *, tile: bool = False, fused: str = "always", **more: Any) -> Outcome:
     options = {**STILL, "fused_steps": fused, **{MODEL + k: v for k, v in more.items()}}
     views = VIEWS if tile else VIEWS // world.size
-    return course(world, tile, folder / "capture", folder / name, options, IMAGES // VIEWS, views, double=False)
+    return schedule(world, tile, folder / "capture", folder / name, options, IMAGES // VIEWS, views, double=False)
 
 
 def train_both(world: World, folder: Path) -> dict[bool, Outcome]:

@@ -23,7 +23,7 @@ from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
 
@@ -239,7 +239,7 @@ def test_rows_that_cross_the_wire_whole() -> None:
     run = make_run()
     run.pipeline.model.primitive, run.pipeline.model.config.primitive = Convexes, "convex"
     run.optimizers.optimizers = {
-        name: FusedAdam([torch.nn.Parameter(torch.zeros(2))]) for name in names(KINDS["convex"].schema)
+        name: FusedAdam([torch.nn.Parameter(torch.zeros(2))]) for name in names(PRIMITIVES["convex"].schema)
     }
     run.optimizers.config = {name: {"optimizer": SimpleNamespace(max_norm=None)} for name in run.optimizers.optimizers}
     run.pipeline.config = SimpleNamespace(wire="half")

@@ -19,7 +19,7 @@ from strategies.locality import locality
 from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
-from tests.strategies.test_law_steps import LANDSCAPE, POINTS, ROOM, fill, made
+from tests.strategies.test_law_steps import CAPACITY_FACTOR, LANDSCAPE, POINTS, fill, made
 from tests.strategies.test_needs import target_of
 
 VIEWS = 3
@@ -50,7 +50,7 @@ def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
     assert not guess.due(room), "once is enough"
     spread.placement._placings += 1  # type: ignore[attr-defined]
     assert guess.due(room), "points are elsewhere"
-    anew = guess.capacities((7, room[1], 9), views[0], batches[:1], lambda: model, kernels)
+    redistributed = guess.capacities((7, room[1], 9), views[0], batches[:1], lambda: model, kernels)
     blind = guess.capacities(None, views[0], [], lambda: model, kernels)
     step = made(spread, kind, batches[0], params, moments, {}, False)
     needed = []
@@ -61,7 +61,7 @@ def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
         status = step.status()
         assert status.done == 1
         needed.append(all_gather_counts(status.segments, world))
-    rooms = {"room": room, "anew": anew, "blind": blind}
+    rooms = {"room": room, "anew": redistributed, "blind": blind}
     return {"needed": needed, "counted": (one, all_rows, few), "rows": status.rows, **rooms}
 
 
@@ -94,7 +94,7 @@ def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, relay
         assert outcome["anew"] == (7, tuple(tuple(map(padded, of_rank)) for of_rank in first), 9)
         blind, numbers = outcome["blind"], len(both[0])
         assert blind == (rows, pairs_of(rows, ranks, numbers), intersections), "nobody knows what comes: all of them"
-    assert ROOM["segment"] >= max(map(max, both))
+    assert CAPACITY_FACTOR["segment"] >= max(map(max, both))
 
 
 def test_nothing_is_counted_where_only_what_is_written_travels() -> None:

@@ -13,7 +13,7 @@ def known(world: World, capture: Path, runs: Path) -> dict[int, list[int]]:
         "pipeline.model.num_downscales": 0,
     }  # fmt: skip
     trainer = follow(world, capture, runs, options, TRAIN, 1, method="splatfacto-tile", double=False)
-    rows = trainer.pipeline.strategy.assignment.knowledge()
+    rows = trainer.pipeline.strategy.assignment.state()
     return {row[0]: row[1:] for row in rows if row[0] >= 0}
 
 

@@ -23,7 +23,7 @@ from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.checkpoint.storage import save_file
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints
 from ns_multigpu.primitives.gaussians.gathering import gather_points, zeros_there
-from ns_multigpu.primitives.gaussians.index_map import Listing
+from ns_multigpu.primitives.gaussians.index_map import IndexMap
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies import STRATEGIES
@@ -77,7 +77,7 @@ class Model:
     def take_in_place(self, kept: Tensor) -> None:
         """The same refinement, by what leaves points where they have room."""
         gather_points(
-            self.params, dict(zip(ORDER, self.optimizers, strict=True)), Listing(kept, len(kept), torch.empty(0, 3))
+            self.params, dict(zip(ORDER, self.optimizers, strict=True)), IndexMap(kept, len(kept), torch.empty(0, 3))
         )
         self.state |= {name: zeros_there(self.state[name], len(kept)) for name in ("grad2d", "count")}
 
@@ -108,13 +108,13 @@ def a_step(points: PointStorage) -> Step:
     return step
 
 
-def course(spare: bool, device: str = "cpu", *, graphs: bool = False) -> tuple[dict[str, Tensor], list[bool]]:
+def schedule(spare: bool, device: str = "cpu", *, graphs: bool = False) -> tuple[dict[str, Tensor], list[bool]]:
     """Step with refinements between them, in graphs or not; and whether each time the step of before could stay."""
     return _course(spare, device, graphs)[:2]
 
 
 def _course(spare: bool, device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], int]:
-    """As `course`; and how often a step was begun, to be launched or captured."""
+    """As `schedule`; and how often a step was begun, to be launched or captured."""
     with pytest.MonkeyPatch.context() as patch:
         if not spare:
             patch.setattr(point_storage, "MOST_SPARED", 0)
@@ -151,8 +151,8 @@ def _steps(device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], 
 
 def test_the_same_course_with_and_without_room() -> None:
     """Bit for bit, also with moments of points that are gone in the room behind those that are left."""
-    with_room, stayed = course(spare=True)
-    without, never = course(spare=False)
+    with_room, stayed = schedule(spare=True)
+    without, never = schedule(spare=False)
     assert stayed == [False, True, True, True, False, False]
     assert never == [False] * 6
     assert with_room.keys() == without.keys()
@@ -182,7 +182,7 @@ def test_a_refinement_in_place_leaves_the_step_and_its_adam() -> None:
             step.scalars.copy_(torch.tensor(adam.count()))
             graphs.take(plan, lambda step=step: step.parts(plan, targets))
     assert stayed == [False, True, True, True, False, False]
-    expected, _ = course(spare=True)
+    expected, _ = schedule(spare=True)
     for name, value in model.values().items():
         assert torch.equal(value, expected[name]), name
 
@@ -218,7 +218,7 @@ def test_what_has_moved_is_noticed() -> None:
 
 def test_graphs_that_are_recorded_outlast_refinements() -> None:
     """Bit for bit what steps do that are launched."""
-    expected, _ = course(spare=False)
+    expected, _ = schedule(spare=False)
     for spare, steps in ((True, 3), (False, 6)):
         found, _, begun = _course(spare, "cpu", True)
         assert begun == 2 * steps, "each step that was made was launched once, and captured once"
@@ -229,8 +229,8 @@ def test_graphs_that_are_recorded_outlast_refinements() -> None:
 @pytest.mark.gpu
 def test_graphs_outlast_refinements() -> None:
     """On a GPU the graph that was captured before a refinement does what one does that was captured after it."""
-    with_room, stayed = course(spare=True, device="cuda", graphs=True)
-    without, _ = course(spare=False, device="cuda", graphs=True)
+    with_room, stayed = schedule(spare=True, device="cuda", graphs=True)
+    without, _ = schedule(spare=False, device="cuda", graphs=True)
     assert stayed == [False, True, True, True, False, False]
     for name, value in with_room.items():  # the kernels add in an order of their own
         assert torch.allclose(value, without[name], rtol=1e-3, atol=1e-3 * float(without[name].abs().max())), name

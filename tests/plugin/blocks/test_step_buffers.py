@@ -1,4 +1,4 @@
-"""What outlives a step made anew: what rows travel through, and the room for images that graphs read."""
+"""What outlives a step made redistributed: what rows travel through, and the room for images that graphs read."""
 
 import math
 from dataclasses import replace
@@ -258,7 +258,7 @@ def test_which_rows_are_handed_on(
     if handed or strategy == "tile":
         numbers = 8 if handed else 4
         made = buffers.transport(replace(SETTINGS, segment=16), GaussianKernels(degree=0)) if not reach else None
-        assert made is None or ((type(made) is RelayedRows) == handed and len(made.room) == numbers)
+        assert made is None or ((type(made) is RelayedRows) == handed and len(made.capacities) == numbers)
 
 
 @pytest.mark.parametrize("half", [True, False])

@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.step_settings import Status
 from ns_multigpu.plugin.blocks import graphs, step_inputs
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
-from ns_multigpu.plugin.blocks.step_inputs import Feeding
+from ns_multigpu.plugin.blocks.step_inputs import StepInputsMaker
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from tests.lib.training_run import follow, write_capture
@@ -28,7 +28,7 @@ OPTIONS = {
 }
 
 
-def course(
+def schedule(
     folder: Path,
     together: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -45,9 +45,9 @@ def course(
         tight: there is room for what steps needed so far, and no more.
     """
     done: list[str] = []
-    draw, take, learn = Feeding.draw, Training._take, Training._learn
+    draw, take, learn = StepInputsMaker.draw, Training._take, Training._learn
 
-    def drawn(self: Feeding, step: int, *args: Any) -> Any:
+    def drawn(self: StepInputsMaker, step: int, *args: Any) -> Any:
         done.append(f"D{step}")
         return draw(self, step, *args)
 
@@ -56,7 +56,7 @@ def course(
         done.append(f"T{feeds[0].step}" + (f"-{feeds[0].step + count - 1}" if count > 1 else ""))
         return count
 
-    def learnt(self: Training, status: Status) -> None:
+    def measured_work(self: Training, status: Status) -> None:
         done.extend(["F"] if status.full else [])
         learn(self, status)
 
@@ -73,9 +73,9 @@ def course(
             begin_with_little_room(patched)
             patched.setattr(StepCapacities, "spare", lambda *args, **spared: None)
             patched.setattr(StepCapacities, "learn", fitted)
-        patched.setattr(Training, "_learn", learnt)
+        patched.setattr(Training, "_learn", measured_work)
         patched.setattr(step_inputs, "TOGETHER", together)
-        patched.setattr(Feeding, "draw", drawn)
+        patched.setattr(StepInputsMaker, "draw", drawn)
         patched.setattr(Training, "_take", taken)
         runs = folder / f"runs-{together}-{captured}-{tight}"
         trainer = follow(World.single(), folder / "tiny", runs, OPTIONS, steps, 2, double=False)
@@ -86,8 +86,8 @@ def test_steps_that_are_drawn_together_are_those_that_are_drawn_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_capture(tmp_path / "tiny", wide=False)
-    alone, usual = course(tmp_path, 1, monkeypatch)
-    together, done = course(tmp_path, 3, monkeypatch)
+    alone, usual = schedule(tmp_path, 1, monkeypatch)
+    together, done = schedule(tmp_path, 3, monkeypatch)
     assert usual == [word for step in range(15) for word in (f"D{step}", f"T{step}")]
     assert done == [
         *("D0", "T0"),  # a block of one step, for the log
@@ -103,8 +103,8 @@ def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_capture(tmp_path / "tiny", wide=False)
-    alone, usual = course(tmp_path, 1, monkeypatch, steps=17, captured=True)
-    at_once, done = course(tmp_path, 3, monkeypatch, steps=17, captured=True)
+    alone, usual = schedule(tmp_path, 1, monkeypatch, steps=17, captured=True)
+    at_once, done = schedule(tmp_path, 3, monkeypatch, steps=17, captured=True)
     assert usual == [word for step in range(17) for word in (f"D{step}", f"T{step}")]
     assert done == [
         *("D0", "T0"),  # it is launched
@@ -122,8 +122,8 @@ def test_steps_of_a_graph_that_lack_room_are_taken_again(tmp_path: Path, monkeyp
     # All steps look at one view but the second of a graph of three, whose view meets more tiles.
     views = lambda self, step, size: [3 if step == 14 else 0] * size  # noqa: E731
     monkeypatch.setattr(DistributedDataManager, "train_batch", views)
-    alone, _ = course(tmp_path, 1, monkeypatch, steps=17)
-    at_once, done = course(tmp_path, 3, monkeypatch, steps=17, captured=True, tight=True)
+    alone, _ = schedule(tmp_path, 1, monkeypatch, steps=17)
+    at_once, done = schedule(tmp_path, 3, monkeypatch, steps=17, captured=True, tight=True)
     taken = done.index("T13-15")
     assert done[taken:] == ["T13-15", "D16", "T16", "F", "T14", "T15", "T16"], "13 has been taken, the others not"
     assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
@@ -140,13 +140,13 @@ def test_steps_are_taken_one_by_one_where_the_host_has_to_do_something_between_t
     given = {"noise": False, "observed": None, "shows": True, "plan": 1, "count": 8} | between
     served = SimpleNamespace(shows=lambda buffers: given["shows"])
     model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))
-    fed = Feeding(SimpleNamespace(model=model), None, 0, SimpleNamespace())  # type: ignore[arg-type]
+    fed = StepInputsMaker(SimpleNamespace(model=model), None, 0, SimpleNamespace())  # type: ignore[arg-type]
     one: Any = SimpleNamespace(
         _noise=SimpleNamespace(active=given["noise"]),
         _observed=given["observed"],
-        _serving=served,
+        _queue=served,
         _buffers=None,
-        _feeding=fed,
+        _inputs_maker=fed,
     )
     feeds: Any = [SimpleNamespace(plan=plan) for plan in (*[1] * 7, given["plan"])][-given["count"] :]
     assert Training._follow(one, feeds) == follow_each_other
@@ -161,7 +161,7 @@ def test_what_plans_or_images_wait_for_is_drawn_alone(learns: Feedback, lookahea
         strategy=SimpleNamespace(assignment=SimpleNamespace(learns=learns)),
         datamanager=SimpleNamespace(train_share=SimpleNamespace(lookahead=lookahead)),
     )
-    drawn = [Feeding(pipeline, None, 0, SimpleNamespace()).together(place) for place in (0, 1, 2, 5, 8, 40)]  # type: ignore[arg-type]
+    drawn = [StepInputsMaker(pipeline, None, 0, SimpleNamespace()).together(place) for place in (0, 1, 2, 5, 8, 40)]  # type: ignore[arg-type]
     assert drawn == ([1, 1, 2, 5, 8, 8] if learns is Feedback.NOTHING and lookahead == 0 else [1] * 6)
 
 
@@ -179,7 +179,7 @@ def test_each_batch_is_foreseen_once_at_the_size_that_it_will_have() -> None:
         batch_size=2,
     )
     cameras: Any = lambda index, factor: ((index, factor), None)  # noqa: E731 - the view stands for itself
-    fed = Feeding(pipeline, None, 0, cameras)
+    fed = StepInputsMaker(pipeline, None, 0, cameras)
     for steps in (range(3), range(3, 6), range(6, 8)):
         fed.prefetch_plans(steps, 2, lambda step: 4 if step < 7 else 1)
     batches = [[(2 * step, 4 if step < 7 else 1), (2 * step + 1, 4 if step < 7 else 1)] for step in range(10)]

@@ -10,7 +10,7 @@ from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from tests.lib.recorded import RecordedPool
 
-ROOM = (24, 12, 96)
+CAPACITY_FACTOR = (24, 12, 96)
 """Rows, a segment and intersections that the first step has room for: too few."""
 
 
@@ -33,7 +33,7 @@ def take_from_graphs(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
 
 
 def begin_with_little_room(patch: pytest.MonkeyPatch) -> None:
-    """From now on first steps have `ROOM`, and later ones what was needed, without more beside it."""
-    patch.setattr(InitialCapacity, "_guess", lambda self, pixels: ROOM)
+    """From now on first steps have `CAPACITY_FACTOR`, and later ones what was needed, without more beside it."""
+    patch.setattr(InitialCapacity, "_guess", lambda self, pixels: CAPACITY_FACTOR)
     for module in (step_capacities, initial_capacity):
         patch.setattr(module, "padded", lambda count: max(count, 16))

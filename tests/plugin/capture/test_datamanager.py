@@ -13,7 +13,7 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 
-from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.assign.assignment import RoundRobinViews
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
@@ -33,7 +33,7 @@ def _images(data: DistributedDataManager, steps: int, size: int) -> list[tuple[i
         batch = data.train_batch(step, size)
         shapes = [data.train_shapes[index] for index in batch]
         views = [View(torch.eye(4), torch.eye(3), shape.width, shape.height) for shape in shapes]
-        plan = DealtViews().assign(views, world.size, [data.train_share.holder(i) for i in batch])
+        plan = RoundRobinViews().assign(views, world.size, [data.train_share.holder(i) for i in batch])
         arrived = data.train_share.deliver(batch, plan, world.device, views)
         seen += [(batch[patch.view], dict(arrived[patch].data)) for patch in plan.owned[world.rank]]
     return seen
@@ -130,7 +130,7 @@ def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(InputError, match=r"training images do not fit. Raise .*image-memory-gb.\n.*no room for two"):
         _ = manager(folder, World.single(), image_memory_gb=3e-6).train_share
     # Two held-out images take all of it and more: none is left for the others, not less than none.
-    with pytest.raises(InputError, match=r"their share of the memory, 0 GB, has no room for two images of \d"):
+    with pytest.raises(InputError, match=r"their share of the memory, 0 GB, is too small for two images of \d"):
         _ = manager(folder, World.single(), image_memory_gb=1e-6).train_share
     monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: 20_000)
     data = manager(folder, World.single())

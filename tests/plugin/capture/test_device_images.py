@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.assign.assignment import RoundRobinViews
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.capture import device_images, image_share
@@ -46,7 +46,7 @@ def _brought(world: World, budget: int | None) -> int:
         views = _views(len(batch))
         each = len(batch) // world.size
         mine = batch[world.rank * each : (world.rank + 1) * each]
-        found = images.get(batch, DealtViews().assign(views, world.size), views)
+        found = images.get(batch, RoundRobinViews().assign(views, world.size), views)
         assert len(found) == each
         assert all(torch.equal(part.data["image"], _image(index)) for part, index in zip(found, mine, strict=True))
     return world.traffic.sent - before
@@ -61,7 +61,7 @@ def test_images_come_from_the_ranks_that_hold_them(size: int, budget: int | None
 
 def _at_home(world: World) -> int:
     """Every rank owns patches of what it holds: nothing may be exchanged, nor copied."""
-    share = ImageShare([SHAPE] * COUNT, _decode, world, label="test", homes=[0, 0, 0, 1, 1, 1, 0, 0, 1])
+    share = ImageShare([SHAPE] * COUNT, _decode, world, label="test", owners=[0, 0, 0, 1, 1, 1, 0, 0, 1])
     images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
 
     def nothing_moves(*_: object) -> Tensor:
@@ -71,7 +71,7 @@ def _at_home(world: World) -> int:
     block = share.store._block.untyped_storage().data_ptr()
     for batch in ([0, 3], [1, 4, 2, 5], [8, 6]):
         views = _views(len(batch))
-        plan = DealtViews().assign(views, world.size, [share.holder(index) for index in batch])
+        plan = RoundRobinViews().assign(views, world.size, [share.holder(index) for index in batch])
         for patch, part in zip(plan.owned[world.rank], images.get(batch, plan, views), strict=True):
             assert torch.equal(part.data["image"], _image(batch[patch.view]))
             assert part.data["image"].untyped_storage().data_ptr() == block
@@ -94,7 +94,7 @@ def _all_here(world: World) -> int:
         return exchange(*given)
 
     image_share.exchange_rows = counted
-    images.bring(1, lambda image: image)
+    images.load(1, lambda image: image)
     assert images.kept is not None and len(images.kept) == COUNT
     assert all(torch.equal(image, _image(index)) for index, image in enumerate(images.kept))
     return len(met)
@@ -112,7 +112,7 @@ def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.Mon
     images = _images(world)
     for batch in BATCHES:
         views = _views(len(batch))
-        found = [part.data["image"] for part in images.get(batch, DealtViews().assign(views, 1), views)]
+        found = [part.data["image"] for part in images.get(batch, RoundRobinViews().assign(views, 1), views)]
         assert all(image.is_cuda and torch.equal(image.cpu(), _image(i)) for image, i in zip(found, batch, strict=True))
     assert (images.kept is not None) == (share > 0)
 
@@ -140,20 +140,20 @@ def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole:
         shrunk.append(1)
         return image.float()[::2, ::2].clone()
 
-    images.bring(4, shrink)
+    images.load(4, shrink)
     if fits:
         assert len(shrunk) == COUNT, "before the first step"
     for factor in (4, 4, 2, 2):
         for batch in BATCHES:
             views = _views(len(batch))
-            plan = DealtViews().assign(views, world.size)
+            plan = RoundRobinViews().assign(views, world.size)
             found = images.get_smaller(batch, plan, views, factor, shrink)
             mine = [batch[patch.view] for patch in plan.owned[world.rank]]
             expected = [_image(index).float()[::2, ::2] for index in mine]
             assert all(torch.equal(a.data["image"], b) for a, b in zip(found, expected, strict=True))
         if fits:  # whole ones beside them would double what images take
             assert images.kept is not None and images.kept.shape == (COUNT, 2, 3, 3)
-    plan = DealtViews().assign(_views(4), world.size)
+    plan = RoundRobinViews().assign(_views(4), world.size)
     for part, patch in zip(images.get(BATCHES[0], plan, _views(4)), plan.owned[world.rank], strict=True):
         assert torch.equal(part.data["image"], _image(BATCHES[0][patch.view]))
     if fits:

@@ -79,7 +79,7 @@ def test_each_photograph_has_a_thread_and_torch_its_own_number_behind_it() -> No
     def fail(image: Tensor) -> Tensor:
         raise ValueError("cut short")
 
-    def anew() -> int:
+    def redistributed() -> int:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(torch.get_num_threads).result()
 
@@ -87,10 +87,10 @@ def test_each_photograph_has_a_thread_and_torch_its_own_number_behind_it() -> No
     torch.set_num_threads(3)
     try:
         of_wall(note)
-        assert within == {(False, 1)} and anew() == 3
+        assert within == {(False, 1)} and redistributed() == 3
         with pytest.raises(ValueError, match="cut short"):
             of_wall(fail)
-        assert anew() == 3
+        assert redistributed() == 3
     finally:
         torch.set_num_threads(before)
 

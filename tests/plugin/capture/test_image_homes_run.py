@@ -30,13 +30,13 @@ HOMES = {"dealt": None, "one holder": [2] * TRAIN, "given": [1, 1, 0, 2, 0, 0, 2
 RANKS = 3
 
 
-def _train(world: World, folder: Path, case: str, homes: list[int] | None, runs: str) -> dict[str, Tensor]:
+def _train(world: World, folder: Path, case: str, owners: list[int] | None, runs: str) -> dict[str, Tensor]:
     """Return the model in the end: 12 steps of two views, whose resolution doubles after 4."""
     prepare = DistributedPipeline.prepare_training
 
     def held(self: DistributedPipeline) -> None:
-        if homes is not None:
-            self.datamanager.hold_by(homes)
+        if owners is not None:
+            self.datamanager.hold_by(owners)
         prepare(self)
 
     DistributedPipeline.prepare_training = held  # type: ignore[method-assign]
@@ -47,20 +47,20 @@ def _train(world: World, folder: Path, case: str, homes: list[int] | None, runs:
     finally:
         DistributedPipeline.prepare_training = prepare
     share = trainer.pipeline.datamanager.train_share
-    assert homes is None or share.homes == homes
+    assert owners is None or share.owners == owners
     return {name: value.detach().clone() for name, value in trainer.pipeline.model.named_parameters()}
 
 
 def _all(world: World, folder: Path) -> dict[str, dict[str, dict[str, Tensor]]]:
     return {
-        case: {name: _train(world, folder, case, homes, f"{case}-{name}") for name, homes in HOMES.items()}
+        case: {name: _train(world, folder, case, owners, f"{case}-{name}") for name, owners in HOMES.items()}
         for case in CASES
     }
 
 
 @pytest.fixture(scope="module")
 def courses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, dict[str, Tensor]]]]:
-    """By rank, what it had in the end, by case and homes: starting workers costs more than training."""
+    """By rank, what it had in the end, by case and owners: starting workers costs more than training."""
     folder = tmp_path_factory.mktemp("homes")
     write_capture(folder / "both", alpha=True, masks=True)
     write_capture(folder / "plain", wide=False)

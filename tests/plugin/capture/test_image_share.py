@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.assign.assignment import RoundRobinViews
 from ns_multigpu.core.assign.image_part import ImagePart
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.view_sequence import ViewSequence
@@ -58,7 +58,7 @@ def _deliver(world: World, budget: int | None) -> dict[str, object]:
     for step, batch in enumerate(BATCHES):
         share.expect([index for later in BATCHES[step:] for index in later])
         views = _views(batch)
-        plan = DealtViews().assign(views, world.size, [share.holder(i) for i in batch])
+        plan = RoundRobinViews().assign(views, world.size, [share.holder(i) for i in batch])
         before = world.traffic.sent
         images = share.deliver(batch, plan, world.device, views)
         sent.append(world.traffic.sent - before)
@@ -106,10 +106,10 @@ def test_images_of_two_sources_are_not_mixed_up() -> None:
     assert run_ranks(_deliver_from_two, 3) == [6, 3, 4]
 
 
-def _cut(world: World, budget: int | None, homes: list[int] | None) -> tuple[int, int]:
+def _cut(world: World, budget: int | None, owners: list[int] | None) -> tuple[int, int]:
     """Bands of most views of a batch for each rank, and rectangles for the third. Returns bytes sent, and decodings."""
     share = ImageShare(
-        [SHAPE_OF_LARGE[index % 4] for index in range(8)], _large, world, homes=homes, label="test", budget=budget
+        [SHAPE_OF_LARGE[index % 4] for index in range(8)], _large, world, owners=owners, label="test", budget=budget
     )
     batch = [6, 1, 4, 3, 1]
     views = [View(torch.eye(4), torch.eye(3), 40, 24) for _ in batch]
@@ -159,12 +159,12 @@ def _large(index: int) -> ImageData:
 
 
 @pytest.mark.parametrize("homes", [None, [2] * 8, [0, 1, 2, 0, 1, 2, 2, 1]], ids=["dealt", "one holder", "given"])
-def test_only_the_rectangles_that_are_rendered_travel(homes: list[int] | None) -> None:
+def test_only_the_rectangles_that_are_rendered_travel(owners: list[int] | None) -> None:
     """The same on demand, with room for two images: each is then decoded once, though several ranks want some of it."""
-    kept = run_ranks(_cut, 3, None, homes)
-    late = run_ranks(_cut, 3, 2 * 24 * 40 * 16, homes)
+    kept = run_ranks(_cut, 3, None, owners)
+    late = run_ranks(_cut, 3, 2 * 24 * 40 * 16, owners)
     assert [sent for sent, _ in kept] == [sent for sent, _ in late] and sum(sent for sent, _ in kept) > 0
-    holders = [view % 3 for view in range(8)] if homes is None else homes
+    holders = [view % 3 for view in range(8)] if owners is None else owners
     assert all(decoded == 0 for _, decoded in kept)
     for rank, (_, decoded) in enumerate(late):
         held = [view for view in range(8) if holders[view] == rank]
@@ -174,7 +174,7 @@ def test_only_the_rectangles_that_are_rendered_travel(homes: list[int] | None) -
 
 def _owned(world: World) -> int:
     """Where pixels travel, who draws a patch need not own it. Of the last view no rank owns a pixel."""
-    share = ImageShare(_shapes(4), _image, world, label="test", homes=[0, 1, 0, 1])
+    share = ImageShare(_shapes(4), _image, world, label="test", owners=[0, 1, 0, 1])
     batch, views = [0, 1, 2, 3], _views([0, 1, 2, 3])
     whole = [Patch.whole(position, view) for position, view in enumerate(views)]
     plan = Plan.of([whole, whole], [whole[2:3], [*whole[:2], Patch(3, 1, 1, 1, 1, 5)]])

@@ -260,11 +260,11 @@ def test_views_are_looked_at_while_it_is_written(capture: Path, tmp_path: Path) 
         held.goes_on.set()
 
     with disk(held):
-        assert save_last(trainer, 1, seconds=0, give_up=never, meanwhile=look) == trainer.base_dir
+        assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=look) == trainer.base_dir
     assert there == [[]] and steps_in(trainer.checkpoint_dir) == [1]
     written: list[str] = []
     with disk(written.append):
-        assert save_last(trainer, 1, seconds=0, give_up=never, meanwhile=lambda: there.append(2)) == trainer.base_dir
+        assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=lambda: there.append(2)) == trainer.base_dir
     assert there == [[], 2] and not written, "it is there"
 
 
@@ -275,7 +275,7 @@ def test_no_thread_writes_where_that_is_not_wanted(capture: Path, tmp_path: Path
         there.append(steps_in(trainer.checkpoint_dir))
 
     with disk(lambda _: threads.add(threading.current_thread().name)):
-        assert save_last(trainer, 1, seconds=0, give_up=never, meanwhile=look) == trainer.base_dir
+        assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=look) == trainer.base_dir
     assert there == [[1]] and "checkpoint" not in threads
 
 
@@ -286,7 +286,7 @@ def test_a_disk_that_takes_nothing_meanwhile_is_asked_again(
 ) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(trainer.base_dir, times=1)):
-        assert save_last(trainer, 1, seconds=0, give_up=never, meanwhile=lambda: None) == trainer.base_dir
+        assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=lambda: None) == trainer.base_dir
     said = capsys.readouterr()
     assert steps_in(trainer.checkpoint_dir) == [1] and "could not be written" not in said.out + said.err
 
@@ -313,7 +313,7 @@ def _one_fails(world: World, capture: Path, out: Path) -> tuple[list[int], str]:
     said = ""
     with disk(held):
         try:
-            save_last(trainer, 1, seconds=0, give_up=never, meanwhile=look)
+            save_last(trainer, 1, seconds=0, give_up=never, while_busy=look)
         except RuntimeError as error:
             said = str(error)
     return steps_in(trainer.checkpoint_dir), said
@@ -332,5 +332,5 @@ def test_a_look_that_fails_alone_costs_no_checkpoint(capture: Path, tmp_path: Pa
         raise KeyboardInterrupt
 
     with disk(held), pytest.raises(KeyboardInterrupt):
-        save_last(trainer, 1, seconds=0, give_up=never, meanwhile=look)
+        save_last(trainer, 1, seconds=0, give_up=never, while_busy=look)
     assert steps_in(trainer.checkpoint_dir) == [1]

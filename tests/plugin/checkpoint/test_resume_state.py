@@ -57,7 +57,7 @@ def test_what_is_known_of_views_is_learnt_again(
     said: list[str] = []
     monkeypatch.setattr(resume, "_tell", lambda line, _="": said.append(line))
     after = start(ALONE, tmp_path / "other", tmp_path / "after", 10, **tile, load_dir=before.checkpoint_dir, **options)
-    assert after.pipeline.strategy.assignment.knowledge() == (LEARNT if same else [])
+    assert after.pipeline.strategy.assignment.state() == (LEARNT if same else [])
     assert any(OTHERS in line for line in said) != same
 
 
@@ -68,7 +68,7 @@ def _tile(world: World, capture: Path, out: Path) -> dict[str, Any]:
     whole.train()
     load = whole.checkpoint_dir / "step-000000004.ckpt"
     resumed = start(world, capture, out / "resumed", 14, load_checkpoint=load, **common)
-    known = len(resumed.pipeline.strategy.assignment.knowledge())
+    known = len(resumed.pipeline.strategy.assignment.state())
     resumed.train()
     return {"differing": differing(everything(whole), everything(resumed)), "start": resumed._start_step,
             "known": known}  # fmt: skip

@@ -50,13 +50,13 @@ from ns_multigpu.plugin.model.batch_scaling import RateSchedule, ScalingRule, sc
 def test_moved_schedulers_stand_where_they_would_have_walked_to(
     config: Any, batch: int, rule: ScalingRule, at_end: float
 ) -> None:
-    course = RateSchedule(rule, batch, 80, at_end)
+    schedule = RateSchedule(rule, batch, 80, at_end)
 
     def fresh() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = AdamOptimizerConfig(lr=0.01).setup(params=[torch.nn.Parameter(torch.ones(3))])
         scheduler = config.setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
-        scale_optimizer(optimizer, course)
-        return optimizer, scaled_scheduler(optimizer, scheduler, course)
+        scale_optimizer(optimizer, schedule)
+        return optimizer, scaled_scheduler(optimizer, scheduler, schedule)
 
     (walker, walking), (mover, moving) = fresh(), fresh()
     for count in range(1, 33):

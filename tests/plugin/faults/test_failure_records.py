@@ -11,7 +11,7 @@ from ns_multigpu.plugin.launch import launcher
 
 def test_a_failure_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "LAST_WORDS", 0.0)
-    launcher._leave_record(RuntimeError("no more"), 1, tmp_path)
+    launcher._write_record(RuntimeError("no more"), 1, tmp_path)
     (file,) = tmp_path.glob("failure-*.json")
     record = json.loads(file.read_text("utf8"))
     assert file.name == "failure-1.json" and record["rank"] == 1 and record["message"] == "RuntimeError: no more"
@@ -30,5 +30,5 @@ def test_a_worker_that_is_ended_while_it_writes_leaves_no_half_of_a_record(
 
     monkeypatch.setattr(Path, "write_text", ended)
     with pytest.raises(Ended):
-        launcher._leave_record(RuntimeError("no more"), 1, tmp_path)
+        launcher._write_record(RuntimeError("no more"), 1, tmp_path)
     assert list(tmp_path.iterdir()) and not list(tmp_path.glob("failure-*.json"))

@@ -329,7 +329,7 @@ def test_what_steps_in_flight_have_left_is_named_when_they_are_noted() -> None:
     guard, params = NumericGuard(World.single(), every=4), {"scales": torch.zeros(3, 2)}
     guard.note([0, 1], [[5], [6]], ("the rows",), torch.zeros(2, 2))
     params["scales"][1] = torch.nan
-    guard.look(1, params, now=True, in_flight=True)
+    guard.look(1, params, now=True, pending=True)
     assert guard.unsure and guard.due(3), "at once, whatever the step"
     guard.note([2, 3], [[7], [8]], ("the rows",), torch.tensor([[0.0, 0.0], [0.0, torch.nan]]))
     with pytest.raises(NonFiniteError) as caught:
@@ -338,11 +338,11 @@ def test_what_steps_in_flight_have_left_is_named_when_they_are_noted() -> None:
     assert "Steps 0 to 3" in text and "step 3: gradient of the rows" in text and "scales: 1 row(s)" in text
     guard.note([4], [[7]], ("the rows",), torch.full((1, 2), torch.inf))
     with pytest.raises(NonFiniteError, match="step 4"):  # that it was one of the noted needs no other
-        guard.look(4, params, now=True, in_flight=True)
+        guard.look(4, params, now=True, pending=True)
 
 
 def test_a_look_while_steps_are_in_flight_leaves_nothing_where_all_is_well() -> None:
     guard, params = NumericGuard(World.single(), every=4), {"scales": torch.zeros(3, 2)}
     guard.note([0], [[5]], ("the rows",), torch.zeros(1, 2))
-    guard.look(4, params, in_flight=True)
+    guard.look(4, params, pending=True)
     assert not guard.unsure and not guard.due(4)

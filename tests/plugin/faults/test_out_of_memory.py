@@ -191,12 +191,12 @@ def _course_of(world: World, capture: Path, run: Path, steps: int, options: dict
 
 def test_room_is_asked_for_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 10)
-    out_of_memory.check_room(10, "x", World.single())
+    out_of_memory.check_memory(10, "x", World.single())
     with pytest.raises(CapacityExceeded, match="needed for x") as caught:
-        out_of_memory.check_room(11, "x", World.single())
+        out_of_memory.check_memory(11, "x", World.single())
     assert caught.value.here and memory.where_memory_ran_out(caught.value) == "device"
     monkeypatch.setattr(memory, "free_bytes", lambda _: None)
-    out_of_memory.check_room(1 << 60, "x", World.single())
+    out_of_memory.check_memory(1 << 60, "x", World.single())
 
 
 def test_counts_can_be_taken_back() -> None:

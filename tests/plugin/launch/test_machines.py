@@ -104,8 +104,8 @@ def test_one_machine_asks_for_nothing(tmp_path: Path) -> None:
 # ---- GPUs ----
 
 
-def _gpus(world: World, kinds: list[str]) -> tuple[str, str, str]:
-    return different_devices(kinds[world.rank], world), machines_named(world), at_another_machine(world)
+def _gpus(world: World, primitives: list[str]) -> tuple[str, str, str]:
+    return different_devices(primitives[world.rank], world), machines_named(world), at_another_machine(world)
 
 
 def test_gpus_that_are_unlike_are_named_by_machine() -> None:

@@ -39,14 +39,14 @@ def test_threads_are_told_beside_them() -> None:
     parts = RunParts.of_this_process()
 
     def work() -> None:
-        with parts.meanwhile("pictures"):
+        with parts.while_busy("pictures"):
             time.sleep(0.02)
 
     thread = Thread(target=work)
     thread.start()
     thread.join()
-    told = parts.told()
-    assert told["pictures (meanwhile)"] >= 20
+    as_dict = parts.as_dict()
+    assert as_dict["pictures (meanwhile)"] >= 20
     assert "pictures" not in parts.parts
 
 
@@ -60,7 +60,7 @@ def test_a_worker_goes_on_where_its_launcher_was(monkeypatch: pytest.MonkeyPatch
 
 def test_the_exit_is_added_to_the_runs_sum(tmp_path: Path) -> None:
     file, parts = tmp_path / "training_summary.json", RunParts.of_this_process()
-    file.write_text(json.dumps({"steps": 3, "startup_ms": parts.told()}))
+    file.write_text(json.dumps({"steps": 3, "startup_ms": parts.as_dict()}))
     parts.write_exit()  # nobody has asked for it
     assert "exit" not in json.loads(file.read_text())["startup_ms"]
     parts.add_exit(file, "exit")

@@ -77,7 +77,7 @@ def test_fused_steps_are_the_ordinary_ones(tmp_path: Path, monkeypatch: pytest.M
     full: list[bool] = []
     learn = Training._learn
 
-    def learnt(self: Training, status: Status, *rest: Any) -> None:
+    def measured_work(self: Training, status: Status, *rest: Any) -> None:
         full.append(status.full)
         learn(self, status, *rest)
 
@@ -85,7 +85,7 @@ def test_fused_steps_are_the_ordinary_ones(tmp_path: Path, monkeypatch: pytest.M
         expected = single_course(World.single(), tmp_path, OPTIONS, strategy, "never")
         assert expected["count"] > 80
         with monkeypatch.context() as patch:
-            patch.setattr(Training, "_learn", learnt)
+            patch.setattr(Training, "_learn", measured_work)
             patch.setattr(InitialCapacity, "_guess", lambda self, pixels: (24, 12, 96))
             found = run_ranks(single_course, ranks, tmp_path, OPTIONS, strategy, "always")
         for one in found:

@@ -13,15 +13,15 @@ from ns_multigpu.plugin.checkpoint.objective_kind import PRIMITIVE, check_kind, 
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, read_checkpoint_file
 from ns_multigpu.plugin.export.ply import export_ply
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.registry import KINDS, PrimitiveName, all_parameters
+from ns_multigpu.primitives.registry import PRIMITIVES, PrimitiveName, all_parameters
 from tests.lib.training_run import follow, write_capture
 
 OTHER = "a later kind"
 
 
 def test_the_option_can_be_each_kind_and_methods_have_rates_for_all_parameters() -> None:
-    assert set(get_args(PrimitiveName)) == set(KINDS)
-    for kind in KINDS.values():
+    assert set(get_args(PrimitiveName)) == set(PRIMITIVES)
+    for kind in PRIMITIVES.values():
         assert set(names(kind.schema)) <= set(splatfacto_batch.config.optimizers)
     assert len(set(names(all_parameters()))) == len(all_parameters())
 

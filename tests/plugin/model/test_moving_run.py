@@ -54,14 +54,14 @@ def sums(trainer: Any, world: World) -> dict[str, torch.Tensor]:
     return {name: torch.cat([value.new_tensor([len(value)]), value.sum(0).flatten()]) for name, value in found.items()}
 
 
-def course(world: World, scene: Path, runs: Path, strategy: str) -> dict[str, torch.Tensor]:
+def schedule(world: World, scene: Path, runs: Path, strategy: str) -> dict[str, torch.Tensor]:
     return sums(follow(world, scene, runs, options(scene, strategy), 14, 1), world)
 
 
 def test_it_trains_and_densifies_alike_on_any_number_of_ranks(scene: Path, tmp_path: Path) -> None:
-    (expected,) = run_ranks(course, 1, scene, tmp_path / "one", "tile")
+    (expected,) = run_ranks(schedule, 1, scene, tmp_path / "one", "tile")
     assert set(expected) == set(names(SCHEMA)) and float(expected["means"][0]) > 320  # it has grown
-    for found in run_ranks(course, 2, scene, tmp_path / "two", "tile"):
+    for found in run_ranks(schedule, 2, scene, tmp_path / "two", "tile"):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
 
 

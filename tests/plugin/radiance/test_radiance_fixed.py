@@ -180,10 +180,10 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _fast(trainer: DistributedTrainer, **options: Any) -> FastSteps:
     """What takes the steps on GPUs, here without a graph unless one is given."""
-    feed = trainer.pipeline.datamanager.feed()
-    assert feed is not None
+    step_inputs = trainer.pipeline.datamanager.step_inputs()
+    assert step_inputs is not None
     guard, what = trainer.guards.numbers, {"skips": False, "mixed": False, "graphs": None, **options}
-    return FastSteps(trainer.pipeline, trainer.optimizers, trainer.world, guard, feed=feed, **what)
+    return FastSteps(trainer.pipeline, trainer.optimizers, trainer.world, guard, step_inputs=step_inputs, **what)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +216,10 @@ def test_a_step_waits_for_nothing_and_launches_the_same(
             if step == 12:  # constants are sent once
                 fast.take(step)
                 continue
-            fast._feed.send(step)
+            fast._make_inputs.send(step)
             fixed = trainer.pipeline.model.fixed
             assert fixed is not None
-            fixed.numbers(rays := fast._feed.kind[0])
+            fixed.numbers(rays := fast._make_inputs.kind[0])
             with _Captured() as seen:
                 slots, counts = launched(fast.clip())
                 launched(fast.compute(slots, tuple((rays,) * len(row) for row in counts)))
@@ -283,8 +283,8 @@ def _both_courses(
             if (recorded or world.device.type == "cuda") and name == "fast":
                 graphs = None if trainer.objective.fast is None else trainer.objective.fast._graphs
                 assert graphs is not None
-                kinds = [kind for (kind, _), _ in graphs._captured]
-                steps = {kind[2] for kind in kinds if kind[0] == "step"}
+                primitives = [kind for (kind, _), _ in graphs._captured]
+                steps = {kind[2] for kind in primitives if kind[0] == "step"}
                 assert steps == {True, False}, "one that learns proposals, one that does not"
             found = {n: p.detach().cpu().clone() for n, p in trainer.pipeline.model.named_parameters()}
             ends.append({**found, "losses": torch.tensor(losses)})
@@ -379,6 +379,6 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_left_out(number: float) ->
     adam = torch.optim.Adam([param], fused=True)
     steps = FastSteps.__new__(FastSteps)
     steps._world, steps._optimizers = World.single(), SimpleNamespace(optimizers={"fields": adam})  # type: ignore[assignment]
-    launched(steps._leave_out(torch.tensor([0.5, number])))
+    launched(steps._skip_nonfinite(torch.tensor([0.5, number])))
     adam.step()
     assert bool((param == 1).all()) == (number != 1.0)

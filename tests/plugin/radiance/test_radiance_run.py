@@ -34,7 +34,7 @@ def configured(
     config.max_num_iterations, config.steps_per_checksum, config.steps_per_save = steps, 1, SAVED
     config.keep_checkpoints, config.logging.steps_per_log = 0, 1
     for group in config.optimizers.values():
-        group["optimizer"].eps = 1e-7  # see `course`
+        group["optimizer"].eps = 1e-7  # see `schedule`
     data = config.pipeline.datamanager
     parser = TinyDataParserConfig if points else NerfstudioDataParserConfig
     data.dataparser = parser(data=capture, downscale_factor=1, load_3D_points=False)

@@ -44,11 +44,11 @@ def _courses(world: World, capture: Path, strategy: str) -> dict[str, Any]:
     found["first"] = renders.render(camera(*SIZE), roots=every)
     found["again"] = renders.render(camera(*SIZE), roots=every)  # cut by what was learned
     found["learned"] = list(made._forward._work)
-    made._forward._room = forward._Room(1024, pairs_of(0, world.size), 1024)
+    made._forward._capacities = forward._Capacities(1024, pairs_of(0, world.size), 1024)
     tries: list[int] = []
     attempt = forward._Try.run
     forward._Try.run = lambda self, room: tries.append(room.rows) or attempt(self, room)  # type: ignore[method-assign]
-    made._forward._room = forward._Room(7, pairs_of(1, world.size), 9)
+    made._forward._capacities = forward._Capacities(7, pairs_of(1, world.size), 9)
     found["too little room"] = renders.render(camera(*SIZE), roots=every)
     found["tries"] = len(tries)
     made._passes = {SIZE: 3}

@@ -39,13 +39,13 @@ def looked_at(world: World, capture: Path) -> dict[str, Any]:
     """Images on rank 0, what a model's own method gives on all, metrics, and what must not have changed."""
     pipeline = pipeline_of(world, capture)
     placement: Any = pipeline.strategy.placement
-    known = {name: value.clone() for name, value in placement.knowledge().items()}
+    known = {name: value.clone() for name, value in placement.state().items()}
     images = {
         (size, name): pipeline.renders.render(camera(*size), crop) for size in SIZES for name, crop in CROPS.items()
     }
     of_points = placement.local.of_points
     assert of_points is None or len(of_points) == pipeline.model.num_points, "a crop is over with its image"
-    unchanged = placement.knowledge()
+    unchanged = placement.state()
     same = all(torch.equal(value, unchanged[name]) for name, value in known.items() if name != "looked")
     same &= unchanged["looked"][:2].equal(known["looked"][:2])
     pipeline.eval()

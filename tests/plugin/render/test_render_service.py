@@ -56,7 +56,10 @@ def _expected(capture: Path, options: dict[str, Any], device: str = "cpu") -> di
     """By the model's own method, in one process that holds all points."""
     pipeline = make_pipeline(World.single(device), capture, "single", **options)
     pipeline.eval()
-    assert pipeline.model.elsewhere is not None and pipeline.model.elsewhere.outputs(camera(4, 4), None) is None
+    assert (
+        pipeline.model.render_override is not None
+        and pipeline.model.render_override.outputs(camera(4, 4), None) is None
+    )
     return {
         (size, name): pipeline.model.get_outputs_for_camera(camera(*size), crop)
         for size in SIZES

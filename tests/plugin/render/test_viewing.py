@@ -165,7 +165,7 @@ def _visit(world: World, capture: Path, folder: Path) -> dict[str, Any]:
             counts.append(len(viewer.images))
             trainer.training_state = "completed"
             viewer.then(5, lambda: setattr(trainer, "stop_training", True))
-        viewing.stay_open(trainer)
+        viewing.keep_open(trainer)
         paused = time.monotonic() - start
         image = None
         if viewer is not None:
@@ -311,7 +311,7 @@ def _broken_off(world: World, capture: Path, folder: Path, how: str) -> tuple[bo
                 trainer.training_state = "completed"
                 if world.rank == world.size - 1:
                     threading.Timer(0.3, lambda: setattr(trainer.guards.signals, "requested", signal.SIGINT)).start()
-                viewing.stay_open(trainer)
+                viewing.keep_open(trainer)
             else:
                 taken += _steps(trainer, 3, 500)
     except ValueError as error:

@@ -55,8 +55,8 @@ def make(world: World, capture: Path, work: Meshing, strategy: str, primitive: s
         rows = slice(world.rank * 4000, 8000 if world.size == 1 else (world.rank + 1) * 4000)
     for name, value in params.items():
         pipeline.model.gauss_params[name] = torch.nn.Parameter(value[rows].contiguous())
-    if pipeline.model.holding is not None:
-        pipeline.model.holding.hold(None, pipeline.model.gauss_params["means"])
+    if pipeline.model.shard_index is not None:
+        pipeline.model.shard_index.hold(None, pipeline.model.gauss_params["means"])
         pipeline.model.count_shards()
     pipeline.eval()
     CONSOLE.quiet = True

@@ -13,7 +13,7 @@ from scipy.spatial.transform import Rotation
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.models import load_model
-from ns_multigpu.plugin.tools.nearest import beside_width, fitted, nearest_views
+from ns_multigpu.plugin.tools.nearest import fitted, nearest_views, width_next_to
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Interpolated
 from ns_multigpu.plugin.train.config import read_config
@@ -64,7 +64,7 @@ def test_the_nearest_photograph_is_beside_a_frame(tmp_path: Path, kind: str) -> 
     data, shots = pipeline.datamanager.train_dataset, what.shots(pipeline).frames
     width, height = int(shots[0].camera.width), int(shots[0].camera.height)
     right = frames[:, :, 2 * width :].astype(float)
-    assert right.shape == (len(shots), height, beside_width(data, height), 3) and right.shape[2] % 2 == 0
+    assert right.shape == (len(shots), height, width_next_to(data, height), 3) and right.shape[2] % 2 == 0
     images = [data.get_image_float32(view) for view in range(len(data))]
     photographs = np.stack([fitted(image, right.shape[2], height).numpy() for image in images])
     poses = torch.cat([shot.camera.camera_to_worlds.reshape(1, 3, 4) for shot in shots])

@@ -42,8 +42,8 @@ def courses(world: World, capture: Path, out: Path, densifier: str, fused: str) 
             report[f"points {name}"] = all_gather_objects(trainer.pipeline.model.num_points, part)
             means = trainer.pipeline.model.means.detach()
             report[f"held {name}"] = {tuple(round(x, 3) for x in point) for point in means.tolist()}
-            homes = getattr(trainer.pipeline.strategy.placement, "homes", None)
-            report[f"homes {name}"] = None if homes is None else (homes.points, homes.owners.tolist())
+            owners = getattr(trainer.pipeline.strategy.placement, "owners", None)
+            report[f"homes {name}"] = None if owners is None else (owners.points, owners.owners.tolist())
         dist.barrier(group=world.control)
 
     run("ranges from the start", 2, 1, "tile")
@@ -96,7 +96,7 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
         at_home: list[int] = []  # at the start: images stay where their views were at home then
 
         def ready(trainer: DistributedTrainer, at_home: list[int] = at_home) -> None:
-            at_home += trainer.pipeline.strategy.placement.homes_of_views
+            at_home += trainer.pipeline.strategy.placement.view_owners
 
         trainer = follow(
             part, capture, out / strategy, options, 3 * STEPS, VIEWS, method=f"splatfacto-{strategy}", double=False,
@@ -128,5 +128,5 @@ def test_fused_steps_with_plans_made_ahead(tmp_path: Path) -> None:
     assert all(row[f"busiest_{who}"] >= 1 for row in locality for who in ("sender", "receiver", "drawer"))
     assert "plan_misses" not in tile[-1]
     for rank, report in enumerate(reports):
-        homes = report["locality"]["at home"]
-        assert report["locality"]["held"] == [view for view, home in enumerate(homes) if home == rank]
+        owners = report["locality"]["at home"]
+        assert report["locality"]["held"] == [view for view, home in enumerate(owners) if home == rank]

@@ -14,13 +14,13 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import quick_imports
 from ns_multigpu.plugin.train import config as train_config
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 
 
 def test_recipe_is_splatfactos() -> None:
     ours, theirs = splatfacto_batch.config, method_configs["splatfacto"]
     assert {name: ours.optimizers[name] for name in theirs.optimizers} == theirs.optimizers
-    others = {parameter.name for kind in KINDS.values() for parameter in kind.schema} - {p.name for p in SCHEMA}
+    others = {parameter.name for kind in PRIMITIVES.values() for parameter in kind.schema} - {p.name for p in SCHEMA}
     assert ours.optimizers.keys() - theirs.optimizers.keys() == others | {"exposures"}, (
         "of other kinds of points, and maps"
     )

@@ -123,7 +123,7 @@ def _nowhere_to_write(world: World, capture: Path, runs: Path) -> None:
 
 def _of_other_views(world: World, capture: Path, folder: Path) -> None:
     pipeline = make_pipeline(world, capture, bounds=(0, 40, 90))
-    type(pipeline.strategy.placement).homes_of_views = (0, 1, 0)  # type: ignore[assignment, method-assign]
+    type(pipeline.strategy.placement).view_owners = (0, 1, 0)  # type: ignore[assignment, method-assign]
     poses = torch.eye(4)[None, :3].repeat(4, 1, 1)
     splats.PartitionPicture(pipeline.model, poses, world, folder).draw()
 
@@ -143,7 +143,7 @@ def test_what_was_not_placed_as_asked_is_said_once(tmp_path: Path, capsys: pytes
     placement.look(lambda: [View(torch.eye(4), torch.eye(3), 64, 64)])  # shows none of them
     placement.shares(8, lambda: where - 100, 2)
     model: Any = SimpleNamespace(
-        holding=ShardIndex(placement), shard_counts=[8], total_points=8, gauss_params={"means": where}
+        shard_index=ShardIndex(placement), shard_counts=[8], total_points=8, gauss_params={"means": where}
     )
     picture = PartitionPicture(model, torch.eye(4)[None, :3], World.single(), tmp_path)
     picture.draw()

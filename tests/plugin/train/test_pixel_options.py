@@ -32,7 +32,7 @@ def test_what_is_asked_for_is_made() -> None:
     config: Any = copy.deepcopy(splatfacto_pixel.config.pipeline)
     config.pixel.cells, config.pixel.wire, config.pixel.hide = 3, "half", True
     made: Any = strategy.strategy_of(config, replace(World.single(), size=2))
-    assert made.placement.cells == 3 and made.pixels.half and made.pixels.told == made.assignment.learn
+    assert made.placement.cells == 3 and made.pixels.half and made.pixels.feedback == made.assignment.learn
     config.strategy = "tile"
     assert config.options is None
 

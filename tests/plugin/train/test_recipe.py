@@ -17,7 +17,7 @@ from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train import capacity
 from ns_multigpu.plugin.train.recipe import apply_recipe, best, told
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 from tests.lib.resuming import start
 from tests.lib.training_run import HELD_OUT, POINTS, write_capture
 
@@ -58,7 +58,7 @@ def test_every_method_has_it(method: str) -> None:
 def test_points_that_cannot_follow_it_keep_their_densifier_and_that_is_said(primitive: Any) -> None:
     config, plain = (given(*words, "--pipeline.model.primitive", primitive) for words in (("--recipe", "best"), ()))
     assert config.pipeline.model == plain.pipeline.model and config.pipeline.model.densifier == "default"
-    title = KINDS[primitive].title
+    title = PRIMITIVES[primitive].title
     assert told(config)[0].startswith(f"Recipe best is MCMC, which {title} cannot follow: they keep the densifier")
     assert told(config)[0] in config._in_short()
     check_primitive(config.pipeline.model, "tile")
@@ -101,9 +101,9 @@ def test_short_runs_refine_more_often_and_long_ones_longer() -> None:
 def test_all_rates_fall_over_the_last_part_of_the_run_and_not_before(views: int) -> None:
     """Whatever its length, and however many views a step has: by images seen, and times what else rates follow."""
     words = ("--batch-scaling", "none", "--pipeline.views-per-rank", str(views))
-    course = given("--recipe", "best", *words).rate_schedule(views, 50)
+    schedule = given("--recipe", "best", *words).rate_schedule(views, 50)
     steps = IMAGES // views
-    factors = [course.at(round(part * steps)) for part in (0.0, 0.84, 0.85, 0.925, 1.0)]
+    factors = [schedule.at(round(part * steps)) for part in (0.0, 0.84, 0.85, 0.925, 1.0)]
     assert factors == pytest.approx([1, 1, 1, 0.1**0.5, 0.1])
     assert given(*words).rate_schedule(views, 50).at(steps) == 1, "splatfacto's do not"
 

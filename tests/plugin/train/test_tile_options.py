@@ -14,7 +14,7 @@ import pytest
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import Outcome, course, furthest
+from tests.lib.tile_training_run import Outcome, furthest, schedule
 from tests.lib.training_run import POINTS, follow, write_capture
 from tests.plugin.train.test_options import BATCH, CAPTURES, COMMON, MODEL, OPTIONS, STEPS
 
@@ -78,7 +78,7 @@ def train(world: World, folder: Path, name: str, *, tile: bool) -> Outcome:
     options = {**COMMON, **ROWS[name]}
     capture = folder / options.pop("capture", "plain").replace(" ", "-")
     runs = folder / f"{'tile' if tile else 'batch'}-{list(ROWS).index(name)}"
-    return course(world, tile, capture, runs, options, STEPS, BATCH)
+    return schedule(world, tile, capture, runs, options, STEPS, BATCH)
 
 
 def refusal(world: World, folder: Path, name: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, Outcome, course, furthest
+from tests.lib.tile_training_run import MODEL, Outcome, furthest, schedule
 from tests.lib.training_run import write_capture
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def train(world: World, folder: Path, name: str, *, tile: bool) -> Outcome:
         options["fused_steps"] = "never"
     runs = folder / f"{'tile' if tile else 'batch'}-{world.size}" / name.replace(" ", "-")
     capture = folder / ("one-size" if case.fused else "mixed")
-    return course(world, tile, capture, runs, options, IMAGES // case.views, case.views, double=not case.fused)
+    return schedule(world, tile, capture, runs, options, IMAGES // case.views, case.views, double=not case.fused)
 
 
 def train_all(world: World, folder: Path) -> dict[str, Outcome]:

@@ -19,13 +19,13 @@ from ns_multigpu.primitives.convexes.functions import screen_radii
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, initial_convexes
 from ns_multigpu.primitives.gaussians.densifier import densification_info
 from ns_multigpu.primitives.gaussians.regroup import grow_and_prune
-from ns_multigpu.primitives.registry import KINDS, Rendering
+from ns_multigpu.primitives.registry import PRIMITIVES, Rendering
 from tests.strategies.scene import make_views
 from tests.strategies.test_law_convexes import ALL, convexes
 
 
 def test_the_schema_says_what_a_point_is() -> None:
-    kind, points = KINDS["convex"], convexes(5, torch.float64)
+    kind, points = PRIMITIVES["convex"], convexes(5, torch.float64)
     assert set(names(kind.schema)) == set(points.params)
     assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)
     assert kind.make(Rendering(2, True)) == replace(ALL, sh_degree=2)
@@ -89,7 +89,7 @@ def test_a_steps_rows_are_those_that_culling_keeps_and_marks_are_where_drawing_s
     assert torch.equal(rows.view_ids[: len(kept)], kept.view_ids)
     assert torch.equal(rows.point_ids[: len(kept)], kept.point_ids)
     flat = [n for v, view in enumerate(views) for n in (v, 0, 0, view.width, view.height)]
-    arrived = kernels.stay(rows, rows.view_ids, rows.point_ids)
+    arrived = kernels.receive_local(rows, rows.view_ids, rows.point_ids)
     lists = kernels.intersect(arrived, flat, 100_000)
     marked, plain = (kernels.draw(arrived, lists, flat, mark) for mark in (True, False))
     whole = [Patch.whole(v, view) for v, view in enumerate(views)]
@@ -146,7 +146,7 @@ def test_a_split_makes_six_smaller_sharper_fainter_ones_at_the_corners() -> None
         "grad2d": torch.tensor([1.0, 0, 1, 0, 0, 0, 1]).double(), "count": torch.ones(7).double(), "scene_scale": 1.0,
         "radii": torch.zeros(7).double(),
     }  # fmt: skip
-    done = grow_and_prune(rules, params, {}, state, 700, spent=("grad2d", "count", "radii"), halves=ConvexParts())
+    done = grow_and_prune(rules, params, {}, state, 700, spent=("grad2d", "count", "radii"), split_rule=ConvexParts())
     assert done == (0, 3, 7)  # the faint one, and six parts of another
     assert len(params["means"]) == 3 + 2 * 6 and len(state["count"]) == 15
     assert torch.equal(params["means"][:3], before["means"][[1, 3, 4]])
@@ -174,6 +174,6 @@ def test_large_convexes_are_pruned_by_their_corners_spread() -> None:
 def test_convexes_have_their_thresholds() -> None:
     options: dict[str, Any] = {"densify_grad_thresh_convex": 0.3, "cull_alpha_thresh_convex": 0.04}
     made: Any = make_densifier(SplatModelConfig(primitive="convex", **options), 8, World.single(), 0)
-    assert made.grow_grad2d == 0.3 and made.prune_opa == 0.04 and isinstance(made.halves, ConvexParts)
+    assert made.grow_grad2d == 0.3 and made.prune_opa == 0.04 and isinstance(made.split_rule, ConvexParts)
     other: Any = make_densifier(SplatModelConfig(**options), 8, World.single(), 0)
     assert other.grow_grad2d != 0.3 and other.prune_opa != 0.04

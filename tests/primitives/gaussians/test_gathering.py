@@ -10,7 +10,7 @@ from torch import Tensor
 from ns_multigpu.primitives.gaussians import gathering
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.gathering import Gathering, gather_points, zeros_there
-from ns_multigpu.primitives.gaussians.index_map import Listing
+from ns_multigpu.primitives.gaussians.index_map import IndexMap
 from tests.primitives.gaussians.test_densifier import COUNT, RULES, model, rows_of
 
 STATE = ("grad2d", "count", "radii")
@@ -123,7 +123,7 @@ def test_memory_without_room_goes_with_what_lay_in_it() -> None:
     params: Any = None
     params, optimizers = model()
     before = dict(params.items())
-    gather_points(params, optimizers, Listing(torch.arange(30), 30, torch.empty(0, 3)))
+    gather_points(params, optimizers, IndexMap(torch.arange(30), 30, torch.empty(0, 3)))
     for name, param in params.items():
         assert param is not before[name]
         assert param.untyped_storage().nbytes() == param.nbytes

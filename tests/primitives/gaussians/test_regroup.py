@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ns_multigpu.primitives.gaussians.regroup import Fates, grow_and_prune
-from ns_multigpu.primitives.morton import dealt_order
+from ns_multigpu.primitives.morton import interleaved_order
 
 COUNT = 400
 RULES: dict[str, Any] = {
@@ -111,7 +111,7 @@ def test_the_order_keeps_the_points() -> None:
     for each, by in ((plain, "as listed"), (ordered, "morton")):
         torch.manual_seed(3)
         grow_and_prune(rules, *each, 200, order=by)
-    order = dealt_order(plain[0]["means"])
+    order = interleaved_order(plain[0]["means"])
     assert not torch.equal(order, torch.arange(len(order)))
     theirs = lines(ordered)
     for name, value in lines(plain).items():

@@ -46,10 +46,10 @@ def initial(case: str) -> dict[str, Tensor]:
     return values
 
 
-def course(world: World, case: str, sharded: bool, holding: ShardIndex | None = None) -> Outcome:
-    """Step of one to eleven images: the last refines more than once. `holding` is changed."""
+def schedule(world: World, case: str, sharded: bool, shard_index: ShardIndex | None = None) -> Outcome:
+    """Step of one to eleven images: the last refines more than once. `shard_index` is changed."""
     values = initial(case)
-    held = ShardIndex(Sharded()) if holding is None else holding
+    held = ShardIndex(Sharded()) if shard_index is None else shard_index
     where: dict[str, Any] = {"world": world, "holding": held} if sharded else {}
     picks: Any = {"picked by gradients": "gradient", "picked by both": "both"}.get(case, "opacity")
     densifier = (ShardedMcmc if sharded else McmcDensifier)(**RULES, **where, morton=True, picks=picks)
@@ -76,14 +76,14 @@ def course(world: World, case: str, sharded: bool, holding: ShardIndex | None = 
 
 
 def all_courses(world: World) -> dict[str, Outcome]:
-    return {case: course(world, case, sharded=True) for case in CASES}
+    return {case: schedule(world, case, sharded=True) for case in CASES}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_rank(size: int) -> None:
     outcomes = run_ranks(all_courses, size)
     for case in CASES:
-        expected, _, totals = course(World.single(), case, sharded=False)
+        expected, _, totals = schedule(World.single(), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         assert outcomes[0][case][2] == totals and totals[-1] == (COUNT if case == "all are dead" else 340), totals
         records = outcomes[0][case][1]
@@ -102,7 +102,7 @@ def test_equals_one_gpu(size: int) -> None:
     skip_without_gpus(size)
     outcomes = run_ranks(all_courses, size, device="cuda")
     for case in CASES:
-        expected, _, _ = course(World.single("cuda"), case, sharded=False)
+        expected, _, _ = schedule(World.single("cuda"), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
 
 
@@ -112,7 +112,7 @@ def test_a_model_replaced_behind_its_back_is_noticed() -> None:
     densifier.step_post_backward(*shard(values, [0, 20], 0), step=0, images=1, rate=1e-3)
     with pytest.raises(RuntimeError, match=r"has 12 points, not the 20 .* ShardIndex\.hold"):
         densifier.step_post_backward(*shard(values, [0, 12], 0), step=1, images=1, rate=1e-3)
-    densifier.holding.hold(None, values["means"][:12])
+    densifier.shard_index.hold(None, values["means"][:12])
     densifier.step_post_backward(*shard(values, [0, 12], 0), step=1, images=1, rate=1e-3)
 
 

@@ -13,8 +13,8 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import floats, names
 from ns_multigpu.core.types import Patch, Points, Splats, View
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.model.kinds import frames_note, times_note
 from ns_multigpu.plugin.model.surfaces import check_primitive
+from ns_multigpu.plugin.model.time_notes import frames_note, times_note
 from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.functions import REACH, Gaussians
@@ -25,7 +25,7 @@ from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.moving.init import initial_moving
 from ns_multigpu.primitives.moving.schema import SCHEMA
 from ns_multigpu.primitives.moving.turning import turn
-from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.registry import PRIMITIVES
 from tests.strategies.scene import make_moving_points, make_views
 
 F64 = torch.float64
@@ -162,7 +162,7 @@ def test_halves_lie_in_space_and_time_and_are_smaller() -> None:
     adam = {name: torch.optim.Adam([value]) for name, value in params.items()}
     rules = ReplicatedDensifier(
         grow_grad2d=0.5, grow_scale3d=0.0, prune_opa=0.0, refine_start_iter=-1, refine_every=1, reset_every=1000,
-        halves=MovingSplitRule(), world=World.single(), pause_refine_after_reset=0,
+        split_rule=MovingSplitRule(), world=World.single(), pause_refine_after_reset=0,
     )  # fmt: skip
     state = rules.initialize_state()
     rules.statistics(params, state)
@@ -188,12 +188,12 @@ def test_halves_of_what_lasts_longer_than_the_capture_keep_their_time() -> None:
     still = torch.tensor([[1.0, 0, 0, 0]]).repeat(5, 1)
     params = {name: value.detach() for name, value in points.params.items()} | {"motions": still}
     params["durations"] = torch.tensor([-0.1, 0.0, 0.1, -2.0, 2.0])[:, None]
-    halves, drawn = MovingSplitRule(), torch.ones(2, 5, 4)
-    offsets = halves.offsets(params, drawn)
+    split_rule, drawn = MovingSplitRule(), torch.ones(2, 5, 4)
+    offsets = split_rule.offsets(params, drawn)
     assert (offsets[..., 3].abs() > 1e-3).tolist() == [[True, False, False, True, False]] * 2
     assert bool((offsets[..., :3].norm(dim=-1) > 0.01).all())
     durations = params["durations"].clone()
-    halves.move("durations", durations, offsets[0])
+    split_rule.move("durations", durations, offsets[0])
     shrunk = torch.tensor([True, False, False, True, False])
     torch.testing.assert_close((params["durations"] - durations).exp()[:, 0], torch.where(shrunk, SHRINK, 1.0))
 
@@ -231,8 +231,8 @@ def test_what_is_said_of_frames() -> None:
 
 
 def test_the_registry_makes_them() -> None:
-    kind = KINDS["4dgs"]
-    assert kind.timed and kind.schema is MovingGaussians.schema and not KINDS["3dgs"].timed
+    kind = PRIMITIVES["4dgs"]
+    assert kind.timed and kind.schema is MovingGaussians.schema and not PRIMITIVES["3dgs"].timed
     with cuda_ext.use_reference():  # as where there is no compiler
         points, views = make_moving_points(20, torch.float32), make_views(2, torch.float32)
         assert len(rows_of(MovingGaussians(), points, views)) > 0

@@ -15,7 +15,7 @@ from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.densifier import densification_info
 from ns_multigpu.primitives.gaussians.regroup import Fates, regroup
-from ns_multigpu.primitives.registry import KINDS, Rendering
+from ns_multigpu.primitives.registry import PRIMITIVES, Rendering
 from ns_multigpu.primitives.surfels.functions import Surfels, screen_radii
 from ns_multigpu.primitives.surfels.losses import normal_loss
 from tests.strategies.scene import make_views
@@ -23,8 +23,10 @@ from tests.strategies.test_law_surfels import ALL, surfels
 
 
 def test_the_schema_says_what_a_point_is() -> None:
-    kind, points = KINDS["2dgs"], surfels(5, torch.float64)
-    assert names(kind.schema) == tuple(name for name in names(KINDS["3dgs"].schema)) and Surfels.schema is kind.schema
+    kind, points = PRIMITIVES["2dgs"], surfels(5, torch.float64)
+    assert (
+        names(kind.schema) == tuple(name for name in names(PRIMITIVES["3dgs"].schema)) and Surfels.schema is kind.schema
+    )
     assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)
     assert kind.make(Rendering(2, True, channels=("normals",))) == Surfels(2, True, ("normals",))
     with pytest.raises(ValueError, match="no channel 'colour'; they have normals, distortion, median"):
@@ -102,10 +104,10 @@ def test_children_of_a_split_lie_in_their_parents_plane() -> None:
     split = torch.ones(6, dtype=torch.bool)
     none = ~split
     fates = Fates(torch.stack([none, none, split, split, split, none, split]), 0, 0, 6, 6, 0, 6)
-    listing = regroup(params, fates, torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(3)).double())
+    index_map = regroup(params, fates, torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(3)).double())
     normals = rotations(params["quats"])[:, :, 2].repeat(2, 1)
-    assert float(listing.offsets.norm(dim=1).min()) > 1e-3
-    torch.testing.assert_close((listing.offsets * normals).sum(1), torch.zeros(12).double(), atol=1e-12, rtol=0)
+    assert float(index_map.offsets.norm(dim=1).min()) > 1e-3
+    torch.testing.assert_close((index_map.offsets * normals).sum(1), torch.zeros(12).double(), atol=1e-12, rtol=0)
 
 
 def test_each_kind_has_its_threshold() -> None:
@@ -120,7 +122,7 @@ def test_steps_have_no_rows_of_what_is_beside_the_camera() -> None:
     every tile."""
     view = View(torch.eye(4), torch.tensor([[30.0, 0, 24], [0, 30.0, 16], [0, 0, 1]]), 48, 32)
     g = torch.Generator().manual_seed(3)
-    shapes = {one.name: tuple(size if size > 0 else 3 for size in one.shape) for one in KINDS["2dgs"].schema}
+    shapes = {one.name: tuple(size if size > 0 else 3 for size in one.shape) for one in PRIMITIVES["2dgs"].schema}
     params = {name: 0.1 * torch.randn(40, *shape, generator=g) for name, shape in shapes.items()}
     params["means"] = torch.randn(40, 3, generator=g) * torch.tensor([0.3, 0.3, 0.1]) + torch.tensor([0.0, 0, 3])
     params["scales"] -= 2.0

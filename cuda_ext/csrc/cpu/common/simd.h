@@ -82,7 +82,7 @@ inline Vec<double> exp_minus(Vec<double> x) {
 
 // Half of a transpose: where lane & kHalf is 0 the sum of a's two lanes that differ in that bit, otherwise of b's.
 template <typename T, int kHalf, size_t... kLane>
-inline Vec<T> sum_halves(Vec<T> a, Vec<T> b, std::index_sequence<kLane...>) {
+inline Vec<T> fold_pairs(Vec<T> a, Vec<T> b, std::index_sequence<kLane...>) {
   constexpr size_t kWidth = sizeof...(kLane), kBit = kHalf;
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, int(kLane & kBit ? kWidth + kLane : kLane)...) +
@@ -100,7 +100,7 @@ inline Vec<T> sum_halves(Vec<T> a, Vec<T> b, std::index_sequence<kLane...>) {
 template <typename T, int kHalf = Lanes<T>::kWidth / 2>
 inline void sum_lanes(Vec<T>* vectors) {
   for (int k = 0; k < kHalf; ++k)
-    vectors[k] = sum_halves<T, kHalf>(vectors[k], vectors[k + kHalf], std::make_index_sequence<Lanes<T>::kWidth>{});
+    vectors[k] = fold_pairs<T, kHalf>(vectors[k], vectors[k + kHalf], std::make_index_sequence<Lanes<T>::kWidth>{});
   if constexpr (kHalf > 1) sum_lanes<T, kHalf / 2>(vectors);
 }
 

@@ -282,15 +282,15 @@ std::tuple<at::Tensor, at::Tensor> searched(const Batch& batch, const double* se
   Search<kDoublings> search(batch, sent, std::move(lists), weights);
   const double before = search.objective();
   const auto [swaps, converged] = search.run(most, seconds);
-  at::Tensor ranks = at::empty({batch.patches}, at::kLong), told = at::empty({4}, at::kDouble);
+  at::Tensor ranks = at::empty({batch.patches}, at::kLong), summary = at::empty({4}, at::kDouble);
   int64_t* rank = ranks.mutable_data_ptr<int64_t>();
   for (int64_t r = 0; r < batch.ranks; ++r)
     for (const int64_t patch : search.lists()[r])
       if (patch >= 0) rank[patch] = r;
-  double* tell = told.mutable_data_ptr<double>();
-  tell[0] = before, tell[1] = search.objective();
-  tell[2] = static_cast<double>(swaps), tell[3] = converged ? 1.0 : 0.0;
-  return {ranks, told};
+  double* values = summary.mutable_data_ptr<double>();
+  values[0] = before, values[1] = search.objective();
+  values[2] = static_cast<double>(swaps), values[3] = converged ? 1.0 : 0.0;
+  return {ranks, summary};
 }
 
 std::tuple<at::Tensor, at::Tensor> assign_patches(const at::Tensor& counts_, const at::Tensor& totals_,

@@ -51,8 +51,8 @@ at::Tensor cells_reached(const at::Tensor& view_ids_, const at::Tensor& means2d_
                    Ks = checked(Ks_, "Ks", {views, 3, 3}, dtype);
   TORCH_CHECK_VALUE(views > 0 && boxes.size() % 6 == 0, "boxes must hold 6 numbers a cell, and there must be a view.");
   const int64_t cells = static_cast<int64_t>(boxes.size() / 6);
-  const at::Tensor reached = at::empty({cells, rows}, view_ids.options().dtype(at::kBool));
-  bool* const out = reached.mutable_data_ptr<bool>();
+  const at::Tensor in_cells = at::empty({cells, rows}, view_ids.options().dtype(at::kBool));
+  bool* const out = in_cells.mutable_data_ptr<bool>();
   AT_DISPATCH_FLOATING_TYPES(dtype, "cells_reached", [&] {
     const auto rays = rays_of(viewmats.const_data_ptr<scalar_t>(), Ks.const_data_ptr<scalar_t>(), views);
     const scalar_t *means = means2d.const_data_ptr<scalar_t>(), *depth = depths.const_data_ptr<scalar_t>();
@@ -89,7 +89,7 @@ at::Tensor cells_reached(const at::Tensor& view_ids_, const at::Tensor& means2d_
       }
     });
   });
-  return reached;
+  return in_cells;
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // The linear sum assignment of patches to ranks (Gaian, section 4.2.2, term 1a under constraint 1d), exact.
 //
-// Its columns would come in as many copies as a rank has room for patches, so it is solved as what it is, a transport to
+// Its columns would be repeated for every patch that a rank may take, so it is solved as what it is, a transport to
 // few ranks: patches come in one by one, each along the cheapest chain of moves (successive shortest paths).
 #pragma once
 
@@ -71,8 +71,8 @@ inline Lists transport(const Batch& batch) {
     const bool filling = patch < least * R;
     for (int64_t r = 0; r < R; ++r) {
       const int64_t held = static_cast<int64_t>(lists[r].size());
-      const bool room = filling ? held < least : held < least + 1;
-      if (room && (end < 0 || distance[r] < distance[end])) end = r;
+      const bool has_capacity = filling ? held < least : held < least + 1;
+      if (has_capacity && (end < 0 || distance[r] < distance[end])) end = r;
     }
     std::vector<int64_t> path{end};
     while (from[path.back()] >= 0 && static_cast<int64_t>(path.size()) <= R) path.push_back(from[path.back()]);

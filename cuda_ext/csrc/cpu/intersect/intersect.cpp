@@ -1,8 +1,8 @@
-// CPU twin of `intersect`: which rows reach which tile, by depth.
+// CPU twin of `intersect`: the rows that overlap each tile, by depth.
 //
 // The rows of a view are sorted by depth once (a stable radix sort, so equal depths keep the order of the rows) and then
-// dealt out to the tiles in that order: every tile's list comes out sorted, and no intersection is ever compared with
-// another. Threads deal out consecutive pieces of that order to places counted beforehand, so their number leaves the
+// distributed to the tiles in that order: every tile's list comes out sorted, and no intersection is ever compared with
+// another. Threads distribute consecutive pieces of that order to places counted beforehand, so their number leaves the
 // result alone.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -61,7 +61,7 @@ struct Rows {
   const int32_t *radius, *view;
   int64_t count;
 
-  // The view's rows that reach its image at all, nearest first.
+  // The view's rows that overlap its image, nearest first.
   std::vector<int32_t> by_depth(int view_id) const {
     std::vector<int32_t> rows;
     std::vector<decltype(ordered_bits(T()))> keys;
@@ -76,14 +76,14 @@ struct Rows {
   }
 };
 
-// Calls emit(tile) for every tile of the patch that the row's ellipse, within its box, may reach.
+// Calls emit(tile) for every tile of the patch that the row's ellipse, within its box, may overlap.
 template <typename T, typename Emit>
 inline void visit_tiles(const Rows<T>& rows, const Ellipse<T>& e, int64_t row, const Patch& patch, int tile_size,
                         const Emit& emit) {
-  const T reach_x = T(rows.radius[2 * row]), reach_y = T(rows.radius[2 * row + 1]);
-  const TileRange columns = tile_columns(e, reach_x, patch, tile_size);
+  const T radius_x = T(rows.radius[2 * row]), radius_y = T(rows.radius[2 * row + 1]);
+  const TileRange columns = tile_columns(e, radius_x, patch, tile_size);
   for (int column = columns.first; column < columns.last; ++column) {
-    const TileRange lines = tiles_of_column(e, reach_y, patch, column, tile_size);
+    const TileRange lines = tiles_of_column(e, radius_y, patch, column, tile_size);
     for (int line = lines.first; line < lines.last; ++line) emit(line * patch.tiles_x + column);
   }
 }
@@ -93,12 +93,12 @@ template <typename T>
 void fill_patch(const Rows<T>& rows, const std::vector<int32_t>& order, const Patch& patch, int tile_size,
                 int32_t* tile_counts, std::vector<int32_t>& row_ids) {
   const int64_t tiles = int64_t(patch.tiles_x) * patch.tiles_y;
-  const int64_t pieces = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), int64_t(order.size()) / 1024));
-  std::vector<std::vector<std::pair<int32_t, int32_t>>> hits(pieces);  // (tile, row)
-  std::vector<std::vector<int32_t>> counts(pieces, std::vector<int32_t>(tiles, 0));
-  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+  const int64_t chunks = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), int64_t(order.size()) / 1024));
+  std::vector<std::vector<std::pair<int32_t, int32_t>>> hits(chunks);  // (tile, row)
+  std::vector<std::vector<int32_t>> counts(chunks, std::vector<int32_t>(tiles, 0));
+  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t first = order.size() * piece / pieces, last = order.size() * (piece + 1) / pieces;
+      const int64_t first = order.size() * piece / chunks, last = order.size() * (piece + 1) / chunks;
       hits[piece].reserve(2 * (last - first));
       for (int64_t k = first; k < last; ++k) {
         const int32_t row = order[k];
@@ -114,7 +114,7 @@ void fill_patch(const Rows<T>& rows, const std::vector<int32_t>& order, const Pa
   int64_t place = row_ids.size();
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t before = place;
-    for (int64_t piece = 0; piece < pieces; ++piece) {
+    for (int64_t piece = 0; piece < chunks; ++piece) {
       const int32_t n = counts[piece][tile];
       counts[piece][tile] = int32_t(place);  // from here on: where the piece's next hit of this tile goes
       place += n;
@@ -124,7 +124,7 @@ void fill_patch(const Rows<T>& rows, const std::vector<int32_t>& order, const Pa
     tile_counts[tile] = int32_t(place - before);
   }
   row_ids.resize(place);
-  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece)
       for (const auto& [tile, row] : hits[piece]) row_ids[counts[piece][tile]++] = row;
   });
@@ -174,7 +174,7 @@ std::tuple<at::Tensor, at::Tensor> intersect(const at::Tensor& means2d_, const a
   return run(float{});
 }
 
-// The same with room for `capacity` intersections, whatever their number. Where that is larger, the lists are cut off.
+// The same with a capacity of `capacity` intersections. Lists with more are truncated.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> intersect_capacity(
     const at::Tensor& means2d, const at::Tensor& conics, const at::Tensor& row_opacities, const at::Tensor& radii,
     const at::Tensor& depths, const at::Tensor& view_ids, at::IntArrayRef patches, int64_t tile_size,

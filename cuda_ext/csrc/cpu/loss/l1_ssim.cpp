@@ -74,13 +74,13 @@ inline void for_vectors(int64_t n, const At& at) {
   if (n % kWidth != 0) at(n - kWidth);
 }
 
-// Room for n numbers in whole vectors.
+// Capacity for n numbers in whole vectors.
 template <typename T>
 inline int64_t padded(int64_t n) {
   return (n + Lanes<T>::kWidth - 1) / Lanes<T>::kWidth * Lanes<T>::kWidth;
 }
 
-// out[i] for i in [0, padded n); `in` must reach 10 pixels further.
+// out[i] for i in [0, padded n); `in` must extend 10 pixels further.
 template <typename T>
 inline void filter_along_row(const Window<T>& window, const T* in, int64_t n, T* out) {
   for_vectors<T>(padded<T>(n), [&](int64_t i) {
@@ -101,9 +101,9 @@ void ssim_forward(const T* pred, const T* target, int64_t pitch, const Centres& 
                   Maps<T>& maps, std::vector<double>& row_sums) {
   const int64_t n = centres.row_numbers(), wide = n + kBorder;
   at::parallel_for(0, centres.rows(), kRowGrain, [&](int64_t begin, int64_t end) {
-    const int64_t room = padded<T>(n) + kBorder, narrow = padded<T>(n);
-    std::vector<T> columns(5 * room, T(0)), filtered(5 * narrow);
-    T *x = columns.data(), *y = x + room, *xx = y + room, *yy = xx + room, *xy = yy + room;
+    const int64_t stride = padded<T>(n) + kBorder, narrow = padded<T>(n);
+    std::vector<T> columns(5 * stride, T(0)), filtered(5 * narrow);
+    T *x = columns.data(), *y = x + stride, *xx = y + stride, *yy = xx + stride, *xy = yy + stride;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t start = (centres.y0 + row - kHalf) * pitch + (centres.x0 - kHalf) * kChannels;
       for_vectors<T>(wide, [&](int64_t i) {
@@ -120,7 +120,7 @@ void ssim_forward(const T* pred, const T* target, int64_t pitch, const Centres& 
         store(x + i, sx), store(y + i, sy), store(xx + i, sxx), store(yy + i, syy), store(xy + i, sxy);
       });
       T* f = filtered.data();
-      for (int map = 0; map < 5; ++map) filter_along_row(window, x + map * room, n, f + map * narrow);
+      for (int map = 0; map < 5; ++map) filter_along_row(window, x + map * stride, n, f + map * narrow);
       row_sums[row] = ssim_row(f, f + narrow, f + 2 * narrow, f + 3 * narrow, f + 4 * narrow, n,
                                maps.d_mu.get() + row * n, maps.d_xx.get() + row * n, maps.d_xy.get() + row * n);
     }
@@ -133,14 +133,14 @@ void ssim_gradient(const T* pred, const T* target, int64_t pitch, const Centres&
                    const Maps<T>& maps, T* gradient) {
   const int64_t n = centres.row_numbers(), wide = n + kBorder;
   at::parallel_for(centres.y0 - kHalf, centres.y0 + centres.rows() + kHalf, kRowGrain, [&](int64_t begin, int64_t end) {
-    const int64_t room = kBorder + padded<T>(wide) + kBorder, out = padded<T>(wide);
-    std::vector<T> columns(3 * room, T(0)), spread(3 * out);
+    const int64_t stride = kBorder + padded<T>(wide) + kBorder, out = padded<T>(wide);
+    std::vector<T> columns(3 * stride, T(0)), spread(3 * out);
     const T* sources[3] = {maps.d_mu.get(), maps.d_xx.get(), maps.d_xy.get()};
     for (int64_t y = begin; y < end; ++y) {
       const int64_t first = std::max(y - kHalf, centres.y0) - centres.y0;
       const int64_t last = std::min(y + kHalf + 1, centres.y0 + centres.rows()) - centres.y0;
       for (int map = 0; map < 3; ++map) {
-        T* column = columns.data() + map * room;
+        T* column = columns.data() + map * stride;
         const auto sum_at = [&](int64_t i, auto zero) {
           for (int64_t row = first; row < last; ++row) {
             const T w = window.weight[row + centres.y0 - y + kHalf];

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kBoxes = 4096;  // a task: this many boxes of one view
 constexpr int64_t kTensors = 6, kNumbers = 8, kBound = 4, kMeans = 0, kLogScales = 2;  // of the table
 
-// The most that the table says of a tensor's parameters, whichever step they were brought to last; NaN if there is one.
+// The most that the table says of a tensor's parameters, whichever step wrote them last; NaN if there is one.
 template <typename T>
 T largest_bound(const T* table, int64_t tensor) {
   T most = T(0);

@@ -16,35 +16,35 @@ namespace {
 constexpr int64_t kPoints = 8192;  // a task: this many points of one view
 constexpr int64_t kLanes = 1024;   // points whose flags are held at a time
 
-// What does not depend on the view: the largest scale, and how far the splat reaches.
+// The part that does not depend on the view: the largest scale, and the splat's cutoff radius.
 template <typename T>
-struct Reaches {
-  std::vector<T> largest_scale, reach2;
+struct Cutoffs {
+  std::vector<T> largest_scale, cutoff2;
 
-  Reaches(const T* scales, const T* opacities, int64_t points) : largest_scale(points), reach2(points) {
+  Cutoffs(const T* scales, const T* opacities, int64_t points) : largest_scale(points), cutoff2(points) {
     at::parallel_for(0, points, kPoints, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         largest_scale[i] = larger(larger(scales[3 * i], scales[3 * i + 1]), scales[3 * i + 2]);
-        reach2[i] = reach(opacities[i]);
+        cutoff2[i] = cutoff_squared(opacities[i]);
       }
     });
   }
 };
 
 template <typename T>
-void cull_points(const Camera<T>& camera, const T* means, const Reaches<T>& reaches, const T* rect, T eps2d,
+void cull_points(const Camera<T>& camera, const T* means, const Cutoffs<T>& cutoffs, const T* rect, T eps2d,
                  int64_t begin, int64_t end, std::vector<int32_t>& hits) {
   uint8_t keep[kLanes];
   const T x0 = rect[0], y0 = rect[1], x1 = rect[2], y1 = rect[3];
-  const T* scale = reaches.largest_scale.data();
-  const T* reach2 = reaches.reach2.data();
+  const T* scale = cutoffs.largest_scale.data();
+  const T* cutoff2 = cutoffs.cutoff2.data();
   for (int64_t base = begin; base < end; base += kLanes) {
     const int64_t count = std::min(kLanes, end - base);
 #pragma GCC ivdep
     for (int64_t l = 0; l < count; ++l) {
       const int64_t i = base + l;
       const Vec3<T> mean = {means[3 * i], means[3 * i + 1], means[3 * i + 2]};
-      keep[l] = may_touch(camera, mean, scale[i], reach2[i], eps2d, x0, y0, x1, y1);
+      keep[l] = may_touch(camera, mean, scale[i], cutoff2[i], eps2d, x0, y0, x1, y1);
     }
     for (int64_t l = 0; l < count; ++l) {
       if (keep[l]) hits.push_back(static_cast<int32_t>(base + l));
@@ -70,7 +70,7 @@ std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means_, const at::Tens
   std::vector<std::vector<int32_t>> hits(parts * views);
   AT_DISPATCH_FLOATING_TYPES(dtype, "cull", [&] {
     using T = scalar_t;
-    const Reaches<T> reaches(scales.const_data_ptr<T>(), opacities.const_data_ptr<T>(), points);
+    const Cutoffs<T> cutoffs(scales.const_data_ptr<T>(), opacities.const_data_ptr<T>(), points);
     at::parallel_for(0, parts * views, 1, [&](int64_t first, int64_t last) {
       for (int64_t task = first; task < last; ++task) {
         const int64_t view = task / parts, begin = task % parts * kPoints;
@@ -80,7 +80,7 @@ std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means_, const at::Tens
         const auto camera =
             make_camera<T>(viewmats.const_data_ptr<T>() + 16 * view, Ks.const_data_ptr<T>() + 9 * view,
                            T(sizes[2 * view]), T(sizes[2 * view + 1]), T(near_plane), T(far_plane));
-        cull_points(camera, means.const_data_ptr<T>(), reaches, rect, T(eps2d), begin,
+        cull_points(camera, means.const_data_ptr<T>(), cutoffs, rect, T(eps2d), begin,
                     std::min(begin + kPoints, points), hits[task]);
       }
     });

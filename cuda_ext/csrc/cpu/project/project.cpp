@@ -91,7 +91,7 @@ void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, 
                    int32_t* radii) {
   const Camera<T> camera = in.camera<T>(chunk.view);
   const T eps2d = T(in.eps2d);
-  T out[7][kLanes], variance_x[kLanes], variance_y[kLanes], square[kLanes], reach2[kLanes], rx[kLanes], ry[kLanes];
+  T out[7][kLanes], variance_x[kLanes], variance_y[kLanes], square[kLanes], cutoff2[kLanes], rx[kLanes], ry[kLanes];
   int32_t alive[kLanes], regular[kLanes];
   for (int64_t row = chunk.begin; row < chunk.end; row += kLanes) {
     const int64_t count = std::min(kLanes, chunk.end - row);
@@ -112,11 +112,11 @@ void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, 
       regular[l] = s.regular;
       alive[l] = s.alive;
     }
-    for (int64_t l = 0; l < kLanes; ++l) reach2[l] = alive[l] ? reach(out[6][l]) : T(0);  // the logarithm: not vector
+    for (int64_t l = 0; l < kLanes; ++l) cutoff2[l] = alive[l] ? cutoff_squared(out[6][l]) : T(0);  // the logarithm: not vector
 #pragma GCC ivdep
     for (int64_t l = 0; l < kLanes; ++l) {
-      rx[l] = outward(std::sqrt(reach2[l] * variance_x[l]), extent_margin<T>());
-      ry[l] = outward(std::sqrt(reach2[l] * variance_y[l]), extent_margin<T>());
+      rx[l] = outward(std::sqrt(cutoff2[l] * variance_x[l]), extent_margin<T>());
+      ry[l] = outward(std::sqrt(cutoff2[l] * variance_y[l]), extent_margin<T>());
       alive[l] = settle_radii(camera, out[0][l], out[1][l], square[l], regular[l] != 0, alive[l] != 0, rx[l], ry[l]);
     }
     for (int64_t l = 0; l < count; ++l) {

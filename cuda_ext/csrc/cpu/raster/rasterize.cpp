@@ -29,18 +29,18 @@ class TileRenderer {
 
   void render(const Tile& tile, int64_t first, int64_t end, T* out, T* alpha, int32_t* last) {
     open(tile);
-    Reaches<T> reaches;
+    TileOverlaps<T> overlaps;
     int row_begin = 0, row_end = tile.y1 - tile.y0;  // rows that still have an open pixel
     for (int64_t start = first; start < end; start += kBatch) {
       while (row_begin < row_end && !row_open(row_begin)) ++row_begin;
       while (row_begin < row_end && !row_open(row_end - 1)) --row_end;
       if (row_begin == row_end) break;
       const int count = int(std::min<int64_t>(kBatch, end - start));
-      reaches.find(table_, table_.row_ids + start, count, tile);
+      overlaps.find(table_, table_.row_ids + start, count, tile);
       for (int i = 0; i < count; ++i)
-        for (int k = reaches.block_first[i]; k < reaches.block_last[i]; ++k)
-          blend(tile, table_.row_ids[start + i], Id(start + i), k, std::max(reaches.row_first[i], row_begin),
-                std::min(reaches.row_last[i], row_end));
+        for (int k = overlaps.block_first[i]; k < overlaps.block_last[i]; ++k)
+          blend(tile, table_.row_ids[start + i], Id(start + i), k, std::max(overlaps.row_first[i], row_begin),
+                std::min(overlaps.row_last[i], row_end));
     }
     write(tile, out, alpha, last);
   }

@@ -45,14 +45,14 @@ class TileGradient {
             V* records) {
     if (first == end) return;
     load(tile, pixels);
-    Reaches<T> reaches;
+    TileOverlaps<T> overlaps;
     for (int32_t stop = end; stop > first; stop -= std::min(kBatch, stop - first)) {
       const int32_t start = std::max(first, stop - kBatch);
-      reaches.find(table_, table_.row_ids + start, stop - start, tile);
+      overlaps.find(table_, table_.row_ids + start, stop - start, tile);
       for (int32_t i = stop - 1; i >= start; --i) {
         for (V& sum : sums_) sum = V{};
-        for (int k = reaches.block_first[i - start]; k < reaches.block_last[i - start]; ++k)
-          gather(tile, table_.row_ids[i], Id(i), k, reaches.row_first[i - start], reaches.row_last[i - start]);
+        for (int k = overlaps.block_first[i - start]; k < overlaps.block_last[i - start]; ++k)
+          gather(tile, table_.row_ids[i], Id(i), k, overlaps.row_first[i - start], overlaps.row_last[i - start]);
         const int vectors = record_vectors<T>(channels(), kAbs);
         for (int v = 0; v < vectors; ++v) {
           sum_lanes<T>(&sums_[v * kWidth]);

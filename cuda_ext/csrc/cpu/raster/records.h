@@ -20,7 +20,7 @@ constexpr int record_vectors(int channels, bool absgrad) {
 }
 
 // Where each intersection's record lies: those of a row side by side, in the order of the intersections. Those behind
-// the last one that reached any pixel of their tile have none.
+// the last one that touched any pixel of their tile have none.
 struct RecordPlan {
   std::vector<int32_t> reached;     // [T] end of the intersections of each tile that have a record
   std::vector<int64_t> row_begin;   // [M+1]

@@ -1,4 +1,4 @@
-// What the compositing needs of a splat, packed so that one fetch brings all of it, and the alpha that forward and
+// A splat's numbers for compositing, packed so that one fetch loads them all, and the alpha that forward and
 // backward share.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace nsmg {
 
-// As many channels as find room in one splat's 64 bytes; of more, only the first ones are kept here.
+// As many channels as fit into one splat's 64 bytes; of more, only the first ones are kept here.
 constexpr int kPackedChannels = 4;
 
 template <typename T>
@@ -114,10 +114,10 @@ struct TileGrid {
   }
 };
 
-// The rows and blocks of a tile that each splat of a batch may reach, found ahead of the compositing: its loops then
+// The rows and blocks of a tile that each splat of a batch may overlap, found ahead of the compositing: its loops then
 // know their bounds early, and the processor need not guess them.
 template <typename T>
-struct Reaches {
+struct TileOverlaps {
   int32_t row_first[kBatch], row_last[kBatch], block_first[kBatch], block_last[kBatch];
 
   // Of the splats ids[0..count).
@@ -130,8 +130,8 @@ struct Reaches {
       const Ellipse<T> e = batch.get(i);
       covered_steps(e.y_span(x_lo, x_hi), y_origin, height, row_first[i], row_last[i]);
       int first, last;
-      const T reach = e.extent_x + e.slack;
-      covered_steps(Span<T>{e.mean_x - reach, e.mean_x + reach}, x_origin, width, first, last);
+      const T half_width = e.extent_x + e.slack;
+      covered_steps(Span<T>{e.mean_x - half_width, e.mean_x + half_width}, x_origin, width, first, last);
       block_first[i] = first / Lanes<T>::kWidth;
       block_last[i] = last > first ? (last - 1) / Lanes<T>::kWidth + 1 : block_first[i];
     }

@@ -68,8 +68,8 @@ void route_lines(Call& call) {
                         rows,
                         int(first),
                         int(end),
-                        call.in_or_null<bool>("reached", {-1, rows})};
-  const int64_t cells = lines.reached == nullptr ? 0 : call.count("reached", "cells");
+                        call.in_or_null<bool>("in_cells", {-1, rows})};
+  const int64_t cells = lines.in_cells == nullptr ? 0 : call.count("in_cells", "cells");
   const std::vector<RankPatch> patches =
       rank_patches(call.integers("patches"), ranks, call.integers("cells"), cells);
   int32_t* place = call.in_place<int32_t>("place", {ranks, rows});
@@ -158,7 +158,7 @@ void footprint_counts(Call& call) {
   }
   sort_by_view(patches);
   const int count = cuda_count(int64_t(patches.size()), "patches");
-  NSMG_CUDA_CHECK(reach_launch(lines, patches.data(), count, capacity_for(call, patches), call.out<int64_t>({count}),
+  NSMG_CUDA_CHECK(footprint_launch(lines, patches.data(), count, capacity_for(call, patches), call.out<int64_t>({count}),
                                call.stream()));
 }
 
@@ -274,13 +274,13 @@ void put_rows(Call& call) {
   const std::vector<at::Tensor> arrays = call.tensors("arrays");
   const at::IntArrayRef taken = call.integers("taken");
   const int64_t gate_column = call.integer("gate_column"), offset = call.integer("offset");
-  TORCH_CHECK_VALUE(!arrays.empty() && arrays.size() <= kMostTold && arrays.size() == taken.size(),
-                    "put_rows takes 1 to ", kMostTold, " arrays and as many numbers, not ", arrays.size(), " and ",
+  TORCH_CHECK_VALUE(!arrays.empty() && arrays.size() <= kMostPutArrays && arrays.size() == taken.size(),
+                    "put_rows takes 1 to ", kMostPutArrays, " arrays and as many numbers, not ", arrays.size(), " and ",
                     taken.size(), ".");
   const int64_t lines = arrays[0].size(0);
-  Told told{};
-  told.count = int(arrays.size());
-  told.capacity = cuda_count(lines, "lines");
+  PutArrays put{};
+  put.count = int(arrays.size());
+  put.capacity = cuda_count(lines, "lines");
   for (size_t k = 0; k < arrays.size(); ++k) {
     const at::Tensor& array = arrays[k];
     TORCH_CHECK_TYPE(array.element_size() == 4 && array.device() == call.like().device(), "array ", k,
@@ -293,25 +293,25 @@ void put_rows(Call& call) {
     TORCH_CHECK_VALUE(taken[k] >= 0 && taken[k] <= width && (width % 4 == 0 || taken[k] % width == 0), "of array ", k,
                       " ", taken[k], " words a line are to be taken: need 0 to ", width,
                       ", and all of them or none where they are no multiple of 4.");
-    told.arrays[k] = {static_cast<const int32_t*>(array.const_data_ptr()), width, int(taken[k])};
+    put.arrays[k] = {static_cast<const int32_t*>(array.const_data_ptr()), width, int(taken[k])};
   }
-  told.offset = int(offset);
-  TORCH_CHECK_VALUE(offset == 0 || (arrays[0].scalar_type() == at::kInt && told.arrays[0].width % 4 != 0),
+  put.offset = int(offset);
+  TORCH_CHECK_VALUE(offset == 0 || (arrays[0].scalar_type() == at::kInt && put.arrays[0].width % 4 != 0),
                     "an offset is for lines of int32, and not of a multiple of 4; array 0 is ", arrays[0].scalar_type(),
-                    ", with ", told.arrays[0].width, " a line.");
+                    ", with ", put.arrays[0].width, " a line.");
   if (call.has("gate")) {
-    told.gate_column = int(gate_column);
-    told.gate_width = call.count("gate", "columns of the gate", 1);
-    told.gate = call.floats("gate", {lines, told.gate_width});
-    const ToldArray& last = told.arrays[told.count - 1];
-    TORCH_CHECK_VALUE(last.width % 4 == 0 && gate_column >= 0 && gate_column + told.gate_width <= last.width,
-                      "the gate is of columns ", gate_column, " to ", gate_column + told.gate_width, " of lines of ",
+    put.gate_column = int(gate_column);
+    put.gate_width = call.count("gate", "columns of the gate", 1);
+    put.gate = call.floats("gate", {lines, put.gate_width});
+    const PutArray& last = put.arrays[put.count - 1];
+    TORCH_CHECK_VALUE(last.width % 4 == 0 && gate_column >= 0 && gate_column + put.gate_width <= last.width,
+                      "the gate is of columns ", gate_column, " to ", gate_column + put.gate_width, " of lines of ",
                       last.width, ", which must be a multiple of 4.");
   }
   const int64_t* count = call.longs("count", {1});
-  const int64_t* destinations = call.longs("destinations", {-1, told.count});
+  const int64_t* destinations = call.longs("destinations", {-1, put.count});
   NSMG_CUDA_CHECK(
-      put_rows_launch(told, count, destinations, call.count("destinations", "ranks"), call.stream()));
+      put_rows_launch(put, count, destinations, call.count("destinations", "ranks"), call.stream()));
 }
 
 // ---- cells ----

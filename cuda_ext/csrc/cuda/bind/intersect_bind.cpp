@@ -1,4 +1,4 @@
-// The lists of splats that reach each tile, on CUDA: of one GPU, and by a sort over all GPUs of a machine. Addresses
+// The lists of splats that overlap each tile, on CUDA: of one GPU, and by a sort over all GPUs of a machine. Addresses
 // come as integers: they are memory of this GPU or of its peers.
 
 #include "cpu/common/patches.h"
@@ -18,7 +18,7 @@ namespace intersect_bind {
 
 constexpr int64_t kMostPairs = std::numeric_limits<int32_t>::max();
 
-// Rows, and room for what puts them in order.
+// Rows, and scratch memory for sorting them.
 struct Rows {
   IntersectRows rows;
 
@@ -39,9 +39,9 @@ struct Rows {
     auto* there = static_cast<PatchTiles*>(call.scratch_bytes(int64_t(patches.size() * sizeof(PatchTiles))));
     const PatchTable table{there, int(patches.size()), tile_size};
     NSMG_CUDA_CHECK(intersect_upload(patches.data(), table.count, there, total, call.stream()));
-    size_t room = 0;
-    NSMG_CUDA_CHECK(intersect_order_bytes(rows.count, &room));
-    NSMG_CUDA_CHECK(intersect_order(rows, table, call.scratch_bytes(int64_t(room)), total, order, call.stream()));
+    size_t num_bytes = 0;
+    NSMG_CUDA_CHECK(intersect_order_bytes(rows.count, &num_bytes));
+    NSMG_CUDA_CHECK(intersect_order(rows, table, call.scratch_bytes(int64_t(num_bytes)), total, order, call.stream()));
     return table;
   }
 };
@@ -67,11 +67,11 @@ at::Tensor list_pairs(Call& call, const IntersectRows& rows, const PatchTable& t
     lists.tiles[k] = static_cast<Key*>(call.scratch_bytes(int64_t(sizeof(Key)) * capacity));
     lists.rows[k] = ids[k].mutable_data_ptr<int32_t>();
   }
-  size_t room = 0;
-  NSMG_CUDA_CHECK(intersect_emit_bytes<Key>(capacity, tiles, &room));
+  size_t num_bytes = 0;
+  NSMG_CUDA_CHECK(intersect_emit_bytes<Key>(capacity, tiles, &num_bytes));
   int current = 0;
   NSMG_CUDA_CHECK(intersect_emit<Key>(rows, table, order, total, capacity, tiles, lists, &current,
-                                      call.scratch_bytes(int64_t(room)), room, call.stream()));
+                                      call.scratch_bytes(int64_t(num_bytes)), num_bytes, call.stream()));
   NSMG_CUDA_CHECK(
       intersect_offsets<Key>(lists.tiles[current], total, capacity, tiles, tile_offsets, call.stream()));
   return ids[current];
@@ -120,12 +120,12 @@ void intersect_capacity(Call& call) {
 }
 
 void clip_lists(Call& call) {
-  const int tiles = call.count("windows", "tiles"), room = call.count("row_ids", "intersections"),
+  const int tiles = call.count("windows", "tiles"), num_bytes = call.count("row_ids", "intersections"),
             rows = call.count("depths", "rows");
-  const TileListing lists{call.ints("tile_offsets", {tiles + 1}), call.ints("row_ids", {room}),
-                          call.floats("depths", {rows}), call.floats("windows", {tiles, 2}), tiles, rows, room};
+  const WindowLists lists{call.ints("tile_offsets", {tiles + 1}), call.ints("row_ids", {num_bytes}),
+                          call.floats("depths", {rows}), call.floats("windows", {tiles, 2}), tiles, rows, num_bytes};
   int32_t* found = call.out<int32_t>({tiles + 1});
-  int32_t* clipped = call.out<int32_t>({room});
+  int32_t* clipped = call.out<int32_t>({num_bytes});
   int32_t* firsts = call.scratch<int32_t>(2 * (int64_t{tiles} + 1));
   size_t bytes = 0;
   NSMG_CUDA_CHECK(clip_bytes(tiles, &bytes));
@@ -165,10 +165,10 @@ void sort_pairs(Call& call) {
   int64_t* out_keys = call.in_place<int64_t>("out_keys", {capacity});
   int32_t* out_values = call.in_place<int32_t>("out_values", {capacity});
   if (capacity == 0) return;
-  size_t room = 0;
-  NSMG_CUDA_CHECK(pair_sort_bytes(capacity, int(begin_bit), int(end_bit), &room));
+  size_t num_bytes = 0;
+  NSMG_CUDA_CHECK(pair_sort_bytes(capacity, int(begin_bit), int(end_bit), &num_bytes));
   NSMG_CUDA_CHECK(pair_sort(keys, values, count, capacity, int(begin_bit), int(end_bit), out_keys, out_values,
-                            call.scratch_bytes(int64_t(room)), room, call.stream()));
+                            call.scratch_bytes(int64_t(num_bytes)), num_bytes, call.stream()));
 }
 
 void publish_count(Call& call) {

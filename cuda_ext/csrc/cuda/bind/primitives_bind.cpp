@@ -128,7 +128,7 @@ void rasterize_backward(Call& call) {
   const int64_t pixels = rows.cut.pixels;
   const auto extra_shape = column_shape(pixels, Primitive::kExtra);
   RasterState state;
-  PrimitivePixelGradients given;  // what the pixels have beside their colour goes by another name in each primitive
+  PrimitivePixelGradients given;  // each primitive has another name for its pixels' numbers other than colour
   given.out = call.floats("out", {pixels, 3});
   given.extra = call.floats(call.next_name(), extra_shape);
   given.alpha = call.floats("alpha", {pixels});

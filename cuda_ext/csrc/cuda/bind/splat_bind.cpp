@@ -45,7 +45,7 @@ int checked_degree(Call& call, int64_t held) {
 void* moment(Call& call, const at::Tensor& tensor, const char* kind, const char* name, at::IntArrayRef shape,
              at::ScalarType dtype) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kind, " of ", name, " is ", tensor.scalar_type(),
-                   "; moments must all be Float, or all BFloat16, beside parameters in Float.");
+                   "; moments must all be Float, or all BFloat16 with parameters in Float.");
   TORCH_CHECK_VALUE(tensor.is_contiguous(), kind, " of ", name, " must be contiguous: it is written in place.");
   check_aligned(tensor, kind);
   return cuda_checked(tensor, kind, shape, dtype, call.like()).mutable_data_ptr();
@@ -102,7 +102,7 @@ struct Inputs {
   SplatSettings settings;
   int capacity;
 
-  // `may_miss`: whether the operator takes steps that were put off.
+  // `may_miss`: whether the operator applies deferred steps.
   Inputs(Call& call, bool may_miss) {
     const int64_t points = call.count("means", "points");
     const at::Tensor& sh_rest = call.hold(call.checked("sh_rest", {points, -1, 3}, at::kFloat));
@@ -134,7 +134,7 @@ struct Inputs {
   }
 };
 
-// Room for the rows, with the ids and the count that culling finds.
+// Capacity for the rows, with the ids and the count that culling finds.
 SplatRows culled(Call& call, const Inputs& in) {
   const int64_t capacity = in.capacity;
   SplatRows rows = {};
@@ -245,12 +245,12 @@ UpdateGradients update_gradients(Call& call, const UpdateRows& rows, bool absgra
           given[4].numel() > 0 ? absolutes : nullptr};
 }
 
-UpdateWitness update_witness(Call& call, int views) {
-  if (!call.has("witness")) return {};
+UpdateFiniteFlag update_finite_flag(Call& call, int views) {
+  if (!call.has("finite_flag")) return {};
   const at::IntArrayRef shown = call.integers("finite_flag_views");
   const bool all = shown.empty();
   TORCH_CHECK_VALUE(all || shown.size() == 2, "finite_flag_views must be the first view and the end, or empty.");
-  return {call.in_place<float>("witness", {1}), all ? 0 : cuda_count(shown[0], "views"),
+  return {call.in_place<float>("finite_flag", {1}), all ? 0 : cuda_count(shown[0], "views"),
           all ? views : cuda_count(shown[1], "views")};
 }
 
@@ -271,7 +271,7 @@ void splat_update(Call& call) {
   launch.gradients = update_gradients(call, launch.rows, launch.settings.absgrad);
   launch.statistics = {statistic(call, "grad2d", launch.points), statistic(call, "seen", launch.points),
                        statistic(call, "radii_max", launch.points)};
-  launch.witness = update_witness(call, launch.views.count);
+  launch.finite_flag = update_finite_flag(call, launch.views.count);
   if (call.has("boxes")) launch.boxes = call.in_place<float>("boxes", {box_groups(launch.points), kBoxFloats});
   launch.starts = call.scratch<int32_t>(int64_t{launch.views.count} * (update_groups(launch.points) + 1));
   NSMG_CUDA_CHECK(splat_update_launch(launch, call.stream()));

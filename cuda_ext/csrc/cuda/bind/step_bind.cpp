@@ -4,7 +4,7 @@
 #include "cuda/bind/call.h"
 #include "cuda/common/clock.h"
 #include "cuda/common/encode_grid.h"
-#include "cuda/common/served.h"
+#include "cuda/common/input_lines.h"
 #include "cuda/optim/adam.h"
 #include "cuda/optim/step_control.h"
 
@@ -104,17 +104,17 @@ void put_work(Call& call, int64_t ranks, GateLaunch& launch) {
 
 void step_gate(Call& call) {
   const std::vector<at::Tensor> counts = call.tensors("counts");
-  const int64_t kinds = static_cast<int64_t>(counts.size());
-  TORCH_CHECK_VALUE(kinds >= 1 && kinds <= kMostLimits && counts[0].numel() > 0, "counts must be 1 to ", kMostLimits,
-                    " tensors [ranks], not ", kinds, ".");
+  const int64_t num_limits = static_cast<int64_t>(counts.size());
+  TORCH_CHECK_VALUE(num_limits >= 1 && num_limits <= kMostLimits && counts[0].numel() > 0, "counts must be 1 to ", kMostLimits,
+                    " tensors [ranks], not ", num_limits, ".");
   TORCH_CHECK_VALUE(call.has("work") == call.has("totals"), "work and totals belong together: give both or neither.");
   GateLaunch launch = {};
   const int64_t ranks = counts[0].numel();
-  for (int64_t k = 0; k < kinds; ++k) launch.counts[k] = column_of(call, counts[k], "counts", ranks);
-  launch.kinds = static_cast<int>(kinds);
+  for (int64_t k = 0; k < num_limits; ++k) launch.counts[k] = column_of(call, counts[k], "counts", ranks);
+  launch.num_limits = static_cast<int>(num_limits);
   launch.ranks = cuda_count(ranks, "ranks");
-  launch.limits = call.longs("limits", {kinds});
-  launch.status = call.in_place<int64_t>("status", {kinds + 2 + (call.has("sent") ? 1 : 0)});
+  launch.limits = call.longs("limits", {num_limits});
+  launch.status = call.in_place<int64_t>("status", {num_limits + 2 + (call.has("sent") ? 1 : 0)});
   launch.lazy_steps = call.in_or_null<int32_t>("lazy_steps", {1});
   launch.most_steps = call.counted("most_steps", "steps");
   if (call.has("sent")) launch.sent = column_of(call, call.tensor("sent"), "sent", 1).first;
@@ -141,23 +141,23 @@ void take_lines(Call& call) {
                     into.size(), ".");
   const int64_t* at = call.longs("at", {1});
   const at::Device device = call.tensor("at").device();
-  ServedTables served{};
-  served.count = int(tables.size());
-  served.lines = cuda_count(tables[0].size(0), "lines");
+  QueuedTables queued{};
+  queued.count = int(tables.size());
+  queued.lines = cuda_count(tables[0].size(0), "lines");
   for (size_t k = 0; k < tables.size(); ++k) {
     const at::Tensor &table = tables[k], &place = into[k];
     TORCH_CHECK_TYPE(table.element_size() == 4 && table.scalar_type() == place.scalar_type(), "table ", k,
                      " and its place must be of one kind of numbers of 4 bytes.");
-    TORCH_CHECK_VALUE(table.dim() == 2 && table.size(0) == served.lines && place.numel() == table.size(1) &&
+    TORCH_CHECK_VALUE(table.dim() == 2 && table.size(0) == queued.lines && place.numel() == table.size(1) &&
                           table.is_contiguous() && place.is_contiguous(),
-                      "table ", k, " must be [", served.lines, ", ", place.numel(),
+                      "table ", k, " must be [", queued.lines, ", ", place.numel(),
                       "], and it and its place contiguous.");
     TORCH_CHECK_TYPE(place.device() == device && (table.is_cuda() ? table.device() == device : table.is_pinned()),
                      "table ", k, " must be on ", device, " or in page-locked memory, and its place on ", device, ".");
-    served.tables[k] = {static_cast<const int32_t*>(table.const_data_ptr()),
+    queued.tables[k] = {static_cast<const int32_t*>(table.const_data_ptr()),
                         static_cast<int32_t*>(place.mutable_data_ptr()), int(table.size(1))};
   }
-  NSMG_CUDA_CHECK(take_lines_launch(served, at, call.stream()));
+  NSMG_CUDA_CHECK(take_lines_launch(queued, at, call.stream()));
 }
 
 void keep_line(Call& call) {

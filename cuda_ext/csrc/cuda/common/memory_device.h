@@ -1,4 +1,4 @@
-// Ways to memory that CUDA C++ has no word for: copies into shared memory beside the program, and additions that nobody
+// Ways to memory that CUDA C++ has no word for: copies into shared memory asynchronous to the program, and additions that no thread
 // waits for, to memory of this GPU or of another.
 #pragma once
 

@@ -113,7 +113,7 @@ __device__ __forceinline__ double tile_middle(double at) {
 
 __global__ void __launch_bounds__(kThreads)
     reached_kernel(CellRows rows, const float* viewmats, const float* Ks, int views, const double* boxes, int cells,
-                   bool* reached) {
+                   bool* in_cells) {
   const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= rows.count) return;
   const int view = min(max(rows.view_ids[row], 0), views - 1);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
       if (isfinite(box[axis])) inside &= high[axis] >= box[axis];
       if (isfinite(box[3 + axis])) inside &= low[axis] <= box[3 + axis];
     }
-    reached[int64_t(cell) * rows.count + row] = inside;
+    in_cells[int64_t(cell) * rows.count + row] = inside;
   }
 }
 
@@ -176,11 +176,11 @@ cudaError_t cell_windows_launch(const CellTables& sizes, const uint32_t* host, u
 }
 
 cudaError_t cells_reached_launch(const CellRows& rows, const float* viewmats, const float* Ks, int views,
-                                 const double* host_boxes, int cells, double* boxes, bool* reached,
+                                 const double* host_boxes, int cells, double* boxes, bool* in_cells,
                                  cudaStream_t stream) {
   if (rows.count == 0 || cells == 0) return cudaSuccess;
   upload_words(reinterpret_cast<const uint32_t*>(host_boxes), 12 * cells, reinterpret_cast<uint32_t*>(boxes), stream);
-  reached_kernel<<<blocks_of(rows.count), kThreads, 0, stream>>>(rows, viewmats, Ks, views, boxes, cells, reached);
+  reached_kernel<<<blocks_of(rows.count), kThreads, 0, stream>>>(rows, viewmats, Ks, views, boxes, cells, in_cells);
   return cudaGetLastError();
 }
 

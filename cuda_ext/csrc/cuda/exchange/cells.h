@@ -29,9 +29,9 @@ struct CellRows {
   int count;
 };
 
-// host_boxes [cells, 6], `boxes` as long; reached [cells, count].
+// host_boxes [cells, 6], `boxes` as long; in_cells [cells, count].
 cudaError_t cells_reached_launch(const CellRows& rows, const float* viewmats, const float* Ks, int views,
-                                 const double* host_boxes, int cells, double* boxes, bool* reached,
+                                 const double* host_boxes, int cells, double* boxes, bool* in_cells,
                                  cudaStream_t stream);
 
 }  // namespace nsmg

@@ -19,7 +19,7 @@ inline constexpr int kRecordQuads = 4;
 // A rectangle of a view that a rank renders, halo included.
 struct RankPatch {
   int32_t view, rank, x0, y0, x1, y1;
-  int32_t cell = 0;  // what of the rows goes there: see RouteRows::reached
+  int32_t cell = 0;  // cell whose rows are sent there: see RouteRows::in_cells
 };
 
 // What routing looks at: lines first to end of `count`, of which all before *real are rows.
@@ -29,7 +29,7 @@ struct RouteRows {
   const float* means2d;
   const int32_t* radii;
   int count, first, end;
-  const bool* reached = nullptr;  // [cells, count] which rows are in each cell; null where all go
+  const bool* in_cells = nullptr;  // [cells, count] which rows are in each cell; null where all go
 };
 
 // Rows per block of the routing kernels.

@@ -12,7 +12,7 @@ constexpr int kShared = 4096;  // patches whose counts a block holds
 constexpr int kRows = 8;       // of a thread
 
 __global__ void __launch_bounds__(kThreads)
-    reach_kernel(RouteRows rows, const RankPatch* patches, int patch_count, unsigned long long* counts) {
+    footprint_kernel(RouteRows rows, const RankPatch* patches, int patch_count, unsigned long long* counts) {
   extern __shared__ int sums[];
   const bool here = patch_count <= kShared;
   for (int k = int(threadIdx.x); here && k < patch_count; k += kThreads) sums[k] = 0;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t reach_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
+cudaError_t footprint_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
                          int64_t* counts, cudaStream_t stream) {
   if (patch_count == 0) return cudaSuccess;
   upload_patches(host_patches, patch_count, patches, stream);
@@ -44,7 +44,7 @@ cudaError_t reach_launch(const RouteRows& rows, const RankPatch* host_patches, i
   if (status != cudaSuccess || rows.end == 0) return status;
   const int blocks = (rows.end + kThreads * kRows - 1) / (kThreads * kRows);
   const size_t shared = patch_count <= kShared ? size_t(patch_count) * sizeof(int) : 0;
-  reach_kernel<<<blocks, kThreads, shared, stream>>>(rows, patches, patch_count,
+  footprint_kernel<<<blocks, kThreads, shared, stream>>>(rows, patches, patch_count,
                                                      reinterpret_cast<unsigned long long*>(counts));
   return cudaGetLastError();
 }

@@ -11,7 +11,7 @@ namespace nsmg {
 
 // `patches` is device memory, `host_patches` long; they must ascend by view, and `rank` is the patch's place in
 // `counts` [patch_count]. Runs on the given stream and waits for nothing.
-cudaError_t reach_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
+cudaError_t footprint_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
                          int64_t* counts, cudaStream_t stream);
 
 }  // namespace nsmg

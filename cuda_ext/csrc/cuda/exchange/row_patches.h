@@ -28,12 +28,12 @@ inline void upload_patches(const RankPatch* host_patches, int patch_count, RankP
 }
 
 // Whether the box around the row's mean holds a pixel centre of the patch: the rule of `intersect`.
-__device__ __forceinline__ bool box_reaches(float2 mean, int2 radius, const RankPatch& patch) {
-  const float reach_x = float(radius.x), reach_y = float(radius.y);
+__device__ __forceinline__ bool box_overlaps(float2 mean, int2 radius, const RankPatch& patch) {
+  const float radius_x = float(radius.x), radius_y = float(radius.y);
   int first, last;
-  covered_steps(Span<float>{mean.x - reach_x, mean.x + reach_x}, float(patch.x0), patch.x1 - patch.x0, first, last);
+  covered_steps(Span<float>{mean.x - radius_x, mean.x + radius_x}, float(patch.x0), patch.x1 - patch.x0, first, last);
   if (first >= last) return false;
-  covered_steps(Span<float>{mean.y - reach_y, mean.y + reach_y}, float(patch.y0), patch.y1 - patch.y0, first, last);
+  covered_steps(Span<float>{mean.y - radius_y, mean.y + radius_y}, float(patch.y0), patch.y1 - patch.y0, first, last);
   return first < last;
 }
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ void patches_reached(const RouteRows& rows, const Ran
     if (__ldg(p) != view) break;
     const RankPatch patch{view, __ldg(p + 1), __ldg(p + 2), __ldg(p + 3), __ldg(p + 4), __ldg(p + 5),
                           __ldg(p + 6)};
-    if (box_reaches(mean, radius, patch)) reached(patch);
+    if (box_overlaps(mean, radius, patch)) reached(patch);
   }
 }
 

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t ranks_reached(const RouteRows& rows, const R
                                                   int64_t row) {
   uint32_t mask = 0;
   patches_reached(rows, patches, patch_count, row, [&](const RankPatch& patch) {
-    if (rows.reached == nullptr || rows.reached[int64_t(patch.cell) * rows.count + row]) mask |= 1u << patch.rank;
+    if (rows.in_cells == nullptr || rows.in_cells[int64_t(patch.cell) * rows.count + row]) mask |= 1u << patch.rank;
   });
   return mask;
 }

@@ -42,7 +42,7 @@ __device__ __forceinline__ float power(int exponent) { return __uint_as_float(ui
 __device__ __forceinline__ uint32_t half_bits(float x) { return __half_as_ushort(__float2half_rn(x)); }
 __device__ __forceinline__ float low_half(uint32_t word) { return __half2float(__ushort_as_half(word & 0xffffu)); }
 __device__ __forceinline__ float high_half(uint32_t word) { return __half2float(__ushort_as_half(word >> 16)); }
-__device__ __forceinline__ uint32_t halves(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+__device__ __forceinline__ uint32_t halfs(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
 __device__ __forceinline__ uint32_t with_scales(float value, int one, int other) {
   return half_bits(value) | uint32_t(one & 0xff) << 16 | uint32_t(other & 0xff) << 24;
 }
@@ -70,9 +70,9 @@ __device__ __forceinline__ void half_row(const RowNumbers& row, uint32_t* words)
   words[2] = bits(v[9]);
   words[3] = radius_word(row.radii.x, row.view);
   words[4] = radius_word(row.radii.y, row.view >> 4);
-  words[5] = halves(a * conic, b * conic);
-  words[6] = halves(c * conic, v[5]);
-  words[7] = halves(v[6] * color, v[7] * color);
+  words[5] = halfs(a * conic, b * conic);
+  words[6] = halfs(c * conic, v[5]);
+  words[7] = halfs(v[6] * color, v[7] * color);
   words[8] = with_scales(v[8] * color, of_conic, of_color);
 }
 
@@ -115,12 +115,12 @@ __device__ __forceinline__ void half_gradients(const float* v, uint32_t* words) 
   }
   const int of_conic = scale_of(conics), of_rest = scale_of(rest);
   const float conic = power(of_conic), other = power(of_rest);
-  words[0] = halves(v[0] * other, v[1] * other);
-  words[1] = halves(v[2] * conic, v[3] * conic);
-  words[2] = halves(v[4] * conic, v[5] * other);
-  words[3] = halves(v[6] * other, v[7] * other);
+  words[0] = halfs(v[0] * other, v[1] * other);
+  words[1] = halfs(v[2] * conic, v[3] * conic);
+  words[2] = halfs(v[4] * conic, v[5] * other);
+  words[3] = halfs(v[6] * other, v[7] * other);
   words[4] = with_scales(v[8] * other, of_conic, of_rest);
-  if constexpr (kCount > 9) words[5] = halves(v[9] * other, v[10] * other);
+  if constexpr (kCount > 9) words[5] = halfs(v[9] * other, v[10] * other);
 }
 
 template <int kCount>

@@ -10,7 +10,7 @@ namespace nsmg {
 
 struct RowSplat {
   Ellipse<float> ellipse;
-  float reach_x, reach_y;
+  float radius_x, radius_y;
   int view;
 };
 
@@ -26,8 +26,8 @@ __device__ __forceinline__ RowSplat load_row(const IntersectRows& rows, int row)
   RowSplat splat;
   splat.ellipse = make_ellipse(mean.x, mean.y, __ldg(conic), __ldg(conic + 1), __ldg(conic + 2),
                                __ldg(rows.opacities + row));
-  splat.reach_x = float(radius.x);
-  splat.reach_y = float(radius.y);
+  splat.radius_x = float(radius.x);
+  splat.radius_y = float(radius.y);
   splat.view = __ldg(rows.view_ids + row);
   return splat;
 }
@@ -57,7 +57,7 @@ __device__ __forceinline__ void for_patches(const PatchTable& table, const RowSp
   for (int k = first_patch(table, splat.view); k < table.count; ++k) {
     const PatchTiles patch = load_patch(table, k);
     if (patch.view != splat.view) break;
-    const TileRange columns = tile_columns(splat.ellipse, splat.reach_x, patch, tile_size);
+    const TileRange columns = tile_columns(splat.ellipse, splat.radius_x, patch, tile_size);
     if (columns.first < columns.last) use(patch, columns);
   }
 }

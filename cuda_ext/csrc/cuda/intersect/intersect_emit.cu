@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Key staged_tiles[kChunk];
   __shared__ int32_t staged_rows[kChunk];
   __shared__ int bounds[2];
-  const auto [begin, stop, room] =
+  const auto [begin, stop, places] =
       list_chunk<Key, kTile>(rows, table, order, total, capacity, staged_tiles, staged_rows, bounds);
-  for (uint32_t k = threadIdx.x; k < room; k += kThreads) {
+  for (uint32_t k = threadIdx.x; k < places; k += kThreads) {
     const bool used = begin + k < stop;
     tiles[size_t(begin) + k] = used ? staged_tiles[k] : unused;
     ids[size_t(begin) + k] = used ? staged_rows[k] : -1;

@@ -53,7 +53,7 @@ struct Window {
 
 // What a block lists: pairs [begin, stop) of all, into the first of the `room` places that are its own.
 struct Chunk {
-  uint32_t begin, stop, room;
+  uint32_t begin, stop, places;
 };
 
 // Gathers the block's pairs in shared memory; `bounds` is scratch for two numbers. For blocks of kListThreads threads,
@@ -65,8 +65,8 @@ __device__ __forceinline__ Chunk list_chunk(const IntersectRows& rows, const Pat
                                             int32_t* staged_rows, int* bounds) {
   const int tile_size = kTile > 0 ? kTile : table.tile_size;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t begin = blockIdx.x * uint32_t(kChunk), room = min(uint32_t(capacity) - begin, uint32_t(kChunk));
-  const uint32_t pairs = listed(total, capacity), stop = min(begin + room, pairs);
+  const uint32_t begin = blockIdx.x * uint32_t(kChunk), places = min(uint32_t(capacity) - begin, uint32_t(kChunk));
+  const uint32_t pairs = listed(total, capacity), stop = min(begin + places, pairs);
   if (begin < stop) {
     const Window<Key> window{begin, stop, staged_tiles, staged_rows};
     if (warp < 2) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ Chunk list_chunk(const IntersectRows& rows, const Pat
           uint32_t next = start;
           for_patches(table, splat, tile_size, [&](const PatchTiles& patch, TileRange columns) {
             for (int column = columns.first; column < columns.last; ++column) {
-              const TileRange lines = tiles_of_column(splat.ellipse, splat.reach_y, patch, column, tile_size);
+              const TileRange lines = tiles_of_column(splat.ellipse, splat.radius_y, patch, column, tile_size);
               const int number = lines.last - lines.first;
               window.put(next, number, patch.first_tile + lines.first * patch.tiles_x + column, patch.tiles_x, row);
               next += number;
@@ -108,7 +108,7 @@ __device__ __forceinline__ Chunk list_chunk(const IntersectRows& rows, const Pat
             const int column = first + lane;
             TileRange lines{0, 0};
             if (column < columns.last)
-              lines = tiles_of_column(splat.ellipse, splat.reach_y, patch, column, tile_size);
+              lines = tiles_of_column(splat.ellipse, splat.radius_y, patch, column, tile_size);
             const int number = lines.last - lines.first;
             int through = number;  // of this lane's column and those before it
             for (int distance = 1; distance < 32; distance *= 2) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ Chunk list_chunk(const IntersectRows& rows, const Pat
     }
     __syncthreads();
   }
-  return {begin, stop, room};
+  return {begin, stop, places};
 }
 
 }  // namespace nsmg

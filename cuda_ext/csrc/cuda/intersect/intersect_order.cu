@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
         return;
       }
       for (int column = columns.first; column < columns.last; ++column) {
-        const TileRange lines = tiles_of_column(splat.ellipse, splat.reach_y, patch, column, tile_size);
+        const TileRange lines = tiles_of_column(splat.ellipse, splat.radius_y, patch, column, tile_size);
         count += lines.last - lines.first;
       }
     });
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     for_patches(table, splat, tile_size, [&](const PatchTiles& patch, TileRange columns) {
       if (columns.last - columns.first < kWideColumns) return;
       for (int column = columns.first + lane; column < columns.last; column += 32) {
-        const TileRange lines = tiles_of_column(splat.ellipse, splat.reach_y, patch, column, tile_size);
+        const TileRange lines = tiles_of_column(splat.ellipse, splat.radius_y, patch, column, tile_size);
         part += lines.last - lines.first;
       }
     });

@@ -16,10 +16,10 @@ namespace nsmg {
 namespace {
 
 constexpr int kChannels = 3, kBorder = 2 * kSsimHalf * kChannels;
-constexpr int kStrip = 32, kReach = kStrip + kBorder, kLine = 2 * kStrip;  // numbers; a lane loads two
+constexpr int kStrip = 32, kLoaded = kStrip + kBorder, kLine = 2 * kStrip;  // numbers; a lane loads two
 constexpr int kSegment = 40;                                               // rows that a warp puts out
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-static_assert(kReach <= kLine, "two numbers a lane must cover the strip with its border");
+static_assert(kLoaded <= kLine, "two numbers a lane must cover the strip with its border");
 
 // Work of one warp: the numbers [first, first + kStrip) of the rows [row, row + rows).
 struct Piece {
@@ -27,7 +27,7 @@ struct Piece {
 };
 
 int strips(int numbers) { return (numbers + kStrip - 1) / kStrip; }
-int64_t pieces(int numbers, int rows) { return int64_t(strips(numbers)) * ((rows + kSegment - 1) / kSegment); }
+int64_t parts(int numbers, int rows) { return int64_t(strips(numbers)) * ((rows + kSegment - 1) / kSegment); }
 
 __device__ __forceinline__ Piece piece_at(int64_t index, int numbers, int rows) {
   const int across = (numbers + kStrip - 1) / kStrip;
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kThreads)
   if (index >= all) return;
   const int numbers = (centres.x1 - centres.x0) * kChannels, rows = centres.y1 - centres.y0;
   const Piece piece = piece_at(index, numbers, rows);
-  const int reach = min(kReach, numbers + kBorder - piece.first);
-  const bool near = lane < reach, far = lane + kStrip < reach, out = piece.first + lane < numbers;
+  const int loaded = min(kLoaded, numbers + kBorder - piece.first);
+  const bool near = lane < loaded, far = lane + kStrip < loaded, out = piece.first + lane < numbers;
   const size_t corner = size_t(centres.y0 - kSsimHalf + piece.row) * pitch +
                         size_t(centres.x0 - kSsimHalf) * kChannels + piece.first + lane;
   const float* p = pred + corner;
@@ -208,13 +208,13 @@ __global__ void __launch_bounds__(kSumThreads)
 struct Workload {
   LossRectangle centres;
   int64_t numbers;  // of one plane of derivatives
-  int64_t centre_pieces, pieces;
+  int64_t centre_parts, parts;
 };
 
 Workload workload(const LossImages& images, const LossRectangle& inner) {
   const LossRectangle c = loss_centres(images, inner);
   const int numbers = (c.x1 - c.x0) * kChannels, rows = c.y1 - c.y0;
-  return {c, int64_t(rows) * numbers, pieces(numbers, rows), pieces(images.width * kChannels, images.height)};
+  return {c, int64_t(rows) * numbers, parts(numbers, rows), parts(images.width * kChannels, images.height)};
 }
 
 template <typename Target>
@@ -225,16 +225,16 @@ cudaError_t launch(const LossImages& images, const LossRectangle& inner, void* w
   const Target* target = static_cast<const Target*>(images.target);
   const int pitch = images.width * kChannels;
   double* l1 = static_cast<double*>(workspace);
-  double* ssim = l1 + work.pieces;
-  float* maps = reinterpret_cast<float*>(ssim + work.centre_pieces);
+  double* ssim = l1 + work.parts;
+  float* maps = reinterpret_cast<float*>(ssim + work.centre_parts);
   const auto blocks = [](int64_t warps) { return int((warps + kWarps - 1) / kWarps); };
-  if (work.centre_pieces > 0)
-    derivatives_kernel<Target><<<blocks(work.centre_pieces), kThreads, 0, stream>>>(
-        images.pred, target, pitch, work.centres, window, maps, ssim, work.centre_pieces);
-  if (work.pieces > 0)
-    gradient_kernel<Target><<<blocks(work.pieces), kThreads, 0, stream>>>(
-        images.pred, target, pitch, images.height, inner, work.centres, window, maps, gradient, l1, work.pieces);
-  totals_kernel<<<2, kSumThreads, 0, stream>>>(l1, work.pieces, ssim, work.centre_pieces, l1_sum, ssim_sum);
+  if (work.centre_parts > 0)
+    derivatives_kernel<Target><<<blocks(work.centre_parts), kThreads, 0, stream>>>(
+        images.pred, target, pitch, work.centres, window, maps, ssim, work.centre_parts);
+  if (work.parts > 0)
+    gradient_kernel<Target><<<blocks(work.parts), kThreads, 0, stream>>>(
+        images.pred, target, pitch, images.height, inner, work.centres, window, maps, gradient, l1, work.parts);
+  totals_kernel<<<2, kSumThreads, 0, stream>>>(l1, work.parts, ssim, work.centre_parts, l1_sum, ssim_sum);
   return cudaGetLastError();
 }
 
@@ -252,7 +252,7 @@ LossRectangle loss_centres(const LossImages& images, const LossRectangle& inner)
 
 size_t l1_ssim_bytes(const LossImages& images, const LossRectangle& inner) {
   const Workload work = workload(images, inner);
-  return sizeof(double) * size_t(work.pieces + work.centre_pieces) + 3 * sizeof(float) * size_t(work.numbers);
+  return sizeof(double) * size_t(work.parts + work.centre_parts) + 3 * sizeof(float) * size_t(work.numbers);
 }
 
 cudaError_t l1_ssim_launch(const LossImages& images, const LossRectangle& inner, void* workspace, float* l1_sum,

@@ -18,9 +18,9 @@ static_assert(kGroup == kBoxPoints, "a warp writes one box");
 
 // starts[view * (groups + 1) + group]: the first row at or after the group's first point; the last of a view is its
 // end. A finite flag, if given, is reset here.
-__global__ void starts_kernel(const UpdateRows rows, int views, int groups, int32_t* starts, float* witness) {
+__global__ void starts_kernel(const UpdateRows rows, int views, int groups, int32_t* starts, float* finite_flag) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i == 0 && witness != nullptr) *witness = 0.0f;
+  if (i == 0 && finite_flag != nullptr) *finite_flag = 0.0f;
   if (i >= int64_t{views} * (groups + 1)) return;
   const int view = static_cast<int>(i / (groups + 1)), group = static_cast<int>(i % (groups + 1));
   const int segment = view / (views / rows.segments), length = rows.rows / rows.segments;
@@ -130,8 +130,8 @@ cudaError_t launch_degree(const UpdateLaunch& launch, cudaStream_t stream) {
 cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream) {
   const int groups = update_groups(launch.points);
   const int64_t starts = launch.points > 0 ? int64_t{launch.views.count} * (groups + 1) : 0;
-  if (starts == 0 && launch.witness.at != nullptr) {
-    const cudaError_t status = cudaMemsetAsync(launch.witness.at, 0, sizeof(float), stream);
+  if (starts == 0 && launch.finite_flag.at != nullptr) {
+    const cudaError_t status = cudaMemsetAsync(launch.finite_flag.at, 0, sizeof(float), stream);
     if (status != cudaSuccess) return status;
   }
   if (launch.points == 0) return cudaSuccess;
@@ -139,7 +139,7 @@ cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream)
     constexpr int kSearchThreads = 256;
     const auto blocks = static_cast<unsigned>((starts + kSearchThreads - 1) / kSearchThreads);
     starts_kernel<<<blocks, kSearchThreads, 0, stream>>>(launch.rows, launch.views.count, groups, launch.starts,
-                                                         launch.witness.at);
+                                                         launch.finite_flag.at);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess) return status;
   }

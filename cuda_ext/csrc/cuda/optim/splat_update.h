@@ -37,7 +37,7 @@ struct UpdateStatistics {  // [N] each, or null
 };
 
 // Flag of gradients that are not finite, over the rows of some views.
-struct UpdateWitness {
+struct UpdateFiniteFlag {
   float* at;  // or null
   int first_view, end_view;
 };
@@ -58,7 +58,7 @@ struct UpdateLaunch {
   UpdateRows rows;
   UpdateGradients gradients;
   UpdateStatistics statistics;
-  UpdateWitness witness;
+  UpdateFiniteFlag finite_flag;
   UpdateSettings settings;
   int32_t* starts;  // [views, groups + 1]: where a view's rows of a group begin
   float* boxes;     // of the points' groups, widened to what is written; or null

@@ -69,9 +69,9 @@ struct Lane {
   }
 
   // A row of the view has a gradient that is not finite.
-  __device__ __forceinline__ void tell(int v) const {
-    const UpdateWitness& witness = launch.witness;
-    if (witness.at != nullptr && v >= witness.first_view && v < witness.end_view) *witness.at = nanf("");
+  __device__ __forceinline__ void publish(int v) const {
+    const UpdateFiniteFlag& finite_flag = launch.finite_flag;
+    if (finite_flag.at != nullptr && v >= finite_flag.first_view && v < finite_flag.end_view) *finite_flag.at = nanf("");
   }
 
   // Sums all gradients but those of the harmonics beyond the first; returns whether the point is drawn anywhere.
@@ -80,7 +80,7 @@ struct Lane {
     for_rows([&](int v, int64_t row) {
       const ViewSetup& view = views[v];
       const RowGradient g = load_gradient(launch.gradients, launch.rows, row);
-      if (!(g.probe == 0.0f)) tell(v);
+      if (!(g.probe == 0.0f)) publish(v);
       const PointGradient<float> p =
           splat_vjp(view.camera, point, launch.settings.eps2d, launch.settings.antialiased, g.splat);
       sums.mean = sums.mean + p.mean;

@@ -39,10 +39,10 @@ __device__ __forceinline__ int64_t sent_away(const MessageCounts& counts) {
 
 // Rows by which the fullest segment exceeds its capacity; keeps the most that each has held.
 __device__ __forceinline__ int64_t lacking(const MessageCounts& counts) {
-  int64_t worst = counts.segments[0] - counts.room[0];
+  int64_t worst = counts.segments[0] - counts.capacity[0];
 #pragma unroll 8
   for (int i = 0; i < counts.ranks; ++i) {
-    const int64_t value = counts.segments[i], over = value - counts.room[i], before = counts.most[i];
+    const int64_t value = counts.segments[i], over = value - counts.capacity[i], before = counts.most[i];
     worst = over > worst ? over : worst;
     if (value > before) counts.most[i] = value;
   }
@@ -91,24 +91,24 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(const __grid_constant__ 
   const bool leads = threadIdx.x % 32 == 0;
   int64_t most = 0, before = 0;
   bool over = false;
-  if (leads && warp < g.kinds) {
+  if (leads && warp < g.num_limits) {
     before = g.status[1 + warp];
     most = largest(g.counts[warp], g.ranks);
     over = most > g.limits[warp];
-  } else if (leads && warp == g.kinds) {
+  } else if (leads && warp == g.num_limits) {
     before = g.status[1 + warp];
     over = before > 0;
-  } else if (leads && warp == g.kinds + 1) {
+  } else if (leads && warp == g.num_limits + 1) {
     over = g.lazy_steps != nullptr && *g.lazy_steps >= g.most_steps;
   }
   const bool full = __syncthreads_or(over) != 0;
-  if (leads && warp <= g.kinds) {
-    if (warp == g.kinds) most = full ? 1 : 0;
+  if (leads && warp <= g.num_limits) {
+    if (warp == g.num_limits) most = full ? 1 : 0;
     g.status[1 + warp] = most > before ? most : before;
   }
-  if (leads && warp == g.kinds + 1) {
+  if (leads && warp == g.num_limits + 1) {
     g.status[0] += full ? 0 : 1;
-    if (g.sent != nullptr) g.status[g.kinds + 2] += *g.sent;
+    if (g.sent != nullptr) g.status[g.num_limits + 2] += *g.sent;
   }
   for (int i = threadIdx.x; i < g.scalar_count; i += kThreads) g.gated_scalars[i] = full ? g.still[i] : g.scalars[i];
   for (int i = threadIdx.x; i < g.segments; i += kThreads) {

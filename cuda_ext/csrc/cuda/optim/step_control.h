@@ -20,7 +20,7 @@ struct MessageBand {
 struct MessageCounts {
   const int64_t* own_rows;  // [1]
   const int64_t* segments;  // [ranks]
-  const int64_t* room;      // [ranks], of each segment
+  const int64_t* capacity;      // [ranks], of each segment
   int64_t* most;            // [ranks], raised
   const int64_t* met;       // [1]
   int rank, ranks;
@@ -39,10 +39,10 @@ struct Column {
 
 struct GateLaunch {
   Column counts[kMostLimits];  // [ranks] each
-  int kinds, ranks;
+  int num_limits, ranks;
   const int64_t* limits;      // [kinds]
   int64_t* status;            // [kinds + 2], or one more if there is `sent`
-  const int32_t* lazy_steps;  // null: nothing is put off
+  const int32_t* lazy_steps;  // null: no steps are deferred
   int most_steps;
   const int64_t* sent;  // [1], or null
   const float *scalars, *still;

@@ -26,18 +26,18 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int warp_counts[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Vec3<float> mean[kPointsPerThread];
-  float largest[kPointsPerThread], reach2[kPointsPerThread];
+  float largest[kPointsPerThread], cutoff2[kPointsPerThread];
 #pragma unroll
   for (int k = 0; k < kPointsPerThread; ++k) {
     const int64_t i = int64_t(blockIdx.x) * kCullPoints + k * kThreads + threadIdx.x;
     mean[k] = {0.f, 0.f, 0.f};
     largest[k] = 0.f;
-    reach2[k] = -1.f;  // what lies behind the last point
+    cutoff2[k] = -1.f;  // what lies behind the last point
     if (i < points) {
       mean[k] = load3(means, i);
       const Vec3<float> scale = load3(scales, i);
       largest[k] = larger(larger(scale.x, scale.y), scale.z);
-      reach2[k] = reach(opacities[i]);
+      cutoff2[k] = cutoff_squared(opacities[i]);
     }
   }
   for (int v = 0; v < sizes.count; ++v) {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     int count = 0;
 #pragma unroll
     for (int k = 0; k < kPointsPerThread; ++k) {
-      const bool keep = !empty && may_touch(camera, mean[k], largest[k], reach2[k], eps2d, x0, y0, x1, y1);
+      const bool keep = !empty && may_touch(camera, mean[k], largest[k], cutoff2[k], eps2d, x0, y0, x1, y1);
       const uint32_t mask = __ballot_sync(~0u, keep);
       if (lane == 0) masks[part * kCullWords + k * kWarps + warp] = mask;
       count += __popc(mask);

@@ -25,7 +25,7 @@ struct Add {
 template <bool Lazy, typename Moment>
 struct Candidate {
   Vec3<float> mean = {0.0f, 0.0f, 0.0f};
-  float largest = 0.0f, reach2 = -1.0f, moved = 0.0f;
+  float largest = 0.0f, cutoff2 = -1.0f, moved = 0.0f;
 
   __device__ __forceinline__ void load(const RawPoints& points, const MissedSteps& missed, int64_t i) {
     mean = load3(points.means, i);
@@ -39,12 +39,12 @@ struct Candidate {
       risen = most(kLogits);
     }
     largest = std::exp(larger(larger(log_scale.x, log_scale.y), log_scale.z) + grown);
-    reach2 = reach(sigmoid(points.logits[i] + risen));
+    cutoff2 = cutoff_squared(sigmoid(points.logits[i] + risen));
   }
 
   __device__ __forceinline__ bool shows(const Camera<float>& camera, float eps2d) const {
-    return Lazy ? may_touch_moving(camera, mean, moved, largest, reach2, eps2d)
-                : may_touch(camera, mean, largest, reach2, eps2d, 0.0f, 0.0f, camera.width, camera.height);
+    return Lazy ? may_touch_moving(camera, mean, moved, largest, cutoff2, eps2d)
+                : may_touch(camera, mean, largest, cutoff2, eps2d, 0.0f, 0.0f, camera.width, camera.height);
   }
 };
 

@@ -59,7 +59,7 @@ inline int cull_blocks(int points) { return (points + kCullBlock - 1) / kCullBlo
 // Bytes that the prefix sum over `items` counts needs.
 cudaError_t cull_scan_bytes(int64_t items, size_t* bytes, cudaStream_t stream);
 
-// Fills view_ids, point_ids and count: the rows of points that may reach alpha 1/255 in a view, in (view, point) order.
+// Fills view_ids, point_ids and count: the rows of points that may have alpha 1/255 in a view, in (view, point) order.
 // Where steps were missed, of points that may have come there: more rows, and among them those that there should be.
 cudaError_t splat_cull_launch(const RawPoints& points, const MissedSteps& missed, const Views& views, float eps2d,
                               const CullBuffers& buffers, const SplatRows& rows, cudaStream_t stream);

@@ -8,7 +8,7 @@ namespace nsmg {
 namespace {
 
 template <int kChannels, bool kAbs = false>
-struct GaussianTraits : GaussianReach {
+struct GaussianTraits : GaussianOverlap {
   static constexpr int kQuads = 3, kSums = kChannels, kBackwardBlocks = 8, kBuffers = 2;
   static constexpr int kForwardBlocks = nsmg::kForwardBlocks;
   static constexpr int kGradients = kSumFeature + kChannels + (kAbs ? 2 : 0);

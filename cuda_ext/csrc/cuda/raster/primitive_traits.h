@@ -1,8 +1,8 @@
 // What raster_forward.h and raster_backward.h need, from what is written down once for a primitive (host and device, any
-// float type): its columns, the numbers of a pixel (kExtra beside its colour) and of a splat's sums (kGradients), and
+// float type): its columns, the numbers of a pixel (its colour and kExtra more) and of a splat's sums (kGradients), and
 //
 //   Splat, pack(row)                        a packed row
-//   reaches(splat, box)                     whether it may count at a pixel of a box
+//   overlaps(splat, box)                    whether it may count at a pixel of a box
 //   Sight, look(splat, x, y)                a splat from a pixel, and whether it may count there
 //   settle(splat, sight)                    finds alpha
 //   blend(splat, sight, T, sums)            forward
@@ -37,8 +37,8 @@ struct PrimitiveTraits {
   using Splat = typename Primitive::template Splat<float>;
   using Sight = typename Primitive::template Sight<float>;
 
-  static __device__ __forceinline__ bool reaches(const float4* packed, const SubTile& s) {
-    return Primitive::reaches(unpack_splat<Primitive>(packed), s.x_lo, s.x_hi, s.y_lo, s.y_hi);
+  static __device__ __forceinline__ bool overlaps(const float4* packed, const SubTile& s) {
+    return Primitive::overlaps(unpack_splat<Primitive>(packed), s.x_lo, s.x_hi, s.y_lo, s.y_hi);
   }
 
   // A splat from both pixels of a thread.

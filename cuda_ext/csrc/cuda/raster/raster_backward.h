@@ -5,7 +5,7 @@
 //
 // Traits say: kQuads (float4 of a packed splat), kGradients (sums of a splat), kRecordQuads (float4 of its record),
 // kRecordStride (floats from one record to the next), kBuffers (of sums; 2 save a barrier), kBackwardBlocks (of a
-// multiprocessor), Gradients (RasterGradients, or a struct that begins so), reaches(), Start and start() (a pixel before
+// multiprocessor), Gradients (RasterGradients, or a struct that begins so), overlaps(), Start and start() (a pixel before
 // the chunk), see() (a splat from both pixels), pass() (its sums over both), place_of_sum() and record_quad().
 #pragma once
 
@@ -104,7 +104,7 @@ backward(const int32_t* __restrict__ row_ids, int rows, int channels, RasterStat
       hits |= 1u << k;
     }
     if (lane == 0) group.hits[warp] = hits;
-    __syncthreads();  // two buffers: whoever fills this one again has passed the next barrier, after this flush
+    __syncthreads();  // two buffers: the thread that fills this one again has passed the next barrier, after this flush
     flush<Traits>(group, splats, staged_rows + start, target, warp, lane);
     if constexpr (Traits::kBuffers == 1) __syncthreads();
   }

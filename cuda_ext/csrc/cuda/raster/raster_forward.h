@@ -8,7 +8,7 @@
 // Sums are those of an unsplit list but for rounding.
 //
 // Traits say: kQuads (float4 of a packed splat), kSums (of a pixel), kForwardBlocks (of a multiprocessor), Outputs
-// (RasterOutputs, or a struct that begins so), reaches() (whether a splat may count in a sub-tile), draw() (a splat
+// (RasterOutputs, or a struct that begins so), overlaps() (whether a splat may count in a sub-tile), draw() (a splat
 // into a thread's two pixels), write_sums(); where lists are split also read_sum() and WithoutSums (the traits with
 // kSums 0).
 #pragma once
@@ -35,15 +35,15 @@ using PixelOf = Pixel<Traits::kSums>;
 // The pieces of consecutive lanes lie side by side, kQuads to a splat, so that a splat's sectors are asked for once.
 template <int kQuads>
 struct Stager {
-  static constexpr int kPieces = kBatch * kQuads / kTileThreads;  // of 16 bytes, that a thread brings
+  static constexpr int kChunks = kBatch * kQuads / kTileThreads;  // of 16 bytes, that a thread copies
   const int32_t* __restrict__ row_ids;  // of the list, or of a segment
   const float4* __restrict__ table;
   int rows, count;
-  int piece_rows[kPieces];
+  int piece_rows[kChunks];
 
   __device__ __forceinline__ void find_rows(int batch) {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
+    for (int j = 0; j < kChunks; ++j) {
       const int splat = batch * kBatch + (int(threadIdx.x) + j * kTileThreads) / kQuads;
       piece_rows[j] = splat < count ? table_row(row_ids, splat, rows) : -1;
     }
@@ -51,7 +51,7 @@ struct Stager {
 
   __device__ __forceinline__ void copy(float4* staged) const {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
+    for (int j = 0; j < kChunks; ++j) {
       const int piece = int(threadIdx.x) + j * kTileThreads;
       if (piece_rows[j] >= 0) copy_async_16(staged + piece, table + kQuads * int64_t(piece_rows[j]) + piece % kQuads);
     }
@@ -137,7 +137,7 @@ __device__ __forceinline__ void walk(const int32_t* __restrict__ row_ids, int be
   wait_for_copies();
 }
 
-// Writes both pixels, and where the deepest splat of the tile lies that reached any.
+// Writes both pixels, and the position of the deepest splat of the tile that touched any.
 template <typename Traits>
 __device__ __forceinline__ void write_tile(const PixelOf<Traits>& upper, const PixelOf<Traits>& lower,
                                            const Spot& spot, const TileInfo& info, int tile, const RasterState& state,
@@ -181,7 +181,7 @@ __device__ __forceinline__ float transmittance_before(const float* alone, int in
 
 // What a segment leaves of a pixel: the checkpoint that follows it or, behind the last one, the outputs.
 template <typename Traits>
-__device__ __forceinline__ void leave_segment(const PixelOf<Traits>& pixel, float* checkpoint,
+__device__ __forceinline__ void close_segment(const PixelOf<Traits>& pixel, float* checkpoint,
                                               const typename Traits::Outputs& outputs, int64_t place, int channels) {
   if (pixel.last >= 0) atomicMax(outputs.last + place, pixel.last);
   if (checkpoint != nullptr) {
@@ -230,8 +230,8 @@ __device__ __forceinline__ bool end_segment(PixelOf<Traits>& upper, PixelOf<Trai
     above = checkpoint_before<Traits::kSums>(state, info, (segment.index + 1) * kSegmentChunks) + spot.thread;
     below = above + 32;
   }
-  if (spot.has_upper()) leave_segment<Traits>(upper, above, outputs, spot.upper(info), channels);
-  if (spot.has_lower()) leave_segment<Traits>(lower, below, outputs, spot.lower(info), channels);
+  if (spot.has_upper()) close_segment<Traits>(upper, above, outputs, spot.upper(info), channels);
+  if (spot.has_lower()) close_segment<Traits>(lower, below, outputs, spot.lower(info), channels);
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) ended = atomicAdd(plan.ended + segment.tile, 1) + 1;

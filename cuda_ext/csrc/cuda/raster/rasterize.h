@@ -45,7 +45,7 @@ struct RasterShape {
   int64_t tiles;
   int channels, tile_size;
   int quads = 3;       // float4 of a packed splat
-  int pixel_sums = 0;  // numbers of a pixel beside its transmittance, of what is no 3D Gaussian
+  int pixel_sums = 0;  // numbers of a pixel other than its transmittance, of primitives other than 3D Gaussians
   bool fast() const { return tile_size == kFastTile && (pixel_sums > 0 || channels <= kFastChannels); }
   // Numbers of a pixel that the fast kernels are compiled for.
   int packed_channels() const { return pixel_sums > 0 ? pixel_sums : channels == 4 ? 4 : 3; }
@@ -63,7 +63,7 @@ struct RasterInputs {
 // The op's output `state`, cut up. cuda_ext/rasterization.py computes the same size for the fake kernel.
 struct RasterState {
   TileInfo* tiles;     // [T]
-  int32_t* reached;    // [T] end of the intersections that reached any pixel
+  int32_t* reached;    // [T] end of the intersections that touched any pixel
   int32_t* slot_tile;  // [chunk slots] the tile of each, -1 for none
   int32_t* split_above;  // [1] lists of more splats are split; at least 2 kSegment
   float4* table;       // [M,quads] packed splats; (x, y, a, b), (c, log2 opacity, limit, feature 3), features 0 to 2

@@ -44,16 +44,16 @@ __device__ __forceinline__ ScaledSplat unpack(const float4& first, const float4&
   return {first.x, first.y, first.z, first.w, second.x, second.y, __float_as_uint(second.z)};
 }
 
-struct GaussianReach {
-  static __device__ __forceinline__ bool reaches(const float4* splat, const SubTile& s) {
-    return reaches_box(unpack(splat[0], splat[1]), s.x_lo, s.x_hi, s.y_lo, s.y_hi);
+struct GaussianOverlap {
+  static __device__ __forceinline__ bool overlaps(const float4* splat, const SubTile& s) {
+    return overlaps_box(unpack(splat[0], splat[1]), s.x_lo, s.x_hi, s.y_lo, s.y_hi);
   }
 };
 
 // Mask of the 32 staged splats, one a lane, that may overlap the sub-tile.
-template <typename Traits = GaussianReach>
+template <typename Traits = GaussianOverlap>
 __device__ __forceinline__ unsigned reaching(const float4* staged, bool exists, const SubTile& s) {
-  return __ballot_sync(kWholeWarp, exists && Traits::reaches(staged, s));
+  return __ballot_sync(kWholeWarp, exists && Traits::overlaps(staged, s));
 }
 
 // What a block of the backward pass works on: splats [begin, begin + count) of row_ids, the chunk-th 256 of a tile.
@@ -75,15 +75,15 @@ template <int kQuads = 3>
 __device__ __forceinline__ void stage_chunk(const int32_t* __restrict__ row_ids, const Chunk& chunk,
                                             const float4* __restrict__ table, int rows, float4* staged,
                                             int* staged_rows) {
-  constexpr int kPieces = kChunk * kQuads / kTileThreads;
-  int piece_rows[kPieces];
+  constexpr int kChunks = kChunk * kQuads / kTileThreads;
+  int piece_rows[kChunks];
 #pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
+  for (int j = 0; j < kChunks; ++j) {
     const int splat = (int(threadIdx.x) + j * kTileThreads) / kQuads;
     piece_rows[j] = splat < chunk.count ? table_row(row_ids, chunk.begin + splat, rows) : -1;
   }
 #pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
+  for (int j = 0; j < kChunks; ++j) {
     const int piece = int(threadIdx.x) + j * kTileThreads;
     if (piece_rows[j] < 0) continue;
     copy_async_16(staged + piece, table + kQuads * int64_t(piece_rows[j]) + piece % kQuads);

@@ -12,9 +12,9 @@ __global__ void __launch_bounds__(kListThreads)
   __shared__ uint32_t staged_tiles[kChunk];
   __shared__ int32_t staged_rows[kChunk];
   __shared__ int bounds[2];
-  const auto [begin, stop, room] =
+  const auto [begin, stop, places] =
       list_chunk<uint32_t, kTile>(rows, table, order, total, capacity, staged_tiles, staged_rows, bounds);
-  for (uint32_t k = threadIdx.x; k < room; k += kListThreads) {
+  for (uint32_t k = threadIdx.x; k < places; k += kListThreads) {
     int64_t key = 0x7fffffffffffffff;
     int32_t value = -1;
     if (begin + k < stop) {

@@ -1,6 +1,6 @@
 // One level of the merges: each rank makes its own piece of the merged run, reading what it is made of where it lies.
 //
-// The merge of two runs is a path through the grid of their elements; where it crosses the d-th diagonal tells how many
+// The merge of two runs is a path through the grid of their elements; its crossing of the d-th diagonal gives how many
 // of the first d merged elements are of the left run, and a binary search finds that (Green et al., section 3). The
 // piece is cut into tiles of kTile elements. A first kernel searches all tiles' beginnings at once, in the memory of the
 // peers; then a block a tile fetches its part of both runs, and its threads search and merge in shared memory. Of equal

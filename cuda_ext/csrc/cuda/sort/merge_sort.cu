@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// CUB is told by the host how many there are, and only the device knows: what is too much goes last.
+// CUB takes the count from the host, and only the device knows it: surplus keys sort last.
 __global__ void __launch_bounds__(kThreads) pad_kernel(int64_t* keys, const int64_t* count, int capacity) {
   const int64_t line = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (line < capacity && line >= *count) keys[line] = 0x7fffffffffffffff;

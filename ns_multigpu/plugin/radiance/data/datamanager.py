@@ -17,7 +17,7 @@ from torch import Tensor
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.launch.process_world import get_world
-from ns_multigpu.plugin.radiance.data.feeding import Feed
+from ns_multigpu.plugin.radiance.data.device_inputs import StepInputs
 from ns_multigpu.plugin.radiance.data.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.data.split import Split
 from ns_multigpu.plugin.radiance.field.draws import mixed
@@ -111,13 +111,13 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         self.train_count += 1
         return self._rays(_TRAIN, self.train_ray_generator, step, step)
 
-    def feed(self) -> Feed | None:
+    def step_inputs(self) -> StepInputs | None:
         """Return step inputs equal to `next_train`'s that never wait for the device; None unless all cameras are
         perspective. All ranks must create it together."""
         if not PinholeRays.fits(self.train_dataset.cameras):
             return None
         device = self.world.device
-        return Feed(self._split(_TRAIN), PinholeRays(self.train_dataset.cameras).to(device), self.world)
+        return StepInputs(self._split(_TRAIN), PinholeRays(self.train_dataset.cameras).to(device), self.world)
 
     def next_eval(self, step: int) -> tuple[RayBundle, dict[str, Tensor]]:
         """Return a batch of held-out views, as `next_train` does. Images change by calls, not by steps."""

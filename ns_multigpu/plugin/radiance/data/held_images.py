@@ -9,7 +9,7 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import sum_in_place
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
-from ns_multigpu.plugin.capture.image_homes import homes_of
+from ns_multigpu.plugin.capture.image_owners import image_owners_of
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, aligned, shape_of
 from ns_multigpu.plugin.faults.errors import InputError
@@ -69,19 +69,19 @@ class HeldImages:
         places: tuple[torch.device | str, torch.device | str],
     ) -> None:
         self._world, self.label, self.shapes = world, label, list(shapes)
-        kinds = {(shape.channels, shape.dtype, shape.masked) for shape in shapes}
-        if len(kinds) != 1:
+        formats = {(shape.channels, shape.dtype, shape.masked) for shape in shapes}
+        if len(formats) != 1:
             raise InputError(
                 f"The {label} images are of different kinds: {'; '.join(sorted(set(map(str, shapes)))[:4])}. Give all "
                 "of them as many channels, and masks to all or none."
             )
-        ((channels, dtype, masked),) = kinds
+        ((channels, dtype, masked),) = formats
         self._size = channels * dtype.itemsize
         self._floats = dtype != torch.uint8
-        homes = homes_of([0] * len(shapes), shapes, 1, world.size)
-        self._refuse_too_many(homes, places)
-        own = [place for place, home in enumerate(homes) if home == world.rank]
-        self._homes = torch.tensor(homes)
+        owners = image_owners_of([0] * len(shapes), shapes, 1, world.size)
+        self._refuse_too_many(owners, places)
+        own = [place for place, home in enumerate(owners) if home == world.rank]
+        self._owners_of_views = torch.tensor(owners)
         self.masks = Masks(shapes, own, places[1]) if masked else None
 
         def decode(place: int) -> ImageData:
@@ -96,7 +96,7 @@ class HeldImages:
             [ImageShape(shape.height, shape.width, channels, dtype, masked=False) for shape in shapes],
             decode,
             world,
-            homes=homes,
+            owners=owners,
             label=label,
             place=places[0],
         )
@@ -129,7 +129,7 @@ class HeldImages:
         """Return this rank's values of pixels, [R, K] int32 on the host, with 0 for other ranks' pixels. See `look`."""
         if pixels.numbered and self.masks is None:
             raise ValueError("look: pixels of masks that are not there")
-        (mine,) = (self._homes[pixels.images] == self._world.rank).nonzero(as_tuple=True)
+        (mine,) = (self._owners_of_views[pixels.images] == self._world.rank).nonzero(as_tuple=True)
         words = -(-self._size // 4)
         table = torch.zeros(len(pixels.images), words + 2, dtype=torch.int32)
         if len(mine):
@@ -167,18 +167,18 @@ class HeldImages:
         every: list[Tensor] = []
         for place, shape in enumerate(self.shapes):
             mask = torch.zeros(shape.height, shape.width, 1, dtype=torch.uint8, device=self._world.device)
-            if int(self._homes[place]) == self._world.rank:
+            if int(self._owners_of_views[place]) == self._world.rank:
                 mask.copy_(self.masks.whole(place))
             sum_in_place(mask, self._world)
             every.append(mask.bool().cpu())
         return every
 
-    def _refuse_too_many(self, homes: Sequence[int], places: tuple[torch.device | str, ...]) -> None:
+    def _refuse_too_many(self, owners: Sequence[int], places: tuple[torch.device | str, ...]) -> None:
         """Raise on every rank if a host lacks memory for its ranks' images."""
         needed, free = 0, available_memory()
         if torch.device(places[0]).type == "cpu":
             here = set(self._world.ranks_of(self._world.machine))
-            needed = sum(aligned(shape.nbytes) for shape, home in zip(self.shapes, homes, strict=True) if home in here)
+            needed = sum(aligned(shape.nbytes) for shape, home in zip(self.shapes, owners, strict=True) if home in here)
         lines: list[str] = []
         if free is not None and needed > free:
             lines.append(

@@ -85,7 +85,7 @@ class PixelDraws:
             if "mask" not in self._batch:
                 raise
             raise InputError(
-                f"The masks of the {self._label} images leave no room for patches ({error}). Give a smaller "
+                f"The masks of the {self._label} images leave no pixels for patches ({error}). Give a smaller "
                 "--pipeline.datamanager.patch-size, or --pipeline.datamanager.pixel-sampler.ignore-mask True."
             ) from error
         return Pixels(found[:, 0], found[:, 1] * self._widths[found[:, 0]] + found[:, 2])

@@ -7,7 +7,7 @@ from nerfstudio.model_components import renderers
 from nerfstudio.utils import colors
 from torch import Tensor
 
-_LEARNT = ("last_sample", "random", "sky", "mean")
+_LEARNED = ("last_sample", "random", "sky", "mean")
 """Names of backgrounds that are no fixed colour; behind true pixels they count as black."""
 
 _LEAST_OPAQUE = 0.02
@@ -23,7 +23,7 @@ def chosen(option: Any, like: Tensor) -> Any:
         option: `background_color`, a name or a colour. A global override by nerfstudio's commands has precedence.
     """
     override: Any = renderers.BACKGROUND_COLOR_OVERRIDE
-    return option if option in _LEARNT and override is None else colour(option, like)
+    return option if option in _LEARNED and override is None else colour(option, like)
 
 
 def colour(option: Any, like: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def blended(image: Tensor, option: Any) -> Tensor:
     if image.shape[-1] < 4:
         return image
     rgb, opacity = image[..., :3], image[..., 3:]
-    behind = colour("black" if isinstance(option, str) and option in _LEARNT else option, rgb)
+    behind = colour("black" if isinstance(option, str) and option in _LEARNED else option, rgb)
     return rgb * opacity + behind * (1 - opacity)
 
 

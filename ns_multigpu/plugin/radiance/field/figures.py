@@ -45,7 +45,7 @@ def refuse_no_rays(model: Any, step: int) -> None:
     if len(model.figures.segments) == 0:
         raise InputError(
             f"No ray of step {step} meets a cell. With --pipeline.model.disable-scene-contraction True space is "
-            "the scene's box alone; the cameras look elsewhere, or --pipeline.model.near-plane and far-plane leave "
+            "the scene's box alone; the cameras look outside of it, or --pipeline.model.near-plane and far-plane leave "
             "none of it. Leave the contraction on, or change the dataparser's scene-scale."
         )
 

@@ -52,7 +52,7 @@ class StepNumbers:
         self, seed: int, cells: range, widths: Mapping[int, Sequence[int]], device: torch.device, coloured: bool
     ) -> None:
         self._seed, self._widths = seed, widths
-        self._room = {(cell, parts): torch.empty(0, device=device) for cell in cells for parts in widths}
+        self._jitters = {(cell, parts): torch.empty(0, device=device) for cell in cells for parts in widths}
         self._of: tuple[int, int] | None = None
         self._coloured = coloured
         self.moved: dict[tuple[int, int], list[Tensor]] = {}
@@ -65,14 +65,15 @@ class StepNumbers:
             return
         if self._of is None or self._of[1] != rays:
             device = self.anneal.device
-            self._room = {
-                (cell, parts): torch.empty(rays * sum(self._widths[parts]), device=device) for cell, parts in self._room
+            self._jitters = {
+                (cell, parts): torch.empty(rays * sum(self._widths[parts]), device=device)
+                for cell, parts in self._jitters
             }
             self.background = torch.empty(rays, 3, device=device) if self._coloured else None
         self._of = (step, rays)
         self.moved = {
-            (cell, parts): jitter(room, self._widths[parts], rays, self._seed, step, cell, parts)
-            for (cell, parts), room in self._room.items()
+            (cell, parts): jitter(capacity, self._widths[parts], rays, self._seed, step, cell, parts)
+            for (cell, parts), capacity in self._jitters.items()
         }
         self.anneal.fill_(anneal)
         if self.background is not None:
@@ -129,18 +130,18 @@ class FixedShapes:
     def outputs(self, rays: RayBundle) -> dict[str, Any]:
         """Render rays [R] with `nears` and `fars`. Waits for the device with several cells."""
         slots, counts = self.clipped(rays)
-        rooms = tuple(map(tuple, counts.tolist())) if self.counts else self.all_rooms(len(rays))
-        return launched(self.parts(rays, slots, rooms))
+        buckets = tuple(map(tuple, counts.tolist())) if self.counts else self.all_buckets(len(rays))
+        return launched(self.parts(rays, slots, buckets))
 
-    def all_rooms(self, rays: int) -> ShapeBuckets:
+    def all_buckets(self, rays: int) -> ShapeBuckets:
         """Return the maximum capacities: one cell with a segment of every ray."""
         return ((rays,) * len(self._classes),)
 
-    def parts(self, rays: RayBundle, slots: Slots, rooms: ShapeBuckets) -> Parts[dict[str, Any]]:
+    def parts(self, rays: RayBundle, slots: Slots, buckets: ShapeBuckets) -> Parts[dict[str, Any]]:
         """Render as `outputs` does, with collectives yielded. Nothing is read back, and no shape depends on values.
 
         Args:
-            rays: [R] with `nears` and `fars`. slots: of the rays. rooms: capacities in lines that hold their segments.
+            rays: [R] with `nears` and `fars`. slots: of the rays. buckets: capacities in lines that hold their segments.
         """
         model, sampling = self._model, self._sampling
         numbers, cells = self.numbers(len(rays)), model.numbers
@@ -149,8 +150,8 @@ class FixedShapes:
         taken = torch.zeros((), dtype=torch.int64, device=rays.nears.device)
         for place, cell in enumerate(cells):
             states = model.family.empty(len(rays) + 1, rays.nears)  # the last row receives the results of padding lines
-            given = zip(self._classes, rooms[place], strict=True)
-            lines = {parts: self._lines(cell, parts, room, slots) for parts, room in given if room}
+            given = zip(self._classes, buckets[place], strict=True)
+            lines = {parts: self._lines(cell, parts, capacity, slots) for parts, capacity in given if capacity}
             asked = [self._asked(cell, place, parts, at, rays, slots, numbers) for parts, at in lines.items()]
             found = sampling.taken(model.cell(cell), asked, numbers.anneal) if asked else []
             for one, at, group in zip(asked, lines.values(), found, strict=True):
@@ -167,10 +168,10 @@ class FixedShapes:
         model.figures = Figures(slots, taken, len(rays), 1 - (slots.counts > 0).float().mean())
         return outputs
 
-    def _lines(self, cell: int, parts: int, room: int, slots: Slots) -> Tensor:
-        """Return the rays of a class of a cell's segments, [room] int64; padding lines have the number of rays."""
+    def _lines(self, cell: int, parts: int, capacity: int, slots: Slots) -> Tensor:
+        """Return the rays of a class of a cell's segments, [capacity] int64; padding lines have the number of rays."""
         live = slots.live[cell]
-        return packed(live if len(self._classes) == 1 else live & (slots.counts == parts), room)
+        return packed(live if len(self._classes) == 1 else live & (slots.counts == parts), capacity)
 
     def _asked(
         self, cell: int, place: int, parts: int, at: Tensor, rays: RayBundle, slots: Slots, numbers: StepNumbers

@@ -32,7 +32,7 @@ from ns_multigpu.plugin.radiance.field.fixed import FixedShapes, why_not
 from ns_multigpu.plugin.radiance.field.marching import OccupancySampling
 from ns_multigpu.plugin.radiance.field.sampling import Group, Lines, ProposalSampling, in_order, median_depth
 from ns_multigpu.plugin.radiance.field.sky import Sky
-from ns_multigpu.plugin.radiance.field.spread import WAYS, Joint, Spread
+from ns_multigpu.plugin.radiance.field.spread import SPREADS, Joint, Spread
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.exchange import all_segments, cells_of, segments_of_ranks
@@ -101,10 +101,10 @@ class NerfactoXLModel(NerfactoModel):
         self.family = Family([*_STANDARD, *self.integrals])
         self.seed = torch.initial_seed() & (1 << 62) - 1
         self.domain = Domain.box(self.scene_box.aabb) if config.disable_scene_contraction else Domain.unbounded()
-        if config.spread not in WAYS:  # from a run of an earlier version
+        if config.spread not in SPREADS:  # from a run of an earlier version
             instead = REMOVED_VALUES["pipeline.model.spread", config.spread]
             raise InputError(f"--pipeline.model.spread {config.spread}: {instead}.")
-        self.way: type[Joint] = WAYS[config.spread]
+        self.way: type[Joint] = SPREADS[config.spread]
         self.shared: nn.Module = Head(config, self.num_train_data, self.seed)
         self.sky = Sky(self.seed) if config.background_color == "sky" else None
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
@@ -124,7 +124,7 @@ class NerfactoXLModel(NerfactoModel):
         self.step = 0
         self.figures: Figures | None = None
         self.may_fix, self.fixed = True, None  # True if training steps may have fixed shapes; their renderer
-        self.elsewhere: RenderService | None = None  # renders for a viewer of several ranks
+        self.render_override: RenderService | None = None  # renders for a viewer of several ranks
 
     def place(self, partition: Partition, world: World) -> None:
         """Create this rank's fields, with parameters seeded by the run's seed and the cell's number.
@@ -208,7 +208,7 @@ class NerfactoXLModel(NerfactoModel):
 
     def get_outputs_for_camera(self, camera: Cameras, obb_box: OrientedBox | None = None) -> dict[str, Tensor]:
         """Return an image. All ranks call it with the same camera; for viewers only rank 0: see `RenderService`."""
-        if self.elsewhere is not None and (asked := self.elsewhere.outputs(camera, obb_box)) is not None:
+        if self.render_override is not None and (asked := self.render_override.outputs(camera, obb_box)) is not None:
             return dict(asked)
         return super().get_outputs_for_camera(camera, obb_box)
 
@@ -222,7 +222,7 @@ class NerfactoXLModel(NerfactoModel):
             ray_bundle: [R], with `nears` and `fars`.
         """
         assert self.partition is not None, "there are no cells yet"
-        if self.elsewhere is not None and (asked := self.elsewhere.outputs_of_rays(ray_bundle)) is not None:
+        if self.render_override is not None and (asked := self.render_override.outputs_of_rays(ray_bundle)) is not None:
             return asked
         if self.training:
             self.camera_optimizer.apply_to_raybundle(ray_bundle)

@@ -230,11 +230,11 @@ class ProposalSampling:
         total = before.new_zeros(())
         for group in groups:
             assert group.bins is not None
-            reaches = before[group.rows]
-            weights, edges = group.taken.weights.detach() * reaches, group.bins.spaced
+            transmittance = before[group.rows]
+            weights, edges = group.taken.weights.detach() * transmittance, group.bins.spaced
             for proposed, bins in group.proposals:
                 around = bins.spaced.expand_as(bins.edges)
-                total = total + lossfun_outer(edges, weights, around, proposed * reaches).sum()
+                total = total + lossfun_outer(edges, weights, around, proposed * transmittance).sum()
         return {"interlevel": total / max(rays * self.config.num_nerf_samples_per_ray, 1)}
 
 

@@ -6,7 +6,7 @@ from math import ceil, inf, sqrt
 ShapeBuckets = tuple[tuple[int, ...], ...]
 """Lines of each of a rank's cells, by class of segments (`FixedShapes`)."""
 
-LEARNT = 12
+WARM_UP_STEPS = 12
 """Number of first steps with exactly the needed capacity, which measure the demand."""
 _STEPS, _SPREAD, _SPARE = 256, 1.5, 1.05
 """Rounding steps of capacities, margin in square roots of the largest count, and largest ratio for reuse. Rays are
@@ -34,7 +34,7 @@ class KeptShapeBuckets:
         if not self._most:
             self._most = [list(row) for row in counts]
         self._most = [list(map(max, row, most)) for row, most in zip(counts, self._most, strict=True)]
-        if self._steps <= LEARNT:
+        if self._steps <= WARM_UP_STEPS:
             return tuple(map(tuple, counts))
         needed = _lines(tuple(tuple(capacity_for(count, self._rays) for count in row) for row in counts))
         most = _SPARE * needed if len(self._kept) < _FEW else inf
@@ -55,11 +55,13 @@ def capacity_for(count: int, rays: int) -> int:
     return min(ceil((count + _SPREAD * sqrt(count)) / step) * step, rays)
 
 
-def _lines(rooms: ShapeBuckets) -> int:
-    return sum(map(sum, rooms))
+def _lines(buckets: ShapeBuckets) -> int:
+    return sum(map(sum, buckets))
 
 
-def _holds(rooms: ShapeBuckets, counts: Sequence[Sequence[int]]) -> bool:
+def _holds(buckets: ShapeBuckets, counts: Sequence[Sequence[int]]) -> bool:
     return all(
-        count <= room for row, given in zip(rooms, counts, strict=True) for room, count in zip(row, given, strict=True)
+        count <= capacity
+        for row, given in zip(buckets, counts, strict=True)
+        for capacity, count in zip(row, given, strict=True)
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ns_multigpu.plugin.radiance.field.fields import CellCoordinates
 from ns_multigpu.radiance.partition import Partition
-from ns_multigpu.radiance.segments import Segments, clip, dealt
+from ns_multigpu.radiance.segments import Segments, clip, round_robin
 from ns_multigpu.radiance.slots import Slots, clip_to_slots
 
 Spread = Literal["xl", "ddp"]
@@ -71,7 +71,7 @@ class Replicated(Joint):
         return CellCoordinates(self._domain()[0], self.cells.domain)
 
     def take(self, rays: RayBundle) -> Segments:
-        return dealt(self._clipped(rays, self._all), self.cells.cells)
+        return round_robin(self._clipped(rays, self._all), self.cells.cells)
 
 
-WAYS: dict[str, type[Joint]] = {"xl": Joint, "ddp": Replicated}
+SPREADS: dict[str, type[Joint]] = {"xl": Joint, "ddp": Replicated}

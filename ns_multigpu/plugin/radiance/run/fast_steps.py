@@ -13,7 +13,7 @@ from ns_multigpu.core.dist.collectives import max_in_place
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transport import Collective, Parts, launched
 from ns_multigpu.plugin.faults.numerics import NumericGuard, finite_flags
-from ns_multigpu.plugin.radiance.data.feeding import Feed
+from ns_multigpu.plugin.radiance.data.device_inputs import StepInputs
 from ns_multigpu.plugin.radiance.data.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.field.figures import Figures
 from ns_multigpu.plugin.radiance.field.fixed import why_not
@@ -77,7 +77,7 @@ class FastSteps:
     Args:
         pipeline: a `RadiancePipeline` whose model has fixed shapes. optimizers: nerfstudio's, loaded. world: the ranks.
         guard: receives the gradients' finite flags. skips: True to skip steps with a non-finite gradient.
-        mixed: True if networks run in bfloat16. feed: inputs of the steps.
+        mixed: True if networks run in bfloat16. step_inputs: inputs of the steps.
         graphs: captures steps; None to run them eagerly, as on a CPU.
     """
 
@@ -90,12 +90,12 @@ class FastSteps:
         *,
         skips: bool,
         mixed: bool,
-        feed: Feed,
+        step_inputs: StepInputs,
         graphs: GraphsByKind | None,
     ) -> None:
         self._pipeline, self._optimizers, self._world, self._guard = pipeline, optimizers, world, guard
-        self._skips, self._mixed, self._feed, self._graphs = skips and guard.active, mixed, feed, graphs
-        self._rooms: dict[int, KeptShapeBuckets] = {}
+        self._skips, self._mixed, self._step_inputs, self._graphs = skips and guard.active, mixed, step_inputs, graphs
+        self._buckets: dict[int, KeptShapeBuckets] = {}
         if graphs is not None:
             make_capturable(optimizers.optimizers)
 
@@ -106,16 +106,16 @@ class FastSteps:
             losses and metrics by name, [] each, on the device.
         """
         model = self._pipeline.model
-        self._feed.send(step)
-        kind = self._feed.kind
+        self._step_inputs.send(step)
+        kind = self._step_inputs.kind
         model.fixed.numbers(kind[0])
-        self._feed.share()
-        slots, rooms = None, model.fixed.all_rooms(kind[0])
+        self._step_inputs.share()
+        slots, buckets = None, model.fixed.all_buckets(kind[0])
         if model.fixed.counts:
             slots, counts = self._run(("clip", kind), (), self.clip)
-            rooms = self._rooms.setdefault(kind[0], KeptShapeBuckets(kind[0])).of(counts.tolist())
-        steps = functools.partial(self.compute, slots, rooms)
-        taken = self._run(("step", kind, model.sampling.learns), rooms, steps)
+            buckets = self._buckets.setdefault(kind[0], KeptShapeBuckets(kind[0])).of(counts.tolist())
+        steps = functools.partial(self.compute, slots, buckets)
+        taken = self._run(("step", kind, model.sampling.learns), buckets, steps)
         model.figures = taken.figures
         losses, metrics, graded = taken.names
         report = taken.report.clone()
@@ -136,16 +136,16 @@ class FastSteps:
     def _rays(self) -> tuple[RayBundle, dict[str, Tensor]]:
         """Return the rays and colours of the step."""
         model = self._pipeline.model
-        rays, batch = self._feed.batch()
+        rays, batch = self._step_inputs.batch()
         rays = model.collider(rays)
         model.camera_optimizer.apply_to_raybundle(rays)
         return rays, batch
 
-    def compute(self, slots: Slots | None, rooms: ShapeBuckets) -> Parts[Taken]:
+    def compute(self, slots: Slots | None, buckets: ShapeBuckets) -> Parts[Taken]:
         """Run the step on the device: everything is launched, nothing is read back, and no shape depends on values.
 
         Args:
-            slots: of its rays; None to clip them here. rooms: capacities that hold the rays' segments.
+            slots: of its rays; None to clip them here. buckets: capacities that hold the rays' segments.
         """
         model = self._pipeline.model
         self._optimizers.zero_grad_all()
@@ -153,7 +153,7 @@ class FastSteps:
         # No cast cache: a capture would freeze the cast weights of its step.
         with torch.autocast(self._world.device.type, torch.bfloat16, enabled=self._mixed, cache_enabled=False):
             slots = model.fixed.clipped(rays)[0] if slots is None else slots
-            outputs = yield from model.fixed.parts(rays, slots, rooms)
+            outputs = yield from model.fixed.parts(rays, slots, buckets)
             metrics = model.pixel_metrics(outputs, batch)
             losses = model.get_loss_dict(outputs, batch, metrics)
         loss = functools.reduce(torch.add, losses.values())
@@ -164,13 +164,13 @@ class FastSteps:
         graded = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.numel()}
         seen = finite_flags(list(graded.values()))
         if self._skips and seen:
-            yield from self._leave_out(torch.stack([one.reshape(()) for one in seen]))
+            yield from self._skip_nonfinite(torch.stack([one.reshape(()) for one in seen]))
         self._optimizers.optimizer_step_all()
         values = [*losses.values(), *metrics.values(), *seen]
         report = torch.stack([value.detach().float().reshape(()) for value in values])
         return Taken((tuple(losses), tuple(metrics), tuple(graded)), report, model.figures)
 
-    def _leave_out(self, numbers: Tensor) -> Parts[None]:
+    def _skip_nonfinite(self, numbers: Tensor) -> Parts[None]:
         """Make the optimizers skip the step on all ranks if a number is not finite."""
         bad = (~numbers.isfinite().all()).to(torch.float32)
         if self._world.group is not None:

@@ -52,12 +52,12 @@ class RadianceObjective(Objective):
                 f"--fused-steps always: steps cannot be captured, for {reason}. Change that, or use --fused-steps auto."
             )
         if not reason:
-            feed = self.pipeline.datamanager.feed()
-            assert feed is not None, "asked before: see `obstacle`"
+            step_inputs = self.pipeline.datamanager.step_inputs()
+            assert step_inputs is not None, "asked before: see `obstacle`"
             graphs = GraphsByKind(self.world.device, self.pipeline.timer, self.guards.computed, _say)
             self.fast = FastSteps(
                 self.pipeline, self.optimizers, self.world, guard, skips=config.on_nonfinite == "skip",
-                mixed=config.mixed_precision, feed=feed, graphs=graphs,
+                mixed=config.mixed_precision, step_inputs=step_inputs, graphs=graphs,
             )  # fmt: skip
             _say("Steps are captured in CUDA graphs.")
         elif on_gpu or wish == "never":

@@ -17,20 +17,27 @@ from torch import Tensor
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_floats
-from cuda_ext.reference import pieces as composed
-from cuda_ext.reference.pieces import NOWHERE
+from cuda_ext.reference import fragments as composed
+from cuda_ext.reference.fragments import NOWHERE
 
-__all__ = ["NOWHERE", "composite_pieces", "composite_pieces_backward", "gather_pieces", "live_boxes", "scatter_pieces"]
+__all__ = [
+    "NOWHERE",
+    "composite_fragments",
+    "composite_fragments_backward",
+    "gather_fragments",
+    "live_boxes",
+    "scatter_fragments",
+]
 
 
 @torch.no_grad()
-def gather_pieces(color: Tensor, alpha: Tensor, pieces: Sequence[int], out: Tensor) -> None:
+def gather_fragments(color: Tensor, alpha: Tensor, fragments: Sequence[int], out: Tensor) -> None:
     """Copy rectangles out of patches, one behind the other.
 
     Args:
         color: [P, C] of all patches, each row by row, contiguous. alpha: [P].
-        pieces: 6 integers each: the first pixel of the rectangle, the width of its patch, its width and height, its
-            first row in `out`, and a sixth that `scatter_pieces` looks at.
+        fragments: 6 integers each: the first pixel of the rectangle, the width of its patch, its width and height, its
+            first row in `out`, and a sixth that `scatter_fragments` looks at.
         out: [N, C + 1] written where the pieces are.
 
     Raises:
@@ -39,35 +46,35 @@ def gather_pieces(color: Tensor, alpha: Tensor, pieces: Sequence[int], out: Tens
     """
     pixels, channels = color.shape
     check_floats(color, color=(color, (-1, -1)), alpha=(alpha, (pixels,)), out=(out, (-1, channels + 1)))
-    numbers = _checked_pieces(pieces, pixels, len(out), place=4)
+    numbers = _checked_fragments(fragments, pixels, len(out), place=4)
     _contiguous(color=color, alpha=alpha, out=out)
-    op: Any = torch.ops.ns_multigpu.gather_pieces if compiled_serves(color) else composed.gather_pieces
+    op: Any = torch.ops.ns_multigpu.gather_fragments if compiled_serves(color) else composed.gather_fragments
     op(color, alpha, numbers, out)
 
 
 @torch.no_grad()
-def scatter_pieces(gradients: Tensor, pieces: Sequence[int], v_color: Tensor, v_alpha: Tensor) -> None:
-    """The way back of `gather_pieces`, of pieces that do not overlap: puts gradients where their pixels are.
+def scatter_fragments(gradients: Tensor, fragments: Sequence[int], v_color: Tensor, v_alpha: Tensor) -> None:
+    """The way back of `gather_fragments`, of pieces that do not overlap: puts gradients where their pixels are.
 
     Args:
         gradients: [N, C + 1].
-        pieces: as there; the sixth number is the first row in `gradients`, or -1 for a piece that has none.
+        fragments: as there; the sixth number is the first row in `gradients`, or -1 for a piece that has none.
         v_color: [P, C] written where the pieces are, as is v_alpha [P].
 
     Raises:
-        TypeError, ValueError, NativeBuildError: as `gather_pieces`.
+        TypeError, ValueError, NativeBuildError: as `gather_fragments`.
     """
     pixels, channels = v_color.shape
     check_floats(
         v_color, gradients=(gradients, (-1, channels + 1)), v_color=(v_color, (-1, -1)), v_alpha=(v_alpha, (pixels,))
     )
-    numbers = _checked_pieces(pieces, pixels, len(gradients), place=5)
+    numbers = _checked_fragments(fragments, pixels, len(gradients), place=5)
     _contiguous(gradients=gradients, v_color=v_color, v_alpha=v_alpha)
-    op: Any = torch.ops.ns_multigpu.scatter_pieces if compiled_serves(v_color) else composed.scatter_pieces
+    op: Any = torch.ops.ns_multigpu.scatter_fragments if compiled_serves(v_color) else composed.scatter_fragments
     op(gradients, numbers, v_color, v_alpha)
 
 
-def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def composite_fragments(received: Tensor, layers: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Composite patches of layers, front to back. Differentiable by `received`.
 
     A pixel that no layer covers is black and lets all through.
@@ -76,7 +83,7 @@ def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[in
         received: [N, C + 1] colours, premultiplied, and alphas of the layers' pixels, each layer row by row. Below 0:
             see the module.
         layers: 7 integers each, those of a patch front to back: the patch, the rectangle x0, y0, x1, y1 there, its
-            first row in `received`, and a seventh that `composite_pieces_backward` looks at.
+            first row in `received`, and a seventh that `composite_fragments_backward` looks at.
         sizes: width and height of each patch.
 
     Returns:
@@ -90,15 +97,15 @@ def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[in
     check_floats(received, received=(received, (-1, -1)))
     _check_layers(layers, sizes, len(received))
     given = received.contiguous(), list(layers), list(sizes)
-    return torch.ops.ns_multigpu.composite_pieces(*given) if compiled_serves(received) else _Composed.apply(*given)
+    return torch.ops.ns_multigpu.composite_fragments(*given) if compiled_serves(received) else _Composed.apply(*given)
 
 
 @torch.no_grad()
-def composite_pieces_backward(
+def composite_fragments_backward(
     received: Tensor, before: Tensor, v_out: Tensor, v_alpha: Tensor, layers: Sequence[int], sizes: Sequence[int],
     count: int,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of `composite_pieces`, of some of the layers.
+    """Return the gradient of `composite_fragments`, of some of the layers.
 
     Args:
         received, layers, sizes: as there; the seventh number is the layer's first row in the result, or -1 where its
@@ -110,7 +117,7 @@ def composite_pieces_backward(
         [count, C + 1].
 
     Raises:
-        TypeError, ValueError, NativeBuildError: as `composite_pieces`.
+        TypeError, ValueError, NativeBuildError: as `composite_fragments`.
     """
     rows, channels = received.shape[0], received.shape[1] - 1
     _check_layers(layers, sizes, rows)
@@ -122,19 +129,19 @@ def composite_pieces_backward(
         _, x0, y0, x1, y1, _, back = layers[k : k + 7]
         if not (back == -1 or 0 <= back <= count - (x1 - x0) * (y1 - y0)):
             raise ValueError(f"layer {k // 7} has its gradient at {back} of {count} rows.")
-    op = torch.ops.ns_multigpu.composite_pieces_backward
-    op = op if compiled_serves(received) else composed.composite_pieces_backward
+    op = torch.ops.ns_multigpu.composite_fragments_backward
+    op = op if compiled_serves(received) else composed.composite_fragments_backward
     return op(received.contiguous(), before, v_out.contiguous(), v_alpha.contiguous(), list(layers), list(sizes), count)
 
 
 @torch.no_grad()
-def live_boxes(before: Tensor, pieces: Sequence[int], slots: int, least: float) -> Tensor:
+def live_boxes(before: Tensor, fragments: Sequence[int], slots: int, least: float) -> Tensor:
     """Return boxes around the pixels of each cell image that receive enough transmittance to be visible. Nothing is
     read back.
 
     Args:
-        before: [N] transmittance in front of each cell image's pixel: `composite_pieces`'.
-        pieces: 6 integers each: the slot of the result that it counts for, its first row in `before`, x0 and y0 of its
+        before: [N] transmittance in front of each cell image's pixel: `composite_fragments`'.
+        fragments: 6 integers each: slot of the result that it counts for, its first row in `before`, x0 and y0 of its
             first pixel, its width and height.
         slots: how many.
         least: what counts as enough.
@@ -148,27 +155,29 @@ def live_boxes(before: Tensor, pieces: Sequence[int], slots: int, least: float) 
         NativeBuildError: the CUDA operators cannot be compiled.
     """
     check_floats(before, before=(before, (-1,)))
-    if len(pieces) % 6:
-        raise ValueError(f"pieces holds 6 integers a piece, got {len(pieces)} in all.")
-    for k in range(0, len(pieces), 6):
-        slot, first, _, _, width, height = pieces[k : k + 6]
+    if len(fragments) % 6:
+        raise ValueError(f"fragments holds 6 integers a fragment, got {len(fragments)} in all.")
+    for k in range(0, len(fragments), 6):
+        slot, first, _, _, width, height = fragments[k : k + 6]
         if not (0 <= slot < slots and width > 0 and height > 0 and 0 <= first <= len(before) - width * height):
-            raise ValueError(f"piece {k // 6} is {tuple(pieces[k : k + 6])}, of {len(before)} rows and {slots} slots.")
+            raise ValueError(
+                f"piece {k // 6} is {tuple(fragments[k : k + 6])}, of {len(before)} rows and {slots} slots."
+            )
     op: Any = torch.ops.ns_multigpu.live_boxes if compiled_serves(before) else composed.live_boxes
-    return op(before.contiguous(), list(pieces), slots, least)
+    return op(before.contiguous(), list(fragments), slots, least)
 
 
-def _checked_pieces(pieces: Sequence[int], pixels: int, rows: int, place: int) -> list[int]:
-    if len(pieces) % 6:
-        raise ValueError(f"pieces holds 6 integers a piece, got {len(pieces)} in all.")
-    for k in range(0, len(pieces), 6):
-        corner, stride, width, height = pieces[k : k + 4]
-        at = pieces[k + place]
+def _checked_fragments(fragments: Sequence[int], pixels: int, rows: int, place: int) -> list[int]:
+    if len(fragments) % 6:
+        raise ValueError(f"fragments holds 6 integers a fragment, got {len(fragments)} in all.")
+    for k in range(0, len(fragments), 6):
+        corner, stride, width, height = fragments[k : k + 4]
+        at = fragments[k + place]
         within = corner >= 0 and 0 < width <= stride and height > 0
         within = within and corner + (height - 1) * stride + width <= pixels
         if not within or not (at <= rows - width * height and (at >= 0 or (place == 5 and at == -1))):
-            raise ValueError(f"piece {k // 6} is {tuple(pieces[k : k + 6])}, of {pixels} pixels and {rows} rows.")
-    return list(pieces)
+            raise ValueError(f"piece {k // 6} is {tuple(fragments[k : k + 6])}, of {pixels} pixels and {rows} rows.")
+    return list(fragments)
 
 
 def _check_layers(layers: Sequence[int], sizes: Sequence[int], rows: int) -> None:
@@ -196,18 +205,18 @@ def _pixels(sizes: Sequence[int]) -> int:
     return sum(sizes[k] * sizes[k + 1] for k in range(0, len(sizes), 2))
 
 
-@fake("gather_pieces")
-@fake("scatter_pieces")
+@fake("gather_fragments")
+@fake("scatter_fragments")
 def _moved_fake(*_: Any) -> None:
     return None
 
 
 @fake("live_boxes")
-def _live_boxes_fake(before: Tensor, pieces: Any, slots: int, least: float) -> Tensor:
+def _live_boxes_fake(before: Tensor, fragments: Any, slots: int, least: float) -> Tensor:
     return before.new_empty(slots, 5, dtype=torch.int64)
 
 
-@fake("composite_pieces")
+@fake("composite_fragments")
 def _composite_fake(received: Tensor, layers: Any, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     pixels = _pixels(sizes)
     return (
@@ -215,7 +224,7 @@ def _composite_fake(received: Tensor, layers: Any, sizes: Sequence[int]) -> tupl
     )  # fmt: skip
 
 
-@fake("composite_pieces_backward")
+@fake("composite_fragments_backward")
 def _composite_backward_fake(received: Tensor, *rest: Any) -> Tensor:
     return received.new_empty(rest[-1], received.shape[1])
 
@@ -232,16 +241,16 @@ def _gradient(ctx: Any, v_out: Tensor, v_alpha: Tensor, _: Any) -> tuple[Tensor,
     # Here every row has its gradient, at its own place.
     layers = [n for k in range(0, len(ctx.layers), 7) for n in (*ctx.layers[k : k + 6], ctx.layers[k + 5])]
     given = received, before, v_out.contiguous(), v_alpha.contiguous(), layers, ctx.sizes, len(received)
-    op = torch.ops.ns_multigpu.composite_pieces_backward
-    return (op if compiled_serves(received) else composed.composite_pieces_backward)(*given), None, None
+    op = torch.ops.ns_multigpu.composite_fragments_backward
+    return (op if compiled_serves(received) else composed.composite_fragments_backward)(*given), None, None
 
 
 class _Composed(torch.autograd.Function):
-    """`composite_pieces` where no operator serves."""
+    """`composite_fragments` where no operator serves."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, layers: list[int], sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        output = composed.composite_pieces(received, layers, sizes)
+        output = composed.composite_fragments(received, layers, sizes)
         _setup(ctx, (received, layers, sizes), output)
         return output
 
@@ -250,4 +259,4 @@ class _Composed(torch.autograd.Function):
         return _gradient(ctx, *grads)
 
 
-torch.library.register_autograd(f"{NAMESPACE}::composite_pieces", _gradient, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd(f"{NAMESPACE}::composite_fragments", _gradient, setup_context=_setup, lib=LIBRARY)

@@ -9,7 +9,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.image_store import ImageShape, aligned
 
 
-def homes_of(
+def image_owners_of(
     view_machines: Sequence[int],
     shapes: Sequence[ImageShape],
     machines: int,
@@ -39,16 +39,18 @@ def homes_of(
             exist.
     """
     if machines < 1 or per_machine < 1:
-        raise ValueError(f"homes_of: {machines} machine(s) of {per_machine} rank(s); at least one of each is needed")
+        raise ValueError(
+            f"image_owners_of: {machines} machine(s) of {per_machine} rank(s); at least one of each is needed"
+        )
     if len(view_machines) != len(shapes):
-        raise ValueError(f"homes_of: {len(view_machines)} machines for {len(shapes)} views")
+        raise ValueError(f"image_owners_of: {len(view_machines)} machines for {len(shapes)} views")
     sizes = [aligned(shape.nbytes) for shape in shapes]
     wanted = [int(machine) for machine in view_machines]
     for view, machine in enumerate(wanted):
         if not 0 <= machine < machines:
-            raise ValueError(f"homes_of: view {view} is to be held by machine {machine} of {machines}")
+            raise ValueError(f"image_owners_of: view {view} is to be held by machine {machine} of {machines}")
     held = [0] * (machines * per_machine)
-    homes = [-1] * len(sizes)
+    owners = [-1] * len(sizes)
 
     def deal(views: Sequence[int], ranks_of: Sequence[range], limit: int | None) -> list[int]:
         """Assign each view to a rank of its range, largest first; return the views that exceed every rank's budget."""
@@ -58,7 +60,7 @@ def homes_of(
             if limit is not None and held[rank] + sizes[view] > limit:
                 left.append(view)
                 continue
-            homes[view] = rank
+            owners[view] = rank
             held[rank] += sizes[view]
         return left
 
@@ -66,10 +68,10 @@ def homes_of(
     left = deal(range(len(sizes)), own, budget)
     left = deal(left, [range(len(held))] * machines, budget)
     deal(left, own, None)
-    return homes
+    return owners
 
 
-def checked_homes(homes: Sequence[int] | None, views: int, label: str, world: World) -> list[int]:
+def checked_owners(owners: Sequence[int] | None, views: int, label: str, world: World) -> list[int]:
     """Return the rank that holds each view: as given, or i % world size. Every rank calls it.
 
     Args:
@@ -78,7 +80,7 @@ def checked_homes(homes: Sequence[int] | None, views: int, label: str, world: Wo
     Raises:
         ValueError: on every rank, if homes are not one rank per view, or differ between ranks.
     """
-    found = [view % world.size for view in range(views)] if homes is None else [int(home) for home in homes]
+    found = [view % world.size for view in range(views)] if owners is None else [int(home) for home in owners]
     tables = all_gather_ints([len(found), zlib.crc32(array("q", found).tobytes())], world)
     if any(table != tables[0] for table in tables):
         raise ValueError(f"the homes of the {label} images differ between ranks: all ranks must be given the same")

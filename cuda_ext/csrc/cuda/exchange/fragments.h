@@ -25,13 +25,13 @@ struct LayeredPatch {
   int32_t first, width, height, first_layer, last_layer;
 };
 
-// `pieces` is device memory, `host_pieces` long; so are `layers` and `patches` below. What the host holds may go at once.
+// `pieces` is device memory, `host_fragments` long; so are `layers` and `patches` below. What the host holds may go at once.
 // color [P, channels], alpha [P], out [N, channels + 1]; `most` is the most pixels of any piece.
-cudaError_t gather_pieces_launch(const float* color, const float* alpha, int channels, const PixelPiece* host_pieces,
-                                 int count, int most, PixelPiece* pieces, float* out, cudaStream_t stream);
+cudaError_t gather_fragments_launch(const float* color, const float* alpha, int channels, const PixelPiece* host_fragments,
+                                 int count, int most, PixelPiece* fragments, float* out, cudaStream_t stream);
 
-cudaError_t scatter_pieces_launch(const float* gradients, int channels, const PixelPiece* host_pieces, int count,
-                                  int most, PixelPiece* pieces, float* v_color, float* v_alpha, cudaStream_t stream);
+cudaError_t scatter_fragments_launch(const float* gradients, int channels, const PixelPiece* host_fragments, int count,
+                                  int most, PixelPiece* fragments, float* v_color, float* v_alpha, cudaStream_t stream);
 
 struct HostLayers {
   const PixelLayer* layers;
@@ -46,12 +46,12 @@ struct DeviceLayers {
 };
 
 // received [N, channels + 1], its alphas negative where the layer stopped; out [Q, channels], alpha [Q], before [N], of which rows that are no layer's stay.
-cudaError_t composite_pieces_launch(const float* received, int channels, const HostLayers& host,
+cudaError_t composite_fragments_launch(const float* received, int channels, const HostLayers& host,
                                     const DeviceLayers& device, float* out, float* alpha, float* before,
                                     cudaStream_t stream);
 
 // v_received [.., channels + 1], written where layers have a row there.
-cudaError_t composite_pieces_backward_launch(const float* received, const float* before, const float* v_out,
+cudaError_t composite_fragments_backward_launch(const float* received, const float* before, const float* v_out,
                                              const float* v_alpha, int channels, const HostLayers& host,
                                              const DeviceLayers& device, float* v_received, cudaStream_t stream);
 
@@ -63,7 +63,7 @@ struct WatchedPiece {
 inline constexpr int64_t kNowhere = -(int64_t{1} << 30);
 
 // boxes [slots, 5]; pieces as above.
-cudaError_t live_boxes_launch(const float* before, const WatchedPiece* host_pieces, int count, int most,
-                              WatchedPiece* pieces, int slots, float least, int64_t* boxes, cudaStream_t stream);
+cudaError_t live_boxes_launch(const float* before, const WatchedPiece* host_fragments, int count, int most,
+                              WatchedPiece* fragments, int slots, float least, int64_t* boxes, cudaStream_t stream);
 
 }  // namespace nsmg

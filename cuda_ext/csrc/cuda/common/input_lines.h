@@ -12,19 +12,19 @@ inline constexpr int kMostTables = 4;
 inline constexpr int kPatchesPerLaunch = 64;  // within the 4 KB of kernel parameters
 
 // `width` words of 4 bytes a line. The table may lie in page-locked memory of the host.
-struct ServedTable {
+struct QueuedTable {
   const int32_t* lines;
   int32_t* into;
   int width;
 };
 
-struct ServedTables {
-  ServedTable tables[kMostTables];
+struct QueuedTables {
+  QueuedTable tables[kMostTables];
   int count, lines;
 };
 
 // Line `at` of each table to where it is wanted; nothing where there is no such line.
-cudaError_t take_lines_launch(const ServedTables& tables, const int64_t* at, cudaStream_t stream);
+cudaError_t take_lines_launch(const QueuedTables& tables, const int64_t* at, cudaStream_t stream);
 
 // line [width] becomes line `at` of the table [lines, width], if there is one; then `at` is one more.
 cudaError_t keep_line_launch(const float* line, float* table, int lines, int width, int64_t* at, cudaStream_t stream);

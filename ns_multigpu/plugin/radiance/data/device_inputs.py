@@ -19,7 +19,7 @@ _SENDING = 4
 """Maximum number of pending copies."""
 
 
-class Feed:
+class StepInputs:
     """Step inputs of one rank.
 
     Args:
@@ -28,7 +28,9 @@ class Feed:
 
     def __init__(self, split: Split, rays: PinholeRays, world: World) -> None:
         self._split, self._rays, self._world = split, rays, world
-        self._room = torch.zeros(0, dtype=torch.int32, device=world.device)  # colours, then the pixels' image indices
+        self._received = torch.zeros(
+            0, dtype=torch.int32, device=world.device
+        )  # colours, then the pixels' image indices
         self._staged: list[Tensor] = []
         self._sent: list[Any] = []
         self._count = self._turn = 0
@@ -43,7 +45,7 @@ class Feed:
         """Draw the pixels of a step and send this rank's colours to the device. Every rank calls it in each step."""
         pixels, images = self._split.draw(step, step)
         table = images.table(pixels)
-        if self._count != len(table) or self._room.numel() != table.numel() + len(table):
+        if self._count != len(table) or self._received.numel() != table.numel() + len(table):
             self._count = len(table)
             self._grow_capacity(table.numel() + len(table))
         self._turn = (self._turn + 1) % len(self._staged)
@@ -52,8 +54,8 @@ class Feed:
             self._sent[self._turn].synchronize()  # returns at once: the copy was launched several steps ago
         staged[: table.numel()] = table.view(-1)
         staged[table.numel() :] = pixels.images
-        self._room.copy_(staged, non_blocking=True)
-        if self._room.is_cuda:
+        self._received.copy_(staged, non_blocking=True)
+        if self._received.is_cuda:
             self._sent[self._turn] = torch.cuda.Event()
             self._sent[self._turn].record()
 
@@ -66,16 +68,16 @@ class Feed:
         back, and no shape depends on values."""
         table = self._table()
         assert self._split.images is not None
-        batch = self._split.batch(self._room[table.numel() :].long(), self._split.images.seen(table))
+        batch = self._split.batch(self._received[table.numel() :].long(), self._split.images.seen(table))
         return self._rays(batch["indices"]), batch
 
     def _table(self) -> Tensor:
         """View the colours, one row a pixel: [pixels, numbers]."""
-        return self._room[: self._room.numel() - self._count].view(self._count, -1)
+        return self._received[: self._received.numel() - self._count].view(self._count, -1)
 
     def _grow_capacity(self, numbers: int) -> None:
         device = self._world.device
-        self._room = torch.zeros(numbers, dtype=torch.int32, device=device)
+        self._received = torch.zeros(numbers, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         copies = _SENDING if pinned else 1
         self._staged = [torch.zeros(numbers, dtype=torch.int32, pin_memory=pinned) for _ in range(copies)]

@@ -1,4 +1,4 @@
-// CPU twins of `gather_pieces`, `scatter_pieces`, `composite_pieces`, `composite_pieces_backward` and `live_boxes`:
+// CPU twins of `gather_fragments`, `scatter_fragments`, `composite_fragments`, `composite_fragments_backward` and `live_boxes`:
 // lines of rectangles, all layers of a line before the next one. Results do not depend on the number of threads.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -45,22 +45,22 @@ void for_lines(const Lines& lines, const Work& work) {
   });
 }
 
-Lines lines_of(at::IntArrayRef pieces) {
-  TORCH_CHECK_VALUE(pieces.size() % 6 == 0, "pieces holds 6 integers a piece, got ", pieces.size(), " in all.");
+Lines lines_of(at::IntArrayRef fragments) {
+  TORCH_CHECK_VALUE(fragments.size() % 6 == 0, "fragments holds 6 integers a fragment, got ", fragments.size(), " in all.");
   Lines lines;
-  for (size_t k = 0; k < pieces.size(); k += 6) lines.add(pieces[k + 3]);
+  for (size_t k = 0; k < fragments.size(); k += 6) lines.add(fragments[k + 3]);
   return lines;
 }
 
-void gather_pieces(const at::Tensor& color_, const at::Tensor& alpha_, at::IntArrayRef pieces, const at::Tensor& out) {
+void gather_fragments(const at::Tensor& color_, const at::Tensor& alpha_, at::IntArrayRef fragments, const at::Tensor& out) {
   const at::Tensor color = color_.contiguous(), alpha = alpha_.contiguous();
   const int64_t channels = color.size(1);
-  const Lines lines = lines_of(pieces);
-  AT_DISPATCH_FLOATING_TYPES(color.scalar_type(), "gather_pieces", [&] {
+  const Lines lines = lines_of(fragments);
+  AT_DISPATCH_FLOATING_TYPES(color.scalar_type(), "gather_fragments", [&] {
     const scalar_t *from = color.const_data_ptr<scalar_t>(), *covers = alpha.const_data_ptr<scalar_t>();
     scalar_t* const to = out.mutable_data_ptr<scalar_t>();
     for_lines(lines, [&](int64_t k, int64_t line) {
-      const int64_t *n = pieces.data() + 6 * k, width = n[2], first = n[0] + line * n[1];
+      const int64_t *n = fragments.data() + 6 * k, width = n[2], first = n[0] + line * n[1];
       scalar_t* row = to + (n[4] + line * width) * (channels + 1);
       for (int64_t x = 0; x < width; ++x, row += channels + 1) {
         for (int64_t c = 0; c < channels; ++c) row[c] = from[(first + x) * channels + c];
@@ -70,16 +70,16 @@ void gather_pieces(const at::Tensor& color_, const at::Tensor& alpha_, at::IntAr
   });
 }
 
-void scatter_pieces(const at::Tensor& gradients_, at::IntArrayRef pieces, const at::Tensor& v_color,
+void scatter_fragments(const at::Tensor& gradients_, at::IntArrayRef fragments, const at::Tensor& v_color,
                     const at::Tensor& v_alpha) {
   const at::Tensor gradients = gradients_.contiguous();
   const int64_t channels = v_color.size(1);
-  const Lines lines = lines_of(pieces);
-  AT_DISPATCH_FLOATING_TYPES(gradients.scalar_type(), "scatter_pieces", [&] {
+  const Lines lines = lines_of(fragments);
+  AT_DISPATCH_FLOATING_TYPES(gradients.scalar_type(), "scatter_fragments", [&] {
     const scalar_t* const from = gradients.const_data_ptr<scalar_t>();
     scalar_t *const to = v_color.mutable_data_ptr<scalar_t>(), *const covers = v_alpha.mutable_data_ptr<scalar_t>();
     for_lines(lines, [&](int64_t k, int64_t line) {
-      const int64_t *n = pieces.data() + 6 * k, width = n[2], first = n[0] + line * n[1];
+      const int64_t *n = fragments.data() + 6 * k, width = n[2], first = n[0] + line * n[1];
       if (n[5] < 0) return;
       const scalar_t* row = from + (n[5] + line * width) * (channels + 1);
       for (int64_t x = 0; x < width; ++x, row += channels + 1) {
@@ -123,7 +123,7 @@ struct Patches {
   }
 };
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> composite_pieces(const at::Tensor& received_, at::IntArrayRef layers,
+std::tuple<at::Tensor, at::Tensor, at::Tensor> composite_fragments(const at::Tensor& received_, at::IntArrayRef layers,
                                                                 at::IntArrayRef sizes) {
   const at::Tensor received = received_.contiguous();
   const int64_t channels = received.size(1) - 1;
@@ -131,7 +131,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> composite_pieces(const at::Tensor
   const at::TensorOptions options = received.options();
   at::Tensor out = at::zeros({patches.pixels, channels}, options), alpha = at::empty({patches.pixels}, options),
              before = at::empty({received.size(0)}, options);
-  AT_DISPATCH_FLOATING_TYPES(received.scalar_type(), "composite_pieces", [&] {
+  AT_DISPATCH_FLOATING_TYPES(received.scalar_type(), "composite_fragments", [&] {
     const scalar_t* const from = received.const_data_ptr<scalar_t>();
     scalar_t *const colors = out.mutable_data_ptr<scalar_t>(), *const covered = alpha.mutable_data_ptr<scalar_t>(),
                     *const arrives = before.mutable_data_ptr<scalar_t>();
@@ -156,7 +156,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> composite_pieces(const at::Tensor
   return {out, alpha, before};
 }
 
-at::Tensor composite_pieces_backward(const at::Tensor& received_, const at::Tensor& before_, const at::Tensor& v_out_,
+at::Tensor composite_fragments_backward(const at::Tensor& received_, const at::Tensor& before_, const at::Tensor& v_out_,
                                      const at::Tensor& v_alpha_, at::IntArrayRef layers, at::IntArrayRef sizes,
                                      int64_t count) {
   const at::Tensor received = received_.contiguous(), before = before_.contiguous(), v_out = v_out_.contiguous(),
@@ -164,7 +164,7 @@ at::Tensor composite_pieces_backward(const at::Tensor& received_, const at::Tens
   const int64_t channels = received.size(1) - 1;
   const Patches patches(layers, sizes);
   at::Tensor gradients = at::zeros({count, channels + 1}, received.options());
-  AT_DISPATCH_FLOATING_TYPES(received.scalar_type(), "composite_pieces_backward", [&] {
+  AT_DISPATCH_FLOATING_TYPES(received.scalar_type(), "composite_fragments_backward", [&] {
     const scalar_t *const from = received.const_data_ptr<scalar_t>(), *const arrives = before.const_data_ptr<scalar_t>(),
                    *const v_colors = v_out.const_data_ptr<scalar_t>(), *const v_covered = v_alpha.const_data_ptr<scalar_t>();
     scalar_t* const to = gradients.mutable_data_ptr<scalar_t>();
@@ -203,16 +203,16 @@ at::Tensor composite_pieces_backward(const at::Tensor& received_, const at::Tens
   return gradients;
 }
 
-at::Tensor live_boxes(const at::Tensor& before_, at::IntArrayRef pieces, int64_t slots, double least) {
+at::Tensor live_boxes(const at::Tensor& before_, at::IntArrayRef fragments, int64_t slots, double least) {
   const at::Tensor before = before_.contiguous();
-  TORCH_CHECK_VALUE(pieces.size() % 6 == 0, "pieces holds 6 integers a piece, got ", pieces.size(), " in all.");
+  TORCH_CHECK_VALUE(fragments.size() % 6 == 0, "fragments holds 6 integers a fragment, got ", fragments.size(), " in all.");
   at::Tensor boxes = at::full({slots, 5}, kNowhere, before.options().dtype(at::kLong));
   int64_t* const all = boxes.mutable_data_ptr<int64_t>();
   for (int64_t slot = 0; slot < slots; ++slot) all[5 * slot + 4] = 0;
   AT_DISPATCH_FLOATING_TYPES(before.scalar_type(), "live_boxes", [&] {
     const scalar_t* const arrives = before.const_data_ptr<scalar_t>();
-    for (size_t k = 0; k < pieces.size(); k += 6) {
-      const int64_t *n = pieces.data() + k, x0 = n[2], y0 = n[3], width = n[4];
+    for (size_t k = 0; k < fragments.size(); k += 6) {
+      const int64_t *n = fragments.data() + k, x0 = n[2], y0 = n[3], width = n[4];
       int64_t* const box = all + 5 * n[0];
       for (int64_t y = 0; y < n[5]; ++y) {
         const scalar_t* const line = arrives + n[1] + y * width;
@@ -239,9 +239,9 @@ at::Tensor live_boxes(const at::Tensor& before_, at::IntArrayRef pieces, int64_t
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("gather_pieces", &nsmg::gather_pieces);
-  m.impl("scatter_pieces", &nsmg::scatter_pieces);
-  m.impl("composite_pieces", &nsmg::composite_pieces);
-  m.impl("composite_pieces_backward", &nsmg::composite_pieces_backward);
+  m.impl("gather_fragments", &nsmg::gather_fragments);
+  m.impl("scatter_fragments", &nsmg::scatter_fragments);
+  m.impl("composite_fragments", &nsmg::composite_fragments);
+  m.impl("composite_fragments_backward", &nsmg::composite_fragments_backward);
   m.impl("live_boxes", &nsmg::live_boxes);
 }

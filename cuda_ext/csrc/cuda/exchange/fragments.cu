@@ -2,7 +2,7 @@
 // cache; layers that do not cover the pixel cost a comparison.
 #include <cuda_runtime.h>
 
-#include "cuda/exchange/pieces.h"
+#include "cuda/exchange/fragments.h"
 
 namespace nsmg {
 namespace {
@@ -39,8 +39,8 @@ dim3 grid_of(int most, int count) {
 
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const float* __restrict__ color, const float* __restrict__ alpha, int channels,
-                  const PixelPiece* __restrict__ pieces, float* __restrict__ out) {
-  const PixelPiece piece = pieces[blockIdx.y];
+                  const PixelPiece* __restrict__ fragments, float* __restrict__ out) {
+  const PixelPiece piece = fragments[blockIdx.y];
   const int k = blockIdx.x * kThreads + threadIdx.x;
   if (k >= piece.width * piece.height) return;
   const int64_t from = int64_t(piece.corner) + int64_t(k / piece.width) * piece.stride + k % piece.width;
@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    scatter_kernel(const float* __restrict__ gradients, int channels, const PixelPiece* __restrict__ pieces,
+    scatter_kernel(const float* __restrict__ gradients, int channels, const PixelPiece* __restrict__ fragments,
                    float* __restrict__ v_color, float* __restrict__ v_alpha) {
-  const PixelPiece piece = pieces[blockIdx.y];
+  const PixelPiece piece = fragments[blockIdx.y];
   const int k = blockIdx.x * kThreads + threadIdx.x;
   if (piece.row < 0 || k >= piece.width * piece.height) return;
   const int64_t to = int64_t(piece.corner) + int64_t(k / piece.width) * piece.stride + k % piece.width;
@@ -149,9 +149,9 @@ __global__ void __launch_bounds__(kThreads) nowhere_kernel(int slots, long long*
 
 // A block first finds its own box, so that few atomics meet.
 __global__ void __launch_bounds__(kThreads)
-    live_kernel(const float* __restrict__ before, const WatchedPiece* __restrict__ pieces, float least,
+    live_kernel(const float* __restrict__ before, const WatchedPiece* __restrict__ fragments, float least,
                 long long* __restrict__ boxes) {
-  const WatchedPiece piece = pieces[blockIdx.y];
+  const WatchedPiece piece = fragments[blockIdx.y];
   const int k = blockIdx.x * kThreads + threadIdx.x;
   const bool live = k < piece.width * piece.height && before[int64_t(piece.first) + k] >= least;
   __shared__ int box[5];
@@ -173,35 +173,35 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t live_boxes_launch(const float* before, const WatchedPiece* host_pieces, int count, int most,
-                              WatchedPiece* pieces, int slots, float least, int64_t* boxes, cudaStream_t stream) {
+cudaError_t live_boxes_launch(const float* before, const WatchedPiece* host_fragments, int count, int most,
+                              WatchedPiece* fragments, int slots, float least, int64_t* boxes, cudaStream_t stream) {
   static_assert(sizeof(long long) == sizeof(int64_t));
   auto* const out = reinterpret_cast<long long*>(boxes);
   if (slots > 0) nowhere_kernel<<<grid_of(5 * slots, 1), kThreads, 0, stream>>>(slots, out);
   if (count > 0) {
-    upload_rows(host_pieces, count, pieces, stream);
-    live_kernel<<<grid_of(most, count), kThreads, 0, stream>>>(before, pieces, least, out);
+    upload_rows(host_fragments, count, fragments, stream);
+    live_kernel<<<grid_of(most, count), kThreads, 0, stream>>>(before, fragments, least, out);
   }
   return cudaGetLastError();
 }
 
-cudaError_t gather_pieces_launch(const float* color, const float* alpha, int channels, const PixelPiece* host_pieces,
-                                 int count, int most, PixelPiece* pieces, float* out, cudaStream_t stream) {
+cudaError_t gather_fragments_launch(const float* color, const float* alpha, int channels, const PixelPiece* host_fragments,
+                                 int count, int most, PixelPiece* fragments, float* out, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
-  upload_rows(host_pieces, count, pieces, stream);
-  gather_kernel<<<grid_of(most, count), kThreads, 0, stream>>>(color, alpha, channels, pieces, out);
+  upload_rows(host_fragments, count, fragments, stream);
+  gather_kernel<<<grid_of(most, count), kThreads, 0, stream>>>(color, alpha, channels, fragments, out);
   return cudaGetLastError();
 }
 
-cudaError_t scatter_pieces_launch(const float* gradients, int channels, const PixelPiece* host_pieces, int count,
-                                  int most, PixelPiece* pieces, float* v_color, float* v_alpha, cudaStream_t stream) {
+cudaError_t scatter_fragments_launch(const float* gradients, int channels, const PixelPiece* host_fragments, int count,
+                                  int most, PixelPiece* fragments, float* v_color, float* v_alpha, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
-  upload_rows(host_pieces, count, pieces, stream);
-  scatter_kernel<<<grid_of(most, count), kThreads, 0, stream>>>(gradients, channels, pieces, v_color, v_alpha);
+  upload_rows(host_fragments, count, fragments, stream);
+  scatter_kernel<<<grid_of(most, count), kThreads, 0, stream>>>(gradients, channels, fragments, v_color, v_alpha);
   return cudaGetLastError();
 }
 
-cudaError_t composite_pieces_launch(const float* received, int channels, const HostLayers& host,
+cudaError_t composite_fragments_launch(const float* received, int channels, const HostLayers& host,
                                     const DeviceLayers& device, float* out, float* alpha, float* before,
                                     cudaStream_t stream) {
   if (host.patch_count == 0) return cudaSuccess;
@@ -217,7 +217,7 @@ cudaError_t composite_pieces_launch(const float* received, int channels, const H
   return cudaGetLastError();
 }
 
-cudaError_t composite_pieces_backward_launch(const float* received, const float* before, const float* v_out,
+cudaError_t composite_fragments_backward_launch(const float* received, const float* before, const float* v_out,
                                              const float* v_alpha, int channels, const HostLayers& host,
                                              const DeviceLayers& device, float* v_received, cudaStream_t stream) {
   if (host.patch_count == 0) return cudaSuccess;

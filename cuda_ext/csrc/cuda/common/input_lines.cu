@@ -1,6 +1,6 @@
 // Lines of a few hundred numbers, which a block reads over the bus at once, and images, at 16 bytes a thread where all
 // begins and ends at such.
-#include "cuda/common/served.h"
+#include "cuda/common/input_lines.h"
 
 #include <cuda_runtime.h>
 
@@ -14,10 +14,10 @@ struct PatchBatch {
   ShownPatch patches[kPatchesPerLaunch];
 };
 
-__global__ void __launch_bounds__(kThreads) take_lines_kernel(const ServedTables served, const int64_t* at) {
+__global__ void __launch_bounds__(kThreads) take_lines_kernel(const QueuedTables queued, const int64_t* at) {
   const int64_t line = *at;
-  if (line < 0 || line >= served.lines) return;
-  const ServedTable table = served.tables[blockIdx.x];
+  if (line < 0 || line >= queued.lines) return;
+  const QueuedTable table = queued.tables[blockIdx.x];
   // Volatile: what the host has written since a graph was launched last is not what a cache may hold.
   const volatile int32_t* from = table.lines + line * table.width;
   for (int i = threadIdx.x; i < table.width; i += kThreads) table.into[i] = from[i];
@@ -62,7 +62,7 @@ uint64_t bits_of(const Shown& shown, const ShownPatch* patches, int count) {
 
 }  // namespace
 
-cudaError_t take_lines_launch(const ServedTables& tables, const int64_t* at, cudaStream_t stream) {
+cudaError_t take_lines_launch(const QueuedTables& tables, const int64_t* at, cudaStream_t stream) {
   if (tables.count == 0) return cudaSuccess;
   take_lines_kernel<<<unsigned(tables.count), kThreads, 0, stream>>>(tables, at);
   return cudaGetLastError();

@@ -1,4 +1,4 @@
-"""The operators of `cuda_ext.ops.exchange.pieces` in torch's own: a piece after the other."""
+"""The operators of `cuda_ext.ops.exchange.fragments` in torch's own: a piece after the other."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,20 +9,20 @@ NOWHERE = -(1 << 30)
 """A bound of nothing."""
 
 
-def gather_pieces(color: Tensor, alpha: Tensor, pieces: Sequence[int], out: Tensor) -> None:
-    """See `cuda_ext.ops.exchange.pieces.gather_pieces`."""
+def gather_fragments(color: Tensor, alpha: Tensor, fragments: Sequence[int], out: Tensor) -> None:
+    """See `cuda_ext.ops.exchange.fragments.gather_fragments`."""
     channels = color.shape[1]
-    for corner, stride, width, height, first, _ in _rows(pieces, 6):
+    for corner, stride, width, height, first, _ in _rows(fragments, 6):
         there = out[first : first + width * height].view(height, width, channels + 1)
         there[..., :channels] = color.as_strided((height, width, channels), (stride * channels, channels, 1),
                                                  color.storage_offset() + corner * channels)  # fmt: skip
         there[..., channels] = alpha.as_strided((height, width), (stride, 1), alpha.storage_offset() + corner)
 
 
-def scatter_pieces(gradients: Tensor, pieces: Sequence[int], v_color: Tensor, v_alpha: Tensor) -> None:
-    """See `cuda_ext.ops.exchange.pieces.scatter_pieces`."""
+def scatter_fragments(gradients: Tensor, fragments: Sequence[int], v_color: Tensor, v_alpha: Tensor) -> None:
+    """See `cuda_ext.ops.exchange.fragments.scatter_fragments`."""
     channels = v_color.shape[1]
-    for corner, stride, width, height, _, back in _rows(pieces, 6):
+    for corner, stride, width, height, _, back in _rows(fragments, 6):
         if back < 0:
             continue
         there = gradients[back : back + width * height].view(height, width, channels + 1)
@@ -31,8 +31,8 @@ def scatter_pieces(gradients: Tensor, pieces: Sequence[int], v_color: Tensor, v_
         v_alpha.as_strided((height, width), (stride, 1), v_alpha.storage_offset() + corner).copy_(there[..., channels])
 
 
-def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Composite as `cuda_ext.ops.exchange.pieces.composite_pieces`; third: the part of each pixel that reaches its
+def composite_fragments(received: Tensor, layers: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Composite as `cuda_ext.ops.exchange.fragments.composite_fragments`; third: the part of each pixel that gets to its
     layer."""
     channels = received.shape[1] - 1
     before = received.new_empty(len(received))
@@ -53,11 +53,11 @@ def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[in
     return flat[0], 1 - flat[1], before
 
 
-def composite_pieces_backward(
+def composite_fragments_backward(
     received: Tensor, before: Tensor, v_out: Tensor, v_alpha: Tensor, layers: Sequence[int], sizes: Sequence[int],
     count: int,
 ) -> Tensor:  # fmt: skip
-    """See `cuda_ext.ops.exchange.pieces.composite_pieces_backward`."""
+    """See `cuda_ext.ops.exchange.fragments.composite_fragments_backward`."""
     channels = received.shape[1] - 1
     gradients = received.new_zeros(count, channels + 1)
     behind, rest = _canvases(received, sizes, channels)  # what later layers make of a pixel, and let through
@@ -86,11 +86,11 @@ def composite_pieces_backward(
     return gradients
 
 
-def live_boxes(before: Tensor, pieces: Sequence[int], slots: int, least: float) -> Tensor:
-    """See `cuda_ext.ops.exchange.pieces.live_boxes`."""
+def live_boxes(before: Tensor, fragments: Sequence[int], slots: int, least: float) -> Tensor:
+    """See `cuda_ext.ops.exchange.fragments.live_boxes`."""
     boxes = torch.full((slots, 5), NOWHERE, dtype=torch.int64, device=before.device)
     boxes[:, 4] = 0
-    for slot, first, x0, y0, width, height in _rows(pieces, 6):
+    for slot, first, x0, y0, width, height in _rows(fragments, 6):
         live = before[first : first + width * height].view(height, width) >= least
         across = torch.arange(x0, x0 + width, device=before.device)
         down = torch.arange(y0, y0 + height, device=before.device)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from nerfstudio.cameras.cameras import Cameras
 
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.registry import KINDS, titled
+from ns_multigpu.primitives.registry import PRIMITIVES, titled
 
 
 def times_note(primitive: str, cameras: Cameras) -> str:
@@ -14,7 +14,7 @@ def times_note(primitive: str, cameras: Cameras) -> str:
     Raises:
         InputError: the primitive has times, and a view's is outside of 0 to 1.
     """
-    kind, times = KINDS[primitive], cameras.times
+    kind, times = PRIMITIVES[primitive], cameras.times
     several = times is not None and bool((times != times.flatten()[0]).any())
     if not kind.timed:
         return (
@@ -39,7 +39,7 @@ def times_note(primitive: str, cameras: Cameras) -> str:
 
 def frames_note(primitive: str, cameras: Sequence[Cameras]) -> str:
     """Return a note on the times of frames to be rendered with this primitive; "" for none."""
-    if not KINDS[primitive].timed or not cameras:
+    if not PRIMITIVES[primitive].timed or not cameras:
         return ""
     times = [float(camera.times.reshape(-1)[0]) for camera in cameras if camera.times is not None]
     if not times:

@@ -1,12 +1,12 @@
 // Pixels that are drawn cell by cell, on CUDA: gathered, scattered, composited front to back, and the way back.
 
 #include "cuda/bind/call.h"
-#include "cuda/exchange/pieces.h"
+#include "cuda/exchange/fragments.h"
 
 #include <algorithm>
 
 namespace nsmg {
-namespace pieces_bind {
+namespace fragments_bind {
 
 template <typename Row>
 Row* capacity_for(Call& call, const std::vector<Row>& rows) {
@@ -15,10 +15,10 @@ Row* capacity_for(Call& call, const std::vector<Row>& rows) {
 
 // Six numbers a piece, and the most pixels of any; `made` gets a piece's numbers.
 template <typename Row, typename Make>
-std::vector<Row> pieces_of(at::IntArrayRef numbers, int width, int* most, const Make& made) {
-  TORCH_CHECK_VALUE(numbers.size() % 6 == 0, "pieces holds 6 integers a piece, got ", numbers.size(), " in all.");
+std::vector<Row> fragments_of(at::IntArrayRef numbers, int width, int* most, const Make& made) {
+  TORCH_CHECK_VALUE(numbers.size() % 6 == 0, "fragments holds 6 integers a fragment, got ", numbers.size(), " in all.");
   TORCH_CHECK_VALUE(numbers.size() / 6 < 65536, "there are ", numbers.size() / 6,
-                    " pieces; the CUDA operators take 65535.");
+                    " fragments; the CUDA operators take 65535.");
   std::vector<Row> rows;
   for (size_t k = 0; k < numbers.size(); k += 6) {
     const int64_t* n = numbers.data() + k;
@@ -28,38 +28,38 @@ std::vector<Row> pieces_of(at::IntArrayRef numbers, int width, int* most, const 
   return rows;
 }
 
-struct Pieces {
+struct Fragments {
   int most = 0;
   std::vector<PixelPiece> rows;
 
   // `place`: where among a piece's 6 numbers its row is.
-  Pieces(Call& call, int place)
-      : rows(pieces_of<PixelPiece>(call.integers("pieces"), 2, &most, [place](const int64_t* n) -> PixelPiece {
+  Fragments(Call& call, int place)
+      : rows(fragments_of<PixelPiece>(call.integers("fragments"), 2, &most, [place](const int64_t* n) -> PixelPiece {
           return {int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[place])};
         })) {}
 };
 
-void gather_pieces(Call& call) {
+void gather_fragments(Call& call) {
   const int pixels = call.count("color", "pixels"), channels = call.count("color", "channels", 1);
   const float* color = call.floats("color", {pixels, channels});
   const float* alpha = call.floats("alpha", {pixels});
   float* out = call.in_place<float>("out", {-1, channels + 1});
-  const Pieces pieces(call, 4);
-  NSMG_CUDA_CHECK(gather_pieces_launch(color, alpha, channels, pieces.rows.data(), int(pieces.rows.size()),
-                                       pieces.most, capacity_for(call, pieces.rows), out, call.stream()));
+  const Fragments fragments(call, 4);
+  NSMG_CUDA_CHECK(gather_fragments_launch(color, alpha, channels, fragments.rows.data(), int(fragments.rows.size()),
+                                       fragments.most, capacity_for(call, fragments.rows), out, call.stream()));
 }
 
-void scatter_pieces(Call& call) {
+void scatter_fragments(Call& call) {
   const int pixels = call.count("v_color", "pixels"), channels = call.count("v_color", "channels", 1);
   const float* gradients = call.floats("gradients", {-1, channels + 1});
   float* v_color = call.in_place<float>("v_color", {pixels, channels});
   float* v_alpha = call.in_place<float>("v_alpha", {pixels});
-  const Pieces pieces(call, 5);
-  NSMG_CUDA_CHECK(scatter_pieces_launch(gradients, channels, pieces.rows.data(), int(pieces.rows.size()), pieces.most,
-                                        capacity_for(call, pieces.rows), v_color, v_alpha, call.stream()));
+  const Fragments fragments(call, 5);
+  NSMG_CUDA_CHECK(scatter_fragments_launch(gradients, channels, fragments.rows.data(), int(fragments.rows.size()), fragments.most,
+                                        capacity_for(call, fragments.rows), v_color, v_alpha, call.stream()));
 }
 
-// Layers by patch, and room for them on the device.
+// Layers by patch, and device memory for them.
 struct Layers {
   std::vector<PixelLayer> rows;
   std::vector<LayeredPatch> patches;
@@ -92,22 +92,22 @@ struct Layers {
   DeviceLayers device(Call& call) const { return {capacity_for(call, rows), capacity_for(call, patches)}; }
 };
 
-void composite_pieces(Call& call) {
+void composite_fragments(Call& call) {
   const Layers layers(call);
   float* out = call.out<float>({layers.pixels, layers.channels});
   float* alpha = call.out<float>({layers.pixels});
   float* before = call.out<float>({layers.count});
-  NSMG_CUDA_CHECK(composite_pieces_launch(layers.received, layers.channels, layers.host(), layers.device(call), out,
+  NSMG_CUDA_CHECK(composite_fragments_launch(layers.received, layers.channels, layers.host(), layers.device(call), out,
                                           alpha, before, call.stream()));
 }
 
-void composite_pieces_backward(Call& call) {
+void composite_fragments_backward(Call& call) {
   const Layers layers(call);
   const float* before = call.floats("before", {layers.count});
   const float* v_out = call.floats("v_out", {layers.pixels, layers.channels});
   const float* v_alpha = call.floats("v_alpha", {layers.pixels});
   float* gradients = call.out_zeros<float>({call.integer("count"), layers.channels + 1});
-  NSMG_CUDA_CHECK(composite_pieces_backward_launch(layers.received, before, v_out, v_alpha, layers.channels,
+  NSMG_CUDA_CHECK(composite_fragments_backward_launch(layers.received, before, v_out, v_alpha, layers.channels,
                                                    layers.host(), layers.device(call), gradients, call.stream()));
 }
 
@@ -115,22 +115,22 @@ void live_boxes(Call& call) {
   const int pixels = call.count("before", "pixels of layers"), slots = call.counted("slots", "slots");
   const float* before = call.floats("before", {pixels});
   int most = 0;
-  const auto pieces =
-      pieces_of<WatchedPiece>(call.integers("pieces"), 4, &most, [](const int64_t* n) -> WatchedPiece {
+  const auto fragments =
+      fragments_of<WatchedPiece>(call.integers("fragments"), 4, &most, [](const int64_t* n) -> WatchedPiece {
         return {int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5])};
       });
-  NSMG_CUDA_CHECK(live_boxes_launch(before, pieces.data(), int(pieces.size()), most, capacity_for(call, pieces), slots,
+  NSMG_CUDA_CHECK(live_boxes_launch(before, fragments.data(), int(fragments.size()), most, capacity_for(call, fragments), slots,
                                     call.number("least"), call.out<int64_t>({slots, 5}), call.stream()));
 }
 
-}  // namespace pieces_bind
+}  // namespace fragments_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::pieces_bind;
-  m.impl("gather_pieces", nsmg::bound<bind::gather_pieces>());
-  m.impl("scatter_pieces", nsmg::bound<bind::scatter_pieces>());
-  m.impl("composite_pieces", nsmg::bound<bind::composite_pieces>());
-  m.impl("composite_pieces_backward", nsmg::bound<bind::composite_pieces_backward>());
+  namespace bind = nsmg::fragments_bind;
+  m.impl("gather_fragments", nsmg::bound<bind::gather_fragments>());
+  m.impl("scatter_fragments", nsmg::bound<bind::scatter_fragments>());
+  m.impl("composite_fragments", nsmg::bound<bind::composite_fragments>());
+  m.impl("composite_fragments_backward", nsmg::bound<bind::composite_fragments_backward>());
   m.impl("live_boxes", nsmg::bound<bind::live_boxes>());
 }
