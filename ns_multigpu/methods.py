@@ -113,7 +113,7 @@ splatfacto_locality = MethodSpecification(
 
 splatfacto_pixel = MethodSpecification(
     config=splatfacto("pixel", pipeline=PixelPipelineConfig),
-    description="Splatfacto on several GPUs, pixel strategy: each draws its own part of space, and pixels are exchanged",
+    description="Splatfacto on several GPUs, pixel strategy: each draws its part of space, and pixels are exchanged",
 )
 
 nerfacto_xl = MethodSpecification(

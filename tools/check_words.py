@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +100,6 @@ NAMES = {
     "elsewhere": "render override",
     "homes": "owners",
     "dealt": "distributed",
-    "kinds": "primitives",
 }
 """Words that names no longer have (several in a row with spaces), and the field's word instead."""
 
@@ -112,7 +111,7 @@ WORDS = {
     r"leaves?(?= (?:for|the rank|its rank|to))": "send",
     r"arrives?": "receive",
     r"bring(?:s|ing)?|brought": "receive, return, copy",
-    r"journeys?|flights?": "exchange, handle",
+    r"journeys?|(?<!in )flights?": "exchange, handle",
     r"travel(?:s|led|ling)?": "be sent, be exchanged",
     r"witness(?:es)?": "finite flag",
     r"learnt": "measured, stored",
@@ -176,8 +175,12 @@ def pages(root: Path) -> Iterator[tuple[str, Path]]:
     yield from (("docs", page) for page in sorted((root / "docs").rglob("*.md")))
 
 
-def identifiers(root: Path) -> Iterator[Finding]:
-    """Find names that are defined or used with a word of `NAMES`, each once a file, and files named so."""
+def identifiers(root: Path, allowed: Sequence[str] = ()) -> Iterator[Finding]:
+    """Find names that are defined or used with a word of `NAMES`, each once a file, and files named so.
+
+    Args:
+        allowed: `file:name` of names that are another library's, or mean what the word means.
+    """
     for package, file in files(root, (".py", *NATIVE)):
         where, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
         names = {file.stem: 1}
@@ -191,6 +194,8 @@ def identifiers(root: Path) -> Iterator[Finding]:
                 for name in NAME.findall(line):
                     names.setdefault(name, number)
         for name, number in names.items():
+            if f"{where}:{name}" in allowed:
+                continue
             for word in dict.fromkeys(ANY_NAME.findall(" ".join(parts(name)))):
                 yield Finding(package, f"{where}:{number}", word, f"{name}: {NAMES[word]}")
 
@@ -340,7 +345,11 @@ def main() -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     settings = project.get("tool", {}).get("check_words", {})
     since = given.since or settings.get("commits_since")
-    rules = {**RULES, "commits": lambda root: commits(root, since) if since else iter(())}
+    rules = {
+        **RULES,
+        "identifiers": lambda root: identifiers(root, settings.get("allowed_names", [])),
+        "commits": lambda root: commits(root, since) if since else iter(()),
+    }
     chosen = given.rules or (list(rules) if given.count else settings.get("rules", []))
     if unknown := sorted(set(chosen) - set(rules)):
         parser.error(

@@ -28,7 +28,7 @@ def remedy() -> str:
     pip = f"`pip install {packages}`, " if major >= 13 else ""  # before 13 the wheels held no whole toolkit
     return (
         f"Install CUDA's compiler ({pip}`conda install cuda-nvcc cuda-cudart-dev cuda-cccl`, or NVIDIA's CUDA toolkit) "
-        "and have nvcc on PATH or its folder in CUDA_HOME; or name a library compiled on another machine (`python -m cuda_ext "
+        "and have nvcc on PATH or its folder in CUDA_HOME; or name a library compiled before (`python -m cuda_ext "
         "build --cuda --output DIR`) in NS_MULTIGPU_CUDA_LIBRARY; or set NS_MULTIGPU_CUDA=gsplat to be served by "
         "gsplat 1.4.0's kernels (slower)."
     )

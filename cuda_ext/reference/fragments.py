@@ -32,7 +32,7 @@ def scatter_fragments(gradients: Tensor, fragments: Sequence[int], v_color: Tens
 
 
 def composite_fragments(received: Tensor, layers: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Composite as `cuda_ext.ops.exchange.fragments.composite_fragments`; third: the part of each pixel that gets to its
+    """Composite as `cuda_ext.ops.exchange.fragments.composite_fragments`; third: the part of each pixel seen by its
     layer."""
     channels = received.shape[1] - 1
     before = received.new_empty(len(received))

@@ -202,7 +202,8 @@ def _half_row(
     red, green, blue = (x * _power(of_color) for x in features.unbind(1))
     whole = [x.contiguous().view(torch.int32) for x in (*means2d.unbind(1), depths)]
     return [
-        *whole, *rest, _packed_halfs(a, b), _packed_halfs(c, opacities), _packed_halfs(red, green), _scales(blue, of_conic, of_color)
+        *whole, *rest, _packed_halfs(a, b), _packed_halfs(c, opacities), _packed_halfs(red, green),
+        _scales(blue, of_conic, of_color),
     ]  # fmt: skip
 
 

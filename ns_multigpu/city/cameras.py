@@ -74,7 +74,7 @@ def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> 
     spacing = 2 * limit / rows
     rng = np.random.default_rng([seed, views, 1])
     if altitude is not None and altitude < city.tallest * 1.05 + 1.0:
-        raise ValueError(f"altitude is {altitude} m: the city's roofs are up to {city.tallest:.0f} m, fly 5 % above them")
+        raise ValueError(f"altitude is {altitude} m: the city's roofs are at {city.tallest:.0f} m, fly 5 % above")
     lowest = max(90.0, 1.4 * city.tallest)
     height = altitude if altitude is not None else max(2.1 * spacing, lowest)
     target = np.stack([along * limit, across * limit, np.zeros(views)], axis=1)

@@ -106,7 +106,7 @@ class Assigner:
         ranks = np.zeros_like(machine)
         for k in range(self.machines):
             mine = torch.from_numpy(machine == k)
-            # The rows that this machine's ranks send to others are fixed; a patch's rows from other machines go to the rank that draws it.
+            # Rows that this machine's ranks send to others are fixed; those from other machines go to who draws.
             sent = by_machine[~mine, k].sum(0)
             inner = self._level(by_machine[mine, k].contiguous(), totals[mine], sent, self.within)
             ranks[machine == k] = k * self.per_machine + inner

@@ -178,7 +178,7 @@ def cull_groups(
     """Return the groups that may be visible in each view's rectangles: all those of which `cull` would keep a point,
     and some more.
 
-    A splat's half extent, times its depth, is at most focal length * extent * |(u, v, 1)| + depth * pixels, where (u, v)
+    A splat's half extent times its depth is at most focal length * extent * |(u, v, 1)| + depth * pixels, where (u, v)
     is clamped to the image and 15 % more a side, and pixels are what eps2d and rounding add. So each side of the
     rectangle is a half space of the means, whatever lies before or behind the camera.
 

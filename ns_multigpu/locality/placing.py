@@ -64,7 +64,7 @@ class ByViews(Placement):
     """Groups of points on the machines whose views see them, and level on each machine's GPUs.
 
     Rank 0 partitions a sample of the points and broadcasts the result: METIS promises nothing for machines of different
-    kinds. Between placings a point's group, and so its owner, follows from where it lies. Points are placed again at the
+    kinds. Between placings a point's group, and so its owner, follows from where it lies. They are placed again at the
     start, when the model has grown by a factor, when work is no longer level, and where a run goes on with other ranks.
 
     Args:
@@ -143,15 +143,15 @@ class ByViews(Placement):
         return Settled(self.group_owners.of(where), redistributed=True)
 
     def state(self) -> dict[str, Tensor]:
-        group_owners = self.group_owners
-        if group_owners is None:
+        found = self.group_owners
+        if found is None:
             return {}
         views, needed = self._access.state()
         return {
-            "low": group_owners.low, "side": torch.tensor([group_owners.side], dtype=torch.float64), "starts": group_owners.starts,
-            "owners": group_owners.owners, "points": torch.tensor([group_owners.points]),
-            "level": torch.tensor([group_owners.level], dtype=torch.float64),
-            "view_machines": torch.from_numpy(group_owners.view_machines), "needs_views": torch.from_numpy(views),
+            "low": found.low, "side": torch.tensor([found.side], dtype=torch.float64), "starts": found.starts,
+            "owners": found.owners, "points": torch.tensor([found.points]),
+            "level": torch.tensor([found.level], dtype=torch.float64),
+            "view_machines": torch.from_numpy(found.view_machines), "needs_views": torch.from_numpy(views),
             "needs": torch.from_numpy(needed),
         }  # fmt: skip
 

@@ -348,7 +348,7 @@ def _on_locality(schedule: Schedule) -> list[str]:
         notes.append(f"locality: {schedule.machines} machines were not simulated; the figures lie between neighbours'.")
     if schedule.views < level.views:
         notes.append(
-            f"locality: simulated with {level.views:.0f} views a step, not with {schedule.views}. Fewer views save less: "
+            f"locality: simulated with {level.views:.0f} views a step, not {schedule.views}. Fewer views save less: "
             "every GPU draws equally many patches, wherever these have their points."
         )
     if not 1 / 3 < schedule.visible / scene.visible < 3:

@@ -209,7 +209,8 @@ def _share(strategy: str, schedule: Schedule) -> Share:
         rows = seen * views
         others = rows * (ranks - 1)
         return Share(
-            schedule.points, views, rows, 0.0, rows, rows * schedule.tiles, float(schedule.pixels * views), rows * ranks,
+            schedule.points, views, rows, 0.0, rows, rows * schedule.tiles, float(schedule.pixels * views),
+            rows * ranks,
             PUT_BYTES * others, CAPACITY_FACTOR * ROW_BYTES * others, off_machine,
         )  # fmt: skip
     if strategy == "locality":
@@ -262,7 +263,8 @@ def _pixel(schedule: Schedule, off_machine: float) -> Share:
     layers = ranks * seen * owned * (1 + (2 * 2 * HALO * schedule.width / owned if cut else 0.0))
     boundary = _between(CROSSES, ranks) * PIXEL_BYTES * (ranks - 1) / ranks * (layers + drawn)
     return Share(
-        ceil(schedule.points / ranks), schedule.views, rows, 0.0, most * rows, most * rows * schedule.tiles, most * drawn,
+        ceil(schedule.points / ranks), schedule.views, rows, 0.0, most * rows, most * rows * schedule.tiles,
+        most * drawn,
         rows, boundary, boundary, off_machine, layers,
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ class Schedule:
     Attributes:
         strategy: `batch`, where ranks are replicas, or `tile`, where each has a shard: `bounds`, or equal numbers.
         batch: views of a step.
-        capacities: capacities of rows, segments (each pair's, or one for all) and intersections to begin with: those that are
+        capacities: initial ones of rows, segments (each pair's, or one for all) and intersections: those that are
             too small grow on the way. None for what training begins with.
         lazy: steps of points that are not drawn are put off.
         transport: of shards: own, collective, or peer for peer memory. by_sort: see `SortedLists`.

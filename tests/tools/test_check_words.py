@@ -24,6 +24,13 @@ def check(tmp_path: Path):
     return run
 
 
+def test_allowed_names_are_allowed_in_their_file_alone(check):
+    settings = '[tool.check_words]\nrules = ["identifiers"]\nallowed_names = ["ns_multigpu/a.py:tell"]\n'
+    files = {"pyproject.toml": settings, "ns_multigpu/a.py": "tell = told = 1\n", "ns_multigpu/b.py": "tell = 1\n"}
+    status, lines = check(files)
+    assert status == 1 and [line.split(":")[0] for line in lines] == ["ns_multigpu/a.py", "ns_multigpu/b.py"]
+
+
 @pytest.mark.parametrize(
     ("rule", "file", "text", "places"),
     [

@@ -49,7 +49,7 @@ def assign_patches(
     """Give each patch to a rank: alike in number, as many points as possible where they are, and loads level.
 
     Looks for the least of -alpha sum_j counts[j, W_j] + beta |send|_p + gamma |receive|_p + delta |draw|_p (equation 1
-    with appendix C.1's norms), where rank k sends sent[k] + sum of counts[j, k] of patches drawn by other ranks, receives
+    with appendix C.1's norms), where rank k sends sent[k] + sum of counts[j, k] of patches that others draw, receives
     sum of totals[j] - counts[j, k] of those drawn here, and draws their sum of totals[j].
 
     The start is the exact linear sum assignment of the first term, in which ranks differ by one patch at most. Then, of

@@ -96,7 +96,7 @@ def cells_reached(
 ) -> Tensor:
     """Return the rows that may lie in a cell's window of a tile; perhaps more. Nothing is read back.
 
-    A row counts as flat, at the depth of its mean. The middles of the tiles that its box overlaps are put to that depth;
+    A row counts as flat, at the depth of its mean. The middles of the tiles that its box overlaps get that depth;
     a box around them, a little larger than rounding asks for, is compared with the cell's.
 
     Args:

@@ -126,7 +126,7 @@ def rasterize(
         absgrad_probe: [M,2] zeros that require a gradient, or None. It changes nothing but receives, as its gradient,
             the sum over pixels of |d loss / d means2d| (AbsGS, Ye et al. 2024, equation 6).
         mark_stops: alpha is negative where the pixel was closed before a splat: what lies behind was not looked at.
-            (The first splat closes none, so that no such alpha is 0.) gsplat's kernels do not report it, and mark nothing.
+            (The first splat closes none, so that no such alpha is 0.) gsplat's kernels mark nothing.
 
     Returns:
         out [S,D], alpha [S] (one minus the final transmittance) and last [S] int32 (the position in row_ids of the last

@@ -70,7 +70,7 @@ def project_surfels(
     """Project surfels into views (Huang et al. 2024, section 4.1), with gsplat 1.4.0's conventions.
 
     A row that is not drawn in its whole view is dead, as in `project`: zero in all outputs but `radii`, and without a
-    gradient. Dead is also a surfel of which the disc of one standard deviation intersects the camera's plane: its box, and
+    gradient. Dead is also a surfel whose disc of one standard deviation intersects the camera's plane: its box, and
     with it the centre of the low-pass filter, is not defined. (gsplat draws such a one somewhere.) Bounds are where
     alpha falls below 1/255; gsplat's are at 3 standard deviations, in whole tiles.
 

@@ -6,7 +6,7 @@ runs are merged in pairs, level by level (`merge_level`), by merge paths (Green,
 torch-dgx, section 4). A run lies on consecutive ranks, in pieces of equal length: of a run of n on k ranks, the j-th of
 them holds [j n / k, (j + 1) n / k), rounded down. `ns_multigpu.core.sort.peer_sort` puts this together.
 
-Keys are int64, values int32. Addresses are numbers, one a rank: on CUDA of memory of any GPU that this one can access, on
+Keys are int64, values int32. Addresses are numbers, one a rank: on CUDA of memory of any GPU accessible from here, on
 CPU of memory of this process. They are trusted: a wrong one is a wrong read or write. On CUDA nothing is read back, so
 that a CUDA graph can hold all of these; who orders writers and readers of a buffer is the caller's business.
 """
@@ -225,7 +225,7 @@ def band_lists(
     Returns:
         tile_offsets [T+1] int32, row_ids [C] int32 (-1 behind the last list) and count [1] int64, the true number of
         pairs, as `intersect_capacity`; the tiles are those of the bands, band after band. A row that has not arrived,
-        for lack of capacity, is listed as some line of its owner's: do the step again, as with a count above the capacity.
+        for lack of capacity, is listed as some line of its owner's: retry the step, as with a count above the capacity.
 
     Raises:
         TypeError, ValueError: types, devices, shapes, bands, segment or capacity are wrong.

@@ -50,7 +50,7 @@ class RelayedRows(Transport):
         assert relays is not None, "asked before: see `make_transport`"
         if relays.directions > MOST_RANKS or relays.ranks > MOST_SEGMENTS:
             raise ValueError(
-                f"{world.machines} machines of {world.local_size} ranks: rows are exchanged if machines and the ranks of "
+                f"{world.machines} machines of {world.local_size} ranks: rows are exchanged if machines and ranks of "
                 f"one are {MOST_RANKS} together at most, and ranks {MOST_SEGMENTS} in all."
             )
         super().__init__(world, kernels, rows, capacity, words, numbers=relays.numbers)

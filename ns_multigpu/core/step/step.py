@@ -78,7 +78,7 @@ class Step:
             B), and a number that is finite where all gradients of the rows drawn here, or that arrived here, are. It is
             finite, too, where the step is not taken.
         rgb: this rank's renderings of the last step, one a patch, without halo [h, w, 3].
-        measured_work: int64, what the strategy's assignment learns of the step, `Assignment.counts` numbers a rank or, where
+        measured_work: int64, input of `Assignment.learn`, `Assignment.counts` numbers a rank or, where
             they are added up over ranks, in all.
     """
 

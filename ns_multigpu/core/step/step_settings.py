@@ -71,8 +71,7 @@ class Status:
         done: steps that were taken.
         rows, intersections: the most that any rank had in any of them, taken or not.
         segments: by rank, the most rows that this one had for each (also itself) in any of them. `all_gather_counts`
-        tells all
-            ranks of all pairs.
+            publishes those of all pairs.
         full: whether a capacity was exceeded, or a lazy step waits for a flush; later steps have waited.
         sent: rows that this rank sent to other ranks.
     """

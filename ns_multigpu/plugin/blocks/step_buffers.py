@@ -74,7 +74,7 @@ class StepBuffers:
         self.one_for_all = self.peer or self._by_sort
         if self._half and self.peer and world.size > 1:
             raise InputError(
-                "--pipeline.wire half: that is for collectives, and splats are exchanged through peer memory here. Leave it "
+                "--pipeline.wire half: it is for collectives; splats are exchanged through peer memory here. Leave it "
                 "out, or add --pipeline.transport collective."
             )
         if world.is_main and world.size > 1:

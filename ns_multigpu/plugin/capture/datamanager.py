@@ -159,7 +159,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     def hold_by(self, owners: Sequence[int]) -> None:
         """Set the rank that holds each training image.
 
-        `image_owners_of` computes the owners from the machine that sees most of each view, `train_shapes` and `train_memory`.
+        `image_owners_of` computes them from each view's main machine, `train_shapes` and `train_memory`.
         Every rank calls it with the same owners, before `train_share` exists, which checks them.
 
         Raises:

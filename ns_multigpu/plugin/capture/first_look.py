@@ -138,7 +138,7 @@ def _image_folder(parser: ColmapDataParserConfig, model: Reconstruction, found: 
     folder = _at(whole, factor)
     if not folder.is_dir():
         have = [f"{whole.name} (--downscale-factor 1)", *have] if whole.is_dir() else have
-        why = f"Images of more than {MAX_AUTO_RESOLUTION} pixels are taken from a smaller copy unless an option says otherwise. "
+        why = f"Images of more than {MAX_AUTO_RESOLUTION} pixels are read from a smaller copy by default. "
         found.problems.append(("" if parser.downscale_factor else why) + _no_folder(folder, have))
     return folder, factor
 

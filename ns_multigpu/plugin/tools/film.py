@@ -58,7 +58,7 @@ class Failed(SaveFailed):
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1:] or type(error).__name__
         text = reason if isinstance(reason, str) else reason[0]
         super().__init__(
-            f"{place} could not be written: {text}. Finished frames are kept. Free some space, or choose another --output-path "
+            f"{place} could not be written: {text}. Finished frames are kept. Free space or name another --output-path "
             "and give the same command again: it goes on from there."
         )
 

@@ -182,5 +182,5 @@ def write_mesh(mesh: "o3d.geometry.TriangleMesh", output: Path) -> None:
                 raise OSError("open3d could not write it; is the disk full?")
     except OSError as error:
         raise SaveFailed(
-            f"{output} could not be written: {error.strerror or error}. Free some space, or choose another --output-path."
+            f"{output} could not be written: {error.strerror or error}. Free space, or choose another --output-path."
         ) from error

@@ -79,7 +79,7 @@ class CameraPath:
         kind = path_json.get("camera_type", "perspective")
         if kind not in _CAMERA_TYPES:
             raise InputError(
-                f"{self._name}: camera_type is {kind!r}. Models are rendered as {' and '.join(_CAMERA_TYPES)} pictures. "
+                f"{self._name}: camera_type is {kind!r}. Models are rendered as {' and '.join(_CAMERA_TYPES)}. "
                 "Choose one of these types in the viewer's render panel."
             )
         seconds = path_json.get("seconds")

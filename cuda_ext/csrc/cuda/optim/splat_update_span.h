@@ -42,8 +42,8 @@ __device__ __forceinline__ uint32_t chosen(uint32_t points, int q, int width) {
   return bits;
 }
 
-// Steps the span. `gradient` [floats] lies in shared memory, or is null for zero. `Count` float4s of each array are in
-// flight.
+// Steps the span. `gradient` [floats] lies in shared memory, or is null for zero. `Count` float4s of each array are
+// in flight.
 template <int Count, typename Moment>
 __device__ __forceinline__ void step_span(const Span<Moment>& span, const float* gradient, const float* scalars,
                                           int lane) {

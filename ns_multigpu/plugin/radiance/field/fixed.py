@@ -141,7 +141,7 @@ class FixedShapes:
         """Render as `outputs` does, with collectives yielded. Nothing is read back, and no shape depends on values.
 
         Args:
-            rays: [R] with `nears` and `fars`. slots: of the rays. buckets: capacities in lines that hold their segments.
+            rays: [R] with `nears` and `fars`. slots: of the rays. buckets: capacities in lines of their segments.
         """
         model, sampling = self._model, self._sampling
         numbers, cells = self.numbers(len(rays)), model.numbers
