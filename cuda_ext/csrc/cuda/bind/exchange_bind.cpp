@@ -14,6 +14,19 @@
 namespace nsmg {
 namespace exchange_bind {
 
+constexpr char kRoutedRows[] = "view_ids[M] count[1] means2d[M,2]@8 radii[M,2]@8 M first end reached[?,M]";
+constexpr char kCountedRows[] = "view_ids[M] count[1] means2d[M,2] radii[M,2] M - M -";
+constexpr char kPackedRows[] =
+    "means2d[M,2]@8 conics[M,3] opacities[M] features[M,3] depths[M] radii[M,2]@8 view_ids[M] M - M";
+constexpr char kUnpackedRows[] =
+    ">means2d[L,2] >conics[L,3] >opacities[L] >features[L,3] >depths[L] >radii[L,2] >view_ids[L] >owners[L] >slots[L]";
+constexpr char kKeptRows[] =
+    "to_means2d[L,2] to_conics[L,3] to_opacities[L] to_features[L,3] to_depths[L] to_radii[L,2] to_view_ids[L] - "
+    "to_slots[L]";
+constexpr char kCollect[] = "place[R,M] count[1] sources[R] R #capacity M >records[M,16]";
+constexpr char kAddRecords[] = "records[M,F] M F sinks[S] S owners[M] slots[M] system_scope";
+constexpr char kCellRows[] = "view_ids[M] means2d[M,2] radii[M,2] depths[M] M";
+
 int checked_ranks(int64_t ranks) {
   TORCH_CHECK_VALUE(ranks >= 1 && ranks <= kMostExchanging, "the exchange of rows takes 1 to ", kMostExchanging,
                     " ranks, not ", ranks, ".");
@@ -23,10 +36,6 @@ int checked_ranks(int64_t ranks) {
 void sort_by_view(std::vector<RankPatch>& patches) {
   std::stable_sort(patches.begin(), patches.end(),
                    [](const RankPatch& a, const RankPatch& b) { return a.view < b.view; });
-}
-
-RankPatch* capacity_for(Call& call, const std::vector<RankPatch>& patches) {
-  return static_cast<RankPatch*>(call.scratch_bytes(int64_t(patches.size() * sizeof(RankPatch))));
 }
 
 // Six numbers a patch (rank, view, x0, y0, x1, y1), and its cell where there are any, ascending by view.
@@ -58,96 +67,53 @@ void check_lines(int64_t first, int64_t end, int rows) {
 }
 
 void route_lines(Call& call) {
-  const int rows = call.count("means2d", "rows"), ranks = checked_ranks(call.integer("ranks"));
-  const int64_t first = call.integer("first"), end = call.integer("end");
-  check_lines(first, end, rows);
-  const RouteRows lines{call.ints("view_ids", {rows}),
-                        call.longs("count", {1}),
-                        call.floats("means2d", {rows, 2}, 8),
-                        call.ints("radii", {rows, 2}, 8),
-                        rows,
-                        int(first),
-                        int(end),
-                        call.in_or_null<bool>("reached", {-1, rows})};
+  const auto lines = call.read<RouteRows>(kRoutedRows);
+  check_lines(lines.first, lines.end, lines.count);
+  const int ranks = checked_ranks(call.integer("ranks"));
+  call.set('R', ranks);
   const int64_t cells = lines.reached == nullptr ? 0 : call.count("reached", "cells");
-  const std::vector<RankPatch> patches =
-      rank_patches(call.integers("patches"), ranks, call.integers("cells"), cells);
-  int32_t* place = call.in_place<int32_t>("place", {ranks, rows});
-  int64_t* counts = call.in_place<int64_t>("counts", {ranks});
-  int32_t* block_counts = call.scratch<int32_t>(int64_t{ranks} * route_blocks(int(end - first)));
-  NSMG_CUDA_CHECK(route_launch(lines, patches.data(), cuda_count(int64_t(patches.size()), "patches"),
-                               capacity_for(call, patches), ranks, block_counts, place, counts, call.stream()));
+  const std::vector<RankPatch> patches = rank_patches(call.integers("patches"), ranks, call.integers("cells"), cells);
+  auto* place = call.read<int32_t*>("place[R,M]");
+  auto* counts = call.read<int64_t*>("counts[R]");
+  auto* block_counts = call.scratch<int32_t>(int64_t{ranks} * route_blocks(lines.end - lines.first));
+  call.run(route_launch, lines, patches.data(), cuda_count(int64_t(patches.size()), "patches"),
+           call.scratch_for(patches), ranks, block_counts, place, counts);
 }
 
-// Lines first to end of the rows' columns.
-PackRows pack_rows(Call& call, int64_t first, int64_t end) {
-  const int rows = call.count("means2d", "rows");
-  check_lines(first, end, rows);
-  return {call.floats("means2d", {rows, 2}, 8),
-          call.floats("conics", {rows, 3}),
-          call.floats("opacities", {rows}),
-          call.floats("features", {rows, 3}),
-          call.floats("depths", {rows}),
-          call.ints("radii", {rows, 2}, 8),
-          call.ints("view_ids", {rows}),
-          rows,
-          int(first),
-          int(end)};
-}
-
-void pack(Call& call) {
-  const int rows = call.count("means2d", "rows"), ranks = checked_ranks(call.count("place", "ranks"));
-  const PackRows lines = pack_rows(call, call.integer("first"), call.has("end") ? call.integer("end") : rows);
-  NSMG_CUDA_CHECK(pack_launch(lines, call.ints("place", {ranks, rows}), call.longs("destinations", {ranks}), ranks,
-                              call.counted("capacity", "lines of capacity"), call.stream()));
-}
-
-// Results [rows] in the schema's order: view_ids, means2d, conics, opacities, features, depths, radii, owners, slots.
-UnpackedRows unpacked(Call& call, int64_t rows) {
-  UnpackedRows lines = {};
-  lines.view_ids = call.out<int32_t>({rows});
-  lines.means2d = call.out<float>({rows, 2});
-  lines.conics = call.out<float>({rows, 3});
-  lines.opacities = call.out<float>({rows});
-  lines.features = call.out<float>({rows, 3});
-  lines.depths = call.out<float>({rows});
-  lines.radii = call.out<int32_t>({rows, 2});
-  lines.owners = call.out<int32_t>({rows});
-  lines.slots = call.out<int32_t>({rows});
+// All rows, or those from `first` to `end` where the operator takes these.
+PackRows pack_rows(Call& call) {
+  auto lines = call.read<PackRows>(kPackedRows);
+  if (!call.knows("first")) return lines;
+  const int64_t first = call.integer("first"), end = call.has("end") ? call.integer("end") : lines.count;
+  check_lines(first, end, lines.count);
+  lines.first = int(first);
+  lines.end = int(end);
   return lines;
 }
 
+void pack(Call& call) {
+  const PackRows lines = pack_rows(call);
+  const auto* place = call.read<const int32_t*>("place[R,M]");
+  const auto* destinations = call.read<const int64_t*>("destinations[R]");
+  call.run(pack_launch, lines, place, destinations, checked_ranks(call.size('R')), call.read<int>("#capacity"));
+}
+
 void unpack(Call& call) {
-  const int ranks = checked_ranks(call.count("records", "ranks"));
-  const int capacity = call.count("records", "lines of capacity", 1), views = call.counted("views", "views");
-  const float* records = call.floats("records", {ranks, capacity, 16}, 16);
-  const int64_t* counts = call.longs("counts", {ranks});
+  const auto* records = call.read<const float*>("records[R,C,16]@16");
+  const auto* counts = call.read<const int64_t*>("counts[R]");
+  const int ranks = checked_ranks(call.size('R')), capacity = call.read<int>("C"), views = call.read<int>("#views");
   TORCH_CHECK_VALUE(views >= 1, "unpack needs at least one view, not ", views, ".");
-  const UnpackedRows lines = unpacked(call, cuda_count(int64_t(ranks) * capacity, "rows"));
-  NSMG_CUDA_CHECK(unpack_launch(records, counts, ranks, capacity, views, lines, call.stream()));
+  call.set('L', cuda_count(int64_t{ranks} * capacity, "rows"));
+  call.run(unpack_launch, records, counts, ranks, capacity, views, call.read<UnpackedRows>(kUnpackedRows));
 }
 
 void collect(Call& call) {
-  const int ranks = checked_ranks(call.count("place", "ranks")), rows = call.count("place", "rows", 1);
-  const int32_t* place = call.ints("place", {ranks, rows});
-  const int64_t* count = call.longs("count", {1});
-  const int64_t* sources = call.longs("sources", {ranks});
-  NSMG_CUDA_CHECK(collect_launch(place, count, sources, ranks, call.counted("capacity", "lines of capacity"), rows,
-                                 call.out<float>({rows, 16}), call.stream()));
-}
-
-void add_records(Call& call) {
-  const int rows = call.count("records", "rows"), floats = call.count("records", "numbers of a record", 1);
-  const int sinks = call.count("sinks", "sinks");
-  NSMG_CUDA_CHECK(add_records_launch(call.floats("records", {rows, floats}), rows, floats,
-                                     call.longs("sinks", {sinks}), sinks, call.ints("owners", {rows}),
-                                     call.ints("slots", {rows}), call.flag("system_scope"), call.stream()));
+  checked_ranks(call.tensor("place").size(0));
+  launched<collect_launch, kCollect>(call);
 }
 
 void footprint_counts(Call& call) {
-  const int rows = call.count("means2d", "rows");
-  const RouteRows lines{call.ints("view_ids", {rows}), call.longs("count", {1}), call.floats("means2d", {rows, 2}),
-                        call.ints("radii", {rows, 2}), rows, 0, rows};
+  const auto lines = call.read<RouteRows>(kCountedRows);
   const at::IntArrayRef numbers = call.integers("patches");
   TORCH_CHECK_VALUE(numbers.size() % 5 == 0, "patches holds 5 integers a patch (view, x0, y0, x1, y1), got ",
                     numbers.size(), " in all.");
@@ -158,8 +124,7 @@ void footprint_counts(Call& call) {
   }
   sort_by_view(patches);
   const int count = cuda_count(int64_t(patches.size()), "patches");
-  NSMG_CUDA_CHECK(reach_launch(lines, patches.data(), count, capacity_for(call, patches), call.out<int64_t>({count}),
-                               call.stream()));
+  call.run(reach_launch, lines, patches.data(), count, call.scratch_for(patches), call.out<int64_t>({count}));
 }
 
 // ---- columns of words ----
@@ -207,65 +172,51 @@ int64_t lines_of(const WireSegments& segments) {
   return lines;
 }
 
-// The words of a wire that is written in place.
-uint32_t* wire_to_write(Call& call) { return reinterpret_cast<uint32_t*>(call.in_place<int32_t>("wire", {-1})); }
-const uint32_t* wire_to_read(Call& call) { return reinterpret_cast<const uint32_t*>(call.ints("wire", {-1})); }
-
 void pack_wire(Call& call) {
-  const PackRows lines = pack_rows(call, call.integer("first"), call.integer("end"));
+  const PackRows lines = pack_rows(call);
   const WireSegments to = row_segments(call);
-  const int32_t* place = call.ints("place", {to.ranks, lines.count});
-  NSMG_CUDA_CHECK(pack_wire_launch(lines, place, to, call.flag("slots"), wire_to_write(call), call.stream()));
+  const auto* place = call.in<int32_t>("place", {to.ranks, lines.count});
+  call.run(pack_wire_launch, lines, place, to, call.flag("slots"), call.read<uint32_t*>("wire[?]"));
 }
 
 void unpack_wire(Call& call) {
   const WireSegments come = row_segments(call);
-  const uint32_t* wire = wire_to_read(call);
-  const int64_t* counts = call.longs("counts", {come.ranks});
+  const auto* wire = call.read<const uint32_t*>("wire[?]");
+  const auto* counts = call.in<int64_t>("counts", {come.ranks});
   const int64_t views = call.integer("views");
   TORCH_CHECK_VALUE(views >= 1 && views <= kMostViews, "rows are of 1 to ", kMostViews, " views on the wire, not of ",
                     views, ".");
-  NSMG_CUDA_CHECK(unpack_wire_launch(wire, come, counts, call.flag("slots"), int(views),
-                                     unpacked(call, lines_of(come)), call.stream()));
+  call.set('L', lines_of(come));
+  call.run(unpack_wire_launch, wire, come, counts, call.flag("slots"), int(views),
+           call.read<UnpackedRows>(kUnpackedRows));
 }
 
 void keep_rows(Call& call) {
-  const int64_t there = call.count("to_means2d", "lines that arrived");
+  const auto to = call.read<UnpackedRows>(kKeptRows);
   const int64_t start = call.integer("start"), capacity = call.integer("capacity");
-  TORCH_CHECK_VALUE(0 <= start && 0 <= capacity && start + capacity <= there, "lines ", start, " to ",
-                    start + capacity, " are to be kept, of ", there, " that arrived.");
-  const PackRows lines = pack_rows(call, 0, call.count("means2d", "rows"));
-  const int32_t* place = call.ints("place", {lines.count});
-  const UnpackedRows to{call.in_place<float>("to_means2d", {there, 2}),
-                        call.in_place<float>("to_conics", {there, 3}),
-                        call.in_place<float>("to_opacities", {there}),
-                        call.in_place<float>("to_features", {there, 3}),
-                        call.in_place<float>("to_depths", {there}),
-                        call.in_place<int32_t>("to_radii", {there, 2}),
-                        call.in_place<int32_t>("to_view_ids", {there}),
-                        nullptr,
-                        call.in_place<int32_t>("to_slots", {there})};
-  NSMG_CUDA_CHECK(keep_rows_launch(lines, place, to, start, cuda_count(capacity, "rows of a segment"),
-                                   call.flag("slots"), call.stream()));
+  TORCH_CHECK_VALUE(0 <= start && 0 <= capacity && start + capacity <= call.size('L'), "lines ", start, " to ",
+                    start + capacity, " are to be kept, of ", call.size('L'), " that arrived.");
+  const PackRows lines = pack_rows(call);
+  call.run(keep_rows_launch, lines, call.read<const int32_t*>("place[M]"), to, start,
+           cuda_count(capacity, "rows of a segment"), call.flag("slots"));
 }
 
 void pack_gradients(Call& call) {
   const WireSegments to = gradient_segments(call);
-  const float* records = call.floats("records", {lines_of(to), 16}, 16);
-  const int64_t* counts = call.longs("counts", {to.ranks});
-  NSMG_CUDA_CHECK(
-      pack_gradients_launch(records, counts, to, call.flag("absgrad"), wire_to_write(call), call.stream()));
+  const float* records = call.in<float>("records", {lines_of(to), 16}, 16);
+  const auto* counts = call.in<int64_t>("counts", {to.ranks});
+  call.run(pack_gradients_launch, records, counts, to, call.flag("absgrad"), call.read<uint32_t*>("wire[?]"));
 }
 
 void collect_wire(Call& call) {
   const WireSegments come = gradient_segments(call);
-  const int rows = call.count("place", "rows", 1);
-  const int32_t* place = call.ints("place", {come.ranks, rows});
-  const int64_t* count = call.longs("count", {1});
-  const uint32_t* wire = wire_to_read(call);
-  const float* own = call.floats("own", {come.capacities[come.rank], 16}, 16);
-  NSMG_CUDA_CHECK(collect_wire_launch(place, count, wire, come, own, call.flag("absgrad"), rows,
-                                      call.out<float>({rows, 16}), call.stream()));
+  call.set('R', come.ranks);
+  const auto* place = call.read<const int32_t*>("place[R,M]");
+  const auto* count = call.read<const int64_t*>("count[1]");
+  const auto* wire = call.read<const uint32_t*>("wire[?]");
+  const float* own = call.in<float>("own", {come.capacities[come.rank], 16}, 16);
+  const int rows = call.read<int>("M");
+  call.run(collect_wire_launch, place, count, wire, come, own, call.flag("absgrad"), rows, call.out<float>({rows, 16}));
 }
 
 // ---- lines of several arrays ----
@@ -301,25 +252,25 @@ void put_rows(Call& call) {
                     ", with ", told.arrays[0].width, " a line.");
   if (call.has("gate")) {
     told.gate_column = int(gate_column);
-    told.gate_width = call.count("gate", "columns of the gate", 1);
-    told.gate = call.floats("gate", {lines, told.gate_width});
+    call.set('M', lines);
+    told.gate = call.read<const float*>("gate[M,W]");
+    told.gate_width = call.read<int>("W");
     const ToldArray& last = told.arrays[told.count - 1];
     TORCH_CHECK_VALUE(last.width % 4 == 0 && gate_column >= 0 && gate_column + told.gate_width <= last.width,
                       "the gate is of columns ", gate_column, " to ", gate_column + told.gate_width, " of lines of ",
                       last.width, ", which must be a multiple of 4.");
   }
-  const int64_t* count = call.longs("count", {1});
-  const int64_t* destinations = call.longs("destinations", {-1, told.count});
-  NSMG_CUDA_CHECK(
-      put_rows_launch(told, count, destinations, call.count("destinations", "ranks"), call.stream()));
+  const auto* count = call.read<const int64_t*>("count[1]");
+  const auto* destinations = call.in<int64_t>("destinations", {-1, told.count});
+  call.run(put_rows_launch, told, count, destinations, call.count("destinations", "ranks"));
 }
 
 // ---- cells ----
 
 void cell_windows(Call& call) {
-  const int views = call.count("viewmats", "views");
-  const float* viewmats = call.floats("viewmats", {views, 4, 4});
-  const float* Ks = call.floats("Ks", {views, 3, 3});
+  const auto* viewmats = call.read<const float*>("viewmats[V,4,4]");
+  const auto* Ks = call.read<const float*>("Ks[V,3,3]");
+  const int views = call.read<int>("V");
   const at::ArrayRef<double> planes = call.numbers("planes");
   const at::IntArrayRef axes = call.integers("axes"), paths = call.integers("paths"), order = call.integers("order"),
                         upward = call.integers("upward"), drawn = call.integers("drawn"),
@@ -345,42 +296,40 @@ void cell_windows(Call& call) {
     tiles += ((n[4] - n[2] + kCellTile - 1) / kCellTile) * ((n[5] - n[3] + kCellTile - 1) / kCellTile);
   }
   const CellTables sizes{splits, cells, depth, views, int(drawn.size() / 6), int(patches.size() / 6)};
-  auto* table = reinterpret_cast<uint32_t*>(call.scratch<int32_t>(int64_t(words.size())));
-  NSMG_CUDA_CHECK(cell_windows_launch(sizes, words.data(), table, viewmats, Ks, cuda_count(tiles, "tiles"),
-                                      call.out<double>({tiles, 2}), call.stream()));
+  auto* table = call.scratch<uint32_t>(int64_t(words.size()));
+  call.run(cell_windows_launch, sizes, words.data(), table, viewmats, Ks, cuda_count(tiles, "tiles"),
+           call.out<double>({tiles, 2}));
 }
 
 void cells_reached(Call& call) {
-  const int rows = call.count("means2d", "rows"), views = call.count("viewmats", "views");
-  const CellRows lines{call.ints("view_ids", {rows}), call.floats("means2d", {rows, 2}), call.ints("radii", {rows, 2}),
-                       call.floats("depths", {rows}), rows};
-  const float* viewmats = call.floats("viewmats", {views, 4, 4});
-  const float* Ks = call.floats("Ks", {views, 3, 3});
+  const auto lines = call.read<CellRows>(kCellRows);
+  const auto* viewmats = call.read<const float*>("viewmats[V,4,4]");
+  const auto* Ks = call.read<const float*>("Ks[V,3,3]");
   const at::ArrayRef<double> boxes = call.numbers("boxes");
+  const int views = call.read<int>("V"), cells = int(boxes.size() / 6);
   TORCH_CHECK_VALUE(views > 0 && boxes.size() % 6 == 0, "boxes must hold 6 numbers a cell, and there must be a view.");
-  const int cells = int(boxes.size() / 6);
-  double* table = call.scratch<double>(int64_t{cells} * 6);
-  NSMG_CUDA_CHECK(cells_reached_launch(lines, viewmats, Ks, views, boxes.data(), cells, table,
-                                       call.out<bool>({cells, rows}), call.stream()));
+  call.run(cells_reached_launch, lines, viewmats, Ks, views, boxes.data(), cells,
+           call.scratch<double>(int64_t{cells} * 6), call.out<bool>({cells, lines.count}));
 }
 
 }  // namespace exchange_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::exchange_bind;
-  m.impl("route_lines", nsmg::bound<bind::route_lines>());
-  m.impl("pack", nsmg::bound<bind::pack>());
-  m.impl("unpack", nsmg::bound<bind::unpack>());
-  m.impl("collect", nsmg::bound<bind::collect>());
-  m.impl("add_records", nsmg::bound<bind::add_records>());
-  m.impl("footprint_counts", nsmg::bound<bind::footprint_counts>());
-  m.impl("pack_wire", nsmg::bound<bind::pack_wire>());
-  m.impl("unpack_wire", nsmg::bound<bind::unpack_wire>());
-  m.impl("keep_rows", nsmg::bound<bind::keep_rows>());
-  m.impl("pack_gradients", nsmg::bound<bind::pack_gradients>());
-  m.impl("collect_wire", nsmg::bound<bind::collect_wire>());
-  m.impl("put_rows", nsmg::bound<bind::put_rows>());
-  m.impl("cell_windows", nsmg::bound<bind::cell_windows>());
-  m.impl("cells_reached", nsmg::bound<bind::cells_reached>());
+  using namespace nsmg::exchange_bind;
+  using nsmg::bound;
+  m.impl("route_lines", bound<route_lines>());
+  m.impl("pack", bound<pack>());
+  m.impl("unpack", bound<unpack>());
+  m.impl("collect", bound<collect>());
+  m.impl("add_records", bound<nsmg::launched<nsmg::add_records_launch, kAddRecords>>());
+  m.impl("footprint_counts", bound<footprint_counts>());
+  m.impl("pack_wire", bound<pack_wire>());
+  m.impl("unpack_wire", bound<unpack_wire>());
+  m.impl("keep_rows", bound<keep_rows>());
+  m.impl("pack_gradients", bound<pack_gradients>());
+  m.impl("collect_wire", bound<collect_wire>());
+  m.impl("put_rows", bound<nsmg::exchange_bind::put_rows>());
+  m.impl("cell_windows", bound<cell_windows>());
+  m.impl("cells_reached", bound<cells_reached>());
 }

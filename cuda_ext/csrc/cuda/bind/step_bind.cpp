@@ -13,6 +13,12 @@
 namespace nsmg {
 namespace step_bind {
 
+constexpr char kMessage[] =
+    "own_rows[1] segment_counts[R] segment_capacity[R] segment_most[R] met[1] rank R";
+constexpr char kClock[] = "total[1] sign";
+constexpr char kKeepLine[] = "line[W] table[L,W] L W at[1]";
+constexpr char kGrid[] = "table[N,W]@16 scalings[L] L W log2_size";
+
 void adam_step(Call& call) {
   const std::vector<at::Tensor> params = call.tensors("params"), grads = call.tensors("grads"),
                                 first = call.tensors("exp_avgs"), second = call.tensors("exp_avg_sqs");
@@ -33,7 +39,7 @@ void adam_step(Call& call) {
   const bool clear = call.flag("set_grads_to_zero");
   for (size_t i = 0; i < tensors.size(); i += kAdamTensors) {
     const size_t some = std::min<size_t>(kAdamTensors, tensors.size() - i);
-    NSMG_CUDA_CHECK(adam_step_launch(tensors.data() + i, static_cast<int>(some), clear, call.stream()));
+    call.run(adam_step_launch, tensors.data() + i, static_cast<int>(some), clear);
   }
 }
 
@@ -56,23 +62,14 @@ std::vector<MessageBand> message_bands(at::IntArrayRef numbers, int64_t lines, i
 }
 
 void step_message(Call& call) {
-  const int ranks = call.count("segment_counts", "ranks"), offsets = call.count("tile_offsets", "tiles");
-  const int lines = call.counted("lines", "rows of tiles"), columns = call.counted("columns", "columns");
-  const int64_t rank = call.integer("rank");
-  TORCH_CHECK_VALUE(rank >= 0 && rank < ranks, "a message is of one of the ", ranks,
-                    " ranks that have a segment, not of rank ", rank, ".");
-  const std::vector<MessageBand> bands = message_bands(call.integers("bands"), lines, columns, offsets - 1);
-  const MessageCounts counts{call.longs("own_rows", {1}),
-                             call.longs("segment_counts", {ranks}),
-                             call.longs("segment_capacity", {ranks}),
-                             call.in_place<int64_t>("segment_most", {ranks}),
-                             call.longs("met", {1}),
-                             static_cast<int>(rank),
-                             ranks};
-  const int32_t* tile_offsets = call.ints("tile_offsets", {offsets});
-  NSMG_CUDA_CHECK(message_launch(counts, tile_offsets, columns, bands.data(),
-                                 cuda_count(static_cast<int64_t>(bands.size()), "bands"), lines,
-                                 call.out<int64_t>({int64_t{kMessageHead} + lines}), call.stream()));
+  const auto counts = call.read<MessageCounts>(kMessage);
+  const auto* tile_offsets = call.read<const int32_t*>("tile_offsets[T]");
+  const int lines = call.read<int>("#lines"), columns = call.read<int>("#columns");
+  TORCH_CHECK_VALUE(counts.rank >= 0 && counts.rank < counts.ranks, "a message is of one of the ", counts.ranks,
+                    " ranks that have a segment, not of rank ", counts.rank, ".");
+  const auto bands = message_bands(call.integers("bands"), lines, columns, call.read<int>("T") - 1);
+  call.run(message_launch, counts, tile_offsets, columns, bands.data(), cuda_count(int64_t(bands.size()), "bands"),
+           lines, call.out<int64_t>({int64_t{kMessageHead} + lines}));
 }
 
 // A tensor [count] of int64 (-1: any count), where it lies.
@@ -113,10 +110,10 @@ void step_gate(Call& call) {
   for (int64_t k = 0; k < kinds; ++k) launch.counts[k] = column_of(call, counts[k], "counts", ranks);
   launch.kinds = static_cast<int>(kinds);
   launch.ranks = cuda_count(ranks, "ranks");
-  launch.limits = call.longs("limits", {kinds});
+  launch.limits = call.in<int64_t>("limits", {kinds});
   launch.status = call.in_place<int64_t>("status", {kinds + 2 + (call.has("sent") ? 1 : 0)});
-  launch.lazy_steps = call.in_or_null<int32_t>("lazy_steps", {1});
-  launch.most_steps = call.counted("most_steps", "steps");
+  launch.lazy_steps = call.read<const int32_t*>("lazy_steps[1]");
+  launch.most_steps = call.read<int>("#most_steps");
   if (call.has("sent")) launch.sent = column_of(call, call.tensor("sent"), "sent", 1).first;
   const at::IntArrayRef scalars = call.tensor("scalars").sizes();
   launch.scalars = call.floats("scalars", scalars);
@@ -128,7 +125,7 @@ void step_gate(Call& call) {
   if (call.has("work")) put_work(call, ranks, launch);
   launch.gated_scalars = call.out<float>(scalars);
   launch.gated_counts = call.out<int64_t>(row_counts.sizes());
-  NSMG_CUDA_CHECK(gate_launch(launch, call.stream()));
+  call.run(gate_launch, launch);
 }
 
 // ---- the input queue ----
@@ -139,7 +136,7 @@ void take_lines(Call& call) {
   TORCH_CHECK_VALUE(!tables.empty() && tables.size() <= kMostTables && tables.size() == into.size(),
                     "take_lines takes 1 to ", kMostTables, " tables and as many places, not ", tables.size(), " and ",
                     into.size(), ".");
-  const int64_t* at = call.longs("at", {1});
+  const auto* at = call.read<const int64_t*>("at[1]");
   const at::Device device = call.tensor("at").device();
   ServedTables served{};
   served.count = int(tables.size());
@@ -157,15 +154,7 @@ void take_lines(Call& call) {
     served.tables[k] = {static_cast<const int32_t*>(table.const_data_ptr()),
                         static_cast<int32_t*>(place.mutable_data_ptr()), int(table.size(1))};
   }
-  NSMG_CUDA_CHECK(take_lines_launch(served, at, call.stream()));
-}
-
-void keep_line(Call& call) {
-  const int width = call.count("line", "numbers of a line"), lines = call.count("table", "lines");
-  const float* line = call.floats("line", {width});
-  float* table = call.in_place<float>("table", {lines, width});
-  NSMG_CUDA_CHECK(
-      keep_line_launch(line, table, lines, width, call.in_place<int64_t>("at", {1}), call.stream()));
+  call.run(take_lines_launch, served, at);
 }
 
 void show_patches(Call& call) {
@@ -180,7 +169,7 @@ void show_patches(Call& call) {
   const int64_t pixel = bytes * images.size(3), places = call.count("chosen", "images");
   const Shown shown{static_cast<const uint8_t*>(images.const_data_ptr()),
                     static_cast<uint8_t*>(pictures.mutable_data_ptr()),
-                    call.ints("chosen", {places}),
+                    call.in<int32_t>("chosen", {places}),
                     height * width * pixel,
                     width * pixel,
                     cuda_count(images.size(0), "images")};
@@ -202,65 +191,53 @@ void show_patches(Call& call) {
   }
   TORCH_CHECK_VALUE(to <= pictures.numel() * bytes, "the patches have ", to / bytes, " numbers, pictures ",
                     pictures.numel(), ".");
-  NSMG_CUDA_CHECK(show_patches_launch(shown, shown_patches.data(), int(shown_patches.size()), call.stream()));
-}
-
-void add_clock(Call& call) {
-  NSMG_CUDA_CHECK(add_clock_launch(call.in_place<int64_t>("total", {1}), static_cast<int>(call.integer("sign")),
-                                   call.stream()));
+  call.run(show_patches_launch, shown, shown_patches.data(), int(shown_patches.size()));
 }
 
 // ---- hash grids ----
 
-struct Encoded {
-  HashGrid grid;
-  const float* positions;
-  int64_t count, rows;
-
-  explicit Encoded(Call& call) : count(call.tensor("positions").size(0)), rows(call.tensor("table").size(0)) {
-    const int levels = call.count("scalings", "levels"), width = call.count("table", "numbers of a row", 1);
-    const int64_t log2_size = call.integer("log2_size");
-    positions = call.floats("positions", {count, 3});
-    grid = {call.floats("table", {rows, width}, 16), call.floats("scalings", {levels}), levels, width,
-            static_cast<int>(log2_size)};
-    TORCH_CHECK_VALUE(0 <= log2_size && log2_size < 32 && rows == int64_t{levels} << log2_size,
-                      "encode_grid: table has ", rows, " rows; ", levels, " levels of 2^", log2_size,
-                      " were expected.");
-    TORCH_CHECK_VALUE(width == 1 || width == 2 || width == 4 || width == 8, "encode_grid: rows of ", width,
-                      " numbers; on CUDA 1, 2, 4 or 8 are possible.");
-    TORCH_CHECK_VALUE(count < int64_t(1) << 38, "encode_grid: too many positions.");
-  }
-};
+HashGrid hash_grid(Call& call) {
+  const auto grid = call.read<HashGrid>(kGrid);
+  TORCH_CHECK_VALUE(0 <= grid.log2_size && grid.log2_size < 32 &&
+                        call.size('N') == int64_t{grid.levels} << grid.log2_size,
+                    "encode_grid: table has ", call.size('N'), " rows; ", grid.levels, " levels of 2^", grid.log2_size,
+                    " were expected.");
+  TORCH_CHECK_VALUE(grid.width == 1 || grid.width == 2 || grid.width == 4 || grid.width == 8, "encode_grid: rows of ",
+                    grid.width, " numbers; on CUDA 1, 2, 4 or 8 are possible.");
+  TORCH_CHECK_VALUE(call.tensor("positions").size(0) < int64_t(1) << 38, "encode_grid: too many positions.");
+  return grid;
+}
 
 void encode_grid(Call& call) {
-  const Encoded e(call);
-  NSMG_CUDA_CHECK(encode_grid_launch(e.grid, e.positions, e.count,
-                                     call.out<float>({e.count, int64_t(e.grid.levels) * e.grid.width}),
-                                     call.stream()));
+  const HashGrid grid = hash_grid(call);
+  const auto* positions = call.read<const float*>("positions[P,3]");
+  call.run(encode_grid_launch, grid, positions, call.size('P'), call.read<float*>(">features[P,LW]"));
 }
 
 void encode_grid_backward(Call& call) {
-  const Encoded e(call);
+  const HashGrid grid = hash_grid(call);
+  const auto* positions = call.read<const float*>("positions[P,3]");
+  const auto* v_features = call.read<const float*>("v_features[P,LW]");
   const bool moves = call.flag("moves");
-  const float* v_features = call.floats("v_features", {e.count, int64_t(e.grid.levels) * e.grid.width});
-  float* v_positions = call.out_zeros<float>({moves ? e.count : 0, 3});
-  float* v_table = call.out_zeros<float>({e.rows, e.grid.width});
-  NSMG_CUDA_CHECK(encode_grid_backward_launch(e.grid, e.positions, e.count, v_features, moves ? v_positions : nullptr,
-                                              v_table, call.stream()));
+  auto* v_positions = call.read<float*>(moves ? ">v_positions[P,3]=0" : ">v_positions[0,3]");
+  auto* v_table = call.read<float*>(">v_table[N,W]=0");
+  call.run(encode_grid_backward_launch, grid, positions, call.size('P'), v_features, moves ? v_positions : nullptr,
+           v_table);
 }
 
 }  // namespace step_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::step_bind;
-  m.impl("adam_step", nsmg::bound<bind::adam_step>());
-  m.impl("step_message", nsmg::bound<bind::step_message>());
-  m.impl("step_gate", nsmg::bound<bind::step_gate>());
-  m.impl("take_lines", nsmg::bound<bind::take_lines>());
-  m.impl("keep_line", nsmg::bound<bind::keep_line>());
-  m.impl("show_patches", nsmg::bound<bind::show_patches>());
-  m.impl("add_clock", nsmg::bound<bind::add_clock>());
-  m.impl("encode_grid", nsmg::bound<bind::encode_grid>());
-  m.impl("encode_grid_backward", nsmg::bound<bind::encode_grid_backward>());
+  using namespace nsmg::step_bind;
+  using nsmg::bound;
+  m.impl("adam_step", bound<adam_step>());
+  m.impl("step_message", bound<step_message>());
+  m.impl("step_gate", bound<step_gate>());
+  m.impl("take_lines", bound<take_lines>());
+  m.impl("keep_line", bound<nsmg::launched<nsmg::keep_line_launch, kKeepLine>>());
+  m.impl("show_patches", bound<show_patches>());
+  m.impl("add_clock", bound<nsmg::launched<nsmg::add_clock_launch, kClock>>());
+  m.impl("encode_grid", bound<encode_grid>());
+  m.impl("encode_grid_backward", bound<encode_grid_backward>());
 }
