@@ -5,13 +5,14 @@
 //   means[N,3]       a tensor of this shape: `const T*` reads it (a contiguous copy where it must be one), `T*` is
 //                    written in place and must be contiguous. Null where the argument is None.
 //   quats[N,4]@16    copied unless it starts at a multiple of 16 bytes; with !16 refused.
+//   rows.3[M,2]      a tensor of a list of tensors, by its place.
 //   sizes[2V]        a list of integers or floats, on the host.
 //   near, degree     a number or a bool. #capacity: a number of things, which the device counts in int32.
 //   N, 3R            a size: letters stand for sizes, and the first shape with a letter sets it. An int is checked.
 //   >depths[M]       a result; =V behind it: zeros where V is 0, and =0: always.
 //   ~[12VG+1]        scratch memory.
 //   -                null or 0.
-// A size is a sum of products, as in [P,C+1]; ? accepts any.
+// A size is a sum of products, as in [P,C+1]; ? accepts any. Values are checked by the wrappers in cuda_ext/ops.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -226,20 +227,23 @@ class Call : public BoxedCall {
     if (item[0] == '~') return scratch<Plain>(sizes.at(0));
     if (item[0] == '>') return out<Plain>(sizes, parts.mark == '=' && size(parts.behind) == 0, parts.name);
     const char* name = parts.name.c_str();
-    const c10::IValue& given = value(name);
+    const size_t dot = parts.name.find('.');
+    const c10::IValue& given = value(parts.name.substr(0, dot));
     if (given.isNone()) return nullptr;
     if constexpr (std::is_same_v<T, const int64_t>)
       if (given.isIntList()) return listed(integers(name), parts);
     if constexpr (std::is_same_v<T, const double>)
       if (given.isDoubleList()) return listed(numbers(name), parts);
-    const at::Tensor& tensor = given.toTensor();
+    const at::Tensor tensor = given.isTensor() ? given.toTensor() : given.toTensorVector().at(name[dot + 1] - '0');
     const uintptr_t alignment = parts.mark == 0 ? 1 : uintptr_t(size(parts.behind));
-    TORCH_CHECK_VALUE(parts.mark != '!' || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0, name,
-                      " must start at a multiple of ", alignment,
-                      " bytes: pass a tensor of its own, such as `.clone()`.");
+    if (parts.mark == '!') check_aligned(tensor, name, alignment);
     T* found;
-    if constexpr (std::is_const_v<T>) found = in<Plain>(name, sizes, alignment);
-    else found = in_place<Plain>(name, sizes);
+    if constexpr (std::is_const_v<T>) {
+      const at::Tensor checked = cuda_checked(tensor, name, sizes, scalar_type<Plain>(), like_);
+      found = static_cast<T*>(hold(aligned(checked, alignment)).const_data_ptr());
+    } else {
+      found = written<Plain>(tensor, name, sizes);
+    }
     for (size_t k = 0; k < sizes.size(); ++k)
       if (const char letter = parts.sizes[k][0]; sizes[k] < 0 && letter != '?') set(letter, tensor.size(int64_t(k)));
     return found;

@@ -35,6 +35,11 @@ inline at::Tensor aligned(const at::Tensor& tensor, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0 ? tensor : tensor.clone();
 }
 
+inline void check_aligned(const at::Tensor& tensor, const char* name, uintptr_t bytes = 16) {
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0, name,
+                    " must start at a multiple of ", bytes, " bytes: pass a tensor of its own, such as `.clone()`.");
+}
+
 // Counts of points, rows, tiles and intersections are held as int32 on the device; bytes and offsets are not.
 inline int cuda_count(int64_t count, std::string_view what) {
   TORCH_CHECK_VALUE(count >= 0 && count < std::numeric_limits<int32_t>::max(), "there are ", count, " ", what,

@@ -126,17 +126,10 @@ void clip_lists(Call& call) {
 
 // ---- the sort over GPUs ----
 
-int checked_ranks(size_t ranks) {
-  TORCH_CHECK_VALUE(ranks >= 1 && ranks <= size_t(kMostRanks), "there are addresses of ", ranks,
-                    " ranks; the sort over peer memory takes 1 to ", kMostRanks, ".");
-  return int(ranks);
-}
-
 PairAddresses pair_addresses(Call& call, int* ranks) {
   const at::IntArrayRef keys_at = call.integers("keys_at"), values_at = call.integers("values_at");
-  TORCH_CHECK_VALUE(keys_at.size() == values_at.size(), "keys_at and values_at hold one address a rank each, not ",
-                    keys_at.size(), " and ", values_at.size(), ".");
-  *ranks = checked_ranks(keys_at.size());
+  *ranks = int(keys_at.size());
+  TORCH_INTERNAL_ASSERT(*ranks <= kMostRanks && values_at.size() == keys_at.size());
   PairAddresses addresses = {};
   for (int rank = 0; rank < *ranks; ++rank) {
     addresses.keys[rank] = reinterpret_cast<const int64_t*>(keys_at[rank]);
@@ -146,26 +139,24 @@ PairAddresses pair_addresses(Call& call, int* ranks) {
 }
 
 void sort_pairs(Call& call) {
-  const int64_t begin_bit = call.integer("begin_bit"), end_bit = call.integer("end_bit");
-  TORCH_CHECK_VALUE(0 <= begin_bit && begin_bit < end_bit && end_bit <= 64, "bits [", begin_bit, ", ", end_bit,
-                    ") of a key: need 0 <= begin_bit < end_bit <= 64.");
   auto* keys = call.read<int64_t*>("keys[P]");
   const auto* values = call.read<const int32_t*>("values[P]");
   const auto* count = call.read<const int64_t*>("count[1]");
   auto* out_keys = call.read<int64_t*>("out_keys[P]");
   auto* out_values = call.read<int32_t*>("out_values[P]");
-  const int capacity = call.read<int>("P");
+  const int capacity = call.read<int>("P"), begin = call.read<int>("begin_bit"), end = call.read<int>("end_bit");
   if (capacity == 0) return;
   size_t room = 0;
-  call.check(pair_sort_bytes(capacity, int(begin_bit), int(end_bit), &room));
-  call.run(pair_sort, keys, values, count, capacity, int(begin_bit), int(end_bit), out_keys, out_values,
+  call.check(pair_sort_bytes(capacity, begin, end, &room));
+  call.run(pair_sort, keys, values, count, capacity, begin, end, out_keys, out_values,
            call.scratch_bytes(int64_t(room)), room);
 }
 
 void publish_count(Call& call) {
   const int64_t* count = call.read<const int64_t*>("count[1]");
   const at::IntArrayRef addresses = call.integers("addresses");
-  const int ranks = checked_ranks(addresses.size());
+  const int ranks = int(addresses.size());
+  TORCH_INTERNAL_ASSERT(ranks <= kMostRanks);
   CountAddresses places = {};
   for (int rank = 0; rank < ranks; ++rank) places.places[rank] = reinterpret_cast<int64_t*>(addresses[rank]);
   call.run(nsmg::publish_count, count, call.integer("limit"), places, ranks);
@@ -175,22 +166,16 @@ void merge_level(Call& call) {
   int ranks = 0;
   const PairAddresses addresses = pair_addresses(call, &ranks);
   const int64_t* counts = call.in<int64_t>("counts", {ranks});
-  const int64_t first = call.integer("first"), middle = call.integer("middle"), end = call.integer("end"),
-                rank = call.integer("rank");
-  TORCH_CHECK_VALUE(0 <= first && first < middle && middle < end && end <= ranks && first <= rank && rank < end,
-                    "a merge of ranks [", first, ", ", middle, ") and [", middle, ", ", end, ") by rank ", rank, " of ",
-                    ranks, ": need 0 <= first < middle < end <= ranks and first <= rank < end.");
+  const auto place = call.read<MergePlace>("first middle end rank");
   auto* out_keys = call.read<int64_t*>("out_keys[P]");
   auto* out_values = call.read<int32_t*>("out_values[P]");
   const int capacity = call.read<int>("P");
   int64_t* starts = call.scratch<int64_t>(merge_tiles(capacity) + 1);
-  const MergePlace place = {int(first), int(middle), int(end), int(rank)};
   call.run(nsmg::merge_level, addresses, place, counts, capacity, starts, out_keys, out_values, call.out<int64_t>({1}));
 }
 
 // The tiles of whole views, view after view.
 std::vector<PatchTiles> view_tiles(at::IntArrayRef sizes, int64_t tile_size) {
-  TORCH_CHECK_VALUE(sizes.size() % 2 == 0, "sizes holds 2 integers a view (width, height), got ", sizes.size(), ".");
   std::vector<int64_t> patches;
   for (size_t view = 0; 2 * view < sizes.size(); ++view)
     for (const int64_t number : {int64_t(view), int64_t(0), int64_t(0), sizes[2 * view], sizes[2 * view + 1]})
@@ -203,15 +188,9 @@ std::vector<PatchTiles> view_tiles(at::IntArrayRef sizes, int64_t tile_size) {
 void intersect_keys(Call& call) {
   const int64_t owner = call.integer("owner"), capacity = call.integer("capacity");
   const int64_t tile_size = call.integer("tile_size");
-  TORCH_CHECK_VALUE(owner >= 0 && owner < (int64_t(1) << (32 - kOwnerShift)), "intersect_keys: owner ", owner,
-                    " does not fit the values: it must lie in 0..15.");
-  TORCH_CHECK_VALUE(capacity >= 0 && capacity < kMostPairs, "intersect_keys: capacity must lie in 0..2^31 - 2, got ",
-                    capacity);
-  const int count = call.count("means2d", "rows");
-  TORCH_CHECK_VALUE(count <= (int64_t(1) << kOwnerShift), "intersect_keys: ", count, " rows; values hold 2^28.");
   const std::vector<PatchTiles> host = view_tiles(call.integers("sizes"), tile_size);
   const Rows rows(call);
-  if (count == 0 || host.empty()) {
+  if (rows.rows.count == 0 || host.empty()) {
     call.result(at::full({capacity}, std::numeric_limits<int64_t>::max(), call.options(at::kLong)));
     call.result(at::full({capacity}, -1, call.options(at::kInt)));
     call.result(at::zeros({1}, call.options(at::kLong)));
@@ -228,11 +207,8 @@ void intersect_keys(Call& call) {
 
 // The stretches of tiles that have any; `tiles` becomes their number.
 std::vector<TileStretch> tile_stretches(at::IntArrayRef bands, int64_t* tiles) {
-  TORCH_CHECK_VALUE(bands.size() % 2 == 0, "bands holds 2 integers a band (first tile, end tile), got ", bands.size());
   std::vector<TileStretch> host;
   for (size_t k = 0; k < bands.size(); k += 2) {
-    TORCH_CHECK_VALUE(0 <= bands[k] && bands[k] <= bands[k + 1] && bands[k + 1] < kMostPairs, "band ", k / 2,
-                      " has the tiles [", bands[k], ", ", bands[k + 1], ").");
     const int64_t number = bands[k + 1] - bands[k];
     if (number > 0) host.push_back({int32_t(bands[k]), int32_t(number), int32_t(*tiles)});
     *tiles += number;
@@ -247,11 +223,6 @@ void band_lists(Call& call) {
   const int64_t* counts = call.in<int64_t>("counts", {ranks});
   const at::Tensor where = call.checked("where", {-1, -1}, at::kInt);
   const int64_t segment = call.integer("segment"), capacity = call.integer("capacity");
-  TORCH_CHECK_VALUE(where.numel() > 0, "where must have a line of at least one row for each owner.");
-  TORCH_CHECK_VALUE(segment >= 1 && segment * where.size(0) < kMostPairs, "segment ", segment, " of ", where.size(0),
-                    " owners: lines must lie in 0..2^31 - 2.");
-  TORCH_CHECK_VALUE(capacity >= 0 && capacity < kMostPairs, "band_lists: capacity must lie in 0..2^31 - 2, got ",
-                    capacity);
   int64_t tiles = 0;
   const std::vector<TileStretch> host = tile_stretches(call.integers("bands"), &tiles);
   if (host.empty()) {

@@ -11,7 +11,6 @@ namespace pieces_bind {
 // Six numbers a piece, and the most pixels of any; `made` gets a piece's numbers.
 template <typename Row, typename Make>
 std::vector<Row> pieces_of(at::IntArrayRef numbers, int width, int* most, const Make& made) {
-  TORCH_CHECK_VALUE(numbers.size() % 6 == 0, "pieces holds 6 integers a piece, got ", numbers.size(), " in all.");
   TORCH_CHECK_VALUE(numbers.size() / 6 < 65536, "there are ", numbers.size() / 6,
                     " pieces; the CUDA operators take 65535.");
   std::vector<Row> rows;
@@ -62,7 +61,6 @@ struct Layers {
     count = call.read<int>("L");
     channels = call.read<int>("D") - 1;
     TORCH_CHECK_VALUE(channels == 3 || channels == 4, "on CUDA pixels have 3 or 4 features, not ", channels, ".");
-    TORCH_CHECK_VALUE(numbers.size() % 7 == 0 && sizes.size() % 2 == 0, "layers holds 7 integers each and sizes 2.");
     for (size_t k = 0; k < numbers.size(); k += 7) {
       const int64_t* n = numbers.data() + k;
       rows.push_back({int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5]), int32_t(n[6])});
@@ -75,7 +73,6 @@ struct Layers {
       pixels = cuda_count(int64_t{pixels} + area, "pixels");
       most = std::max(most, area);
     }
-    TORCH_CHECK_VALUE(layer == rows.size(), "layers must come by patch.");
     TORCH_CHECK_VALUE(patches.size() < 65536, "there are ", patches.size(), " patches; the CUDA operators take 65535.");
   }
 

@@ -20,14 +20,14 @@ constexpr char kRaw[] =
 constexpr char kRows[] =
     ">view_ids[C] >point_ids[C] >count[1] >means2d[C,2] >conics[C,3] >opacities[C] >features[C,F] >depths[C] "
     ">radii[C,2] C";
+constexpr char kGivenRows[] =
+    "rows.0[C] rows.1[C] rows.2[1] rows.3[C,2] rows.4[C,3] rows.5[C] rows.6[C,F] rows.7[C] rows.8[C,2] C";
+constexpr char kGradients[] =
+    "- row_gradients.0[M,2] row_gradients.1[M,3] row_gradients.2[M] row_gradients.3[M,F] -";
+constexpr char kGradientsAbsolute[] =
+    "- row_gradients.0[M,2] row_gradients.1[M,3] row_gradients.2[M] row_gradients.3[M,F] row_gradients.4[M,2]";
 constexpr char kLazy[] = "last[N] table[65,6,8]!16 steps[1]";
 static_assert(kBoxFloats == 8 && kLazySteps + 1 == 65 && kUpdateTensors == 6 && kLazyFloats == 8, "the table above");
-
-// Whether vector loads of 16 bytes may start here.
-void check_aligned(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, name,
-                    " must start at a multiple of 16 bytes: pass a tensor of its own, such as `.clone()`.");
-}
 
 // The views of a batch.
 Views batch_views(Call& call) {
@@ -91,13 +91,6 @@ LazyState lazy_state(Call& call, int64_t points) {
   return call.read<LazyState>(kLazy);
 }
 
-// Groups of points by their boxes, or null.
-template <typename T>
-T* boxes_of(Call& call, int points) {
-  call.set('G', box_groups(points));
-  return call.read<T*>("boxes[G,8]!16");
-}
-
 // ---- forward ----
 
 struct Inputs {
@@ -141,7 +134,8 @@ SplatRows culled(Call& call, const Inputs& in) {
   buffers.counts = call.scratch<int32_t>(items + 1);
   buffers.offsets = call.scratch<int64_t>(items + 1);
   buffers.scan = call.scratch_bytes(static_cast<int64_t>(buffers.scan_bytes));
-  buffers.boxes = boxes_of<const float>(call, in.raw.count);
+  call.set('G', box_groups(in.raw.count));
+  buffers.boxes = call.read<const float*>("boxes[G,8]!16");
   const int64_t shown = buffers.boxes == nullptr ? 0 : int64_t{box_groups(in.raw.count)} * in.views.count;
   buffers.shows = call.scratch<uint8_t>(shown);
   call.run(splat_cull_launch, in.raw, in.missed, in.views, in.settings.eps2d, buffers, rows);
@@ -162,21 +156,13 @@ void splat_begin(Call& call) { culled(call, Inputs(call, true)); }
 
 void splat_lines(Call& call) {
   const Inputs in(call, true);
-  const std::vector<at::Tensor> given = call.tensors("rows");
   const int64_t capacity = in.capacity, first = call.integer("first"), end = call.integer("end");
-  TORCH_CHECK_VALUE(given.size() == 9, "rows must be the 9 tensors of splat_begin, not ", given.size(), ".");
+  TORCH_CHECK_VALUE(call.tensors("rows").size() == 9, "rows must be the 9 tensors of splat_begin.");
   TORCH_CHECK_VALUE(0 <= first && first <= end && end <= capacity, "lines ", first, " to ", end,
                     ": need 0 <= first <= end <= ", capacity, ", which is all of them.");
-  const SplatRows rows = {call.written<int32_t>(given[0], "rows", {capacity}),
-                          call.written<int32_t>(given[1], "rows", {capacity}),
-                          call.written<int64_t>(given[2], "rows", {1}),
-                          call.written<float>(given[3], "rows", {capacity, 2}),
-                          call.written<float>(given[4], "rows", {capacity, 3}),
-                          call.written<float>(given[5], "rows", {capacity}),
-                          call.written<float>(given[6], "rows", {capacity, in.settings.depth ? 4 : 3}),
-                          call.written<float>(given[7], "rows", {capacity}),
-                          call.written<int32_t>(given[8], "rows", {capacity, 2}),
-                          in.capacity};
+  call.set('C', capacity);
+  call.set('F', in.settings.depth ? 4 : 3);
+  const auto rows = call.read<SplatRows>(kGivenRows);
   fill_lines(call, in, rows, static_cast<int>(first), static_cast<int>(end));
 }
 
@@ -209,23 +195,13 @@ UpdateRows update_rows(Call& call, int64_t views) {
 
 UpdateGradients update_gradients(Call& call, const UpdateRows& rows, bool absgrad) {
   const std::vector<at::Tensor> given = call.tensors("row_gradients");
-  const auto of = [&](size_t k, const char* name, at::IntArrayRef shape) {
-    return call.hold(cuda_checked(given[k], name, shape, at::kFloat, call.like())).const_data_ptr<float>();
-  };
-  if (given.size() == 1) {
-    check_aligned(given[0], "row_gradients");
-    return {of(0, "row_gradients", {rows.rows, 16}), nullptr, nullptr, nullptr, nullptr, nullptr};
-  }
+  call.set('M', rows.rows);
+  call.set('F', rows.feature_floats);
+  if (given.size() == 1) return call.read<UpdateGradients>("row_gradients.0[M,16]!16 - - - - -");
   TORCH_CHECK_VALUE(given.size() == 5, "row_gradients must be one tensor of records, or those of means2d, conics, ",
                     "opacities and features and the absolute ones of means2d, not ", given.size(), " tensors.");
-  const bool absolute = given[4].numel() > 0 || absgrad;
-  const float* absolutes = absolute ? of(4, "v_absolute", {rows.rows, 2}) : nullptr;
-  return {nullptr,
-          of(0, "v_means2d", {rows.rows, 2}),
-          of(1, "v_conics", {rows.rows, 3}),
-          of(2, "v_opacities", {rows.rows}),
-          of(3, "v_features", {rows.rows, rows.feature_floats}),
-          given[4].numel() > 0 ? absolutes : nullptr};
+  if (given[4].numel() > 0 || absgrad) call.read<const float*>("row_gradients.4[M,2]");
+  return call.read<UpdateGradients>(given[4].numel() > 0 ? kGradientsAbsolute : kGradients);
 }
 
 UpdateWitness update_witness(Call& call, int views) {
@@ -254,7 +230,8 @@ void splat_update(Call& call) {
   launch.statistics = {statistic(call, "grad2d", launch.points), statistic(call, "seen", launch.points),
                        statistic(call, "radii_max", launch.points)};
   launch.witness = update_witness(call, launch.views.count);
-  launch.boxes = boxes_of<float>(call, launch.points);
+  call.set('G', box_groups(launch.points));
+  launch.boxes = call.read<float*>("boxes[G,8]");
   launch.starts = call.scratch<int32_t>(int64_t{launch.views.count} * (update_groups(launch.points) + 1));
   call.run(splat_update_launch, launch);
 }
@@ -271,7 +248,8 @@ void splat_flush(Call& call) {
 void splat_boxes(Call& call) {
   const auto *means = call.read<const float*>("means[N,3]"), *log_scales = call.read<const float*>("log_scales[N,3]");
   const int points = call.read<int>("N");
-  call.run(splat_boxes_launch, means, log_scales, points, boxes_of<float>(call, points));
+  call.set('G', box_groups(points));
+  call.run(splat_boxes_launch, means, log_scales, points, call.read<float*>("boxes[G,8]"));
 }
 
 void box_views(Call& call) {

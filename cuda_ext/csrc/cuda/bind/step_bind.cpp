@@ -45,29 +45,14 @@ void adam_step(Call& call) {
 
 // ---- message and gate ----
 
-// Three numbers a band (line, tile, count).
-std::vector<MessageBand> message_bands(at::IntArrayRef numbers, int64_t lines, int64_t columns, int64_t tiles) {
-  TORCH_CHECK_VALUE(numbers.size() % 3 == 0 && columns >= 1, "bands holds (line, tile, count) a band, of ", columns,
-                    " columns; got ", numbers.size(), " integers.");
-  std::vector<MessageBand> bands;
-  for (size_t k = 0; k < numbers.size(); k += 3) {
-    const int64_t line = numbers[k], tile = numbers[k + 1], count = numbers[k + 2];
-    TORCH_CHECK_VALUE(line >= 0 && tile >= 0 && count >= 0 && line <= lines && count <= lines - line &&
-                          tile <= tiles && count <= (tiles - tile) / columns,
-                      "band (line, tile, count) = (", line, ", ", tile, ", ", count, ") leaves the ", lines,
-                      " lines or the ", tiles, " tiles.");
-    bands.push_back({int32_t(line), int32_t(tile), int32_t(count)});
-  }
-  return bands;
-}
-
 void step_message(Call& call) {
   const auto counts = call.read<MessageCounts>(kMessage);
-  const auto* tile_offsets = call.read<const int32_t*>("tile_offsets[T]");
+  const auto* tile_offsets = call.read<const int32_t*>("tile_offsets[?]");
   const int lines = call.read<int>("#lines"), columns = call.read<int>("#columns");
-  TORCH_CHECK_VALUE(counts.rank >= 0 && counts.rank < counts.ranks, "a message is of one of the ", counts.ranks,
-                    " ranks that have a segment, not of rank ", counts.rank, ".");
-  const auto bands = message_bands(call.integers("bands"), lines, columns, call.read<int>("T") - 1);
+  const at::IntArrayRef numbers = call.integers("bands");  // (line, tile, count) each
+  std::vector<MessageBand> bands;
+  for (size_t k = 0; k < numbers.size(); k += 3)
+    bands.push_back({int32_t(numbers[k]), int32_t(numbers[k + 1]), int32_t(numbers[k + 2])});
   call.run(message_launch, counts, tile_offsets, columns, bands.data(), cuda_count(int64_t(bands.size()), "bands"),
            lines, call.out<int64_t>({int64_t{kMessageHead} + lines}));
 }
@@ -102,9 +87,7 @@ void put_work(Call& call, int64_t ranks, GateLaunch& launch) {
 void step_gate(Call& call) {
   const std::vector<at::Tensor> counts = call.tensors("counts");
   const int64_t kinds = static_cast<int64_t>(counts.size());
-  TORCH_CHECK_VALUE(kinds >= 1 && kinds <= kMostLimits && counts[0].numel() > 0, "counts must be 1 to ", kMostLimits,
-                    " tensors [ranks], not ", kinds, ".");
-  TORCH_CHECK_VALUE(call.has("work") == call.has("totals"), "work and totals belong together: give both or neither.");
+  TORCH_INTERNAL_ASSERT(kinds >= 1 && kinds <= kMostLimits);
   GateLaunch launch = {};
   const int64_t ranks = counts[0].numel();
   for (int64_t k = 0; k < kinds; ++k) launch.counts[k] = column_of(call, counts[k], "counts", ranks);
@@ -133,9 +116,7 @@ void step_gate(Call& call) {
 // Tables may lie in page-locked memory of the host.
 void take_lines(Call& call) {
   const std::vector<at::Tensor> tables = call.tensors("tables"), into = call.tensors("into");
-  TORCH_CHECK_VALUE(!tables.empty() && tables.size() <= kMostTables && tables.size() == into.size(),
-                    "take_lines takes 1 to ", kMostTables, " tables and as many places, not ", tables.size(), " and ",
-                    into.size(), ".");
+  TORCH_INTERNAL_ASSERT(tables.size() <= kMostTables && tables.size() == into.size());
   const auto* at = call.read<const int64_t*>("at[1]");
   const at::Device device = call.tensor("at").device();
   ServedTables served{};
@@ -143,12 +124,6 @@ void take_lines(Call& call) {
   served.lines = cuda_count(tables[0].size(0), "lines");
   for (size_t k = 0; k < tables.size(); ++k) {
     const at::Tensor &table = tables[k], &place = into[k];
-    TORCH_CHECK_TYPE(table.element_size() == 4 && table.scalar_type() == place.scalar_type(), "table ", k,
-                     " and its place must be of one kind of numbers of 4 bytes.");
-    TORCH_CHECK_VALUE(table.dim() == 2 && table.size(0) == served.lines && place.numel() == table.size(1) &&
-                          table.is_contiguous() && place.is_contiguous(),
-                      "table ", k, " must be [", served.lines, ", ", place.numel(),
-                      "], and it and its place contiguous.");
     TORCH_CHECK_TYPE(place.device() == device && (table.is_cuda() ? table.device() == device : table.is_pinned()),
                      "table ", k, " must be on ", device, " or in page-locked memory, and its place on ", device, ".");
     served.tables[k] = {static_cast<const int32_t*>(table.const_data_ptr()),
@@ -160,11 +135,6 @@ void take_lines(Call& call) {
 void show_patches(Call& call) {
   const at::Tensor &images = call.tensor("images"), &pictures = call.tensor("pictures");
   const at::IntArrayRef patches = call.integers("patches");
-  TORCH_CHECK_VALUE(images.dim() == 4 && images.is_contiguous() && pictures.dim() == 1 && pictures.is_contiguous() &&
-                        patches.size() % 5 == 0,
-                    "need contiguous images [V, H, W, C] and pictures [n], and 5 numbers a patch.");
-  TORCH_CHECK_TYPE(images.scalar_type() == pictures.scalar_type() && images.device() == pictures.device(),
-                   "images and pictures must be of one dtype on one device.");
   const int64_t bytes = images.element_size(), height = images.size(1), width = images.size(2);
   const int64_t pixel = bytes * images.size(3), places = call.count("chosen", "images");
   const Shown shown{static_cast<const uint8_t*>(images.const_data_ptr()),
@@ -178,9 +148,6 @@ void show_patches(Call& call) {
   for (size_t k = 0; k < patches.size(); k += 5) {
     const int64_t* n = patches.data() + k;
     const int64_t place = n[0], x0 = n[1], y0 = n[2], x1 = n[3], y1 = n[4];
-    TORCH_CHECK_VALUE(place >= 0 && place < places && 0 <= x0 && x0 <= x1 && x1 <= width && 0 <= y0 && y0 <= y1 &&
-                          y1 <= height,
-                      "patch ", k / 5, " does not lie in one of ", places, " images of ", width, "x", height, ".");
     ShownPatch patch{(x1 - x0) * pixel, (y0 * width + x0) * pixel, to, int(y1 - y0), int(place)};
     to += patch.row_bytes * patch.rows;
     if (x0 == 0 && x1 == width) {  // one stretch
@@ -189,8 +156,6 @@ void show_patches(Call& call) {
     }
     shown_patches.push_back(patch);
   }
-  TORCH_CHECK_VALUE(to <= pictures.numel() * bytes, "the patches have ", to / bytes, " numbers, pictures ",
-                    pictures.numel(), ".");
   call.run(show_patches_launch, shown, shown_patches.data(), int(shown_patches.size()));
 }
 
