@@ -20,8 +20,6 @@ constexpr char kRaw[] =
 constexpr char kRows[] =
     ">view_ids[C] >point_ids[C] >count[1] >means2d[C,2] >conics[C,3] >opacities[C] >features[C,F] >depths[C] "
     ">radii[C,2] C";
-constexpr char kGivenRows[] =
-    "rows.0[C] rows.1[C] rows.2[1] rows.3[C,2] rows.4[C,3] rows.5[C] rows.6[C,F] rows.7[C] rows.8[C,2] C";
 constexpr char kGradients[] =
     "- row_gradients.0[M,2] row_gradients.1[M,3] row_gradients.2[M] row_gradients.3[M,F] -";
 constexpr char kGradientsAbsolute[] =
@@ -142,28 +140,11 @@ SplatRows culled(Call& call, const Inputs& in) {
   return rows;
 }
 
-void fill_lines(Call& call, const Inputs& in, const SplatRows& rows, int first, int end) {
-  call.run(splat_rows_launch, in.raw, in.missed, in.views, in.settings, rows, first, end);
-}
-
 template <bool kMayMiss>
 void splat_forward(Call& call) {
   const Inputs in(call, kMayMiss);
-  fill_lines(call, in, culled(call, in), 0, in.capacity);
-}
-
-void splat_begin(Call& call) { culled(call, Inputs(call, true)); }
-
-void splat_lines(Call& call) {
-  const Inputs in(call, true);
-  const int64_t capacity = in.capacity, first = call.integer("first"), end = call.integer("end");
-  TORCH_CHECK_VALUE(call.tensors("rows").size() == 9, "rows must be the 9 tensors of splat_begin.");
-  TORCH_CHECK_VALUE(0 <= first && first <= end && end <= capacity, "lines ", first, " to ", end,
-                    ": need 0 <= first <= end <= ", capacity, ", which is all of them.");
-  call.set('C', capacity);
-  call.set('F', in.settings.depth ? 4 : 3);
-  const auto rows = call.read<SplatRows>(kGivenRows);
-  fill_lines(call, in, rows, static_cast<int>(first), static_cast<int>(end));
+  const SplatRows rows = culled(call, in);
+  call.run(splat_rows_launch, in.raw, in.missed, in.views, in.settings, rows, 0, in.capacity);
 }
 
 // ---- update ----
@@ -269,8 +250,6 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   using nsmg::bound;
   m.impl("splat_forward", bound<splat_forward<false>>());
   m.impl("splat_forward_lazy", bound<splat_forward<true>>());
-  m.impl("splat_begin", bound<splat_begin>());
-  m.impl("splat_lines", bound<splat_lines>());
   m.impl("splat_update", bound<splat_update>());
   m.impl("splat_flush", bound<splat_flush>());
   m.impl("splat_boxes", bound<splat_boxes>());
