@@ -37,7 +37,6 @@ _SPLAT_INPUTS = (
     "Tensor means, Tensor quats, Tensor log_scales, Tensor logits, Tensor sh_dc, Tensor sh_rest, Tensor viewmats, "
     "Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, bool depth, int capacity"
 )
-_PUT_OFF = "Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor? last, Tensor? table, Tensor? steps"
 _PROJECT_SURFELS_INPUTS = (
     "Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, "
     "Tensor view_ids, Tensor point_ids, float near, float far"
@@ -120,9 +119,6 @@ SCHEMAS: tuple[str, ...] = (
     f"splat_forward({_SPLAT_INPUTS}, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     f"splat_forward_lazy({_SPLAT_INPUTS}, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor last, Tensor table, "
     f"Tensor steps, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
-    # splat_forward in two: the rows that there are, then what lines first to end of them hold.
-    f"splat_begin({_SPLAT_INPUTS}, {_PUT_OFF}, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
-    f"splat_lines({_SPLAT_INPUTS}, {_PUT_OFF}, Tensor(a!)[] rows, int first, int end) -> ()",
     "splat_update(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor scalars, "
     "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
     "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "

@@ -1,7 +1,7 @@
 """Operators of a primitive for fused steps, which read nothing back to the host."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -195,16 +195,8 @@ class Kernels(ABC):
         assert model.boxes is None, "kernels that make boxes know how to fill them"
 
     @abstractmethod
-    def project(
-        self, model: Model, cameras: Cameras, capacity: int, stops: Sequence[int],
-        reached: Callable[[Rows, int, int], None] | None,
-    ) -> Rows:  # fmt: skip
-        """Return the rows of the points for whole views, in (view, point) order.
-
-        Args:
-            capacity: lines of the result.
-            stops, reached: lines at which `reached` is called with the rows, the stop before and this one.
-        """
+    def project(self, model: Model, cameras: Cameras, capacity: int) -> Rows:
+        """Return the rows of the points for whole views, in (view, point) order, padded to `capacity` lines."""
 
     @abstractmethod
     def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
@@ -217,10 +209,6 @@ class Kernels(ABC):
     @abstractmethod
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Arrived:
         """Return the rows of records [ranks, capacity, record_floats], of which `counts` [ranks] are valid."""
-
-    @abstractmethod
-    def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-        """Return the sums of gradient records [M, record_floats] at `sources`, over the ranks that drew the rows."""
 
     @abstractmethod
     def wire(self, *, half: bool, slots: bool) -> RowWire:

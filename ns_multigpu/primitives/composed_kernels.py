@@ -5,7 +5,7 @@ Shapes follow from capacities alone, and nothing is read back, so that CUDA grap
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -79,17 +79,10 @@ class ComposedKernels(Kernels):
         return Model(of_params, first, second, dict(statistics), None)
 
     @torch.no_grad()
-    def project(
-        self, model: Model, cameras: Cameras, capacity: int, stops: Sequence[int],
-        reached: Callable[[Rows, int, int], None] | None,
-    ) -> Rows:  # fmt: skip
+    def project(self, model: Model, cameras: Cameras, capacity: int) -> Rows:
         params = self._named(model.params)
         lines, count = self._seen(params, cameras, capacity)
-        rows = self.rows(self.made(params, cameras, lines), lines, count)
-        if reached is not None:
-            for first, stop in zip((0, *stops), stops, strict=False):
-                reached(rows, first, stop)
-        return rows
+        return self.rows(self.made(params, cameras, lines), lines, count)
 
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "PutReplicaRows":
         return PutReplicaRows(ranks * capacity, self.record_floats, device)

@@ -110,9 +110,6 @@ class PartKernels(ComposedKernels):
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Arrived:
         return self.layout.unpack(records, counts, views)
 
-    def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-        return self.layout.collect(place, count, sources, capacity)
-
     def wire(self, *, half: bool, slots: bool) -> PartsWire:
         if half:
             raise ValueError(f"Rows of {self.title} cross the wire whole: leave half out.")

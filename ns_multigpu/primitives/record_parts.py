@@ -146,7 +146,7 @@ class RecordParts:
         return self.join([unpack(part.contiguous(), counts, views) for part in parts])
 
     def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-        """See `Kernels.collect`."""
+        """Return the sums of gradient records [M, record_floats] at `sources`, over the ranks that drew the rows."""
         lines = (self._lines(place, capacity, k) for k in range(self.parts))
         return torch.cat([collect(line, count, sources, self.parts * capacity) for line in lines], dim=1)
 

@@ -105,11 +105,11 @@ def test_room_for_points_is_not_seen(name: str) -> None:
 def test_points_are_looked_at_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many for the memory that it takes to see at once which show."""
     step = Schedule(name, points_of(name)).step
-    expected = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400, (), None)
+    expected = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400)
     assert int(expected.count) > 20 and int(expected.point_ids.max()) > 40
     for kind in (ComposedKernels, type(step._kernels)):
         monkeypatch.setattr(kind, "at_once", 16)
-    found = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400, (), None)
+    found = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -118,7 +118,7 @@ def test_points_are_looked_at_in_parts(name: str, monkeypatch: pytest.MonkeyPatc
 def test_what_is_not_finite_is_told(name: str) -> None:
     step = Schedule(name, points_of(name)).step
     kernels, model, cameras = step._kernels, step._model, step._cameras(range(VIEWS))
-    rows = kernels.project(model, cameras, 400, (), None)
+    rows = kernels.project(model, cameras, 400)
     first = int((rows.radii > 0).all(-1).nonzero()[0])
     assert rows.view_ids[first] == 0
     for line, views, told in ((first, None, True), (first, range(1, 2), False), (399, None, False)):

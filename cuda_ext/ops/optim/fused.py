@@ -6,7 +6,7 @@ logits of the opacities. Where our CUDA kernels do not serve (on CPU, with NS_MU
 the same is put together from the other operators.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,7 @@ from torch import Tensor
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext.ops.optim.adam import SCALARS, kernels_serve
-from cuda_ext.ops.optim.fused_composed import (
-    splat_begin_composed,
-    splat_forward_composed,
-    splat_lines_composed,
-    splat_update_composed,
-)
+from cuda_ext.ops.optim.fused_composed import splat_forward_composed, splat_update_composed
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, check_parameters
 from cuda_ext.ops.project.boxes import check_boxes
 from cuda_ext.reference.lazy_adam import PARAMETERS
@@ -84,8 +79,6 @@ def splat_forward(
     exp_avgs: Sequence[Tensor] = (),
     exp_avg_sqs: Sequence[Tensor] = (),
     lazy: LazyAdam | None = None,
-    stops: Sequence[int] = (),
-    reached: Callable[[SplatRows, int, int], None] | None = None,
     boxes: Tensor | None = None,
 ) -> SplatRows:
     """Culls against whole views, projects and evaluates colours: `cull`, `project` and `sh_colors` at once.
@@ -108,9 +101,6 @@ def splat_forward(
             are then those of the points where these steps lead them; nothing is written. On CUDA more rows than
             necessary may come out, dead ones, for where a point may have come to is known only within bounds; those
             hold for moments that Adam made, with one pair of betas.
-        stops, reached: lines, ascending, at which to call `reached` with the rows, the stop before (or 0) and this one:
-            lines from the one to the other have what they are to have, `view_ids`, `point_ids` and `count` are whole,
-            and later lines hold nothing yet. So they can be put to use while others are projected.
         boxes: of the points' groups, as `splat_boxes` made them and `splat_update` widened them since: points are
             looked at only for views in which their group's box may show. Rows are the same, if with `lazy` moments are
             such as Adam makes (see there).
@@ -138,7 +128,7 @@ def splat_forward(
     ops = torch.ops.ns_multigpu
     parameters = [t.detach() for t in (means, quats, log_scales, logits, sh_dc, sh_rest)]
     cameras = (viewmats.detach(), Ks, sizes)
-    missed: tuple[Any, ...] = ([], [], None, None, None)
+    missed: tuple[Any, ...] = ()
     if lazy is not None:
         check_parameters(parameters, exp_avgs, exp_avg_sqs)
         lazy.check(means)
@@ -147,24 +137,10 @@ def splat_forward(
     if boxes is not None:
         check_boxes(means, boxes)
     inputs = (*parameters, *cameras, degree, eps2d, near, far, antialiased, depth, capacity)
-    ours = kernels_serve(means)
-    if reached is None or not stops:
-        op: Any = ops.splat_forward if lazy is None else ops.splat_forward_lazy
-        if not ours:
-            op = splat_forward_composed
-        return SplatRows(*op(*inputs, *(missed if lazy is not None else ()), boxes=boxes))
-    if list(stops) != sorted(stops) or stops[0] < 0 or stops[-1] > capacity:
-        raise ValueError(f"stops must ascend from 0 to at most {capacity}, the capacity, not {list(stops)}.")
-    begin: Any = ops.splat_begin if ours else splat_begin_composed
-    lines: Any = ops.splat_lines if ours else splat_lines_composed
-    rows = SplatRows(*begin(*inputs, *missed, boxes=boxes))
-    first = 0
-    for stop in stops:
-        lines(*inputs, *missed, list(rows), first, stop)
-        reached(rows, first, stop)
-        first = stop
-    lines(*inputs, *missed, list(rows), first, capacity)
-    return rows
+    op: Any = ops.splat_forward if lazy is None else ops.splat_forward_lazy
+    if not kernels_serve(means):
+        op = splat_forward_composed
+    return SplatRows(*op(*inputs, *missed, boxes=boxes))
 
 
 @torch.no_grad()
@@ -275,7 +251,6 @@ def splat_update(
 
 @fake("splat_forward")
 @fake("splat_forward_lazy")
-@fake("splat_begin")
 def _splat_forward_fake(means: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
     depth, capacity = rest[13:15]
     floats = [means.new_empty(s) for s in ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth))]
@@ -284,7 +259,6 @@ def _splat_forward_fake(means: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ..
     return (*ids, count, *floats, means.new_empty(capacity), radii)
 
 
-@fake("splat_lines")
 @fake("splat_update")
 def _in_place_fake(*_: Any) -> None:
     return None
@@ -292,6 +266,4 @@ def _in_place_fake(*_: Any) -> None:
 
 LIBRARY.impl("splat_forward", splat_forward_composed, "CPU")
 LIBRARY.impl("splat_forward_lazy", splat_forward_composed, "CPU")
-LIBRARY.impl("splat_begin", splat_begin_composed, "CPU")
-LIBRARY.impl("splat_lines", splat_lines_composed, "CPU")
 LIBRARY.impl("splat_update", splat_update_composed, "CPU")

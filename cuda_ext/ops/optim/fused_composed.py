@@ -48,32 +48,16 @@ def splat_forward_composed(
     table: Tensor | None = None, steps: Tensor | None = None, *, boxes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `cuda_ext.ops.optim.fused.splat_forward`."""
-    inputs = (
-        means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree, eps2d, near, far, antialiased,
-        depth, capacity, exp_avgs, exp_avg_sqs, last, table, steps,
-    )  # fmt: skip
-    rows = splat_begin_composed(*inputs, boxes=boxes)
-    splat_lines_composed(*inputs, rows, 0, capacity)
-    return rows
-
-
-@torch.no_grad()
-def splat_begin_composed(
-    means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
-    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
-    capacity: int, exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
-    table: Tensor | None, steps: Tensor | None, *, boxes: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the rows of `splat_forward`: their ids, and uninitialized columns that `splat_lines` fills."""
     cameras = (viewmats, Ks, sizes)
     raw: Sequence[Tensor] = (means, quats, log_scales, logits, sh_dc, sh_rest)
-    shows = some = None
+    moments, shows, some = (exp_avgs, exp_avg_sqs, last), None, None
     if boxes is not None:
         shows = box_views(boxes, *cameras, eps2d, near, far, table, is_compact(exp_avgs))
         # Of the points whose group shows in any view alone.
         some = shows.any(0).repeat_interleave(POINTS)[: len(means)].nonzero().squeeze(-1)
         raw, exp_avgs, exp_avg_sqs = ([t[some] for t in tensors] for tensors in (raw, exp_avgs, exp_avg_sqs))
         last = last if last is None else last[some]
+    whole = _present((means, quats, log_scales, logits, sh_dc, sh_rest), *moments, table)
     means, _, log_scales, logits, _, _ = _present(raw, exp_avgs, exp_avg_sqs, last, table)
     rects = [n for w, h in zip(sizes[::2], sizes[1::2], strict=True) for n in (0, 0, w, h)]
     scales, opacities = log_scales.exp(), _opacities(logits)
@@ -87,33 +71,25 @@ def splat_begin_composed(
     ids = [torch.full((capacity,), value, dtype=torch.int32, device=means.device) for value in padding]
     for column, found in zip(ids, hits, strict=True):
         column[: len(found)] = found[:capacity]
-    shapes = ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth), (capacity,))
-    floats = [means.new_zeros(shape) for shape in shapes]
-    return (*ids, count, *floats, torch.zeros((capacity, 2), dtype=torch.int32, device=means.device))
-
-
-@torch.no_grad()
-def splat_lines_composed(
-    means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
-    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
-    capacity: int, exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
-    table: Tensor | None, steps: Tensor | None, rows: Sequence[Tensor], first: int, end: int,
-) -> None:  # fmt: skip
-    """Fill lines first to end of the `rows` that `splat_begin` returned."""
-    raw = (means, quats, log_scales, logits, sh_dc, sh_rest)
-    means, quats, log_scales, logits, sh_dc, sh_rest = _present(raw, exp_avgs, exp_avg_sqs, last, table)
-    lines = slice(first, max(first, min(end, int(rows[2]))))
-    ids = (rows[0][lines], rows[1][lines])
-    shapes = (log_scales.exp(), _opacities(logits))
+    lines = slice(0, min(capacity, len(hits[0])))
+    rows = (ids[0][lines], ids[1][lines])
+    means, quats, log_scales, logits, sh_dc, sh_rest = whole
     means2d, conics, depths, opacities, radii = project(
-        means, quats, *shapes, viewmats, Ks, sizes, *ids, eps2d, near, far, antialiased
+        means, quats, log_scales.exp(), _opacities(logits), *cameras, *rows, eps2d, near, far, antialiased
     )
-    colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, *ids)
+    colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, *rows)
     features = torch.where((radii > 0).all(-1, keepdim=True), colors, 0.0)
     if depth:
         features = torch.cat([features, depths[:, None]], dim=-1)
-    for column, found in zip(rows[3:], (means2d, conics, opacities, features, depths, radii), strict=True):
-        column[lines] = found
+    columns = [_padded(column, capacity) for column in (means2d, conics, opacities, features, depths, radii)]
+    return (*ids, count, *columns)
+
+
+def _padded(column: Tensor, lines: int) -> Tensor:
+    """Return the column with zeros behind it."""
+    padded = column.new_zeros((lines, *column.shape[1:]))
+    padded[: len(column)] = column
+    return padded
 
 
 def _present(

@@ -72,7 +72,7 @@ class ForwardPass:
             model: of the points. cameras: of the views that they are projected into. views: the batch.
         """
         with self._measure("project"):
-            rows = self._kernels.project(model, cameras, self._capacity, (), None)
+            rows = self._kernels.project(model, cameras, self._capacity)
         with self._measure("sort"):
             self._lists.begin(rows, views)
         return rows
@@ -123,7 +123,7 @@ def rows_by_group(
     viewmats, Ks = (torch.stack(of).to(device) for of in zip(*((v.viewmat, v.K) for v in views), strict=True))
     sizes = [side for view in views for side in (view.width, view.height)]
     times = viewmats.new_tensor([view.time for view in views], dtype=torch.float32)
-    rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes, times), capacity, (), None)
+    rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes, times), capacity)
     found: list[int] = []
     for some in _disjoint(groups):
         place = torch.empty(len(some), capacity, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
 """Step operators of 3D Gaussians."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,15 +67,11 @@ class GaussianKernels(GaussianRowKernels):
         if model.boxes is not None:
             splat_boxes(model.params[_MEANS], model.params[_LOG_SCALES], model.boxes)
 
-    def project(
-        self, model: Model, cameras: Cameras, capacity: int, stops: Sequence[int],
-        reached: Callable[[SplatRows, int, int], None] | None,
-    ) -> SplatRows:  # fmt: skip
+    def project(self, model: Model, cameras: Cameras, capacity: int) -> SplatRows:
         return splat_forward(
             *model.params, viewmats=cameras.viewmats, Ks=cameras.Ks, sizes=cameras.sizes, degree=self.degree,
             capacity=capacity, eps2d=self.eps2d, near=self.near, far=self.far, antialiased=self.antialiased,
-            exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=model.lazy, stops=stops, reached=reached,
-            boxes=model.boxes,
+            exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=model.lazy, boxes=model.boxes,
         )  # fmt: skip
 
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "GaussianReplicaRows":

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ArrivedRows, pack, unpack
 from cuda_ext.ops.optim.fused import SplatRows
 from ns_multigpu.core.kernels import Drawn, Kernels, Lists, Sinks
 from ns_multigpu.core.types import TILE
@@ -37,9 +37,6 @@ class GaussianRowKernels(Kernels):
 
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
         return unpack(records, counts, views)
-
-    def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-        return collect(place, count, sources, capacity)
 
     def wire(self, *, half: bool, slots: bool) -> GaussianRowWire:
         return GaussianRowWire(half, slots, self.absgrad)

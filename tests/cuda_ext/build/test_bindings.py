@@ -10,15 +10,21 @@ from cuda_ext.build.cuda import BINDING
 from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.schema import SCHEMAS
 
-_BOUND = re.compile(r'm\.impl\("(\w+)", (?:nsmg::bound<bind::(\w+)|&)')
+_BOUND = re.compile(r'm\.impl\("(\w+)",\s*bound<(.+?)>\(\)\);', re.S)
 _FUNCTION = re.compile(r"^(?! )(?:struct (\w+) \{|[\w:<>*&, ]+?[ *&](\w+)\()", re.M)
-_READ = re.compile(r'call\.\w+(?:<\w+>)?\("(\w+)"|\(call, (?:[\w.]+, )?"(\w+)"')
+_READ = re.compile(r'call\.(?!read)\w+(?:<\w+>)?\("(\w+)"|\(call, (?:[\w.]+, )?"(\w+)"')
+_ITEMS = re.compile(r'(?:constexpr char (\w+)\[\] =|call\.read<[^()]+>\((?:\w+ \?)?)\s*((?:"[^"]*"(?: :)?\s*)+)')
+_NAMED = re.compile(r"(?:^|\s)#?([A-Z]?[a-z]\w*)")
 UNREAD = {
     "project_backward": {"conics"},  # recomputed with the rest of the footprint
     "rasterize": {"absgrad_probe"},  # for autograd alone
 }
 """Arguments that a binding has no use for."""
-EITHER = {"splat_forward": {"last", "table", "steps", "exp_avgs", "exp_avg_sqs"}}
+EITHER = {
+    "splat_forward": {"last", "table", "steps", "exp_avgs", "exp_avg_sqs"},
+    "keep_rows": {"first", "end"},
+    "project_axes_backward": {"point_ids"},
+}
 """Names that a binding's helpers read for other operators only."""
 
 
@@ -39,17 +45,25 @@ def functions(text: str) -> dict[str, str]:
     return found
 
 
+def specifications(text: str) -> dict[str, set[str]]:
+    """Name -> arguments of each specification of the file (`call.h`); those of calls have the name ""."""
+    return {name: set(_NAMED.findall(" ".join(re.findall('"([^"]*)"', items)))) for name, items in _ITEMS.findall(text)}
+
+
 def names_read(text: str, root: str) -> set[str]:
-    """Return the arguments that a binding reads, itself or through the file's helpers."""
-    bodies, seen, names = functions(text), set[str](), set[str]()
+    """Return the arguments that a binding reads: by its specifications, itself or through the file's helpers."""
+    bodies, items, seen, names = functions(text), specifications(text), set[str](), set[str]()
     waiting = [root]
     while waiting:
-        name = waiting.pop()
-        if name in seen:
+        body = waiting.pop()
+        if body in seen:
             continue
-        seen.add(name)
-        names |= {one or other for one, other in _READ.findall(bodies[name])}
-        waiting += [other for other in bodies if re.search(rf"\b{other}(?:<\w+>)?(?: \w+)?\(call\b", bodies[name])]
+        seen.add(body)
+        names |= {one or other for one, other in _READ.findall(body)}
+        names |= {name for _, found in _ITEMS.findall(body) for name in _NAMED.findall(found.replace('"', " "))}
+        names |= {name for one, found in items.items() if one and re.search(rf"\b{one}\b", body) for name in found}
+        call = r"(?:<\w+(?: \w+)?>)?(?: \w+)?\(call\b" if body != root else r"\b"
+        waiting += [bodies[other] for other in bodies if re.search(rf"\b{other}{call}", body)]
     return names
 
 

@@ -1,18 +1,13 @@
-"""Rows that are made, routed and packed in parts are those that are made at once, bit for bit."""
+"""Rows that are routed and packed in parts are those that are made at once, bit for bit."""
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from cuda_ext.ops.exchange.row_exchange import pack, route_lines
-from cuda_ext.ops.optim.fused import SplatRows, splat_forward
-from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from tests.cuda_ext.exchange.test_row_exchange import OPS, Rows, addresses, bands, make_rows, numbers
-from tests.cuda_ext.fused_steps import make_model
-from tests.cuda_ext.lazy_steps import Schedule, fresh_model
 
 pytestmark = pytest.mark.usefixtures("native")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -20,49 +15,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
-
-
-def assert_same(found: SplatRows, expected: SplatRows) -> None:
-    for name, a, b in zip(SplatRows._fields, found, expected, strict=True):
-        assert torch.equal(bits(a), bits(b)), name
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("stops", [[160], [0, 32, 33, 33, 250], [700], [699]])
-def test_projected_in_parts(device: str, lazy: bool, stops: list[int]) -> None:
-    missed: dict[str, Any] = {}
-    if lazy:
-        schedule = Schedule(fresh_model(300).to(device, torch.float32), True, 2)
-        for step in range(5):
-            schedule.step(step)
-        model = schedule.model
-        assert isinstance(schedule.lazy, LazyAdam)
-        missed = {"exp_avgs": model.exp_avgs, "exp_avg_sqs": model.exp_avg_sqs, "lazy": schedule.lazy}
-    else:
-        model = make_model(spread=1.5).to(device)
-    expected = model.forward(700, 2, **missed)
-    seen: list[tuple[int, int]] = []
-
-    def reached(rows: SplatRows, first: int, end: int) -> None:
-        seen.append((first, end))
-        assert torch.equal(rows.count, expected.count)
-        for name, a, b in zip(SplatRows._fields, rows, expected, strict=True):
-            assert name == "count" or torch.equal(bits(a[:end]), bits(b[:end])), name
-
-    found = model.forward(700, 2, **missed, stops=stops, reached=reached)
-    assert seen == list(pairwise([0, *stops])) and 200 < int(found.count) < 600
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("room", [100, 0])
-def test_too_little_room_and_no_room(device: str, room: int) -> None:
-    model = make_model().to(device)
-    parts: list[int] = []
-    found = model.forward(room, stops=[room // 2, room], reached=lambda *part: parts.append(part[2]))
-    assert_same(found, model.forward(room))
-    assert int(found.count) > 100 and parts == [room // 2, room]
 
 
 def in_parts(rows: Rows, patches: list[int], ranks: int, stops: list[int]) -> tuple[Tensor, Tensor]:
@@ -110,12 +62,6 @@ def test_wrong_lines_are_named() -> None:
             pack(*rows.packed(), place, torch.zeros(1, dtype=torch.int64), 5, first, end)
     with pytest.raises(ValueError, match="place"):
         route_lines(*given, 0, 12, place[:, 1:], counts)
-    model = make_model(20)
-    for stops in ([41], [-1, 5], [5, 4]):
-        with pytest.raises(ValueError, match="stops must ascend"):
-            splat_forward(
-                *model.params, model.viewmats, model.Ks, model.sizes, 3, 40, stops=stops, reached=lambda *_: None
-            )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,10 +72,3 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(OPS.route_lines.default, inputs)
     segments = [torch.zeros(1, 24, 16, device=device) for _ in range(2)]
     torch.library.opcheck(OPS.pack.default, (*rows.packed(), place, addresses(segments, 0), 24, 8, 20))
-    model = make_model(20).to(device)
-    splat = (*model.params, model.viewmats, model.Ks, model.sizes, 3, 0.3, 0.01, 1e9, True, False, 60)
-    put_off = ([], [], None, None, None)
-    some = ("test_schema", "test_faketensor")
-    torch.library.opcheck(OPS.splat_begin.default, (*splat, *put_off), test_utils=some)
-    made = [torch.zeros_like(t) for t in OPS.splat_forward(*splat)]
-    torch.library.opcheck(OPS.splat_lines.default, (*splat, *put_off, made, 5, 40), test_utils=some)

@@ -143,7 +143,7 @@ def test_steps_have_no_rows_of_what_is_beside_the_camera() -> None:
     assert kernels is not None
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     cameras = Cameras(view.viewmat[None], view.K[None], (48, 32), torch.zeros(1))
-    rows = kernels.project(kernels.model(params, moments, {}, None), cameras, 64, (), None)
+    rows = kernels.project(kernels.model(params, moments, {}, None), cameras, 64)
     count = int(rows.count)
     shown = hits.point_ids[(drawn != 0).any(1)]
     assert torch.equal(rows.point_ids[:count], shown) and not set(shown.tolist()) & set(beside.tolist())

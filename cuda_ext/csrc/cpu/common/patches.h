@@ -32,13 +32,13 @@ struct PatchList {
   int tile_size = 0;
 
   PatchList(c10::IntArrayRef numbers, int64_t tile_size_) : tile_size(static_cast<int>(tile_size_)) {
-    TORCH_CHECK(tile_size_ >= 1 && tile_size_ <= 64, "tile_size must lie in 1..64, got ", tile_size_);
-    TORCH_CHECK(numbers.size() % 5 == 0, "patches holds 5 integers a patch (view, x0, y0, x1, y1), got ",
+    TORCH_CHECK_VALUE(tile_size_ >= 1 && tile_size_ <= 64, "tile_size must lie in 1..64, got ", tile_size_);
+    TORCH_CHECK_VALUE(numbers.size() % 5 == 0, "patches holds 5 integers a patch (view, x0, y0, x1, y1), got ",
                 numbers.size(), " in all");
     for (size_t k = 0; k < numbers.size(); k += 5) {
       Patch p{int(numbers[k]), int(numbers[k + 1]), int(numbers[k + 2]), int(numbers[k + 3]), int(numbers[k + 4]),
               pixels, tiles, 0, 0};
-      TORCH_CHECK(p.view >= 0 && p.x0 >= 0 && p.y0 >= 0 && p.x1 >= p.x0 && p.y1 >= p.y0, "patch ", k / 5,
+      TORCH_CHECK_VALUE(p.view >= 0 && p.x0 >= 0 && p.y0 >= 0 && p.x1 >= p.x0 && p.y1 >= p.y0, "patch ", k / 5,
                   " is (view, x0, y0, x1, y1) = (", p.view, ", ", p.x0, ", ", p.y0, ", ", p.x1, ", ", p.y1,
                   "): need view, x0, y0 >= 0, x1 >= x0 and y1 >= y0");
       const bool empty = p.width() == 0 || p.height() == 0;

@@ -8,7 +8,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "common/arguments.h"
+#include "common/boxed_call.h"
 #include "common/convex_pixel.h"
 #include "common/surfel_pixel.h"
 #include "cpu/common/patches.h"
@@ -19,20 +19,34 @@ namespace {
 
 constexpr int kPose = 12;  // the camera's rotation by rows and its translation
 
+at::Tensor take(BoxedCall& call, const char* name, at::IntArrayRef shape, at::ScalarType dtype) {
+  return checked(call.tensor(name), name, shape, dtype);
+}
+
+// Columns [count, ...]: the arguments behind the one that was read last; a count of -1 is that of the first.
 template <typename Columns>
-std::vector<at::Tensor> take_columns(Arguments& arguments, int64_t count, at::ScalarType dtype) {
+std::vector<at::Tensor> take_columns(BoxedCall& call, int64_t count, at::ScalarType dtype) {
   std::vector<at::Tensor> found;
   for (int c = 0; c < Columns::kCount; ++c) {
-    const char* name = arguments.name();
-    found.push_back(checked(arguments.tensor(), name, column_shape(count, Columns::width(c)), dtype));
+    found.push_back(take(call, call.next_name(), column_shape(count, Columns::width(c)), dtype));
     if (c == 0) count = found[0].size(0);
   }
   return found;
 }
 
-at::Tensor take(Arguments& arguments, at::IntArrayRef shape, at::ScalarType dtype) {
-  const char* name = arguments.name();
-  return checked(arguments.tensor(), name, shape, dtype);
+// The pointers of columns that are already checked.
+template <typename Columns, typename T>
+typename Columns::template Pointers<const T> const_pointers(const std::vector<at::Tensor>& tensors) {
+  typename Columns::template Pointers<const T> found;
+  for (int c = 0; c < Columns::kCount; ++c) found.at[c] = tensors[c].template const_data_ptr<T>();
+  return found;
+}
+
+template <typename Columns, typename T>
+typename Columns::template Pointers<T> pointers(const std::vector<at::Tensor>& tensors) {
+  typename Columns::template Pointers<T> found;
+  for (int c = 0; c < Columns::kCount; ++c) found.at[c] = tensors[c].template mutable_data_ptr<T>();
+  return found;
 }
 
 template <typename Columns>
@@ -51,17 +65,17 @@ struct Points {
   std::vector<int64_t> sizes, starts;  // starts: of each view's rows
   double near_plane, far_plane;
 
-  Points(Arguments& arguments, at::ScalarType dtype)
-      : columns(take_columns<typename Primitive::PointColumns>(arguments, -1, dtype)) {
-    viewmats = take(arguments, {-1, 4, 4}, dtype);
-    Ks = take(arguments, {views(), 3, 3}, dtype);
-    sizes = arguments.integers();
+  Points(BoxedCall& call, at::ScalarType dtype)
+      : columns(take_columns<typename Primitive::PointColumns>(call, -1, dtype)) {
+    viewmats = take(call, "viewmats", {-1, 4, 4}, dtype);
+    Ks = take(call, "Ks", {views(), 3, 3}, dtype);
+    sizes = call.integers("sizes").vec();
     TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == 2 * views(), "sizes must hold 2 numbers a view.");
-    const at::Tensor view_ids = arguments.tensor().contiguous();
-    point_ids = arguments.tensor().contiguous();
+    const at::Tensor view_ids = call.tensor("view_ids").contiguous();
+    point_ids = call.tensor("point_ids").contiguous();
     starts = view_starts(view_ids, point_ids, views(), columns[0].size(0));
-    near_plane = arguments.number();
-    far_plane = arguments.number();
+    near_plane = call.real("near");
+    far_plane = call.real("far");
   }
 
   int64_t views() const { return viewmats.size(0); }
@@ -82,17 +96,15 @@ struct Points {
   }
 };
 
-// The type of an operator's first argument.
-at::ScalarType type_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  return stack[stack.size() - op.schema().arguments().size()].toTensor().scalar_type();
+void give(BoxedCall& call, const std::vector<at::Tensor>& results) {
+  for (const at::Tensor& result : results) call.result(result);
 }
 
 template <typename Primitive>
-void project(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void project(BoxedCall& call) {
   using Projected = typename Primitive::ProjectedColumns;
-  const at::ScalarType dtype = type_of(op, *stack);
-  Arguments arguments(op, stack);
-  const Points<Primitive> in(arguments, dtype);
+  const at::ScalarType dtype = call.first().scalar_type();
+  const Points<Primitive> in(call, dtype);
   std::vector<at::Tensor> found = zeros_of<Projected>(in.rows(), in.viewmats.options());
   found.push_back(at::zeros({in.rows(), 2}, in.viewmats.options().dtype(at::kInt)));
   AT_DISPATCH_FLOATING_TYPES(dtype, "project", [&] {
@@ -112,19 +124,18 @@ void project(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
     });
   });
-  arguments.give(found);
+  give(call, found);
 }
 
 template <typename Primitive>
-void project_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void project_backward(BoxedCall& call) {
   using PointColumns = typename Primitive::PointColumns;
   using Projected = typename Primitive::ProjectedColumns;
   constexpr int kNumbers = PointColumns::kNumbers;
-  const at::ScalarType dtype = type_of(op, *stack);
-  Arguments arguments(op, stack);
-  const Points<Primitive> in(arguments, dtype);
-  const at::Tensor radii = take(arguments, {in.rows(), 2}, at::kInt);
-  const std::vector<at::Tensor> v_rows = take_columns<Projected>(arguments, in.rows(), dtype);
+  const at::ScalarType dtype = call.first().scalar_type();
+  const Points<Primitive> in(call, dtype);
+  const at::Tensor radii = take(call, "radii", {in.rows(), 2}, at::kInt);
+  const std::vector<at::Tensor> v_rows = take_columns<Projected>(call, in.rows(), dtype);
   std::vector<at::Tensor> found = zeros_of<PointColumns>(in.columns[0].size(0), in.viewmats.options());
   found.push_back(at::zeros({in.views(), 4, 4}, in.viewmats.options()));
   AT_DISPATCH_FLOATING_TYPES(dtype, "project_backward", [&] {
@@ -158,7 +169,7 @@ void project_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
     }
   });
-  arguments.give(found);
+  give(call, found);
 }
 
 // The inputs of compositing.
@@ -168,11 +179,11 @@ struct Rows {
   at::Tensor tile_offsets, row_ids;
   PatchList list;
 
-  Rows(Arguments& arguments, at::ScalarType dtype)
-      : columns(take_columns<typename Primitive::RowColumns>(arguments, -1, dtype)),
-        tile_offsets(take(arguments, {-1}, at::kInt)),
-        row_ids(take(arguments, {-1}, at::kInt)),
-        list(patch_list(arguments)) {
+  Rows(BoxedCall& call, at::ScalarType dtype)
+      : columns(take_columns<typename Primitive::RowColumns>(call, -1, dtype)),
+        tile_offsets(take(call, "tile_offsets", {-1}, at::kInt)),
+        row_ids(take(call, "row_ids", {-1}, at::kInt)),
+        list(call.integers("patches"), call.integer("tile_size")) {
     checked(tile_offsets, "tile_offsets", {list.tiles + 1}, at::kInt);
     const int64_t rows = columns[0].size(0);
     const int32_t* offsets = tile_offsets.const_data_ptr<int32_t>();
@@ -182,11 +193,6 @@ struct Rows {
     for (int64_t i = 0; good && i < offsets[list.tiles]; ++i) good &= ids[i] >= 0 && ids[i] < rows;
     TORCH_CHECK_INDEX(good, "rasterize_", Primitive::kName,
                       ": tile_offsets or row_ids name what does not exist; take both from intersect, of the same rows.");
-  }
-
-  static PatchList patch_list(Arguments& arguments) {
-    const std::vector<int64_t> patches = arguments.integers();
-    return PatchList(patches, arguments.integer());
   }
 
   template <typename T>
@@ -217,11 +223,10 @@ void for_pixels(const Rows<Primitive>& in, const F& f) {
 }
 
 template <typename Primitive>
-void rasterize(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void rasterize(BoxedCall& call) {
   constexpr int kSums = Primitive::kSums, kExtra = Primitive::kExtra;
-  const at::ScalarType dtype = type_of(op, *stack);
-  Arguments arguments(op, stack);
-  const Rows<Primitive> in(arguments, dtype);
+  const at::ScalarType dtype = call.first().scalar_type();
+  const Rows<Primitive> in(call, dtype);
   const auto options = in.columns[0].options();
   const int64_t pixels = in.list.pixels;
   at::Tensor out = at::empty({pixels, 3}, options), extra = at::empty(column_shape(pixels, kExtra), options);
@@ -244,22 +249,24 @@ void rasterize(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       ends[pixel] = static_cast<int32_t>(end);
     });
   });
-  arguments.give({out, extra, alpha, last, at::empty({0}, options)});
+  give(call, {out, extra, alpha, last, at::empty({0}, options)});
 }
 
 template <typename Primitive>
-void rasterize_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void rasterize_backward(BoxedCall& call) {
   using RowColumns = typename Primitive::RowColumns;
   constexpr int kSums = Primitive::kSums, kExtra = Primitive::kExtra, kGradients = Primitive::kGradients;
-  const at::ScalarType dtype = type_of(op, *stack);
-  Arguments arguments(op, stack);
-  const Rows<Primitive> in(arguments, dtype);
+  const at::ScalarType dtype = call.first().scalar_type();
+  const Rows<Primitive> in(call, dtype);
   const int64_t pixels = in.list.pixels, rows = in.columns[0].size(0);
   const auto extra_shape = column_shape(pixels, kExtra);
-  const at::Tensor out = take(arguments, {pixels, 3}, dtype), extra = take(arguments, extra_shape, dtype),
-                   alpha = take(arguments, {pixels}, dtype), last = take(arguments, {pixels}, at::kInt),
-                   state = take(arguments, {0}, dtype), v_out = take(arguments, {pixels, 3}, dtype),
-                   v_extra = take(arguments, extra_shape, dtype), v_alpha = take(arguments, {pixels}, dtype);
+  // What the pixels have beside their colour goes by another name in each primitive.
+  const at::Tensor out = take(call, "out", {pixels, 3}, dtype),
+                   extra = take(call, call.next_name(), extra_shape, dtype),
+                   alpha = take(call, "alpha", {pixels}, dtype), last = take(call, "last", {pixels}, at::kInt),
+                   state = take(call, "state", {0}, dtype), v_out = take(call, "v_out", {pixels, 3}, dtype),
+                   v_extra = take(call, call.next_name(), extra_shape, dtype),
+                   v_alpha = take(call, "v_alpha", {pixels}, dtype);
   const auto options = in.columns[0].options();
   const int64_t entries = in.tile_offsets.template const_data_ptr<int32_t>()[in.list.tiles];
   at::Tensor by_entry = at::zeros({entries, kGradients}, options), by_row = at::zeros({rows, kGradients}, options);
@@ -298,18 +305,16 @@ void rasterize_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack)
       RowColumns::store(to, i, numbers);
     }
   });
-  arguments.give(found);
+  give(call, found);
 }
 
 template <typename Primitive>
 void bind(torch::Library& m) {
   const std::string name = Primitive::kName;
-  using torch::CppFunction;
-  m.impl(("project_" + name).c_str(), CppFunction::makeFromBoxedFunction<&project<Primitive>>());
-  m.impl(("project_" + name + "_backward").c_str(), CppFunction::makeFromBoxedFunction<&project_backward<Primitive>>());
-  m.impl(("rasterize_" + name).c_str(), CppFunction::makeFromBoxedFunction<&rasterize<Primitive>>());
-  m.impl(("rasterize_" + name + "_backward").c_str(),
-         CppFunction::makeFromBoxedFunction<&rasterize_backward<Primitive>>());
+  m.impl(("project_" + name).c_str(), boxed<BoxedCall, project<Primitive>>());
+  m.impl(("project_" + name + "_backward").c_str(), boxed<BoxedCall, project_backward<Primitive>>());
+  m.impl(("rasterize_" + name).c_str(), boxed<BoxedCall, rasterize<Primitive>>());
+  m.impl(("rasterize_" + name + "_backward").c_str(), boxed<BoxedCall, rasterize_backward<Primitive>>());
 }
 
 }  // namespace

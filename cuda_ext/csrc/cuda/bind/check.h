@@ -1,4 +1,4 @@
-// CUDA errors as torch errors, and the check of a tensor. The .cu files do not include this (torch's headers make nvcc
+// Checks of tensors and counts. The .cu files do not include this (torch's headers make nvcc
 // slow): their launch functions return cudaError_t.
 //
 // Several *_bind.cpp files are compiled as one. So each has a namespace of its own name, and no two headers may give
@@ -7,18 +7,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <limits>
-
-// Throws if a CUDA call or launch failed, naming the call. Evaluates `call` once. Does not wait for the device.
-#define NSMG_CUDA_CHECK(call)                                                                               \
-  do {                                                                                                      \
-    const cudaError_t nsmg_status = (call);                                                                 \
-    TORCH_CHECK(nsmg_status == cudaSuccess, "CUDA error in ns_multigpu (", #call,                           \
-                "): ", cudaGetErrorString(nsmg_status), " [", __FILE__, ":", __LINE__, "].");               \
-  } while (false)
+#include <string_view>
 
 namespace nsmg {
 
@@ -38,27 +30,18 @@ inline at::Tensor cuda_checked(const at::Tensor& tensor, const char* name, at::I
   return tensor.contiguous();
 }
 
-inline at::Tensor cuda_floats(const at::Tensor& tensor, const char* name, at::IntArrayRef shape,
-                              const at::Tensor& like) {
-  return cuda_checked(tensor, name, shape, at::kFloat, like);
-}
-
-inline at::Tensor cuda_ints(const at::Tensor& tensor, const char* name, at::IntArrayRef shape,
-                            const at::Tensor& like) {
-  return cuda_checked(tensor, name, shape, at::kInt, like);
-}
-
-// The tensor, copied if it does not start at a multiple of `bytes`, by default a float4's: a view into a larger buffer
-// need not.
-inline at::Tensor aligned(const at::Tensor& tensor, uintptr_t bytes = 16) {
+// The tensor, copied if it does not start at a multiple of so many bytes: a view into a larger buffer need not.
+inline at::Tensor aligned(const at::Tensor& tensor, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0 ? tensor : tensor.clone();
 }
 
-// The same of a tensor [rows, 2] that is read two numbers at once.
-inline at::Tensor aligned_pairs(const at::Tensor& tensor) { return aligned(tensor, 8); }
+inline void check_aligned(const at::Tensor& tensor, const char* name, uintptr_t bytes = 16) {
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0, name,
+                    " must start at a multiple of ", bytes, " bytes: pass a tensor of its own, such as `.clone()`.");
+}
 
 // Counts of points, rows, tiles and intersections are held as int32 on the device; bytes and offsets are not.
-inline int cuda_count(int64_t count, const char* what) {
+inline int cuda_count(int64_t count, std::string_view what) {
   TORCH_CHECK_VALUE(count >= 0 && count < std::numeric_limits<int32_t>::max(), "there are ", count, " ", what,
                     "; the CUDA operators take fewer than 2^31.");
   return static_cast<int>(count);

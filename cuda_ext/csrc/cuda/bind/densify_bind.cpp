@@ -9,23 +9,13 @@
 namespace nsmg {
 namespace densify_bind {
 
-void add_noise(Call& call) {
-  const int points = call.count("means", "points");
-  float* means = call.in_place<float>("means", {points, 3});
-  NoiseInputs in = {};
-  in.quats = call.floats("quats", {points, 4}, 16);
-  in.log_scales = call.floats("log_scales", {points, 3});
-  in.logits = call.floats("logits", {points});
-  in.rows = call.in_or_null<int64_t>("rows", {points});
-  in.taken = call.in_or_null<float>("taken", {});
-  in.first = call.integer("first");
-  in.start = static_cast<uint64_t>(call.integer("start"));
-  in.steepness = call.real("steepness");
-  in.threshold = call.real("threshold");
-  in.scale = call.number("scale");
-  in.points = points;
-  NSMG_CUDA_CHECK(nsmg::add_noise(in, means, call.stream()));
-}
+constexpr char kNoise[] =
+    "quats[N,4]@16 log_scales[N,3] logits[N] rows[N] taken[] first start steepness threshold scale N means[N,3]";
+constexpr char kDraw[] =
+    "sums[N] slots[N] empty[N] taken[] start N >sources[N] >copies[N]=0";
+constexpr char kShare[] = "copies[N] coefficients[51,52] min_opacity N A";
+constexpr char kTurn[] = "quats[N,4]@16 vectors[S,N,3] N S >[S,N,3]";
+static_assert(kMostCopies == 51, "of coefficients above");
 
 // Adds an array of rows of so many bytes, in the largest units that its addresses allow. False for rows of no bytes,
 // which are left out.
@@ -59,40 +49,21 @@ RowArrays row_arrays(Call& call, const char* name, int64_t points) {
   return arrays;
 }
 
-void draw_sources(Call& call) {
-  const int points = call.count("sums", "points");
-  DrawInputs in = {};
-  in.sums = call.longs("sums", {points});
-  in.empty = call.in<bool>("empty", {points});
-  in.slots = call.longs("slots", {points});
-  in.start = static_cast<uint64_t>(call.integer("start"));
-  in.taken = call.in_or_null<bool>("taken", {});
-  in.points = points;
-  int32_t* sources = call.out<int32_t>({points});
-  int32_t* copies = call.out_zeros<int32_t>({points});
-  NSMG_CUDA_CHECK(draw_sources_launch(in, sources, copies, call.stream()));
-}
-
 void share_out(Call& call) {
-  const int points = call.count("logits", "points"), axes = call.count("log_scales", "axes", 1);
-  float* logits = call.in_place<float>("logits", {points});
-  float* log_scales = call.in_place<float>("log_scales", {points, axes});
-  const ShareInputs in = {call.ints("copies", {points}),
-                          call.in<double>("coefficients", {kMostCopies, kMostCopies + 1}), call.number("min_opacity"),
-                          points, axes};
-  NSMG_CUDA_CHECK(
-      share_out_launch(in, logits, log_scales, row_arrays(call, "cleared", points), call.stream()));
+  auto *logits = call.read<float*>("logits[N]"), *log_scales = call.read<float*>("log_scales[N,A]");
+  const auto in = call.read<ShareInputs>(kShare);
+  call.run(share_out_launch, in, logits, log_scales, row_arrays(call, "cleared", in.points));
 }
 
 void copy_rows(Call& call) {
-  const int points = call.count("sources", "points");
-  const int32_t* sources = call.ints("sources", {points});
-  NSMG_CUDA_CHECK(copy_rows_launch(row_arrays(call, "tensors", points), sources, points, call.stream()));
+  const auto* sources = call.read<const int32_t*>("sources[N]");
+  const int points = call.read<int>("N");
+  call.run(copy_rows_launch, row_arrays(call, "tensors", points), sources, points);
 }
 
 void take_rows(Call& call) {
-  const int taken = call.count("index", "rows");
-  const int64_t* index = call.longs("index", {taken});
+  const auto* index = call.read<const int64_t*>("index[M]");
+  const int taken = call.read<int>("M");
   c10::List<at::Tensor> out;
   std::vector<at::Tensor> from;
   for (const at::Tensor& tensor : call.tensors("tensors")) {
@@ -114,27 +85,22 @@ void take_rows(Call& call) {
     std::copy_n(arrays.words, kMostRowArrays, to.words);
     std::copy_n(arrays.unit, kMostRowArrays, to.unit);
     to.count = arrays.count;
-    NSMG_CUDA_CHECK(take_rows_launch(arrays, to, index, taken, call.stream()));
+    call.run(take_rows_launch, arrays, to, index, taken);
   }
   call.result(std::move(out));
-}
-
-void turn(Call& call) {
-  const int points = call.count("quats", "points"), sets = call.count("vectors", "sets of vectors");
-  const float* quats = call.floats("quats", {points, 4}, 16);
-  const float* vectors = call.floats("vectors", {sets, points, 3});
-  NSMG_CUDA_CHECK(turn_launch(quats, vectors, points, sets, call.out<float>({sets, points, 3}), call.stream()));
 }
 
 }  // namespace densify_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::densify_bind;
-  m.impl("add_noise", nsmg::bound<bind::add_noise>());
-  m.impl("draw_sources", nsmg::bound<bind::draw_sources>());
-  m.impl("share_out", nsmg::bound<bind::share_out>());
-  m.impl("copy_rows", nsmg::bound<bind::copy_rows>());
-  m.impl("take_rows", nsmg::bound<bind::take_rows>());
-  m.impl("turn", nsmg::bound<bind::turn>());
+  using namespace nsmg::densify_bind;
+  using nsmg::bound;
+  using nsmg::launched;
+  m.impl("add_noise", bound<launched<nsmg::add_noise, kNoise>>());
+  m.impl("draw_sources", bound<launched<nsmg::draw_sources_launch, kDraw>>());
+  m.impl("share_out", bound<share_out>());
+  m.impl("copy_rows", bound<copy_rows>());
+  m.impl("take_rows", bound<take_rows>());
+  m.impl("turn", bound<launched<nsmg::turn_launch, kTurn>>());
 }

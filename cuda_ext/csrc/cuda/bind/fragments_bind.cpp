@@ -8,15 +8,9 @@
 namespace nsmg {
 namespace fragments_bind {
 
-template <typename Row>
-Row* capacity_for(Call& call, const std::vector<Row>& rows) {
-  return static_cast<Row*>(call.scratch_bytes(int64_t(rows.size() * sizeof(Row))));
-}
-
 // Six numbers a piece, and the most pixels of any; `made` gets a piece's numbers.
 template <typename Row, typename Make>
 std::vector<Row> fragments_of(at::IntArrayRef numbers, int width, int* most, const Make& made) {
-  TORCH_CHECK_VALUE(numbers.size() % 6 == 0, "fragments holds 6 integers a fragment, got ", numbers.size(), " in all.");
   TORCH_CHECK_VALUE(numbers.size() / 6 < 65536, "there are ", numbers.size() / 6,
                     " fragments; the CUDA operators take 65535.");
   std::vector<Row> rows;
@@ -40,23 +34,19 @@ struct Fragments {
 };
 
 void gather_fragments(Call& call) {
-  const int pixels = call.count("color", "pixels"), channels = call.count("color", "channels", 1);
-  const float* color = call.floats("color", {pixels, channels});
-  const float* alpha = call.floats("alpha", {pixels});
-  float* out = call.in_place<float>("out", {-1, channels + 1});
+  const auto *color = call.read<const float*>("color[P,C]"), *alpha = call.read<const float*>("alpha[P]");
+  auto* out = call.read<float*>("out[?,C+1]");
   const Fragments fragments(call, 4);
-  NSMG_CUDA_CHECK(gather_fragments_launch(color, alpha, channels, fragments.rows.data(), int(fragments.rows.size()),
-                                       fragments.most, capacity_for(call, fragments.rows), out, call.stream()));
+  call.run(gather_fragments_launch, color, alpha, call.read<int>("C"), fragments.rows.data(), int(fragments.rows.size()),
+           fragments.most, call.scratch_for(fragments.rows), out);
 }
 
 void scatter_fragments(Call& call) {
-  const int pixels = call.count("v_color", "pixels"), channels = call.count("v_color", "channels", 1);
-  const float* gradients = call.floats("gradients", {-1, channels + 1});
-  float* v_color = call.in_place<float>("v_color", {pixels, channels});
-  float* v_alpha = call.in_place<float>("v_alpha", {pixels});
+  auto *v_color = call.read<float*>("v_color[P,C]"), *v_alpha = call.read<float*>("v_alpha[P]");
+  const auto* gradients = call.read<const float*>("gradients[?,C+1]");
   const Fragments fragments(call, 5);
-  NSMG_CUDA_CHECK(scatter_fragments_launch(gradients, channels, fragments.rows.data(), int(fragments.rows.size()), fragments.most,
-                                        capacity_for(call, fragments.rows), v_color, v_alpha, call.stream()));
+  call.run(scatter_fragments_launch, gradients, call.read<int>("C"), fragments.rows.data(), int(fragments.rows.size()),
+           fragments.most, call.scratch_for(fragments.rows), v_color, v_alpha);
 }
 
 // Layers by patch, and device memory for them.
@@ -66,12 +56,11 @@ struct Layers {
   const float* received;
   int count, channels, pixels = 0, most = 0;
 
-  explicit Layers(Call& call)
-      : count(call.count("received", "pixels of layers")), channels(call.count("received", "channels", 1) - 1) {
+  explicit Layers(Call& call) : received(call.read<const float*>("received[L,D]")) {
     const at::IntArrayRef numbers = call.integers("layers"), sizes = call.integers("sizes");
-    received = call.floats("received", {count, channels + 1});
+    count = call.read<int>("L");
+    channels = call.read<int>("D") - 1;
     TORCH_CHECK_VALUE(channels == 3 || channels == 4, "on CUDA pixels have 3 or 4 features, not ", channels, ".");
-    TORCH_CHECK_VALUE(numbers.size() % 7 == 0 && sizes.size() % 2 == 0, "layers holds 7 integers each and sizes 2.");
     for (size_t k = 0; k < numbers.size(); k += 7) {
       const int64_t* n = numbers.data() + k;
       rows.push_back({int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5]), int32_t(n[6])});
@@ -84,12 +73,11 @@ struct Layers {
       pixels = cuda_count(int64_t{pixels} + area, "pixels");
       most = std::max(most, area);
     }
-    TORCH_CHECK_VALUE(layer == rows.size(), "layers must come by patch.");
     TORCH_CHECK_VALUE(patches.size() < 65536, "there are ", patches.size(), " patches; the CUDA operators take 65535.");
   }
 
   HostLayers host() const { return {rows.data(), patches.data(), int(rows.size()), int(patches.size()), most}; }
-  DeviceLayers device(Call& call) const { return {capacity_for(call, rows), capacity_for(call, patches)}; }
+  DeviceLayers device(Call& call) const { return {call.scratch_for(rows), call.scratch_for(patches)}; }
 };
 
 void composite_fragments(Call& call) {
@@ -97,8 +85,8 @@ void composite_fragments(Call& call) {
   float* out = call.out<float>({layers.pixels, layers.channels});
   float* alpha = call.out<float>({layers.pixels});
   float* before = call.out<float>({layers.count});
-  NSMG_CUDA_CHECK(composite_fragments_launch(layers.received, layers.channels, layers.host(), layers.device(call), out,
-                                          alpha, before, call.stream()));
+  call.run(composite_fragments_launch, layers.received, layers.channels, layers.host(), layers.device(call), out, alpha,
+           before);
 }
 
 void composite_fragments_backward(Call& call) {
@@ -106,31 +94,32 @@ void composite_fragments_backward(Call& call) {
   const float* before = call.floats("before", {layers.count});
   const float* v_out = call.floats("v_out", {layers.pixels, layers.channels});
   const float* v_alpha = call.floats("v_alpha", {layers.pixels});
-  float* gradients = call.out_zeros<float>({call.integer("count"), layers.channels + 1});
-  NSMG_CUDA_CHECK(composite_fragments_backward_launch(layers.received, before, v_out, v_alpha, layers.channels,
-                                                   layers.host(), layers.device(call), gradients, call.stream()));
+  float* gradients = call.out<float>({call.integer("count"), layers.channels + 1}, true);
+  call.run(composite_fragments_backward_launch, layers.received, before, v_out, v_alpha, layers.channels, layers.host(),
+           layers.device(call), gradients);
 }
 
 void live_boxes(Call& call) {
-  const int pixels = call.count("before", "pixels of layers"), slots = call.counted("slots", "slots");
-  const float* before = call.floats("before", {pixels});
+  const auto* before = call.read<const float*>("before[L]");
+  const int slots = call.read<int>("#slots");
   int most = 0;
   const auto fragments =
       fragments_of<WatchedPiece>(call.integers("fragments"), 4, &most, [](const int64_t* n) -> WatchedPiece {
         return {int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5])};
       });
-  NSMG_CUDA_CHECK(live_boxes_launch(before, fragments.data(), int(fragments.size()), most, capacity_for(call, fragments), slots,
-                                    call.number("least"), call.out<int64_t>({slots, 5}), call.stream()));
+  call.run(live_boxes_launch, before, fragments.data(), int(fragments.size()), most, call.scratch_for(fragments), slots,
+           call.read<float>("least"), call.out<int64_t>({slots, 5}));
 }
 
 }  // namespace fragments_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::fragments_bind;
-  m.impl("gather_fragments", nsmg::bound<bind::gather_fragments>());
-  m.impl("scatter_fragments", nsmg::bound<bind::scatter_fragments>());
-  m.impl("composite_fragments", nsmg::bound<bind::composite_fragments>());
-  m.impl("composite_fragments_backward", nsmg::bound<bind::composite_fragments_backward>());
-  m.impl("live_boxes", nsmg::bound<bind::live_boxes>());
+  using namespace nsmg::fragments_bind;
+  using nsmg::bound;
+  m.impl("gather_fragments", bound<gather_fragments>());
+  m.impl("scatter_fragments", bound<scatter_fragments>());
+  m.impl("composite_fragments", bound<composite_fragments>());
+  m.impl("composite_fragments_backward", bound<composite_fragments_backward>());
+  m.impl("live_boxes", bound<live_boxes>());
 }

@@ -17,31 +17,25 @@ namespace nsmg {
 namespace intersect_bind {
 
 constexpr int64_t kMostPairs = std::numeric_limits<int32_t>::max();
+constexpr char kRows[] =
+    "means2d[M,2]@8 conics[M,3] row_opacities[M] depths[M] radii[M,2]@8 view_ids[M] M";
+constexpr char kListing[] = "tile_offsets[T+1] row_ids[I] depths[M] windows[T,2] T M I";
 
 // Rows, and scratch memory for sorting them.
 struct Rows {
   IntersectRows rows;
 
-  explicit Rows(Call& call) {
-    const int count = call.count("means2d", "rows");
-    rows = {call.floats("means2d", {count, 2}, 8),
-            call.floats("conics", {count, 3}),
-            call.floats("row_opacities", {count}),
-            call.floats("depths", {count}),
-            call.ints("radii", {count, 2}, 8),
-            call.ints("view_ids", {count}),
-            count};
-  }
+  explicit Rows(Call& call) : rows(call.read<IntersectRows>(kRows)) {}
 
   // Sends the patches to the device and orders the rows; `total` becomes the number of intersections.
   PatchTable order(Call& call, const std::vector<PatchTiles>& patches, int tile_size, int64_t* total,
                    RowOrder* order) const {
-    auto* there = static_cast<PatchTiles*>(call.scratch_bytes(int64_t(patches.size() * sizeof(PatchTiles))));
+    auto* there = call.scratch_for(patches);
     const PatchTable table{there, int(patches.size()), tile_size};
-    NSMG_CUDA_CHECK(intersect_upload(patches.data(), table.count, there, total, call.stream()));
+    call.run(intersect_upload, patches.data(), table.count, there, total);
     size_t num_bytes = 0;
-    NSMG_CUDA_CHECK(intersect_order_bytes(rows.count, &num_bytes));
-    NSMG_CUDA_CHECK(intersect_order(rows, table, call.scratch_bytes(int64_t(num_bytes)), total, order, call.stream()));
+    call.check(intersect_order_bytes(rows.count, &num_bytes));
+    call.run(intersect_order, rows, table, call.scratch_bytes(int64_t(num_bytes)), total, order);
     return table;
   }
 };
@@ -64,16 +58,15 @@ at::Tensor list_pairs(Call& call, const IntersectRows& rows, const PatchTable& t
   const at::Tensor ids[2] = {at::empty({capacity}, ints), at::empty({capacity}, ints)};
   TileLists<Key> lists;
   for (int k = 0; k < 2; ++k) {
-    lists.tiles[k] = static_cast<Key*>(call.scratch_bytes(int64_t(sizeof(Key)) * capacity));
+    lists.tiles[k] = call.scratch<Key>(capacity);
     lists.rows[k] = ids[k].mutable_data_ptr<int32_t>();
   }
   size_t num_bytes = 0;
-  NSMG_CUDA_CHECK(intersect_emit_bytes<Key>(capacity, tiles, &num_bytes));
+  call.check(intersect_emit_bytes<Key>(capacity, tiles, &num_bytes));
   int current = 0;
-  NSMG_CUDA_CHECK(intersect_emit<Key>(rows, table, order, total, capacity, tiles, lists, &current,
-                                      call.scratch_bytes(int64_t(num_bytes)), num_bytes, call.stream()));
-  NSMG_CUDA_CHECK(
-      intersect_offsets<Key>(lists.tiles[current], total, capacity, tiles, tile_offsets, call.stream()));
+  call.run(intersect_emit<Key>, rows, table, order, total, capacity, tiles, lists, &current,
+           call.scratch_bytes(int64_t(num_bytes)), num_bytes);
+  call.run(intersect_offsets<Key>, lists.tiles[current], total, capacity, tiles, tile_offsets);
   return ids[current];
 }
 
@@ -120,32 +113,23 @@ void intersect_capacity(Call& call) {
 }
 
 void clip_lists(Call& call) {
-  const int tiles = call.count("windows", "tiles"), num_bytes = call.count("row_ids", "intersections"),
-            rows = call.count("depths", "rows");
-  const WindowLists lists{call.ints("tile_offsets", {tiles + 1}), call.ints("row_ids", {num_bytes}),
-                          call.floats("depths", {rows}), call.floats("windows", {tiles, 2}), tiles, rows, num_bytes};
+  call.set('T', call.tensor("windows").size(0));
+  const auto lists = call.read<WindowLists>(kListing);
+  const int64_t tiles = lists.tiles;
   int32_t* found = call.out<int32_t>({tiles + 1});
-  int32_t* clipped = call.out<int32_t>({num_bytes});
-  int32_t* firsts = call.scratch<int32_t>(2 * (int64_t{tiles} + 1));
+  int32_t* clipped = call.out<int32_t>({lists.num_bytes});
+  int32_t* firsts = call.scratch<int32_t>(2 * (tiles + 1));
   size_t bytes = 0;
-  NSMG_CUDA_CHECK(clip_bytes(tiles, &bytes));
-  NSMG_CUDA_CHECK(clip_launch(lists, firsts, firsts + tiles + 1, call.scratch_bytes(int64_t(bytes)), bytes, found,
-                              clipped, call.stream()));
+  call.check(clip_bytes(lists.tiles, &bytes));
+  call.run(clip_launch, lists, firsts, firsts + tiles + 1, call.scratch_bytes(int64_t(bytes)), bytes, found, clipped);
 }
 
 // ---- the sort over GPUs ----
 
-int checked_ranks(size_t ranks) {
-  TORCH_CHECK_VALUE(ranks >= 1 && ranks <= size_t(kMostRanks), "there are addresses of ", ranks,
-                    " ranks; the sort over peer memory takes 1 to ", kMostRanks, ".");
-  return int(ranks);
-}
-
 PairAddresses pair_addresses(Call& call, int* ranks) {
   const at::IntArrayRef keys_at = call.integers("keys_at"), values_at = call.integers("values_at");
-  TORCH_CHECK_VALUE(keys_at.size() == values_at.size(), "keys_at and values_at hold one address a rank each, not ",
-                    keys_at.size(), " and ", values_at.size(), ".");
-  *ranks = checked_ranks(keys_at.size());
+  *ranks = int(keys_at.size());
+  TORCH_INTERNAL_ASSERT(*ranks <= kMostRanks && values_at.size() == keys_at.size());
   PairAddresses addresses = {};
   for (int rank = 0; rank < *ranks; ++rank) {
     addresses.keys[rank] = reinterpret_cast<const int64_t*>(keys_at[rank]);
@@ -155,52 +139,43 @@ PairAddresses pair_addresses(Call& call, int* ranks) {
 }
 
 void sort_pairs(Call& call) {
-  const int capacity = call.count("keys", "pairs");
-  const int64_t begin_bit = call.integer("begin_bit"), end_bit = call.integer("end_bit");
-  TORCH_CHECK_VALUE(0 <= begin_bit && begin_bit < end_bit && end_bit <= 64, "bits [", begin_bit, ", ", end_bit,
-                    ") of a key: need 0 <= begin_bit < end_bit <= 64.");
-  int64_t* keys = call.in_place<int64_t>("keys", {capacity});
-  const int32_t* values = call.ints("values", {capacity});
-  const int64_t* count = call.longs("count", {1});
-  int64_t* out_keys = call.in_place<int64_t>("out_keys", {capacity});
-  int32_t* out_values = call.in_place<int32_t>("out_values", {capacity});
+  auto* keys = call.read<int64_t*>("keys[P]");
+  const auto* values = call.read<const int32_t*>("values[P]");
+  const auto* count = call.read<const int64_t*>("count[1]");
+  auto* out_keys = call.read<int64_t*>("out_keys[P]");
+  auto* out_values = call.read<int32_t*>("out_values[P]");
+  const int capacity = call.read<int>("P"), begin = call.read<int>("begin_bit"), end = call.read<int>("end_bit");
   if (capacity == 0) return;
   size_t num_bytes = 0;
-  NSMG_CUDA_CHECK(pair_sort_bytes(capacity, int(begin_bit), int(end_bit), &num_bytes));
-  NSMG_CUDA_CHECK(pair_sort(keys, values, count, capacity, int(begin_bit), int(end_bit), out_keys, out_values,
-                            call.scratch_bytes(int64_t(num_bytes)), num_bytes, call.stream()));
+  call.check(pair_sort_bytes(capacity, begin, end, &num_bytes));
+  call.run(pair_sort, keys, values, count, capacity, begin, end, out_keys, out_values,
+           call.scratch_bytes(int64_t(num_bytes)), num_bytes);
 }
 
 void publish_count(Call& call) {
-  const int64_t* count = call.longs("count", {1});
+  const int64_t* count = call.read<const int64_t*>("count[1]");
   const at::IntArrayRef addresses = call.integers("addresses");
-  const int ranks = checked_ranks(addresses.size());
+  const int ranks = int(addresses.size());
+  TORCH_INTERNAL_ASSERT(ranks <= kMostRanks);
   CountAddresses places = {};
   for (int rank = 0; rank < ranks; ++rank) places.places[rank] = reinterpret_cast<int64_t*>(addresses[rank]);
-  NSMG_CUDA_CHECK(nsmg::publish_count(count, call.integer("limit"), places, ranks, call.stream()));
+  call.run(nsmg::publish_count, count, call.integer("limit"), places, ranks);
 }
 
 void merge_level(Call& call) {
   int ranks = 0;
   const PairAddresses addresses = pair_addresses(call, &ranks);
-  const int64_t* counts = call.longs("counts", {ranks});
-  const int64_t first = call.integer("first"), middle = call.integer("middle"), end = call.integer("end"),
-                rank = call.integer("rank");
-  TORCH_CHECK_VALUE(0 <= first && first < middle && middle < end && end <= ranks && first <= rank && rank < end,
-                    "a merge of ranks [", first, ", ", middle, ") and [", middle, ", ", end, ") by rank ", rank, " of ",
-                    ranks, ": need 0 <= first < middle < end <= ranks and first <= rank < end.");
-  const int capacity = call.count("out_keys", "pairs");
-  int64_t* out_keys = call.in_place<int64_t>("out_keys", {capacity});
-  int32_t* out_values = call.in_place<int32_t>("out_values", {capacity});
+  const int64_t* counts = call.in<int64_t>("counts", {ranks});
+  const auto place = call.read<MergePlace>("first middle end rank");
+  auto* out_keys = call.read<int64_t*>("out_keys[P]");
+  auto* out_values = call.read<int32_t*>("out_values[P]");
+  const int capacity = call.read<int>("P");
   int64_t* starts = call.scratch<int64_t>(merge_tiles(capacity) + 1);
-  const MergePlace place = {int(first), int(middle), int(end), int(rank)};
-  NSMG_CUDA_CHECK(nsmg::merge_level(addresses, place, counts, capacity, starts, out_keys, out_values,
-                                    call.out<int64_t>({1}), call.stream()));
+  call.run(nsmg::merge_level, addresses, place, counts, capacity, starts, out_keys, out_values, call.out<int64_t>({1}));
 }
 
 // The tiles of whole views, view after view.
 std::vector<PatchTiles> view_tiles(at::IntArrayRef sizes, int64_t tile_size) {
-  TORCH_CHECK_VALUE(sizes.size() % 2 == 0, "sizes holds 2 integers a view (width, height), got ", sizes.size(), ".");
   std::vector<int64_t> patches;
   for (size_t view = 0; 2 * view < sizes.size(); ++view)
     for (const int64_t number : {int64_t(view), int64_t(0), int64_t(0), sizes[2 * view], sizes[2 * view + 1]})
@@ -213,15 +188,9 @@ std::vector<PatchTiles> view_tiles(at::IntArrayRef sizes, int64_t tile_size) {
 void intersect_keys(Call& call) {
   const int64_t owner = call.integer("owner"), capacity = call.integer("capacity");
   const int64_t tile_size = call.integer("tile_size");
-  TORCH_CHECK_VALUE(owner >= 0 && owner < (int64_t(1) << (32 - kOwnerShift)), "intersect_keys: owner ", owner,
-                    " does not fit the values: it must lie in 0..15.");
-  TORCH_CHECK_VALUE(capacity >= 0 && capacity < kMostPairs, "intersect_keys: capacity must lie in 0..2^31 - 2, got ",
-                    capacity);
-  const int count = call.count("means2d", "rows");
-  TORCH_CHECK_VALUE(count <= (int64_t(1) << kOwnerShift), "intersect_keys: ", count, " rows; values hold 2^28.");
   const std::vector<PatchTiles> host = view_tiles(call.integers("sizes"), tile_size);
   const Rows rows(call);
-  if (count == 0 || host.empty()) {
+  if (rows.rows.count == 0 || host.empty()) {
     call.result(at::full({capacity}, std::numeric_limits<int64_t>::max(), call.options(at::kLong)));
     call.result(at::full({capacity}, -1, call.options(at::kInt)));
     call.result(at::zeros({1}, call.options(at::kLong)));
@@ -233,17 +202,13 @@ void intersect_keys(Call& call) {
   RowOrder order;
   const PatchTable table = rows.order(call, host, int(tile_size), total, &order);
   if (capacity > 0)
-    NSMG_CUDA_CHECK(
-        tile_keys(rows.rows, table, order, total, int(capacity), int(owner), keys, values, call.stream()));
+    call.run(tile_keys, rows.rows, table, order, total, int(capacity), int(owner), keys, values);
 }
 
 // The stretches of tiles that have any; `tiles` becomes their number.
 std::vector<TileStretch> tile_stretches(at::IntArrayRef bands, int64_t* tiles) {
-  TORCH_CHECK_VALUE(bands.size() % 2 == 0, "bands holds 2 integers a band (first tile, end tile), got ", bands.size());
   std::vector<TileStretch> host;
   for (size_t k = 0; k < bands.size(); k += 2) {
-    TORCH_CHECK_VALUE(0 <= bands[k] && bands[k] <= bands[k + 1] && bands[k + 1] < kMostPairs, "band ", k / 2,
-                      " has the tiles [", bands[k], ", ", bands[k + 1], ").");
     const int64_t number = bands[k + 1] - bands[k];
     if (number > 0) host.push_back({int32_t(bands[k]), int32_t(number), int32_t(*tiles)});
     *tiles += number;
@@ -255,14 +220,9 @@ std::vector<TileStretch> tile_stretches(at::IntArrayRef bands, int64_t* tiles) {
 void band_lists(Call& call) {
   int ranks = 0;
   const PairAddresses addresses = pair_addresses(call, &ranks);
-  const int64_t* counts = call.longs("counts", {ranks});
+  const int64_t* counts = call.in<int64_t>("counts", {ranks});
   const at::Tensor where = call.checked("where", {-1, -1}, at::kInt);
   const int64_t segment = call.integer("segment"), capacity = call.integer("capacity");
-  TORCH_CHECK_VALUE(where.numel() > 0, "where must have a line of at least one row for each owner.");
-  TORCH_CHECK_VALUE(segment >= 1 && segment * where.size(0) < kMostPairs, "segment ", segment, " of ", where.size(0),
-                    " owners: lines must lie in 0..2^31 - 2.");
-  TORCH_CHECK_VALUE(capacity >= 0 && capacity < kMostPairs, "band_lists: capacity must lie in 0..2^31 - 2, got ",
-                    capacity);
   int64_t tiles = 0;
   const std::vector<TileStretch> host = tile_stretches(call.integers("bands"), &tiles);
   if (host.empty()) {
@@ -272,30 +232,31 @@ void band_lists(Call& call) {
     return;
   }
   const int64_t number = int64_t(host.size());
-  auto* there = static_cast<TileStretch*>(call.scratch_bytes(number * int64_t(sizeof(TileStretch))));
+  auto* there = call.scratch_for(host);
   int64_t* places = call.scratch<int64_t>(tiles + number);
   int64_t* bases = call.scratch<int64_t>(number + 1);
   int32_t* offsets = call.out<int32_t>({tiles + 1});
   int32_t* ids = call.out<int32_t>({capacity});
   int64_t* total = call.out<int64_t>({1});
-  NSMG_CUDA_CHECK(band_upload(host.data(), int(number), there, call.stream()));
+  call.run(band_upload, host.data(), int(number), there);
   const BandTable table{there, int(number), int(tiles)};
   const ReceivedRows received{where.const_data_ptr<int32_t>(), int(where.size(0)), where.size(1), int(segment)};
-  NSMG_CUDA_CHECK(nsmg::band_lists(addresses, ranks, counts, table, received, int(capacity), places, bases, offsets,
-                                   ids, total, call.stream()));
+  call.run(nsmg::band_lists, addresses, ranks, counts, table, received, int(capacity), places, bases, offsets, ids,
+           total);
 }
 
 }  // namespace intersect_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::intersect_bind;
-  m.impl("intersect", nsmg::bound<bind::intersect>());
-  m.impl("intersect_capacity", nsmg::bound<bind::intersect_capacity>());
-  m.impl("clip_lists", nsmg::bound<bind::clip_lists>());
-  m.impl("sort_pairs", nsmg::bound<bind::sort_pairs>());
-  m.impl("publish_count", nsmg::bound<bind::publish_count>());
-  m.impl("merge_level", nsmg::bound<bind::merge_level>());
-  m.impl("intersect_keys", nsmg::bound<bind::intersect_keys>());
-  m.impl("band_lists", nsmg::bound<bind::band_lists>());
+  using namespace nsmg::intersect_bind;
+  using nsmg::bound;
+  m.impl("intersect", bound<intersect>());
+  m.impl("intersect_capacity", bound<intersect_capacity>());
+  m.impl("clip_lists", bound<clip_lists>());
+  m.impl("sort_pairs", bound<sort_pairs>());
+  m.impl("publish_count", bound<publish_count>());
+  m.impl("merge_level", bound<merge_level>());
+  m.impl("intersect_keys", bound<intersect_keys>());
+  m.impl("band_lists", bound<band_lists>());
 }

@@ -8,6 +8,20 @@
 namespace nsmg {
 namespace loss_bind {
 
+constexpr char kComposite[] = "out[P,C] alpha[P] background[3] P C >rgb[P,3]";
+constexpr char kCompositeBackward[] =
+    "out[P,C] alpha[P] background[3] v_rgb[P,3] P C >v_out[P,C] >v_alpha[P]";
+constexpr char kBandLoss[] = ">rgb[H,W,3] >v_out[P,3] >v_alpha[P] - >l1[] >ssim[] - - -";
+constexpr char kBandLossInto[] = "rgb[H,W,3] v_out[P,3] v_alpha[P] last[P] - - loss[] offset scale";
+
+template <auto kLaunch, const char* kItems>
+void composited(Call& call) {
+  const at::Tensor& out = call.tensor("out");
+  TORCH_CHECK_VALUE(out.dim() == 2 && out.size(1) >= 3, "composite: out needs at least 3 channels, not ", out.sizes(),
+                    ".");
+  launched<kLaunch, kItems>(call);
+}
+
 // A rectangle (x0, y0, x1, y1) of an image.
 LossRectangle inner_rectangle(Call& call, int64_t width, int64_t height) {
   const at::IntArrayRef inner = call.integers("inner");
@@ -22,46 +36,16 @@ at::Tensor photograph(Call& call, at::IntArrayRef shape) {
   return call.checked("target", shape, call.tensor("target").scalar_type() == at::kByte ? at::kByte : at::kFloat);
 }
 
-struct Blended {
-  const float *out, *alpha, *background;
-  int64_t pixels;
-  int channels;
-
-  explicit Blended(Call& call)
-      : out(call.floats("out", {-1, -1})),
-        pixels(call.tensor("out").size(0)),
-        channels(int(call.tensor("out").size(1))) {
-    alpha = call.floats("alpha", {pixels});
-    background = call.floats("background", {3});
-    TORCH_CHECK_VALUE(channels >= 3, "composite: out needs at least 3 channels, not ", channels, ".");
-  }
-};
-
-void composite(Call& call) {
-  const Blended b(call);
-  NSMG_CUDA_CHECK(composite_launch(b.out, b.alpha, b.background, b.pixels, b.channels, call.out<float>({b.pixels, 3}),
-                                   call.stream()));
-}
-
-void composite_backward(Call& call) {
-  const Blended b(call);
-  const float* v_rgb = call.floats("v_rgb", {b.pixels, 3});
-  float* v_out = call.out<float>({b.pixels, b.channels});
-  float* v_alpha = call.out<float>({b.pixels});
-  NSMG_CUDA_CHECK(composite_backward_launch(b.out, b.alpha, b.background, v_rgb, b.pixels, b.channels, v_out, v_alpha,
-                                            call.stream()));
-}
-
 struct Loss {
   LossImages images;
   LossRectangle inner;
 
   explicit Loss(Call& call) {
-    const int height = call.count("pred", "rows of pixels"), width = call.count("pred", "pixels of a row", 1);
-    cuda_count(int64_t{3} * width, "numbers in a row of pixels");
+    const float* pred = call.read<const float*>("pred[H,W,3]");
+    const int height = call.read<int>("H"), width = call.read<int>("W");
+    call.read<int>("3W");
     const at::Tensor target = photograph(call, {height, width, 3});
-    images = {call.floats("pred", {height, width, 3}), target.const_data_ptr(), target.scalar_type() == at::kByte,
-              height, width};
+    images = {pred, target.const_data_ptr(), target.scalar_type() == at::kByte, height, width};
     inner = inner_rectangle(call, width, height);
   }
 };
@@ -72,81 +56,51 @@ void l1_ssim(Call& call) {
   float* ssim_sum = call.out<float>({});
   float* gradient = call.out<float>({loss.images.height, loss.images.width, 3});
   void* workspace = call.scratch_bytes(int64_t(l1_ssim_bytes(loss.images, loss.inner)));
-  NSMG_CUDA_CHECK(
-      l1_ssim_launch(loss.images, loss.inner, workspace, l1_sum, ssim_sum, gradient, call.stream()));
+  call.run(l1_ssim_launch, loss.images, loss.inner, workspace, l1_sum, ssim_sum, gradient);
 }
 
 void l1_ssim_backward(Call& call) {
   const Loss loss(call);
-  const int64_t height = loss.images.height, width = loss.images.width;
-  const float* dssim_dpred = call.floats("dssim_dpred", {height, width, 3});
-  const float* v_l1 = call.floats("v_l1", {});
-  const float* v_ssim = call.floats("v_ssim", {});
-  NSMG_CUDA_CHECK(l1_ssim_backward_launch(loss.images, loss.inner, dssim_dpred, v_l1, v_ssim,
-                                          call.out<float>({height, width, 3}), call.stream()));
+  const auto* gradient = call.read<const float*>("dssim_dpred[H,W,3]");
+  const auto *v_l1 = call.read<const float*>("v_l1[]"), *v_ssim = call.read<const float*>("v_ssim[]");
+  call.run(l1_ssim_backward_launch, loss.images, loss.inner, gradient, v_l1, v_ssim,
+           call.read<float*>(">v_pred[H,W,3]"));
 }
 
-struct Band {
-  BandView view;
-  int64_t height, width, pixels;
-
-  explicit Band(Call& call) {
-    const at::Tensor target = photograph(call, {-1, -1, 3});
-    height = target.size(0), width = target.size(1), pixels = height * width;
-    cuda_count(3 * pixels, "numbers in the image");
-    view = {call.floats("out", {pixels, 3}),
-            call.floats("alpha", {pixels}),
-            call.floats("background", {3}),
-            target.const_data_ptr(),
-            target.scalar_type() == at::kByte,
-            int(width),
-            int(height),
-            inner_rectangle(call, width, height),
-            call.floats("v_l1", {}),
-            call.floats("v_ssim", {})};
-  }
-
-  void launch(Call& call, const BandResults& results) const {
-    BandPlan plan;
-    NSMG_CUDA_CHECK(band_loss_plan(view, &plan));
-    void* workspace = call.scratch_bytes(int64_t(band_loss_bytes(plan)));
-    NSMG_CUDA_CHECK(band_loss_launch(view, plan, workspace, results, call.stream()));
-  }
-};
-
+template <const char* kResults>
 void band_loss(Call& call) {
-  const Band band(call);
-  BandResults results = {};
-  results.rgb = call.out<float>({band.height, band.width, 3});
-  results.l1 = call.out<float>({});
-  results.ssim = call.out<float>({});
-  results.v_out = call.out<float>({band.pixels, 3});
-  results.v_alpha = call.out<float>({band.pixels});
-  band.launch(call, results);
-}
-
-void band_loss_into(Call& call) {
-  const Band band(call);
-  BandResults results = {};
-  results.offset = call.number("offset");
-  results.scale = call.number("scale");
-  results.rgb = call.in_place<float>("rgb", {band.height, band.width, 3});
-  results.loss = call.in_place<float>("loss", {});
-  results.v_out = call.in_place<float>("v_out", {band.pixels, 3});
-  results.v_alpha = call.in_place<float>("v_alpha", {band.pixels});
-  if (call.has("last")) results.last = call.in_place<int32_t>("last", {band.pixels});
-  band.launch(call, results);
+  const at::Tensor target = photograph(call, {-1, -1, 3});
+  const int64_t height = target.size(0), width = target.size(1), pixels = height * width;
+  cuda_count(3 * pixels, "numbers in the image");
+  call.set('H', height);
+  call.set('W', width);
+  call.set('P', pixels);
+  const BandView view = {call.floats("out", {pixels, 3}),
+                         call.floats("alpha", {pixels}),
+                         call.floats("background", {3}),
+                         target.const_data_ptr(),
+                         target.scalar_type() == at::kByte,
+                         int(width),
+                         int(height),
+                         inner_rectangle(call, width, height),
+                         call.floats("v_l1", {}),
+                         call.floats("v_ssim", {})};
+  const auto results = call.read<BandResults>(kResults);
+  BandPlan plan;
+  call.check(band_loss_plan(view, &plan));
+  call.run(band_loss_launch, view, plan, call.scratch_bytes(int64_t(band_loss_bytes(plan))), results);
 }
 
 }  // namespace loss_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::loss_bind;
-  m.impl("composite", nsmg::bound<bind::composite>());
-  m.impl("composite_backward", nsmg::bound<bind::composite_backward>());
-  m.impl("l1_ssim", nsmg::bound<bind::l1_ssim>());
-  m.impl("l1_ssim_backward", nsmg::bound<bind::l1_ssim_backward>());
-  m.impl("band_loss", nsmg::bound<bind::band_loss>());
-  m.impl("band_loss_into", nsmg::bound<bind::band_loss_into>());
+  using namespace nsmg::loss_bind;
+  using nsmg::bound;
+  m.impl("composite", bound<composited<nsmg::composite_launch, kComposite>>());
+  m.impl("composite_backward", bound<composited<nsmg::composite_backward_launch, kCompositeBackward>>());
+  m.impl("l1_ssim", bound<l1_ssim>());
+  m.impl("l1_ssim_backward", bound<l1_ssim_backward>());
+  m.impl("band_loss", bound<band_loss<kBandLoss>>());
+  m.impl("band_loss_into", bound<band_loss<kBandLossInto>>());
 }

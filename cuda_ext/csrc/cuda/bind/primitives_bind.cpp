@@ -1,6 +1,5 @@
 // Projection and compositing of 2D Gaussians and convexes, and their gradients, on CUDA: once for all primitives.
 
-#include "common/arguments.h"
 #include "common/convex_pixel.h"
 #include "common/surfel_pixel.h"
 #include "cuda/bind/call.h"
@@ -27,26 +26,22 @@ typename Columns::template Pointers<float> out_columns(Call& call, int64_t count
   typename Columns::template Pointers<float> found;
   for (int c = 0; c < Columns::kCount; ++c) {
     const auto shape = column_shape(count, Columns::width(c));
-    found.at[c] = zero ? call.out_zeros<float>(shape) : call.out<float>(shape);
+    found.at[c] = call.out<float>(shape, zero);
   }
   return found;
 }
 
 template <typename Primitive>
 PrimitivePoints<Primitive> take_points(Call& call) {
-  const int points = cuda_count(call.like().size(0), "points");  // the first argument is a column
   PrimitivePoints<Primitive> in = {};
-  in.columns = take_columns<typename Primitive::PointColumns>(call, points);
-  in.views = call.count("viewmats", "views");
-  in.cameras.viewmats = call.floats("viewmats", {in.views, 4, 4});
-  in.cameras.Ks = call.floats("Ks", {in.views, 3, 3});
-  in.sizes = call.integers_of("sizes", 2, in.views, "view");
-  in.rows = call.count("view_ids", "rows");
-  in.view_ids = call.ints("view_ids", {in.rows});
-  in.point_ids = call.ints("point_ids", {in.rows});
-  in.cameras.near_plane = call.number("near");
-  in.cameras.far_plane = call.number("far");
-  in.points = points;
+  in.points = cuda_count(call.first().size(0), "points");
+  in.columns = take_columns<typename Primitive::PointColumns>(call, in.points);
+  in.cameras = call.read<Cameras>("viewmats[V,4,4] Ks[V,3,3] near far");
+  in.sizes = call.read<const int64_t*>("sizes[2V]");
+  in.view_ids = call.read<const int32_t*>("view_ids[M]");
+  in.point_ids = call.read<const int32_t*>("point_ids[M]");
+  in.views = call.read<int>("V");
+  in.rows = call.read<int>("M");
   return in;
 }
 
@@ -56,8 +51,8 @@ void project(Call& call) {
   const bool zero = in.views == 0;  // then no kernel runs that writes
   PrimitiveProjected<Primitive> out;
   out.columns = out_columns<typename Primitive::ProjectedColumns>(call, in.rows, zero);
-  out.radii = zero ? call.out_zeros<int32_t>({in.rows, 2}) : call.out<int32_t>({in.rows, 2});
-  NSMG_CUDA_CHECK(project_primitives<Primitive>(in, out, call.stream()));
+  out.radii = call.out<int32_t>({in.rows, 2}, zero);
+  call.run(project_primitives<Primitive>, in, out);
 }
 
 template <typename Primitive>
@@ -68,16 +63,15 @@ void project_backward(Call& call) {
   const int groups = groups_of(in.points, kGroup);
   const int blocks = cuda_count(views * groups, "blocks of points");
   PrimitivePointGradients<Primitive> g = {};
-  g.radii = call.ints("radii", {in.rows, 2});
+  g.radii = call.read<const int32_t*>("radii[M,2]");
   g.given = take_columns<typename Primitive::ProjectedColumns>(call, in.rows);
   g.columns = out_columns<typename Primitive::PointColumns>(call, in.points, views == 0);
-  g.viewmats = call.out_zeros<float>({views, 4, 4});
+  g.viewmats = call.out<float>({views, 4, 4}, true);
   int32_t* starts = call.scratch<int32_t>(int64_t{blocks} + 1);
   g.starts = starts;
   g.poses = call.scratch<float>(views * 12 * groups);
-  NSMG_CUDA_CHECK(
-      find_group_starts(in.view_ids, in.point_ids, in.rows, in.views, kGroup, groups, starts, call.stream()));
-  NSMG_CUDA_CHECK(project_primitives_backward<Primitive>(in, g, call.stream()));
+  call.run(find_group_starts, in.view_ids, in.point_ids, in.rows, in.views, kGroup, groups, starts);
+  call.run(project_primitives_backward<Primitive>, in, g);
 }
 
 // The inputs of compositing.
@@ -89,15 +83,15 @@ struct Rows {
   RasterInputs lists = {};  // the lists alone
 
   explicit Rows(Call& call)
-      : columns(take_columns<typename Primitive::RowColumns>(call, call.like().size(0))),  // the first argument is one
+      : columns(take_columns<typename Primitive::RowColumns>(call, call.first().size(0))),
         cut(call.integers("patches"), kFastTile) {
     TORCH_CHECK_VALUE(call.integer("tile_size") == kFastTile, "rasterize_", Primitive::kName,
                       ": on CUDA tile_size must be ", kFastTile, ".");
-    const int rows = cuda_count(call.like().size(0), "rows");
-    lists.tile_offsets = call.ints("tile_offsets", {cut.tiles + 1});  // one number more than the patches have tiles
-    const int intersections = call.count("row_ids", "intersections");
-    lists.row_ids = call.ints("row_ids", {intersections});
-    shape = primitive_shape<Primitive>(rows, intersections, cut.tiles);
+    call.set('T', cut.tiles);  // there is one offset more than the patches have tiles
+    lists.tile_offsets = call.read<const int32_t*>("tile_offsets[T+1]");
+    lists.row_ids = call.read<const int32_t*>("row_ids[I]");
+    const int rows = cuda_count(call.first().size(0), "rows");
+    shape = primitive_shape<Primitive>(rows, call.read<int>("I"), cut.tiles);
   }
 };
 
@@ -115,11 +109,11 @@ void rasterize(Call& call) {
   state.place(call.out<float>({state.place(nullptr, rows.shape)}), rows.shape);
   RasterPlan plan;
   plan.place(call.scratch<int32_t>(plan.place(nullptr, rows.shape, false)), rows.shape, false);
-  NSMG_CUDA_CHECK(pack_primitives<Primitive>(rows.columns, rows.shape, state, plan, call.stream()));
+  call.run(pack_primitives<Primitive>, rows.columns, rows.shape, state, plan);
   for (const PatchGroup& group : rows.cut.groups)
-    NSMG_CUDA_CHECK(launch_describe(group, rows.lists, rows.shape, state, plan, call.stream()));
-  NSMG_CUDA_CHECK(launch_order(rows.lists, rows.shape, state, plan, call.stream()));
-  NSMG_CUDA_CHECK(draw_primitives<Primitive>(rows.lists.row_ids, rows.shape, state, plan, outputs, call.stream()));
+    call.run(launch_describe, group, rows.lists, rows.shape, state, plan);
+  call.run(launch_order, rows.lists, rows.shape, state, plan);
+  call.run(draw_primitives<Primitive>, rows.lists.row_ids, rows.shape, state, plan, outputs);
 }
 
 template <typename Primitive>
@@ -132,7 +126,7 @@ void rasterize_backward(Call& call) {
   given.out = call.floats("out", {pixels, 3});
   given.extra = call.floats(call.next_name(), extra_shape);
   given.alpha = call.floats("alpha", {pixels});
-  given.last = call.ints("last", {pixels});
+  given.last = call.in<int32_t>("last", {pixels});
   const float* kept = call.floats("state", {state.place(nullptr, rows.shape)});
   state.place(const_cast<float*>(kept), rows.shape);  // the kernels read it only
   given.v_out = call.floats("v_out", {pixels, 3});
@@ -140,8 +134,8 @@ void rasterize_backward(Call& call) {
   given.v_alpha = call.floats("v_alpha", {pixels});
   const at::Tensor records = at::zeros({rows.shape.rows, 4 * kSumQuads<Primitive>}, call.options(at::kFloat));
   const auto gradients = out_columns<typename Primitive::RowColumns>(call, rows.shape.rows);
-  NSMG_CUDA_CHECK(draw_primitives_backward<Primitive>(rows.lists.row_ids, rows.shape, state, given,
-                                                      records.mutable_data_ptr<float>(), gradients, call.stream()));
+  call.run(draw_primitives_backward<Primitive>, rows.lists.row_ids, rows.shape, state, given,
+           records.mutable_data_ptr<float>(), gradients);
 }
 
 template <typename Primitive>

@@ -13,279 +13,123 @@
 namespace nsmg {
 namespace project_bind {
 
-Cameras cameras(Call& call, int views) {
-  return {call.floats("viewmats", {views, 4, 4}), call.floats("Ks", {views, 3, 3}), call.number("near"),
-          call.number("far")};
-}
-
-// The first row of each group of points in each view.
-const int32_t* group_starts(Call& call, const int32_t* view_ids, const int32_t* point_ids, int rows, int views,
-                            int group_points, int groups) {
-  cuda_count(int64_t{views} * groups, "blocks of points");
-  int32_t* starts = call.scratch<int32_t>(int64_t{views} * groups + 1);
-  NSMG_CUDA_CHECK(
-      find_group_starts(view_ids, point_ids, rows, views, group_points, groups, starts, call.stream()));
-  return starts;
-}
+constexpr char kCull[] =
+    "means[N,3] scales[N,3] opacities[N] viewmats[V,4,4] Ks[V,3,3] near far sizes[2V] rects[4V] N V eps2d";
+constexpr char kProject[] =
+    "means[N,3] quats[N,4]@16 scales[N,3] opacities[N] viewmats[V,4,4] Ks[V,3,3] near far sizes[2V] view_ids[M] "
+    "point_ids[M] N V M eps2d antialiased";
+// The kernels write every element of the results, but without views none runs.
+constexpr char kProjected[] =
+    ">means2d[M,2]=V >conics[M,3]=V >depths[M]=V >row_opacities[M]=V >radii[M,2]=V";
+// The conics are recomputed with the rest of the footprint, which costs less than to read them.
+constexpr char kProjectGradients[] =
+    "v_means2d[M,2]@16 v_conics[M,3] v_depths[M] v_row_opacities[M] radii[M,2] "
+    ">v_means[N,3]=V >v_quats[N,4]=V >v_scales[N,3]=V >v_opacities[N]=V >v_viewmats[V,4,4]=0 ~[VG+1] ~[12VG]";
+constexpr char kAxes[] =
+    "means[M,3] axes[M,3,3] opacities[M] viewmats[V,4,4] Ks[V,3,3] near far sizes[2V] view_ids[M] V M eps2d "
+    "antialiased";
+constexpr char kAxesGradients[] =
+    "v_means2d[M,2] v_conics[M,3] v_depths[M] v_row_opacities[M] radii[M,2] "
+    ">v_means[M,3] >v_axes[M,3,3] >v_opacities[M] >v_viewmats[V,4,4]=0 ~[VG+1] ~[12VG]";
+constexpr char kCondition[] =
+    "means[N,3] times[N] left[N,4]@16 motions[N,4]@16 scales[N,4]@16 opacities[N] view_times[V] view_ids[M] "
+    "point_ids[M] N V M";
+constexpr char kConditioned[] = ">row_means[M,3] >axes[M,3,3] >row_opacities[M]";
+constexpr char kConditionGradients[] =
+    "v_row_means[M,3] v_axes[M,3,3] v_row_opacities[M] "
+    ">v_means[N,3] >v_times[N] >v_left[N,4] >v_motions[N,4] >v_scales[N,4] >v_opacities[N] ~[VG+1]";
+constexpr char kSh[] =
+    "means[N,3] camera_centers[V,3] sh_dc[N,3] sh_rest[N,B,3] view_ids[M] point_ids[M] N V M B degree";
+constexpr char kColors[] = ">colors[M,3]";
+constexpr char kShGradients[] =
+    "colors[M,3] v_colors[M,3] "
+    ">v_means[N,3] >v_camera_centers[V,3] >v_sh_dc[N,3] >v_sh_rest[N,B,3] ~[VG+1] ~[3VG]";
+constexpr char kSeries[] = "base[N,K] terms[N,C,K] weights[M,C] point_ids[M] N #views M K C";
+constexpr char kSums[] = ">rows[M,K]";
+constexpr char kSeriesGradients[] = "v_rows[M,K] >v_base[N,K] >v_terms[N,C,K] >v_weights[M,C] ~[VG+1]";
 
 // Waits for the device: the number of rows is read back.
 void cull(Call& call) {
-  const int points = call.count("means", "points"), views = call.count("viewmats", "views");
-  const CullInputs in = {call.floats("means", {points, 3}),
-                         call.floats("scales", {points, 3}),
-                         call.floats("opacities", {points}),
-                         cameras(call, views),
-                         call.integers_of("sizes", 2, views, "view"),
-                         call.integers_of("rects", 4, views, "view"),
-                         points,
-                         views,
-                         call.number("eps2d")};
-  const int64_t parts = int64_t{views} * groups_of(points, kCullPoints);
+  const auto in = call.read<CullInputs>(kCull);
+  const int64_t parts = int64_t{in.views} * groups_of(in.points, kCullPoints);
   const int count = cuda_count(parts + 1, "blocks of points");
-  auto* masks = reinterpret_cast<uint32_t*>(call.scratch<int32_t>(parts * kCullWords));
+  auto* masks = call.scratch<uint32_t>(parts * kCullWords);
   int64_t* counts = call.scratch<int64_t>(count);
   const at::Tensor offsets = at::empty({count}, call.options(at::kLong));
-  NSMG_CUDA_CHECK(cull_mark(in, masks, counts, call.stream()));
+  call.run(cull_mark, in, masks, counts);
   size_t bytes = 0;
-  NSMG_CUDA_CHECK(exclusive_sum(nullptr, bytes, nullptr, nullptr, count, call.stream()));
-  void* temporary = call.scratch_bytes(static_cast<int64_t>(bytes));
-  NSMG_CUDA_CHECK(
-      exclusive_sum(temporary, bytes, counts, offsets.mutable_data_ptr<int64_t>(), count, call.stream()));
+  call.check(exclusive_sum(nullptr, bytes, nullptr, nullptr, count, call.stream()));
+  void* temporary = call.scratch_bytes(int64_t(bytes));
+  call.check(exclusive_sum(temporary, bytes, counts, offsets.mutable_data_ptr<int64_t>(), count, call.stream()));
   const int rows = cuda_count(offsets.narrow(0, count - 1, 1).item<int64_t>(), "rows");
   int32_t* view_ids = call.out<int32_t>({rows});
   int32_t* point_ids = call.out<int32_t>({rows});
-  NSMG_CUDA_CHECK(cull_write(masks, offsets.const_data_ptr<int64_t>(), points, views, view_ids, point_ids,
-                             call.stream()));
+  call.run(cull_write, masks, offsets.const_data_ptr<int64_t>(), in.points, in.views, view_ids, point_ids);
 }
 
-ProjectInputs project_inputs(Call& call) {
-  const int points = call.count("means", "points"), views = call.count("viewmats", "views");
-  const int rows = call.count("point_ids", "rows");
-  return {call.floats("means", {points, 3}),
-          call.floats("quats", {points, 4}, 16),
-          call.floats("scales", {points, 3}),
-          call.floats("opacities", {points}),
-          cameras(call, views),
-          call.integers_of("sizes", 2, views, "view"),
-          call.ints("view_ids", {rows}),
-          call.ints("point_ids", {rows}),
-          points,
-          views,
-          rows,
-          call.number("eps2d"),
-          call.flag("antialiased")};
+// A gradient for each point, summed over its rows by blocks that own kGroup points: finds their first rows before.
+template <auto kLaunch, int kGroup, const char* kInputs, const char* kGradients>
+void grouped(Call& call) {
+  using Values = typename Launch<kLaunch>::Values;
+  const auto in = call.read<std::tuple_element_t<0, Values>>(kInputs);
+  const bool own = !call.knows("point_ids");  // each row is a point of its own
+  if (own) call.set('N', in.rows);
+  const at::Tensor points = own ? call.hold(at::arange(in.rows, call.options(at::kInt)))
+                                : call.checked("point_ids", {in.rows}, at::kInt);
+  const int groups = groups_of(int(call.size('N')), kGroup);
+  cuda_count(int64_t{in.views} * groups, "blocks of points");
+  call.set('G', groups);
+  call.set('V', in.views);
+  const auto gradients = call.read<std::tuple_element_t<1, Values>>(kGradients);
+  call.run(find_group_starts, call.in<int32_t>("view_ids", {in.rows}), static_cast<const int32_t*>(points.const_data_ptr()),
+           in.rows, in.views, kGroup, groups, const_cast<int*>(gradients.starts));
+  call.run(kLaunch, in, gradients);
 }
 
-// An output. The kernels write every element of it, but without views none runs.
-float* made(Call& call, const ProjectInputs& in, at::IntArrayRef shape) {
-  return in.views == 0 ? call.out_zeros<float>(shape) : call.out<float>(shape);
-}
-
-void project(Call& call) {
-  const ProjectInputs in = project_inputs(call);
-  const int64_t rows = in.rows;
-  const ProjectOutputs out = {made(call, in, {rows, 2}), made(call, in, {rows, 3}), made(call, in, {rows}),
-                              made(call, in, {rows}),
-                              in.views == 0 ? call.out_zeros<int32_t>({rows, 2}) : call.out<int32_t>({rows, 2})};
-  NSMG_CUDA_CHECK(nsmg::project(in, out, call.stream()));
-}
-
-// The conics are recomputed with the rest of the footprint, which costs less than to read them.
-void project_backward(Call& call) {
-  const ProjectInputs in = project_inputs(call);
-  const int64_t rows = in.rows, points = in.points, views = in.views;
-  const int groups = groups_of(in.points, kProjectGroup);
-  ProjectGradients g = {};
-  g.radii = call.ints("radii", {rows, 2});
-  g.means2d = call.floats("v_means2d", {rows, 2}, 16);
-  g.conics = call.floats("v_conics", {rows, 3});
-  g.depths = call.floats("v_depths", {rows});
-  g.opacities = call.floats("v_row_opacities", {rows});
-  g.means = made(call, in, {points, 3});
-  g.quats = made(call, in, {points, 4});
-  g.scales = made(call, in, {points, 3});
-  g.opacities_out = made(call, in, {points});
-  g.viewmats = call.out_zeros<float>({views, 4, 4});
-  g.starts = group_starts(call, in.view_ids, in.point_ids, in.rows, in.views, kProjectGroup, groups);
-  g.poses = call.scratch<float>(views * 12 * groups);
-  NSMG_CUDA_CHECK(nsmg::project_backward(in, g, call.stream()));
-}
-
-AxesInputs axes_inputs(Call& call) {
-  const int rows = call.count("means", "rows"), views = call.count("viewmats", "views");
-  TORCH_CHECK_VALUE(views > 0 || rows == 0, "there are ", rows, " rows and no view.");
-  return {call.floats("means", {rows, 3}),
-          call.floats("axes", {rows, 3, 3}),
-          call.floats("opacities", {rows}),
-          cameras(call, views),
-          call.integers_of("sizes", 2, views, "view"),
-          call.ints("view_ids", {rows}),
-          views,
-          rows,
-          call.number("eps2d"),
-          call.flag("antialiased")};
-}
-
-void project_axes(Call& call) {
-  const AxesInputs in = axes_inputs(call);
-  const int64_t rows = in.rows;
-  const ProjectOutputs out = {call.out<float>({rows, 2}), call.out<float>({rows, 3}), call.out<float>({rows}),
-                              call.out<float>({rows}), call.out<int32_t>({rows, 2})};
-  NSMG_CUDA_CHECK(nsmg::project_axes(in, out, call.stream()));
-}
-
-void project_axes_backward(Call& call) {
-  const AxesInputs in = axes_inputs(call);
-  const int64_t rows = in.rows, views = in.views;
-  const int groups = groups_of(in.rows, kAxesGroup);
-  const at::Tensor& own = call.hold(at::arange(rows, call.options(at::kInt)));  // each row is a point of its own
-  AxesGradients g = {};
-  g.radii = call.ints("radii", {rows, 2});
-  g.means2d = call.floats("v_means2d", {rows, 2});
-  g.conics = call.floats("v_conics", {rows, 3});
-  g.depths = call.floats("v_depths", {rows});
-  g.row_opacities = call.floats("v_row_opacities", {rows});
-  g.means = call.out<float>({rows, 3});
-  g.axes = call.out<float>({rows, 3, 3});
-  g.opacities = call.out<float>({rows});
-  g.viewmats = call.out_zeros<float>({views, 4, 4});
-  g.starts = group_starts(call, in.view_ids, own.const_data_ptr<int32_t>(), in.rows, in.views, kAxesGroup, groups);
-  g.poses = call.scratch<float>(views * 12 * groups);
-  NSMG_CUDA_CHECK(nsmg::project_axes_backward(in, g, call.stream()));
-}
-
-ConditionInputs condition_inputs(Call& call) {
-  const int points = call.count("means", "points"), views = call.count("view_times", "views");
-  const int rows = call.count("point_ids", "rows");
-  return {call.floats("means", {points, 3}),
-          call.floats("times", {points}),
-          call.floats("left", {points, 4}, 16),
-          call.floats("motions", {points, 4}, 16),
-          call.floats("scales", {points, 4}, 16),
-          call.floats("opacities", {points}),
-          call.floats("view_times", {views}),
-          call.ints("view_ids", {rows}),
-          call.ints("point_ids", {rows}),
-          points,
-          views,
-          rows};
-}
-
-void condition(Call& call) {
-  const ConditionInputs in = condition_inputs(call);
-  const int64_t rows = in.rows;
-  const ConditionOutputs out = {call.out<float>({rows, 3}), call.out<float>({rows, 3, 3}), call.out<float>({rows})};
-  NSMG_CUDA_CHECK(nsmg::condition(in, out, call.stream()));
-}
-
-void condition_backward(Call& call) {
-  const ConditionInputs in = condition_inputs(call);
-  const int64_t rows = in.rows, points = in.points;
-  const int groups = groups_of(in.points, kConditionGroup);
-  ConditionGradients g = {};
-  g.row_means = call.floats("v_row_means", {rows, 3});
-  g.axes = call.floats("v_axes", {rows, 3, 3});
-  g.row_opacities = call.floats("v_row_opacities", {rows});
-  g.means = call.out<float>({points, 3});
-  g.times = call.out<float>({points});
-  g.left = call.out<float>({points, 4});
-  g.motions = call.out<float>({points, 4});
-  g.scales = call.out<float>({points, 4});
-  g.opacities = call.out<float>({points});
-  g.starts = group_starts(call, in.view_ids, in.point_ids, in.rows, in.views, kConditionGroup, groups);
-  NSMG_CUDA_CHECK(nsmg::condition_backward(in, g, call.stream()));
-}
-
-ShInputs sh_inputs(Call& call) {
+template <void (*kBody)(Call&)>
+void of_degree(Call& call) {
   const int64_t degree = call.integer("degree"), needed = (degree + 1) * (degree + 1) - 1;
   TORCH_CHECK_VALUE(degree >= 0 && degree <= 3, "degree must be 0, 1, 2 or 3, not ", degree, ".");
-  const int points = call.count("means", "points"), views = call.count("camera_centers", "views");
-  const int rows = call.count("point_ids", "rows");
-  const at::Tensor rest = call.checked("sh_rest", {points, -1, 3}, at::kFloat);
-  TORCH_CHECK_VALUE(rest.size(1) >= needed && rest.size(1) < (1 << 20), "sh_rest must hold at least ", needed,
-                    " bases for degree ", degree, ", not ", rest.size(1), ".");
-  return {call.floats("means", {points, 3}),
-          call.floats("camera_centers", {views, 3}),
-          call.floats("sh_dc", {points, 3}),
-          rest.const_data_ptr<float>(),
-          call.ints("view_ids", {rows}),
-          call.ints("point_ids", {rows}),
-          points,
-          views,
-          rows,
-          static_cast<int>(rest.size(1)),
-          static_cast<int>(degree)};
+  const at::Tensor& rest = call.tensor("sh_rest");
+  TORCH_CHECK_VALUE(rest.dim() == 3 && rest.size(1) >= needed && rest.size(1) < (1 << 20),
+                    "sh_rest must hold at least ", needed, " bases for degree ", degree, ", not ", rest.sizes(), ".");
+  kBody(call);
 }
 
-void sh_colors(Call& call) {
-  const ShInputs in = sh_inputs(call);
-  NSMG_CUDA_CHECK(nsmg::sh_colors(in, call.out<float>({in.rows, 3}), call.stream()));
+template <void (*kBody)(Call&)>
+void of_series(Call& call) {
+  cuda_count(call.tensor("point_ids").numel() * call.tensor("base").size(-1), "numbers of rows");
+  call.in<int32_t>("view_ids", {call.tensor("point_ids").numel()});
+  kBody(call);
 }
 
-void sh_colors_backward(Call& call) {
-  const ShInputs in = sh_inputs(call);
-  const int64_t points = in.points, views = in.views;
-  const int groups = groups_of(in.points, kShGroup);
-  ShGradients g = {};
-  g.colors = call.floats("colors", {in.rows, 3});
-  g.v_colors = call.floats("v_colors", {in.rows, 3});
-  g.means = call.out<float>({points, 3});
-  g.centers = call.out<float>({views, 3});
-  g.dc = call.out<float>({points, 3});
-  g.rest = call.out<float>({points, in.rest_bases, 3});
-  g.starts = group_starts(call, in.view_ids, in.point_ids, in.rows, in.views, kShGroup, groups);
-  g.partial_centers = call.scratch<float>(views * 3 * groups);
-  NSMG_CUDA_CHECK(nsmg::sh_colors_backward(in, g, call.stream()));
-}
-
-SeriesInputs series_inputs(Call& call) {
-  const int rows = call.count("point_ids", "rows"), points = call.count("base", "points");
-  const int width = call.count("base", "numbers of a point", 1), terms = call.count("terms", "terms", 1);
-  cuda_count(int64_t{rows} * width, "numbers of rows");
-  return {call.floats("base", {points, width}),
-          call.floats("terms", {points, terms, width}),
-          call.floats("weights", {rows, terms}),
-          call.ints("point_ids", {rows}),
-          points,
-          call.counted("views", "views"),
-          rows,
-          width,
-          terms};
-}
-
-void series(Call& call) {
-  const SeriesInputs in = series_inputs(call);
-  call.ints("view_ids", {in.rows});
-  NSMG_CUDA_CHECK(nsmg::series(in, call.out<float>({in.rows, in.width}), call.stream()));
-}
-
-void series_backward(Call& call) {
-  const SeriesInputs in = series_inputs(call);
-  const int groups = groups_of(in.points, kSeriesGroup);
-  SeriesGradients g = {};
-  g.rows = call.floats("v_rows", {in.rows, in.width});
-  g.base = call.out<float>({in.points, in.width});
-  g.terms = call.out<float>({in.points, in.count, in.width});
-  g.weights = call.out<float>({in.rows, in.count});
-  g.starts =
-      group_starts(call, call.ints("view_ids", {in.rows}), in.point_ids, in.rows, in.views, kSeriesGroup, groups);
-  NSMG_CUDA_CHECK(nsmg::series_backward(in, g, call.stream()));
+template <void (*kBody)(Call&)>
+void of_views(Call& call) {
+  TORCH_CHECK_VALUE(call.tensor("viewmats").size(0) > 0 || call.tensor("means").size(0) == 0,
+                    "there are rows and no view.");
+  kBody(call);
 }
 
 }  // namespace project_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::project_bind;
-  m.impl("cull", nsmg::bound<bind::cull>());
-  m.impl("project", nsmg::bound<bind::project>());
-  m.impl("project_backward", nsmg::bound<bind::project_backward>());
-  m.impl("project_axes", nsmg::bound<bind::project_axes>());
-  m.impl("project_axes_backward", nsmg::bound<bind::project_axes_backward>());
-  m.impl("condition", nsmg::bound<bind::condition>());
-  m.impl("condition_backward", nsmg::bound<bind::condition_backward>());
-  m.impl("sh_colors", nsmg::bound<bind::sh_colors>());
-  m.impl("sh_colors_backward", nsmg::bound<bind::sh_colors_backward>());
-  m.impl("series", nsmg::bound<bind::series>());
-  m.impl("series_backward", nsmg::bound<bind::series_backward>());
+  using namespace nsmg::project_bind;
+  using nsmg::bound;
+  using nsmg::launched;
+  m.impl("cull", bound<cull>());
+  m.impl("project", bound<launched<nsmg::project, kProject, kProjected>>());
+  m.impl("project_backward", bound<grouped<nsmg::project_backward, nsmg::kProjectGroup, kProject, kProjectGradients>>());
+  m.impl("project_axes", bound<of_views<launched<nsmg::project_axes, kAxes, kProjected>>>());
+  m.impl("project_axes_backward",
+         bound<of_views<grouped<nsmg::project_axes_backward, nsmg::kAxesGroup, kAxes, kAxesGradients>>>());
+  m.impl("condition", bound<launched<nsmg::condition, kCondition, kConditioned>>());
+  m.impl("condition_backward",
+         bound<grouped<nsmg::condition_backward, nsmg::kConditionGroup, kCondition, kConditionGradients>>());
+  m.impl("sh_colors", bound<of_degree<launched<nsmg::sh_colors, kSh, kColors>>>());
+  m.impl("sh_colors_backward",
+         bound<of_degree<grouped<nsmg::sh_colors_backward, nsmg::kShGroup, kSh, kShGradients>>>());
+  m.impl("series", bound<of_series<launched<nsmg::series, kSeries, kSums>>>());
+  m.impl("series_backward",
+         bound<of_series<grouped<nsmg::series_backward, nsmg::kSeriesGroup, kSeries, kSeriesGradients>>>());
 }

@@ -10,32 +10,33 @@
 namespace nsmg {
 namespace rasterize_bind {
 
+constexpr char kInputs[] =
+    "means2d[M,2]@8 conics[M,3] row_opacities[M] features[M,C] tile_offsets[T+1] row_ids[I]";
+constexpr char kGradients[] = "out[P,C] alpha[P] v_out[P,C] v_alpha[P] last[P]";
+constexpr char kTarget[] = "- sinks[S] owners[M] slots[M] system_scope";
+
 struct Inputs {
   Cut cut;
   RasterShape shape;
   RasterInputs in;
 
   explicit Inputs(Call& call) : cut(call.integers("patches"), call.integer("tile_size")) {
-    const int64_t rows = call.count("means2d", "rows"), intersections = call.count("row_ids", "intersections");
-    const int channels = call.count("features", "channels", 1);
+    call.set('T', cut.tiles);  // there is one offset more than the patches have tiles
+    call.set('P', cut.pixels);
+    in = call.read<RasterInputs>(kInputs);
+    const int channels = call.read<int>("C");
     TORCH_CHECK_VALUE(channels >= 1, "features must be [M,D] with D >= 1, got ", call.tensor("features").sizes(), ".");
-    shape = {rows, int(intersections), cut.tiles, channels, int(call.integer("tile_size"))};
-    in = {call.floats("means2d", {rows, 2}, 8),
-          call.floats("conics", {rows, 3}),
-          call.floats("row_opacities", {rows}),
-          call.floats("features", {rows, channels}),
-          call.ints("tile_offsets", {cut.tiles + 1}),  // one number more than the patches have tiles
-          call.ints("row_ids", {intersections})};
+    shape = {call.size('M'), call.read<int>("I"), cut.tiles, channels, int(call.integer("tile_size"))};
   }
 };
 
 // Chooses which lists the forward pass splits. NS_MULTIGPU_SPLIT_ABOVE is for measuring: then it is the threshold,
 // whatever the fair share; 2147483647 splits none.
-void choose_split(RasterPlan& plan, int device) {
+void choose_split(Call& call, RasterPlan& plan) {
   const char* value = std::getenv("NS_MULTIGPU_SPLIT_ABOVE");
   if (value == nullptr || *value == '\0') {
     int processors = 0;
-    NSMG_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    call.check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, call.like().get_device()));
     plan.split_above = 2 * kSegment;
     plan.blocks_at_once = kForwardBlocks * processors;
     return;
@@ -57,37 +58,33 @@ void rasterize(Call& call) {
   RasterState state;
   state.place(call.out<float>({state.place(nullptr, shape)}), shape);
   RasterPlan plan;
-  choose_split(plan, call.like().get_device());
+  choose_split(call, plan);
   const bool splits = shape.fast() && shape.rows > 0 && shape.intersections > plan.split_above;
   if (!splits) plan.split_above = std::numeric_limits<int>::max();
   plan.place(call.scratch<int32_t>(plan.place(nullptr, shape, splits)), shape, splits);
-  NSMG_CUDA_CHECK(launch_pack(inputs.in, shape, state, plan, call.stream()));
+  call.run(launch_pack, inputs.in, shape, state, plan);
   for (const PatchGroup& group : inputs.cut.groups)
-    NSMG_CUDA_CHECK(launch_describe(group, inputs.in, shape, state, plan, call.stream()));
+    call.run(launch_describe, group, inputs.in, shape, state, plan);
   if (shape.fast()) {
-    NSMG_CUDA_CHECK(launch_order(inputs.in, shape, state, plan, call.stream()));
-    NSMG_CUDA_CHECK(launch_forward(inputs.in, shape, state, plan, outputs, call.stream()));
+    call.run(launch_order, inputs.in, shape, state, plan);
+    call.run(launch_forward, inputs.in, shape, state, plan, outputs);
   } else {
-    NSMG_CUDA_CHECK(launch_forward_generic(inputs.in, shape, state, outputs, call.stream()));
+    call.run(launch_forward_generic, inputs.in, shape, state, outputs);
   }
 }
 
 // Adds the gradients of all rows to their records. `state` is that of rasterize with the same inputs.
 void add_records(Call& call, const Inputs& inputs, const RecordTarget& target, float* v_features) {
   const RasterShape& shape = inputs.shape;
-  const int64_t pixels = inputs.cut.pixels;
   RasterState state;
   const float* kept = call.floats("state", {state.place(nullptr, shape)});
   state.place(const_cast<float*>(kept), shape);  // the kernels read it only
-  const RasterGradients gradients{call.floats("out", {pixels, shape.channels}), call.floats("alpha", {pixels}),
-                                  call.floats("v_out", {pixels, shape.channels}), call.floats("v_alpha", {pixels}),
-                                  call.ints("last", {pixels})};
+  const auto gradients = call.read<RasterGradients>(kGradients);
   const bool absgrad = call.flag("absgrad");
   if (!shape.fast()) {
-    NSMG_CUDA_CHECK(
-        launch_backward_generic(inputs.in, shape, state, gradients, target, v_features, absgrad, call.stream()));
+    call.run(launch_backward_generic, inputs.in, shape, state, gradients, target, v_features, absgrad);
   } else {
-    NSMG_CUDA_CHECK(launch_backward(inputs.in, shape, state, gradients, target, absgrad, call.stream()));
+    call.run(launch_backward, inputs.in, shape, state, gradients, target, absgrad);
   }
 }
 
@@ -100,23 +97,21 @@ void rasterize_backward(Call& call) {
   float* v_means2d = call.out<float>({rows, 2});
   float* v_conics = call.out<float>({rows, 3});
   float* v_opacities = call.out<float>({rows});
-  float* v_features = apart ? call.out_zeros<float>({rows, channels}) : call.out<float>({rows, channels});
+  float* v_features = call.out<float>({rows, channels}, apart);
   float* v_abs = call.out<float>({absgrad ? rows : 0, 2});
   add_records(call, inputs, {records.mutable_data_ptr<float>(), nullptr, nullptr, nullptr, false},
               apart ? v_features : nullptr);
-  NSMG_CUDA_CHECK(launch_unpack(records.const_data_ptr<float>(), rows, int(channels), v_means2d, v_conics, v_opacities,
-                                apart ? nullptr : v_features, absgrad ? v_abs : nullptr, call.stream()));
+  call.run(launch_unpack, records.const_data_ptr<float>(), rows, int(channels), v_means2d, v_conics, v_opacities,
+           apart ? nullptr : v_features, absgrad ? v_abs : nullptr);
 }
 
 void rasterize_backward_into(Call& call) {
   const Inputs inputs(call);
-  const int64_t rows = inputs.shape.rows, sinks = call.count("sinks", "sinks");
   TORCH_CHECK_VALUE(inputs.shape.channels <= kFastChannels, "rasterize_backward_into: a record holds ", kFastChannels,
                     " channels, features has ", inputs.shape.channels, ".");
-  const RecordTarget target{nullptr, call.longs("sinks", {sinks}), call.ints("owners", {rows}),
-                            call.ints("slots", {rows}), call.flag("system_scope")};
-  if (rows == 0) return;
-  TORCH_CHECK_VALUE(sinks > 0, "rasterize_backward_into: sinks is empty.");
+  const auto target = call.read<RecordTarget>(kTarget);
+  if (inputs.shape.rows == 0) return;
+  TORCH_CHECK_VALUE(call.size('S') > 0, "rasterize_backward_into: sinks is empty.");
   add_records(call, inputs, target, nullptr);
 }
 
@@ -124,8 +119,9 @@ void rasterize_backward_into(Call& call) {
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::rasterize_bind;
-  m.impl("rasterize", nsmg::bound<bind::rasterize>());
-  m.impl("rasterize_backward", nsmg::bound<bind::rasterize_backward>());
-  m.impl("rasterize_backward_into", nsmg::bound<bind::rasterize_backward_into>());
+  using namespace nsmg::rasterize_bind;
+  using nsmg::bound;
+  m.impl("rasterize", bound<rasterize>());
+  m.impl("rasterize_backward", bound<rasterize_backward>());
+  m.impl("rasterize_backward_into", bound<rasterize_backward_into>());
 }

@@ -15,20 +15,26 @@ namespace splat_bind {
 
 constexpr const char* kNames[kUpdateTensors] = {"means", "quats", "log_scales", "logits", "sh_dc", "sh_rest"};
 
-// Whether vector loads of 16 bytes may start here.
-void check_aligned(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, name,
-                    " must start at a multiple of 16 bytes: pass a tensor of its own, such as `.clone()`.");
-}
+constexpr char kRaw[] =
+    "means[N,3] quats[N,4]!16 log_scales[N,3] logits[N] sh_dc[N,3] sh_rest[N,B,3] N 3B";
+constexpr char kRows[] =
+    ">view_ids[C] >point_ids[C] >count[1] >means2d[C,2] >conics[C,3] >opacities[C] >features[C,F] >depths[C] "
+    ">radii[C,2] C";
+constexpr char kGradients[] =
+    "- row_gradients.0[M,2] row_gradients.1[M,3] row_gradients.2[M] row_gradients.3[M,F] -";
+constexpr char kGradientsAbsolute[] =
+    "- row_gradients.0[M,2] row_gradients.1[M,3] row_gradients.2[M] row_gradients.3[M,F] row_gradients.4[M,2]";
+constexpr char kLazy[] = "last[N] table[65,6,8]!16 steps[1]";
+static_assert(kBoxFloats == 8 && kLazySteps + 1 == 65 && kUpdateTensors == 6 && kLazyFloats == 8, "the table above");
 
 // The views of a batch.
 Views batch_views(Call& call) {
   const int64_t count = call.count("viewmats", "views");
   TORCH_CHECK_VALUE(count <= kMaxViews, "the fused operators take at most ", kMaxViews, " views at once, not ", count,
                     ": split the batch, or use cull, project and sh_colors.");
-  Views views = {call.floats("viewmats", {count, 4, 4}), call.floats("Ks", {count, 3, 3}), static_cast<int>(count),
-                 call.number("near"), call.number("far"), {}};
-  const int64_t* sizes = call.integers_of("sizes", 2, count, "view");
+  Views views = {call.read<const float*>("viewmats[V,4,4]"), call.read<const float*>("Ks[V,3,3]"), int(count),
+                 call.read<float>("near"), call.read<float>("far"), {}};
+  const auto* sizes = call.read<const int64_t*>("sizes[2V]");
   for (int64_t i = 0; i < 2 * count; ++i) views.size[i] = static_cast<int32_t>(sizes[i]);
   return views;
 }
@@ -73,24 +79,14 @@ void put_parameters(Call& call, const std::vector<at::Tensor>& values, Launch& l
   launch.rest_floats = static_cast<int>(3 * bases);
 }
 
-constexpr int64_t kTable[3] = {kLazySteps + 1, kUpdateTensors, kLazyFloats};
-
 // The three tensors of a LazyAdam, all of them or none.
 LazyState lazy_state(Call& call, int64_t points) {
   const bool given = call.has("last");
   TORCH_CHECK_VALUE(given == call.has("table") && given == call.has("steps"),
                     "last, table and steps belong together: give all of them or none.");
   if (!given) return {};
-  check_aligned(call.tensor("table"), "table");
-  return {call.in_place<uint8_t>("last", {points}), call.in_place<float>("table", kTable),
-          call.in_place<int32_t>("steps", {1})};
-}
-
-// Groups of points by their boxes, where there are any.
-const float* boxes_or_null(Call& call, int points) {
-  if (!call.has("boxes")) return nullptr;
-  check_aligned(call.tensor("boxes"), "boxes");
-  return call.floats("boxes", {box_groups(points), kBoxFloats});
+  call.set('N', points);
+  return call.read<LazyState>(kLazy);
 }
 
 // ---- forward ----
@@ -104,23 +100,13 @@ struct Inputs {
 
   // `may_miss`: whether the operator applies deferred steps.
   Inputs(Call& call, bool may_miss) {
-    const int64_t points = call.count("means", "points");
-    const at::Tensor& sh_rest = call.hold(call.checked("sh_rest", {points, -1, 3}, at::kFloat));
-    raw = {call.floats("means", {points, 3}),
-           call.floats("quats", {points, 4}),
-           call.floats("log_scales", {points, 3}),
-           call.floats("logits", {points}),
-           call.floats("sh_dc", {points, 3}),
-           sh_rest.const_data_ptr<float>(),
-           static_cast<int>(points),
-           static_cast<int>(3 * sh_rest.size(1))};
-    check_aligned(call.tensor("quats"), "quats");
+    raw = call.read<RawPoints>(kRaw);
     views = batch_views(call);
-    settings = {checked_degree(call, sh_rest.size(1)), call.number("eps2d"), call.flag("antialiased"),
+    settings = {checked_degree(call, call.size('B')), call.read<float>("eps2d"), call.flag("antialiased"),
                 call.flag("depth")};
-    capacity = call.counted("capacity", "rows");
+    capacity = call.read<int>("#capacity");
     if (!may_miss) return;
-    const LazyState lazy = lazy_state(call, points);
+    const LazyState lazy = lazy_state(call, raw.count);
     if (lazy.last == nullptr) return;
     missed.last = lazy.last;
     missed.table = lazy.table;
@@ -136,65 +122,29 @@ struct Inputs {
 
 // Capacity for the rows, with the ids and the count that culling finds.
 SplatRows culled(Call& call, const Inputs& in) {
-  const int64_t capacity = in.capacity;
-  SplatRows rows = {};
-  rows.view_ids = call.out<int32_t>({capacity});
-  rows.point_ids = call.out<int32_t>({capacity});
-  rows.count = call.out<int64_t>({1});
-  rows.means2d = call.out<float>({capacity, 2});
-  rows.conics = call.out<float>({capacity, 3});
-  rows.opacities = call.out<float>({capacity});
-  rows.features = call.out<float>({capacity, in.settings.depth ? 4 : 3});
-  rows.depths = call.out<float>({capacity});
-  rows.radii = call.out<int32_t>({capacity, 2});
-  rows.capacity = in.capacity;
-
+  call.set('C', in.capacity);
+  call.set('F', in.settings.depth ? 4 : 3);
+  const auto rows = call.read<SplatRows>(kRows);
   const int64_t items = int64_t{cull_blocks(in.raw.count)} * in.views.count;
   CullBuffers buffers = {};
-  NSMG_CUDA_CHECK(cull_scan_bytes(items + 1, &buffers.scan_bytes, call.stream()));
-  buffers.bits = reinterpret_cast<uint32_t*>(call.scratch<int32_t>(items * (kCullBlock / 32)));
+  call.run(cull_scan_bytes, items + 1, &buffers.scan_bytes);
+  buffers.bits = call.scratch<uint32_t>(items * (kCullBlock / 32));
   buffers.counts = call.scratch<int32_t>(items + 1);
   buffers.offsets = call.scratch<int64_t>(items + 1);
   buffers.scan = call.scratch_bytes(static_cast<int64_t>(buffers.scan_bytes));
-  buffers.boxes = boxes_or_null(call, in.raw.count);
+  call.set('G', box_groups(in.raw.count));
+  buffers.boxes = call.read<const float*>("boxes[G,8]!16");
   const int64_t shown = buffers.boxes == nullptr ? 0 : int64_t{box_groups(in.raw.count)} * in.views.count;
   buffers.shows = call.scratch<uint8_t>(shown);
-  NSMG_CUDA_CHECK(
-      splat_cull_launch(in.raw, in.missed, in.views, in.settings.eps2d, buffers, rows, call.stream()));
+  call.run(splat_cull_launch, in.raw, in.missed, in.views, in.settings.eps2d, buffers, rows);
   return rows;
-}
-
-void fill_lines(Call& call, const Inputs& in, const SplatRows& rows, int first, int end) {
-  NSMG_CUDA_CHECK(
-      splat_rows_launch(in.raw, in.missed, in.views, in.settings, rows, first, end, call.stream()));
 }
 
 template <bool kMayMiss>
 void splat_forward(Call& call) {
   const Inputs in(call, kMayMiss);
-  fill_lines(call, in, culled(call, in), 0, in.capacity);
-}
-
-void splat_begin(Call& call) { culled(call, Inputs(call, true)); }
-
-void splat_lines(Call& call) {
-  const Inputs in(call, true);
-  const std::vector<at::Tensor> given = call.tensors("rows");
-  const int64_t capacity = in.capacity, first = call.integer("first"), end = call.integer("end");
-  TORCH_CHECK_VALUE(given.size() == 9, "rows must be the 9 tensors of splat_begin, not ", given.size(), ".");
-  TORCH_CHECK_VALUE(0 <= first && first <= end && end <= capacity, "lines ", first, " to ", end,
-                    ": need 0 <= first <= end <= ", capacity, ", which is all of them.");
-  const SplatRows rows = {call.written<int32_t>(given[0], "rows", {capacity}),
-                          call.written<int32_t>(given[1], "rows", {capacity}),
-                          call.written<int64_t>(given[2], "rows", {1}),
-                          call.written<float>(given[3], "rows", {capacity, 2}),
-                          call.written<float>(given[4], "rows", {capacity, 3}),
-                          call.written<float>(given[5], "rows", {capacity}),
-                          call.written<float>(given[6], "rows", {capacity, in.settings.depth ? 4 : 3}),
-                          call.written<float>(given[7], "rows", {capacity}),
-                          call.written<int32_t>(given[8], "rows", {capacity, 2}),
-                          in.capacity};
-  fill_lines(call, in, rows, static_cast<int>(first), static_cast<int>(end));
+  const SplatRows rows = culled(call, in);
+  call.run(splat_rows_launch, in.raw, in.missed, in.views, in.settings, rows, 0, in.capacity);
 }
 
 // ---- update ----
@@ -213,12 +163,12 @@ UpdateRows update_rows(Call& call, int64_t views) {
   TORCH_CHECK_VALUE(views % segments == 0 && rows % segments == 0, "count holds ", segments,
                     " numbers: so many equal parts cannot be made of ", views, " views and ", rows, " rows.");
   const bool sized = call.tensor("radii_max").numel() > 0;
-  return {call.ints("view_ids", {rows}),
-          call.ints("point_ids", {rows}),
-          counts > 0 ? call.longs("count", {-1}) : nullptr,
+  return {call.in<int32_t>("view_ids", {rows}),
+          call.in<int32_t>("point_ids", {rows}),
+          counts > 0 ? call.in<int64_t>("count", {-1}) : nullptr,
           sized ? call.floats("conics", {rows, 3}) : nullptr,
           features.const_data_ptr<float>(),
-          call.ints("radii", {rows, 2}),
+          call.in<int32_t>("radii", {rows, 2}),
           static_cast<int>(rows),
           static_cast<int>(features.size(1)),
           static_cast<int>(segments)};
@@ -226,23 +176,13 @@ UpdateRows update_rows(Call& call, int64_t views) {
 
 UpdateGradients update_gradients(Call& call, const UpdateRows& rows, bool absgrad) {
   const std::vector<at::Tensor> given = call.tensors("row_gradients");
-  const auto of = [&](size_t k, const char* name, at::IntArrayRef shape) {
-    return call.hold(cuda_floats(given[k], name, shape, call.like())).const_data_ptr<float>();
-  };
-  if (given.size() == 1) {
-    check_aligned(given[0], "row_gradients");
-    return {of(0, "row_gradients", {rows.rows, 16}), nullptr, nullptr, nullptr, nullptr, nullptr};
-  }
+  call.set('M', rows.rows);
+  call.set('F', rows.feature_floats);
+  if (given.size() == 1) return call.read<UpdateGradients>("row_gradients.0[M,16]!16 - - - - -");
   TORCH_CHECK_VALUE(given.size() == 5, "row_gradients must be one tensor of records, or those of means2d, conics, ",
                     "opacities and features and the absolute ones of means2d, not ", given.size(), " tensors.");
-  const bool absolute = given[4].numel() > 0 || absgrad;
-  const float* absolutes = absolute ? of(4, "v_absolute", {rows.rows, 2}) : nullptr;
-  return {nullptr,
-          of(0, "v_means2d", {rows.rows, 2}),
-          of(1, "v_conics", {rows.rows, 3}),
-          of(2, "v_opacities", {rows.rows}),
-          of(3, "v_features", {rows.rows, rows.feature_floats}),
-          given[4].numel() > 0 ? absolutes : nullptr};
+  if (given[4].numel() > 0 || absgrad) call.read<const float*>("row_gradients.4[M,2]");
+  return call.read<UpdateGradients>(given[4].numel() > 0 ? kGradientsAbsolute : kGradients);
 }
 
 UpdateFiniteFlag update_finite_flag(Call& call, int views) {
@@ -258,65 +198,60 @@ void splat_update(Call& call) {
   UpdateLaunch launch = {};
   const std::vector<at::Tensor> params = call.tensors("params");
   put_parameters(call, params, launch);
-  const float opacity_weight = call.number("opacity_weight"), scale_weight = call.number("scale_weight");
+  const auto opacity_weight = call.read<float>("opacity_weight"), scale_weight = call.read<float>("scale_weight");
   launch.lazy = lazy_state(call, launch.points);
   TORCH_CHECK_VALUE(launch.lazy.last == nullptr || (opacity_weight == 0.0f && scale_weight == 0.0f),
                     "lazy steps are those of points without a gradient: not of regularised ones.");
-  check_aligned(call.tensor("scalars"), "scalars");
-  launch.scalars = call.floats("scalars", {kUpdateTensors, 8});
+  launch.scalars = call.read<const float*>("scalars[6,8]!16");
   launch.views = batch_views(call);
   launch.rows = update_rows(call, launch.views.count);
-  launch.settings = {checked_degree(call, params[kShRest].size(1)), call.number("eps2d"), call.flag("antialiased"),
+  launch.settings = {checked_degree(call, params[kShRest].size(1)), call.read<float>("eps2d"), call.flag("antialiased"),
                      call.flag("absgrad"), opacity_weight, scale_weight};
   launch.gradients = update_gradients(call, launch.rows, launch.settings.absgrad);
   launch.statistics = {statistic(call, "grad2d", launch.points), statistic(call, "seen", launch.points),
                        statistic(call, "radii_max", launch.points)};
   launch.finite_flag = update_finite_flag(call, launch.views.count);
-  if (call.has("boxes")) launch.boxes = call.in_place<float>("boxes", {box_groups(launch.points), kBoxFloats});
+  call.set('G', box_groups(launch.points));
+  launch.boxes = call.read<float*>("boxes[G,8]");
   launch.starts = call.scratch<int32_t>(int64_t{launch.views.count} * (update_groups(launch.points) + 1));
-  NSMG_CUDA_CHECK(splat_update_launch(launch, call.stream()));
+  call.run(splat_update_launch, launch);
 }
 
 void splat_flush(Call& call) {
   FlushLaunch launch = {};
   put_parameters(call, call.tensors("params"), launch);
   launch.lazy = lazy_state(call, launch.points);
-  NSMG_CUDA_CHECK(splat_flush_launch(launch, call.stream()));
+  call.run(splat_flush_launch, launch);
 }
 
 // ---- boxes of groups ----
 
 void splat_boxes(Call& call) {
-  const int points = call.count("means", "points");
-  const float* means = call.floats("means", {points, 3});
-  const float* log_scales = call.floats("log_scales", {points, 3});
-  float* boxes = call.in_place<float>("boxes", {box_groups(points), kBoxFloats});
-  NSMG_CUDA_CHECK(splat_boxes_launch(means, log_scales, points, boxes, call.stream()));
+  const auto *means = call.read<const float*>("means[N,3]"), *log_scales = call.read<const float*>("log_scales[N,3]");
+  const int points = call.read<int>("N");
+  call.set('G', box_groups(points));
+  call.run(splat_boxes_launch, means, log_scales, points, call.read<float*>("boxes[G,8]"));
 }
 
 void box_views(Call& call) {
-  const int groups = call.count("boxes", "boxes");
-  check_aligned(call.tensor("boxes"), "boxes");
-  const float* boxes = call.floats("boxes", {groups, kBoxFloats});
+  const auto* boxes = call.read<const float*>("boxes[G,8]!16");
   const Views views = batch_views(call);
-  if (call.has("table")) check_aligned(call.tensor("table"), "table");
-  const float* table = call.in_or_null<float>("table", kTable);
-  auto* shows = reinterpret_cast<uint8_t*>(call.out<bool>({views.count, groups}));
-  NSMG_CUDA_CHECK(box_views_launch(boxes, groups, views, call.number("eps2d"), table, call.flag("compact"), shows,
-                                   call.stream()));
+  const auto* table = call.read<const float*>("table[65,6,8]!16");
+  auto* shows = reinterpret_cast<uint8_t*>(call.out<bool>({views.count, call.size('G')}));
+  call.run(box_views_launch, boxes, call.read<int>("G"), views, call.read<float>("eps2d"), table, call.flag("compact"),
+           shows);
 }
 
 }  // namespace splat_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::splat_bind;
-  m.impl("splat_forward", nsmg::bound<bind::splat_forward<false>>());
-  m.impl("splat_forward_lazy", nsmg::bound<bind::splat_forward<true>>());
-  m.impl("splat_begin", nsmg::bound<bind::splat_begin>());
-  m.impl("splat_lines", nsmg::bound<bind::splat_lines>());
-  m.impl("splat_update", nsmg::bound<bind::splat_update>());
-  m.impl("splat_flush", nsmg::bound<bind::splat_flush>());
-  m.impl("splat_boxes", nsmg::bound<bind::splat_boxes>());
-  m.impl("box_views", nsmg::bound<bind::box_views>());
+  using namespace nsmg::splat_bind;
+  using nsmg::bound;
+  m.impl("splat_forward", bound<splat_forward<false>>());
+  m.impl("splat_forward_lazy", bound<splat_forward<true>>());
+  m.impl("splat_update", bound<splat_update>());
+  m.impl("splat_flush", bound<splat_flush>());
+  m.impl("splat_boxes", bound<splat_boxes>());
+  m.impl("box_views", bound<box_views>());
 }

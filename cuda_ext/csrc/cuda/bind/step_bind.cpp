@@ -13,6 +13,12 @@
 namespace nsmg {
 namespace step_bind {
 
+constexpr char kMessage[] =
+    "own_rows[1] segment_counts[R] segment_capacity[R] segment_most[R] met[1] rank R";
+constexpr char kClock[] = "total[1] sign";
+constexpr char kKeepLine[] = "line[W] table[L,W] L W at[1]";
+constexpr char kGrid[] = "table[N,W]@16 scalings[L] L W log2_size";
+
 void adam_step(Call& call) {
   const std::vector<at::Tensor> params = call.tensors("params"), grads = call.tensors("grads"),
                                 first = call.tensors("exp_avgs"), second = call.tensors("exp_avg_sqs");
@@ -33,46 +39,22 @@ void adam_step(Call& call) {
   const bool clear = call.flag("set_grads_to_zero");
   for (size_t i = 0; i < tensors.size(); i += kAdamTensors) {
     const size_t some = std::min<size_t>(kAdamTensors, tensors.size() - i);
-    NSMG_CUDA_CHECK(adam_step_launch(tensors.data() + i, static_cast<int>(some), clear, call.stream()));
+    call.run(adam_step_launch, tensors.data() + i, static_cast<int>(some), clear);
   }
 }
 
 // ---- message and gate ----
 
-// Three numbers a band (line, tile, count).
-std::vector<MessageBand> message_bands(at::IntArrayRef numbers, int64_t lines, int64_t columns, int64_t tiles) {
-  TORCH_CHECK_VALUE(numbers.size() % 3 == 0 && columns >= 1, "bands holds (line, tile, count) a band, of ", columns,
-                    " columns; got ", numbers.size(), " integers.");
-  std::vector<MessageBand> bands;
-  for (size_t k = 0; k < numbers.size(); k += 3) {
-    const int64_t line = numbers[k], tile = numbers[k + 1], count = numbers[k + 2];
-    TORCH_CHECK_VALUE(line >= 0 && tile >= 0 && count >= 0 && line <= lines && count <= lines - line &&
-                          tile <= tiles && count <= (tiles - tile) / columns,
-                      "band (line, tile, count) = (", line, ", ", tile, ", ", count, ") leaves the ", lines,
-                      " lines or the ", tiles, " tiles.");
-    bands.push_back({int32_t(line), int32_t(tile), int32_t(count)});
-  }
-  return bands;
-}
-
 void step_message(Call& call) {
-  const int ranks = call.count("segment_counts", "ranks"), offsets = call.count("tile_offsets", "tiles");
-  const int lines = call.counted("lines", "rows of tiles"), columns = call.counted("columns", "columns");
-  const int64_t rank = call.integer("rank");
-  TORCH_CHECK_VALUE(rank >= 0 && rank < ranks, "a message is of one of the ", ranks,
-                    " ranks that have a segment, not of rank ", rank, ".");
-  const std::vector<MessageBand> bands = message_bands(call.integers("bands"), lines, columns, offsets - 1);
-  const MessageCounts counts{call.longs("own_rows", {1}),
-                             call.longs("segment_counts", {ranks}),
-                             call.longs("segment_capacity", {ranks}),
-                             call.in_place<int64_t>("segment_most", {ranks}),
-                             call.longs("met", {1}),
-                             static_cast<int>(rank),
-                             ranks};
-  const int32_t* tile_offsets = call.ints("tile_offsets", {offsets});
-  NSMG_CUDA_CHECK(message_launch(counts, tile_offsets, columns, bands.data(),
-                                 cuda_count(static_cast<int64_t>(bands.size()), "bands"), lines,
-                                 call.out<int64_t>({int64_t{kMessageHead} + lines}), call.stream()));
+  const auto counts = call.read<MessageCounts>(kMessage);
+  const auto* tile_offsets = call.read<const int32_t*>("tile_offsets[?]");
+  const int lines = call.read<int>("#lines"), columns = call.read<int>("#columns");
+  const at::IntArrayRef numbers = call.integers("bands");  // (line, tile, count) each
+  std::vector<MessageBand> bands;
+  for (size_t k = 0; k < numbers.size(); k += 3)
+    bands.push_back({int32_t(numbers[k]), int32_t(numbers[k + 1]), int32_t(numbers[k + 2])});
+  call.run(message_launch, counts, tile_offsets, columns, bands.data(), cuda_count(int64_t(bands.size()), "bands"),
+           lines, call.out<int64_t>({int64_t{kMessageHead} + lines}));
 }
 
 // A tensor [count] of int64 (-1: any count), where it lies.
@@ -105,18 +87,16 @@ void put_work(Call& call, int64_t ranks, GateLaunch& launch) {
 void step_gate(Call& call) {
   const std::vector<at::Tensor> counts = call.tensors("counts");
   const int64_t num_limits = static_cast<int64_t>(counts.size());
-  TORCH_CHECK_VALUE(num_limits >= 1 && num_limits <= kMostLimits && counts[0].numel() > 0, "counts must be 1 to ", kMostLimits,
-                    " tensors [ranks], not ", num_limits, ".");
-  TORCH_CHECK_VALUE(call.has("work") == call.has("totals"), "work and totals belong together: give both or neither.");
+  TORCH_INTERNAL_ASSERT(num_limits >= 1 && num_limits <= kMostLimits);
   GateLaunch launch = {};
   const int64_t ranks = counts[0].numel();
   for (int64_t k = 0; k < num_limits; ++k) launch.counts[k] = column_of(call, counts[k], "counts", ranks);
   launch.num_limits = static_cast<int>(num_limits);
   launch.ranks = cuda_count(ranks, "ranks");
-  launch.limits = call.longs("limits", {num_limits});
+  launch.limits = call.in<int64_t>("limits", {num_limits});
   launch.status = call.in_place<int64_t>("status", {num_limits + 2 + (call.has("sent") ? 1 : 0)});
-  launch.lazy_steps = call.in_or_null<int32_t>("lazy_steps", {1});
-  launch.most_steps = call.counted("most_steps", "steps");
+  launch.lazy_steps = call.read<const int32_t*>("lazy_steps[1]");
+  launch.most_steps = call.read<int>("#most_steps");
   if (call.has("sent")) launch.sent = column_of(call, call.tensor("sent"), "sent", 1).first;
   const at::IntArrayRef scalars = call.tensor("scalars").sizes();
   launch.scalars = call.floats("scalars", scalars);
@@ -128,7 +108,7 @@ void step_gate(Call& call) {
   if (call.has("work")) put_work(call, ranks, launch);
   launch.gated_scalars = call.out<float>(scalars);
   launch.gated_counts = call.out<int64_t>(row_counts.sizes());
-  NSMG_CUDA_CHECK(gate_launch(launch, call.stream()));
+  call.run(gate_launch, launch);
 }
 
 // ---- the input queue ----
@@ -136,51 +116,30 @@ void step_gate(Call& call) {
 // Tables may lie in page-locked memory of the host.
 void take_lines(Call& call) {
   const std::vector<at::Tensor> tables = call.tensors("tables"), into = call.tensors("into");
-  TORCH_CHECK_VALUE(!tables.empty() && tables.size() <= kMostTables && tables.size() == into.size(),
-                    "take_lines takes 1 to ", kMostTables, " tables and as many places, not ", tables.size(), " and ",
-                    into.size(), ".");
-  const int64_t* at = call.longs("at", {1});
+  TORCH_INTERNAL_ASSERT(tables.size() <= kMostTables && tables.size() == into.size());
+  const auto* at = call.read<const int64_t*>("at[1]");
   const at::Device device = call.tensor("at").device();
   QueuedTables queued{};
   queued.count = int(tables.size());
   queued.lines = cuda_count(tables[0].size(0), "lines");
   for (size_t k = 0; k < tables.size(); ++k) {
     const at::Tensor &table = tables[k], &place = into[k];
-    TORCH_CHECK_TYPE(table.element_size() == 4 && table.scalar_type() == place.scalar_type(), "table ", k,
-                     " and its place must be of one kind of numbers of 4 bytes.");
-    TORCH_CHECK_VALUE(table.dim() == 2 && table.size(0) == queued.lines && place.numel() == table.size(1) &&
-                          table.is_contiguous() && place.is_contiguous(),
-                      "table ", k, " must be [", queued.lines, ", ", place.numel(),
-                      "], and it and its place contiguous.");
     TORCH_CHECK_TYPE(place.device() == device && (table.is_cuda() ? table.device() == device : table.is_pinned()),
                      "table ", k, " must be on ", device, " or in page-locked memory, and its place on ", device, ".");
     queued.tables[k] = {static_cast<const int32_t*>(table.const_data_ptr()),
                         static_cast<int32_t*>(place.mutable_data_ptr()), int(table.size(1))};
   }
-  NSMG_CUDA_CHECK(take_lines_launch(queued, at, call.stream()));
-}
-
-void keep_line(Call& call) {
-  const int width = call.count("line", "numbers of a line"), lines = call.count("table", "lines");
-  const float* line = call.floats("line", {width});
-  float* table = call.in_place<float>("table", {lines, width});
-  NSMG_CUDA_CHECK(
-      keep_line_launch(line, table, lines, width, call.in_place<int64_t>("at", {1}), call.stream()));
+  call.run(take_lines_launch, queued, at);
 }
 
 void show_patches(Call& call) {
   const at::Tensor &images = call.tensor("images"), &pictures = call.tensor("pictures");
   const at::IntArrayRef patches = call.integers("patches");
-  TORCH_CHECK_VALUE(images.dim() == 4 && images.is_contiguous() && pictures.dim() == 1 && pictures.is_contiguous() &&
-                        patches.size() % 5 == 0,
-                    "need contiguous images [V, H, W, C] and pictures [n], and 5 numbers a patch.");
-  TORCH_CHECK_TYPE(images.scalar_type() == pictures.scalar_type() && images.device() == pictures.device(),
-                   "images and pictures must be of one dtype on one device.");
   const int64_t bytes = images.element_size(), height = images.size(1), width = images.size(2);
   const int64_t pixel = bytes * images.size(3), places = call.count("chosen", "images");
   const Shown shown{static_cast<const uint8_t*>(images.const_data_ptr()),
                     static_cast<uint8_t*>(pictures.mutable_data_ptr()),
-                    call.ints("chosen", {places}),
+                    call.in<int32_t>("chosen", {places}),
                     height * width * pixel,
                     width * pixel,
                     cuda_count(images.size(0), "images")};
@@ -189,9 +148,6 @@ void show_patches(Call& call) {
   for (size_t k = 0; k < patches.size(); k += 5) {
     const int64_t* n = patches.data() + k;
     const int64_t place = n[0], x0 = n[1], y0 = n[2], x1 = n[3], y1 = n[4];
-    TORCH_CHECK_VALUE(place >= 0 && place < places && 0 <= x0 && x0 <= x1 && x1 <= width && 0 <= y0 && y0 <= y1 &&
-                          y1 <= height,
-                      "patch ", k / 5, " does not lie in one of ", places, " images of ", width, "x", height, ".");
     ShownPatch patch{(x1 - x0) * pixel, (y0 * width + x0) * pixel, to, int(y1 - y0), int(place)};
     to += patch.row_bytes * patch.rows;
     if (x0 == 0 && x1 == width) {  // one stretch
@@ -200,67 +156,53 @@ void show_patches(Call& call) {
     }
     shown_patches.push_back(patch);
   }
-  TORCH_CHECK_VALUE(to <= pictures.numel() * bytes, "the patches have ", to / bytes, " numbers, pictures ",
-                    pictures.numel(), ".");
-  NSMG_CUDA_CHECK(show_patches_launch(shown, shown_patches.data(), int(shown_patches.size()), call.stream()));
-}
-
-void add_clock(Call& call) {
-  NSMG_CUDA_CHECK(add_clock_launch(call.in_place<int64_t>("total", {1}), static_cast<int>(call.integer("sign")),
-                                   call.stream()));
+  call.run(show_patches_launch, shown, shown_patches.data(), int(shown_patches.size()));
 }
 
 // ---- hash grids ----
 
-struct Encoded {
-  HashGrid grid;
-  const float* positions;
-  int64_t count, rows;
-
-  explicit Encoded(Call& call) : count(call.tensor("positions").size(0)), rows(call.tensor("table").size(0)) {
-    const int levels = call.count("scalings", "levels"), width = call.count("table", "numbers of a row", 1);
-    const int64_t log2_size = call.integer("log2_size");
-    positions = call.floats("positions", {count, 3});
-    grid = {call.floats("table", {rows, width}, 16), call.floats("scalings", {levels}), levels, width,
-            static_cast<int>(log2_size)};
-    TORCH_CHECK_VALUE(0 <= log2_size && log2_size < 32 && rows == int64_t{levels} << log2_size,
-                      "encode_grid: table has ", rows, " rows; ", levels, " levels of 2^", log2_size,
-                      " were expected.");
-    TORCH_CHECK_VALUE(width == 1 || width == 2 || width == 4 || width == 8, "encode_grid: rows of ", width,
-                      " numbers; on CUDA 1, 2, 4 or 8 are possible.");
-    TORCH_CHECK_VALUE(count < int64_t(1) << 38, "encode_grid: too many positions.");
-  }
-};
+HashGrid hash_grid(Call& call) {
+  const auto grid = call.read<HashGrid>(kGrid);
+  TORCH_CHECK_VALUE(0 <= grid.log2_size && grid.log2_size < 32 &&
+                        call.size('N') == int64_t{grid.levels} << grid.log2_size,
+                    "encode_grid: table has ", call.size('N'), " rows; ", grid.levels, " levels of 2^", grid.log2_size,
+                    " were expected.");
+  TORCH_CHECK_VALUE(grid.width == 1 || grid.width == 2 || grid.width == 4 || grid.width == 8, "encode_grid: rows of ",
+                    grid.width, " numbers; on CUDA 1, 2, 4 or 8 are possible.");
+  TORCH_CHECK_VALUE(call.tensor("positions").size(0) < int64_t(1) << 38, "encode_grid: too many positions.");
+  return grid;
+}
 
 void encode_grid(Call& call) {
-  const Encoded e(call);
-  NSMG_CUDA_CHECK(encode_grid_launch(e.grid, e.positions, e.count,
-                                     call.out<float>({e.count, int64_t(e.grid.levels) * e.grid.width}),
-                                     call.stream()));
+  const HashGrid grid = hash_grid(call);
+  const auto* positions = call.read<const float*>("positions[P,3]");
+  call.run(encode_grid_launch, grid, positions, call.size('P'), call.read<float*>(">features[P,LW]"));
 }
 
 void encode_grid_backward(Call& call) {
-  const Encoded e(call);
+  const HashGrid grid = hash_grid(call);
+  const auto* positions = call.read<const float*>("positions[P,3]");
+  const auto* v_features = call.read<const float*>("v_features[P,LW]");
   const bool moves = call.flag("moves");
-  const float* v_features = call.floats("v_features", {e.count, int64_t(e.grid.levels) * e.grid.width});
-  float* v_positions = call.out_zeros<float>({moves ? e.count : 0, 3});
-  float* v_table = call.out_zeros<float>({e.rows, e.grid.width});
-  NSMG_CUDA_CHECK(encode_grid_backward_launch(e.grid, e.positions, e.count, v_features, moves ? v_positions : nullptr,
-                                              v_table, call.stream()));
+  auto* v_positions = call.read<float*>(moves ? ">v_positions[P,3]=0" : ">v_positions[0,3]");
+  auto* v_table = call.read<float*>(">v_table[N,W]=0");
+  call.run(encode_grid_backward_launch, grid, positions, call.size('P'), v_features, moves ? v_positions : nullptr,
+           v_table);
 }
 
 }  // namespace step_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  namespace bind = nsmg::step_bind;
-  m.impl("adam_step", nsmg::bound<bind::adam_step>());
-  m.impl("step_message", nsmg::bound<bind::step_message>());
-  m.impl("step_gate", nsmg::bound<bind::step_gate>());
-  m.impl("take_lines", nsmg::bound<bind::take_lines>());
-  m.impl("keep_line", nsmg::bound<bind::keep_line>());
-  m.impl("show_patches", nsmg::bound<bind::show_patches>());
-  m.impl("add_clock", nsmg::bound<bind::add_clock>());
-  m.impl("encode_grid", nsmg::bound<bind::encode_grid>());
-  m.impl("encode_grid_backward", nsmg::bound<bind::encode_grid_backward>());
+  using namespace nsmg::step_bind;
+  using nsmg::bound;
+  m.impl("adam_step", bound<adam_step>());
+  m.impl("step_message", bound<step_message>());
+  m.impl("step_gate", bound<step_gate>());
+  m.impl("take_lines", bound<take_lines>());
+  m.impl("keep_line", bound<nsmg::launched<nsmg::keep_line_launch, kKeepLine>>());
+  m.impl("show_patches", bound<show_patches>());
+  m.impl("add_clock", bound<nsmg::launched<nsmg::add_clock_launch, kClock>>());
+  m.impl("encode_grid", bound<encode_grid>());
+  m.impl("encode_grid_backward", bound<encode_grid_backward>());
 }
