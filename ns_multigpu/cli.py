@@ -88,7 +88,7 @@ def city(
         made, output, points=points, image_format=image_format, depth=depth, depth_unit=depth_unit,
         overwrite=overwrite, device=where, workers=workers, progress=_progress,
     )  # fmt: skip
-    print(f"{views} views in {output}: ns-train METHOD colmap --data {output} --colmap-path sparse/0")
+    print(f"{views} views in {output}: ns-train METHOD colmap --data {output}")
 
 
 def export(
