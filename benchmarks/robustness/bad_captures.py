@@ -154,7 +154,7 @@ def _(place: Place) -> tuple[list[str], int, tuple[str, ...]]:
     gone = sorted((place.capture / "images").iterdir())[3:5]
     for path in gone:
         path.unlink()
-    return place.train(*TWO), 1, ("2 fault(s)", *(path.name for path in gone))
+    return place.train(*TWO), 1, ("problems: 2", *(path.name for path in gone))
 
 
 @case("an image turned by EXIF")

@@ -79,7 +79,7 @@ class RunConfig(TrainerConfig):
     """Training ends once all ranks together have seen this many images, or after max_num_iterations steps. Where steps
     are of rays, an image is as many rays as a training photograph has pixels, on average."""
     steps_per_checksum: int = 500
-    """Steps between checks that all replicas are identical; 0 for none."""
+    """Check every so many steps that all GPUs hold the same values of shared parameters; 0 for never."""
     save_in_background: bool = True
     """Write checkpoints while training goes on. Training waits only until the state is copied to the host's memory; if
     that needs more than a quarter of the available memory, it waits for the disk."""
@@ -388,24 +388,31 @@ class RunConfig(TrainerConfig):
 
 
 @dataclass
-class DistributedTrainerConfig(RunConfig):
-    """Options of a run that trains splats."""
+class RecipeOption:
+    """The option that `--help` lists first: the fields of a dataclass begin with those of its last base."""
 
-    max_num_images: int | None = 30000
-    """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
-    batch_scaling: ScalingChoice = "auto"
-    """Scaling of learning rates (and with them Adam's betas and eps) with the number of views in a step. "auto" is
-    sqrt-to-none for runs that see each view 100 times or more, and sqrt for others."""
-    rates_at_end: float = 1.0
-    """Factor on learning rates, besides their own schedules, at the end of training; 1 for no decay."""
-    rates_fall_from: float = 0.5
-    """Fraction of the run after which rates decay to rates_at_end, exponentially with the images seen; 0 is the
-    start."""
     recipe: Recipe = "splatfacto"
     """Preset of the options that decide image quality; options that you give take precedence. "splatfacto" has the
     values of nerfstudio's splatfacto; "best" gives the best held-out images that we know how to get
     (docs/use/recipes.md).
     """
+
+
+@dataclass
+class DistributedTrainerConfig(RunConfig, RecipeOption):
+    """Options of a run that trains splats."""
+
+    max_num_images: int | None = 30000
+    """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
+    batch_scaling: ScalingChoice = "auto"
+    """Scaling of learning rates, Adam's betas and eps with the batch size: by its square root (sqrt), the same decaying
+    to no scaling by the end (sqrt-to-none), in proportion (linear), or none. auto: sqrt-to-none if each image is seen
+    100 times or more, else sqrt."""
+    rates_at_end: float = 1.0
+    """Factor on learning rates, besides their own schedules, at the end of training; 1 for no decay."""
+    rates_fall_from: float = 0.5
+    """Fraction of the run after which rates decay to rates_at_end, exponentially with the images seen; 0 is the
+    start."""
 
     def rate_schedule(self, batch: int, views: int) -> RateSchedule:
         """Return the schedule of learning rates if each step sees `batch` images of a capture of `views` training

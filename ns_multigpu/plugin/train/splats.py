@@ -46,9 +46,9 @@ class SplatObjective(Objective):
     def build_optimizers(self) -> BatchOptimizers:
         """Return optimizers scaled for the batch; see `Objective.build_optimizers`."""
         config, pipeline = self.config, self.pipeline
-        course = config.rate_schedule(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
-        if course.batch > 1:
-            CONSOLE.print(course.described())
+        views = len(pipeline.datamanager.train_dataset)
+        course = config.rate_schedule(pipeline.batch_size, views)
+        CONSOLE.print(course.described(views if config.batch_scaling == "auto" else None), soft_wrap=True)
         compact = names(pipeline.model.schema) if pipeline.model.config.optimizer_state == "compact" else ()
         fused = config.fused_steps == "always" or bool(compact)
         spread = pipeline.model.spread_parameters()
@@ -245,7 +245,8 @@ class PartitionPicture:
         except OSError as error:
             CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
         else:
-            CONSOLE.print(f"Who owns which points is shown in {file}.", soft_wrap=True)
+            device = "GPU" if world.device.type == "cuda" else "worker"
+            CONSOLE.print(f"Map of which {device} stores which Gaussians: {file}", soft_wrap=True)
 
 
 def changes_of(densifier: Any) -> dict[str, float]:

@@ -174,6 +174,27 @@ def print_summary(lines: Sequence[tuple[str, str]], commands: Sequence[tuple[str
         CONSOLE.print(Text(f"{name}:\n  {command}"), soft_wrap=True)
 
 
+def print_metrics(metrics: Mapping[str, float], views: int) -> None:
+    """Print the metrics of held-out views as a table.
+
+    Args:
+        metrics: means by nerfstudio's names, and standard deviations as `<metric>_std`; LPIPS may be missing.
+        views: number of views.
+    """
+    forms = {
+        "psnr": ("PSNR", "{:.2f} dB"), "cc_psnr": ("PSNR, corrected colours", "{:.2f} dB"), "ssim": ("SSIM", "{:.4f}"),
+        "lpips": ("LPIPS", "{:.4f}"), "fps": ("Images/s", "{:.3g}"),
+    }  # fmt: skip
+    table = Table("Metric", "Mean", "Std. dev.", title=f"{views} held-out views")
+    for name, (title, form) in forms.items():
+        mean, deviation = metrics.get(name, math.nan), metrics.get(f"{name}_std", math.nan)
+        if math.isfinite(mean):
+            table.add_row(title, form.format(mean), form.format(deviation) if math.isfinite(deviation) else "")
+        elif name == "lpips":
+            table.add_row(title, "not measured", "")
+    CONSOLE.print(table)
+
+
 def say_how_it_went(trainer: Any, folder: Path, held_out: Any) -> None:
     """Print the summary of a run and commands for next actions.
 
@@ -185,7 +206,7 @@ def say_how_it_went(trainer: Any, folder: Path, held_out: Any) -> None:
     steps = trainer.step + 1
     seen, taken = steps * batch, (steps - trainer._start_step) * batch
     lines = [
-        (unit.capitalize(), f"{seen:,}" if taken == seen else f"{seen:,}, {taken:,} of them now"),
+        (unit.capitalize(), f"{seen:,}" if taken == seen else f"{seen:,} ({taken:,} since resuming)"),
         ("Training", f"{duration(trainer.progress.seconds)}, {taken / trainer.progress.seconds:,.0f} {unit} a second"),
         *((name.capitalize(), f"{count:,}") for name, count in trainer.objective.size().items()),
         ("Run folder", str(folder)),

@@ -59,6 +59,8 @@ def test_what_is_known_of_views_is_learnt_again(
     after = start(ALONE, tmp_path / "other", tmp_path / "after", 10, **tile, load_dir=before.checkpoint_dir, **options)
     assert after.pipeline.strategy.assignment.knowledge() == (LEARNT if same else [])
     assert any(OTHERS in line for line in said) != same
+    assert said[0].startswith("Resuming at step 5 from ") and said[0].endswith(" 1 image per step.")
+    assert not any("written by" in line for line in said), "by as many workers, with as many images per step"
 
 
 def _tile(world: World, capture: Path, out: Path) -> dict[str, Any]:

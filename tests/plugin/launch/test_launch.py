@@ -268,7 +268,7 @@ def test_machines_of_unequally_many_workers_are_refused_everywhere(tmp_path: Pat
     for text in said:
         assert f"machine 0 ({host}) has 2, machine 1 ({host}) has 1" in text and "Traceback" not in text
     assert "Give torchrun the same --nproc-per-node" in said[0] and "Give torchrun the same" in said[2]
-    assert f"This cannot be started (rank 2 on machine 1 ({host}))" in said[2]
+    assert f"Cannot start (rank 2 on machine 1 ({host}))" in said[2]
     assert said[1].startswith(f"rank 1 on machine 0 ({host}): Every machine must have equally many ranks")
 
 

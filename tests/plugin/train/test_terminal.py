@@ -20,6 +20,7 @@ from ns_multigpu.plugin.train.terminal import (
     duration,
     line,
     numbers_of,
+    print_metrics,
     print_summary,
 )
 
@@ -150,6 +151,21 @@ def test_nerfstudios_option_hides_columns(log: Log, capsys: pytest.CaptureFixtur
     hiding.step(10, **{"Eval Images Metrics": {"psnr": 20.0}, EventName.ETA.value: 5.0})
     said = capsys.readouterr().out
     assert "5 s left" in said and "dB" not in said
+
+
+def test_metrics_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {"psnr": 24.306, "psnr_std": 1.25, "ssim": 0.8123, "ssim_std": math.nan, "fps": 12.34, "num_rays": 5.0}
+    print_metrics(metrics, 8)
+    rows = [[word for word in one.split() if word.isprintable() and word[0].isalnum()] for one in said(capsys)]
+    assert ["8", "held-out", "views"] in rows and ["PSNR", "24.31", "dB", "1.25", "dB"] in rows
+    assert ["SSIM", "0.8123"] in rows and ["LPIPS", "not", "measured"] in rows and ["Images/s", "12.3"] in rows
+    print_metrics({**metrics, "lpips": 0.25, "lpips_std": 0.125, "cc_psnr": 26.0}, 8)
+    text = " ".join(said(capsys))
+    assert "0.2500" in text and "0.1250" in text and "26.00 dB" in text and "not measured" not in text
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
 
 
 def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
