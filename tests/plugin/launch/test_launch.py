@@ -1,6 +1,7 @@
 """Starting and ending workers, through the launcher and through the real `ns-train`, alone and under torchrun."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -96,6 +97,7 @@ def test_workers_run_the_main_module_only_if_they_need_it(tmp_path: Path, kind: 
     words = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), kind]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr
+    assert re.search(r"Starting 2 CPU workers \(\d+ threads? each\)\.", done.stderr)
     assert len(reports(tmp_path)) == 2 and len(list(tmp_path.glob("main-*"))) == times
 
 

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import nerfstudio.configs.base_config  # noqa: F401  # the writer and it import each other, and it must be first
@@ -23,6 +24,7 @@ from ns_multigpu.plugin.train.terminal import (
     print_metrics,
     print_summary,
 )
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 
 NUMBERS = {
     "Train Loss": 0.123456, "Step": {"images_per_s": 97.23, "gaussians": 54275.0, "memory_gib": 3.21, "step_ms": 8.1},
@@ -166,6 +168,15 @@ def test_metrics_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
+
+
+def test_viewers_without_evaluations_are_no_matter_for_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """nerfstudio prints one, although the run summary evaluates."""
+    names = ("viewer", "viewer_legacy", "tensorboard", "wandb", "comet")
+    enabled: Any = {f"is_{name}_enabled": lambda name=name: name == "viewer" for name in names}
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(**enabled))
+    DistributedTrainer._check_viewer_warnings(trainer)
+    assert capsys.readouterr().out == ""
 
 
 def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
