@@ -4,6 +4,7 @@ A subcommand is a function with documented, typed arguments in COMMANDS; tyro cr
 """
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ Colormap = Literal["default", "turbo", "viridis", "magma", "inferno", "cividis",
 
 
 def city(
-    output: Path,
+    output_path: Path,
     blocks: int = 2,
     capture: Literal["aerial", "street"] = "aerial",
     views: int = 200,
@@ -42,7 +43,7 @@ def city(
     """Write a capture of a procedural city, in COLMAP's layout or that of D-NeRF's scenes.
 
     Args:
-        output: Folder to write: images/, sparse/0/ and, on request, depth/; with dnerf train/, val/ and test/.
+        output_path: Folder to write: images/, sparse/0/ and, on request, depth/; with dnerf train/, val/ and test/.
         blocks: Blocks along each side of the city; a block and its road measure 70 m.
         capture: Nadir and oblique views from the air, or views along the roads.
         views: Number of views.
@@ -81,19 +82,20 @@ def city(
         altitude, cache_bytes=0, rig=rig,
     )  # fmt: skip
     if layout == "dnerf":
-        write_dnerf(made, output, overwrite=overwrite, device=where, workers=workers, progress=_progress)
-        print(f"{views} views in {output}: ns-train METHOD --pipeline.model.primitive 4dgs dnerf --data {output}")
+        write_dnerf(made, output_path, overwrite=overwrite, device=where, workers=workers, progress=_progress)
+        moving = f"--pipeline.model.primitive 4dgs dnerf --data {output_path}"
+        print(f"{views} views in {output_path}: ns-train METHOD {moving}")
         return
     write_colmap(
-        made, output, points=points, image_format=image_format, depth=depth, depth_unit=depth_unit,
+        made, output_path, points=points, image_format=image_format, depth=depth, depth_unit=depth_unit,
         overwrite=overwrite, device=where, workers=workers, progress=_progress,
     )  # fmt: skip
-    print(f"{views} views in {output}: ns-train METHOD colmap --data {output} --colmap-path sparse/0")
+    print(f"{views} views in {output_path}: ns-train METHOD colmap --data {output_path}")
 
 
 def export(
     load_config: Path,
-    output: Path,
+    output_path: Path,
     step: int | None = None,
     overwrite: bool = False,
     color: Literal["sh_coeffs", "rgb"] = "sh_coeffs",
@@ -105,7 +107,7 @@ def export(
 
     Args:
         load_config: config.yml in the run's folder.
-        output: File to write: NAME.ply, or NAME.splat for browsers, an eighth of the size and without harmonics.
+        output_path: File to write: NAME.ply, or NAME.splat for browsers, an eighth of the size and without harmonics.
         step: Step of the checkpoint; by default the newest.
         overwrite: Replace the file if it exists.
         color: Colours of a PLY: spherical harmonics, or plain red, green and blue.
@@ -119,24 +121,24 @@ def export(
     from ns_multigpu.plugin.export.splat import export_splat
 
     box = (obb_center, obb_rotation, obb_scale)
-    if output.suffix not in (".ply", ".splat"):
-        raise ValueError(f"--output {output}: give the name of a .ply or .splat file.")
-    if output.suffix == ".splat" and color != "sh_coeffs":
+    if output_path.suffix not in (".ply", ".splat"):
+        raise ValueError(f"--output-path {output_path}: give the name of a .ply or .splat file.")
+    if output_path.suffix == ".splat" and color != "sh_coeffs":
         raise ValueError("--color: a .splat file has plain colours in any case. Leave it out.")
     if None in box and any(part is not None for part in box):
         raise ValueError("A box takes all three: --obb-center, --obb-rotation and --obb-scale.")
     crop = None if None in box else OrientedBox.from_params(*box)  # pyright: ignore[reportArgumentType]
     checkpoint = run_checkpoint(load_config, step)
     progress = functools.partial(_progress, description="Writing Gaussians")
-    if output.suffix == ".splat":
-        kept, total = export_splat(checkpoint, output, overwrite=overwrite, progress=progress, crop=crop)
+    if output_path.suffix == ".splat":
+        kept, total = export_splat(checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop)
     else:
         kept, total = export_ply(
-            checkpoint, output, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb"
+            checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb"
         )
-    reason = "all but transparent, or not finite" + ("" if crop is None else ", or outside the box")
-    left_out = f" ({total - kept} of {total} are {reason})" if kept < total else ""
-    print(f"{kept} Gaussians of {checkpoint} in {output}{left_out}")
+    reason = "transparent or not finite" + ("" if crop is None else ", or outside the box")
+    left_out = f"; left out {total - kept:,} that are {reason}" if kept < total else ""
+    print(f"Wrote {output_path} ({kept:,} Gaussians of {checkpoint.name}{left_out}).")
 
 
 def export_mesh(
@@ -313,11 +315,23 @@ COMMANDS: dict[str, Callable[..., None]] = {
 """Subcommands by name."""
 
 
+_OLD_OUTPUT = re.compile(r"--(?:output|out)(?==|$)")
+
+
+def with_present_names(words: Sequence[str]) -> list[str]:
+    """Return a command line with `--output-path` for its old names `--output` and `--out`, which a note names."""
+    present = [_OLD_OUTPUT.sub("--output-path", word) for word in words]
+    if old := [word.partition("=")[0] for word, now in zip(words, present, strict=True) if word != now]:
+        print(f"ns-multigpu: note: {old[0]} is now called --output-path.", file=sys.stderr)
+    return present
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run a subcommand. Invalid input prints a one-line error and exits with code 1."""
+    words = with_present_names(sys.argv[1:] if args is None else args)
     try:
         tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="ns-multigpu", description="Tools of ns_multigpu.", args=args
+            COMMANDS, prog="ns-multigpu", description="Tools of ns_multigpu.", args=words
         )
     except (ValueError, OSError, RuntimeError) as error:
         print(f"ns-multigpu: error: {error}", file=sys.stderr)

@@ -97,7 +97,7 @@ def run(name: str, command: Sequence[str], status: int, words: Sequence[str], fo
 
 def told(said: Sequence[str], words: Sequence[str]) -> str:
     """Return the part of the output that a user reads: the framed error, lines with the words, or the last lines."""
-    start = next((position for position, line in enumerate(said) if line.startswith("This cannot be started")), None)
+    start = next((position for position, line in enumerate(said) if line.startswith("Cannot start")), None)
     if start is not None:
         return " ".join(line.strip() for line in takewhile(lambda line: line[:1] != "─", said[start + 1 :]))
     found = [line.strip(" │") for line in said if any(word in line for word in words)]

@@ -15,21 +15,19 @@ class PixelOptions:
     """Cells are rebuilt when the work of one is more than this times the mean; above 1."""
 
     wire: Literal["full", "half"] = "full"
-    """Type of pixels and their gradients on the wire: "full" is float32 and changes nothing; "half" is float16 and
-    rounds pixels of other GPUs."""
+    """Precision of communication of pixels and their gradients: full (float32) or half (float16)."""
 
     level_steps: bool = True
     """Views that show different cells come into one step, so that GPUs have level work; False leaves the order of views
     that other strategies have. It makes no difference with one view a step."""
 
     crossing: Literal["none", "ghosts"] = "ghosts"
-    """Splats that overlap another cell: "none" draws them with their own cell, so that the image depends on the
-    cells; "ghosts" sends them to the GPUs of the cells that they overlap, and all is blended by depth as one GPU does
-    it."""
+    """Splats that overlap another cell. none: drawn with their own cell only, so that the image depends on the cells.
+    ghosts: sent to the GPUs of all cells that they overlap, which gives the image of one GPU."""
 
     hide: bool = False
-    """Do not draw a cell in the part of a view where less than 1/1000 of what is seen arrived when the view was drawn
-    last. Visibility is measured each time. It sends less, and may cost quality."""
+    """Skip a cell in the part of a view where less than 1/1000 of its light was visible when the view was drawn last.
+    Sends less, and may cost quality."""
 
     def problem(self) -> str | None:
         """Return the error in the values with its remedy; None if there is none."""

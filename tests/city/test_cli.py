@@ -1,5 +1,6 @@
 """The command `ns-multigpu city`, and what nerfstudio's COLMAP parser makes of its folder."""
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from PIL import Image
 
 from ns_multigpu.city import City, CityCapture
 from ns_multigpu.city.colmap_writer import quaternion
-from ns_multigpu.cli import main
+from ns_multigpu.cli import COMMANDS, main
 
 SMALL = ["--blocks", "1", "--views", "9", "--width", "96", "--height", "64", "--points", "500", "--samples", "1"]
 
@@ -17,7 +18,7 @@ SMALL = ["--blocks", "1", "--views", "9", "--width", "96", "--height", "64", "--
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("city") / "new"
-    main(["city", "--output", str(folder), "--depth", "png", *SMALL])
+    main(["city", "--output-path", str(folder), "--depth", "png", *SMALL])
     return folder
 
 
@@ -82,7 +83,19 @@ def test_quaternions_turn_as_their_matrices_do() -> None:
 
 
 def test_a_time_varying_capture_tells_its_times(tmp_path: Path) -> None:
-    main(["city", "--output", str(tmp_path), "--capture", "street", "--time-varying", "--image-format", "jpg", *SMALL])
+    main(
+        [
+            "city",
+            "--output-path",
+            str(tmp_path),
+            "--capture",
+            "street",
+            "--time-varying",
+            "--image-format",
+            "jpg",
+            *SMALL,
+        ]
+    )
     lines = (tmp_path / "times.txt").read_text().splitlines()
     assert lines[0] == "street_000000.jpg 0.000000" and lines[-1] == "street_000008.jpg 1.000000"
     assert Image.open(tmp_path / "images" / "street_000004.jpg").size == (96, 64)
@@ -101,7 +114,7 @@ def test_bad_values_end_with_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["city", "--output", str(tmp_path / "out"), "--views", "3", *arguments])
+        main(["city", "--output-path", str(tmp_path / "out"), "--views", "3", *arguments])
     assert ended.value.code == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "images").exists()
@@ -111,7 +124,7 @@ def test_folders_that_cannot_be_written_end_with_an_error(tmp_path: Path, capsys
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path, tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(SystemExit) as ended:
-            main(["city", "--output", str(output), *SMALL])
+            main(["city", "--output-path", str(output), *SMALL])
         assert ended.value.code == 1
         assert str(output) in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
@@ -119,8 +132,26 @@ def test_folders_that_cannot_be_written_end_with_an_error(tmp_path: Path, capsys
 
 def test_overwrite_writes_into_a_folder_that_holds_something(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("mine")
-    main(["city", "--output", str(tmp_path), "--overwrite", *SMALL, "--views", "2"])
+    main(["city", "--output-path", str(tmp_path), "--overwrite", *SMALL, "--views", "2"])
     assert (tmp_path / "note.txt").read_text() == "mine" and len(list((tmp_path / "images").iterdir())) == 2
+
+
+@pytest.mark.parametrize("old", ["--output", "--out"])
+def test_old_names_of_the_output_are_taken_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str
+) -> None:
+    for words in ([old, str(tmp_path / "a")], [f"{old}={tmp_path / 'a'}", "--overwrite"]):
+        main(["city", *words, *SMALL, "--views", "2"])
+        assert capsys.readouterr().err.count(f"note: {old} is now called --output-path.") == 1
+        assert (tmp_path / "a/images").is_dir()
+    main(["city", "--output-path", str(tmp_path / "a"), "--overwrite", *SMALL, "--views", "2"])
+    assert "note" not in capsys.readouterr().err
+
+
+def test_every_command_that_writes_names_its_output_alike() -> None:
+    names = {name: set(inspect.signature(command).parameters) for name, command in COMMANDS.items()}
+    assert {name for name, parameters in names.items() if "output_path" not in parameters} == {"plan"}
+    assert not {"output", "output_dir", "out"} & set.union(*names.values())
 
 
 def test_help_names_the_subcommand(capsys: pytest.CaptureFixture[str]) -> None:

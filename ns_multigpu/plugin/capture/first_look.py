@@ -28,6 +28,10 @@ _PATIENCE = 8.0
 """Time limit in seconds; the workers check the remaining headers."""
 
 
+PLACES = (Path("colmap/sparse/0"), Path("sparse/0"))
+"""Folders that are searched without `--colmap-path`: nerfstudio's default, and COLMAP's own."""
+
+
 @dataclass
 class Findings:
     """Result of the check.
@@ -76,12 +80,35 @@ def first_look(datamanager: Any, *, tracks: bool = False) -> Findings:
 # ---- COLMAP's layout ----
 
 
+def find_reconstruction(datamanager: Any) -> str:
+    """Replace the dataparser's `colmap_path` by one of `PLACES` if it is no folder and that one is.
+
+    Args:
+        datamanager: the configuration of a datamanager; unchanged unless its dataparser is COLMAP's.
+
+    Returns:
+        a note if both folders exist; else "".
+    """
+    parser = datamanager.dataparser
+    if not isinstance(parser, ColmapDataParserConfig):
+        return ""
+    data = Path(datamanager.data or parser.data)
+    found = [place for place in PLACES if (data / place).is_dir()]
+    if found and not (data / parser.colmap_path).is_dir():
+        datamanager.dataparser = parser = dataclasses.replace(parser, colmap_path=found[0])
+    others = [place for place in found if place != parser.colmap_path]
+    if len(found) < len(PLACES):
+        return ""
+    used = parser.colmap_path
+    return f"The capture has two reconstructions. {used} is used; for the other: --colmap-path {others[0]}"
+
+
 def colmap_problems(parser: ColmapDataParserConfig) -> tuple[list[str], Reconstruction | None]:
     """Check the reconstruction that a dataparser will read; return the problems and the reconstruction."""
     folder = parser.data / parser.colmap_path
     if not folder.is_dir():
         others = _reconstructions(parser.data)
-        hint = f" There is one in {others[0]}: add --colmap-path {others[0]}" if others else ""
+        hint = f" There is one in {others[0]}: give --colmap-path {others[0]}" if others else ""
         return [f"--colmap-path {parser.colmap_path}: {folder} is no folder.{hint}"], None
     found = look_at(folder)
     problems = list(found.problems)
@@ -170,7 +197,8 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
     path = parser.data if parser.data.suffix == ".json" else parser.data / "transforms.json"
     if not path.is_file():
         others = _reconstructions(parser.data) if parser.data.is_dir() else []
-        hint = f" For COLMAP's layout, end the command with: colmap --colmap-path {others[0]}" if others else ""
+        option = f" --colmap-path {others[0]}" if others and others[0] not in PLACES else ""
+        hint = f" For COLMAP's layout, end the command with: colmap{option}" if others else ""
         found.problems.append(f"{path}: there is no such file.{hint}")
         return []
     found.problems += transforms_problems(parser.data)

@@ -19,7 +19,7 @@ from ns_multigpu.plugin.capture.image_files import Header, read_headers
 from ns_multigpu.plugin.capture.image_reading import ImageReader, ImageType
 from ns_multigpu.plugin.capture.image_store import ImageShape, shape_of
 
-FAULTS = "The capture has {count} fault(s); mend or remove these views, or give another capture:"
+FAULTS = "Cannot train with this capture (problems: {count}):"
 """Headline of the list of a capture's problems."""
 
 

@@ -39,8 +39,8 @@ def stream_for_ns_export() -> None:
         kept, total = export_ply(checkpoint, output, overwrite=True, crop=crop, rgb=exporter.ply_color_mode == "rgb")
     except (InputError, OSError) as error:
         raise SystemExit(f"ns-export: {error}") from error
-    left_out = f"; {total - kept} are all but transparent, or not finite" if kept < total else ""
-    CONSOLE.print(f"{kept} Gaussians of {checkpoint} streamed to {output}{left_out}.", soft_wrap=True)
+    left_out = f"; left out {total - kept:,} that are transparent or not finite" if kept < total else ""
+    CONSOLE.print(f"Wrote {output} ({kept:,} Gaussians of {checkpoint.name}{left_out}).", soft_wrap=True)
     raise SystemExit(0)
 
 

@@ -35,7 +35,7 @@ class PlainError(Exception):
 class InputError(PlainError, ValueError):
     """Error of an invalid request. The message says what is wrong and what to do about it."""
 
-    title = "This cannot be started"
+    title = "Cannot start"
 
 
 class SaveFailed(PlainError, RuntimeError):

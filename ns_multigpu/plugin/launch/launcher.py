@@ -156,9 +156,9 @@ class _Job:
         Returns:
             The first failure, None without one; and whether another attempt would meet it again.
         """
-        threads = os.environ.get("OMP_NUM_THREADS") or max(1, cores() // self.workers)
-        device = self.config.machine.device_type
-        self.say(f"Starting {self.workers} workers on {device}, {threads} processor threads each.")
+        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores() // self.workers))
+        kind = "CPU" if self.config.machine.device_type == "cpu" else "GPU"
+        self.say(f"Starting {self.workers} {kind} workers ({threads} thread{'' if threads == 1 else 's'} each).")
         preload([type(self.config).__module__])
         variables = {OWN_LAUNCHER: "1", "TORCHELASTIC_RESTART_COUNT": str(number)}
         with tempfile.TemporaryDirectory(prefix="ns_multigpu-", ignore_cleanup_errors=True) as folder:

@@ -69,11 +69,24 @@ class RateSchedule:
         """True if the factor changes during the run."""
         return self.at_end != 1.0 or (self.rule == "sqrt-to-none" and self.batch > 1)
 
-    def described(self) -> str:
-        """Return the rates' dependence on the batch in words, for the user."""
-        falling = ", falling to those of one view over the run" if self.rule == "sqrt-to-none" else ""
-        times = "as of one view" if self.rule == "none" else f"times {self.start:.3g}{falling}"
-        return f"Learning rates for {self.batch} views a step: {times} (--batch-scaling {self.rule})."
+    def described(self, views: int | None = None) -> str:
+        """Return the rates' dependence on the batch and their decay in words, for the user.
+
+        Args:
+            views: training views of the capture, if the rule was chosen by them; else None.
+        """
+        images = "1 image" if self.batch == 1 else f"{self.batch} images"
+        text = f"Learning rates: x{self.start:.3g} for {images} per step"
+        if self.batch > 1:
+            text += ", decaying to x1 by the end" if self.rule == "sqrt-to-none" else ""
+            chosen = ""
+            if views is not None:
+                times = self.images / views
+                chosen = f", chosen: each image is seen {times:{',.0f' if times >= 10 else '.2g'}} times"
+            text += f" (--batch-scaling {self.rule}{chosen})"
+        if self.at_end != 1:
+            text += f"; all decay to x{self.at_end:g} over the last {100 * (1 - self.fall_from):.0f} % (--rates-at-end)"
+        return f"{text}."
 
     def at(self, step: int) -> float:
         """Return the factor after so many steps, relative to the first; a decay is exponential in images seen."""

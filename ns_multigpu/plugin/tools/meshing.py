@@ -157,10 +157,12 @@ class Meshing:
         cameras: Cameras = pipeline.datamanager.train_dataset.cameras
         sizes, median = self.sizes(cameras), self._median(primitive)
         requests = [self._request(cameras[k : k + 1]) for k in range(len(cameras))]
-        depths = (
-            f"{len(requests)} training views, {'median' if median else 'expected'} depth up to {sizes.max_depth:.4g}"
+        kind = "median" if median else "expected"
+        CONSOLE.print(
+            f"TSDF fusion of {len(requests)} training views: {kind} depth, limit {sizes.max_depth:.4g}, voxel "
+            f"{sizes.voxel:.4g}, truncation {sizes.truncation:.4g} (model units)",
+            soft_wrap=True,
         )
-        CONSOLE.print(f"{depths}, voxels of {sizes.voxel:.4g}, truncation {sizes.truncation:.4g}", soft_wrap=True)
         fusion = Fusion(sizes.voxel, sizes.truncation, sizes.max_depth) if world.is_main else None
         for view, color, depth in _drawn(pipeline, requests, median, self.least_alpha):
             if fusion is not None:
@@ -178,7 +180,8 @@ class Meshing:
             )
         write_mesh(mesh, self.output)
         counts = f"{len(mesh.vertices):,} vertices, {len(mesh.triangles):,} triangles"
-        CONSOLE.print(f"{counts}, the largest {kept} of {parts} parts: {self.output}", soft_wrap=True)
+        components = f"kept the {kept} largest of {parts:,} connected components"
+        CONSOLE.print(f"Wrote {self.output} ({counts}; {components}).", soft_wrap=True)
 
     def _median(self, primitive: str) -> bool:
         return self.depth != "expected" and PRIMITIVES[primitive].make(Wanted(sh_degree=0)).median

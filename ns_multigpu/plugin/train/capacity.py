@@ -133,7 +133,7 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
     cap = pipeline.model.densifier.limit(cap, _Reported(cap, world))
     if world.is_main:
         text, worrying = describe(found, pipeline.strategy.name, cap, why)
-        CONSOLE.print(Text(text, "bold yellow" if worrying else ""))
+        CONSOLE.print(Text(text, "bold yellow" if worrying else ""), soft_wrap=True)
         for line in expectations(found, pipeline.strategy.name, cap, options.densifier):
             CONSOLE.print(Text(line), soft_wrap=True)
     return found
@@ -154,13 +154,15 @@ def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str
 
 def describe(found: Capacity, strategy: str, cap: int | None, why: str | None = None) -> tuple[str, bool]:
     """Return the line on capacity, and whether it is a warning."""
-    text = f"{found.now:,} Gaussians to begin with."
-    if found.fits is not None:
-        each = "GPU" if found.on_gpu else "worker"
-        text += f" About {found.fits:,} fit in memory ({gib(found.memory)} GiB a {each}, strategy {strategy})."
+    text = f"Gaussians: {found.now:,} at the start, no cap (--pipeline.model.max-gaussians sets one)."
     if cap is not None:
-        chosen = f"; chosen: {why}" if why else ""
-        text += f" Densification stops at {cap:,} (--pipeline.model.max-gaussians{chosen})."
+        reason = why or ("what fits in memory" if cap == found.fits else "")
+        option = f"{reason}; --pipeline.model.max-gaussians" if reason else "--pipeline.model.max-gaussians"
+        text = f"Gaussians: {found.now:,} at the start, cap {cap:,} ({option})."
+    if found.fits is not None:
+        each, fits = "GPU" if found.on_gpu else "worker", found.fits
+        about = f"{fits / 1e6:,.1f} million" if fits >= 1e6 else f"{fits:,}"
+        text += f" About {about} fit in memory ({gib(found.memory)} GiB per {each}, strategy {strategy})."
     worries = []
     if found.fits is not None and found.now > found.fits:
         worries.append("The model may not fit: use splatfacto-tile on more GPUs, fewer views a step, smaller images.")

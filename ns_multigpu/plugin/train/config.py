@@ -23,7 +23,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
 from ns_multigpu.core.dist.world import gpu_places
-from ns_multigpu.plugin.capture.first_look import first_look
+from ns_multigpu.plugin.capture.first_look import find_reconstruction, first_look
 from ns_multigpu.plugin.capture.reading import FAULTS
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, step_of
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
@@ -33,6 +33,7 @@ from ns_multigpu.plugin.launch import checks, quick_imports
 from ns_multigpu.plugin.launch.agreement import manifest_of
 from ns_multigpu.plugin.launch.commands import named_config, resume_command, with_options
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher, use_own_share_of_cores
+from ns_multigpu.plugin.launch.option_help import given
 from ns_multigpu.plugin.launch.processes import cores
 from ns_multigpu.plugin.launch.ranks import Ranks, Start, agree, check_layout
 from ns_multigpu.plugin.launch.removed_options import account_for, take_out
@@ -78,7 +79,7 @@ class RunConfig(TrainerConfig):
     """Training ends once all ranks together have seen this many images, or after max_num_iterations steps. Where steps
     are of rays, an image is as many rays as a training photograph has pixels, on average."""
     steps_per_checksum: int = 500
-    """Steps between checks that all replicas are identical; 0 for none."""
+    """Check every so many steps that all GPUs hold the same values of shared parameters; 0 for never."""
     save_in_background: bool = True
     """Write checkpoints while training goes on. Training waits only until the state is copied to the host's memory; if
     that needs more than a quarter of the available memory, it waits for the disk."""
@@ -169,7 +170,11 @@ class RunConfig(TrainerConfig):
         else:
             machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
             # The experiment's name too: it may come from the capture's folder, whose name may differ between machines.
-            self.experiment_name, self.timestamp = json.loads(agree(ranks, self._begin, manifest=manifest_of(self)))
+            agreed = json.loads(agree(ranks, self._begin, manifest=manifest_of(self)))
+            self.experiment_name, self.timestamp, reconstruction = agreed
+            if reconstruction is not None:
+                datamanager = cast(Any, self.pipeline).datamanager
+                datamanager.dataparser = dataclasses.replace(datamanager.dataparser, colmap_path=Path(reconstruction))
         run_parts().done("first look at the capture")
         with abandoned_unless_begun(self):
             self.prepare()
@@ -210,15 +215,20 @@ class RunConfig(TrainerConfig):
             starts: the starts of all ranks; none without a launcher.
 
         Returns:
-            the names in the folder's path, as JSON: the experiment's, and the time's.
+            as JSON, the names in the folder's path, the experiment's and the time's; and the folder of COLMAP's
+            reconstruction in the capture, null for other captures.
         """
         noted = recall(self.output_dir, starts) if starts else None
+        datamanager = cast(Any, self.pipeline).datamanager
+        if "colmap_path" not in given(sys.argv) and (note := find_reconstruction(datamanager)):
+            CONSOLE.print(Text(f"Note: {note}.", "yellow"), soft_wrap=True)
         if restarts() == 0:
             self._look_at_capture()
         if noted is not None and self.timestamp == "{timestamp}":
             self.timestamp = noted
         self._name_run_folder(starts)
-        return json.dumps([self.experiment_name, self.timestamp])
+        reconstruction = getattr(datamanager.dataparser, "colmap_path", None)
+        return json.dumps([self.experiment_name, self.timestamp, reconstruction and str(reconstruction)])
 
     def _look_at_capture(self) -> None:
         """Check the capture and print notes about it.
@@ -378,24 +388,31 @@ class RunConfig(TrainerConfig):
 
 
 @dataclass
-class DistributedTrainerConfig(RunConfig):
-    """Options of a run that trains splats."""
+class RecipeOption:
+    """The option that `--help` lists first: the fields of a dataclass begin with those of its last base."""
 
-    max_num_images: int | None = 30000
-    """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
-    batch_scaling: ScalingChoice = "auto"
-    """Scaling of learning rates (and with them Adam's betas and eps) with the number of views in a step. "auto" is
-    sqrt-to-none for runs that see each view 100 times or more, and sqrt for others."""
-    rates_at_end: float = 1.0
-    """Factor on learning rates, besides their own schedules, at the end of training; 1 for no decay."""
-    rates_fall_from: float = 0.5
-    """Fraction of the run after which rates decay to rates_at_end, exponentially with the images seen; 0 is the
-    start."""
     recipe: Recipe = "splatfacto"
     """Preset of the options that decide image quality; options that you give take precedence. "splatfacto" has the
     values of nerfstudio's splatfacto; "best" gives the best held-out images that we know how to get
     (docs/use/recipes.md).
     """
+
+
+@dataclass
+class DistributedTrainerConfig(RunConfig, RecipeOption):
+    """Options of a run that trains splats."""
+
+    max_num_images: int | None = 30000
+    """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
+    batch_scaling: ScalingChoice = "auto"
+    """Scaling of learning rates, Adam's betas and eps with the batch size: by its square root (sqrt), the same decaying
+    to no scaling by the end (sqrt-to-none), in proportion (linear), or none. auto: sqrt-to-none if each image is seen
+    100 times or more, else sqrt."""
+    rates_at_end: float = 1.0
+    """Factor on learning rates, besides their own schedules, at the end of training; 1 for no decay."""
+    rates_fall_from: float = 0.5
+    """Fraction of the run after which rates decay to rates_at_end, exponentially with the images seen; 0 is the
+    start."""
 
     def rate_schedule(self, batch: int, views: int) -> RateSchedule:
         """Return the schedule of learning rates if each step sees `batch` images of a capture of `views` training

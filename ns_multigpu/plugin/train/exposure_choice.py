@@ -20,7 +20,7 @@ LOOKED_AT = 64
 
 
 def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
-    """Decide, before training, whether the model has colour maps, and print an automatic choice. Every rank calls it.
+    """Decide, before training, whether the model has colour maps, and print the choice. Every rank calls it.
 
     Raises:
         InputError: the option conflicts with another one.
@@ -31,12 +31,17 @@ def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
             f"--pipeline.model.exposure {config.exposure} and --pipeline.model.use-bilateral-grid True both correct "
             "the exposure of views. Leave out one of them."
         )
-    if config.exposure != "auto":
-        return
-    found = exposures_of(datamanager, model.seed_points, world)
-    if found is not None and differ(found):
-        exposures.add(model)
-    CONSOLE.print(described(found), soft_wrap=True)
+    if config.exposure == "auto":
+        found = exposures_of(datamanager, model.seed_points, world)
+        if found is not None and differ(found):
+            exposures.add(model)
+        CONSOLE.print(described(found), soft_wrap=True)
+    else:
+        text = {"off": "no correction", "affine": "a correction per photograph"}[config.exposure]
+        option = f"exposure {config.exposure}"
+        if config.use_bilateral_grid:
+            text, option = "a bilateral grid per photograph", "use-bilateral-grid True"
+        CONSOLE.print(f"Exposure: {text} (--pipeline.model.{option}).", soft_wrap=True)
     run_parts().done("exposure of the photographs")
 
 
@@ -78,5 +83,5 @@ def described(found: Exposures | None) -> str:
         )
     measured = f"Exposure: the photographs differ by {found.spread:.2f} stops"
     if differ(found):
-        return f"{measured}, so each has a learned correction (--pipeline.model.exposure off has none)."
+        return f"{measured}, so each has a correction, which is trained (--pipeline.model.exposure off has none)."
     return f"{measured}, so they need no correction."

@@ -75,14 +75,13 @@ class DistributedPipelineConfig(RunPipelineConfig):
     transport: Annotated[
         Literal["auto", "peer", "collective"], Only("pipeline.strategy", "batch", "tile", "locality")
     ] = "auto"
-    """Transport of splats and their gradients if points are sharded: "peer" reads and writes the other GPUs' memory
-    (one machine with NVLink or peer access); "collective" uses torch.distributed, with the same results."""
+    """GPU-to-GPU transfer: peer (NVLink or P2P on one machine) or collective (NCCL), with the same results. auto: peer
+    where it is available."""
     tile_lists: Annotated[Literal["gather", "sort"], Only("pipeline.strategy", "tile")] = "gather"
     """Construction of each tile's list of splats if points are sharded: with "gather" each rank sorts what it draws;
     "sort" is one merge-path sort of all splats over all GPUs. The lists are the same."""
     wire: Annotated[Literal["full", "half"], Only("pipeline.strategy", "tile", "locality")] = "full"
-    """Format in which collective transport exchanges splats and their gradients: "full" is float32 and exact; "half" is
-    float16 for all but positions and depths, with rounding, except for each rank's own splats."""
+    """Precision of communication by collectives: full (float32) or half (float16 for all but positions and depths)."""
 
     @property
     def options(self) -> Any:

@@ -23,6 +23,7 @@ from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.render import team, viewer
 from ns_multigpu.plugin.render.evaluation import HeldOut, RenderedView, held_out_quality, rendered_views
 from ns_multigpu.plugin.render.service import RenderService
+from ns_multigpu.plugin.train.terminal import print_metrics
 
 
 @dataclass
@@ -243,7 +244,10 @@ class RunPipeline(VanillaPipeline, ABC):
         for part in all_gather_objects(rows, self.world):
             gathered.update(part)
         # Keep the order of the views, so that the mean has the same bits on every world size.
-        return means([gathered[index] for index in sorted(gathered)], deviations=get_std)
+        result = means([gathered[index] for index in sorted(gathered)], deviations=get_std)
+        if not self.trains and self.world.is_main:  # ns-eval and ns-multigpu eval
+            print_metrics(result, len(gathered))
+        return result
 
     def _with_helpers(self, method: str, *args: Any) -> Any:
         """Call a method on rank 0, which is this process, and on its helpers."""

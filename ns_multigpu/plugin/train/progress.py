@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -117,20 +118,20 @@ class ProgressLog:
         values = torch.stack([share.detach().float().reshape(()) for share in shares.values()]).tolist()
         crossed = float(self._world.traffic.between_since("log"))
         since, seconds = self._since(step, entry.images), timer.cut()
-        own, count = list(entry.by_rank.values()), len(values) + len(entry.by_rank)
+        own, count, peak = list(entry.by_rank.values()), len(values) + len(entry.by_rank), peak_memory(self._world)
 
         def finish() -> None:
             taken = seconds()
             # Gather everything in one collective over the host: each would be waited for.
             parts = (taken.get(part, 0.0) for part in _PARTS)
-            table = all_gather_floats([*values, *own, *parts, crossed], self._world)
+            table = all_gather_floats([*values, *own, *parts, crossed, peak], self._world)
             summed = summed_up(list(shares), [row[: len(values)] for row in table])
             columns = zip(*(row[len(values) : count] for row in table), strict=True)
             by_rank = {name: list(column) for name, column in zip(entry.by_rank, columns, strict=False)}
-            more = {**entry.row, **entry.derived(by_rank), **further}
+            more = {**entry.row, **entry.derived(by_rank), **further, "memory_gib": max(row[-1] for row in table)}
             if self._world.machines > 1:
-                more["bytes_between_machines"] = sum(row[-1] for row in table) / since.steps
-            row = self._row(since, [row[count:-1] for row in table], summed, more)
+                more["bytes_between_machines"] = sum(row[-2] for row in table) / since.steps
+            row = self._row(since, [row[count:-2] for row in table], summed, more)
             if "psnr" in summed and (warning := self.psnr.look(summed["psnr"], step)) and self._world.is_main:
                 CONSOLE.print(Text(warning, "bold yellow"), soft_wrap=True)
             metrics = {"psnr": summed["psnr"], **entry.metrics}
@@ -229,6 +230,13 @@ class ProgressLog:
         if self._world.is_main and (steps > 0 or not file.exists()):
             self._write(file.name, "w", json.dumps(summary, indent=2) + "\n")
             run_parts().add_exit(file, "run summary and exit")
+
+
+def peak_memory(world: World) -> float:
+    """Return the most memory that this rank has held, GiB: of its GPU, or of its process if it computes on the CPU."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def summed_up(names: Sequence[str], shares: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -72,8 +72,8 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
     kind = PRIMITIVES[config.pipeline.model.primitive]
     if ("densifier", "mcmc") in kind.lacks:
         vars(config)[_RECIPE_LINE] = (
-            f"Recipe {config.recipe} is MCMC, which {kind.title} cannot follow: they keep the densifier default, and "
-            "the recipe sets nothing (docs/use/recipes.md)"
+            f"Recipe: splatfacto. {config.recipe} is MCMC, which {kind.title} do not support: it sets nothing "
+            "(docs/use/recipes.md)."
         )
         return
     batch = config.pipeline.batch(ranks)
@@ -88,9 +88,10 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
         setattr(place, last, value)
         if value is not None:
             recipe_lines.append(f"--{name.replace('_', '-')} {value}")
-    vars(config)[_RECIPE_LINE] = f"Recipe {config.recipe}: {' '.join(recipe_lines)} (docs/use/recipes.md)"
+    vars(config)[_RECIPE_LINE] = f"Recipe: {config.recipe} ({' '.join(recipe_lines)}; docs/use/recipes.md)."
 
 
 def recipe_lines(config: Any) -> list[str]:
-    """Return the lines on the recipe for the start of a run: one, or none with splatfacto's."""
-    return [vars(config)[_RECIPE_LINE]] if _RECIPE_LINE in vars(config) else []
+    """Return the lines on the recipe for the start of a run: one."""
+    better = " (--recipe best gives better images)" if config.recipe == "splatfacto" else ""
+    return [vars(config).get(_RECIPE_LINE, f"Recipe: {config.recipe}{better}.")]

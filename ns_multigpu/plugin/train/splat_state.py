@@ -129,11 +129,14 @@ class SplatState:
 
     def _report(self, opened: Opened, now: state.Clock) -> list[str]:
         values, before = opened.values, _clock(opened)
-        origin = f"{values['ranks']} worker(s), {before.batch} images a step" if values else "nerfstudio's own trainer"
         lines = [
-            f"Resumed from {opened.path}: {before.images} images seen, {self._pipeline.model.total_points} Gaussians, "
-            f"written by {origin}. Going on with step {now.steps} at {now.batch} images a step."
+            f"Resuming at step {now.steps:,} from {opened.path}: {before.images:,} images seen, "
+            f"{self._pipeline.model.total_points:,} Gaussians, {_per_step(now.batch)}."
         ]
+        if not values:
+            lines.append("It was written by nerfstudio's own trainer.")
+        elif (values["ranks"], before.batch) != (self._world.size, now.batch):
+            lines.append(f"It was written by {values['ranks']} worker(s) with {_per_step(before.batch)}.")
         if now.images != before.images:
             lines.append(f"Its last {before.images - now.images} images begin the next step, and are seen twice.")
         kept, keeps = values.get("optimizer_state", "full"), self._pipeline.model.config.optimizer_state
@@ -201,6 +204,10 @@ def _by(key: str) -> str:
 
 def _short(key: str) -> str:
     return key.removeprefix("_model.").removeprefix("gauss_params.")
+
+
+def _per_step(batch: int) -> str:
+    return f"{batch} image{'' if batch == 1 else 's'} per step"
 
 
 def _clock(opened: Opened) -> state.Clock:

@@ -46,9 +46,9 @@ class SplatObjective(Objective):
     def build_optimizers(self) -> BatchOptimizers:
         """Return optimizers scaled for the batch; see `Objective.build_optimizers`."""
         config, pipeline = self.config, self.pipeline
-        rate_schedule = config.rate_schedule(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
-        if rate_schedule.batch > 1:
-            CONSOLE.print(rate_schedule.described())
+        views = len(pipeline.datamanager.train_dataset)
+        rate_schedule = config.rate_schedule(pipeline.batch_size, views)
+        CONSOLE.print(rate_schedule.described(views if config.batch_scaling == "auto" else None), soft_wrap=True)
         compact = names(pipeline.model.schema) if pipeline.model.config.optimizer_state == "compact" else ()
         fused = config.fused_steps == "always" or bool(compact)
         spread = pipeline.model.spread_parameters()
@@ -247,7 +247,8 @@ class PartitionPicture:
         except OSError as error:
             CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
         else:
-            CONSOLE.print(f"Who owns which points is shown in {file}.", soft_wrap=True)
+            device = "GPU" if world.device.type == "cuda" else "worker"
+            CONSOLE.print(f"Map of which {device} stores which Gaussians: {file}", soft_wrap=True)
 
 
 def changes_of(densifier: Any) -> dict[str, float]:

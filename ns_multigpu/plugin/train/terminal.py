@@ -1,9 +1,9 @@
-"""Terminal output of a run: a table redrawn in place, or a line per print without a terminal, and a box at the end."""
+"""Terminal output of a run: a table, or lines without a terminal, and a box at the end."""
 
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from nerfstudio.utils import writer
 from nerfstudio.utils.decorators import check_main_thread
 from nerfstudio.utils.rich_utils import CONSOLE
-from nerfstudio.utils.writer import EventName, LocalWriter
+from nerfstudio.utils.writer import EventName, EventType, LocalWriter
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -19,8 +19,14 @@ from rich.text import Text
 
 from ns_multigpu.plugin.launch.commands import commands_afterwards
 
-_BETWEEN_LINES = 5.0
-"""Minimum seconds between two lines without a terminal."""
+_BETWEEN_LINES, _BETWEEN_ROWS = 5.0, 1.0
+"""Minimum seconds between two lines without a terminal, and between two rows of the table on one."""
+
+_LOSS = "Train Loss"
+"""Name of the training loss among the events of nerfstudio's writers."""
+
+_WIDTHS = {"Loss": 8, "Images/s": 10, "Gaussians": 12, "Memory": 11, "Test PSNR": 11, "Left": 12}
+"""Columns of the table and their widths; with the step's 16 they need 80 characters."""
 
 FAR_BELOW = 6.0
 """dB by which training's PSNR must fall below its best before a warning. A reset of opacities, and a higher resolution,
@@ -28,44 +34,110 @@ cost less, and only briefly."""
 
 
 class TerminalLog(LocalWriter):
-    """nerfstudio's table if stdout is a terminal; else a line every few seconds."""
+    """One row per log of training, every few seconds: of a table if stdout is a terminal, else a line.
 
-    _last = float("-inf")
+    A row's numbers come in several writes, since evaluations and deferred logs have their own. The loss is the last. A
+    PSNR stands in the next row that is printed.
+
+    Args:
+        config: nerfstudio's `LocalWriterConfig`. banner_messages: lines above the table.
+    """
+
+    def __init__(self, config: Any, banner_messages: list[str] | None = None) -> None:
+        super().__init__(config, banner_messages)
+        self._latest: dict[str, Any] = {}
+        self._last = float("-inf")
+        # nerfstudio evaluates during training only if there are writers besides this one, which is the last.
+        self._table = ProgressTable(config.max_log_size, evaluates=bool(writer.EVENT_WRITERS))
+        self._banner = banner_messages or []
 
     @check_main_thread
     def write_stats_log(self, step: int) -> None:
-        """See nerfstudio's."""
-        if sys.stdout.isatty():
-            super().write_stats_log(step)
-        elif step % writer.GLOBAL_BUFFER["steps_per_log"] == 0:
-            self._print_line()
+        """Collect the numbers to be written; print a row if a step's loss is among them and a row is due."""
+        numeric = [event for event in writer.EVENT_STORAGE if event["write_type"] is not EventType.IMAGE]
+        self._latest.update({event["name"]: event["event"] for event in numeric})
+        losses = [event["step"] for event in numeric if event["name"] == _LOSS]
+        if not losses:
+            return
+        step, steps, on_terminal = losses[-1], writer.GLOBAL_BUFFER["max_iter"], sys.stdout.isatty()
+        apart = _BETWEEN_ROWS if on_terminal else _BETWEEN_LINES
+        if time.monotonic() - self._last < apart and step + 1 < steps:
+            return
+        numbers = numbers_of(self._latest)
+        self._last, self._latest = time.monotonic(), {}
+        for name, event in (("Test PSNR", EventName.CURR_TEST_PSNR), ("Left", EventName.ETA)):
+            if event.value not in self.stats_to_track:
+                numbers.pop(name, None)
+        if not on_terminal:
+            print(line(step, steps, numbers), flush=True)
+            return
+        banner, self._banner = self._banner, []
+        print(*banner, self._table.row(step, steps, numbers), sep="\n", flush=True)
 
-    def _print_line(self) -> None:
-        latest = {event["name"]: event["event"] for event in writer.EVENT_STORAGE}
-        evaluated = EventName.CURR_TEST_PSNR.value in latest
-        due = time.monotonic() - self._last >= _BETWEEN_LINES and EventName.ITER_TRAIN_TIME.value in latest
-        if evaluated or due:
-            self._last = time.monotonic()
-            print(line(writer.GLOBAL_BUFFER["step"], writer.GLOBAL_BUFFER["max_iter"], latest), flush=True)
 
-
-def line(step: int, steps: int, latest: Mapping[str, Any]) -> str:
-    """Return a run's progress in one line.
+def numbers_of(latest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the numbers of a row as text, by column; a column without a number is left out.
 
     Args:
-        step: the step. steps: the total number.
-        latest: nerfstudio's numbers, by name.
+        latest: the events of nerfstudio's writers, by name.
     """
-    parts = [f"step {step:,} of {steps:,} ({100 * step / max(steps, 1):.0f} %)"]
-    if (seconds := latest.get(EventName.ITER_TRAIN_TIME.value)) is not None:
-        parts.append(f"{1e3 * seconds:.3g} ms a step")
-    if (loss := latest.get("Train Loss")) is not None:
-        parts.append(f"loss {float(loss):.4f}")
-    if (psnr := latest.get(EventName.CURR_TEST_PSNR.value)) is not None:
-        parts.append(f"{float(psnr):.2f} dB on a held-out view")
-    if (left := latest.get(EventName.ETA.value)) is not None:
-        parts.append(f"{duration(left)} left")
-    return ", ".join(parts)
+    row = latest.get("Step", {})
+    evaluated = latest.get("Eval Images Metrics Dict (all images)", latest.get("Eval Images Metrics", {}))
+    found: dict[str, tuple[Any, Callable[[float], str]]] = {
+        "Loss": (latest.get(_LOSS), lambda loss: f"{loss:.4f}"),
+        "Images/s": (row.get("images_per_s"), lambda rate: f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"),
+        "Gaussians": (row.get("gaussians"), lambda count: f"{count:,.0f}"),
+        "Memory": (row.get("memory_gib"), lambda gib: f"{gib:.1f} GiB"),
+        "Test PSNR": (evaluated.get("psnr"), lambda psnr: f"{psnr:.2f} dB"),
+        "Left": (latest.get(EventName.ETA.value), duration),
+    }
+    return {name: text(float(value)) for name, (value, text) in found.items() if value is not None}
+
+
+def line(step: int, steps: int, numbers: Mapping[str, str]) -> str:
+    """Return a row of the table as one line, for a file or a pipe.
+
+    Args:
+        step: the step. steps: the total number. numbers: see `numbers_of`.
+    """
+    phrases = {
+        "Loss": "loss {}", "Images/s": "{} images/s", "Gaussians": "{} Gaussians", "Memory": "{} memory",
+        "Test PSNR": "{} on held-out views", "Left": "{} left",
+    }  # fmt: skip
+    parts = [f"step {step:,} of {steps:,} ({_percent(step, steps)})"]
+    return ", ".join(parts + [phrases[name].format(text) for name, text in numbers.items()])
+
+
+class ProgressTable:
+    """Table of training, one row after another: redrawing it in place would overwrite messages between its rows.
+
+    Args:
+        rows: number of rows after which the header is repeated; 0 for never.
+        evaluates: whether held-out views are evaluated during training.
+    """
+
+    def __init__(self, rows: int, *, evaluates: bool) -> None:
+        self._rows, self._printed, self._evaluates = rows, 0, evaluates
+        self._columns: list[str] = []
+
+    def row(self, step: int, steps: int, numbers: Mapping[str, str]) -> str:
+        """Return a row, below the header if that is due.
+
+        Args:
+            step: the step. steps: the total number. numbers: see `numbers_of`; the first row's decide on the columns.
+        """
+        later = {"Test PSNR"} if self._evaluates else set[str]()
+        columns = self._columns or [name for name in _WIDTHS if name in {*numbers, *later}]
+        lines = [f"{'Step':<16}" + "".join(f"{name:>{_WIDTHS[name]}}" for name in columns)]
+        if self._printed and not (self._rows and self._printed % self._rows == 0):
+            lines = []
+        texts = "".join(f"{numbers.get(name, ''):>{_WIDTHS[name]}}" for name in columns)
+        self._columns, self._printed = columns, self._printed + 1
+        return "\n".join([*lines, f"{f'{step:,} ({_percent(step, steps)})':<16}{texts}"])
+
+
+def _percent(step: int, steps: int) -> str:
+    return f"{100 * step / max(steps, 1):.0f} %"
 
 
 @contextmanager
@@ -102,6 +174,27 @@ def print_summary(lines: Sequence[tuple[str, str]], commands: Sequence[tuple[str
         CONSOLE.print(Text(f"{name}:\n  {command}"), soft_wrap=True)
 
 
+def print_metrics(metrics: Mapping[str, float], views: int) -> None:
+    """Print the metrics of held-out views as a table.
+
+    Args:
+        metrics: means by nerfstudio's names, and standard deviations as `<metric>_std`; LPIPS may be missing.
+        views: number of views.
+    """
+    forms = {
+        "psnr": ("PSNR", "{:.2f} dB"), "cc_psnr": ("PSNR, corrected colours", "{:.2f} dB"), "ssim": ("SSIM", "{:.4f}"),
+        "lpips": ("LPIPS", "{:.4f}"), "fps": ("Images/s", "{:.3g}"),
+    }  # fmt: skip
+    table = Table("Metric", "Mean", "Std. dev.", title=f"{views} held-out views")
+    for name, (title, form) in forms.items():
+        mean, deviation = metrics.get(name, math.nan), metrics.get(f"{name}_std", math.nan)
+        if math.isfinite(mean):
+            table.add_row(title, form.format(mean), form.format(deviation) if math.isfinite(deviation) else "")
+        elif name == "lpips":
+            table.add_row(title, "not measured", "")
+    CONSOLE.print(table)
+
+
 def say_how_it_went(trainer: Any, folder: Path, held_out: Any) -> None:
     """Print the summary of a run and commands for next actions.
 
@@ -113,7 +206,7 @@ def say_how_it_went(trainer: Any, folder: Path, held_out: Any) -> None:
     steps = trainer.step + 1
     seen, taken = steps * batch, (steps - trainer._start_step) * batch
     lines = [
-        (unit.capitalize(), f"{seen:,}" if taken == seen else f"{seen:,}, {taken:,} of them now"),
+        (unit.capitalize(), f"{seen:,}" if taken == seen else f"{seen:,} ({taken:,} since resuming)"),
         ("Training", f"{duration(trainer.progress.seconds)}, {taken / trainer.progress.seconds:,.0f} {unit} a second"),
         *((name.capitalize(), f"{count:,}") for name, count in trainer.objective.size().items()),
         ("Run folder", str(folder)),

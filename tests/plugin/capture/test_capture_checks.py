@@ -194,7 +194,7 @@ def test_all_bad_files_of_both_splits_are_listed_on_every_rank(tmp_path: Path) -
     messages = run_ranks(_every_fault_at_once, 2, folder)
     assert messages[0] == messages[1]
     for said in (
-        "6 fault(s)", "photo_04.png: there is no such file", "photo_05.png: there is no such file",
+        "problems: 6", "photo_04.png: there is no such file", "photo_05.png: there is no such file",
         "photo_07.png: it is truncated", "photo_08.png: it has 20x16 pixels and its camera 24x16",
         "mask_10.png: the mask has 20x16 pixels", "photo_11.png: it is truncated or unreadable",
     ):  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_pose_that_is_no_number_does_not_blame_the_others(tmp_path: Path, valu
         matrix[0][3] = value
         edit(folder, frame, transform_matrix=matrix)
     message = _refused(folder, World.single())
-    assert "2 fault(s)" in message and "photo_03.png: its pose is NaN" in message and "photo_07" in message
+    assert "problems: 2" in message and "photo_03.png: its pose is NaN" in message and "photo_07" in message
 
 
 def test_poses_and_intrinsics_of_a_whole_capture(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_poses_and_intrinsics_of_a_whole_capture(tmp_path: Path) -> None:
         matrix = meta["frames"][frame]["transform_matrix"]
         edit(folder, frame, transform_matrix=[[2 * v for v in row[:3]] + row[3:] for row in matrix])
     message = _refused(folder, World.single())
-    assert "2 fault(s)" in message and "photo_02.png: its pose is not rigid" in message and "photo_04" in message
+    assert "problems: 2" in message and "photo_02.png: its pose is not rigid" in message and "photo_04" in message
     folder = write_capture(tmp_path / "focal", fl_x=0.0)
     assert _refused(folder, World.single()).count("its focal length is zero") == 12
     folder = write_capture(tmp_path / "model", camera_model="EQUIRECTANGULAR")

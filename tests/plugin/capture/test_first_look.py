@@ -1,5 +1,6 @@
 """Messages about a capture before any worker starts."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from PIL import Image
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
-from ns_multigpu.plugin.capture.first_look import Findings, first_look
+from ns_multigpu.plugin.capture.first_look import PLACES, Findings, find_reconstruction, first_look
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from tests.lib import captures
@@ -73,11 +74,44 @@ def test_where_the_reconstruction_is(tmp_path: Path) -> None:
     write_capture(tmp_path)
     parser = ColmapDataParserConfig(data=tmp_path)
     (problem,) = first_look(DistributedDataManagerConfig(dataparser=parser)).problems
-    assert "--colmap-path colmap/sparse/0" in problem and "add --colmap-path sparse/0" in problem
+    assert "--colmap-path colmap/sparse/0" in problem and "give --colmap-path sparse/0" in problem
     (problem,) = first_look(DistributedDataManagerConfig(data=tmp_path)).problems  # nerfstudio's format is the default
-    assert "transforms.json: there is no such file" in problem and "colmap --colmap-path sparse/0" in problem
+    assert "transforms.json: there is no such file" in problem and problem.endswith("end the command with: colmap")
+    (tmp_path / "sparse/0").rename(tmp_path / "sparse/1")
+    (problem,) = first_look(DistributedDataManagerConfig(data=tmp_path)).problems
+    assert problem.endswith("colmap --colmap-path sparse/1")
     (problem,) = look(tmp_path / "nowhere").problems
     assert f"--data {tmp_path}/nowhere" in problem
+
+
+@pytest.mark.parametrize("there", ["sparse/0", "colmap/sparse/0"])
+@pytest.mark.parametrize("given", ["colmap/sparse/0", "sparse/0", "elsewhere"])
+def test_the_only_reconstruction_is_found(tmp_path: Path, there: str, given: str) -> None:
+    (tmp_path / there).mkdir(parents=True)
+    config = DistributedDataManagerConfig(
+        data=tmp_path, dataparser=ColmapDataParserConfig(colmap_path=Path(given), load_3D_points=False)
+    )
+    parser: Any = config.dataparser
+    assert find_reconstruction(config) == ""
+    assert config.dataparser == dataclasses.replace(parser, colmap_path=Path(there))
+    assert parser.colmap_path == Path(given), "a parser that methods may share is unchanged"
+
+
+@pytest.mark.parametrize("given", ["colmap/sparse/0", "sparse/0"])
+def test_of_two_reconstructions_the_one_that_is_used_is_named(tmp_path: Path, given: str) -> None:
+    for place in PLACES:
+        (tmp_path / place).mkdir(parents=True)
+    parser = ColmapDataParserConfig(data=tmp_path, colmap_path=Path(given))
+    config = DistributedDataManagerConfig(dataparser=parser)
+    (other,) = (place for place in PLACES if place != Path(given))
+    note = find_reconstruction(config)
+    assert f". {given} is used" in note and note.endswith(f"--colmap-path {other}") and config.dataparser is parser
+
+
+def test_no_reconstruction_is_looked_for_without_colmap(tmp_path: Path) -> None:
+    (tmp_path / "sparse/0").mkdir(parents=True)
+    config = DistributedDataManagerConfig(data=tmp_path, dataparser=NerfstudioDataParserConfig())
+    assert find_reconstruction(config) == "" and config.dataparser == NerfstudioDataParserConfig()
 
 
 def test_points_are_missed_only_where_they_are_asked_for(tmp_path: Path) -> None:

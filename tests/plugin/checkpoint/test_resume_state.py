@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.train import resume
+from ns_multigpu.plugin.checkpoint.training_state import Clock
+from ns_multigpu.plugin.train import resume, splat_state
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import differing, everything, start
 from tests.lib.training_run import write_capture
@@ -59,6 +61,29 @@ def test_what_is_known_of_views_is_learnt_again(
     after = start(ALONE, tmp_path / "other", tmp_path / "after", 10, **tile, load_dir=before.checkpoint_dir, **options)
     assert after.pipeline.strategy.assignment.state() == (LEARNT if same else [])
     assert any(OTHERS in line for line in said) != same
+    assert said[0].startswith("Resuming at step 5 from ") and said[0].endswith(" 1 image per step.")
+    assert not any("written by" in line for line in said), "by as many workers, with as many images per step"
+
+
+def test_a_resumed_run_says_what_it_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splat_state, "_clock", lambda _: Clock(1000, 4))
+    monkeypatch.setattr(splat_state, "_views", lambda _: 3)
+    model = SimpleNamespace(total_points=1500, config=SimpleNamespace(optimizer_state="full"))
+    model.densifier = SimpleNamespace(kind="default")
+    made: Any = (None, World.single(), SimpleNamespace(model=model, datamanager=None), None)
+    values = {"ranks": 4, "densifier": {"kind": "default"}, "views": 3}
+
+    def report(values: dict[str, Any], batch: int) -> list[str]:
+        opened: Any = SimpleNamespace(path="a.ckpt", values=values)
+        return splat_state.SplatState(*made)._report(opened, Clock(4000 // batch, batch))
+
+    first, origin = report(values, 2)
+    assert first == "Resuming at step 2,000 from a.ckpt: 4,000 images seen, 1,500 Gaussians, 2 images per step."
+    assert origin == "It was written by 4 worker(s) with 4 images per step."
+    assert report({**values, "ranks": 1}, 4) == [
+        first.replace("2,000", "1,000").replace("2 images per", "4 images per")
+    ]
+    assert "written by nerfstudio's own trainer" in report({}, 1)[1]
 
 
 def _tile(world: World, capture: Path, out: Path) -> dict[str, Any]:

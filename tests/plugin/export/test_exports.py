@@ -99,13 +99,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     def run(output: str, *words: str) -> str:
         try:
-            main(["export", "--load-config", str(config), "--output", str(tmp_path / output), *words])
+            main(["export", "--load-config", str(config), "--output-path", str(tmp_path / output), *words])
         except SystemExit:
             return capsys.readouterr().err
         return capsys.readouterr().out
 
     box = ("--obb-center", "0", "0", "0", "--obb-rotation", "0", "0", "0", "--obb-scale", "2", "2", "2")
-    assert "or outside the box" in run("a.splat", *box) and "are all but transparent" in run("a.ply", "--color", "rgb")
+    assert "or outside the box" in run("a.splat", *box) and "that are transparent or not finite)" in run(
+        "a.ply", "--color", "rgb"
+    )
     assert b"property uchar red" in (tmp_path / "a.ply").read_bytes()[:600]
     assert "give the name of a .ply or .splat" in run("a.spz")
     assert "plain colours in any case" in run("b.splat", "--color", "rgb")

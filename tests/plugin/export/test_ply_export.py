@@ -173,19 +173,19 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         sharded(run / "nerfstudio_models", points(40 + step), step)
     config = run / "config.yml"
     config.write_text("of a run that lies elsewhere now")
-    cli.main(["export", "--load-config", str(config), "--output", str(output)])
-    assert "of 52 are all but transparent" in capsys.readouterr().out
+    cli.main(["export", "--load-config", str(config), "--output-path", str(output)])
+    assert "left out" in capsys.readouterr().out
     first = output.read_bytes()
     with pytest.raises(SystemExit):
-        cli.main(["export", "--load-config", str(config), "--output", str(output), "--step", "5"])
+        cli.main(["export", "--load-config", str(config), "--output-path", str(output), "--step", "5"])
     assert "exists already" in capsys.readouterr().err and output.read_bytes() == first
-    cli.main(["export", "--load-config", str(config), "--output", str(output), "--step", "5", "--overwrite"])
-    assert "of 45 are" in capsys.readouterr().out and output.read_bytes() != first
+    cli.main(["export", "--load-config", str(config), "--output-path", str(output), "--step", "5", "--overwrite"])
+    assert "Gaussians of step-" in capsys.readouterr().out and output.read_bytes() != first
     with pytest.raises(InputError, match=r"no such step; there are 5, 12"):
         run_checkpoint(config, 7)
     with pytest.raises(InputError, match="there is no such file"):
         run_checkpoint(run / "nothing.yml", None)
     states_folder(run / "nerfstudio_models").rename(tmp_path / "lost")
     with pytest.raises(SystemExit):
-        cli.main(["export", "--load-config", str(config), "--output", str(output), "--overwrite"])
+        cli.main(["export", "--load-config", str(config), "--output-path", str(output), "--overwrite"])
     assert "Move or copy a run with its whole folder" in capsys.readouterr().err

@@ -28,9 +28,7 @@ def uncaught(what: str, before: str = "", **variables: str) -> tuple[int, str]:
     return run(program, **variables)
 
 
-@pytest.mark.parametrize(
-    ("kind", "title"), [("InputError", "This cannot be started"), ("SaveFailed", "The model is not saved")]
-)
+@pytest.mark.parametrize(("kind", "title"), [("InputError", "Cannot start"), ("SaveFailed", "The model is not saved")])
 def test_a_plain_error_is_its_message(kind: str, title: str) -> None:
     sentence = "There is no room for what this run has learned, " + "and so it goes " * 6
     status, said = uncaught(f"raise errors.{kind}({sentence!r} + '\\n\\n  ' + {COMMAND!r})")

@@ -1,6 +1,7 @@
 """Starting and ending workers, through the launcher and through the real `ns-train`, alone and under torchrun."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -96,6 +97,7 @@ def test_workers_run_the_main_module_only_if_they_need_it(tmp_path: Path, kind: 
     words = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), kind]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr
+    assert re.search(r"Starting 2 CPU workers \(\d+ threads? each\)\.", done.stderr)
     assert len(reports(tmp_path)) == 2 and len(list(tmp_path.glob("main-*"))) == times
 
 
@@ -268,7 +270,7 @@ def test_machines_of_unequally_many_workers_are_refused_everywhere(tmp_path: Pat
     for text in said:
         assert f"machine 0 ({host}) has 2, machine 1 ({host}) has 1" in text and "Traceback" not in text
     assert "Give torchrun the same --nproc-per-node" in said[0] and "Give torchrun the same" in said[2]
-    assert f"This cannot be started (rank 2 on machine 1 ({host}))" in said[2]
+    assert f"Cannot start (rank 2 on machine 1 ({host}))" in said[2]
     assert said[1].startswith(f"rank 1 on machine 0 ({host}): Every machine must have equally many ranks")
 
 

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import yaml
 from nerfstudio.configs.method_configs import all_methods
+from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.signals import STOPPING_SIGNALS
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun, remove_unused
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig, read_config
+from tests.lib import colmap_files
 from tests.lib.captures import write_capture
 from tests.lib.saving import steps_in, write
 from tests.lib.toy import ToyConfig
@@ -68,6 +70,27 @@ def trained(out: Path, capture: Path, *steps: int) -> Path:
     config = asked(capture, out, experiment_name="my fox")
     (folder / "config.yml").write_text(yaml.dump(dataclasses.replace(config)))
     return folder
+
+
+# ---- the capture's reconstruction ----
+
+
+@pytest.mark.parametrize("words", [[], ["--colmap-path", "colmap/sparse/0"], ["--colmap_path=colmap/sparse/0"]])
+def test_a_reconstruction_is_found_unless_it_is_given(
+    tmp_path: Path, process: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    process.setattr(sys, "argv", ["ns-train", "splatfacto-batch", "colmap", *words])
+    config = asked(colmap_files.write_capture(tmp_path / "capture"), tmp_path / "out")
+    config.pipeline.datamanager.dataparser = ColmapDataParserConfig()
+    if words:
+        with pytest.raises(InputError, match=r"--colmap-path colmap/sparse/0: .* give --colmap-path sparse/0"):
+            config.set_timestamp()
+        return
+    config.set_timestamp()
+    config.save_config()
+    saved = read_config(next(tmp_path.rglob("config.yml")))
+    for one in (config, saved):
+        assert one.pipeline.datamanager.dataparser.colmap_path == Path("sparse/0")
 
 
 # ---- beginning where checkpoints are ----

@@ -114,9 +114,17 @@ def test_rates_fall_by_themselves_where_views_are_seen_often() -> None:
 
 def test_what_a_run_says_of_its_rates() -> None:
     said = {rule: RateSchedule(rule, 16, 100).described() for rule in ("sqrt-to-none", "sqrt", "linear", "none")}
-    assert "16 views a step: times 4, falling to those of one view over the run" in said["sqrt-to-none"]
-    assert "times 4 (--batch-scaling sqrt)" in said["sqrt"] and "times 16" in said["linear"]
-    assert "as of one view (" in said["none"]
+    begin = "Learning rates: x4 for 16 images per step"
+    assert said["sqrt-to-none"] == f"{begin}, decaying to x1 by the end (--batch-scaling sqrt-to-none)."
+    assert (
+        said["sqrt"] == f"{begin} (--batch-scaling sqrt)." and "x16 for" in said["linear"] and "x1 for" in said["none"]
+    )
+    chosen = RateSchedule("sqrt", 16, 100, at_end=0.1, fall_from=0.85).described(views=40)
+    assert chosen == (
+        f"{begin} (--batch-scaling sqrt, chosen: each image is seen 2.5 times); all decay to x0.1 over the last 15 % "
+        "(--rates-at-end)."
+    )
+    assert RateSchedule("sqrt", 1, 100).described(views=40) == "Learning rates: x1 for 1 image per step."
 
 
 def test_one_view_a_step_is_left_alone() -> None:

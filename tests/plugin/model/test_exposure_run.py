@@ -81,7 +81,7 @@ def test_a_model_that_is_looked_at_takes_maps_as_the_checkpoint_has_them(folder:
 @pytest.mark.parametrize(
     ("spread", "said"),
     [
-        (2 * MANY, "so each has a correction that is learnt"),
+        (2 * MANY, "so each has a correction, which is trained"),
         (MANY / 2, "so they need no correction"),
         (None, "too few seed points"),
     ],
@@ -99,6 +99,22 @@ def test_auto_goes_by_the_photographs(
     if maps is not None:
         trainer.train()
         assert not torch.equal(maps, identity_maps(TRAIN))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exposure": "off"}, "no correction (--pipeline.model.exposure off)."),
+        ({"exposure": "affine"}, "a correction per photograph (--pipeline.model.exposure affine)."),
+        (
+            {"exposure": "off", "use_bilateral_grid": True},
+            "a bilateral grid per photograph (--pipeline.model.use-bilateral-grid True).",
+        ),
+    ],
+)
+def test_the_choice_is_printed(folder: Path, capsys: Any, options: dict[str, Any], said: str) -> None:
+    begin(folder, "run", 2, **options)
+    assert f"Exposure: {said}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_held_out_views_are_measured_with_corrected_colours_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,4 +109,4 @@ def test_torchrun_restarts_after_a_killed_worker_and_goes_on_from_there(tmp_path
     finally:
         run.kill()
     said = log.read_text()
-    assert "Resumed from" in said and "Cells       2" in said
+    assert "Resuming at step" in said and "Cells       2" in said

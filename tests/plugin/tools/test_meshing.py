@@ -276,7 +276,7 @@ def test_the_command_makes_a_mesh_of_a_run(tmp_path: Path, capsys: pytest.Captur
     finally:
         set_world(None)
     said = " ".join(capsys.readouterr().out.split())
-    assert "expected depth up to 3, voxels of 0.05, truncation 0.2" in said and "the largest 2 of" in said
+    assert "expected depth, limit 3, voxel 0.05, truncation 0.2" in said and "kept the 2 largest of" in said
     assert len(o3d.io.read_triangle_mesh(str(output)).triangles) > 100
     given: list[Any] = []
     usual, models.run_tool = models.run_tool, lambda *arguments: given.append(arguments[2])

@@ -94,12 +94,16 @@ def test_several_write_what_one_writes(run: Path, path: Path, alone: Path, tmp_p
     _compare(tmp_path, alone)
 
 
-def test_one_process_writes_what_nerfstudio_writes(run: Path, alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same keys and values as ns-eval's own code, which loads the same run."""
+def test_one_process_writes_what_nerfstudio_writes(
+    run: Path, alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same keys and values as ns-eval's own code, which loads the same run. Both print them."""
     from nerfstudio.scripts.eval import ComputePSNR
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ComputePSNR(load_config=run, output_path=alone / "theirs.json").main()
+    results = json.loads((alone / "theirs.json").read_text())["results"]
+    assert f"{results['psnr']:.2f} dB" in (said := capsys.readouterr().out) and "held-out views" in said
     theirs, ours = json.loads((alone / "theirs.json").read_text()), json.loads((alone / "results/all.json").read_text())
     assert theirs.keys() == ours.keys() and theirs["results"].keys() == ours["results"].keys()
     for name in theirs["results"].keys() - TIMING:

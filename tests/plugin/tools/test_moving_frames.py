@@ -88,7 +88,7 @@ def test_nerfstudio_reads_a_city_in_d_nerfs_layout(tmp_path: Path) -> None:
         "--eval-interval",
         "4",
     ]
-    main(["city", "--output", str(tmp_path / "a"), "--layout", "dnerf", "--time-varying", "--rig", "3", *size])
+    main(["city", "--output-path", str(tmp_path / "a"), "--layout", "dnerf", "--time-varying", "--rig", "3", *size])
     made = CityCapture(City(1, 0), views=9, width=24, height=16, samples=1, eval_interval=4, time_varying=True, rig=3)
     parser = DNeRFDataParserConfig(data=tmp_path / "a").setup()
     for split in ("train", "test"):

@@ -123,7 +123,7 @@ def test_the_command_to_go_on_goes_on(run: Told, begin: Callable[..., Distribute
     resumed = begin(config.max_num_iterations, load_dir=config.load_dir)
     told = finish(resumed, capfd)
     assert resumed._start_step == STEPS and resumed.step == 2 * STEPS - 1
-    assert box(told)["Images"] == "6, 3 of them now"
+    assert box(told)["Images"] == "6 (3 since resuming)"
 
 
 def test_a_quality_that_fell_stands_in_the_box(begin: Callable[..., DistributedTrainer], capfd: Any) -> None:

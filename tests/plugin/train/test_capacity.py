@@ -62,14 +62,18 @@ def test_the_line_says_what_there_is_fits_and_becomes() -> None:
     found = Capacity(1000, 2_000_000, 64 << 30, COURSE, on_gpu=True)
     text, worrying = describe(found, "tile", 2_000_000)
     assert not worrying
-    for part in ("1,000 Gaussians to begin", "about 2,000,000 (64.00 GiB a GPU, strategy tile)", "stops at 2,000,000"):
-        assert part in text
+    assert text == (
+        "Gaussians: 1,000 at the start, cap 2,000,000 (what fits in memory; --pipeline.model.max-gaussians). About 2.0 "
+        "million fit in memory (64.00 GiB per GPU, strategy tile)."
+    )
+    text, _ = describe(Capacity(1000, 999_999, 64 << 30, COURSE, on_gpu=True), "tile", 9000, "9 for each of 1,000")
+    assert "cap 9,000 (9 for each of 1,000; --pipeline.model.max-gaussians). About 999,999 fit" in text
     text, worrying = describe(found, "tile", 3_000_000)
-    assert worrying and "--pipeline.model.max-gaussians" in text
+    assert worrying and "cap 3,000,000 (--pipeline.model.max-gaussians)" in text
     text, worrying = describe(Capacity(3_000_000, 2_000_000, 64 << 30, COURSE, True), "batch", 2_000_000)
     assert worrying and "may not fit" in text
     text, worrying = describe(Capacity(1000, None, -1, COURSE, False), "pixel", None)
-    assert not worrying and text == "1,000 Gaussians to begin with."
+    assert not worrying and "1,000 at the start, no cap" in text and "memory" not in text
 
 
 def test_gpus_cap_by_what_fits_and_processors_do_not() -> None:
@@ -93,7 +97,7 @@ class _Console:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def print(self, text: Any) -> None:
+    def print(self, text: Any, **_: Any) -> None:
         self.said.append(str(text))
 
 
@@ -129,7 +133,8 @@ def test_a_run_keeps_its_cap_on_any_number_of_ranks(tmp_path: Path, cap: int) ->
     if cap == 70:
         assert first[0] == alone[0], "as many as one rank has"
     for _, said, _, fits in (alone, first):
-        assert f"about {fits:,} (8.00 GiB a worker" in said[0] and f"stops at {cap:,}" in said[0]
+        assert f"About {fits / 1e6:,.1f} million fit in memory (8.00 GiB per worker" in said[0]
+        assert f"cap {cap:,} (--pipeline.model.max-gaussians)" in said[0]
         told = [text for text in said if "cap is 70" in text]
         assert len(told) == (cap == 70) and all("--pipeline.model.max-gaussians" in text for text in told)
     assert first[3] == second[3], "the rank with the least memory decides"

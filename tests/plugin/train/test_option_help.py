@@ -71,7 +71,7 @@ def ours() -> Iterator[Any]:
 GUARDS = """steps-per-checksum save-on-interrupt max-restarts stall-seconds stall-abort-seconds steps-per-numeric-check
     on-nonfinite fused-steps keep-checkpoints start-over verbose"""
 RUN = "eval-at-start max-num-images save-in-background save-fallback-dir save-retry-seconds"
-RATES = "batch-scaling rates-at-end rates-fall-from recipe"
+RATES = "recipe batch-scaling rates-at-end rates-fall-from"
 VIEWS = "pipeline.strategy pipeline.views-per-rank pipeline.views-per-step pipeline.level-steps"
 IMAGES = "pipeline.datamanager.image-memory-gb"
 MODEL = """primitive depth-loss depth-loss-start exposure optimizer-state densifier morton-order max-gs-num
@@ -111,6 +111,12 @@ def test_a_method_shows_what_has_an_effect(method: str, ours: Any) -> None:
     found = still_there(ours(method))
     assert sorted(found) == sorted(FROZEN[method].split())
     assert len(found) <= MOST
+
+
+@pytest.mark.parametrize("method", [method for method in FROZEN if method.startswith("splatfacto")])
+def test_the_recipe_is_first(method: str, ours: Any) -> None:
+    assert ours(method)[0] == "recipe"
+    assert next(name for name in shown(SPECS[method]) if name != "help") == "recipe"
 
 
 @pytest.mark.parametrize("value", ONLY)

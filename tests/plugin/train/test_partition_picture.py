@@ -149,5 +149,6 @@ def test_what_was_not_placed_as_asked_is_said_once(tmp_path: Path, capsys: pytes
     picture.draw()
     said = " ".join(capsys.readouterr().out.split())
     assert "Points are placed by ranges of the Z-order: no training view shows any." in said
+    assert "Map of which worker stores which Gaussians: /" in said and "partition.png" in said
     picture.draw()
     assert "Z-order" not in capsys.readouterr().out

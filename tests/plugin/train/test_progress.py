@@ -11,6 +11,7 @@ import torch
 from nerfstudio.utils import writer
 
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.train import progress
 from ns_multigpu.plugin.train.objective import LogEntry
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.splats import changes_of
@@ -28,6 +29,7 @@ def _log(world: World, folder: Path, seconds: Any) -> list[tuple[str, Any]]:
     told: list[tuple[str, Any]] = []
     writer.put_scalar = lambda name, scalar, step: told.append((name, scalar))  # type: ignore[method-assign]
     writer.put_dict = lambda name, scalar_dict, step: told.append((name, scalar_dict))  # type: ignore[method-assign]
+    progress.peak_memory = lambda world: 2.0 + world.rank  # type: ignore[method-assign]
     log = ProgressLog(world, folder)
     log.restart_clock()
     changes = {"split": 3}
@@ -45,6 +47,10 @@ def _rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_a_process_on_a_cpu_knows_its_memory() -> None:
+    assert 0.05 < progress.peak_memory(World.single()) < 100
+
+
 def test_two_ranks_are_put_together(tmp_path: Path) -> None:
     told, _ = run_ranks(_log, 2, tmp_path, SECONDS)
     first, row = _rows(tmp_path)
@@ -57,6 +63,7 @@ def test_two_ranks_are_put_together(tmp_path: Path) -> None:
     assert row["gaussians"] == 77 and row["save_ms"] == 5.0
     assert first["split"] == 3 and "split" not in row, "told once"
     assert row["own"] == [3.0, 4.0], "of each rank"
+    assert row["memory_gib"] == 3.0, "of the fullest"
     assert not any("own" in values for name, values in told if name == "Step"), "writers take numbers alone"
     assert row["images_per_s"] == pytest.approx(4e3 / row["step_ms"], rel=1e-3)
     assert ("Train Loss", 1.5) in told and ("learning_rate/means", 0.25) in told

@@ -41,7 +41,9 @@ def value(config: Any, name: str) -> Any:
 def test_without_it_nothing_is_set() -> None:
     config: Any = deepcopy(splatfacto_batch.config)
     apply_recipe(config, 1, ["splatfacto-batch"])
-    assert config == splatfacto_batch.config and told(config) == []
+    assert config == splatfacto_batch.config and told(config) == [
+        "Recipe: splatfacto (--recipe best gives better images)."
+    ]
 
 
 @pytest.mark.parametrize("method", ["splatfacto-batch", "splatfacto-tile", "splatfacto-locality", "splatfacto-pixel"])
@@ -59,7 +61,9 @@ def test_points_that_cannot_follow_it_keep_their_densifier_and_that_is_said(prim
     config, plain = (given(*words, "--pipeline.model.primitive", primitive) for words in (("--recipe", "best"), ()))
     assert config.pipeline.model == plain.pipeline.model and config.pipeline.model.densifier == "default"
     title = PRIMITIVES[primitive].title
-    assert told(config)[0].startswith(f"Recipe best is MCMC, which {title} cannot follow: they keep the densifier")
+    assert told(config)[0].startswith(
+        f"Recipe: splatfacto. best is MCMC, which {title} do not support: it sets nothing"
+    )
     assert told(config)[0] in config._in_short()
     check_primitive(config.pipeline.model, "tile")
     config = given("--recipe", "best", "--pipeline.model.primitive", primitive, "--pipeline.model.densifier", "mcmc")
@@ -138,7 +142,7 @@ def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch
     trainer.train()
     assert isinstance(model.densifier, McmcDensifier) and model.densifier.cap_max == expected
     assert model.num_points == expected
-    assert "pixels of the training views" in said[0] and f"stops at {expected:,}" in said[0]
+    assert "pixels of the training views" in said[0] and f"cap {expected:,} (" in said[0]
 
 
 def test_the_cap_counts_as_many_for_each_seed_point_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import math
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import nerfstudio.configs.base_config  # noqa: F401  # the writer and it import each other, and it must be first
 import pytest
@@ -11,19 +13,40 @@ from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventName
 
 from ns_multigpu.plugin.train import terminal
-from ns_multigpu.plugin.train.terminal import FAR_BELOW, PsnrWatch, TerminalLog, duration, line, print_summary
+from ns_multigpu.plugin.train.terminal import (
+    FAR_BELOW,
+    ProgressTable,
+    PsnrWatch,
+    TerminalLog,
+    duration,
+    line,
+    numbers_of,
+    print_metrics,
+    print_summary,
+)
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 
-LATEST = {
-    EventName.ITER_TRAIN_TIME.value: 0.01234, "Train Loss": 0.123456,
-    EventName.CURR_TEST_PSNR.value: 23.456, EventName.ETA.value: 3725.0,
+NUMBERS = {
+    "Train Loss": 0.123456, "Step": {"images_per_s": 97.23, "gaussians": 54275.0, "memory_gib": 3.21, "step_ms": 8.1},
+    "Eval Images Metrics": {"psnr": 23.456, "ssim": 0.9}, EventName.ETA.value: 3725.0,
 }  # fmt: skip
 
 
 def test_a_line_says_how_far_a_run_is() -> None:
-    begin, end = "step 12,000 of 30,000 (40 %)", "1 h 2 min left"
-    assert line(12000, 30000, LATEST) == (f"{begin}, 12.3 ms a step, loss 0.1235, 23.46 dB on a held-out view, {end}")
+    begin = "step 12,000 of 30,000 (40 %)"
+    assert line(12000, 30000, numbers_of(NUMBERS)) == (
+        f"{begin}, loss 0.1235, 97.2 images/s, 54,275 Gaussians, 3.2 GiB memory, 23.46 dB on held-out views, "
+        "1 h 2 min left"
+    )
     assert line(12000, 30000, {}) == begin
     assert line(0, 0, {}) == "step 0 of 0 (0 %)"
+
+
+def test_all_views_count_more_than_one() -> None:
+    both = {**NUMBERS, "Eval Images Metrics Dict (all images)": {"psnr": 25.0}, "Step": {"images_per_s": 12345.6}}
+    assert numbers_of(both) == {
+        "Loss": "0.1235", "Images/s": "12,346", "Test PSNR": "25.00 dB", "Left": "1 h 2 min"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -44,25 +67,29 @@ def test_durations_as_people_say_them(seconds: float, said: str) -> None:
 class Log:
     """nerfstudio's writer, with our log in it and a clock that a test moves."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.now = 1000.0
-        self.log = TerminalLog(LocalWriterConfig(enable=True), banner_messages=[])
+        self.log = TerminalLog(LocalWriterConfig(enable=True, **options), banner_messages=["Viewer at: URL"])
 
-    def step(self, step: int, **more: float) -> None:
-        """Do the work of nerfstudio's trainer after a step."""
-        writer.GLOBAL_BUFFER["step"] = step
-        writer.EVENT_STORAGE.clear()
-        values = {EventName.ITER_TRAIN_TIME.value: 0.01, **more}
-        writer.EVENT_STORAGE += [
+    def write(self, step: int, **events: Any) -> None:
+        """Write events out as nerfstudio's trainer does, which writes nothing if there are none."""
+        image = {"name": "Eval Images/img", "event": None, "write_type": writer.EventType.IMAGE, "step": step}
+        writer.EVENT_STORAGE[:] = [image] + [
             {"name": name, "event": value, "write_type": writer.EventType.SCALAR, "step": step}
-            for name, value in values.items()
+            for name, value in events.items()
         ]
         self.log.write_stats_log(step)
+
+    def step(self, step: int, **more: Any) -> None:
+        """Write a step in two parts, as the trainer does: times and evaluations first, the loss once it is known."""
+        self.write(step, **{EventName.ITER_TRAIN_TIME.value: 0.01, **more})
+        self.write(step, **{name: NUMBERS[name] for name in ("Train Loss", "Step")})
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     monkeypatch.setattr(writer, "EVENT_STORAGE", [])
+    monkeypatch.setattr(writer, "EVENT_WRITERS", ["TensorBoard's"])
     monkeypatch.setattr(writer, "GLOBAL_BUFFER", {"steps_per_log": 10, "max_iter": 1000, "step": 0})
     made = Log()
     monkeypatch.setattr(terminal.time, "monotonic", lambda: made.now)
@@ -70,34 +97,86 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
 
 
 def test_without_a_terminal_a_line_every_few_seconds(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in range(200):
+    for step in range(0, 200, 10):
         log.step(step)
-        log.now += 0.125
+        log.now += 1.25
     lines = capsys.readouterr().out.splitlines()
     assert [int(one.split()[1]) for one in lines] == [0, 40, 80, 120, 160]
-    assert lines[1].startswith("step 40 of 1,000 (4 %), ")
-    assert all(one.endswith("10 ms a step") for one in lines), "no table, and nothing is drawn over"
+    assert all(one.endswith("loss 0.1235, 97.2 images/s, 54,275 Gaussians, 3.2 GiB memory") for one in lines)
 
 
-def test_an_evaluation_is_told_at_once(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_stands_in_the_next_line(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.step(10)
-    log.step(20)
-    log.step(30, **{EventName.CURR_TEST_PSNR.value: 20.0})
-    log.step(35, **{EventName.CURR_TEST_PSNR.value: 21.0})  # it logs every ten steps
-    log.now += 4.0
+    log.step(20, **{"Eval Images Metrics": {"psnr": 20.0}})
+    log.write(25, **{"Eval Images Metrics": {"psnr": 21.0}})  # it logs every ten steps
+    log.now += 6.0
+    log.write(27, **{EventName.ITER_TRAIN_TIME.value: 0.01})
+    log.step(30)
+    log.now += 6.0
     log.step(40)
+    log.step(999)
     lines = capsys.readouterr().out.splitlines()
-    assert [one.split()[1] for one in lines] == ["10", "30"] and "20.00 dB on a held-out view" in lines[1]
+    assert [one.split()[1] for one in lines] == ["10", "30", "40", "999"], "the last step is always there"
+    assert ["21.00 dB on held-out views" in one for one in lines] == [False, True, False, False]
 
 
-def test_where_there_is_a_terminal_it_is_nerfstudios_table(
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+
+
+def test_on_a_terminal_each_row_stands_once_below_its_header(
     log: Log, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drawn: list[int] = []
-    monkeypatch.setattr(writer.LocalWriter, "write_stats_log", lambda _, step: drawn.append(step))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    log.step(10)
-    assert drawn == [10] and capsys.readouterr().out == ""
+    on_terminal(monkeypatch)
+    for step in range(0, 120, 10):
+        log.step(step, **{EventName.ETA.value: 7.0}, **({"Eval Images Metrics": {"psnr": 20.0}} if step == 20 else {}))
+        log.now += 1.0
+    header = "Step                Loss  Images/s   Gaussians     Memory  Test PSNR        Left"
+    rows = [
+        f"{f'{step} ({step / 10:.0f} %)':<16}  0.1235      97.2      54,275    3.2 GiB" for step in range(0, 120, 10)
+    ]
+    rows = [row + f"{'20.00 dB' if place == 2 else '':>11}{'7 s':>12}" for place, row in enumerate(rows)]
+    assert len(header) == 80, "it fits an ordinary terminal"
+    assert capsys.readouterr().out.splitlines() == ["Viewer at: URL", header, *rows[:10], header, *rows[10:]]
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_the_table_has_the_columns_of_the_run(evaluates: bool) -> None:
+    table = ProgressTable(rows=0, evaluates=evaluates)
+    first = table.row(0, 20, {"Loss": "0.1", "Left": "1 s"})
+    assert first.splitlines()[0].split() == ["Step", "Loss", *(["Test", "PSNR"] if evaluates else []), "Left"]
+    assert all(len(table.row(step, 20, {"Loss": "0.1"}).splitlines()) == 1 for step in range(1, 20))
+
+
+def test_nerfstudios_option_hides_columns(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    hiding = Log(stats_to_track=(EventName.ETA,))
+    hiding.step(10, **{"Eval Images Metrics": {"psnr": 20.0}, EventName.ETA.value: 5.0})
+    said = capsys.readouterr().out
+    assert "5 s left" in said and "dB" not in said
+
+
+def test_metrics_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {"psnr": 24.306, "psnr_std": 1.25, "ssim": 0.8123, "ssim_std": math.nan, "fps": 12.34, "num_rays": 5.0}
+    print_metrics(metrics, 8)
+    rows = [[word for word in one.split() if word.isprintable() and word[0].isalnum()] for one in said(capsys)]
+    assert ["8", "held-out", "views"] in rows and ["PSNR", "24.31", "dB", "1.25", "dB"] in rows
+    assert ["SSIM", "0.8123"] in rows and ["LPIPS", "not", "measured"] in rows and ["Images/s", "12.3"] in rows
+    print_metrics({**metrics, "lpips": 0.25, "lpips_std": 0.125, "cc_psnr": 26.0}, 8)
+    text = " ".join(said(capsys))
+    assert "0.2500" in text and "0.1250" in text and "26.00 dB" in text and "not measured" not in text
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_viewers_without_evaluations_are_no_matter_for_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """nerfstudio prints one, although the run summary evaluates."""
+    names = ("viewer", "viewer_legacy", "tensorboard", "wandb", "comet")
+    enabled: Any = {f"is_{name}_enabled": lambda name=name: name == "viewer" for name in names}
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(**enabled))
+    DistributedTrainer._check_viewer_warnings(trainer)
+    assert capsys.readouterr().out == ""
 
 
 def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:

@@ -73,10 +73,9 @@ def resume_field(
     model.sampling.since_update = int(values["since_update"])
     if config.load_scheduler:
         move_schedulers(optimizers.schedulers, values["schedulers"], steps)
-    line = (
-        f"Resumed from {opened.path}: {steps} steps, {pipeline.described}, written by {values['ranks']} worker(s). "
-        f"Going on with step {steps} on {world.size}."
-    )
+    line = f"Resuming at step {steps:,} from {opened.path}: {pipeline.described}."
+    if values["ranks"] != world.size:
+        line += f" It was written by {values['ranks']} worker(s)."
     return Resumed(steps, True, [line])
 
 
