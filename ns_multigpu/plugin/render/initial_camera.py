@@ -43,8 +43,8 @@ def initial_camera(dataset: InputDataset) -> InitialCamera:
     The capture's up direction is that of least squares between two: perpendicular to the right of all views, and their
     mean up direction. The latter alone tilts towards the scene if views surround only one side.
 
-    The camera looks at the median depth of the seed points in the image's central half. Without such points, it looks as far as
-    the scene box's centre is.
+    The camera looks at the median depth of the seed points in the image's central half. Without such points, it looks
+    as far as the scene box's centre is.
 
     Args:
         dataset: the training views, with the parser's `points3D_xyz` [N, 3] if the capture has any.
