@@ -10,6 +10,7 @@ process alive. The fixes:
 - The address shown is the one in use.
 - Training continues while a camera moves (nerfstudio pauses it). Redrawing idle pages takes a small fraction of its
 time.
+- A page opens at the first training view (`initial_camera.py`).
 - A moving picture has the largest size that can be drawn 30 times a second. Nerfstudio counts the wait for a step as
 drawing time, so its pictures shrink to 30 lines during training.
 
@@ -31,6 +32,7 @@ from nerfstudio.viewer.render_state_machine import RenderAction, RenderStateMach
 from rich.markup import escape
 from viser.infra import _infra  # pyright: ignore[reportAttributeAccessIssue]
 
+from ns_multigpu.plugin.render.initial_camera import handle_new_client
 from ns_multigpu.plugin.render.viewer_start import hasten
 
 _BETWEEN_FAILURES = 0.5
@@ -59,6 +61,7 @@ def mend() -> None:
     _infra.ThreadPoolExecutor = DaemonThreads
     stock.RenderStateMachine = PageRenderer  # type: ignore[misc]
     Viewer.__init__, Viewer.handle_disconnect, Viewer.update_scene = _init, _handle_disconnect, _update_scene
+    Viewer.handle_new_client = handle_new_client
     Viewer.render_statemachines = property(lambda self: self._pages, _keep_pages)
 
 

@@ -46,7 +46,15 @@ def icon(icon_name: str) -> str:
 
 
 class _Pictures(dict[int, Any]):
-    """Thumbnails by view. An iteration covers those that existed when it began."""
+    """Thumbnails by view. An iteration covers those that existed when it began.
+
+    The first view's is hidden: pages open at its camera, where it would cover the image.
+    """
+
+    def __setitem__(self, view: int, picture: Any) -> None:
+        super().__setitem__(view, picture)
+        if view == 0:
+            picture.visible = False
 
     def __iter__(self) -> Iterator[int]:
         return iter(list(self.keys()))

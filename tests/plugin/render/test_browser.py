@@ -223,6 +223,10 @@ def test_a_page_shows_the_model_and_follows_the_camera(run: Run, model: Any, tmp
 
             assert run.until(shows), f"the page does not show what the model looks like, turn {turn}: {found}"
             views.append((run.last()[0], _seen(page, tmp_path)))
+            if turn == 0:
+                parser: Any = training_run.TinyDataParserConfig(data=tmp_path / "tiny").setup()
+                first_view = parser.get_dataparser_outputs("train").cameras[0].camera_to_worlds
+                assert torch.allclose(views[0][0].c2w, first_view.to(views[0][0].c2w), atol=0.01), "not the first view"
             assert run.until(lambda before=before: run.step() > before + 10), "steps go on"
         assert not torch.allclose(views[0][0].c2w, views[1][0].c2w, atol=0.05)
         first, second = (seen[:, :440][SEEN] for _, seen in views[:2])

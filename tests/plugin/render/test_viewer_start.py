@@ -94,6 +94,17 @@ def test_nobody_waits_for_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [handle.visible for _, handle in sorted(bare.camera_handles.items())] == [False, True]
 
 
+def test_the_first_thumbnail_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(self: Any, *_: Any) -> None:
+        self.camera_handles = {}
+        for view in range(2):
+            self.camera_handles[view] = SimpleNamespace(visible=True)
+
+    bare = _begin(monkeypatch, draw)
+    _finish()
+    assert [bare.camera_handles[view].visible for view in range(2)] == [False, True]
+
+
 def test_a_picture_that_cannot_be_read_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
