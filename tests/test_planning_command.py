@@ -83,7 +83,7 @@ def test_the_first_line_says_what_to_use(arguments: list[str], first: str, capsy
     assert line == f"{line.split(':')[0]}: fits in {needed:.0f} of {line.split()[-5]} GiB, about {speed:,.0f} images/s"
 
 
-def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_is_nonzero_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     out, status = plan(capsys, "--points", "400M", "--gpus", "2", "--gpu", "h100")
     assert status == 1 and "Memory a GPU" in out, "the tables are there all the same"
     most = max(int(text.replace(",", "")) for text in re.findall(r"most Gaussians that fit +(.*)", out)[0].split())

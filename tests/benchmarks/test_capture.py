@@ -86,7 +86,7 @@ def test_runs_that_share_a_gpu_are_evaluated_at_once(
     assert all(r["psnr"] == 1.0 for r in json.loads(file.read_text())["results"])
 
 
-def test_where_the_time_went_is_a_table_of_its_own() -> None:
+def test_time_breakdown_has_its_own_table() -> None:
     results: list[dict[str, Any]] = [
         {"run": "batch-1", "alone": True, "startup_ms": {"imports": 1000.0, "training": 4000.0}},
         {"run": "batch-1", "alone": True, "startup_ms": {"imports": 3000.0, "training": 4000.0}},

@@ -14,7 +14,7 @@ from tests.lib.recorded import RecordedPool
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_ways_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_variants_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds_step, "GraphPool", lambda _: RecordedPool())
     both = kinds_step.Both(kind, 60, (48, 40), torch.device("cpu"))
     work, step = both.captured()

@@ -76,7 +76,7 @@ def talk(gbit: float | None, megabytes: int, *, blocks: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_both_ways_are_held_to_the_rate(blocks: bool) -> None:
+def test_rate_limit_holds_in_both_directions(blocks: bool) -> None:
     tries: list[float] = []
     while len(tries) < 12 and not any(rate > 0.95 * GBIT for rate in tries):  # other programs may take the processors
         rates = talk(GBIT, 8, blocks=blocks)

@@ -113,7 +113,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     return stand_in
 
 
-def test_what_is_there_is_not_run_again(tmp_path: Path, calls: _Calls) -> None:
+def test_existing_results_are_not_run_again(tmp_path: Path, calls: _Calls) -> None:
     words = ("--captures", str(tmp_path / "fox"), "--recipes", "splatfacto", "ours", "--images", "5", "9")
     runs = Runs(options(tmp_path, *words))
     runs.go()

@@ -21,7 +21,7 @@ END = ["--", "colmap", "--data", "fox"]
 SIZE = (9, 7)
 
 
-def test_both_are_told_the_same(tmp_path: Path) -> None:
+def test_both_get_the_same_arguments(tmp_path: Path) -> None:
     options = arguments(["--images", "70", "--normal-loss", "0.1", "--output", str(tmp_path), *END])
     ours, theirs = (words_of(way, 3, tmp_path, options) for way in ("ours", "gsplat"))
     for words in (ours, theirs):
@@ -36,7 +36,7 @@ def test_both_are_told_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [["--images", "0"], ["--device", "cpu"], ["--ways", "nobody"]])
-def test_what_cannot_be_run_is_said(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_variant_is_reported(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments([*wrong, *END])
     assert wrong[0] in capsys.readouterr().err

@@ -18,7 +18,7 @@ from ns_multigpu.core.dist.world import World
 TOY = ["--device", "cpu", "--points", "2000"]
 
 
-def test_ways_are_compared_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_are_compared_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tile.json"
     words = [*TOY, "--images", "96x64", "--gpus", "1", "2", "--quick", "--counts", "--json", str(path)]
     assert tile.main(words) == 0

@@ -24,7 +24,7 @@ def a_trace(file: Path) -> None:
         json.dump({"traceEvents": events}, out)
 
 
-def test_what_is_shown_of_a_trace(tmp_path: Path) -> None:
+def test_timeline_shows_trace_events(tmp_path: Path) -> None:
     a_trace(file := tmp_path / "trace.json.gz")
     device, host, busy = timeline.bars(file, 0.0, 1.2)
     assert device == [("forward", 0.0, 0.4), ("backward", 0.4, 0.6), ("exchange", 1.0, 0.5)]

@@ -38,7 +38,7 @@ def test_steps_are_more_level_and_whole(size: int) -> None:
     assert np.mean(most(found[1:], loads, size)) < 0.9 * np.mean(most(order[1:], loads, size))
 
 
-def test_what_a_view_sees_of_two_boxes() -> None:
+def test_view_sees_visible_share_of_two_boxes() -> None:
     K = torch.tensor([[50.0, 0, 32], [0, 50, 32], [0, 0, 1]])
     views = [View(look_at([0, 0, 0], target), K, 64, 64) for target in ([1.0, 0, 0], [-1.0, 0, 0])]
     boxes = np.array([[[2.0, -9, -9], [3.0, 9, 9]], [[-3.0, -0.1, -0.1], [-2.0, 0.1, 0.1]]])

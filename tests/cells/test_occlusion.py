@@ -20,7 +20,7 @@ def told(*boxes: tuple[int, int, int, int] | None, flipped: int = 0) -> np.ndarr
     return np.array(rows)[None]
 
 
-def test_what_was_hidden_is_left_out() -> None:
+def test_occluded_cells_are_skipped() -> None:
     hiding = Occlusion()
     assert hiding.drawn(VIEW, SIGHT) == SIGHT, "nothing is known yet"
     # Of two ranks each knows of its own pixels.
@@ -35,7 +35,7 @@ def test_what_was_hidden_is_left_out() -> None:
     assert hiding.flips()[0] == 9
 
 
-def test_what_nobody_looked_at_is_drawn() -> None:
+def test_cells_without_visibility_record_are_drawn() -> None:
     hiding = Occlusion()
     hiding.drawn(VIEW, SIGHT)
     hiding.learn([VIEW], told((0, 0, 100, 90), (20, 33, 40, 34), None)[None])
@@ -70,7 +70,7 @@ def test_other_cells_are_not_hidden_by_what_these_did() -> None:
     assert again.drawn(VIEW, SIGHT) == SIGHT
 
 
-def test_what_is_around_a_rectangle() -> None:
+def test_rectangles_around_a_rectangle() -> None:
     assert around(None, None) == around((0, 0, 5, 5), (0, 0, 5, 5)) == []
     assert around((0, 0, 5, 5), None) == [(0, 0, 5, 5)]
     found = around((0, 0, 9, 8), (2, 3, 5, 6))

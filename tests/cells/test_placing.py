@@ -75,7 +75,7 @@ def test_boxes_are_also_around_what_crosses() -> None:
     torch.testing.assert_close(torch.from_numpy(space.boxes[1, 1]), means[near].amax(0).double() + 0.05)
 
 
-def test_cells_are_cut_anew_when_work_is_not_level() -> None:
+def test_cells_are_cut_again_when_work_is_unbalanced() -> None:
     space, means = placed()
     tree = space.tree
     keys = torch.arange(len(means))

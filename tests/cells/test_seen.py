@@ -50,7 +50,7 @@ def test_every_point_of_a_box_is_within_its_rectangle(seed: int) -> None:
         assert x0 > first[0] - room and y0 > first[1] - room and x1 < last[0] + room and y1 < last[1] + room
 
 
-def test_what_is_not_seen() -> None:
+def test_unseen_cells_are_excluded() -> None:
     view = view_from([0, 0, 0], [1, 0, 0])
     behind, beside = box([-3, -1, -1], [-2, 1, 1]), box([1, 40, 0], [2, 50, 1])
     empty, endless = box([1, 1, 1], [0, 0, 0]), box([-math.inf, 0, 0], [-5, 1, 1])
@@ -65,7 +65,7 @@ def test_a_camera_within_a_box_sees_it_everywhere() -> None:
     assert tiles_seen(box([-1, -1, -1], [1, 1, 1]), on_its_face) == [(0, 0, *SIZE)]
 
 
-def test_where_a_camera_stands() -> None:
+def test_camera_position_from_pose() -> None:
     view = view_from([0.5, -2.0, 3.0], [0, 0, 0])
     assert camera_position(view) == pytest.approx((0.5, -2.0, 3.0))
     assert camera_position(replace(view, viewmat=view.viewmat.float().requires_grad_())) == pytest.approx((0.5, -2, 3))

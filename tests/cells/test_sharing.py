@@ -11,13 +11,13 @@ def test_one_view_is_cut_evenly() -> None:
     assert share_rows([2], [{}], 3) == [[(0, 1)], [(1, 2)], [None]], "that nobody sees"
 
 
-def test_views_stay_whole_where_that_is_as_even() -> None:
+def test_views_are_not_split_if_balance_is_equal() -> None:
     both = {0: 9, 1: 9}
     assert share_rows([6, 6], [both, both], 2) == [[(0, 6), None], [None, (0, 6)]]
     assert share_rows([6, 6], [{0: 9, 1: 1}, {0: 9}], 2) == [[None, (0, 6)], [(0, 6), None]], "few come first"
 
 
-def test_who_draws_most_of_a_view_owns_it() -> None:
+def test_rank_that_draws_most_of_a_view_owns_it() -> None:
     assert share_rows([6, 6], [{0: 2, 1: 9}, {0: 9, 1: 2}], 2) == [[None, (0, 6)], [(0, 6), None]]
 
 

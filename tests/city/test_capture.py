@@ -222,7 +222,7 @@ def test_only_cars_move(city: City) -> None:
     assert (CityCapture(city, views=10).times == 0).all()
 
 
-def test_seed_points_of_a_time_varying_capture_leave_out_cars(city: City) -> None:
+def test_seed_points_of_a_time_varying_capture_exclude_cars(city: City) -> None:
     still = CityCapture(city, "street", views=12, width=72, height=48)
     moving = CityCapture(city, "street", views=12, width=72, height=48, time_varying=True)
     low, high = (torch.from_numpy(corner.copy()) for corner in city.cars.solids(0.0).bounds())

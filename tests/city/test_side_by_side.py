@@ -58,13 +58,13 @@ def _fails(job: int) -> int:
 
 
 @pytest.mark.parametrize("workers", [2, 5])
-def test_what_fails_is_told(workers: int) -> None:
+def test_failure_is_raised_by_the_caller(workers: int) -> None:
     with pytest.raises(OSError, match="view 0: the disk is full"):
         list(side_by_side(_fails, list(range(6)), workers, "cpu"))
 
 
 @pytest.mark.parametrize("layout", ["colmap", "dnerf"])
-def test_what_writers_do_can_be_sent(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_functions_are_picklable(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sent(work: Callable[[Any], int], jobs: Iterable[Any], *_: Any) -> list[int]:
         again = pickle.loads(pickle.dumps(work))
         return [again(job) for job in jobs]

@@ -178,7 +178,7 @@ def test_machines_come_first() -> None:
     assert volume.between <= flat.between
 
 
-def test_a_machines_ranks_know_what_they_send_and_get_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_counts_rows_sent_and_received_within_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the search is told within machines, with all patches counted, is what ranks send and receive in truth."""
     needed, told = needs(24, 6, 7).numpy(), []
 
@@ -207,7 +207,7 @@ def test_numbers_that_do_not_divide(patches: int) -> None:
         assert np.ptp(held.sum(1)) <= 1 and np.ptp(held, axis=1).max() <= 1
 
 
-def test_work_is_level_within_a_patch_where_numbers_leave_a_choice() -> None:
+def test_work_is_balanced_within_a_patch_if_counts_allow() -> None:
     """One large patch among equal ones: who draws it draws one patch fewer."""
     needed = np.full((8, 3), 100.0)
     needed[2] = 190.0
@@ -226,7 +226,7 @@ def test_volume_is_what_is_sent() -> None:
     assert (volume.between, volume.total) == (3.0, 7.0)
 
 
-def test_the_rule_by_room_prefers_where_points_are() -> None:
+def test_capacity_rule_prefers_the_owner_of_points() -> None:
     needed = needs(61, 8, 6).numpy()
     ruled, found = by_room(needed), Assigner(8, 1).assign(needed)
     held = np.bincount(ruled, minlength=8)

@@ -100,7 +100,7 @@ def test_alone_a_rank_draws_views_whole() -> None:
     assert len(plan.drawn[0]) == 1 and plan.drawn[0][0].halo == 0 and made.counts(1, 200, 120) == 1
 
 
-def test_what_autograd_tells_is_what_steps_tell() -> None:
+def test_autograd_statistics_equal_those_of_steps() -> None:
     by_step, known = assignment(2, 2)
     through_autograd, also = assignment(2, 2)
     views = [view_of((40, 64), 7)]
@@ -129,7 +129,7 @@ class Slow(Assigner):
         return super().assign(needed)
 
 
-def test_a_foreseen_plan_is_served_and_a_late_one_is_a_miss() -> None:
+def test_prefetched_plan_is_used_and_a_late_one_is_a_miss() -> None:
     made, access = assignment(2, 2, plans="ahead")
     access.record(range(4), np.random.default_rng(3).integers(0, 99, (64, 2)).astype(np.float64))
     batches = [[view_of((64, 64), 2 * k), view_of((64, 64), 2 * k + 1)] for k in range(2)]
@@ -150,7 +150,7 @@ def test_a_foreseen_plan_is_served_and_a_late_one_is_a_miss() -> None:
     assert made.assign_alike(batches[0], 2) == wanted[0] and made.figures()["plan_misses"] == 0
 
 
-def test_a_plan_for_another_resolution_is_not_served() -> None:
+def test_plan_for_another_resolution_is_not_used() -> None:
     """What was foreseen before the resolution changed: the views are the same, their patches are not."""
     made, access = assignment(2, 2, plans="ahead")
     access.record(range(2), np.random.default_rng(3).integers(0, 99, (32, 2)).astype(np.float64))
@@ -169,7 +169,7 @@ def test_options_out_of_range_are_named(options: dict[str, float], words: str) -
     assert LocalityOptions().problem() is None
 
 
-def test_a_plan_that_another_rank_lacks_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_missing_on_another_rank_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made, access = assignment(2, 2, plans="ahead")
     access.record(range(2), np.random.default_rng(3).integers(0, 99, (32, 2)).astype(np.float64))
     batch = [view_of((64, 64), 0), view_of((64, 64), 1)]

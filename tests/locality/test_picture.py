@@ -78,7 +78,7 @@ def test_many_ranks_fit_the_legend() -> None:
     assert (np.asarray(draw(seen))[-20:, 764:] == 255).all()
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_mismatched_inputs_are_refused() -> None:
     seen = two()
     with pytest.raises(ValueError, match="positions"):
         Partition(seen.positions[:5], seen.owners, seen.points, seen.cameras, seen.homes, 2)

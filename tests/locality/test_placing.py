@@ -102,7 +102,7 @@ def test_owners_are_kept_until_the_model_has_grown() -> None:
     assert settled.anew and made.homes is not homes and made.homes is not None and made.homes.points == 3 * POINTS
 
 
-def test_points_are_placed_anew_when_a_rank_has_too_many() -> None:
+def test_points_are_placed_again_when_a_rank_has_too_many() -> None:
     world, where = alone(4, 2), towns()
     made, _ = placement(world, views())
     owners_of(made, where, 4)
@@ -114,7 +114,7 @@ def test_points_are_placed_anew_when_a_rank_has_too_many() -> None:
     assert counts.max() < 1.3 * counts.float().mean()
 
 
-def test_what_cannot_be_level_is_not_tried_again_and_again() -> None:
+def test_placement_that_cannot_balance_is_not_retried() -> None:
     """Four groups on three ranks: one has twice as many points as the others."""
     world, where = alone(3, 3), towns()
     made, _ = placement(world, views(), group_size=1024)
@@ -127,7 +127,7 @@ def test_what_cannot_be_level_is_not_tried_again_and_again() -> None:
     assert not settle(world, again, where).anew, "nor after a resume"
 
 
-def test_what_it_remembers_is_all_that_it_needs() -> None:
+def test_state_dict_is_sufficient() -> None:
     where = towns()
     made, access = placement(alone(4, 2), views())
     owners = owners_of(made, where, 4)
@@ -156,7 +156,7 @@ def test_tiny_models_and_views_that_show_nothing(points: int, seen: str | None) 
     assert len(settle(alone(4, 2), made, where).owners) == points
 
 
-def test_positions_that_are_not_numbers_and_far_ones_disturb_nobody() -> None:
+def test_nonfinite_and_far_positions_do_not_affect_others() -> None:
     where = towns()
     odd = torch.tensor([[torch.nan, 0, 0], [torch.inf, 1, 1], [1e9, 0, 0], [-1e9, 0, 0]])
     made, _ = placement(alone(4, 2), views())
@@ -212,7 +212,7 @@ def broken(world: World) -> str:
     return str(error.value)
 
 
-def test_what_fails_on_the_first_rank_fails_on_all() -> None:
+def test_failure_on_rank_zero_is_raised_on_all_ranks() -> None:
     assert run_ranks(broken, 2) == ["the sample is no good"] * 2
 
 

@@ -33,7 +33,7 @@ def wait_for(planner: Planner, step: int) -> None:
         time.sleep(0.002)
 
 
-def test_a_plan_is_the_assigners_of_what_was_handed_in() -> None:
+def test_plan_equals_assignment_of_its_inputs() -> None:
     assigner = Assigner(2, 2)
     planner = Planner(assigner)
     rows = needs(2)
@@ -67,7 +67,7 @@ def test_a_late_plan_stalls_nothing_and_is_a_miss() -> None:
     planner.close()
 
 
-def test_a_plan_that_another_rank_lacks_is_not_served() -> None:
+def test_plan_missing_on_another_rank_is_not_used() -> None:
     planner = Planner(Assigner(2, 2))
     rows = needs(2)
     planner.submit(3, rows)
@@ -114,7 +114,7 @@ def test_ranks_of_different_speed_serve_the_same() -> None:
         planner.close()
 
 
-def test_views_that_nobody_knows_are_dealt_out() -> None:
+def test_views_without_record_are_distributed_round_robin() -> None:
     planner = Planner(Assigner(2, 2))
     planner.submit(0, 3 * PATCHES)
     assert planner.ready_through() == 0
@@ -124,7 +124,7 @@ def test_views_that_nobody_knows_are_dealt_out() -> None:
     planner.close()
 
 
-def test_a_failure_in_the_thread_is_told() -> None:
+def test_failure_in_the_thread_is_raised() -> None:
     class Broken(Assigner):
         def assign(self, needed: np.ndarray) -> np.ndarray:
             raise ArithmeticError("no such thing")

@@ -37,7 +37,7 @@ def test_the_run_s_own_batch_counts_for_its_own_strategy_alone() -> None:
     assert four["batch"] == outlook("tile", COURSE, 10_000, ROOM).speeds["batch"]
 
 
-def test_what_does_not_fit_is_not_offered() -> None:
+def test_plans_beyond_memory_are_not_offered() -> None:
     assert set(outlook("tile", COURSE, 150_000_000, ROOM).speeds) == {"tile"}
     assert set(outlook("tile", COURSE, 150_000_000, None).speeds) == {"single", "batch", "tile"}
 

@@ -131,7 +131,7 @@ def test_buffers_of_a_step_are_those_of_the_model(rows: int, views: int) -> None
     assert by_pixel == 64 * 48 * views * 15 and by_pixel < found["pixels"]
 
 
-def test_what_replicas_exchange_is_counted() -> None:
+def test_replica_exchange_buffers_are_counted() -> None:
     """The buffers of a rank of two, without a second rank: they are made before anybody is met."""
     world = World.single()
     there = World(0, 2, 0, 2, world.device, object(), object(), object())  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_what_replicas_exchange_is_counted() -> None:
 
 
 @pytest.mark.parametrize("transport", ["collective", "peer"])
-def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
+def test_row_exchange_buffers_are_counted(transport: str) -> None:
     """The buffers of a rank that draws few of its own rows. Peer memory takes a quarter less than is counted."""
     rows, ranks = 4096, 8
     if transport == "peer":
@@ -160,7 +160,7 @@ def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
     assert planned == pytest.approx(held * (1.32 if transport == "peer" else 1.0), rel=0.02)
 
 
-def test_what_collectives_carry_of_a_row_is_counted() -> None:
+def test_row_bytes_of_collectives_are_counted() -> None:
     wire = replace(KERNELS, absgrad=True).wire(half=False, slots=False)
     assert (4 * wire.row_words, 4 * wire.gradient_words) == (WIRE_BYTES, GRADIENT_BYTES)
     one = share("tile", Course(4_000_000, 1920, 1080, views=4, gpus=4))
@@ -179,7 +179,7 @@ def test_memory_of_the_measured_scenes() -> None:
         assert found == pytest.approx(scene["lines"]["step, ours"]["peak_bytes"], rel=0.02), scene["name"]
 
 
-def test_capacities_have_the_room_that_training_gives_them() -> None:
+def test_capacities_equal_those_of_training() -> None:
     assert padded(4_000_000) == pytest.approx(ROOM * 4_000_000, rel=1e-3)
 
 
@@ -276,7 +276,7 @@ def test_shards_hold_more_and_gradients_less() -> None:
     assert most_points("single", unfused, 40 * GIB, densify=True) < sizes["single"]
 
 
-def test_what_pixels_cross_does_not_depend_on_the_model() -> None:
+def test_exchanged_pixels_are_independent_of_the_model() -> None:
     small, large = (share("pixel", Course(points, 1920, 1080, views=4, gpus=4)) for points in (1_000_000, 400_000_000))
     seen = IN_SIGHT[4]
     every = 16 * 0.75 * (4 * seen + 4 * seen) * 1920 * 1080  # if owners drew no more of their pixels than others do
@@ -292,7 +292,7 @@ def test_what_pixels_cross_does_not_depend_on_the_model() -> None:
     assert memory("pixel", course, 40 * GIB).exchange < memory("tile", course, 40 * GIB).exchange
 
 
-def test_what_is_in_sight_is_what_was_simulated() -> None:
+def test_visible_share_equals_the_simulated_one() -> None:
     rows = json.loads((RESULTS / "data/pixel/pixel-street.json").read_text())["rows"]
     assert {row["gpus"]: pytest.approx(row["in sight"], abs=5e-4) for row in rows} | {1: 1.0} == IN_SIGHT
     assert all(in_sight(gpus) == pytest.approx(part) for gpus, part in IN_SIGHT.items())

@@ -69,7 +69,7 @@ def test_constants_are_those_of_the_code() -> None:
     assert (command.MOST_RANKS, command.MOST_OWNERS) == (row_exchange.MOST_RANKS, row_wire.MOST_SEGMENTS)
 
 
-def test_what_tile_sends_between_machines() -> None:
+def test_bytes_of_tile_between_machines() -> None:
     """Of 20,000 rows of a GPU, drawn uncut, half come from the other machine, with `ROOM * PAIRS`: 48 bytes there,
     44 back; 3/8 from the other three GPUs of its own. Of what has crossed these three hand on three quarters."""
     found = traffic("tile", COURSE)
@@ -77,7 +77,7 @@ def test_what_tile_sends_between_machines() -> None:
     assert found.inside == pytest.approx(ROOM * PAIRS * 20_000 * (3 / 8 + 0.5 * 3 / 4) * 92)
 
 
-def test_what_locality_sends_between_machines() -> None:
+def test_bytes_of_locality_between_machines() -> None:
     """88.3 % less than half of all rows cross, and 2.8 % less than seven eighths leave their GPU; the busiest has 1.23
     times the mean."""
     found, rows = traffic("locality", COURSE), ROOM * PAIRS * 1.23 * 20_000 * 92
@@ -95,7 +95,7 @@ def test_what_locality_sends_between_machines() -> None:
     )
 
 
-def test_what_batch_and_single_send_between_machines() -> None:
+def test_bytes_of_batch_and_single_between_machines() -> None:
     """batch: a GPU gathers 20,000 rows of each other one; a machine takes those of the other four in once."""
     one = share("batch", COURSE)
     assert one.rows == 20_000

@@ -71,7 +71,7 @@ class Course:
 
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "intersections"])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_step_without_room_changes_nothing(name: str, rows: bool) -> None:
+def test_step_beyond_capacity_changes_nothing(name: str, rows: bool) -> None:
     small = {"rows": 30} if rows else {"intersections": 40}
     course = Course(name, points_of(name), **small)
     before = course.all()
@@ -83,7 +83,7 @@ def test_a_step_without_room_changes_nothing(name: str, rows: bool) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_room_for_points_is_not_seen(name: str) -> None:
+def test_spare_storage_is_not_rendered(name: str) -> None:
     """A refinement moves points to where there is room for more; what lies there has no position."""
     plain, roomy = (Course(name, points_of(name, spare)) for spare in (0, 20))
     for course in (plain, roomy):
@@ -115,7 +115,7 @@ def test_points_are_looked_at_in_parts(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_not_finite_is_told(name: str) -> None:
+def test_nonfinite_values_are_reported(name: str) -> None:
     step = Course(name, points_of(name)).step
     kernels, model, cameras = step._kernels, step._model, step._cameras(range(VIEWS))
     rows = kernels.project(model, cameras, 400, (), None)
@@ -129,7 +129,7 @@ def test_what_is_not_finite_is_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_their_kernels_cannot_do_is_refused(name: str) -> None:
+def test_options_unsupported_by_the_kernels_are_refused(name: str) -> None:
     kind, points = KINDS[name], points_of(name)
     kernels: Any = kind.kernels(opacity_weight=0.0)
     with pytest.raises(

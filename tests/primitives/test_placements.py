@@ -92,7 +92,7 @@ def test_owners_are_those_that_the_placement_names(kind: str) -> None:
     assert all(run_ranks(owned, 3, kind))
 
 
-def test_replicas_stay_where_they_are() -> None:
+def test_replicas_are_not_moved() -> None:
     for placement in (AllHere(), Replicated()):
         keys = torch.arange(5)
         move = plan_move(keys, torch.ones_like(keys), [5], World.single(), 1.1, placement)

@@ -93,7 +93,7 @@ def test_there_and_back_through_memory(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_a_row_is_on_the_wire(name: str) -> None:
+def test_wire_size_of_a_row(name: str) -> None:
     """Twelve words a part, one more with slots; nine back, and two more of the last part where they are needed."""
     layout = KINDS[name].layout
     plain, slots = (PartsWire(layout, slots=slots) for slots in (False, True))

@@ -199,7 +199,7 @@ def carried_by_parts(world: World) -> tuple[dict[str, Tensor], list[float]]:
 
 
 @pytest.mark.parametrize(("size", "carry"), [(1, carried), (3, carried), (3, carried_by_parts)])
-def test_everything_of_a_point_travels(size: int, carry: Any) -> None:
+def test_all_tensors_of_a_point_are_exchanged(size: int, carry: Any) -> None:
     outcomes = run_ranks(carry, size)
     number = torch.arange(50, dtype=torch.float32)
     kept = torch.where(number % 10 == 4, 0.0, 1.0)
@@ -299,7 +299,7 @@ def parted(world: World, at_once: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("at_once", [0, 1 << 26])
-def test_only_points_that_change_their_owner_travel(at_once: int) -> None:
+def test_only_points_with_a_new_owner_are_exchanged(at_once: int) -> None:
     outcomes = run_ranks(parted, 2, at_once)
     x = torch.arange(90)
     owners = (x + (x % 10 == 3).long()) % 2

@@ -48,7 +48,7 @@ ROOM, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
         ("tile", 4, 5, False), ("tile", 2, 2, True),
     ],
 )  # fmt: skip
-def test_a_course_is_the_ordinary_one(strategy: str, ranks: int, batch: int, antialiased: bool) -> None:
+def test_fused_run_equals_the_autograd_run(strategy: str, ranks: int, batch: int, antialiased: bool) -> None:
     course = Course(strategy, batch, 4, antialiased, room=ROOM if strategy == "tile" else None)
     outcomes = take(course, ranks)
     assert_same_course(course, outcomes, ordinary(course))
@@ -57,7 +57,7 @@ def test_a_course_is_the_ordinary_one(strategy: str, ranks: int, batch: int, ant
 
 
 @pytest.mark.parametrize("strategy", ["batch", "tile"])
-def test_a_course_of_tall_views(strategy: str) -> None:
+def test_run_with_tall_views(strategy: str) -> None:
     """What is counted by the longer side of a view is not counted by its width."""
     course = Course(strategy, 2, 2, size=(30, 60))
     found, expected = taken(World.single(), course), ordinary(course)
@@ -88,7 +88,7 @@ def test_intersections_of_each_row_of_tiles_are_counted(ranks: int) -> None:
         assert outcome["tiles"].tolist() == expected
 
 
-def test_rows_that_stay_where_they_are() -> None:
+def test_run_with_local_rows() -> None:
     course = Course("tile", 2, 3, room=ROOM, lazy=True, transport="own")
     assert_same_course(course, take(course, 1), ordinary(course))
 
@@ -129,7 +129,7 @@ PUT_OFF = [("batch", 1), ("batch", 2), ("tile", 1), ("tile", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), PUT_OFF)
-def test_steps_that_are_put_off_are_the_ordinary_ones(strategy: str, ranks: int) -> None:
+def test_deferred_steps_equal_ordinary_steps(strategy: str, ranks: int) -> None:
     course = Course(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
     lazy = take(course, ranks)
     assert_same_steps(course, lazy, take(replace(course, lazy=False), ranks))
@@ -137,7 +137,7 @@ def test_steps_that_are_put_off_are_the_ordinary_ones(strategy: str, ranks: int)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), PUT_OFF)
-def test_a_capacity_exceeded_while_steps_are_put_off(strategy: str, ranks: int) -> None:
+def test_capacity_exceeded_while_steps_are_deferred(strategy: str, ranks: int) -> None:
     course = Course(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
     plenty = take(course, ranks)
     rows, segment, intersections = plenty[0]["first"].tolist()
@@ -147,7 +147,7 @@ def test_a_capacity_exceeded_while_steps_are_put_off(strategy: str, ranks: int) 
         assert all(torch.equal(a[name], b[name]) for a, b in zip(tight, plenty, strict=True)), name
 
 
-def test_a_lazy_step_waits_for_a_flush_once_64_are_put_off() -> None:
+def test_lazy_step_flushes_after_64_deferred_steps() -> None:
     world = World.single(torch.device("cpu"))
     params = {k: v.detach() for k, v in make_points(20, torch.float32, "cpu").params.items()}
     settings = StepSettings(16, 16, 1, LAMBDA, 32, 1, 128)
@@ -168,7 +168,7 @@ def test_a_lazy_step_waits_for_a_flush_once_64_are_put_off() -> None:
 # ---- what travels ----
 
 
-def test_what_leaves_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_sent_by_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is sent, before anybody is met: no gradient of a colour that was clamped at black, whose sign the others
     cannot see; and views by their number in the batch."""
     params = {k: v.detach() for k, v in make_points(200, torch.float32, "cpu").params.items()}
@@ -217,7 +217,7 @@ def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "batch"), [("tile", 1, 2), ("tile", 2, 1), ("tile", 2, 2), ("batch", 1, 2), ("batch", 2, 2)]
 )
-def test_a_course_of_what_was_recorded(strategy: str, ranks: int, batch: int) -> None:
+def test_run_of_captured_graphs(strategy: str, ranks: int, batch: int) -> None:
     course = Course(
         strategy, batch, 12, room=(64, 16, 64), lazy=True, transport="collective", captured=True
     )  # fmt: skip
@@ -233,7 +233,7 @@ def test_a_course_of_what_was_recorded(strategy: str, ranks: int, batch: int) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "batch", "antialiased"), [(1, 1, False), (1, 3, True), (2, 2, False), (4, 8, True)])
-def test_a_course_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool, lazy: bool) -> None:
+def test_run_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool, lazy: bool) -> None:
     skip_without_gpus(ranks)
     course = Course("batch", batch, 4, antialiased, lazy=lazy, points=3000)
     assert_same_course(course, take(course, ranks, "cuda"), ordinary(course))
@@ -245,7 +245,7 @@ def test_a_course_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool,
     [("collective", False, True), ("peer", True, True), ("peer", False, False)],
 )
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 1), (4, 4)])
-def test_a_course_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: str, by_sort: bool) -> None:
+def test_run_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: str, by_sort: bool) -> None:
     skip_without_gpus(ranks)
     course = Course(
         "tile", batch, 4, room=LARGE_ROOM, lazy=lazy, transport=transport, by_sort=by_sort, points=3000
@@ -256,7 +256,7 @@ def test_a_course_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transpor
 @pytest.mark.gpu
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 2)])
-def test_a_course_of_graphs_on_gpus(ranks: int, batch: int, lazy: bool) -> None:
+def test_run_of_graphs_on_gpus(ranks: int, batch: int, lazy: bool) -> None:
     skip_without_gpus(ranks)
     course = Course(
         "tile", batch, 12, room=(1024, 1024, 8192), lazy=lazy, transport="peer", points=3000,

@@ -131,7 +131,7 @@ def test_the_last_sample_counts_even_if_nothing_is_behind() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 24, 64])
-def test_sums_along_rays_are_the_same_in_pieces(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_sums_are_independent_of_chunking(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many rows as a GPU takes in pieces: the last piece is a small one."""
     most = sums.most_rows(columns)
     assert most & (most - 1) == 0 and most * columns < 3e6

@@ -116,7 +116,7 @@ def bytes_of(world: World, cross: bool) -> int:
     return world.traffic.since("step")
 
 
-def test_rows_go_where_they_reach_a_cell() -> None:
+def test_rows_are_sent_to_cells_that_they_overlap() -> None:
     few, many = (run_ranks(bytes_of, 2, cross) for cross in (True, False))
     assert all(a < 0.75 * b for a, b in zip(few, many, strict=True))
     crossing, _, views = windows_of("in a cell")
@@ -193,7 +193,7 @@ class _Near(Crossing):
         return depths[None] < 1
 
 
-def test_boundary_rows_touch_what_the_crossing_says() -> None:
+def test_boundary_rows_overlap_the_listed_cells() -> None:
     """Each batch is asked about once, and earlier batches do not matter."""
     crossing, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
     leg = BoundaryRows(crossing)

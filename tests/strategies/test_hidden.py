@@ -67,7 +67,7 @@ def unlike(a: Outcome, b: Outcome) -> float:
     return max(float((images[0][view] - image).abs().max()) for view, image in images[1].items())
 
 
-def test_what_is_hidden_is_not_drawn_and_cannot_be_seen() -> None:
+def test_occluded_cells_are_not_drawn_and_pixels_are_equal() -> None:
     hidden, shown = (twice(World.single(), hide) for hide in (True, False))
     assert unlike(hidden["first"], shown["first"]) == 0 and "pixels_drawn" in shown["figures"]
     assert hidden["begun"]["pixels_drawn"] == hidden["begun"]["pixels_in_sight"]

@@ -230,7 +230,7 @@ def test_ranks_without_views_and_models_without_points(strategy: str, views: int
 
 
 @pytest.mark.parametrize("strategy", LIKE_SINGLE)
-def test_ranks_without_pixels_of_a_view_that_nobody_cuts(strategy: str) -> None:
+def test_ranks_without_pixels_of_an_uncut_view(strategy: str) -> None:
     """One row of tiles: a rank has all of it, without a halo, and the others take part in the exchange."""
     expected = one_step(World.single(), "single", "gaussians", 1, 60, torch.float64, (40, 14))
     check(run_ranks(one_step, 3, strategy, "gaussians", 1, 60, torch.float64, (40, 14)), expected, torch.float64)

@@ -106,7 +106,7 @@ def test_a_fused_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int
     check_fused(run_ranks(fused, ranks, strategy, mode, device="cuda"), strategy)
 
 
-def test_a_step_that_finds_no_room_leaves_maps_alone() -> None:
+def test_step_beyond_capacity_does_not_change_maps() -> None:
     spread, count = STRATEGIES["single"](World.single()), 3
     kind, held = points_of("gaussians", POINTS, torch.float32)
     views = make_views(count, torch.float32, size=PORTRAIT)

@@ -339,7 +339,7 @@ def test_a_strategy_that_no_step_does_says_so_before_the_first() -> None:
     assert "at least one" in (unsupported_reason(batch, 1) or ""), "the other rank has none"
 
 
-def test_pieces_that_contradict_each_other_are_refused() -> None:
+def test_contradicting_parts_are_refused() -> None:
     world = replace(World.single(), size=2)
     batch, tile = STRATEGIES["batch"](world), STRATEGIES["tile"](world)
     for one, other in ((batch, {"rows": tile.rows}), (batch, {"gradients": tile.gradients})):

@@ -56,7 +56,7 @@ def target_of(patch: Patch, views: list[View]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("ranks", "machines"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("mode", ["autograd", "step"])
-def test_what_patches_needed_is_learnt(mode: str, ranks: int, machines: int) -> None:
+def test_demand_of_patches_is_recorded(mode: str, ranks: int, machines: int) -> None:
     found = run_ranks(partial(learnt, machines), ranks, mode)
     counted, plan = found[0]["counted"], found[0]["plan"]
     assert counted.sum() > POINTS and all((one["counted"] == counted).all() for one in found)

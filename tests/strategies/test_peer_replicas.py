@@ -128,7 +128,7 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
     return found
 
 
-def test_nobody_writes_what_another_has_still_to_read(tmp_path: Path) -> None:
+def test_no_rank_overwrites_unread_data(tmp_path: Path) -> None:
     assert run_ranks(partial(two_steps, tmp_path), 2) == [[[10.0, 11.0, 1, 1], [20.0, 21.0, 2, 2]]] * 2
 
 
@@ -149,11 +149,11 @@ def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
         ]
 
 
-def test_conics_are_told_for_sizes_alone(tmp_path: Path) -> None:
+def test_conics_are_put_for_sizes_only(tmp_path: Path) -> None:
     assert run_ranks(partial(without_sizes, tmp_path), 2) == [(76 - 12, [True, True, True, False, True])] * 2
 
 
-def test_what_is_told_through_memory_is_what_collectives_tell() -> None:
+def test_put_rows_equals_all_gather() -> None:
     """Of the rows that there are, the numbers that mean something; no gradient where a colour is clamped at black."""
     g, lines, room = torch.Generator().manual_seed(0), 5, 8
     floats = [torch.randn(room, *shape, generator=g) for shape in ((2,), (3,), (), (3,), ())]

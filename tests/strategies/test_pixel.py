@@ -154,7 +154,7 @@ def test_wherever_cameras_and_points_are(where: str) -> None:
     check(run_ranks(step, 3, 4.0), expected, torch.float64)
 
 
-def test_how_far_it_is_from_single() -> None:
+def test_deviation_from_single() -> None:
     """Splats that reach into another cell are blended with their own cell's. Of opaque splats as large as a fifth of
     the scene that shows; of small ones hardly."""
 

@@ -79,7 +79,7 @@ def test_a_row_that_several_ranks_of_a_machine_need_crosses_once(ranks: int, mac
     assert sum(one["between"] for one in relayed) == once * (ROW + 1 + GRADIENT)
 
 
-def test_fused_steps_send_what_is_foretold() -> None:
+def test_fused_steps_send_the_predicted_bytes() -> None:
     relayed, direct = (run_ranks(partial(crossed, 2), 4, "step", relays) for relays in (True, False))
     for one in relayed:
         assert one["foretold"] == (one["sent"] - one["between"], one["between"])
@@ -98,7 +98,7 @@ def autograd(machines: int, world: World, half: bool) -> Any:
 
 
 @pytest.mark.parametrize("mode", [both_ways, autograd])
-def test_halves_between_machines_are_nearly_whole(mode: Any) -> None:
+def test_float16_between_machines_is_close_to_float32(mode: Any) -> None:
     """Between machines alone: within one nothing is rounded. Sums of gradients there are rounded once."""
     whole, half = (run_ranks(partial(mode, 2), 4, h) for h in (False, True))
     check_half(half, whole, 4)
@@ -123,7 +123,7 @@ def test_a_step_through_memory_that_ranks_of_a_machine_share(tmp_path: Path) -> 
     check_step(found, "locality", KERNELS[0], LANDSCAPE)
 
 
-def test_relays_know_where_each_number_stands() -> None:
+def test_hierarchical_exchange_locates_each_count() -> None:
     relays = Relays(3, 2)
     places = [relays.inside(local) for local in range(2)] + [relays.across(k) for k in range(3)]
     places += [relays.handed(k, local) for k in range(3) for local in range(2)]
@@ -141,7 +141,7 @@ def test_relays_know_where_each_number_stands() -> None:
     assert relays.step_bytes(pairs, 3, (48, 36), (44, 20), 10)[1] == 36 * (302 + 304) + 20 * (103 + 503) + 8 + 80 * 5
 
 
-def test_who_needs_a_row_goes_with_it_in_bits() -> None:
+def test_readers_of_a_row_are_sent_as_bits() -> None:
     flags = torch.rand(50, 11, generator=torch.Generator().manual_seed(1)) < 0.4
     packed = exchanged_rows._bits(flags)
     assert packed.shape == (50, 2) and packed.dtype == torch.uint8
@@ -180,6 +180,6 @@ def test_more_ranks_than_kernels_know_are_refused(ranks: int, machines: int) -> 
 
 
 @pytest.mark.parametrize(("ranks", "machines"), [(1, 1), (4, 1), (3, 3)])
-def test_nothing_is_handed_on_where_nobody_else_is(ranks: int, machines: int) -> None:
+def test_no_forwarding_with_one_rank_per_machine(ranks: int, machines: int) -> None:
     world = World(0, ranks, 0, ranks // machines, torch.device("cpu"))
     assert Relays.of(world) is None

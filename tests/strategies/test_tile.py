@@ -89,7 +89,7 @@ def travels(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_rows_arrive_in_order_once_and_only_where_they_touch(size: int) -> None:
+def test_rows_are_received_once_in_order_by_overlapped_patches(size: int) -> None:
     outcomes = run_ranks(travels, size)
     firsts = even_bounds(90, size)
     total = 0

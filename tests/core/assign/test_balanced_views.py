@@ -23,7 +23,7 @@ def test_every_view_comes_once(count: int, size: int) -> None:
         assert sorted(alike(order, work, size, lead)) == list(range(count))
 
 
-def test_what_other_epochs_complete_stays_as_drawn() -> None:
+def test_order_of_other_epochs_is_unchanged() -> None:
     order = random.Random(1).sample(range(30), 30)
     found = alike(order, list(range(30)), 4, lead=3)
     assert found[:3] == order[:3] and found[27:] == order[27:] and found[3:27] != order[3:27]

@@ -98,7 +98,7 @@ def held(world: World) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_a_rank_holds_stands_in_the_whole(size: int) -> None:
+def test_shard_rows_map_to_rows_of_the_whole_model(size: int) -> None:
     for outcome in run_ranks(held, size):
         for where, places, chosen, among, before in outcome:
             assert torch.equal(places, where)

@@ -20,7 +20,7 @@ def test_plans_that_say_the_same_are_the_same() -> None:
     assert len({plan, *others}) == 4
 
 
-def test_who_owns_a_patch_may_be_another_than_who_draws_it() -> None:
+def test_patch_owner_may_differ_from_its_renderer() -> None:
     one, two = Patch(0, 0, 0, 8, 16), Patch(1, 0, 0, 8, 16)
     plan = Plan.of([[one, two], [one]], [[], [one, two]])
     assert plan.drawn == ((one, two), (one,)) and plan.owned == ((), (one, two))

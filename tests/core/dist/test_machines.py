@@ -81,7 +81,7 @@ def test_three_ranks_are_not_two_machines(monkeypatch: pytest.MonkeyPatch, capfd
         run_ranks(_refused, 3)
 
 
-def test_a_world_that_nobody_described_is_one_machine() -> None:
+def test_world_without_description_is_one_machine() -> None:
     world = World.single()
     assert (world.machine, world.machines, world.host_size, world.rank_name(0)) == (0, 1, 1, "rank 0")
 
@@ -123,10 +123,10 @@ def test_each_life_of_a_job_meets_apart_from_the_earlier_ones(order: list[int]) 
     assert _meet(store, order, 3, "last") == {rank: {"last"} for rank in range(3)}
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_missing_rank_is_named() -> None:
     said = _meet(dist.HashStore(), [0, 2], 4, "", seconds=1.0)
     assert said == {0: "ranks 1, 3 did not come.", 2: "rank 0, or another, did not come."}
 
 
-def test_one_rank_meets_nobody() -> None:
+def test_single_rank_needs_no_rendezvous() -> None:
     assert _meet(dist.HashStore(), [0], 1, "alone", seconds=1.0) == {0: {"alone"}}

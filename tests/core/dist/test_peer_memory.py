@@ -15,7 +15,7 @@ from tests.cuda_ext.routing import route
 from tests.lib.ranks import run_ranks, skip_without_gpus
 
 
-def test_inside_machines_alone_where_rows_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_checked_within_a_machine_if_rows_are_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs of one machine are looked at; others are none of their business."""
     asked: list[tuple[str, bool]] = []
     for name in ("_access_problem", "_trial_problem"):

@@ -23,7 +23,7 @@ def test_one_for_all_or_each_its_own() -> None:
         pairs_of(-1, 1)
 
 
-def test_what_a_step_sends() -> None:
+def test_bytes_sent_per_step() -> None:
     """Rows there, gradients back, a count for each other rank and a message to it. Not what stays."""
     assert step_bytes(PAIRS, 0, 48, 36, 10) == 48 * (2 + 30) + 36 * (400 + 0) + 2 * 8 * 11
     assert step_bytes(PAIRS, 1, 48, 36, 10) == 48 * (400 + 6) + 36 * (2 + 80) + 2 * 8 * 11

@@ -8,7 +8,7 @@ from ns_multigpu.core.exchange.row_routes import packed, unpacked
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
 @pytest.mark.parametrize("shapes", [[()], [(4,)], [(2,), (3,), (), (4,)], [(), (2,)], [(3, 2), ()]])
-def test_what_was_packed_is_taken_apart(rows: int, shapes: list[tuple[int, ...]]) -> None:
+def test_unpack_inverts_pack(rows: int, shapes: list[tuple[int, ...]]) -> None:
     g = torch.Generator().manual_seed(rows)
     columns = [torch.randn(rows, *shape, generator=g) for shape in shapes]
     found = unpacked(packed(columns), shapes)

@@ -130,7 +130,7 @@ def test_millions_on_one_gpu(size: int) -> None:
         check_sorted([outcome[case] for outcome in outcomes], whole, case)
 
 
-def test_more_than_the_room_is_cut_off(device: str) -> None:
+def test_items_beyond_the_capacity_are_cut_off(device: str) -> None:
     whole = [(torch.arange(50) * 3 + rank, torch.arange(50, dtype=torch.int32)) for rank in range(3)]
 
     def run(rank: int, memory: SimulatedMemory) -> tuple[Tensor, Tensor, int]:

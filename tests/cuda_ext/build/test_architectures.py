@@ -65,7 +65,7 @@ def test_gpus_that_are_alike_are_known_without_the_driver(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("seen", "found"), [([1], ("80",)), ([0, 1], ("80", "120"))])
-def test_where_they_differ_those_count_that_torch_sees(
+def test_devices_that_torch_sees_take_precedence(
     monkeypatch: pytest.MonkeyPatch, seen: list[int], found: tuple[str, ...]
 ) -> None:
     asked = machine(monkeypatch, [(12, 0), (8, 0)], seen)
@@ -93,7 +93,7 @@ def test_gpus_that_torch_does_not_see_do_not_count(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-def test_both_ways_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_methods_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.init()
     by_driver = toolkit.visible_architectures()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

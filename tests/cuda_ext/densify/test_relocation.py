@@ -61,7 +61,7 @@ def test_nothing_is_drawn(why: str) -> None:
     assert bool((sources == -1).all()) and not bool(copies.any()) and len(sources) == len(copies) == len(sums)
 
 
-def test_who_gets_copies_is_changed_and_cleared_and_nobody_else() -> None:
+def test_only_relocation_targets_are_changed_and_reset() -> None:
     g = torch.Generator().manual_seed(2)
     logits, scales = 3 * torch.randn(COUNT, generator=g), torch.randn(COUNT, 3, generator=g)
     copies = torch.randint(-3, 80, (COUNT,), generator=g).clamp_(min=0).int()

@@ -66,7 +66,7 @@ def rows_of(real: int, padding: int) -> tuple[Rows, Tensor]:
     return rows, 1 + 3 * torch.rand(len(rows), generator=torch.Generator().manual_seed(3))
 
 
-def test_a_route_takes_what_a_cell_is_reached_by() -> None:
+def test_route_takes_rows_that_overlap_a_cell() -> None:
     """As if the rows that are in no cell of a patch were not there."""
     rows, _ = rows_of(700, 40)
     g = torch.Generator().manual_seed(1)
@@ -89,7 +89,7 @@ def test_a_route_takes_what_a_cell_is_reached_by() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("real", "padding"), [(1, 0), (20_000, 70), (0, 9)])
 @pytest.mark.parametrize("cells", [2, 7])
-def test_the_twin_says_which_cells_rows_reach(cells: int, real: int, padding: int, dtype: torch.dtype) -> None:
+def test_reference_returns_cells_that_rows_overlap(cells: int, real: int, padding: int, dtype: torch.dtype) -> None:
     scene, (rows, depths) = scene_of(cells), rows_of(real, padding)
     floats = [one.to(dtype) for one in (rows.means2d, depths, scene.viewmats, scene.Ks)]
     if real > 1:

@@ -89,7 +89,7 @@ def test_gradients_back(real: int, padding: int, ranks: int, room: int, half: bo
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_rows_arrive_as_they_were(half: bool) -> None:
+def test_rows_are_received_unchanged(half: bool) -> None:
     rows = [splats(make_rows(3000 + 100 * rank, 50, seed=rank), rank).to("cuda") for rank in range(4)]
     sent = send(rows, numbers(bands(4, 2), 2), uneven(4), half, True)
     check_arrived(sent, half, True)

@@ -60,7 +60,7 @@ def test_every_rank_gets_the_lines_that_there_are(count: int, lines: int, gated:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_first_array_is_told_with_an_offset_and_some_are_not_told(device: str) -> None:
+def test_first_array_is_put_with_offset_and_some_are_skipped(device: str) -> None:
     there, places = memory_of(device)
     taken = [*TAKEN[:2], 0, 0, TAKEN[4]]
     put_rows(arrays_of(device), taken, torch.tensor([LINES], device=device), places, offset=5)
@@ -112,7 +112,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), BAD)
-def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     given: dict[str, Any] = {
         "arrays": [torch.zeros(4, 2)], "taken": [2], "count": torch.tensor([3]),
         "destinations": torch.zeros(2, 1, dtype=torch.int64),

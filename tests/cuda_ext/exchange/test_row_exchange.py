@@ -154,7 +154,7 @@ def test_padding_dead_rows_and_other_views_go_nowhere() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_rows_arrive_as_they_were(ranks: int) -> None:
+def test_rows_are_received_unchanged(ranks: int) -> None:
     rows = [make_rows(150 + 30 * rank, 20, seed=rank) for rank in range(ranks)]
     done = exchange(rows, numbers(bands(ranks, 2), 2), 260)
     assert int(done.counts.max()) <= 260 and int(done.counts.sum()) > 60
@@ -178,7 +178,7 @@ def check_arrived(done: Exchange, views: int) -> None:
             assert bool((mine.slots[len(slots) :] == 0).all())
 
 
-def test_too_little_room_drops_the_last_and_tells() -> None:
+def test_exceeded_capacity_drops_the_last_rows_and_reports() -> None:
     rows = [make_rows(200, 0, seed=rank) for rank in range(2)]
     done = exchange(rows, numbers(bands(2, 2), 2), 30)
     assert bool((done.counts > 30).any())

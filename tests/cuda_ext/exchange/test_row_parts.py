@@ -57,7 +57,7 @@ def test_projected_in_parts(device: str, lazy: bool, stops: list[int]) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("room", [100, 0])
-def test_too_little_room_and_no_room(device: str, room: int) -> None:
+def test_exceeded_and_zero_capacity(device: str, room: int) -> None:
     model = make_model().to(device)
     parts: list[int] = []
     found = model.forward(room, stops=[room // 2, room], reached=lambda *part: parts.append(part[2]))

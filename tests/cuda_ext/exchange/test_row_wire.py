@@ -100,7 +100,7 @@ def uneven(ranks: int) -> list[list[int]]:
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rows_arrive_as_they_were(ranks: int, half: bool, slots: bool) -> None:
+def test_rows_are_received_unchanged(ranks: int, half: bool, slots: bool) -> None:
     rows = [splats(make_rows(200 + 30 * rank, 20, seed=rank), rank) for rank in range(ranks)]
     pairs = uneven(ranks)
     sent = send(rows, numbers(bands(ranks, 2), 2), pairs, half, slots)
@@ -129,7 +129,7 @@ def check_arrived(sent: Sent, half: bool, slots: bool) -> None:
         assert start == len(arrived.view_ids)
 
 
-def test_what_is_rounded_on_the_way() -> None:
+def test_wire_format_rounds_to_float16() -> None:
     """By half a unit in the last place of float16; a conic by as much in its factor. Some of it really is."""
     rows = [splats(make_rows(3000, 0, seed=rank), rank) for rank in range(2)]
     full, half = (send(rows, numbers(bands(2, 2), 2), [[3000] * 2] * 2, short, False).arrived[0] for short in (0, 1))
@@ -256,7 +256,7 @@ def test_gradients_come_back_as_sums(ranks: int, half: bool, absgrad: bool) -> N
         assert ranks == 1 or not torch.equal(found, wanted)
 
 
-def test_gradients_that_are_no_numbers_stay_none() -> None:
+def test_nonfinite_gradients_remain_nonfinite() -> None:
     """A step whose gradients are not finite is found out by its owner."""
     rows = [splats(make_rows(60, 0, seed=rank), rank) for rank in range(2)]
     whole = [0, 0, 0, 0, 50, 70, 1, 0, 0, 0, 50, 70]

@@ -39,7 +39,7 @@ def check_kept(sent: Sent, half: bool, slots: bool) -> None:
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_rows_that_stay_are_where_they_would_have_come(ranks: int, half: bool, slots: bool) -> None:
+def test_local_rows_have_the_order_of_exchanged_rows(ranks: int, half: bool, slots: bool) -> None:
     rows = [splats(make_rows(200 + 30 * rank, 20, seed=rank), rank) for rank in range(ranks)]
     pairs = uneven(ranks)
     pairs[0][0] = 11

@@ -124,7 +124,7 @@ def test_depths_of_any_size_and_sign_are_sorted() -> None:
     assert_same_lists(splats)
 
 
-def test_means_on_tile_edges_reach_both_sides() -> None:
+def test_means_on_tile_edges_overlap_both_tiles() -> None:
     splats = replace(
         make_splats(4, 48, 32, opacities=(0.9, 0.9)),
         means2d=torch.tensor([[16.0, 8.0], [16.0, 16.0], [32.0, 16.0], [0.0, 16.0]]),

@@ -141,7 +141,7 @@ def test_merge_of_runs_that_do_not_overlap(device: str) -> None:
             assert torch.equal(out[0].cpu(), first)
 
 
-def test_a_piece_is_cut_off_at_its_room(device: str) -> None:
+def test_fragment_is_cut_off_at_its_capacity(device: str) -> None:
     keys = torch.arange(100, device=device)
     out = torch.zeros(30, dtype=torch.int64, device=device), torch.zeros(30, dtype=torch.int32, device=device)
     values = torch.arange(100, dtype=torch.int32, device=device)
@@ -257,7 +257,7 @@ def test_bands_without_tiles_or_pairs(device: str) -> None:
         assert tuple(x.tolist() for x in got) == expected, bands
 
 
-def test_rows_that_have_not_arrived_stay_in_bounds(device: str) -> None:
+def test_rows_not_yet_received_are_kept_in_bounds(device: str) -> None:
     keys = torch.arange(4, device=device) << 32
     values = torch.tensor([0, 1 << OWNER_SHIFT, 3 | 1 << OWNER_SHIFT, -1], dtype=torch.int32, device=device)
     where = torch.tensor([[-1, 0, 0], [7, 99, 6]], dtype=torch.int32, device=device)

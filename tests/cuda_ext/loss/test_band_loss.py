@@ -131,7 +131,7 @@ def test_rectangles_add_up_to_the_view(cuts_x: tuple[int, ...], cuts_y: tuple[in
     assert_bands_add_up(r, expected(r), cuts_x, cuts_y, halo, 1e-10)
 
 
-def test_the_halo_has_to_reach_ten_pixels() -> None:
+def test_halo_needs_ten_pixels() -> None:
     """Else the sums are still right, and the gradient near the cut is not."""
     r = rendering(40, 30)
     wanted = expected(r)
@@ -168,7 +168,7 @@ def test_is_what_the_other_operators_give() -> None:
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
-def test_what_cannot_be_shown_has_no_gradient() -> None:
+def test_clamped_colours_have_no_gradient() -> None:
     r = rendering(20, 22, torch.float32)
     r.out[100], r.alpha[100] = torch.tensor([-0.1, 1.1, 1.0]), 1.0
     r.out[200], r.alpha[200] = torch.tensor([0.0, 0.5, float("nan")]), 1.0

@@ -111,7 +111,7 @@ def test_runs_repeat_bit_for_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, r.run((0, 30, 900, 690)), strict=True))
 
 
-def test_how_a_view_is_cut_changes_no_bit_of_the_gradient() -> None:
+def test_gradient_is_bitwise_independent_of_the_cuts() -> None:
     r = on_gpu(400, 500)
     whole, band = r.run(), r.cut(0, 84, 500, 316).run((0, 16, 500, 216))
     own = slice(100 * 500, 300 * 500)
@@ -127,7 +127,7 @@ def test_a_perfect_image() -> None:
     assert found.v_out.abs().max() < 1e-3  # the sign of zero is zero, and SSIM is at its maximum
 
 
-def test_what_cannot_be_shown_has_no_gradient() -> None:
+def test_clamped_colours_have_no_gradient() -> None:
     r = on_gpu(60, 90)
     r.out[2500], r.alpha[2500] = torch.tensor([-0.1, 1.1, 1.0], device="cuda"), 1.0
     r.out[3500], r.alpha[3500] = torch.tensor([0.0, 0.5, float("nan")], device="cuda"), 1.0

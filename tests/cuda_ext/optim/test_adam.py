@@ -20,11 +20,11 @@ def test_together_as_alone() -> None:
     assert_same(course("together", "cpu"), course("alone", "cpu"), rtol=0)
 
 
-def test_in_two_halves_as_alone() -> None:
+def test_two_parts_equal_one_update() -> None:
     assert_same(course("halves", "cpu"), course("alone", "cpu"), rtol=0)
 
 
-def test_state_goes_both_ways() -> None:
+def test_state_converts_in_both_directions() -> None:
     for first, second in ((torch.optim.Adam, FusedAdam), (FusedAdam, torch.optim.Adam)):
         params = make_params("cpu")
         old: Any = first(params, lr=0.1)
@@ -114,7 +114,7 @@ def test_scalars() -> None:
     assert line == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_cannot_be_uploaded_within_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_within_a_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     gpu = torch.device("cuda")
     for ring, name in (

@@ -76,7 +76,7 @@ def test_on_average_the_exact_value() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_bfloat16_holds_stays_what_it_is(place: int) -> None:
+def test_bfloat16_values_are_not_rounded_again(place: int) -> None:
     held = torch.cat([torch.tensor(SPECIAL), numbers(5000).to(BF16).float()])
     for salt in salts(20):
         rounded = compacted(salt, *((held, held.flip(0)) if place == 0 else (held.flip(0), held)))[place]
@@ -155,7 +155,7 @@ def with_compact(course: Course) -> Course:
 
 @native
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_compact_course_is_near_the_full_one(lazy: bool) -> None:
+def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
     full = Course(fresh_model(300, dtype=torch.float32), lazy=lazy)
     ours = with_compact(Course(fresh_model(300, dtype=torch.float32), lazy=lazy))
     before = [p.clone() for p in full.model.params]

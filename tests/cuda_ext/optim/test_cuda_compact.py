@@ -149,7 +149,7 @@ def test_a_lazy_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_compact_course_is_near_the_full_one(lazy: bool) -> None:
+def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
     full = Course(fresh_model(900, dtype=torch.float32).to(DEVICE), lazy)
     ours = Course(compact(fresh_model(900, dtype=torch.float32), DEVICE), lazy)
     before = full.model.to("cpu")
@@ -173,7 +173,7 @@ def test_a_block_in_a_graph() -> None:
     assert_same_bits(plain, graphed)
 
 
-def test_what_kernels_do_not_take_is_named() -> None:
+def test_unsupported_arguments_are_named() -> None:
     ops = torch.ops.ns_multigpu
     lazy = LazyAdam.make(20, DEVICE)
     state = (lazy.last, lazy.table, lazy.steps)

@@ -47,7 +47,7 @@ def assert_near(one: Course, other: Course, limit: float) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_lazy_course_is_the_dense_one(case: tuple[Any, ...]) -> None:
+def test_lazy_run_equals_the_dense_run(case: tuple[Any, ...]) -> None:
     dense, lazy = course(case, False), course(case, True)
     for step in range(33):
         dense.step(step)

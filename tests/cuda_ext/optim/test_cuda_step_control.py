@@ -93,7 +93,7 @@ def test_wrong_arguments_are_named() -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("degree", [0, 3])
-def test_witness(degree: int, records: bool, lazy: bool) -> None:
+def test_finite_flag(degree: int, records: bool, lazy: bool) -> None:
     model = make_model(200, 3).to("cuda")
     rows = model.forward(700, degree)
     gradients = to(make_gradients(to(rows, "cpu")), "cuda")

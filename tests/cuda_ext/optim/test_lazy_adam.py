@@ -27,7 +27,7 @@ def course(dtype: torch.dtype, *, lazy: bool) -> Course:
     return gone
 
 
-def test_a_lazy_course_is_the_dense_one() -> None:
+def test_lazy_run_equals_the_dense_run() -> None:
     dense, lazy = course(F64, lazy=False), course(F64, lazy=True)
     assert lazy.longest_gap >= 12, "points must be out of view for long"
     assert 0.2 < lazy.drawn_share < 0.8
@@ -37,7 +37,7 @@ def test_a_lazy_course_is_the_dense_one() -> None:
         torch.testing.assert_close(lazy.statistics[name], theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_lazy_course_rounds_as_the_dense_one_does() -> None:
+def test_lazy_run_rounds_as_the_dense_run() -> None:
     """In single precision both are held against the dense course in double.
 
     Adam divides by the size of the gradients. Where those are nearly zero, their rounding is a part of a step, and it
@@ -73,7 +73,7 @@ def test_a_wrong_table_would_show(column: int, monkeypatch: pytest.MonkeyPatch) 
     assert max(differences(dense, lazy).values()) > 1e-3
 
 
-def test_rows_are_those_of_the_dense_course_within_a_block() -> None:
+def test_rows_equal_the_dense_run_within_a_block() -> None:
     dense, lazy = (Course(fresh_model(400), lazy=lazy) for lazy in (False, True))
     for step in range(12):
         dense.step(step)
@@ -120,7 +120,7 @@ def test_eps_counts_for_the_smallest_gradients() -> None:
     assert expected[0].abs() < 0.01 * expected[-1].abs(), "eps has to matter"
 
 
-def test_flush_begins_anew_and_does_nothing_twice() -> None:
+def test_flush_resets_and_is_idempotent() -> None:
     course = Course(fresh_model(60), lazy=True)
     for step in range(3):
         course.step(step)
@@ -148,7 +148,7 @@ def test_a_step_that_does_not_count_leaves_all_as_it_is() -> None:
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
-def test_there_is_room_for_so_many_steps() -> None:
+def test_step_buffer_has_a_limit() -> None:
     course = Course(fresh_model(8), lazy=True)
     for step in range(MOST_STEPS):
         course.step(step)
@@ -174,7 +174,7 @@ def test_points_never_drawn_and_none_at_all() -> None:
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
 
 
-def test_what_lazy_serves() -> None:
+def test_supported_options_of_lazy_adam() -> None:
     assert lazy_serves((0.9, 0.999), 1e-15) and lazy_serves((0.0, 0.5), 0.0)
     for betas, eps in (((0.9, 0.999), 1e-8), ((0.9, 0.8), 1e-15), ((0.9, 1.0), 1e-15)):
         assert not lazy_serves(betas, eps)

@@ -33,7 +33,7 @@ def test_the_line_that_is_next_is_taken(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_reports_stay_line_by_line(device: str) -> None:
+def test_reports_are_kept_line_by_line(device: str) -> None:
     table, at = torch.zeros(2, 300, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     lines = torch.rand(3, 300, device=device)
     for line in lines:
@@ -136,12 +136,12 @@ BAD: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("what", "given", "error", "message"), BAD)
-def test_what_is_refused(what: Any, given: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_refused(what: Any, given: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         what(*given)
 
 
 @pytest.mark.gpu
-def test_a_table_that_a_gpu_does_not_reach_is_refused() -> None:
+def test_table_without_gpu_access_is_refused() -> None:
     with pytest.raises(TypeError, match="page-locked"):
         take_lines([torch.zeros(2, 3)], AT.cuda(), [torch.zeros(3, device="cuda")])

@@ -92,7 +92,7 @@ def test_message(ranks: int, bands: int, seed: int) -> None:
         assert torch.equal(changed, kept)
 
 
-def test_one_segment_that_lacks_room_is_enough() -> None:
+def test_one_exceeded_segment_cancels_the_step() -> None:
     """Whatever room there is in the others, and however small it is."""
     told = replace(
         make_told(3, 0), segment_counts=torch.tensor([900, 3, 70]), segment_capacity=torch.tensor([1000, 2, 90])
@@ -200,7 +200,7 @@ def test_a_gate_stays_shut_until_the_status_is_zero() -> None:
 
 
 @pytest.mark.parametrize("records", [False, True])
-def test_witness(records: bool) -> None:
+def test_finite_flag(records: bool) -> None:
     model = make_model(60, 3)
     rows = model.forward(200)
     drawn = (rows.radii[:, 0] > 0).nonzero().squeeze(-1).tolist()

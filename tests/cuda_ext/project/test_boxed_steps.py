@@ -86,7 +86,7 @@ def follow(plain: Course, boxed: Course, steps: int = 14, block: int = 7) -> int
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("speed", [1.0, 100.0])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_course_is_the_same(device: str, speed: float, lazy: bool, compact: bool) -> None:
+def test_run_is_bitwise_the_same(device: str, speed: float, lazy: bool, compact: bool) -> None:
     """At a hundred times the rates points fly through the whole scene, out of all boxes."""
     plain, boxed = pair(device, lazy, compact=compact, speed=speed)
     left = follow(plain, boxed)
@@ -140,7 +140,7 @@ def test_a_block_in_a_graph() -> None:
     assert_same_bits(plain, graphed)
 
 
-def test_boxes_that_nobody_widens_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_without_widening_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_composed, "widen_boxes", lambda *_: None)
     plain, boxed = pair("cpu", False, speed=100.0)
     with pytest.raises(AssertionError, match=r"step \d+: "):

@@ -143,7 +143,7 @@ def test_the_reference_says_the_same(device: str, lazy: bool, compact: bool) -> 
 
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("side", [0.1, 1.0, 30.0])
-def test_boxes_around_behind_and_beside_the_camera(side: float, table: bool) -> None:
+def test_boxes_around_behind_and_outside_the_camera_view(side: float, table: bool) -> None:
     """Of a camera at the origin that looks along z, with 90 degrees across."""
     K = torch.tensor([[[50.0, 0, 50], [0, 50, 50], [0, 0, 1]]])
     cameras = Cameras(torch.eye(4)[None], K, [100, 100], 0.01, 100.0)

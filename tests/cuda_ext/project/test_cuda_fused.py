@@ -76,7 +76,7 @@ def test_forward_twice_is_the_same_and_one_view_is_its_part() -> None:
         assert torch.equal(x[:n], y[: int(a.count)][mine])
 
 
-def test_overflow_keeps_the_first_rows_and_tells() -> None:
+def test_overflow_keeps_the_first_rows_and_is_reported() -> None:
     model = make_model(3000, 2).to("cuda")
     whole, part = model.forward(6000), model.forward(333)
     assert int(part.count) == int(whole.count) > 333

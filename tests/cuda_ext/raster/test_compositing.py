@@ -73,7 +73,7 @@ def test_no_splat_is_lost_and_few_are_kept_in_vain(
         assert int((may & (counts == 0)).sum()) < 0.1 * int((counts > 0).sum())
 
 
-def test_what_has_no_support_or_no_bounds(library: ctypes.CDLL) -> None:
+def test_splats_without_support_or_bounds(library: ctypes.CDLL) -> None:
     rows = [
         [4, 4, 1, 0, 1, 0.0],  # transparent
         [4, 4, 1, 0, 1, 0.0039],  # below 1/255

@@ -211,7 +211,7 @@ def test_padding_behind_the_lists_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain[:3], with_padding[:3], strict=True))
 
 
-def test_room_for_the_lists_of_no_tiles() -> None:
+def test_list_capacity_without_tiles() -> None:
     """A rank that draws nothing of a step has room for lists, and no tiles. Nothing has written its state."""
     splats = replace(make_splats(500, 47, 33), patches=())
     lists = torch.zeros(1, dtype=torch.int32), torch.full((5_000,), -1, dtype=torch.int32)

@@ -150,7 +150,7 @@ def test_a_patch_with_a_halo_shows_the_same_pixels() -> None:
 
 
 @BACKENDS
-def test_where_alpha_is_capped_only_features_learn(backend: Backend) -> None:
+def test_capped_alpha_has_feature_gradients_only(backend: Backend) -> None:
     splats = make_splats(1, 1, 1, dtype=torch.float64)
     splats = replace(splats, means2d=splats.means2d * 0 + 0.4, row_opacities=torch.full((1,), 0.9999).double())
     splats = replace(splats, conics=torch.tensor([[1e-3, 0.0, 1e-3]]).double())

@@ -46,7 +46,7 @@ def test_special_surfels_are_drawn_or_not() -> None:
     assert float(rows.means2d[3, 0] - rows.radii[3, 0]) < 0 and float(rows.means2d[3, 0] + rows.radii[3, 0]) > WIDTH
 
 
-def test_the_crossing_is_where_the_ray_meets_the_plane() -> None:
+def test_intersection_lies_on_the_ray_and_the_plane() -> None:
     """By the plane's equation in camera space, not by the transform."""
     scene = make_scene(60, 1, spread=0.8, seed=4, grad=False)
     rows = project(scene)

@@ -160,7 +160,7 @@ def test_looks_and_logs_come_while_the_device_is_busy(
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_nothing_is_decided_ahead_of_steps_that_were_put_off(
+def test_no_refinement_is_prefetched_while_steps_are_deferred(
     run: Callable[..., tuple[DistributedTrainer, Events]], waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Points that wait for a step are not what they will be."""
@@ -172,14 +172,14 @@ def test_nothing_is_decided_ahead_of_steps_that_were_put_off(
     assert bool(asked) == (not waits)
 
 
-def test_what_evaluation_finds_is_written_at_once(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
+def test_evaluation_results_are_written_at_once(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
     _, events = run({"vis": "tensorboard", "steps_per_eval_image": 15})
     for step in (15, 30, 45):
         assert "Eval Images Metrics" in events.seen[step] and events.trainer_steps[step] == step
     assert TIME in events.seen[40] and TIME not in events.seen[48]
 
 
-def test_what_waits_from_the_start_goes_out_with_the_first_block(
+def test_early_scalars_are_written_with_the_first_block(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """As in a run that is resumed: nerfstudio prints a line then, and it is to have its columns."""
@@ -214,7 +214,7 @@ def test_images_are_there_at_the_resolution_of_the_first_step_before_the_clock_s
     assert happened[:2] == [(2, (12, 16, 3)), "clock"]
 
 
-def test_what_is_rehearsed_is_waited_for_before_the_first_step(
+def test_warm_up_ends_before_the_first_step(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened, usual = list[object](), Training.run
@@ -233,7 +233,7 @@ def test_what_is_rehearsed_is_waited_for_before_the_first_step(
     assert happened == [(True, 1), "done", "steps"]
 
 
-def test_a_refinement_that_finds_room_leaves_the_step_and_its_adam(
+def test_refinement_within_storage_keeps_the_step_and_adam(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where points lie elsewhere, or were more than there was room for, both are made anew."""
@@ -276,7 +276,7 @@ def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:
     assert training._adam is None
 
 
-def test_a_viewer_is_told_how_fast_it_goes_after_each_block(
+def test_viewer_gets_the_training_rate_after_each_block(
     run: Callable[..., tuple[DistributedTrainer, Events]],
 ) -> None:
     _, events = run(
@@ -327,7 +327,7 @@ def test_nan_is_found_at_the_next_look_and_named(
     ],
 )
 @pytest.mark.parametrize("training", ["fused", "ordinary"])
-def test_absgrad_is_computed_where_somebody_reads_it(
+def test_absgrad_is_computed_only_if_it_is_used(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch, training: str,
     options: dict[str, Any], expected: list[bool],
 ) -> None:  # fmt: skip

@@ -58,7 +58,7 @@ def ordinary(folder: Path) -> Outcome:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_course_of_ordinary_steps(ranks: int, folder: Path, ordinary: Outcome) -> None:
+def test_fused_run_equals_autograd_steps(ranks: int, folder: Path, ordinary: Outcome) -> None:
     for outcomes in run_ranks(train_both, ranks, folder):
         assert outcomes.keys() == ({True, False} if VIEWS % ranks == 0 else {True})
         for tile, found in outcomes.items():
@@ -75,7 +75,7 @@ def test_each_part_matters(option: str, folder: Path, ordinary: Outcome) -> None
 
 
 @pytest.mark.parametrize("tile", [False, True])
-def test_noise_comes_once_where_a_step_is_taken_again(
+def test_noise_is_added_once_if_a_step_is_retried(
     tile: bool, folder: Path, ordinary: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(InitialCapacity, "_guess", lambda self, pixels: (16, 16, 64))
@@ -94,7 +94,7 @@ def test_noise_comes_once_where_a_step_is_taken_again(
 
 
 @pytest.mark.parametrize("tile", [False, True])
-def test_a_block_that_is_taken_again_relocates_once(tile: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retried_block_relocates_once(tile: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Relocations are ordered before it is known whether their block was taken. To the bit as with room enough."""
     options: dict[str, Any] = {"mcmc_min_opacity": GROWING[MODEL + "mcmc_min_opacity"], "mcmc_picks": "both"}
     enough = train(World.single(), folder, f"enough-{tile}", tile=tile, **options)

@@ -221,7 +221,7 @@ def test_an_option_of_fused_steps_is_refused_wherever_they_are_not(
     assert asked(run) == (True, "Steps are fused.")
 
 
-def test_what_is_asked_for() -> None:
+def test_requested_options_are_applied() -> None:
     assert asked(make_run("always")) == (True, "Steps are fused.")
     assert asked(make_run("never")) == (False, "Steps are not fused: --fused-steps never.")
     assert asked(make_run("auto")) == (False, ""), "on a CPU nobody gains by it"
@@ -263,7 +263,7 @@ def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_steps_of_mcmc_are_never_put_off(noise: bool) -> None:
+def test_steps_of_mcmc_are_never_deferred(noise: bool) -> None:
     """Where others begin to be, once steps on a GPU draw little of the model."""
     run = make_run()
     run.pipeline.model.total_points = 1000
@@ -328,7 +328,7 @@ def test_a_run_that_logs_nothing_has_blocks_to_its_end() -> None:
     ("name", "value"),
     [("transport", "peer"), ("tile_lists", "sort")],
 )
-def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value: object) -> None:
+def test_options_of_sharded_fused_steps_are_refused_without_them(name: str, value: object) -> None:
     run = make_run()
     usual = {"tile_lists": "gather", "transport": "collective", "wire": "full"}
     run.pipeline.config = SimpleNamespace(**usual)

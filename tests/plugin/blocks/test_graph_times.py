@@ -65,7 +65,7 @@ def test_exchanges_in_graphs_are_counted_for_each_replay(collective: bool, sleep
     assert timer._seconds["exchange"] == pytest.approx(after + 2 * 2 * 2e-3), "of other graphs, too"
 
 
-def test_graphs_that_exchange_nothing_leave_the_times_alone() -> None:
+def test_graphs_without_exchange_do_not_change_the_times() -> None:
     timer = StepTimer(torch.device("cpu"))
     graphs = StepGraphs(timer, lambda: None, RecordedPool())
     steps(graphs, torch.zeros(1), 4, exchanges=0)

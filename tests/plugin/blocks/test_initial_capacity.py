@@ -97,7 +97,7 @@ def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, relay
     assert ROOM["segment"] >= max(map(max, both))
 
 
-def test_nothing_is_counted_where_only_what_is_written_travels() -> None:
+def test_no_count_if_only_written_rows_are_exchanged() -> None:
     """Through peer memory, or where rows stay."""
     world = replace(World.single(), size=2, local_size=2)
     for spread, one_for_all in ((locality(world), True), (locality(World.single()), False)):
@@ -109,7 +109,7 @@ def test_nothing_is_counted_where_only_what_is_written_travels() -> None:
         assert pairs == pairs_of(rows if one_for_all else padded(0), spread.world.size)
 
 
-def test_what_was_needed_before_a_placement_says_nothing_of_later_steps() -> None:
+def test_demand_before_a_placement_is_discarded() -> None:
     room = StepCapacities(10)
     room.begin((1024, pairs_of(90_000, 2), 1024))
     room.learn((10, pairs_of(80_000, 2), 10), False, 300)

@@ -47,7 +47,7 @@ def both(world: World, capture: Path, runs: Path, tile: bool) -> tuple[Any, Any,
 
 @pytest.mark.parametrize("tile", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_put_off_are_those_taken_at_once(ranks: int, tile: bool, tmp_path: Path) -> None:
+def test_deferred_steps_equal_immediate_steps(ranks: int, tile: bool, tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False)
     for lazy, dense, behind in run_ranks(both, ranks, tmp_path / "capture", tmp_path / "runs", tile):
         assert max(behind) > 0 and len(behind) < STEPS, "nothing was put off, or blocks had one step each"

@@ -149,7 +149,7 @@ def _steps(device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], 
     return model.values(), stayed, len(begun)
 
 
-def test_the_same_course_with_and_without_room() -> None:
+def test_run_is_bitwise_the_same_with_and_without_spare_storage() -> None:
     """Bit for bit, also with moments of points that are gone in the room behind those that are left."""
     with_room, stayed = course(spare=True)
     without, never = course(spare=False)
@@ -187,7 +187,7 @@ def test_a_refinement_in_place_leaves_the_step_and_its_adam() -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_what_has_moved_is_noticed() -> None:
+def test_moved_tensors_are_detected() -> None:
     def moment(model: Model) -> None:
         state = model.optimizers[1].state[model.params["quats"]]
         state["exp_avg_sq"] = state["exp_avg_sq"].clone()
@@ -238,7 +238,7 @@ def test_graphs_outlast_refinements() -> None:
     assert (with_room["means"] - start).abs().max() > 1e-2
 
 
-def test_tensors_stay_the_model_s_own() -> None:
+def test_tensors_remain_those_of_the_model() -> None:
     model, points = Model(50), PointStorage()
     AdamStep(model.optimizers, with_grads=False)  # makes the moments
     before = model.values()
@@ -252,7 +252,7 @@ def test_tensors_stay_the_model_s_own() -> None:
     assert model.state["scene_scale"] == 1.0
 
 
-def test_larger_models_get_room_where_there_is_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_models_get_spare_storage_if_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_storage, "MOST_SPARED", 50)
     points = PointStorage(cap=190)
     model = Model(180)
@@ -264,7 +264,7 @@ def test_larger_models_get_room_where_there_is_a_cap(monkeypatch: pytest.MonkeyP
     assert not free.keeps(180) and free.rows == 180
 
 
-def test_large_models_get_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_get_no_spare_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_storage, "MOST_SPARED", 100)
     model, points = Model(90), PointStorage()
     model.held(points)
@@ -278,7 +278,7 @@ def test_large_models_get_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(points.params[name].data_ptr() == model.params[name].data_ptr() for name in ORDER)
 
 
-def test_a_model_that_outgrows_its_room_is_never_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_beyond_storage_never_doubles_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was too small goes first, and then each tensor as soon as its values are in the new one."""
     model, points = Model(200), PointStorage()
     AdamStep(model.optimizers, with_grads=False)
@@ -307,7 +307,7 @@ def test_a_model_that_outgrows_its_room_is_never_there_twice(monkeypatch: pytest
     assert all(torch.equal(value, before[name]) for name, value in model.values().items())
 
 
-def test_there_is_no_room_for_more_points_than_there_will_be() -> None:
+def test_storage_is_limited_by_the_cap() -> None:
     assert [point_storage.capacity_for(count, 1000) for count in (100, 490, 790, 1000, 1001)] == [
         256,
         1024,
@@ -334,7 +334,7 @@ def test_small_models_soon_have_twice_as_many_points(count: int, rows: int, leas
     assert points.has_capacity(least) and not points.has_capacity(least - 1)
 
 
-def test_ranks_with_shards_of_different_lengths_make_their_steps_anew_together() -> None:
+def test_ranks_with_unequal_shards_rebuild_steps_together() -> None:
     """All have the room of the longest shard, and ask whether it suffices for the longest."""
     shards, storages = [Model(50), Model(200)], [PointStorage(), PointStorage()]
     for counts, stays in (
@@ -374,7 +374,7 @@ def test_other_sums_or_other_moments_are_another_step() -> None:
     assert points.moments["means"][0].dtype == torch.bfloat16
 
 
-def test_a_checkpoint_has_no_room_in_it(tmp_path: Path) -> None:
+def test_checkpoint_contains_no_spare_storage(tmp_path: Path) -> None:
     whole = torch.full((1000, 3), torch.nan)
     whole[:10] = 1.0
     save_file(tmp_path / "a", {"means": whole[:10], "more": {"opacities": [whole[:10, 0]]}, "step": 3})

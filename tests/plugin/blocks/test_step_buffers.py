@@ -69,7 +69,7 @@ class OwnMemory:
         return self._bytes[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
-def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_memory_is_reused_for_steps_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it has room, and not far too much. Models grow, and all ranks have to meet for another."""
     monkeypatch.setattr(replicated_rows, "PeerBuffer", OwnMemory)
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
@@ -92,7 +92,7 @@ def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.Mon
     assert at((1 << 20) + 1) is not large, "of which three quarters would lie idle"
 
 
-def test_what_travels_with_its_room_has_none_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_messages_have_no_spare_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_buffers("batch").spared() == {"rows": False, "pairs": False}
     assert make_buffers("tile").spared() == {"rows": True, "pairs": False}
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
@@ -103,7 +103,7 @@ def test_what_travels_with_its_room_has_none_to_spare(monkeypatch: pytest.Monkey
     assert StepBuffers(alone, World.single()).spared()["rows"]
 
 
-def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
+def test_buffers_of_local_rows_are_released_with_the_step() -> None:
     """Before a refinement, and before room is asked for the next step's, of which they are a part."""
     for strategy, stays in (("tile", True), ("batch", False)):
         buffers = make_buffers(strategy)
@@ -113,7 +113,7 @@ def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
 
 
 @pytest.mark.parametrize("peer", [False, True])
-def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
+def test_bytes_written_to_peers_are_counted(peer: bool) -> None:
     """Rows there, and their gradients back, 64 bytes each. Collectives count for themselves."""
     buffers = make_buffers("tile")
     if peer:
@@ -135,7 +135,7 @@ def test_replicas_write_to_each_other_where_gpus_can(name: Any, monkeypatch: pyt
     assert not buffers.peer, "no rows travel"
 
 
-def test_what_replicas_write_to_each_other_is_counted() -> None:
+def test_bytes_written_to_replicas_are_counted() -> None:
     """The rows that there are, in each step, and a message. Ranks meet in its `return`, where there is no collective to
     be measured."""
     buffers = make_buffers("batch")
@@ -151,7 +151,7 @@ def test_what_replicas_write_to_each_other_is_counted() -> None:
     assert buffers._transport is told, "ranks have to meet for another"
 
 
-def test_room_is_asked_for_rows_that_arrive() -> None:
+def test_capacity_is_checked_for_received_rows() -> None:
     """A segment from each rank, of 60 bytes a row at least; where rows stay there is nothing to arrive."""
     small, large = (bytes_of_step((1024, pairs_of(size, 4), 4096), 3072, 4, travels=True) for size in (512, 1024))
     assert large - small >= 4 * 512 * 60
@@ -159,7 +159,7 @@ def test_room_is_asked_for_rows_that_arrive() -> None:
     assert alone == bytes_of_step((1024, pairs_of(9999, 1), 4096), 3072, 1, travels=False)
 
 
-def test_room_is_asked_for_the_rank_that_most_rows_arrive_at() -> None:
+def test_capacity_is_checked_for_the_rank_that_receives_most_rows() -> None:
     uneven = ((1000, 10, 10), (2000, 0, 30), (3000, 40, 0))
     crowded = tuple((2000, 0, 0) for _ in range(3))  # as many in all, at rank 0
     asked = [bytes_of_step((1024, pairs, 4096), 3072, 3, travels=True) for pairs in (uneven, crowded)]
@@ -186,7 +186,7 @@ def test_images_lie_where_graphs_read_them() -> None:
     assert buffers.targets(parts, patches, views)[2].data_ptr() == again[2].data_ptr(), "a step made anew finds them"
 
 
-def test_there_is_room_for_the_patches_of_locality() -> None:
+def test_capacity_suffices_for_the_patches_of_locality() -> None:
     """Several patches of a view on one rank, with halos all around."""
     buffers = make_buffers("locality")
     buffers.captures, buffers._world = True, replace(World.single(), size=2)
@@ -207,7 +207,7 @@ def test_lists_by_a_sort_want_bands() -> None:
         make_buffers("locality", tile_lists="sort")
 
 
-def test_what_graphs_cannot_hold_is_launched() -> None:
+def test_steps_that_graphs_cannot_capture_are_launched() -> None:
     assert not make_buffers("tile").captures, "on a CPU"
     gpu = replace(World.single(), device=torch.device("cuda", 0))
     config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
@@ -242,7 +242,7 @@ def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pyt
         ("tile", True, {"tile_lists": "sort"}, False), ("batch", True, {}, False),
     ],
 )  # fmt: skip
-def test_which_rows_are_handed_on(
+def test_rows_of_locality_are_forwarded(
     strategy: str, reach: bool, options: dict[str, str], handed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of `locality`; and others where there is peer memory to do it with: it changes the order of sums."""
@@ -262,7 +262,7 @@ def test_which_rows_are_handed_on(
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_wire_between_machines_works_with_peer_memory(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are handed on, and all that ranks count has room; what peers pass each other is counted as it leaves."""
     wanted: list[bool] = []
 

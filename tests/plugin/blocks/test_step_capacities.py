@@ -42,7 +42,7 @@ def test_a_rare_large_view_costs_one_step_and_not_one_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("views", [40, 2000])
-def test_room_that_no_view_needs_is_given_up_once_all_have_been_seen(views: int) -> None:
+def test_unused_capacity_is_released_once_all_views_were_seen(views: int) -> None:
     needs = [400_000] * BLOCK + [40_000] * (2 * max(views, 500))
     failures, room = taken_again(needs, views)
     assert failures <= 3
@@ -97,7 +97,7 @@ def test_each_pair_has_what_it_needs_itself() -> None:
     assert room.now[1][0][0] == begun[0][0] and room.now[1][2][0] >= 60_000
 
 
-def test_where_segments_have_one_size_all_pairs_have_the_room_of_the_largest() -> None:
+def test_equal_segments_have_the_capacity_of_the_largest_pair() -> None:
     room = StepCapacities(10, one_for_all=True)
     room.begin((4096, pairs_of(2048, 2), 4096))
     room.learn((3000, ((500, 9000), (20, 1)), 3000), True, 0)
@@ -111,7 +111,7 @@ def test_steps_that_wait_for_a_flush_change_nothing() -> None:
     assert room.now == three(10_240, 2048, 40_960)
 
 
-def test_room_that_is_nearly_used_up_grows_where_steps_are_made_anew() -> None:
+def test_nearly_exhausted_capacity_grows_when_steps_are_rebuilt() -> None:
     """Of rows and intersections, not of what travels with its room; and by bounds."""
     room = StepCapacities(10)
     room.spare()
@@ -158,7 +158,7 @@ def test_a_growing_model_takes_few_blocks_twice() -> None:
     assert made <= 8, "buffers that all GPUs reach take long to make: a model that grows 18 times as large has few"
 
 
-def test_there_is_a_least_room_of_rows_and_intersections() -> None:
+def test_rows_and_intersections_have_a_minimum_capacity() -> None:
     room = StepCapacities(10, least=(5_000, 70_000))
     assert room.now is None
     room.begin(three(1024, 1024, 100_000))

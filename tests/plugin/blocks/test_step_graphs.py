@@ -237,7 +237,7 @@ def test_a_step_that_is_captured_is_taken_once() -> None:
     ("free", "peak", "spare", "hoards"),
     [(9 << 30, 58, True, False), (9 << 30, 19, True, True), (3 << 30, 58, False, False)],
 )
-def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
+def test_graphs_need_memory_for_two_sets_of_buffers(
     free: int, peak: int, spare: bool, hoards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes as the allocator gives them; memory is hoarded that is three times what was ever in use (`peak`)."""
@@ -249,7 +249,7 @@ def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
     assert (pool.has_spare_capacity(), pool.hoards()) == (spare, hoards)
 
 
-def test_what_is_retired_goes_when_the_next_is_there() -> None:
+def test_retired_graph_is_released_when_the_next_exists() -> None:
     """And its pool with it, only where that is full of what nobody uses, or there is no room for more."""
     notes, first = list[str](), Pool()
     graphs, _ = make_graphs("cpu", notes, first)
@@ -310,7 +310,7 @@ def test_graphs_of_plans_that_are_not_made_any_more_go() -> None:
 
 
 @pytest.mark.gpu
-def test_pieces_that_fit_no_graph_any_more_are_given_back() -> None:
+def test_memory_blocks_too_small_for_graphs_are_released() -> None:
     """Steps that need a little more each time, as those of a growing model do."""
     graphs, _ = make_graphs("cuda", [])
 

@@ -117,7 +117,7 @@ def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
     assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
 
 
-def test_steps_of_a_graph_that_lack_room_are_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_steps_beyond_capacity_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     # All steps look at one view but the second of a graph of three, whose view meets more tiles.
     views = lambda self, step, size: [3 if step == 14 else 0] * size  # noqa: E731
@@ -154,7 +154,7 @@ def test_steps_are_taken_one_by_one_where_the_host_has_to_do_something_between_t
 
 @pytest.mark.parametrize("learns", list(Feedback))
 @pytest.mark.parametrize("lookahead", [0, 3])
-def test_what_plans_or_images_wait_for_is_drawn_alone(learns: Feedback, lookahead: int) -> None:
+def test_steps_waiting_for_plans_or_images_run_alone(learns: Feedback, lookahead: int) -> None:
     model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))
     pipeline = SimpleNamespace(
         model=model,
@@ -165,7 +165,7 @@ def test_what_plans_or_images_wait_for_is_drawn_alone(learns: Feedback, lookahea
     assert drawn == ([1, 1, 2, 5, 8, 8] if learns is Feedback.NOTHING and lookahead == 0 else [1] * 6)
 
 
-def test_each_batch_is_foreseen_once_at_the_size_that_it_will_have() -> None:
+def test_each_batch_is_prefetched_once_at_its_final_size() -> None:
     told: list[list[list[tuple[int, int]]]] = []
     known = [True]
 

@@ -101,7 +101,7 @@ def test_nothing_is_made_that_is_there_or_waited_for_twice(gpu: Gpu) -> None:
     assert timer.take() == {} and gpu.waits == 21
 
 
-def test_what_was_measured_may_be_asked_for_later(gpu: Gpu) -> None:
+def test_measurements_can_be_read_later(gpu: Gpu) -> None:
     timer, other = StepTimer(torch.device("cuda", 0)), StepTimer(torch.device("cuda", 0))
     answers = []
     for count in (50, 21):

@@ -78,7 +78,7 @@ def _at_home(world: World) -> int:
     return world.traffic.sent
 
 
-def test_nobody_waits_where_every_image_is_where_it_is_needed() -> None:
+def test_no_wait_if_every_image_is_local() -> None:
     assert run_ranks(_at_home, 2) == [0, 0]
 
 
@@ -100,13 +100,13 @@ def _all_here(world: World) -> int:
     return len(met)
 
 
-def test_many_images_travel_in_one_message() -> None:
+def test_many_images_are_sent_in_one_message() -> None:
     assert run_ranks(_all_here, 2) == [3, 3], "four, four and one"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.1, 0.0], ids=["kept", "brought"])
-def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_kept_on_the_gpu_if_they_fit(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_images, "_SHARE", share)
     world = World.single("cuda:0")
     images = _images(world)
@@ -163,12 +163,12 @@ def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_images_that_are_on_the_gpu_are_made_smaller_once_and_whole_ones_make_room(size: int) -> None:
+def test_gpu_images_are_downscaled_once_and_originals_freed(size: int) -> None:
     for found in run_ranks(_made_smaller, size, True):
         assert found == {"shrunk": 2 * COUNT, "decoded": 0, "originals": 0}
 
 
-def test_whole_images_stay_beside_smaller_ones_where_there_is_room() -> None:
+def test_full_images_are_kept_with_smaller_ones_if_memory_allows() -> None:
     """Then a change of resolution takes no other rank, and no host."""
     for found in run_ranks(partial(_made_smaller, whole=True), 2, True):
         assert found == {"shrunk": 2 * COUNT, "decoded": 0, "originals": COUNT}
@@ -179,7 +179,7 @@ def test_images_that_do_not_fit_are_made_smaller_in_each_step() -> None:
     assert found["shrunk"] == 4 * sum(map(len, BATCHES))
 
 
-def test_images_that_would_have_to_be_decoded_again_stay() -> None:
+def test_images_that_cannot_be_cached_on_the_host_are_kept() -> None:
     """A host with no room for its share decodes an image whenever it is asked for one: that is done once."""
     found = run_ranks(_made_smaller, 2, True, 128)
     assert [one["shrunk"] for one in found] == [2 * COUNT] * 2

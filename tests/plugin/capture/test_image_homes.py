@@ -39,13 +39,13 @@ def test_a_machines_images_lie_evenly_on_its_ranks() -> None:
     assert homes == homes_of(machines, shapes, 3, 4, budget=max(held)), "a budget that is kept changes nothing"
 
 
-def test_images_of_one_size_are_dealt_in_turn() -> None:
+def test_images_of_one_size_are_distributed_round_robin() -> None:
     machines = [0, 0, 0, 0, 1, 1, 0]
     assert homes_of(machines, [SMALL] * 7, 2, 2) == [0, 1, 0, 1, 2, 3, 0]
     assert homes_of([], [], 2, 2) == [] and homes_of([0] * 3, [SMALL] * 3, 1, 1) == [0, 0, 0]
 
 
-def test_what_a_machine_has_no_room_for_goes_where_there_is_room() -> None:
+def test_images_beyond_memory_go_to_machines_with_memory() -> None:
     machines = [0] * 9 + [1]
     homes = homes_of(machines, [SMALL] * 10, 3, 2, budget=2 * 64)
     assert _held(homes, [SMALL] * 10, 6) == [128, 128, 128, 128, 64, 64], "no rank has more than it may hold"
@@ -144,7 +144,7 @@ def _never(index: int) -> ImageData:
         ("other", "homes of the training images differ between ranks"),
     ],
 )
-def test_wrong_homes_are_refused_on_every_rank(how: str, message: str) -> None:
+def test_invalid_owners_are_refused_on_every_rank(how: str, message: str) -> None:
     assert all(message in found for found in run_ranks(_refused, 2, how))
 
 
@@ -157,7 +157,7 @@ def _little(world: World, homes: list[int]) -> tuple[str, bool, int]:
     return said.get(), share.store.complete, share.lookahead
 
 
-def test_what_is_said_of_memory_is_of_the_ranks_that_lack_it() -> None:
+def test_memory_message_names_the_ranks_that_lack_it() -> None:
     """Rank 0, which speaks, has room for its own."""
     (said, complete, ahead), (silent, incomplete, far) = run_ranks(_little, 2, [0, 0] + [1] * 8)
     assert complete and not incomplete and silent == ""

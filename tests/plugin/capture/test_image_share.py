@@ -78,7 +78,7 @@ def _deliver(world: World, budget: int | None) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("size", "budget"), [(1, None), (1, 640), (2, 640), (4, None)])
-def test_images_reach_their_readers(size: int, budget: int | None) -> None:
+def test_images_are_received_by_their_readers(size: int, budget: int | None) -> None:
     """The same with all images in memory as with room for two."""
     sent = [r["sent"] for r in run_ranks(_deliver, size, budget)]
     total = [sum(column) for column in zip(*sent, strict=True)]
@@ -159,7 +159,7 @@ def _large(index: int) -> ImageData:
 
 
 @pytest.mark.parametrize("homes", [None, [2] * 8, [0, 1, 2, 0, 1, 2, 2, 1]], ids=["dealt", "one holder", "given"])
-def test_only_the_rectangles_that_are_rendered_travel(homes: list[int] | None) -> None:
+def test_only_rendered_rectangles_are_sent(homes: list[int] | None) -> None:
     """The same on demand, with room for two images: each is then decoded once, though several ranks want some of it."""
     kept = run_ranks(_cut, 3, None, homes)
     late = run_ranks(_cut, 3, 2 * 24 * 40 * 16, homes)
@@ -300,7 +300,7 @@ def test_rows_of_an_image_are_all_that_is_copied(budget: int | None) -> None:
         store.rows(8, torch.device("cpu"), 0, 1)
 
 
-def test_what_is_expected_is_decoded_meanwhile() -> None:
+def test_expected_images_are_decoded_in_the_background() -> None:
     done = threading.Event()
 
     def decode(index: int) -> ImageData:
@@ -338,7 +338,7 @@ def test_an_image_lost_on_the_way_is_named_and_leaves_its_place() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_streamed_and_page_locked_images_arrive_whole() -> None:
+def test_gpu_receives_streamed_and_page_locked_images_complete() -> None:
     """Slots are refilled while copies to the device may still be under way."""
     device = torch.device("cuda:0")
     shape = ImageShape(512, 512, 3, torch.uint8, False)

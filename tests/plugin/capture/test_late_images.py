@@ -32,7 +32,7 @@ class Slow:
         self.scalars.append(name)
 
 
-def test_nobody_waits_for_an_image_and_the_newest_is_written() -> None:
+def test_writing_images_never_blocks_and_keeps_the_newest() -> None:
     slow = Slow()
     late = LateImages(slow)
     began = time.monotonic()

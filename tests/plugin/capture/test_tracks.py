@@ -92,7 +92,7 @@ def test_a_capture_of_nerfstudios_with_colmaps_model(tmp_path: Path, applied: An
     check_views(manager(of_nerfstudio(tmp_path)), scene, 1)
 
 
-def test_what_a_step_is_given(tmp_path: Path) -> None:
+def test_step_inputs_of_tracks(tmp_path: Path) -> None:
     """Ids of the batch's views, filled up: also of views that observe fewer than those of the step before."""
     scene = make_scene(points=30)
     for track in scene.tracks:  # the second view observes nothing

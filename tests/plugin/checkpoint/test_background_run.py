@@ -165,7 +165,7 @@ class Config:
 
 
 @pytest.mark.parametrize(("what", "said"), [("SIGKILL", "Worker 1 was killed by SIGKILL"), ("raise", "broken")])
-def test_a_dying_rank_keeps_nobody(
+def test_dying_rank_does_not_block_others(
     capture: Path, tmp_path: Path, what: str, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from nerfstudio.configs.method_configs import all_methods

@@ -149,7 +149,7 @@ def _full(world: World, models: Path) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_full_disk_is_told_and_leaves_the_old_ones(tmp_path: Path, size: int) -> None:
+def test_full_disk_is_reported_and_keeps_old_checkpoints(tmp_path: Path, size: int) -> None:
     models = tmp_path / "nerfstudio_models"
     for told, saved in run_ranks(_full, size, models):
         assert saved == [1, 1, 3] and len(told) == 1

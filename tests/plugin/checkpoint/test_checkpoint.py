@@ -192,7 +192,7 @@ def test_the_last_two_are_kept(models: Path) -> None:
             assert check_checkpoint(path) is not None
 
 
-def test_what_was_written_last_is_kept_whatever_its_step(models: Path) -> None:
+def test_last_written_checkpoint_is_kept_at_any_step(models: Path) -> None:
     """A run that goes on from an early checkpoint in its old folder writes steps below those that it finds there."""
     for step in (9, 3, 4):
         assert write(models, step) == ""

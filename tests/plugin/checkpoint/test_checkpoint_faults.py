@@ -163,7 +163,7 @@ def _write_with_loss(world: World, models: Path, lost_on: int, left: int | None)
 
 
 @pytest.mark.parametrize(("lost_on", "left"), [(0, 10), (1, 10), (1, None)])
-def test_a_rank_whose_file_does_not_arrive(models: Path, lost_on: int, left: int | None) -> None:
+def test_missing_file_of_a_rank_fails_the_checkpoint(models: Path, lost_on: int, left: int | None) -> None:
     """On a folder that machines do not share, say: there is no checkpoint then, on any rank."""
     (said, then), (said_1, then_1) = run_ranks(_write_with_loss, 2, models, lost_on, left)
     assert said == said_1 and f"__{lost_on}_0.distcp does not reach the machine of rank 0" in said
@@ -220,7 +220,7 @@ def test_full_disk_in_any_file(
     assert write(models, 4) == "" and check_checkpoint(files_of(models, 4)[0]) is not None
 
 
-def test_every_file_is_brought_to_the_disk(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_synced_to_disk(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its last byte, and before the checkpoint has its name."""
     as_large_ones(monkeypatch)
     usual, synced = os.fsync, dict[str, int]()
@@ -237,7 +237,7 @@ def test_every_file_is_brought_to_the_disk(models: Path, monkeypatch: pytest.Mon
     assert synced == {path.name: path.stat().st_size for path in files_of(models, 3)}
 
 
-def test_the_model_is_written_beside_the_state(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_written_in_the_folder_of_the_state(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     met, usual, waited = threading.Barrier(2), checkpoint_storage.write_bytes, set[str]()
 
     def write_bytes(file: Any, data: Any) -> None:
@@ -290,7 +290,7 @@ def test_files_at_once(megabytes: int, cores: int, ranks: int, files: int, monke
     ("room", "ranks", "files"), [(None, 1, 4), (8000, 1, 4), (6000, 1, 3), (6000, 3, 1), (10, 1, 1)]
 )
 @pytest.mark.parametrize("rows", [False, True])
-def test_copies_from_a_gpu_leave_half_of_the_memory(
+def test_gpu_copies_use_at_most_half_of_host_memory(
     room: int | None, ranks: int, files: int, rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file holds one tensor of 1000 MiB, or one block of rows of as many."""
@@ -328,7 +328,7 @@ def _write_with_bug(world: World, models: Path) -> str:
     return str(caught.value)
 
 
-def test_who_is_interrupted_tells_nobody() -> None:
+def test_interrupted_rank_sends_no_report() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 

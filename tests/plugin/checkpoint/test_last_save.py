@@ -79,7 +79,7 @@ def set_up(capture: Path, out: Path, world: World = ALONE, **options: Any) -> An
     return trainer
 
 
-def test_a_disk_that_has_room_again_in_time(capture: Path, tmp_path: Path, clock: Clock, capsys: Any) -> None:
+def test_disk_that_is_freed_in_time_is_used(capture: Path, tmp_path: Path, clock: Clock, capsys: Any) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(trainer.base_dir, times=2)):
         assert save_last(trainer, 1, seconds=300, give_up=never) == trainer.base_dir
@@ -182,7 +182,7 @@ def test_a_run_ends_with_it(capture: Path, tmp_path: Path, clock: Clock, capsys:
     assert resumed._start_step == 2
 
 
-def test_a_run_that_is_stopped_looks_for_room_once(capture: Path, tmp_path: Path, capsys: Any) -> None:
+def test_stopped_run_checks_disk_space_once(capture: Path, tmp_path: Path, capsys: Any) -> None:
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=tmp_path / "other")
     trainer.config.max_num_iterations = 10**6
     trainer._may_go_on = lambda step: step < 3 or setattr(trainer.guards.signals, "agreed", 15) is not None
@@ -193,14 +193,14 @@ def test_a_run_that_is_stopped_looks_for_room_once(capture: Path, tmp_path: Path
     assert f"--load-dir {path.parent}" in capsys.readouterr().out
 
 
-def test_what_the_disk_said_in_short() -> None:
+def test_disk_error_is_summarized() -> None:
     said = "rank 0: [Errno 28] No space left on device: '/a/b'; rank 1: [Errno 28] No space left on device: '/a/c'"
     assert in_short(said) == "No space left on device"
     assert in_short(said + "; [Errno 122] Disk quota exceeded") == "No space left on device; Disk quota exceeded"
     assert in_short("") == "" and in_short("it does not reach rank 0") == "it does not reach rank 0"
 
 
-def test_places_with_room() -> None:
+def test_folders_with_free_space() -> None:
     assert last_save._places(10**18) == []
     assert all(path.is_dir() and free > 1 for path, free in last_save._places(1))
     assert len({path.stat().st_dev for path, _ in last_save._places(1)}) == len(last_save._places(1)) > 0
@@ -279,7 +279,7 @@ def test_no_thread_writes_where_that_is_not_wanted(capture: Path, tmp_path: Path
     assert there == [[1]] and "checkpoint" not in threads
 
 
-def test_a_disk_that_takes_nothing_meanwhile_is_asked_again(
+def test_failing_disk_is_tried_again(
     capture: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -44,7 +44,7 @@ OTHERS = "Its training views, or the way they are drawn, were others"
     [(8, {}, True), (7, {}, False), (8, {"train_cameras_sampling_seed": 5}, False)],
     ids=["the same", "another capture", "another seed"],
 )
-def test_what_is_known_of_views_is_learnt_again(
+def test_unknown_views_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: int, options: dict[str, Any], same: bool
 ) -> None:
     """Of other views, or in another order, nothing is known; and the user is told."""

@@ -91,13 +91,13 @@ def test_a_full_disk_on_one_rank_leaves_the_old_ones(models: Path) -> None:
     assert latest_checkpoint(models) == models / "step-000000002.ckpt"
 
 
-def test_beside_ordinary_ones(models: Path) -> None:
+def test_sharded_with_ordinary_checkpoints(models: Path) -> None:
     assert write(models, 3) == ""
     assert counts_in(read_checkpoint_file(models / "step-000000003.ckpt")["pipeline"]) == [20]
     assert latest_checkpoint(models) == models / "step-000000003.ckpt"
 
 
-def test_what_the_ckpt_says(models: Path) -> None:
+def test_contents_of_the_ckpt_file(models: Path) -> None:
     pipeline = read_checkpoint_file(models / "step-000000001.ckpt")["pipeline"]
     assert set(pipeline) == {"_model.pose", SHARDS}
     assert pipeline[SHARDS]["counts"] == [30, 7]

@@ -12,7 +12,7 @@ from ns_multigpu.plugin.checkpoint.verify import Digest, Stamp, stamp_of
 SIZES = [3, 1 << 20, 0, 7, (1 << 17) - 1, 1 << 17, 12]
 
 
-def test_pieces_of_all_sizes_are_in_the_checksum(tmp_path: Path) -> None:
+def test_writes_of_all_sizes_enter_the_checksum(tmp_path: Path) -> None:
     file = StampedFile(tmp_path / "some")
     for number, size in enumerate(SIZES):
         assert file.write(bytes([number]) * size) == size

@@ -79,7 +79,7 @@ NEEDED = 4 * (MODEL + SHARED + ROWS)
 @pytest.mark.parametrize(
     ("spare", "fails_at", "place"), [(NEEDED, None, "gpu"), (NEEDED - 1, None, "host"), (NEEDED, 3, "host")]
 )
-def test_a_copy_lies_on_the_gpu_if_that_has_four_times_the_room(spare: int, fails_at: int | None, place: str) -> None:
+def test_copy_is_on_the_gpu_if_memory_is_four_times_its_size(spare: int, fails_at: int | None, place: str) -> None:
     found, clones = _where(ALONE, [spare], fails_at)
     assert found == place and clones == {"gpu": 5, "host": fails_at or 0}[place], "the model, its moments, rows"
 
@@ -137,7 +137,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_is_brought_to_the_host_is_the_same_bits(source: str, device: str) -> None:
+def test_host_copy_is_bitwise_equal(source: str, device: str) -> None:
     value = SOURCES[source](device)
     found = to_host(value)
     assert (found.device.type, found.dtype, found.shape) == ("cpu", value.dtype, value.shape)
@@ -150,7 +150,7 @@ def test_what_is_brought_to_the_host_is_the_same_bits(source: str, device: str) 
 
 
 @pytest.mark.gpu
-def test_what_the_stream_was_given_before_is_brought_too() -> None:
+def test_host_copy_follows_earlier_work_of_the_stream() -> None:
     value = torch.zeros(4 << 20, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -176,7 +176,7 @@ def test_a_copy_to_the_host_leaves_other_threads_their_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_thread_that_has_brought_something_stays_with_its_gpu() -> None:
+def test_copying_thread_keeps_its_gpu() -> None:
     """Threads begin with GPU 0. With one GPU in sight this says nothing."""
     last = torch.cuda.device_count() - 1
     value = torch.ones(1 << 20, device=f"cuda:{last}")

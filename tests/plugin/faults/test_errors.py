@@ -58,7 +58,7 @@ def test_ctrl_c_is_a_line() -> None:
     assert status in (1, 130, -signal.SIGINT) and said == "Stopped by Ctrl-C.\n"
 
 
-def test_a_hook_of_somebody_elses_stays() -> None:
+def test_foreign_exception_hook_is_kept() -> None:
     theirs = "import sys; sys.excepthook = lambda kind, error, trace: print('theirs', file=sys.stderr)"
     _, said = uncaught("raise errors.InputError('ours')", theirs)
     assert said == "theirs\n"
@@ -96,12 +96,12 @@ def test_before_training_one_rank_speaks() -> None:
     assert run(STOPPED.format(before="", how="SIGTERM"), RANK="1") == (128 + signal.SIGTERM, "")
 
 
-def test_what_was_to_be_ignored_still_is() -> None:
+def test_ignored_signals_remain_ignored() -> None:
     """As nohup asks for."""
     before = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     assert run(STOPPED.format(before=before, how="SIGHUP")) == (0, "went on\n")
 
 
-def test_a_handler_of_somebody_elses_stays() -> None:
+def test_foreign_signal_handler_is_kept() -> None:
     before = "signal.signal(signal.SIGTERM, lambda *_: sys.stderr.write('theirs, '))"
     assert run(STOPPED.format(before=before, how="SIGTERM")) == (0, "theirs, went on\n")

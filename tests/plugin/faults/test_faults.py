@@ -96,7 +96,7 @@ def started(folder: Path, process: subprocess.Popen[str], workers: int) -> float
         ("SIGKILL", "Worker 1 was killed by SIGKILL"),
     ],
 )
-def test_a_dying_worker_brings_the_others_down(tmp_path: Path, what: str, said: str) -> None:
+def test_dying_worker_ends_the_others(tmp_path: Path, what: str, said: str) -> None:
     """Ranks 0 and 2 sit in a collective by then. They are down within 10 s (a second, where nothing else runs), or
     within the time that the start took, if this machine is so busy that it took longer."""
     run = start(tmp_path, 3, steps=10**6, pace=0.01, faults=((1, 100, what),))

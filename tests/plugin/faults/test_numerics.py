@@ -129,7 +129,7 @@ def _skip_on_shards(world: World) -> list[torch.Tensor]:
     return [*(run.params[name].detach() for name in ("means", "quats")), *(v for s in states for v in s.values())]
 
 
-def test_ranks_with_shards_leave_the_same_steps_out() -> None:
+def test_sharded_ranks_skip_the_same_steps() -> None:
     plain = Run(World.single(), 5, "skip")
     for step in (0, 1, 3, 4):
         plain.step(step)
@@ -271,7 +271,7 @@ def test_a_noted_step_is_named_by_what_was_bad_in_it(place: str, value: float) -
     assert "step 2: gradient of the rows (views of the step: frame_20.png, frame_21.png)" in text
 
 
-def test_noted_steps_that_are_fine_leave_nothing() -> None:
+def test_finite_recorded_steps_report_nothing() -> None:
     run = Run(World.single(), every=2)
     for step in range(7):
         run.guard.note([step], [[step]], ("the rows",), torch.tensor([[-1e38, NAN, 1e38]]))
@@ -311,20 +311,20 @@ def test_a_real_lack_of_memory_is_recognised() -> None:
     assert "before the first step" in str(explain(caught.value, Circumstances(0, None, NOW.device)))
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     for error in (KeyError("x"), RuntimeError("shape mismatch"), OSError(errno.ENOSPC, "No space left on device")):
         assert explain(error, NOW) is None
 
 
 @pytest.mark.gpu
-def test_a_gpu_tells_how_full_it_is() -> None:
+def test_gpu_error_reports_memory_use() -> None:
     with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     text = str(explain(caught.value, Circumstances(0, 3, torch.device("cuda", 0), [], GPU, HOST)))
     assert "its GPU (cuda:0)" in text and "GiB free of" in text and "kept on the host" in text
 
 
-def test_what_steps_in_flight_have_left_is_named_when_they_are_noted() -> None:
+def test_nonfinite_values_of_pending_steps_are_named_later() -> None:
     """A look that comes when the device has been given more: their numbers are not there yet; what they do may be."""
     guard, params = NumericGuard(World.single(), every=4), {"scales": torch.zeros(3, 2)}
     guard.note([0, 1], [[5], [6]], ("the rows",), torch.zeros(2, 2))
@@ -341,7 +341,7 @@ def test_what_steps_in_flight_have_left_is_named_when_they_are_noted() -> None:
         guard.look(4, params, now=True, in_flight=True)
 
 
-def test_a_look_while_steps_are_in_flight_leaves_nothing_where_all_is_well() -> None:
+def test_check_during_pending_steps_reports_nothing_if_finite() -> None:
     guard, params = NumericGuard(World.single(), every=4), {"scales": torch.zeros(3, 2)}
     guard.note([0], [[5]], ("the rows",), torch.zeros(1, 2))
     guard.look(4, params, in_flight=True)

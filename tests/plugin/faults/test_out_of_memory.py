@@ -189,7 +189,7 @@ def _course_of(world: World, capture: Path, run: Path, steps: int, options: dict
     return everything(trainer)
 
 
-def test_room_is_asked_for_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_checked_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 10)
     out_of_memory.check_room(10, "x", World.single())
     with pytest.raises(CapacityExceeded, match="needed for x") as caught:
@@ -238,7 +238,7 @@ def _sums(world: World) -> list[float]:
     return found
 
 
-def test_a_rank_that_gives_up_keeps_nobody_waiting() -> None:
+def test_failing_rank_does_not_block_others() -> None:
     assert run_ranks(_sums, 2)[0] == [12.0, 12.0, 20.0]
 
 

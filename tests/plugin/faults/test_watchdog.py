@@ -42,7 +42,7 @@ def test_the_device_that_is_behind_is_late() -> None:
     assert [note.rank for note in late] == [1] and "its GPU has not finished step 6" in describe(notes, late)
 
 
-def test_a_device_tells_its_steps_by_events_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_progress_uses_recycled_events(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         made: ClassVar[list["Event"]] = []
 
@@ -80,7 +80,7 @@ def test_a_device_tells_its_steps_by_events_that_come_again(monkeypatch: pytest.
     assert heart.note(0).device_step == 3
 
 
-def test_nobody_is_late_where_all_stand() -> None:
+def test_no_rank_is_late_if_all_stopped() -> None:
     notes = [HERE, replace(HERE, rank=1, age=127.0)]
     assert late_ranks(notes) == []
     assert "All ranks are in step 7, phase exchange, for 127 s" in describe(notes, [])

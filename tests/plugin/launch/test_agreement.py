@@ -59,7 +59,7 @@ def test_a_manifest_of_the_real_configuration_is_the_same_after_pickling() -> No
     ]
 
 
-def test_what_machines_may_have_of_their_own_does_not_differ() -> None:
+def test_machine_specific_options_are_ignored() -> None:
     first = manifest_of(Config())
     assert differences([first, manifest_of(Config(Inner(data=Path("/b")), timestamp="later"))]) == []
     assert differences([first, manifest_of(Config(load_dir=Path("/c")))]) == [

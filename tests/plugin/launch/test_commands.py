@@ -103,7 +103,7 @@ def told(saved: Path, *words: str) -> Any:
     return config
 
 
-def test_options_beside_a_file_are_applied(saved: Path) -> None:
+def test_options_with_a_file_are_applied(saved: Path) -> None:
     config = told(saved, "--max-num-images", "900", "--pipeline.views_per_rank", "3", "--load-dir=/my models")
     assert (config.max_num_images, config.pipeline.views_per_rank) == (900, 3)
     assert (config.load_dir, config.load_step) == (Path("/my models"), None)
@@ -112,7 +112,7 @@ def test_options_beside_a_file_are_applied(saved: Path) -> None:
     assert told(saved, "colmap", "--downscale-factor", "2").pipeline.datamanager.dataparser.downscale_factor == 2
 
 
-def test_what_is_not_given_beside_a_file_stays(saved: Path) -> None:
+def test_options_not_given_with_a_file_are_unchanged(saved: Path) -> None:
     config = told(saved, "--vis", "tensorboard")
     assert (config.max_num_images, config.pipeline.model.sh_degree, config.timestamp) == (500, 2, "now")
     assert config.pipeline.datamanager.dataparser.downscale_factor == 4
@@ -138,7 +138,7 @@ def test_another_place_of_the_capture_is_applied(saved: Path) -> None:
         (("colmap", "--downscale", "2"), "--downscale"),
     ],
 )
-def test_what_is_not_understood_beside_a_file_ends_it(
+def test_unknown_option_with_a_file_is_an_error(
     saved: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:

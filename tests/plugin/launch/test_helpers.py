@@ -85,7 +85,7 @@ def test_a_helper_dies_while_it_starts(run: Path) -> None:
     assert "Helper 1 of 1 was killed by SIGKILL" in done(process, 1)
 
 
-def test_how_many_processes_a_model_takes() -> None:
+def test_number_of_processes_for_a_model() -> None:
     gb = 1e9
     assert size_for(1000, 236, "cuda", 4, 10 * gb, None) == Size(1, True), "a small model gains nothing"
     assert size_for(GAINS_FROM, 236, "cuda", 4, 10 * gb, None) == Size(4, True)
@@ -99,7 +99,7 @@ def test_how_many_processes_a_model_takes() -> None:
 
 
 @pytest.mark.parametrize("text", ["many", "0", "", "nan"])
-def test_what_the_environment_may_say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_environment_variable_values(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(RENDER_RANKS, text)
     with pytest.raises(InputError, match=f"{RENDER_RANKS}={text}: give a number from 1"):
         asked_for(RENDER_RANKS, int, 1)

@@ -90,7 +90,7 @@ def _one_way(world: World, mine: Path, copy: Path) -> str:
     return _share(world, [mine, copy])
 
 
-def test_a_folder_must_be_shared_both_ways(tmp_path: Path) -> None:
+def test_folder_must_be_shared_in_both_directions(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     [message] = set(run_ranks(_one_way, 4, tmp_path / "mine", tmp_path / "copy"))
     assert f"rank 0 does not see in {tmp_path / 'mine'} what {SECOND} writes there" in message
@@ -121,7 +121,7 @@ def test_gpus_that_are_unlike_are_named_by_machine() -> None:
     assert f"machine 0 ({HOST}) has 2 x {h200}; {SECOND} has 1 x {h200}, 1 x {a100}" in unlike
 
 
-def test_restarts_that_cannot_be_are_told_of() -> None:
+def test_impossible_restarts_are_reported() -> None:
     asked = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine" in restarts_in_vain(asked)
     for name, value in (

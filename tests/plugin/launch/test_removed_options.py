@@ -110,7 +110,7 @@ def test_a_command_line_hears_what_takes_their_place(words: str, said: str) -> N
         refuse_removed(words.split())
 
 
-def test_what_is_there_is_not_refused() -> None:
+def test_existing_options_are_not_refused() -> None:
     refuse_removed(["--pipeline.model.spread", "ddp", "--pipeline.model.max-gs-num", "5", "--pipeline.stage", "--x"])
 
 

@@ -35,7 +35,7 @@ def test_they_begin_with_the_process(tmp_path: Path) -> None:
     assert float(said[1]) >= 300
 
 
-def test_threads_are_told_beside_them() -> None:
+def test_threads_are_listed_with_processes() -> None:
     parts = RunParts.of_this_process()
 
     def work() -> None:

@@ -112,7 +112,7 @@ def test_rates_fall_by_themselves_where_views_are_seen_often() -> None:
     assert scaling_rule("linear", 15000, 140) == "linear" and scaling_rule("sqrt-to-none", 8, 9) == "sqrt-to-none"
 
 
-def test_what_a_run_says_of_its_rates() -> None:
+def test_learning_rates_are_reported() -> None:
     said = {rule: RateSchedule(rule, 16, 100).described() for rule in ("sqrt-to-none", "sqrt", "linear", "none")}
     assert "16 views a step: times 4, falling to those of one view over the run" in said["sqrt-to-none"]
     assert "times 4 (--batch-scaling sqrt)" in said["sqrt"] and "times 16" in said["linear"]

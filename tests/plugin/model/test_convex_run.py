@@ -93,7 +93,7 @@ def test_fused_steps_are_the_ordinary_ones(tmp_path: Path, monkeypatch: pytest.M
     assert full.count(True) == 1 and full.count(False) > 1
 
 
-def test_what_is_not_finite_is_named_by_fused_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_steps_name_nonfinite_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     usual, steps = ConvexKernels.draw_back, list[bool]()
 
@@ -116,7 +116,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED)
-def test_what_convexes_cannot_do_is_refused(options: dict[str, Any], said: str) -> None:
+def test_options_unsupported_by_convexes_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         check_primitive(SplatModelConfig(primitive="convex", **options), "tile")
     check_primitive(SplatModelConfig(primitive="convex"), "pixel")

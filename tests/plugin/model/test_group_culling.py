@@ -63,7 +63,7 @@ def test_boxes_hold_what_training_makes_of_points(method: str, tmp_path: Path, m
     assert 0 < watched.widened < len(watched.boxes), "made anew for each block, and wider within it"
 
 
-def test_noise_would_make_boxes_anew_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_culling_boxes_with_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     watched = Watched(monkeypatch)
     options = {**OPTIONS, MODEL + "densifier": "mcmc", MODEL + "reset_alpha_every": 100}

@@ -168,7 +168,7 @@ def test_the_same_start(tmp_path: Path) -> None:
     [{}, OTHER_WAYS, {**OTHER_WAYS, **MORE_PARAMETERS}],
     ids=["defaults", "other ways", "poses and colours"],
 )
-def test_the_same_whole_course(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_complete_run_equals_splatfacto(tmp_path: Path, options: dict[str, Any]) -> None:
     """With nerfstudio's own loss: warm-up, resolution, harmonics, refinement by every rule, resets, stop."""
     options = {**COURSE, **options}
     both = go(tmp_path, options, 200, eps=1e-7, double=True)
@@ -200,7 +200,7 @@ def test_the_same_whole_course(tmp_path: Path, options: dict[str, Any]) -> None:
         )
 
 
-def test_the_same_whole_course_in_fused_steps(tmp_path: Path) -> None:
+def test_complete_fused_run_equals_splatfacto(tmp_path: Path) -> None:
     """In single precision, as they are. Rounding may one day lead to another decision: so far not in the beginning."""
     both = go(tmp_path, COURSE, 200, eps=1e-7, double=False, fused=True)
     stock = both.stock

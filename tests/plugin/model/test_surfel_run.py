@@ -109,7 +109,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "strategy", "said"), REFUSED)
-def test_what_2d_gaussians_cannot_do_is_refused(options: dict[str, Any], strategy: str, said: str) -> None:
+def test_options_unsupported_by_2d_gaussians_are_refused(options: dict[str, Any], strategy: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         check_primitive(SplatModelConfig(primitive="2dgs", **options), strategy)
     if options.get("normal_loss", 0) == 0:  # what these options are for

@@ -356,7 +356,7 @@ def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, ranks: int,
         _compare(ends)
 
 
-def test_where_steps_have_no_fixed_shapes_it_is_said(
+def test_steps_without_fixed_shapes_are_reported(
     capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with _trainer(capture, tmp_path / "a", sampling="occupancy") as trainer:

@@ -148,7 +148,7 @@ def _failing(world: World, run: Path) -> list[str]:
     return said
 
 
-def test_after_an_image_that_failed_half_way_nobody_waits(run: Path) -> None:
+def test_failed_image_does_not_block_helpers(run: Path) -> None:
     said = run_ranks(_failing, 2, run)[0]
     assert said[0] == "no room" and "failed half way" in said[1]
 
@@ -156,7 +156,7 @@ def test_after_an_image_that_failed_half_way_nobody_waits(run: Path) -> None:
 # ---- how many processes, and who holds what ----
 
 
-def test_how_many_processes_a_field_takes() -> None:
+def test_number_of_processes_for_a_field() -> None:
     def ranks(cells: list[int], kind: Any = "cuda", count: int = 4, room: float | None = 10, asked: int | None = None):
         memory = None if room is None else room * GB
         return ranks_for([cell * GB for cell in cells], GB, Devices(kind, count, memory, asked))
@@ -177,7 +177,7 @@ def test_how_many_processes_a_field_takes() -> None:
         ranks([9, 10], asked=2)
 
 
-def test_who_holds_what_is_said(run: Path, tmp_path: Path) -> None:
+def test_owners_of_cells_are_reported(run: Path, tmp_path: Path) -> None:
     def line(of: Path, asked: int, memory: float | None = None) -> str:
         checkpoint = checkpoint_of(of)
         state = read_checkpoint_file(checkpoint)["pipeline"]

@@ -185,7 +185,7 @@ def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[st
     return ends
 
 
-def test_all_ways_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Path) -> None:
+def test_all_modes_resume_with_other_world_sizes(capture: Path, tmp_path: Path) -> None:
     ends = run_ranks(_all_ways, 2, capture, tmp_path)
     for spread, (two, again) in ends[0].items():
         assert near(two, again) == [], spread

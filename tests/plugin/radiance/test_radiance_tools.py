@@ -100,7 +100,7 @@ def test_several_write_what_one_writes(run: Path, tmp_path: Path) -> None:
         assert pixels[:, :25].std() > 5
 
 
-def test_what_cannot_be_done_is_said(run: Path, tmp_path: Path) -> None:
+def test_unsupported_requests_are_reported(run: Path, tmp_path: Path) -> None:
     def refused(work: Any, devices: int = 1) -> str:
         with pytest.raises(InputError) as caught:
             run_tool(run, None, work, devices, "cpu")

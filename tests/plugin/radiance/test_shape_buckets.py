@@ -5,7 +5,7 @@ import torch
 from ns_multigpu.plugin.radiance.field.shape_buckets import LEARNT, KeptShapeBuckets, capacity_for
 
 
-def test_room_is_enough_and_not_much_more() -> None:
+def test_buckets_fit_tightly() -> None:
     for count in (1, 7, 300, 5000, 8192):
         room = capacity_for(count, 8192)
         assert count <= room <= min(count + 1.5 * count**0.5 + 32, 8192)
@@ -13,7 +13,7 @@ def test_room_is_enough_and_not_much_more() -> None:
     assert capacity_for(48, 48) == 48 and capacity_for(1, 1) == 1
 
 
-def test_rooms_of_random_rays_recur() -> None:
+def test_buckets_of_random_rays_recur() -> None:
     g = torch.Generator().manual_seed(2)
     kept, seen = KeptShapeBuckets(8192), list[tuple[tuple[int, ...], ...]]()
     for step in range(1000):
@@ -29,7 +29,7 @@ def test_rooms_of_random_rays_recur() -> None:
     assert len(set(seen)) <= 2 and seen.count(seen[0]) > 900
 
 
-def test_rooms_stay_few_where_some_classes_are_rare() -> None:
+def test_rare_classes_add_few_buckets() -> None:
     g = torch.Generator().manual_seed(4)
     kept, seen = KeptShapeBuckets(2048), set[tuple[tuple[int, ...], ...]]()
     rare = torch.tensor([200.0, 5, 1, 0.5, 0.3, 0.2])
@@ -49,7 +49,7 @@ def _kept(*counts: int) -> KeptShapeBuckets:
     return kept
 
 
-def test_a_room_serves_unless_it_is_too_small_or_far_too_large() -> None:
+def test_bucket_is_reused_unless_too_small_or_far_too_large() -> None:
     kept = _kept(400, 500)
     first = kept.of([[400], [500]])
     assert kept.of([[390], [510]]) == first
@@ -59,7 +59,7 @@ def test_a_room_serves_unless_it_is_too_small_or_far_too_large() -> None:
     assert kept.of([[399], [499]]) == first
 
 
-def test_the_most_of_what_was_seen_is_what_room_is_made_for() -> None:
+def test_buckets_cover_the_largest_observed_counts() -> None:
     kept = KeptShapeBuckets(1000)
     for count in (400, 410, *[400] * LEARNT):
         rooms = kept.of([[count]])

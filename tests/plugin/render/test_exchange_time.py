@@ -59,14 +59,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_train, 2, folder / "tiny", folder / "runs")
 
 
-def test_all_that_travels_is_measured(reports: list[dict[str, Any]]) -> None:
+def test_all_exchanges_are_measured(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         parts = {(place, part) for place, part, training in report["calls"] if training}
         assert {part for _, part in parts} == {"exchange"}, parts
         assert len(parts) == len(PLACES), "counts and rows of splats, and gradients of halos"
 
 
-def test_what_evaluations_ask_for_is_nobodys(reports: list[dict[str, Any]]) -> None:
+def test_evaluation_exchanges_are_not_attributed(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         parts = {part for _, part, training in report["calls"] if not training}
         assert parts and "exchange" not in parts

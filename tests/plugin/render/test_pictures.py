@@ -172,7 +172,7 @@ def test_bands_follow_the_work() -> None:
     assert sum(p.y1 > p.y0 for p in many) == 2 and {p.y1 for p in many if p.y1 > p.y0} == {16, 20}
 
 
-def test_who_else_draws_goes_another_way(capture: Path) -> None:
+def test_derived_leg_does_not_use_the_operators(capture: Path) -> None:
     """A leg that is derived may do something else: the operators do not take its place."""
     strategy = make_pipeline(World.single(), capture, "tile").strategy
     assert Forward.serves(strategy)

@@ -102,7 +102,7 @@ def test_operators_draw_what_functions_do(capture: Path) -> None:
     close(found, wanted)
 
 
-def test_who_does_not_train_blends_by_depth(capture: Path) -> None:
+def test_process_without_training_blends_by_depth(capture: Path) -> None:
     """A process that holds the whole model, as nerfstudio's own commands do."""
     one = make_pipeline(World.single(), capture, "single", background_color="white")
     other = make_pipeline(World.single(), capture, "pixel", background_color="white")

@@ -133,7 +133,7 @@ def test_messages_keep_their_order_while_the_lock_is_held(viewer: Any) -> None:
         server.unsafe_send_message = usual
 
 
-def test_a_page_that_cannot_be_drawn_is_told_of_once_and_drawn_again(viewer: Any, capfd: Any) -> None:
+def test_failing_page_is_reported_once_and_drawn_again(viewer: Any, capfd: Any) -> None:
     model, failed = viewer.pipeline.model, list[int]()
     usual = model.get_outputs_for_camera
 

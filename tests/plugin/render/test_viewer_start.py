@@ -74,7 +74,7 @@ def _finish() -> None:
             thread.join()
 
 
-def test_nobody_waits_for_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewer_starts_without_waiting_for_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     may, half = threading.Event(), threading.Event()
 
     def draw(self: Any, capture: Any, state: Any, held_out: Any) -> None:

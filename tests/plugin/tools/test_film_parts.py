@@ -100,7 +100,9 @@ def test_a_slow_part_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: py
     assert all(parts.path(number).is_file() for number in range(8))
 
 
-def test_what_is_whole_is_finished_before_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_parts_are_finished_before_a_failure_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = threading.Event()
 
     class Writer(Silent):

@@ -106,7 +106,9 @@ def test_one_process_writes_what_nerfstudio_writes(run: Path, alone: Path, monke
         assert ours["results"][name] == pytest.approx(theirs["results"][name], rel=1e-6)
 
 
-def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_requests_are_reported(
+    run: Path, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(work: Evaluation | Rendering, config: Path = run, step: int | None = None, devices: int = 1) -> str:
         with pytest.raises(InputError) as caught:
             run_tool(config, step, work, devices, "cpu")
@@ -141,7 +143,7 @@ def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> Non
     assert shape[1] == 34 and shape[2] > 60, "a photograph is beside the frames"
 
 
-def test_options_of_the_command_reach_the_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_options_are_passed_to_the_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the names that they have in ns-render."""
     from ns_multigpu.plugin.tools import models
 
@@ -157,7 +159,7 @@ def test_options_of_the_command_reach_the_render(tmp_path: Path, monkeypatch: py
     assert usual.look == Look() and not usual.nearest and usual.what == Spiral()
 
 
-def test_a_capture_that_lies_elsewhere_now(
+def test_moved_capture_is_named(
     run: Path, path: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path is named, and how to give the new one; then results are the same."""

@@ -102,7 +102,7 @@ def test_the_box_is_also_in_a_file(run: Told) -> None:
     assert (summary["held_out_views"], summary["steps"]) == (1, STEPS)
 
 
-def test_what_can_be_done_next_can_be_pasted(run: Told) -> None:
+def test_next_commands_can_be_pasted(run: Told) -> None:
     trainer, said = run
     config, models = str(trainer.base_dir / "config.yml"), str(trainer.checkpoint_dir)
     assert " " in config

@@ -58,7 +58,7 @@ def test_the_order_may_be_splatfactos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("points", [None, 0])
-def test_without_seed_points_there_is_nothing_to_tell_by(tmp_path: Path, points: int | None) -> None:
+def test_balanced_views_need_seed_points(tmp_path: Path, points: int | None) -> None:
     write_capture(tmp_path / "capture", wide=False)
     pipeline: Any = start(World.single(), tmp_path / "capture", tmp_path / "run", 8, BATCH).pipeline
     assert pipeline._arranged() is not None

@@ -114,7 +114,7 @@ def test_a_method_shows_what_has_an_effect(method: str, ours: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ONLY)
-def test_what_another_option_makes_apply_is_shown_with_it(value: str, ours: Any) -> None:
+def test_help_shows_the_option_that_an_option_depends_on(value: str, ours: Any) -> None:
     option, chosen = value.split()
     usual, found = ours("splatfacto-batch"), ours("splatfacto-batch", f"--pipeline.model.{option}", chosen)
     more = [name.removeprefix("pipeline.model.") for name in found if name not in usual]
@@ -122,7 +122,7 @@ def test_what_another_option_makes_apply_is_shown_with_it(value: str, ours: Any)
     assert set(usual) <= set(found)
 
 
-def test_what_applies_by_strategy_is_shown_with_it(ours: Any) -> None:
+def test_help_shows_the_strategies_of_an_option(ours: Any) -> None:
     found = ours("splatfacto-batch", "--pipeline.strategy=tile")
     assert set(FROZEN["splatfacto-tile"].split()) <= set(found)
 

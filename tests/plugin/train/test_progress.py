@@ -64,7 +64,7 @@ def test_two_ranks_are_put_together(tmp_path: Path) -> None:
     assert losses == [{"main_loss": 0.75, "scale_reg": 0.75}] * 2
 
 
-def test_alone_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("put_scalar", "put_dict"):
         monkeypatch.setattr(writer, name, getattr(writer, name))  # put back afterwards
     _log(World.single(), tmp_path, SECONDS)
@@ -73,7 +73,7 @@ def test_alone_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert row["loss"] == 0.5
 
 
-def test_a_fall_of_a_thousand_steps_is_told_however_often_a_run_logs(tmp_path: Path) -> None:
+def test_drop_within_1000_steps_is_reported_at_any_log_interval(tmp_path: Path) -> None:
     for period, after in ((10, 100), (50, 20), (500, 20)):
         watch = ProgressLog(World.single(), tmp_path, period).psnr
         said = [bool(watch.look(25.0 if log < 200 else 5.0, log * period)) for log in range(400)]

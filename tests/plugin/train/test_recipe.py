@@ -76,7 +76,7 @@ def test_of_the_optimizers_only_the_rate_of_higher_harmonics_is_another() -> Non
     assert best_ones == plain, "and nothing else of them"
 
 
-def test_what_the_command_line_names_counts_more() -> None:
+def test_command_line_overrides_the_recipe() -> None:
     """Also where it names the value that is the option's own default."""
     words = ("--pipeline.model.max-gs-num", "5000", "--pipeline.model.stop_split_at=15000")
     config = given("--recipe", "best", *words, "--pipeline.model.refine-every", "77")

@@ -138,7 +138,7 @@ def test_options_of_our_own_were_at_work(courses: Courses) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_on_every_rank(courses: Courses, name: str) -> None:
+def test_invalid_options_are_refused_on_every_rank(courses: Courses, name: str) -> None:
     for _, said in courses[1]:
         assert re.search(REFUSED[name][1], said[name]), said[name]
 

@@ -91,7 +91,7 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("name", CASES)
-def test_same_course(courses: dict[int, list[dict[str, Outcome]]], name: str, size: int) -> None:
+def test_run_equals_single(courses: dict[int, list[dict[str, Outcome]]], name: str, size: int) -> None:
     case, expected = CASES[name], courses[0][0][name]
     counts = [count for _, count in expected["points"]]
     assert len(set(counts)) >= 3, "the number of points must have changed, and again"

@@ -67,7 +67,7 @@ def test_shards(ranks: int, transport: str, lazy: bool) -> None:
     check(of("tile", 2, lazy, room=(1024, 1024, 4096), transport=transport), ranks)
 
 
-def test_a_capacity_exceeded_while_steps_are_put_off() -> None:
+def test_capacity_exceeded_while_steps_are_deferred() -> None:
     """A step that is taken again, and nothing else, between the same roundings: the same bits."""
     course = of("batch", 1, True)
     (plenty,) = take(course, 1)

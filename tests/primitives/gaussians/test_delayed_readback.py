@@ -25,7 +25,7 @@ def expected(views: list[View]) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_last_steps_counts_stay_on_their_way(device: str) -> None:
+def test_counts_of_the_last_step_remain_pending(device: str) -> None:
     work, late = sent(device)
     assert work.counts == {}, "nothing is learnt before somebody asks"
     late.learn()

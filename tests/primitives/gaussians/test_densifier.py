@@ -84,7 +84,7 @@ def test_same_points_on_any_number_of_ranks(size: int) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_becomes_of_points_may_be_decided_ahead(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refinement_may_be_decided_ahead(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The points are the same. A block that is taken again counts anew, and is decided anew."""
     outcomes: list[dict[str, Tensor]] = []
     for ahead in (False, True):
@@ -153,7 +153,7 @@ def _asked_ahead(world: World) -> bool:
     return len(same) == 5 and all(same)
 
 
-def test_a_block_that_is_taken_again_has_counted_what_it_had() -> None:
+def test_retried_block_restores_its_statistics() -> None:
     assert run_ranks(_asked_ahead, 2) == [True, True]
 
 
@@ -226,7 +226,7 @@ def test_the_clock_counts_images(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5, 7, 16, 40])
-def test_nothing_is_due_at_or_behind_the_stop_although_a_step_reaches_beyond_it(batch: int) -> None:
+def test_no_refinement_at_or_after_the_stop_step(batch: int) -> None:
     """Opacities that are reset in the last step of a run stay so: 6 dB were lost to that, with 16 views a step."""
     params, optimizers = model()
     rules = {**RULES, "refine_stop_iter": 48, "refine_every": 12, "pause_refine_after_reset": 0}

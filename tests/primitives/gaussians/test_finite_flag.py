@@ -57,7 +57,7 @@ def test_the_rank_that_drew_it(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_shard_tells_of_what_came_back(ranks: int) -> None:
+def test_shard_reports_nonfinite_returned_gradients(ranks: int) -> None:
     outcomes = run_ranks(told, ranks, "tile", 400)
     assert all(fine == (0.0, True) for fine, _ in outcomes)
     assert all(taken for _, (_, taken) in outcomes) and any(number != number for _, (number, _) in outcomes)
@@ -65,6 +65,6 @@ def test_a_shard_tells_of_what_came_back(ranks: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["batch", "tile"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_is_not_taken_tells_nothing(ranks: int, strategy: str) -> None:
+def test_cancelled_step_reports_nothing(ranks: int, strategy: str) -> None:
     for found in run_ranks(told, ranks, strategy, 11):
         assert found == [(0.0, False), (0.0, False)]

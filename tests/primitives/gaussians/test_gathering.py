@@ -78,7 +78,7 @@ def refined(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_with_room_points_stay_where_they_are_and_are_the_same(ahead: bool) -> None:
+def test_refinement_within_storage_keeps_addresses_and_values(ahead: bool) -> None:
     expected, _ = refined(None)
     assert len(expected["means"]) > COUNT, "it grows"
     enough, stayed = refined(len(expected["means"]), ahead)
@@ -90,7 +90,7 @@ def test_with_room_points_stay_where_they_are_and_are_the_same(ahead: bool) -> N
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_what_is_found_ahead_is_found_where_there_is_room() -> None:
+def test_refinement_is_found_ahead_within_storage() -> None:
     for rows in (None, 2 * COUNT):
         params: Any = None
         params, optimizers = model()
@@ -102,7 +102,7 @@ def test_what_is_found_ahead_is_found_where_there_is_room() -> None:
         assert (densifier._ahead[2] is not None) == bool(rows)
 
 
-def test_what_was_decided_for_another_image_is_not_done() -> None:
+def test_decision_for_another_image_is_discarded() -> None:
     outcomes: list[dict[str, Tensor]] = []
     params: Any = None
     for earlier in (False, True):
@@ -118,7 +118,7 @@ def test_what_was_decided_for_another_image_is_not_done() -> None:
     assert all(torch.equal(outcomes[1][name], value) for name, value in outcomes[0].items())
 
 
-def test_memory_without_room_goes_with_what_lay_in_it() -> None:
+def test_exceeded_storage_is_freed_with_its_contents() -> None:
     """A model that is pruned would else keep the memory of what it was."""
     params: Any = None
     params, optimizers = model()
@@ -129,7 +129,7 @@ def test_memory_without_room_goes_with_what_lay_in_it() -> None:
         assert param.untyped_storage().nbytes() == param.nbytes
 
 
-def test_what_was_found_ahead_is_not_used_for_other_tensors() -> None:
+def test_index_map_found_ahead_is_not_used_for_other_tensors() -> None:
     """Whatever has put other parameters, or the same ones elsewhere, in between."""
 
     def replaced(params: Any, optimizers: Any) -> None:
@@ -151,7 +151,7 @@ def test_what_was_found_ahead_is_not_used_for_other_tensors() -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_a_large_model_and_one_without_room_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_search_ahead_for_large_or_full_models(monkeypatch: pytest.MonkeyPatch) -> None:
     params: Any = None
     params, optimizers = model()
     assert Gathering.of(params, optimizers) is None, "no room"
@@ -175,7 +175,7 @@ def test_a_large_model_and_one_without_room_are_not_looked_through(monkeypatch: 
     assert Gathering.of(params, optimizers) is None, "large"
 
 
-def test_zeros_lie_where_there_is_room() -> None:
+def test_zeros_are_allocated_in_spare_storage() -> None:
     x = with_room(torch.ones(5), 8)
     here = zeros_there(x, 7)
     assert here.data_ptr() == x.data_ptr()

@@ -88,7 +88,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "batch", "options"), KINDS)
-def test_a_course_is_the_same(strategy: str, ranks: int, batch: int, options: dict[str, Any]) -> None:
+def test_run_is_bitwise_the_same(strategy: str, ranks: int, batch: int, options: dict[str, Any]) -> None:
     course = Course(strategy, batch, 6, points=700, scene=make_row, **options)
     culled = 0.0
     for boxed, plain, share in run_ranks(both, ranks, course):
@@ -99,7 +99,7 @@ def test_a_course_is_the_same(strategy: str, ranks: int, batch: int, options: di
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("batch", 1), ("batch", 2), ("tile", 1), ("tile", 2)])
-def test_a_course_of_what_was_recorded(strategy: str, ranks: int) -> None:
+def test_run_of_captured_graphs(strategy: str, ranks: int) -> None:
     course = Course(
         strategy, 2, 12, room=TIGHT, lazy=True, points=700, scene=make_row, captured=True, speed=20.0
     )  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_course_of_what_was_recorded(strategy: str, ranks: int) -> None:
         assert all(torch.equal(boxed[name], plain[name]) for name in plain)
 
 
-def test_large_models_are_culled_by_groups_unless_told() -> None:
+def test_large_models_are_culled_by_groups_by_default() -> None:
     world, settings = World.single(torch.device("cpu")), StepSettings(WIDTH, HEIGHT, 8, LAMBDA, 64, 1, 64)
     for count in (GROUPS_FROM // 8 - 32, GROUPS_FROM // 8):  # of eight views
         widths = {"means": (3,), "quats": (4,), "scales": (3,), "opacities": (1,), "features_dc": (3,)}
@@ -167,7 +167,7 @@ def test_a_flush_moves_points_and_their_boxes(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("strategy", "ranks", "batch"), [("batch", 1, 3), ("batch", 2, 2), ("tile", 1, 3), ("tile", 2, 2)]
 )
-def test_a_course_on_gpus(strategy: str, ranks: int, batch: int, captured: bool) -> None:
+def test_run_on_gpus(strategy: str, ranks: int, batch: int, captured: bool) -> None:
     """Sums have another order each time there: rows are the same, and the course is the ordinary one."""
     skip_without_gpus(ranks)
     course = Course(

@@ -132,7 +132,7 @@ def test_both_are_multiplied() -> None:
     torch.testing.assert_close(McmcDensifier()._weights(opacities, None), torch.tensor([0.9, 0.5, 0.0]))
 
 
-def test_what_a_step_draws_is_counted() -> None:
+def test_random_draws_of_a_step_are_counted() -> None:
     params, optimizers = model(4)
     densifier = McmcDensifier(picks="gradient", refine_start_iter=10**9, noise_lr=0.0)
     state: dict[str, Any] = {}
@@ -243,7 +243,7 @@ def test_a_model_that_grows_relocates_ahead_as_well(tries: int, images: int) -> 
     assert all(torch.equal(x, y) for x, y in zip(*outcomes, strict=True)) and len(outcomes[0][0]) > 104
 
 
-def test_what_was_begun_in_a_block_that_was_given_up_is_done_anew() -> None:
+def test_work_begun_in_a_cancelled_block_is_repeated() -> None:
     outcomes: list[Tensor] = []
     for given_up in (False, True):
         params, optimizers = model(100)

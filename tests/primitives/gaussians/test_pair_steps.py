@@ -22,7 +22,7 @@ def as_pairs(table: list[list[int]]) -> Pairs:
 
 
 @pytest.mark.parametrize(("ranks", "bounds"), [(2, None), (3, (0, 20, 290, 300)), (3, (0, 0, 100, 300))])
-def test_each_pair_of_ranks_has_room_of_its_own(ranks: int, bounds: tuple[int, ...] | None) -> None:
+def test_each_pair_of_ranks_has_its_own_capacity(ranks: int, bounds: tuple[int, ...] | None) -> None:
     """Just what it needs is enough, one row less for one pair costs a step, and the result is the same to the bit."""
     course = Course("tile", 2, 3, bounds=bounds, room=ROOM, lazy=True)
     plenty = take(course, ranks)
@@ -44,7 +44,7 @@ def test_each_pair_of_ranks_has_room_of_its_own(ranks: int, bounds: tuple[int, .
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_rank_draws_of_its_own_does_not_travel(ranks: int) -> None:
+def test_local_rows_are_not_exchanged(ranks: int) -> None:
     """Room for it costs no byte. (That all bytes are those foretold is asserted of every course.)"""
     course = Course("tile", 2, 2, room=ROOM)
     roomy = tuple(tuple(9000 if a == b else 1024 for b in range(ranks)) for a in range(ranks))
@@ -54,7 +54,7 @@ def test_what_a_rank_draws_of_its_own_does_not_travel(ranks: int) -> None:
         assert int(usual["bytes"]) == int(other["bytes"]) and (int(usual["bytes"]) > 0) == (ranks > 1)
 
 
-def test_each_number_of_rows_on_their_way_over_machines_has_room_of_its_own() -> None:
+def test_each_stage_between_machines_has_its_own_capacity() -> None:
     """Four ranks on two machines: own rows inside, rows across, and rows that are handed on. The bytes of every step
     are those foretold, which `taken` asserts."""
     course = Course("tile", 2, 3, room=ROOM, lazy=True, machines=2, captured=True)

@@ -118,7 +118,7 @@ def test_the_order_keeps_the_points() -> None:
         assert torch.equal(theirs[name], value[order]), name
 
 
-def test_new_points_stand_beside_those_that_they_come_from() -> None:
+def test_children_stand_next_to_their_parents() -> None:
     """SplitRule, in their order, where the whole stood; a copy behind what it is a copy of."""
     rules = DefaultStrategy(**RULES)
     plain, beside = model(), model()
@@ -146,7 +146,7 @@ def test_optimizers_go_on() -> None:
     assert (params["means"] != before).all()
 
 
-def test_what_is_spent_counts_anew() -> None:
+def test_counters_restart_after_refinement() -> None:
     for rules in (DefaultStrategy(**RULES), DefaultStrategy(grow_grad2d=1e9, prune_opa=0.0, reset_every=1000)):
         params, optimizers, state = model()
         state["number"] = torch.arange(COUNT)

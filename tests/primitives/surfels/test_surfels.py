@@ -115,7 +115,7 @@ def test_each_kind_has_its_threshold() -> None:
         assert made.grow_grad2d == threshold
 
 
-def test_steps_have_no_rows_of_what_is_beside_the_camera() -> None:
+def test_discs_outside_of_the_frustum_give_no_rows() -> None:
     """A disc that crosses the camera's plane has no box on the screen: were it not culled, it would be looked for in
     every tile."""
     view = View(torch.eye(4), torch.tensor([[30.0, 0, 24], [0, 30.0, 16], [0, 0, 1]]), 48, 32)
