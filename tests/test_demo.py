@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from demo import flight
+from demo import camera_path
 from demo.command import CommandFailed, Stages
 
 
@@ -32,7 +32,7 @@ def test_camera_path_sees_the_city_in_model_coordinates(tmp_path: Path) -> None:
     half, height, frames, scale = 75.0, 95.0, 12, 0.01
     turn = np.array([[0.0, 1.0, 0.0, 3.0], [-1.0, 0.0, 0.0, 4.0], [0.0, 0.0, 1.0, 5.0]])
     (tmp_path / "transforms.json").write_text(json.dumps({"transform": turn.tolist(), "scale": scale}))
-    flight.write(tmp_path / "path.json", tmp_path / "transforms.json", half, height, (640, 480), 52.0, frames, 24)
+    camera_path.write(tmp_path / "path.json", tmp_path / "transforms.json", half, height, (640, 480), 52.0, frames, 24)
     video = json.loads((tmp_path / "path.json").read_text())
     assert video["seconds"] == 0.5 and len(video["camera_path"]) == frames
     focal = 480 / 2 / np.tan(np.radians(video["camera_path"][0]["fov"]) / 2)

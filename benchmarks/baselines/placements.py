@@ -41,8 +41,8 @@ def partitioned(
     if hierarchical:
         return partition(graph, machines, per_machine, places[across], places[within])
     flat = partition(graph, machines * per_machine, 1, places[across])
-    homes = graph.by_rank(flat.ranks // per_machine, machines).argmax(1).astype(np.int64)
-    return Partition(flat.ranks, homes, machines, per_machine, flat.notes)
+    owners = graph.by_rank(flat.ranks // per_machine, machines).argmax(1).astype(np.int64)
+    return Partition(flat.ranks, owners, machines, per_machine, flat.notes)
 
 
 def assigner(machines: int, per_machine: int, *, hierarchical: bool = True, search: bool = True) -> Assigner:

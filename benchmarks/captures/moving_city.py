@@ -89,8 +89,8 @@ def main() -> None:
         print(name, found[name], flush=True)
     args.output.write_text(json.dumps({**describe(), "runs": found}, indent=1) + "\n", "utf8")
     if args.picture is not None:
-        beside = torch.cat(list(frames.values()), dim=1).clamp(0, 1)
-        Image.fromarray((beside * 255).round().byte().numpy()).save(args.picture, quality=92)
+        side_by_side = torch.cat(list(frames.values()), dim=1).clamp(0, 1)
+        Image.fromarray((side_by_side * 255).round().byte().numpy()).save(args.picture, quality=92)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-KINDS = (".jpg", ".jpeg", ".png")
+SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def photographs(capture: Path) -> list[str]:
     """The names of a capture's photographs, within `images`."""
     whole = capture / "images"
-    return sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.suffix.lower() in KINDS)
+    return sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.suffix.lower() in SUFFIXES)
 
 
 def exposures(views: int, stops: float, seed: int, interval: int) -> np.ndarray:

@@ -120,10 +120,10 @@ class FusedPath:
             RuntimeError: a capacity is too small.
         """
         rows, lists, pixels = self.forward()
-        self.check_room(rows, lists)
+        self.check_capacity(rows, lists)
         return count(self.scene.points, rows, lists.tile_offsets, lists.row_ids, pixels.last, self.scene.size)
 
-    def check_room(self, rows: SplatRows, lists: Lists) -> None:
+    def check_capacity(self, rows: SplatRows, lists: Lists) -> None:
         """Raises RuntimeError where a capacity is too small: the figures would be of something else."""
         met = Capacities(int(rows.count), int(lists.count))
         if met.rows > self.capacities.rows or met.intersections > self.capacities.intersections:

@@ -31,7 +31,7 @@ class OurStep:
     """
 
     def __init__(
-        self, scene: Scene, room: Capacities, absgrad: bool, graph: bool, lazy: bool, counting: bool = False,
+        self, scene: Scene, capacities: Capacities, absgrad: bool, graph: bool, lazy: bool, counting: bool = False,
         groups: bool | None = None,
     ) -> None:  # fmt: skip
         self._scene = scene
@@ -42,8 +42,8 @@ class OurStep:
         both = zip(self.adam.exp_avgs, self.adam.exp_avg_sqs, strict=True)
         moments: dict[str, tuple[Tensor, Tensor]] = dict(zip(ORDER, both, strict=True))
         settings = StepSettings(
-            width=scene.width, height=scene.height, views=1, ssim_lambda=SSIM_LAMBDA, rows=room.rows, segment=1,
-            intersections=room.intersections,
+            width=scene.width, height=scene.height, views=1, ssim_lambda=SSIM_LAMBDA, rows=capacities.rows, segment=1,
+            intersections=capacities.intersections,
         )  # fmt: skip
         put_off = LazyAdam.make(scene.points, scene.device) if lazy else None
         world = World.single(scene.device)

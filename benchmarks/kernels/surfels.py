@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from benchmarks.kernels.autograd_step import RATE, torch_loss
-from benchmarks.kernels.kinds_step import captured_step
+from benchmarks.kernels.primitives_step import captured_step
+from benchmarks.kernels.renderers import joined
 from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
-from benchmarks.kernels.ways import joined
 from benchmarks.lib.counting import GsplatCounts
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import DEGREE, Scene
@@ -160,8 +160,8 @@ def time_steps(scene: Scene, sections: Sections, watch: Stopwatch) -> list[Line]
 def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any]:
     """All of one scene."""
     lines, images = list[Line](), dict[str, Tensor]()
-    ways = {"gsplat": gsplat_way, "ours": our_way} if scene.device.type == "cuda" else {"ours": our_way}
-    for name, way in ways.items():
+    variants = {"gsplat": gsplat_way, "ours": our_way} if scene.device.type == "cuda" else {"ours": our_way}
+    for name, way in variants.items():
         with sections.section(f"{scene.name}: {name}"):
             found, images[name] = time_way(name, scene, watch, way)
             lines += found

@@ -26,7 +26,7 @@ from benchmarks.lib.environment import describe
 from benchmarks.lib.lockstep import Clock, memory, over_ranks
 from benchmarks.lib.rank_jobs import Job, run_jobs
 from benchmarks.lib.stopwatch import free
-from benchmarks.scaling.city_runs import RATES, Course
+from benchmarks.scaling.city_runs import RATES, CityViews
 from benchmarks.scaling.tile import MOST_VIEWS, image_size
 from benchmarks.scaling.tile_run import Mode, TileRun
 from benchmarks.scenes.city_model import CityScene, make_model
@@ -56,14 +56,14 @@ def _train(world: World, job: Job) -> Job:
     began = time.perf_counter()
     model = make_model(scene, world)
     model.moment_dtype = COMPACT if job["compact"] else torch.float32
-    course = Course(scene, scene.cameras(), scene.images(world))
+    city_views = CityViews(scene, scene.cameras(), scene.images(world))
     made, making = time.perf_counter() - began, memory(world)
     free(world.device)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
     chosen = choose_transport(world, job["transport"])
     mode = Mode("peer" if chosen.peer else "collective", lazy=not job["dense"])
-    run = TileRun(model, course, world, 1, mode, counting=True)
+    run = TileRun(model, city_views, world, 1, mode, counting=True)
     run.settle()  # measures the capacities that steps need
     run.still_moments()
     for counted in run.statistics.values():
@@ -99,7 +99,7 @@ def _train(world: World, job: Job) -> Job:
             redone += 1
             if redone > 8:
                 raise RuntimeError(f"there is still no room: {status}, capacities {run.capacities}")
-            run.grow_capacity(run.told(status))
+            run.grow_capacity(run.demand_of(status))
     finite = all(bool(torch.isfinite(p.sum())) for p in model.params.values())
     if min(row[0] for row in over_ranks([float(finite)], world)) < 1:
         raise RuntimeError("a parameter is not finite")

@@ -220,14 +220,14 @@ def main(words: list[str] | None = None) -> int:
     console, done = Console(width=None if sys.stdout.isatty() else 160), list[Job]()
     with tempfile.TemporaryDirectory(prefix="limited-links-") as folder:
         shared: Job = {name: getattr(options, name) for name in ("warm", "steps", "blocks")} | {"folder": folder}
-        kinds = [[gbit for gbit in options.gbit if gbit is None], [gbit for gbit in options.gbit if gbit is not None]]
-        for links in filter(None, kinds):
+        groups = [[gbit for gbit in options.gbit if gbit is None], [gbit for gbit in options.gbit if gbit is not None]]
+        for links in filter(None, groups):
             jobs = jobs_of(options, links)
 
             def emit(number: int, result: Job, jobs: list[Job] = jobs) -> None:
                 done.append({**jobs[number], **result})
-                told = result.get("error") or result.get("skipped")
-                text = told or f"{result.get('images_per_s', result.get('one_way_gbit')):.2f}"
+                message = result.get("error") or result.get("skipped")
+                text = message or f"{result.get('images_per_s', result.get('one_way_gbit')):.2f}"
                 line = f"[{time.time() - began:.0f} s] {jobs[number]['link']} {jobs[number]['way']}: {text}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
                 if options.json:

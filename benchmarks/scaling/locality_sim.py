@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.baselines.placements import Way, assigner, partitioned, random_assignment
 from benchmarks.lib.environment import describe
 from benchmarks.scaling.locality_times import large_graph_seconds, plan_times
-from benchmarks.scenes.seen_city import FACTORS, WAYS, SeenCity, seen_city
+from benchmarks.scenes.seen_city import FACTORS, VISIBILITY_RULES, SeenCity, seen_city
 from ns_multigpu.locality.assign import Volume
 from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.partition import Partition
@@ -110,13 +110,13 @@ def simulate(city: SeenCity, way: str, placed: Partition, setting: Setting, batc
 
 def _batches(placed: Partition, even: bool, batch: int, steps: int, generator: np.random.Generator) -> list[np.ndarray]:
     """The views of each step, of epochs in random order, or as many of each machine's as of another's."""
-    homes = placed.view_machines
+    owners = placed.view_machines
     if not even:
-        epochs = -(-steps * batch // len(homes))
-        order = np.concatenate([generator.permutation(len(homes)) for _ in range(epochs)])
+        epochs = -(-steps * batch // len(owners))
+        order = np.concatenate([generator.permutation(len(owners)) for _ in range(epochs)])
         return [order[step * batch : (step + 1) * batch] for step in range(steps)]
     each = batch // placed.machines
-    own = [np.flatnonzero(homes == machine) for machine in range(placed.machines)]
+    own = [np.flatnonzero(owners == machine) for machine in range(placed.machines)]
     return [np.concatenate([generator.choice(views, each, len(views) < each) for views in own]) for _ in range(steps)]
 
 
@@ -218,7 +218,9 @@ def main() -> None:
     parser.add_argument("--points", type=parse_count, default=1_000_000, help="simulated; groups are what counts")
     parser.add_argument("--group", type=int, default=64, help="simulated points of a group")
     parser.add_argument("--altitude", type=float, help="of the cameras, metres")
-    parser.add_argument("--seen", choices=WAYS, default="frustum", help="what counts as seen; see scenes.seen_city")
+    parser.add_argument(
+        "--seen", choices=VISIBILITY_RULES, default="frustum", help="what counts as seen; see scenes.seen_city"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--factor", type=int, choices=FACTORS[1:], default=4, help="patches along a picture's side")
     parser.add_argument(

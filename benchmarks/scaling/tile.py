@@ -202,9 +202,9 @@ def main(words: list[str] | None = None) -> int:
                 report.add(job, result)
                 if "ms" in result and not sys.stdout.isatty():
                     return
-                told = result.get("error") or result.get("skipped") or f"{result['ms']:.3f} ms"
+                text = result.get("error") or result.get("skipped") or f"{result['ms']:.3f} ms"
                 line = f"[{time.time() - began:.0f} s] {job['gpus']} x {job['name']} {job['way']} batch {job['batch']}"
-                console.print(f"{line}: {told[-600:]}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"{line}: {text[-600:]}", markup=False, highlight=False, soft_wrap=True)
 
             shared: Job = {"folder": None if torchrun else folder, "single": report.single}
             if jobs:

@@ -90,8 +90,8 @@ class Counted:
     step_ms: float
     sent: tuple[float, float]
     payload: float
-    foretold: float
-    told: float
+    predicted: float
+    reported: float
     whole: int
     gaussians: int
 
@@ -154,13 +154,13 @@ def measure(task: Task, folder: Path) -> Counted:
     steps = int(rows[-1]["step"] - rows[0]["step"])
     sent = tuple((last - first) / steps for first, last in zip(before, after, strict=True))
     lengths = [one["step"] - other["step"] for other, one in itertools.pairwise(rows)]
-    told, foretold = (
+    reported, predicted = (
         sum(row[name] * length for row, length in zip(rows[1:], lengths, strict=True)) / steps
         for name in ("bytes_per_step", "bytes_between_machines")
     )
     payload = sum(sent) - HEADERS * (packets_now - packets_then) / steps
     return Counted(
-        steps, 1e3 * (now - then) / steps, (sent[0], sent[1]), payload, foretold, told, whole,
+        steps, 1e3 * (now - then) / steps, (sent[0], sent[1]), payload, predicted, reported, whole,
         int(rows[-1]["gaussians"]),
     )  # fmt: skip
 
@@ -175,14 +175,14 @@ def _rows(output: Path) -> list[dict[str, float]]:
 
 def table(done: Sequence[tuple[Task, Counted]]) -> Table:
     """Return the measurements as a table, one row per run."""
-    columns = ("strategy", "link", "step", "node0 sends", "node1 sends", "payload", "foretold", "off", "link busy")
+    columns = ("strategy", "link", "step", "node0 sends", "node1 sends", "payload", "predicted", "off", "link busy")
     shown = Table(*columns, "Gaussians")
     for task, one in done:
         sent = (f"{count / 1e6:.2f} MB" for count in one.sent)
         shown.add_row(
             task.title, f"{task.megabits:g} Mbit/s", f"{one.step_ms:,.0f} ms", *sent,
-            f"{one.payload / 1e6:.3f} MB", f"{one.foretold / 1e6:.3f} MB",
-            f"{100 * (one.payload / one.foretold - 1):+.1f} %", f"{100 * one.busy(task.megabits):.0f} %",
+            f"{one.payload / 1e6:.3f} MB", f"{one.predicted / 1e6:.3f} MB",
+            f"{100 * (one.payload / one.predicted - 1):+.1f} %", f"{100 * one.busy(task.megabits):.0f} %",
             f"{one.gaussians:,}",
         )  # fmt: skip
     return shown
@@ -215,10 +215,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the machines are removed
     console, done = Console(width=None if sys.stdout.isatty() else 120), list[tuple[Task, Counted]]()
     with TemporaryDirectory(prefix="two-machines-") as folder:
-        kinds = itertools.product(
+        combinations = itertools.product(
             range(options.repeat), options.strategies, options.megabits, options.wire, options.relays,
         )  # fmt: skip
-        for turn, strategy, megabits, wire, relays in kinds:
+        for turn, strategy, megabits, wire, relays in combinations:
             if strategy not in ("tile", "locality") and wire == "half":
                 continue
             if strategy != "locality" and relays == "no":

@@ -84,14 +84,14 @@ class CityScene:
         return CityCapture(city, "aerial", _PLANNED, self.width, self.height, 1, altitude=altitude)
 
     @property
-    def reach(self) -> float:
+    def half_size(self) -> float:
         """Half the side of the square that points lie over, metres."""
         return _AROUND * self.capture.city.half
 
     @property
     def spacing(self) -> float:
         """Metres between points, if the square were flat."""
-        return 2 * self.reach / math.sqrt(self.points)
+        return 2 * self.half_size / math.sqrt(self.points)
 
     @property
     def name(self) -> str:
@@ -214,8 +214,8 @@ def _city(blocks: int) -> City:
 def _sampled(scene: CityScene, world: World) -> Tensor:
     """[n, 6] places and colours in [0, 1] of this rank's share of the rays, which is not its range of points yet."""
     piece = max(1, min(_PIECE, -(-scene.points // 16)))
-    pieces = -(-scene.points // piece)
-    bounds = even_bounds(pieces, world.size)
+    chunks = -(-scene.points // piece)
+    bounds = even_bounds(chunks, world.size)
     first, end = (min(bounds[world.rank + k] * piece, scene.points) for k in (0, 1))
     records = torch.empty(end - first, 6, device=world.device)
     if end == first:
@@ -236,7 +236,7 @@ def _cast(solid: Scene, scene: CityScene, into: Tensor, generator: torch.Generat
     table.append([-math.sin(a) for a, _ in looks])
     direction = torch.tensor(table, device=device)[:, torch.arange(count, device=device) % len(looks)]
     origin = torch.zeros(3, count, device=device)
-    origin[:2] = (2 * torch.rand(2, count, generator=generator, device=device) - 1) * scene.reach
+    origin[:2] = (2 * torch.rand(2, count, generator=generator, device=device) - 1) * scene.half_size
     origin -= direction * (top / -direction[2])
     spread = scene.spacing * math.sin(_DOWN) / top  # a ray is as wide as points are apart
     t, _ = trace(solid.geometry, origin, direction, Width(torch.zeros_like(origin[0]), spread))

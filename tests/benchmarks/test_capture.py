@@ -59,11 +59,11 @@ def test_runs_that_share_a_gpu_are_evaluated_at_once(
     """A benchmark that is cut off has what was finished."""
     file = tmp_path / "out.json"
     done: list[str] = []
-    told: list[list[bool]] = []
+    earlier_rows: list[list[bool]] = []
 
     def train(run: str, seed: int, options: Any, folder: Path, gpu: int | None) -> dict[str, Any]:
         before = json.loads(file.read_text())["results"] if file.exists() else []
-        told.append(["psnr" in r and not r["alone"] for r in before])
+        earlier_rows.append(["psnr" in r and not r["alone"] for r in before])
         done.append(f"train {seed}")
         speeds = {"images_per_s": 1.0, "train_seconds": 1.0, "wall_s": 2.0, "gaussians": 1, "bytes_per_step": 0.0}
         return {"run": run, "seed": seed, "ssim": 1.0} | speeds
@@ -82,7 +82,7 @@ def test_runs_that_share_a_gpu_are_evaluated_at_once(
     main()
     one_by_one = ["train 1", "evaluate 1", "train 2", "evaluate 2"]
     assert done == (one_by_one if shared else ["train 1", "train 2", "evaluate 1", "evaluate 2"])
-    assert told == [[], [shared]]
+    assert earlier_rows == [[], [shared]]
     assert all(r["psnr"] == 1.0 for r in json.loads(file.read_text())["results"])
 
 

@@ -48,9 +48,9 @@ def test_a_way_that_there_is_not(way: str) -> None:
 
 def ends(code: int, *, done: bool) -> Any:
     """Return a command that leaves what it has evaluated, and its result if it is done."""
-    courses = [{"psnr": 21.5, "rays": 2_000_000, "seconds": 9.0}]
-    result = {"steps": 3, "parameters": 5, "peak_mib": 6.0, "courses": courses}
-    files = {radiance.COURSES: courses, **({"result.json": result} if done else {})}
+    evaluations = [{"psnr": 21.5, "rays": 2_000_000, "seconds": 9.0}]
+    result = {"steps": 3, "parameters": 5, "peak_mib": 6.0, "courses": evaluations}
+    files = {radiance.EVALUATIONS: evaluations, **({"result.json": result} if done else {})}
 
     def command(way: str, given: Any, output: Path) -> list[str]:
         for name, content in files.items():
@@ -88,5 +88,5 @@ def test_a_run_writes_down_each_evaluation(tmp_path: Path) -> None:
     )
     row = radiance.run("xl-2", given, tmp_path / "runs")
     assert "failed" not in row, row
-    kept = json.loads((tmp_path / "runs" / "xl-2" / radiance.COURSES).read_text())
+    kept = json.loads((tmp_path / "runs" / "xl-2" / radiance.EVALUATIONS).read_text())
     assert [look["steps"] for look in kept] == [2, 3] and kept == row["courses"]

@@ -60,7 +60,7 @@ def test_results_are_kept_and_missing_ones_counted(tmp_path: Path, monkeypatch: 
     assert [(one["way"], one["seed"]) for one in comparison.results] == [("ours", 1), ("ours", 2)]
     pictures = [more for function, more, _ in given if function == "train_ours"]
     assert pictures == [((3, tmp_path / "a.png"),), (None,)] and {seconds for *_, seconds in given} == {9.0}
-    assert table(comparison.results).row_count == 2 and comparison.told()["options"]["images"] == 7000
+    assert table(comparison.results).row_count == 2 and comparison.summary()["options"]["images"] == 7000
 
 
 def drawing(means: torch.Tensor, *args: Any, **options: Any) -> Any:

@@ -14,9 +14,9 @@ CELLS = 3
 ALONE = World.single()
 
 
-def placed(crossing: Literal["none", "ghosts"] = "none") -> tuple[ByCells, torch.Tensor]:
+def placed(boundary_mode: Literal["none", "ghosts"] = "none") -> tuple[ByCells, torch.Tensor]:
     means = torch.rand(300, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([4.0, 1.0, 1.0])
-    space = ByCells(ALONE, PixelOptions(cells=CELLS, crossing=crossing))
+    space = ByCells(ALONE, PixelOptions(cells=CELLS, crossing=boundary_mode))
     space.shares(len(means), lambda: means, 1)
     space.moved(means)
     return space, means

@@ -209,7 +209,7 @@ def test_only_cars_move(city: City) -> None:
     one, two = (radiance(scene, origin, direction, 1 / camera.fx) for scene in scenes)
     changed = (one - two).abs().amax(dim=0) > 0
     assert 0.0005 < changed.float().mean() < 0.2
-    beside = torch.zeros_like(changed)
+    near_car = torch.zeros_like(changed)
     for scene in scenes:
         cars = scene.geometry.layers[-1]
         assert moving_range(scene, city) == (cars.first, cars.first + cars.geometry.shape[1])
@@ -217,8 +217,8 @@ def test_only_cars_move(city: City) -> None:
         p = origin + direction * t
         moving = cars.geometry[:, torch.from_numpy(city.cars.speed != 0).repeat(2)]
         low, high = moving[:2, None] - 2.5, moving[3:5, None] + 2.5
-        beside |= ((p[:2, :, None] > low) & (p[:2, :, None] < high)).all(dim=0).any(dim=1)
-    assert beside[changed].all() and not beside.all()
+        near_car |= ((p[:2, :, None] > low) & (p[:2, :, None] < high)).all(dim=0).any(dim=1)
+    assert near_car[changed].all() and not near_car.all()
     assert (CityCapture(city, views=10).times == 0).all()
 
 

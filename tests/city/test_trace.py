@@ -54,8 +54,8 @@ def test_grid_equals_brute_force(city: City) -> None:
     expected_t, expected = brute_force(scene, o, d, ground=True)
     assert torch.equal(t, expected_t)
     assert torch.equal(number, expected)
-    kinds = {int(k) for k in (number >= 0).long() + 2 * (number == GROUND).long()}
-    assert kinds == {0, 1, 2}, "the rays must meet sky, solids and ground"
+    classes = {int(k) for k in (number >= 0).long() + 2 * (number == GROUND).long()}
+    assert classes == {0, 1, 2}, "the rays must meet sky, solids and ground"
 
 
 def test_shadow_rays_equal_brute_force(city: City) -> None:

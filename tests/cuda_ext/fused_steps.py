@@ -58,8 +58,8 @@ def make_gradients(rows: SplatRows, seed: int = 0) -> RowGradients:
     def random(like: Tensor, size: float) -> Tensor:
         return (size * torch.randn(like.shape, generator=g, dtype=torch.float64)).to(like)
 
-    kinds = ((rows.means2d, 0.01), (rows.conics, 0.1), (rows.opacities, 0.3), (rows.features, 0.3))
-    return RowGradients(*(random(*kind) for kind in kinds), random(rows.means2d, 0.02).abs())
+    scales = ((rows.means2d, 0.01), (rows.conics, 0.1), (rows.opacities, 0.3), (rows.features, 0.3))
+    return RowGradients(*(random(*kind) for kind in scales), random(rows.means2d, 0.02).abs())
 
 
 def as_records(gradients: RowGradients) -> Tensor:

@@ -44,7 +44,7 @@ def simulate(size: int, nbytes: int, device: str, function: Callable[[int, Simul
     return results
 
 
-def pieces_of(length: int, ranks: int) -> list[tuple[int, int]]:
+def fragments_of(length: int, ranks: int) -> list[tuple[int, int]]:
     """Return the pieces [first, end) of a run."""
     return list(pairwise(rank * length // ranks for rank in range(ranks + 1)))
 

@@ -84,8 +84,8 @@ def keeps_moving(cameras: Cameras, moved: Tensor, grown: float, eps2d: float = 0
         scale = (scales.log() + grown).exp()[:, None] * focal / least[..., None]
         variance = scale.square() * (1 + clamped.square()) + eps2d
         square = three_sigma(variance[..., 0], (scale * clamped).prod(-1), variance[..., 1])
-        reach2 = reference.reach(torch.ones_like(scales))[:, None]
-        extent = torch.maximum((reach2 * variance).sqrt(), square[..., None]) + focal * moved_slope
+        cutoff2 = reference.reach(torch.ones_like(scales))[:, None]
+        extent = torch.maximum((cutoff2 * variance).sqrt(), square[..., None]) + focal * moved_slope
         extent, at = outward(extent, BOUND_MARGIN), slope * focal + centre
         touches = ((at + extent > 0) & (at - extent < size)).all(-1)
         in_depth = (z >= cameras.near - slack) & (z <= cameras.far + slack)

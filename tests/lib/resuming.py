@@ -146,8 +146,8 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance:
 
 def part_of(world: World, size: int) -> World | None:
     """Return the world of the first `size` ranks; all ranks call it, those beyond get None."""
-    group, control, beside = (dist.new_group(list(range(size)), backend="gloo") for _ in range(3))
+    group, control, writer_group = (dist.new_group(list(range(size)), backend="gloo") for _ in range(3))
     if world.rank >= size:
         return None
-    background_save._groups[control] = beside  # type: ignore[index]  # it takes all ranks to make one
+    background_save._groups[control] = writer_group  # type: ignore[index]  # it takes all ranks to make one
     return World(world.rank, size, world.rank, size, world.device, group, group, control)  # type: ignore[arg-type]

@@ -63,8 +63,8 @@ def save_sharded(
     if not len(rows):  # optimizers do not step empty parameters, and nothing was counted
         tensors = {name: value for name, value in tensors.items() if "camera" in name}
     tensors[f"rank{world.rank}/generators/torch"] = torch.tensor([world.rank])
-    holding = None if placement is None or isinstance(rows, range) else ShardIndex(placement, rows)
-    tensors, marker = split_state(tensors, own, world, holding)
+    shard_index = None if placement is None or isinstance(rows, range) else ShardIndex(placement, rows)
+    tensors, marker = split_state(tensors, own, world, shard_index)
     pipeline = {f"_model.gauss_params.{name}": value for name, value in own.items()} | {"_model.pose": torch.ones(6)}
     return save(models, step, lambda: without_points(pipeline, marker), tensors, {"ranks": world.size}, world)
 

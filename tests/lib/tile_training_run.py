@@ -17,7 +17,7 @@ MODEL = "pipeline.model."
 Outcome = dict[str, Any]
 
 
-def course(
+def train_model(
     world: World, tile: bool, capture: Path, runs: Path, options: Mapping[str, Any], steps: int, views: int,
     *, double: bool = True,
 ) -> Outcome:  # fmt: skip

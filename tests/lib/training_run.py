@@ -97,7 +97,7 @@ def sums_over_points(model: Any, world: World) -> dict[str, Any]:
     return {**{name: value.sum(0) for name, value in whole.items()}, "count": len(whole["means"])}
 
 
-def single_course(
+def train_single(
     world: World, folder: Path, options: Mapping[str, Any], strategy: str, fused: str, steps: int = 12
 ) -> dict[str, Any]:
     """Return a course on `folder`/tiny in single precision, whose rounding Adam's eps is to be far from; its sums.

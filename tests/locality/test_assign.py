@@ -165,12 +165,12 @@ def test_errors_say_what_was_wrong() -> None:
 def test_machines_come_first() -> None:
     """Points of a patch on all GPUs of one machine: it is drawn there, whoever has a little more elsewhere."""
     generator = np.random.default_rng(4)
-    homes = np.arange(64) % 4
+    owners = np.arange(64) % 4
     needed = generator.integers(0, 30, (64, 16)).astype(np.float64)
-    for patch, home in enumerate(homes):
+    for patch, home in enumerate(owners):
         needed[patch, 4 * home : 4 * home + 4] += generator.integers(200, 400, 4)
     chosen = Assigner(4, 4).assign(needed)
-    assert np.array_equal(chosen // 4, homes)
+    assert np.array_equal(chosen // 4, owners)
     assert np.bincount(chosen, minlength=16).tolist() == [4] * 16
     volume = Volume.of(needed, chosen, 4)
     assert volume.received.max() / volume.received.mean() < 1.1
@@ -180,7 +180,7 @@ def test_machines_come_first() -> None:
 
 def test_search_counts_rows_sent_and_received_within_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the search is told within machines, with all patches counted, is what ranks send and receive in truth."""
-    needed, told = needs(24, 6, 7).numpy(), []
+    needed, volumes = needs(24, 6, 7).numpy(), []
 
     def listening(counts: torch.Tensor, totals: torch.Tensor, sent: torch.Tensor, **rest: object) -> object:
         found = assign_patches(counts, totals, sent, **rest)  # type: ignore[arg-type]
@@ -188,13 +188,13 @@ def test_search_counts_rows_sent_and_received_within_a_machine(monkeypatch: pyte
             here = counts.gather(1, found.ranks[:, None])[:, 0]
             back = torch.zeros(3, dtype=torch.float64).index_add(0, found.ranks, here)
             got = torch.zeros(3, dtype=torch.float64).index_add(0, found.ranks, totals - here)
-            told.append((sent + counts.sum(0) - back, got))
+            volumes.append((sent + counts.sum(0) - back, got))
         return found
 
     monkeypatch.setattr("ns_multigpu.locality.assign.assign_patches", listening)
     volume = Volume.of(needed, Assigner(2, 3).assign(needed), 3)
-    assert np.allclose(torch.cat([one[0] for one in told]), volume.sent)
-    assert np.allclose(torch.cat([one[1] for one in told]), volume.received)
+    assert np.allclose(torch.cat([one[0] for one in volumes]), volume.sent)
+    assert np.allclose(torch.cat([one[1] for one in volumes]), volume.received)
 
 
 @pytest.mark.parametrize("patches", [0, 1, 5, 61])

@@ -66,10 +66,10 @@ def test_ranks_have_equally_many_and_no_more_pixels_than_said(ranks: int, machin
     plan = made.assign(views, ranks)
     held = [len(patches) for patches in plan.drawn]
     assert sum(held) == 48 and max(held) - min(held) <= 1
-    halo, room = TILE, made.most_pixels(3, 200, 120, ranks, TILE)
+    halo, capacity = TILE, made.most_pixels(3, 200, 120, ranks, TILE)
     for patches in plan.drawn:
         grown = [replace(patch, halo=halo).rendered(views[patch.view]) for patch in patches]
-        assert sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in grown) <= room
+        assert sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in grown) <= capacity
     assert made.counts(3, 200, 120) == 48 and made.assign(views, ranks) == plan, "the same on every rank"
 
 

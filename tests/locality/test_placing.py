@@ -91,25 +91,27 @@ def test_owners_are_kept_until_the_model_has_grown() -> None:
     world, where = alone(4, 2), towns()
     made, _ = placement(world, views(), place_again_at=2.0)
     owners = owners_of(made, where, 4)
-    homes = made.homes
+    group_owners = made.homes
     settled = settle(world, made, where)
-    assert not settled.anew and torch.equal(settled.owners, owners) and made.homes is homes
+    assert not settled.anew and torch.equal(settled.owners, owners) and made.homes is group_owners
     twice = torch.cat([where, where[: POINTS // 2] + 0.001])
     settled = settle(world, made, twice)
     assert not settled.anew and torch.equal(settled.owners[:POINTS], owners), "neighbours stay with neighbours"
     more = torch.cat([where, where + 0.001, where + 0.002])
     settled = settle(world, made, more)
-    assert settled.anew and made.homes is not homes and made.homes is not None and made.homes.points == 3 * POINTS
+    assert (
+        settled.anew and made.homes is not group_owners and made.homes is not None and made.homes.points == 3 * POINTS
+    )
 
 
 def test_points_are_placed_again_when_a_rank_has_too_many() -> None:
     world, where = alone(4, 2), towns()
     made, _ = placement(world, views())
     owners_of(made, where, 4)
-    homes = made.homes
+    group_owners = made.homes
     heap = torch.cat([where, where[:1].expand(POINTS // 3, 3) + 0.02 * torch.randn(POINTS // 3, 3)])
     settled = settle(world, made, heap)
-    assert settled.anew and made.homes is not homes
+    assert settled.anew and made.homes is not group_owners
     counts = torch.bincount(settled.owners, minlength=4)
     assert counts.max() < 1.3 * counts.float().mean()
 
@@ -120,8 +122,8 @@ def test_placement_that_cannot_balance_is_not_retried() -> None:
     made, _ = placement(world, views(), group_size=1024)
     owners = owners_of(made, where, 3)
     assert sorted(torch.bincount(owners).tolist()) == [1024, 1024, 2048]
-    homes = made.homes
-    assert not settle(world, made, where).anew and made.homes is homes
+    group_owners = made.homes
+    assert not settle(world, made, where).anew and made.homes is group_owners
     again, _ = placement(world, views(), group_size=1024)
     again.load_state(made.knowledge())
     assert not settle(world, again, where).anew, "nor after a resume"

@@ -98,8 +98,8 @@ def test_a_compact_state_takes_half_the_moments() -> None:
         assert checkpoint_bytes(Course(1000, 640, 480, gpus=4, compact=kept)) == 1000 * bytes_a_point
     assert checkpoint_bytes(Course(1000, 640, 480, sh_degree=0)) == 1000 * (3 * 4 * 14 + 12)
     assert full.refining - compact.refining == 2 * 45 * 1_000_000
-    course = Course(1, 3840, 2160, gpus=4)
-    fits = [most_points("tile", replace(course, compact=c), 139 * GIB, densify=False) for c in (False, True)]
+    run = Course(1, 3840, 2160, gpus=4)
+    fits = [most_points("tile", replace(run, compact=c), 139 * GIB, densify=False) for c in (False, True)]
     assert fits[1] > 1.2 * fits[0]
 
 
@@ -221,9 +221,9 @@ def test_the_losss_rate_is_that_of_whole_views_on_one_gpu() -> None:
 def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:
     for scene in scenes("data/kernels/train-step-h200.json")[1:]:  # in the smallest, launches are all of it
         n, lines = scene["counts"], scene["lines"]
-        room = 0.01 if scene["name"] != "garden-5" else 0.2  # which has few points a view in a group of 32
+        tolerance = 0.01 if scene["name"] != "garden-5" else 0.2  # which has few points a view in a group of 32
         assert rates.UPDATE_LAZY.ms(rows=n["kept"]) == pytest.approx(
-            lines["  lazy: splat_update"]["ms"], rel=room + 0.03
+            lines["  lazy: splat_update"]["ms"], rel=tolerance + 0.03
         )
         assert rates.FLUSH.ms(points=n["points"]) == pytest.approx(lines["  lazy: splat_flush"]["ms"], rel=0.03)
     assert rates.BLOCK == 50
@@ -235,17 +235,17 @@ def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:
 def test_a_whole_dense_step_takes_what_it_took(scene: int) -> None:
     """The sum of the parts, for the scene that the defaults are of; absolute gradients are in it alone."""
     measured = scenes("data/kernels/train-step-h200.json")[scene]
-    course = Course(measured["points"], measured["width"], measured["height"])
-    found = pace("single", course, lazy=False).step
+    run = Course(measured["points"], measured["width"], measured["height"])
+    found = pace("single", run, lazy=False).step
     assert found == pytest.approx(measured["lines"]["step, ours, graph"]["ms"], rel=0.12)
 
 
 def test_shares_of_the_strategies() -> None:
-    course = Course(4_000_000, 1920, 1080, views=2, gpus=4)
-    single, batch, tile = (share(name, course) for name in ("single", "batch", "tile"))
+    run = Course(4_000_000, 1920, 1080, views=2, gpus=4)
+    single, batch, tile = (share(name, run) for name in ("single", "batch", "tile"))
     assert (single.points, batch.points, tile.points) == (4_000_000, 4_000_000, 1_000_000)
     assert (single.views, batch.views, tile.views) == (2, 1, 2)
-    assert (batch_of("single", course), batch_of("batch", course), batch_of("tile", course)) == (2, 4, 2)
+    assert (batch_of("single", run), batch_of("batch", run), batch_of("tile", run)) == (2, 4, 2)
     assert single.pixels == 2 * 1920 * 1080 and batch.pixels == 1920 * 1080
     assert 1920 * 1080 / 2 < tile.pixels < 1.2 * 1920 * 1080 / 2, "half a view, and its halo"
     assert single.traffic == 0 and batch.traffic == pytest.approx(3 * 76 * batch.rows)
@@ -260,17 +260,17 @@ def test_shares_of_the_strategies() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("densify", [True, False])
 def test_the_largest_model_is_the_largest(strategy: str, densify: bool) -> None:
-    course = Course(1, 1280, 720, views=2, gpus=2)
-    most = most_points(strategy, course, 40 * GIB, densify=densify)
-    assert memory(strategy, course.with_points(most), 40 * GIB).headroom(densify=densify) >= 0
-    assert memory(strategy, course.with_points(most + 1), 40 * GIB).headroom(densify=densify) < 0
-    assert most_points(strategy, course, 1 * GIB, densify=densify) == 0, "less than is set aside"
-    assert most_points(strategy, course, 80 * GIB, densify=densify) > 2 * most
+    run = Course(1, 1280, 720, views=2, gpus=2)
+    most = most_points(strategy, run, 40 * GIB, densify=densify)
+    assert memory(strategy, run.with_points(most), 40 * GIB).headroom(densify=densify) >= 0
+    assert memory(strategy, run.with_points(most + 1), 40 * GIB).headroom(densify=densify) < 0
+    assert most_points(strategy, run, 1 * GIB, densify=densify) == 0, "less than is set aside"
+    assert most_points(strategy, run, 80 * GIB, densify=densify) > 2 * most
 
 
 def test_shards_hold_more_and_gradients_less() -> None:
-    course = Course(1, 1280, 720, views=4, gpus=4)
-    sizes = {name: most_points(name, course, 40 * GIB, densify=True) for name in STRATEGIES}
+    run = Course(1, 1280, 720, views=4, gpus=4)
+    sizes = {name: most_points(name, run, 40 * GIB, densify=True) for name in STRATEGIES}
     assert sizes["tile"] > 2.5 * sizes["single"]
     unfused = Course(1, 1280, 720, views=4, gpus=4, fused=False)
     assert most_points("single", unfused, 40 * GIB, densify=True) < sizes["single"]
@@ -287,9 +287,9 @@ def test_exchanged_pixels_are_independent_of_the_model() -> None:
     assert cut.layers == pytest.approx(seen * 1920 * (1080 + 4 * 20)), "with halos"
     alone = Course(1_000_000, 1920, 1080)
     assert share("pixel", alone) == share("tile", alone)
-    course = Course(400_000_000, 1920, 1080, views=4, gpus=4)
-    assert pace("pixel", course).exchange < pace("tile", course, transport="collective").exchange
-    assert memory("pixel", course, 40 * GIB).exchange < memory("tile", course, 40 * GIB).exchange
+    run = Course(400_000_000, 1920, 1080, views=4, gpus=4)
+    assert pace("pixel", run).exchange < pace("tile", run, transport="collective").exchange
+    assert memory("pixel", run, 40 * GIB).exchange < memory("tile", run, 40 * GIB).exchange
 
 
 def test_visible_share_equals_the_simulated_one() -> None:

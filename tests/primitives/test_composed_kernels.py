@@ -23,7 +23,7 @@ from tests.strategies.scene import make_image, make_moving_points, make_points, 
 from tests.strategies.test_law_convexes import convexes
 
 SIZE, VIEWS, COUNT = (45, 61), 2, 60
-KINDS: dict[str, Any] = {
+PRIMITIVES: dict[str, Any] = {
     "4dgs": MovingGaussians(sh_degree=2), "2dgs": Surfels(sh_degree=2), "convex": Convexes(sh_degree=2)
 }  # fmt: skip
 MAKE = {"4dgs": make_moving_points, "2dgs": make_points, "convex": convexes}
@@ -36,19 +36,19 @@ def points_of(name: str, spare: int = 0) -> Points:
     params = {key: value.detach() for key, value in params.items()}
     if name == "2dgs":
         params["scales"] = params["scales"][:, :2].contiguous()
-    room = {key: value.new_zeros(spare, *value.shape[1:]) for key, value in params.items()}
-    room["means"].fill_(torch.nan)
-    return Points({key: torch.cat([value, room[key]]) for key, value in params.items()})
+    padding = {key: value.new_zeros(spare, *value.shape[1:]) for key, value in params.items()}
+    padding["means"].fill_(torch.nan)
+    return Points({key: torch.cat([value, padding[key]]) for key, value in params.items()})
 
 
-class Course:
+class StepRun:
     """Steps of one rank, of as many points."""
 
     def __init__(self, name: str, points: Points, rows: int = 400, intersections: int = 4096) -> None:
         world = World.single()
         views = make_views(VIEWS + 1, torch.float32, size=SIZE)[:VIEWS]  # the last one looks away
         settings = StepSettings(*SIZE, VIEWS, 0.2, rows, 0, intersections)
-        kernels: Any = KINDS[name].kernels()
+        kernels: Any = PRIMITIVES[name].kernels()
         self.params = {key: value.clone() for key, value in points.params.items()}
         self.moments = {key: (torch.zeros_like(p), torch.zeros_like(p)) for key, p in self.params.items()}
         self.statistics = {key: torch.zeros(len(points)) for key in STATISTICS}
@@ -70,26 +70,26 @@ class Course:
 
 
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "intersections"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", PRIMITIVES)
 def test_step_beyond_capacity_changes_nothing(name: str, rows: bool) -> None:
     small = {"rows": 30} if rows else {"intersections": 40}
-    course = Course(name, points_of(name), **small)
-    before = course.all()
-    course.take()
-    status = course.step.status()
+    run = StepRun(name, points_of(name), **small)
+    before = run.all()
+    run.take()
+    status = run.step.status()
     assert status.full and status.done == 0 and (status.rows if rows else status.intersections) > 40
-    assert all(torch.equal(now, then) for now, then in zip(course.all(), before, strict=True))
-    assert float(course.step.report[-1]) == 0
+    assert all(torch.equal(now, then) for now, then in zip(run.all(), before, strict=True))
+    assert float(run.step.report[-1]) == 0
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", PRIMITIVES)
 def test_spare_storage_is_not_rendered(name: str) -> None:
     """A refinement moves points to where there is room for more; what lies there has no position."""
-    plain, roomy = (Course(name, points_of(name, spare)) for spare in (0, 20))
-    for course in (plain, roomy):
-        course.take()
-        course.take()
-        assert course.step.status().done == 2
+    plain, roomy = (StepRun(name, points_of(name, spare)) for spare in (0, 20))
+    for run in (plain, roomy):
+        run.take()
+        run.take()
+        assert run.step.status().done == 2
     for a, b in zip(plain.all(), roomy.all(), strict=True):
         torch.testing.assert_close(b[:COUNT], a, rtol=1e-6, atol=1e-7)
         assert bool(b[:COUNT].isfinite().all())
@@ -101,10 +101,10 @@ def test_spare_storage_is_not_rendered(name: str) -> None:
             assert int(value.count_nonzero()) > 20
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", PRIMITIVES)
 def test_points_are_looked_at_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many for the memory that it takes to see at once which show."""
-    step = Course(name, points_of(name)).step
+    step = StepRun(name, points_of(name)).step
     expected = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400, (), None)
     assert int(expected.count) > 20 and int(expected.point_ids.max()) > 40
     for kind in (ComposedKernels, type(step._kernels)):
@@ -114,23 +114,23 @@ def test_points_are_looked_at_in_parts(name: str, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", PRIMITIVES)
 def test_nonfinite_values_are_reported(name: str) -> None:
-    step = Course(name, points_of(name)).step
+    step = StepRun(name, points_of(name)).step
     kernels, model, cameras = step._kernels, step._model, step._cameras(range(VIEWS))
     rows = kernels.project(model, cameras, 400, (), None)
     first = int((rows.radii > 0).all(-1).nonzero()[0])
     assert rows.view_ids[first] == 0
-    for line, views, told in ((first, None, True), (first, range(1, 2), False), (399, None, False)):
+    for line, views, flagged in ((first, None, True), (first, range(1, 2), False), (399, None, False)):
         records, finite_flag = torch.zeros(400, kernels.record_floats), torch.ones(1)
         records[line, 5] = torch.inf
         kernels.update(model, cameras, step.scalars, rows, records, finite_flag, views)
-        assert bool(finite_flag.isfinite()) != told and (told or float(finite_flag) == 0)
+        assert bool(finite_flag.isfinite()) != flagged and (flagged or float(finite_flag) == 0)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", PRIMITIVES)
 def test_options_unsupported_by_the_kernels_are_refused(name: str) -> None:
-    kind, points = KINDS[name], points_of(name)
+    kind, points = PRIMITIVES[name], points_of(name)
     kernels: Any = kind.kernels(opacity_weight=0.0)
     with pytest.raises(
         ValueError, match=r"kernels of (2D Gaussians|4D Gaussians|3D convexes) have no option 'opacity_weight'"
@@ -148,11 +148,11 @@ def test_options_unsupported_by_the_kernels_are_refused(name: str) -> None:
 
 
 def test_without_points() -> None:
-    for name in KINDS:
+    for name in PRIMITIVES:
         empty = Points({key: value[:0] for key, value in points_of(name).params.items()})
-        course = Course(name, empty)
-        course.take()
-        assert course.step.status().done == 1 and float(course.step.report[-1]) == 0
+        run = StepRun(name, empty)
+        run.take()
+        assert run.step.status().done == 1 and float(run.step.report[-1]) == 0
 
 
 def test_sizes_of_views_that_differ() -> None:

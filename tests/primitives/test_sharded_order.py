@@ -174,12 +174,12 @@ def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
             }
     keys = torch.arange(count)
     kept = OptimizerStates.here(params, optimizers)
-    told = all_gather_ints([count, kept.tag], world)
-    assert len({tag for _, tag in told}) == world.size, "they have taken 3, 7 and no steps"
-    move = plan_move(keys, torch.ones_like(keys), [many for many, _ in told], world, 1.1)
+    tags = all_gather_ints([count, kept.tag], world)
+    assert len({tag for _, tag in tags}) == world.size, "they have taken 3, 7 and no steps"
+    move = plan_move(keys, torch.ones_like(keys), [many for many, _ in tags], world, 1.1)
     fresh = keys[keys % 10 == 4]
     edit = lambda name, rows, _: rows.neg_() if name in ("thin", "flat") else None  # noqa: E731
-    kept = kept.agree([tag for _, tag in told], world)
+    kept = kept.agree([tag for _, tag in tags], world)
     move_rows(params, optimizers, Regrouping(keys, fresh, keys[:0], torch.zeros(0, 3)), move, kept, world, edit)
     found = {name: value.detach() for name, value in params.items()}
     steps: list[float] = []
@@ -253,7 +253,7 @@ def test_old_rows_are_freed_one_parameter_after_the_other(size: int) -> None:
     assert run_ranks(freed, size) == [[0, 1, 2]] * size
 
 
-class Dealt(HalfSpaces):
+class RoundRobin(HalfSpaces):
     """Owners by parity of the first coordinate, but for every tenth point, which is the next rank's."""
 
     def settle(self, new: NewPoints, world: World) -> Settled:
@@ -282,7 +282,7 @@ def parted(world: World, at_once: int) -> dict[str, Any]:
     fresh, children = torch.where(x % 4 == 1)[0], torch.where(x % 8 == 1)[0]
     offsets = torch.stack([torch.zeros(len(children)), x[children].float(), torch.zeros(len(children))], 1)
     works = [int((torch.arange(rank, 90, world.size) ** 2).sum()) for rank in range(world.size)]
-    move = plan_move(2 * x, x**2, works, world, 1.1, Dealt(), lambda: means, lambda: x)
+    move = plan_move(2 * x, x**2, works, world, 1.1, RoundRobin(), lambda: means, lambda: x)
     owners = torch.arange(90) + (torch.arange(90) % 10 == 3).long()
     held = torch.zeros(world.size, dtype=torch.int64).index_add_(0, owners % world.size, torch.arange(90) ** 2)
     assert move.imbalance_after == imbalance(held.tolist())

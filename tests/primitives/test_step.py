@@ -23,9 +23,9 @@ from tests.primitives.training_runs import (
     LAMBDA,
     RATES,
     WIDTH,
-    Course,
     Outcome,
-    assert_same_course,
+    TrainingRun,
+    assert_same_run,
     batch_of,
     ordinary,
     scalars,
@@ -36,7 +36,7 @@ from tests.primitives.training_runs import (
 )
 from tests.strategies.scene import make_image, make_points
 
-ROOM, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
+CAPACITIES, LARGE_CAPACITIES = (1024, 1024, 4096), (8192, 8192, 65536)
 
 
 # Of replicas each draws as many views.
@@ -49,9 +49,9 @@ ROOM, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
     ],
 )  # fmt: skip
 def test_fused_run_equals_the_autograd_run(strategy: str, ranks: int, batch: int, antialiased: bool) -> None:
-    course = Course(strategy, batch, 4, antialiased, room=ROOM if strategy == "tile" else None)
-    outcomes = take(course, ranks)
-    assert_same_course(course, outcomes, ordinary(course))
+    run = TrainingRun(strategy, batch, 4, antialiased, capacities=CAPACITIES if strategy == "tile" else None)
+    outcomes = take(run, ranks)
+    assert_same_run(run, outcomes, ordinary(run))
     assert sum(int(o["redone"]) for o in outcomes) == 0
     assert (sum(int(o["sent"]) for o in outcomes) > 0) == (strategy == "tile" and ranks > 1)
 
@@ -59,9 +59,9 @@ def test_fused_run_equals_the_autograd_run(strategy: str, ranks: int, batch: int
 @pytest.mark.parametrize("strategy", ["batch", "tile"])
 def test_run_with_tall_views(strategy: str) -> None:
     """What is counted by the longer side of a view is not counted by its width."""
-    course = Course(strategy, 2, 2, size=(30, 60))
-    found, expected = taken(World.single(), course), ordinary(course)
-    assert_same_course(course, [found], expected)
+    run = TrainingRun(strategy, 2, 2, size=(30, 60))
+    found, expected = taken(World.single(), run), ordinary(run)
+    assert_same_run(run, [found], expected)
     assert (found["radii"] - expected["radii"]).abs().max() < 1e-2
 
 
@@ -69,9 +69,9 @@ def test_run_with_tall_views(strategy: str) -> None:
 def test_intersections_of_each_row_of_tiles_are_counted(ranks: int) -> None:
     """As they are where each row of tiles is a patch of its own. The last is cut off by the image's border."""
     assert HEIGHT % TILE
-    course = Course("tile", 3, 1, room=ROOM)
+    run = TrainingRun("tile", 3, 1, capacities=CAPACITIES)
     views = batch_of(0, 3, torch.device("cpu"))
-    points, kind = make_points(course.points, torch.float32), Gaussians(sh_degree=2)
+    points, kind = make_points(run.points, torch.float32), Gaussians(sh_degree=2)
     splats = kind.splat(points, kind.cull(points, views, range(3)), views)
     rows = {name: value.detach() for name, value in splats.rows.items()}
 
@@ -84,43 +84,43 @@ def test_intersections_of_each_row_of_tiles_are_counted(ranks: int) -> None:
 
     expected = [[met(v, 0, y, WIDTH, min(y + TILE, HEIGHT)) for y in range(0, HEIGHT, TILE)] for v in range(3)]
     assert min(expected[0]) > 0
-    for outcome in take(course, ranks):
+    for outcome in take(run, ranks):
         assert outcome["tiles"].tolist() == expected
 
 
 def test_run_with_local_rows() -> None:
-    course = Course("tile", 2, 3, room=ROOM, lazy=True, transport="own")
-    assert_same_course(course, take(course, 1), ordinary(course))
+    run = TrainingRun("tile", 2, 3, capacities=CAPACITIES, lazy=True, transport="own")
+    assert_same_run(run, take(run, 1), ordinary(run))
 
 
 @pytest.mark.parametrize("bounds", [(0, 0, 300), (0, 7, 7, 300)])
 def test_a_rank_that_owns_no_points(bounds: tuple[int, ...]) -> None:
-    course = Course("tile", 1, 3, bounds=bounds, room=ROOM)
-    assert_same_course(course, take(course, len(bounds) - 1), ordinary(course))
+    run = TrainingRun("tile", 1, 3, bounds=bounds, capacities=CAPACITIES)
+    assert_same_run(run, take(run, len(bounds) - 1), ordinary(run))
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "batch", "room"),
+    ("strategy", "ranks", "batch", "capacities"),
     [
         ("batch", 1, 1, (64, 1024, 128)), ("batch", 2, 2, (64, 1024, 128)),
         ("tile", 2, 2, (16, 1024, 4096)), ("tile", 2, 2, (1024, 16, 64)), ("tile", 2, 2, (1024, 16, 4096)),
     ],
 )  # fmt: skip
 def test_a_capacity_that_is_too_small_costs_a_step_and_changes_nothing(
-    strategy: str, ranks: int, batch: int, room: tuple[int, int, int]
+    strategy: str, ranks: int, batch: int, capacities: tuple[int, int, int]
 ) -> None:
-    course = Course(strategy, batch, 3, room=room)
-    outcomes = take(course, ranks)
+    run = TrainingRun(strategy, batch, 3, capacities=capacities)
+    outcomes = take(run, ranks)
     assert all(int(o["redone"]) >= 1 for o in outcomes)
-    assert_same_course(course, outcomes, ordinary(course))
+    assert_same_run(run, outcomes, ordinary(run))
 
 
 # ---- steps that are put off ----
 
 
-def assert_same_steps(course: Course, lazy: list[Outcome], eager: list[Outcome]) -> None:
+def assert_same_steps(run: TrainingRun, lazy: list[Outcome], eager: list[Outcome]) -> None:
     """Closer to each other than to the ordinary course, whose sums have another order."""
-    one, other = together(course, lazy), together(course, eager)
+    one, other = together(run, lazy), together(run, eager)
     for name, rate in RATES.items():
         assert float((one[name] - other[name]).abs().mean()) < 2e-3 * rate, name
 
@@ -130,18 +130,18 @@ PUT_OFF = [("batch", 1), ("batch", 2), ("tile", 1), ("tile", 2)]
 
 @pytest.mark.parametrize(("strategy", "ranks"), PUT_OFF)
 def test_deferred_steps_equal_ordinary_steps(strategy: str, ranks: int) -> None:
-    course = Course(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
-    lazy = take(course, ranks)
-    assert_same_steps(course, lazy, take(replace(course, lazy=False), ranks))
-    assert_same_course(course, lazy, ordinary(course))
+    run = TrainingRun(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
+    lazy = take(run, ranks)
+    assert_same_steps(run, lazy, take(replace(run, lazy=False), ranks))
+    assert_same_run(run, lazy, ordinary(run))
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), PUT_OFF)
 def test_capacity_exceeded_while_steps_are_deferred(strategy: str, ranks: int) -> None:
-    course = Course(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
-    plenty = take(course, ranks)
+    run = TrainingRun(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
+    plenty = take(run, ranks)
     rows, segment, intersections = plenty[0]["first"].tolist()
-    tight = take(replace(course, room=(rows, max(segment, 1), intersections)), ranks)
+    tight = take(replace(run, capacities=(rows, max(segment, 1), intersections)), ranks)
     assert int(tight[0]["redone"]) >= 1 and int(tight[0]["put off"]) >= 1
     for name in RATES:
         assert all(torch.equal(a[name], b[name]) for a, b in zip(tight, plenty, strict=True)), name
@@ -199,14 +199,14 @@ def test_bytes_sent_by_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = alone.status()
     assert message.tolist() == [looked.rows, 0, looked.intersections, 0] and message[0] == looked.rows == count
     assert (view_ids[:count] == 1).all()
-    for told, own in ((point_ids, rows.point_ids), (radii, rows.radii), (conics, rows.conics)):
-        assert torch.equal(told[:count], own[:count])
+    for copied, own in ((point_ids, rows.point_ids), (radii, rows.radii), (conics, rows.conics)):
+        assert torch.equal(copied[:count], own[:count])
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 2), (3, 2)])
 def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> None:
-    course = Course("tile", batch, 3, room=ROOM)
-    for a, b in zip(take(replace(course, by_sort=True), ranks), take(course, ranks), strict=True):
+    run = TrainingRun("tile", batch, 3, capacities=CAPACITIES)
+    for a, b in zip(take(replace(run, by_sort=True), ranks), take(run, ranks), strict=True):
         # Sorted lists want each row's line at its owner: a word more of each travels.
         assert [name for name in a if not torch.equal(a[name], b[name])] == (["bytes"] if ranks > 1 else [])
 
@@ -218,13 +218,13 @@ def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> 
     ("strategy", "ranks", "batch"), [("tile", 1, 2), ("tile", 2, 1), ("tile", 2, 2), ("batch", 1, 2), ("batch", 2, 2)]
 )
 def test_run_of_captured_graphs(strategy: str, ranks: int, batch: int) -> None:
-    course = Course(
-        strategy, batch, 12, room=(64, 16, 64), lazy=True, transport="collective", captured=True
+    run = TrainingRun(
+        strategy, batch, 12, capacities=(64, 16, 64), lazy=True, transport="collective", captured=True
     )  # fmt: skip
-    outcomes = take(course, ranks)
+    outcomes = take(run, ranks)
     assert all(int(o["redone"]) > 0 for o in outcomes), "capacities must have changed under the graphs"
     assert all(int(o["replayed"]) > 4 for o in outcomes), "hardly a step came from what was recorded"
-    assert_same_course(course, outcomes, ordinary(course))
+    assert_same_run(run, outcomes, ordinary(run))
 
 
 # ---- on GPUs ----
@@ -235,8 +235,8 @@ def test_run_of_captured_graphs(strategy: str, ranks: int, batch: int) -> None:
 @pytest.mark.parametrize(("ranks", "batch", "antialiased"), [(1, 1, False), (1, 3, True), (2, 2, False), (4, 8, True)])
 def test_run_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool, lazy: bool) -> None:
     skip_without_gpus(ranks)
-    course = Course("batch", batch, 4, antialiased, lazy=lazy, points=3000)
-    assert_same_course(course, take(course, ranks, "cuda"), ordinary(course))
+    run = TrainingRun("batch", batch, 4, antialiased, lazy=lazy, points=3000)
+    assert_same_run(run, take(run, ranks, "cuda"), ordinary(run))
 
 
 @pytest.mark.gpu
@@ -247,10 +247,10 @@ def test_run_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool, lazy
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 1), (4, 4)])
 def test_run_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: str, by_sort: bool) -> None:
     skip_without_gpus(ranks)
-    course = Course(
-        "tile", batch, 4, room=LARGE_ROOM, lazy=lazy, transport=transport, by_sort=by_sort, points=3000
+    run = TrainingRun(
+        "tile", batch, 4, capacities=LARGE_CAPACITIES, lazy=lazy, transport=transport, by_sort=by_sort, points=3000
     )  # fmt: skip
-    assert_same_course(course, take(course, ranks, "cuda"), ordinary(course))
+    assert_same_run(run, take(run, ranks, "cuda"), ordinary(run))
 
 
 @pytest.mark.gpu
@@ -258,10 +258,10 @@ def test_run_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: st
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 2)])
 def test_run_of_graphs_on_gpus(ranks: int, batch: int, lazy: bool) -> None:
     skip_without_gpus(ranks)
-    course = Course(
-        "tile", batch, 12, room=(1024, 1024, 8192), lazy=lazy, transport="peer", points=3000,
+    run = TrainingRun(
+        "tile", batch, 12, capacities=(1024, 1024, 8192), lazy=lazy, transport="peer", points=3000,
         captured=True,
     )  # fmt: skip
-    outcomes = take(course, ranks, "cuda")
+    outcomes = take(run, ranks, "cuda")
     assert all(outcome["redone"] > 0 for outcome in outcomes), "capacities must have changed under the graphs"
-    assert_same_course(course, outcomes, ordinary(course))
+    assert_same_run(run, outcomes, ordinary(run))

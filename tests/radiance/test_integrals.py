@@ -168,11 +168,11 @@ def test_a_thin_sheet_is_as_dense_as_it_says() -> None:
     torch.testing.assert_close(samples.weights, torch.tensor([[0.0, 1.0, 0.0]]))
 
 
-@pytest.mark.parametrize("reaches", [100.0, 80.0])
-def test_whatever_is_dense_without_length_has_finite_gradients(reaches: float) -> None:
+@pytest.mark.parametrize("logit", [100.0, 80.0])
+def test_whatever_is_dense_without_length_has_finite_gradients(logit: float) -> None:
     """exp(100) is infinite in float32, and infinity times no length would be NaN, in all samples of the segment."""
     edges = torch.tensor([[0.0, 1.0, 1.0, 2.0, 1002.0]])
-    logits = torch.tensor([[0.0, reaches, reaches, 1.0]], requires_grad=True)
+    logits = torch.tensor([[0.0, logit, logit, 1.0]], requires_grad=True)
     density = trunc_exp(logits)
     samples = Samples(edges, density, edges / 1002, {"colour": torch.rand(1, 4, 3)})
     seen = weights_of(Bins(edges, edges), density)

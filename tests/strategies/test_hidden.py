@@ -93,7 +93,7 @@ def test_ranks_hide_the_same(ranks: int) -> None:
             assert one["figures"][name] == expected["figures"][name]
 
 
-def learnt(world: World, mode: str) -> list[list[int]]:
+def visible_boxes(world: World, mode: str) -> list[list[int]]:
     """What is known of hidden cells after a step in this mode."""
     spread = strategy_of(world)
     kind = Gaussians()
@@ -118,7 +118,7 @@ def learnt(world: World, mode: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", ["autograd", "step"])
 def test_every_mode_learns_the_same(mode: str) -> None:
-    (expected,) = run_ranks(learnt, 1, "autograd")
+    (expected,) = run_ranks(visible_boxes, 1, "autograd")
     assert sum(row[-1] == 0 for row in expected[1:] if len(row) == 12 and row[7] > 0) > 0, "a cell that is all hidden"
-    for found in run_ranks(learnt, 2, mode):
+    for found in run_ranks(visible_boxes, 2, mode):
         assert found == expected

@@ -53,7 +53,7 @@ KNOW_MACHINES = ["locality"]
 DEPTH_WEIGHT = 0.2
 """Of the loss of depth."""
 
-Pieces = list[tuple[Patch, torch.Tensor]]
+Fragments = list[tuple[Patch, torch.Tensor]]
 Outcome = dict[str, Any]
 
 
@@ -100,8 +100,8 @@ def take_step(
     rendering = spread.render(drawn, held, batch, plan)
     loss = sum((r.sum() * 0.0 for r in rendering.splats.rows.values() if r.requires_grad), start=torch.zeros(()))
     maps = make_maps(views, dtype, world.device).requires_grad_() if exposes else None
-    images: Pieces = []
-    depths: Pieces = []
+    images: Fragments = []
+    depths: Fragments = []
     for pixels in rendering.pixels:
         view = batch[pixels.patch.view]
         rgb = pixels.color + (1 - pixels.alpha) * 0.3
@@ -118,8 +118,8 @@ def take_step(
             loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
         if observes:
             loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
-    learnt = {} if maps is None else {"exposures": maps}
-    leaves = [*poses, *learnt.values(), *held.params.values()]
+    trainable = {} if maps is None else {"exposures": maps}
+    leaves = [*poses, *trainable.values(), *held.params.values()]
     spread.gradients.begin_backward(leaves)
     (loss if maps is None else loss + drift(maps) / world.size).backward()
     spread.gradients.end_backward()
@@ -139,7 +139,7 @@ def take_step(
         "depths": depths,
         "statistics": sum_all(statistics, world).cpu(),
         "gradients": {name: grad.cpu() for name, grad in gradients.items()},
-        "poses": {name: _gradient(of).cpu() for name, of in [*enumerate(poses), *learnt.items()]},
+        "poses": {name: _gradient(of).cpu() for name, of in [*enumerate(poses), *trainable.items()]},
     }
 
 
@@ -166,11 +166,11 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf).detach() if leaf.grad is None else leaf.grad
 
 
-def stitch(pieces: Pieces) -> dict[int, torch.Tensor]:
+def stitch(fragments: Fragments) -> dict[int, torch.Tensor]:
     """Return the images that the patches are of, each of which must be covered, and no pixel twice."""
     images: dict[int, torch.Tensor] = {}
-    for view in {patch.view for patch, _ in pieces}:
-        of_view = [(patch, piece) for patch, piece in pieces if patch.view == view]
+    for view in {patch.view for patch, _ in fragments}:
+        of_view = [(patch, piece) for patch, piece in fragments if patch.view == view]
         width, height = max(patch.x1 for patch, _ in of_view), max(patch.y1 for patch, _ in of_view)
         covered = torch.zeros(height, width, dtype=torch.int32)
         images[view] = of_view[0][1].new_zeros(height, width, of_view[0][1].shape[-1])

@@ -22,7 +22,7 @@ from strategies.pixel import pixel
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import Outcome, check, held_at, on_machines, stitch, take_step
-from tests.strategies.test_law_steps import CUT, DEALT, POINTS, PORTRAIT, check_outcomes, take_one
+from tests.strategies.test_law_steps import CUT, POINTS, PORTRAIT, REPLICATED, check_outcomes, take_one
 
 CASES = [("batch", 2), ("tile", 3), ("locality", 2)]
 ALL = Convexes(sh_degree=3, depth=True)
@@ -112,11 +112,11 @@ def fused_step(world: World, name: str, mode: str) -> Outcome:
     spread = spread_of(world, name)
     if "relays" in name:
         kernels: Any = Convexes(sh_degree=3).kernels()
-        pieces = (spread.rows, spread.gradients, spread.world)
-        carrier = make_transport(*pieces, kernels, 8, 8, 8, peer=False)
-        assert isinstance(carrier, RelayedRows)
+        parts = (spread.rows, spread.gradients, spread.world)
+        transport = make_transport(*parts, kernels, 8, 8, 8, peer=False)
+        assert isinstance(transport, RelayedRows)
     whole = (faint if "ghosts" in name else convexes)(POINTS, torch.float32, world.device)
-    count = DEALT if spread.placement.replicated else CUT
+    count = REPLICATED if spread.placement.replicated else CUT
     return take_one(spread, ALL, count, PORTRAIT, mode, "sorted" in name, whole=whole)
 
 
@@ -131,7 +131,7 @@ def through_autograd(cells: bool, open_: bool, views: int) -> Outcome:
 def check_fused(outcomes: list[Outcome], name: str) -> None:
     """Return whether ranks together did what one rank does through autograd."""
     replicated = spread_of(World.single(), name).placement.replicated if "relays" not in name else False
-    views = DEALT if replicated else CUT
+    views = REPLICATED if replicated else CUT
     expected = through_autograd("cells" in name, "ghosts" in name, views)
     check_outcomes(outcomes, expected, views, PORTRAIT, replicated=replicated, sized=False)
 
@@ -159,7 +159,7 @@ def test_a_picture_is_what_the_functions_render(strategy: str, ranks: int) -> No
         (expected,) = spread.render(ALL, points, [view], spread.plan([view])).pixels
     assert expected.depth is not None and float(expected.depth.std()) > 0.1
     whole = torch.cat([expected.color, expected.alpha, expected.depth], dim=-1)
-    found = stitch([piece for pieces in run_ranks(picture, ranks, strategy) for piece in pieces])
+    found = stitch([piece for parts in run_ranks(picture, ranks, strategy) for piece in parts])
     torch.testing.assert_close(found[0], whole, rtol=1e-5, atol=1e-5)
 
 

@@ -20,10 +20,10 @@ from tests.strategies.test_law_convexes import convexes
 from tests.strategies.test_law_steps import MODES, POINTS, PORTRAIT, check_outcomes, count_of, fill, made, take_one
 from tests.strategies.test_law_surfels import surfels
 
-WAYS = [*LIKE_SINGLE, "pixel"]
+STRATEGY_NAMES = [*LIKE_SINGLE, "pixel"]
 
 
-KINDS = ["gaussians", "4D gaussians", "2dgs", "convex"]
+PRIMITIVES = ["gaussians", "4D gaussians", "2dgs", "convex"]
 
 
 def kind_of(name: str, count: int, dtype: torch.dtype, device: Any = "cpu") -> tuple[Any, Points]:
@@ -40,8 +40,8 @@ def step(world: World, strategy: str, name: str, dtype: torch.dtype, exposes: bo
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("name", PRIMITIVES)
 def test_equals_single(name: str, strategy: str, ranks: int) -> None:
     expected = step(World.single(), "single", name, torch.float64)
     without = step(World.single(), "single", name, torch.float64, False)
@@ -76,7 +76,7 @@ def check_fused(outcomes: list[Outcome], strategy: str, primitive: str = "gaussi
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_a_fused_step_equals_single(strategy: str, mode: str, ranks: int) -> None:
     check_fused(run_ranks(fused, ranks, strategy, mode), strategy)
 
@@ -85,7 +85,7 @@ def test_a_fused_step_equals_single(strategy: str, mode: str, ranks: int) -> Non
     ("strategy", "ranks", "mode"),
     [("single", 1, "captured"), ("batch", 2, "captured"), ("tile", 3, "step"), ("locality", 2, "captured")],
 )  # fmt: skip
-@pytest.mark.parametrize("primitive", KINDS[1:])
+@pytest.mark.parametrize("primitive", PRIMITIVES[1:])
 def test_a_fused_step_of_other_points_equals_single(primitive: str, strategy: str, ranks: int, mode: str) -> None:
     check_fused(run_ranks(fused, ranks, strategy, mode, primitive), strategy, primitive)
 
@@ -100,7 +100,7 @@ def test_a_fused_step_over_machines_equals_single(ranks: int, machines: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_a_fused_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int) -> None:
     skip_without_gpus(ranks)
     check_fused(run_ranks(fused, ranks, strategy, mode, device="cuda"), strategy)
@@ -114,9 +114,11 @@ def test_step_beyond_capacity_does_not_change_maps() -> None:
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     maps = make_maps(count, torch.float32)
     before, firsts, seconds = maps.clone(), torch.ones_like(maps), torch.ones_like(maps)
-    learnt = StepExposures(maps, firsts, seconds, count)
+    step_exposures = StepExposures(maps, firsts, seconds, count)
     for rows, done in ((8, 0), (2048, 1)):
-        step = made(spread, kind, views, params, moments, {}, False, None, None, learnt, room={"rows": rows})
+        step = made(
+            spread, kind, views, params, moments, {}, False, None, None, step_exposures, capacities={"rows": rows}
+        )
         fill(step, views)
         step.scalars[:, 0] = 1e-3
         plan = with_halos(spread.plan_alike(views), *PORTRAIT)

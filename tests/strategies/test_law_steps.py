@@ -55,15 +55,15 @@ OTHERS = ["4D gaussians"]
 """The other kinds of points that have kernels."""
 MODES = ("step", "captured")
 POINTS, LAMBDA, BACKGROUND = 150, 0.2, 0.3
-DEALT, CUT = 12, 11
+REPLICATED, CUT = 12, 11
 """Views of a step: as many for each of 1 to 4 ranks where they are dealt out; else so many that some have to be cut."""
-ROOM = {"rows": 2048, "segment": 2048, "intersections": 65536}
+CAPACITIES = {"rows": 2048, "segment": 2048, "intersections": 65536}
 LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
 
 def count_of(strategy: str) -> int:
     """Return the number of views of a step."""
-    return DEALT if STRATEGIES[strategy](World.single()).placement.replicated else CUT
+    return REPLICATED if STRATEGIES[strategy](World.single()).placement.replicated else CUT
 
 
 def step_of(
@@ -97,16 +97,16 @@ def take_one(
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
     spread.observe(kind, held, 0)
     observed = make_observations(count, torch.float32, device) if observes else None
-    learnt = None
+    step_exposures = None
     if exposes:
         maps = make_maps(count, torch.float32, device)
         begun["exposures"], params["exposures"] = maps.clone(), maps
         moments["exposures"] = torch.zeros_like(maps), torch.zeros_like(maps)
-        learnt = StepExposures(maps, *moments["exposures"], count)
-    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, learnt, **more)
+        step_exposures = StepExposures(maps, *moments["exposures"], count)
+    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, step_exposures, **more)
     fill(step, views)
-    if learnt is not None:
-        learnt.indices.copy_(torch.tensor([view.index for view in views]))
+    if step_exposures is not None:
+        step_exposures.indices.copy_(torch.tensor([view.index for view in views]))
     plan = with_halos(spread.plan_alike(views), *size)
     targets = []
     for patch in plan.owned[world.rank]:
@@ -135,12 +135,17 @@ def take_one(
 def made(
     spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
     half: bool | None = None, observed: Observations | None = None, exposures: StepExposures | None = None,
-    room: Any = None, **more: Any,
+    capacities: Any = None, **more: Any,
 ) -> Step:  # fmt: skip
     """Return the step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
     settings = StepSettings(
-        views[0].width, views[0].height, len(views), LAMBDA, **{**ROOM, **(room or {})}, exposures=exposures is not None
+        views[0].width,
+        views[0].height,
+        len(views),
+        LAMBDA,
+        **{**CAPACITIES, **(capacities or {})},
+        exposures=exposures is not None,
     )
     kernels = replace(kind, depth=False).kernels(**more)
     assert kernels is not None
@@ -220,8 +225,8 @@ def check_outcomes(
         for outcome in outcomes:
             assert all(torch.equal(outcome["gradients"][name], together[name]) for name in together), "replicas differ"
     seen = {**expected, "loss": loss, "gradients": together, "statistics": whole[:2], "depths": expected["depths"]}
-    pieces = [piece for outcome in outcomes for piece in outcome["images"]]
-    check([{**seen, "images": pieces}], expected, torch.float32)
+    fragments = [piece for outcome in outcomes for piece in outcome["images"]]
+    check([{**seen, "images": fragments}], expected, torch.float32)
     most = float(whole[2].max())
     assert most > 2 / max(size) if sized else most == 0, "radii are fractions of the longer side"
 

@@ -22,7 +22,7 @@ VIEWS = 5
 KIND = "gaussians, antialiased, absgrad"
 
 
-def learnt(machines: int, world: World, mode: str) -> dict[str, Any]:
+def record_demand(machines: int, world: World, mode: str) -> dict[str, Any]:
     """What each view's patches need from each rank, as it was learnt and as it is counted, and the plan's figures."""
     spread = STRATEGIES["locality"](on_machines(world, machines))
     kind: Any = PRIMITIVES[KIND]()
@@ -57,7 +57,7 @@ def target_of(patch: Patch, views: list[View]) -> torch.Tensor:
 @pytest.mark.parametrize(("ranks", "machines"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("mode", ["autograd", "step"])
 def test_demand_of_patches_is_recorded(mode: str, ranks: int, machines: int) -> None:
-    found = run_ranks(partial(learnt, machines), ranks, mode)
+    found = run_ranks(partial(record_demand, machines), ranks, mode)
     counted, plan = found[0]["counted"], found[0]["plan"]
     assert counted.sum() > POINTS and all((one["counted"] == counted).all() for one in found)
     assert all((counted[:, rank] > 0).any() for rank in range(ranks))

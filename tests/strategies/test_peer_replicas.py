@@ -58,10 +58,10 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, *, s
         )
     assert [type(one) for one in made] == [PeerReplicas] and SharedFile.made == 1
     assert world.traffic.sent == sent, "no collective has carried rows"
-    told, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
-    line = (told.written_bytes(1, 7, 0) - told.written_bytes(1, 6, 0)) // (world.size - 1)
-    assert told.written_bytes(1, 0, 0) == (world.size - 1) * told._messages[0].nbytes
-    lines = len(told._replicas.everyone[0]) // world.size
+    transport, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
+    line = (transport.written_bytes(1, 7, 0) - transport.written_bytes(1, 6, 0)) // (world.size - 1)
+    assert transport.written_bytes(1, 0, 0) == (world.size - 1) * transport._messages[0].nbytes
+    lines = len(transport._replicas.everyone[0]) // world.size
     # Of the record of a 3D Gaussian's gradients a quarter means nothing.
     assert line == (most // lines if primitive in OTHERS else 76 if sized else 64)
     return outcome
@@ -110,15 +110,15 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
             stay=lambda *_: None,
             replicas=lambda _, lines, __: asked.append(lines) or numbers,  # type: ignore[func-returns-value]
         )
-        told = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
+        transport = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
         assert asked == [4], "each rank's lines begin at a multiple of 16 bytes"
         found: list[list[float]] = []
         for step in (1, 2):
             numbers.step = float(10 * step + world.rank)
             rows: Any = SimpleNamespace(count=torch.tensor([1]))
             for parts in (
-                told.arrive(rows, torch.empty(0), 1, []),
-                told.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
+                transport.arrive(rows, torch.empty(0), 1, []),
+                transport.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
             ):
                 with pytest.raises(StopIteration) as end:
                     next(parts)
@@ -133,19 +133,19 @@ def test_no_rank_overwrites_unread_data(tmp_path: Path) -> None:
 
 
 def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
-    """What is told of a row, and of which arrays there is anything, where nobody counts sizes."""
+    """What is transport of a row, and of which arrays there is anything, where nobody counts sizes."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated_rows, "PeerBuffer", SharedFile)
-        told = PeerReplicas(world, GaussianKernels(degree=0, sized=False), rows=8, capacity=8, words=1)
+        transport = PeerReplicas(world, GaussianKernels(degree=0, sized=False), rows=8, capacity=8, words=1)
         ones = torch.ones(8, 3)
         ids, radii = torch.ones(8, dtype=torch.int32), torch.ones(8, 2, dtype=torch.int32)
         rows = SplatRows(ids, ids, torch.tensor([8]), ones[:, :2], ones, ones[:, 0], ones, ones[:, 0], radii)
-        told._table.fill_(1.0)
+        transport._table.fill_(1.0)
         with pytest.raises(StopIteration):
-            next(told.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
-        return told.written_bytes(1, 1, 0) - told.written_bytes(1, 0, 0), [
-            bool(one.any()) for one in told._replicas.everyone
+            next(transport.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
+        return transport.written_bytes(1, 1, 0) - transport.written_bytes(1, 0, 0), [
+            bool(one.any()) for one in transport._replicas.everyone
         ]
 
 
@@ -155,17 +155,17 @@ def test_conics_are_put_for_sizes_only(tmp_path: Path) -> None:
 
 def test_put_rows_equals_all_gather() -> None:
     """Of the rows that there are, the numbers that mean something; no gradient where a colour is clamped at black."""
-    g, lines, room = torch.Generator().manual_seed(0), 5, 8
-    floats = [torch.randn(room, *shape, generator=g) for shape in ((2,), (3,), (), (3,), ())]
+    g, lines, capacity = torch.Generator().manual_seed(0), 5, 8
+    floats = [torch.randn(capacity, *shape, generator=g) for shape in ((2,), (3,), (), (3,), ())]
     floats[3].clamp_(min=0.0)
     assert 0 < int((floats[3][:lines] == 0).sum()) < 3 * lines
-    ids, radii = torch.arange(room, dtype=torch.int32), torch.ones(room, 2, dtype=torch.int32)
+    ids, radii = torch.arange(capacity, dtype=torch.int32), torch.ones(capacity, 2, dtype=torch.int32)
     rows = SplatRows(ids // 4, ids, torch.tensor([lines]), *floats, radii)
-    records = torch.randn(room, RECORD_FLOATS, generator=g)
-    replicas = GaussianReplicaRows(room, torch.device("cpu"))
-    told = replicas.told(rows, records, 3)
+    records = torch.randn(capacity, RECORD_FLOATS, generator=g)
+    replicas = GaussianReplicaRows(capacity, torch.device("cpu"))
+    put = replicas.told(rows, records, 3)
     places = torch.tensor([[one.data_ptr() for one in replicas.everyone]])
-    put_rows(told.arrays, told.taken, rows.count, places, told.gate, told.gate_column, told.offset)
+    put_rows(put.arrays, put.taken, rows.count, places, put.gate, put.gate_column, put.offset)
     for there, mine in zip(replicas.everyone, replicas.mine(rows, records.clone(), 3), strict=True):
         wide = there.dim() == 2 and there.shape[1] == RECORD_FLOATS
         expected = mine[:lines, :12] if wide else mine[:lines]

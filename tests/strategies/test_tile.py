@@ -20,13 +20,13 @@ from tests.strategies.test_law import check, one_step, take_step
 
 POINTS = 120
 BOUNDS = {2: (0, 120, 120), 3: (0, 0, 100, 120), 4: (0, 7, 7, 7, 120)}
-KINDS = ("gaussians", "gaussians, antialiased, absgrad")
+CASES = ("gaussians", "gaussians, antialiased, absgrad")
 
 
 def steps(world: World) -> dict[str, Any]:
     """Two steps on one view and two on three, by ranks of which some own nothing; the second of each with new cuts."""
     out: dict[str, Any] = {}
-    for kind in KINDS:
+    for kind in CASES:
         for views in (1, 3):
             spread = replace(tile(world), placement=Sharded(BOUNDS[world.size]))
             assert isinstance(spread.assignment, TileRanges)
@@ -43,7 +43,7 @@ def steps(world: World) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_uneven_ranges_and_cuts_that_move(size: int) -> None:
     outcomes = run_ranks(steps, size)
-    for kind in KINDS:
+    for kind in CASES:
         for views in (1, 3):
             expected = one_step(World.single(), "single", kind, views, POINTS, torch.float64)
             for turn in (0, 1):
@@ -73,8 +73,8 @@ def travels(world: World) -> dict[str, Any]:
     back = world.traffic.since("step")
     with torch.no_grad():
         known = spread.plan(views)
-        elsewhere = [replace(view, viewmat=views[0].viewmat) for view in views]
-        again = spread.render(primitive, held, elsewhere, plan)
+        moved = [replace(view, viewmat=views[0].viewmat) for view in views]
+        again = spread.render(primitive, held, moved, plan)
     mine = {"hits": own.hits, "rows": {k: row.detach() for k, row in own.rows.items()}}
     return {
         "own": all_gather_objects(mine, world),

@@ -69,7 +69,7 @@ class BareCity(DataParser):
             capture.c2w[picked], capture.fx, capture.fy, capture.cx, capture.cy, scene.width, scene.height,
             camera_type=CameraType.PERSPECTIVE,
         )  # fmt: skip
-        box = SceneBox(aabb=scene.reach * torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]]))
+        box = SceneBox(aabb=scene.half_size * torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]]))
         return DataparserOutputs([Path(f"{view}.png") for view in picked], cameras, scene_box=box)
 
 

@@ -86,13 +86,13 @@ def held(world: World) -> list[list[Tensor]]:
     mine = torch.arange(bounds.start, bounds.stop)
     found: list[list[Tensor]] = []
     for places in (None, torch.arange(world.rank, 31, world.size)):
-        holding = ShardIndex(HalfSpaces(), places)
+        shard_index = ShardIndex(HalfSpaces(), places)
         where = mine if places is None else places
         chosen = torch.where(where % 3 == 1)[0]
-        told = list(zip(*all_gather_ints([len(chosen), int((where**2).sum())], world), strict=True))
+        totals = list(zip(*all_gather_ints([len(chosen), int((where**2).sum())], world), strict=True))
         found.append([
-            where, holding.places_of(torch.arange(len(where)), len(where), world), chosen,
-            holding.among(chosen, len(where), told[0], world), holding.before(where**2, told[1], world),
+            where, shard_index.places_of(torch.arange(len(where)), len(where), world), chosen,
+            shard_index.among(chosen, len(where), totals[0], world), shard_index.before(where**2, totals[1], world),
         ])  # fmt: skip
     return found
 
@@ -107,11 +107,11 @@ def test_shard_rows_map_to_rows_of_the_whole_model(size: int) -> None:
 
 
 def test_places_that_are_not_the_models() -> None:
-    holding = ShardIndex(HalfSpaces(), torch.arange(4))
+    shard_index = ShardIndex(HalfSpaces(), torch.arange(4))
     for ask in (
-        lambda: holding.places_of(torch.arange(2), 5, World.single()),
-        lambda: holding.among(torch.arange(2), 5, [2], World.single()),
-        lambda: holding.before(torch.arange(5), [10], World.single()),
+        lambda: shard_index.places_of(torch.arange(2), 5, World.single()),
+        lambda: shard_index.among(torch.arange(2), 5, [2], World.single()),
+        lambda: shard_index.before(torch.arange(5), [10], World.single()),
     ):
         with pytest.raises(RuntimeError, match="rank 0 has 5 points, and the places of 4"):
             ask()

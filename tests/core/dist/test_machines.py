@@ -62,13 +62,13 @@ def _where(world: World) -> tuple[object, ...]:
 
 def test_one_machine_passes_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     host = socket.gethostname()
-    for rank, told in enumerate(run_ranks(_where, 4)):
-        assert told == (0, 1, rank, 4, 4, [0, 1, 2, 3], 6.0, "rank 3", [4, 5, 6, 7], 0)
+    for rank, located in enumerate(run_ranks(_where, 4)):
+        assert located == (0, 1, rank, 4, 4, [0, 1, 2, 3], 6.0, "rank 3", [4, 5, 6, 7], 0)
     monkeypatch.setenv(PRETEND_MACHINES, "2")
-    for rank, told in enumerate(run_ranks(_where, 4)):
+    for rank, located in enumerate(run_ranks(_where, 4)):
         own = [0, 1] if rank < 2 else [2, 3]
         called = f"rank 3 on machine 1 ({host})"
-        assert told == (rank // 2, 2, rank % 2, 2, 4, own, float(sum(own)), called, [2, 3], 1)
+        assert located == (rank // 2, 2, rank % 2, 2, 4, own, float(sum(own)), called, [2, 3], 1)
 
 
 def _refused(world: World) -> list[str]:

@@ -31,7 +31,7 @@ def test_bytes_sent_per_step() -> None:
     assert step_bytes(((10**9,),), 0, 48, 36, 10) == 0
 
 
-def travel(world: World) -> dict[str, Any]:
+def exchange_rows(world: World) -> dict[str, Any]:
     """Number s + 10 d of every rank s to every other d, PAIRS of each."""
     me, ranks = world.rank, range(world.size)
     send, receive = ([0 if r == me else (PAIRS[me][r], PAIRS[r][me])[k] for r in ranks] for k in (0, 1))
@@ -47,7 +47,7 @@ def travel(world: World) -> dict[str, Any]:
 
 
 def test_parts_of_their_own_size_for_each_pair() -> None:
-    for rank, found in enumerate(run_ranks(travel, 3)):
+    for rank, found in enumerate(run_ranks(exchange_rows, 3)):
         others = [r for r in range(3) if r != rank]
         expected = [torch.full((PAIRS[r][rank],), r + 10 * rank) for r in others]
         assert torch.equal(found["out"], torch.cat(expected).int())

@@ -146,18 +146,18 @@ def test_rows_on_a_gpu(cells: int, real: int, padding: int) -> None:
     assert torch.equal(found.cpu(), expected) and (real < 100 or 0.05 < expected.float().mean() < 0.95)
     patches = [n for v in range(VIEWS) for r in range(2) for n in (r, v, 0, 30 * r, 50, 30 + 40 * r)]
     chosen = [k % cells for k in range(len(patches) // 6)]
-    routes = [route(one.view_ids, one.count, one.means2d, one.radii, patches, 2, reach, chosen)
-              for one, reach in ((rows, expected), (there, found))]  # fmt: skip
+    routes = [route(one.view_ids, one.count, one.means2d, one.radii, patches, 2, overlaps, chosen)
+              for one, overlaps in ((rows, expected), (there, found))]  # fmt: skip
     assert all(torch.equal(a, b.cpu()) for a, b in zip(*routes, strict=True))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("room", [40_000, 700])
-def test_clipped_lists_on_a_gpu(room: int) -> None:
+@pytest.mark.parametrize("capacity", [40_000, 700])
+def test_clipped_lists_on_a_gpu(capacity: int) -> None:
     splats = make_splats(3000, 160, 90, views=2)
     given = (splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids)
     given = tuple(one.float() if one.is_floating_point() else one for one in given)
-    offsets, ids, _ = intersect_capacity(*given, splats.patches, 16, room)
+    offsets, ids, _ = intersect_capacity(*given, splats.patches, 16, capacity)
     g = torch.Generator().manual_seed(1)
     windows = torch.sort(1 + 2 * torch.rand(len(offsets) - 1, 2, generator=g), 1).values
     windows[3], windows[5] = torch.tensor([2.0, 1.0]), torch.tensor([-torch.inf, torch.inf])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cuda_ext import put_rows
 
-LINES, ROOM = 37, 41  # lines there are, and lines there is room for
+LINES, CAPACITY = 37, 41  # lines there are, and lines there is room for
 WIDTHS = (1, 2, 3, 4, 16)
 TAKEN = (1, 2, 3, 4, 12)
 RANKS = 3
@@ -18,12 +18,14 @@ UNTOUCHED = -7
 def arrays_of(device: str = "cpu") -> list[Tensor]:
     """Integers, and floats in the last one."""
     g = torch.Generator().manual_seed(0)
-    made = [torch.randint(0, 99, (ROOM, width), generator=g, dtype=torch.int32) for width in WIDTHS[:-1]]
-    return [array.to(device) for array in [made[0].flatten(), *made[1:], torch.randn(ROOM, WIDTHS[-1], generator=g)]]
+    made = [torch.randint(0, 99, (CAPACITY, width), generator=g, dtype=torch.int32) for width in WIDTHS[:-1]]
+    return [
+        array.to(device) for array in [made[0].flatten(), *made[1:], torch.randn(CAPACITY, WIDTHS[-1], generator=g)]
+    ]
 
 
 def gate_of(device: str = "cpu") -> Tensor:
-    gate = torch.randn(ROOM, 3, generator=torch.Generator().manual_seed(1))
+    gate = torch.randn(CAPACITY, 3, generator=torch.Generator().manual_seed(1))
     gate[5, 1], gate[6] = 0.0, torch.nan
     return gate.to(device)
 
@@ -31,7 +33,7 @@ def gate_of(device: str = "cpu") -> Tensor:
 def memory_of(device: str = "cpu") -> tuple[list[list[Tensor]], Tensor]:
     """Return each rank's memory for each array, and the addresses."""
     there = [
-        [torch.full((ROOM, width), UNTOUCHED, dtype=torch.int32, device=device) for width in WIDTHS]
+        [torch.full((CAPACITY, width), UNTOUCHED, dtype=torch.int32, device=device) for width in WIDTHS]
         for _ in range(RANKS)
     ]
     return there, torch.tensor([[one.data_ptr() for one in rank] for rank in there], device=device)
@@ -45,13 +47,13 @@ def check(there: list[list[Tensor]], lines: int, *, gated: bool) -> None:
     arrays[-1] = last
     for rank in there:
         for found, array, taken in zip(rank, arrays, TAKEN, strict=True):
-            expected = array.reshape(ROOM, -1).view(torch.int32)
+            expected = array.reshape(CAPACITY, -1).view(torch.int32)
             assert torch.equal(found.cpu()[:lines, :taken], expected[:lines, :taken])
             assert bool((found.cpu()[lines:] == UNTOUCHED).all())
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (ROOM + 5, ROOM), (0, 0)])
+@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (CAPACITY + 5, CAPACITY), (0, 0)])
 def test_every_rank_gets_the_lines_that_there_are(count: int, lines: int, gated: bool) -> None:
     there, places = memory_of()
     put_rows(arrays_of(), TAKEN, torch.tensor([count]), places, gate_of() if gated else None, 6)
@@ -73,7 +75,7 @@ def test_first_array_is_put_with_offset_and_some_are_skipped(device: str) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (ROOM + 5, ROOM), (0, 0)])
+@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (CAPACITY + 5, CAPACITY), (0, 0)])
 def test_on_a_gpu_too(count: int, lines: int, gated: bool) -> None:
     there, places = memory_of("cuda")
     gate = gate_of("cuda") if gated else None

@@ -151,13 +151,13 @@ def test_into_slices_of_several_views() -> None:
     """Slices start anywhere, and what is beside them stays."""
     r = on_gpu(37, 41)
     wanted = r.run()
-    room = [torch.full((3 * 37 * 41 + 2, 3), 7.0, device="cuda"), torch.full((3 * 37 * 41 + 2,), 7.0, device="cuda")]
+    buffers = [torch.full((3 * 37 * 41 + 2, 3), 7.0, device="cuda"), torch.full((3 * 37 * 41 + 2,), 7.0, device="cuda")]
     for start in (0, 37 * 41 + 1):
-        views = [t[start : start + 37 * 41] for t in room]
+        views = [t[start : start + 37 * 41] for t in buffers]
         results = results_of(r) | {"v_out": views[0], "v_alpha": views[1]}
         band_loss_into(*r[:4], (0, 0, 41, 37), r.v_l1, r.v_ssim, offset=0.0, scale=1.0, **results)
         assert torch.equal(views[0], wanted.v_out) and torch.equal(views[1], wanted.v_alpha)
-    for t in room:
+    for t in buffers:
         assert (t[37 * 41] == 7).all() and (t[2 * 37 * 41 + 1 :] == 7).all()
 
 

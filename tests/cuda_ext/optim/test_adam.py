@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
-from tests.cuda_ext.adams import SHAPES, assert_same, course, make_params
+from tests.cuda_ext.adams import SHAPES, assert_same, make_params, run_steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_same_as_torch(dtype: torch.dtype) -> None:
-    assert_same(*(course(kind, "cpu", dtype) for kind in ("torch", "alone")), rtol=2e-6)
+    assert_same(*(run_steps(kind, "cpu", dtype) for kind in ("torch", "alone")), rtol=2e-6)
 
 
 def test_together_as_alone() -> None:
-    assert_same(course("together", "cpu"), course("alone", "cpu"), rtol=0)
+    assert_same(run_steps("together", "cpu"), run_steps("alone", "cpu"), rtol=0)
 
 
 def test_two_parts_equal_one_update() -> None:
-    assert_same(course("halves", "cpu"), course("alone", "cpu"), rtol=0)
+    assert_same(run_steps("halves", "cpu"), run_steps("alone", "cpu"), rtol=0)
 
 
 def test_state_converts_in_both_directions() -> None:

@@ -17,7 +17,7 @@ from cuda_ext.ops.optim.lazy_adam import splat_flush
 from cuda_ext.reference.compact import as_floats, compacted, flush_salts, step_salts
 from tests.cuda_ext.compact_moments import BF16, a_block, compact, errors, spacing, still_gradients_scalars
 from tests.cuda_ext.fused_steps import make_gradients, make_model
-from tests.cuda_ext.lazy_steps import RATES, Course, fresh_model, step_scalars
+from tests.cuda_ext.lazy_steps import RATES, StepRun, fresh_model, step_scalars
 
 native = pytest.mark.usefixtures("native")
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, 1.0, -1.5, 2.0**-133, -(2.0**-126), 3.3895313892515355e38]
@@ -148,22 +148,22 @@ def test_a_moment_without_gradients_decays_as_it_should(late: bool) -> None:
 # ---- steps ----
 
 
-def with_compact(course: Course) -> Course:
-    course.model = compact(course.model)
-    return course
+def with_compact(run: StepRun) -> StepRun:
+    run.model = compact(run.model)
+    return run
 
 
 @native
 @pytest.mark.parametrize("lazy", [False, True])
 def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
-    full = Course(fresh_model(300, dtype=torch.float32), lazy=lazy)
-    ours = with_compact(Course(fresh_model(300, dtype=torch.float32), lazy=lazy))
+    full = StepRun(fresh_model(300, dtype=torch.float32), lazy=lazy)
+    ours = with_compact(StepRun(fresh_model(300, dtype=torch.float32), lazy=lazy))
     before = [p.clone() for p in full.model.params]
     for step in range(30):
-        for course in (full, ours):
-            course.step(step)
+        for run in (full, ours):
+            run.step(step)
             if lazy and step in (11, 29):
-                course.flush()
+                run.flush()
     assert all(m.dtype == BF16 for m in (*ours.model.exp_avgs, *ours.model.exp_avg_sqs))
     assert (full.statistics["seen"] != ours.statistics["seen"]).float().mean() < 0.02, "of points at a rim"
     for i, (a, b, start) in enumerate(zip(full.model.params, ours.model.params, before, strict=True)):
@@ -180,15 +180,15 @@ def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
 def test_a_step_rounds_once_and_leaves_alone_what_it_does_not_step() -> None:
     """From the float32 results of the same step, to the bit; the steps that were missed and the one that is taken."""
     for lazy in (False, True):
-        ours = with_compact(Course(fresh_model(200, dtype=torch.float32), lazy=lazy))
+        ours = with_compact(StepRun(fresh_model(200, dtype=torch.float32), lazy=lazy))
         for step in range(6):
             ours.step(step)
         exact = copy.deepcopy(ours)
         exact.model.exp_avgs = [m.float() for m in exact.model.exp_avgs]
         exact.model.exp_avg_sqs = [v.float() for v in exact.model.exp_avg_sqs]
         held = [m.clone() for m in (*ours.model.exp_avgs, *ours.model.exp_avg_sqs)]
-        for course in (ours, exact):
-            course.step(6)
+        for run in (ours, exact):
+            run.step(6)
         salt = step_salts(ours.model.scalars, ours.model.viewmats)
         drawn = torch.zeros(200, dtype=torch.bool)
         drawn[ours.rows.point_ids[ours.rows.radii[:, 0] > 0].unique().long()] = True

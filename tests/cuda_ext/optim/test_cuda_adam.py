@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
-from tests.cuda_ext.adams import assert_same, course
+from tests.cuda_ext.adams import assert_same, run_steps
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("kind", ["alone", "together", "halves"])
 def test_same_as_torch(kind: str) -> None:
-    found = course(kind, "cuda")  # type: ignore[arg-type]
-    assert_same(found, course("torch", "cpu"), rtol=5e-6)
-    exact = course("torch", "cpu", torch.float64)
+    found = run_steps(kind, "cuda")  # type: ignore[arg-type]
+    assert_same(found, run_steps("torch", "cpu"), rtol=5e-6)
+    exact = run_steps("torch", "cpu", torch.float64)
     assert_same([t.double() for t in found], exact, rtol=2e-5)
 
 

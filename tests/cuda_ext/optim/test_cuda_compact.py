@@ -13,7 +13,7 @@ from tests.cuda_ext.fused_steps import Model, as_records, make_gradients, make_m
 from tests.cuda_ext.lazy_steps import (
     CAPACITY,
     RATES,
-    Course,
+    StepRun,
     assert_same_bits,
     differences,
     fresh_model,
@@ -116,11 +116,11 @@ def test_a_lazy_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
     """From one state in the middle of a block: the rows, the update and the table."""
     points, views, degree, bases, antialiased = case
     model = compact(fresh_model(points, views, torch.float32, bases), DEVICE)
-    ours = Course(model, True, degree, antialiased=antialiased)
+    ours = StepRun(model, True, degree, antialiased=antialiased)
     for step in range(9):
         ours.step(step)
     assert ours.lazy is not None
-    theirs = Course(model.to("cpu", F64), True, degree, antialiased=antialiased)
+    theirs = StepRun(model.to("cpu", F64), True, degree, antialiased=antialiased)
     theirs._viewmats = ours._viewmats.cpu().double()
     held = (ours.lazy.last.to("cpu", copy=True), ours.lazy.table.cpu().double(), ours.lazy.steps.to("cpu", copy=True))
     theirs.lazy = LazyAdam(*held)
@@ -150,14 +150,14 @@ def test_a_lazy_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
-    full = Course(fresh_model(900, dtype=torch.float32).to(DEVICE), lazy)
-    ours = Course(compact(fresh_model(900, dtype=torch.float32), DEVICE), lazy)
+    full = StepRun(fresh_model(900, dtype=torch.float32).to(DEVICE), lazy)
+    ours = StepRun(compact(fresh_model(900, dtype=torch.float32), DEVICE), lazy)
     before = full.model.to("cpu")
     for step in range(33):
-        for course in (full, ours):
-            course.step(step)
+        for run in (full, ours):
+            run.step(step)
             if lazy and step in (19, 32):
-                course.flush()
+                run.flush()
     for i, (a, b) in enumerate(zip(full.model.params, ours.model.params, strict=True)):
         apart, moved = (a - b).abs().mean(), (a.cpu() - before.params[i]).abs().mean()
         assert float(apart) < 0.03 * float(moved), PARAMETERS[i]
@@ -168,7 +168,7 @@ def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
 
 def test_a_block_in_a_graph() -> None:
     """A step and a flush, each captured once, are those that are launched; and neither waits for the device."""
-    plain, graphed, warm = (Course(compact(fresh_model(900, dtype=torch.float32), DEVICE), True) for _ in range(3))
+    plain, graphed, warm = (StepRun(compact(fresh_model(900, dtype=torch.float32), DEVICE), True) for _ in range(3))
     in_graphs(plain, graphed, warm)
     assert_same_bits(plain, graphed)
 

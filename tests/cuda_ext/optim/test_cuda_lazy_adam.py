@@ -9,7 +9,7 @@ from cuda_ext.ops.optim.fused import SplatRows
 from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam
 from tests.cuda_ext.fused_steps import make_gradients, to
 from tests.cuda_ext.lazy_steps import (
-    Course,
+    StepRun,
     assert_same_bits,
     differences,
     fresh_model,
@@ -29,10 +29,10 @@ CASES = [
 ]
 
 
-def course(case: tuple[Any, ...], lazy: bool) -> Course:
+def make_run(case: tuple[Any, ...], lazy: bool) -> StepRun:
     points, views, degree, bases, antialiased = case
     model = fresh_model(points, views, torch.float32, bases).to("cuda")
-    return Course(model, lazy, degree, antialiased=antialiased)
+    return StepRun(model, lazy, degree, antialiased=antialiased)
 
 
 def drawn(rows: SplatRows) -> set[tuple[int, int]]:
@@ -40,7 +40,7 @@ def drawn(rows: SplatRows) -> set[tuple[int, int]]:
     return set(zip(rows.view_ids[alive].tolist(), rows.point_ids[alive].tolist(), strict=True))
 
 
-def assert_near(one: Course, other: Course, limit: float) -> None:
+def assert_near(one: StepRun, other: StepRun, limit: float) -> None:
     """Near in the mean; a gradient that is nothing but rounding moves a single parameter by as much as a step."""
     for name, difference in differences(one, other, mean=True).items():
         assert difference < limit, f"{name}: {difference}"
@@ -48,7 +48,7 @@ def assert_near(one: Course, other: Course, limit: float) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_lazy_run_equals_the_dense_run(case: tuple[Any, ...]) -> None:
-    dense, lazy = course(case, False), course(case, True)
+    dense, lazy = make_run(case, False), make_run(case, True)
     for step in range(33):
         dense.step(step)
         lazy.step(step)
@@ -67,11 +67,11 @@ def test_lazy_run_equals_the_dense_run(case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
     """From one state in the middle of a block: the rows, the update, the table and the flush."""
-    ours = course(case, True)
+    ours = make_run(case, True)
     for step in range(9):
         ours.step(step)
     assert ours.lazy is not None
-    theirs = Course(ours.model.to("cpu", torch.float64), True, ours.degree, **ours.settings)
+    theirs = StepRun(ours.model.to("cpu", torch.float64), True, ours.degree, **ours.settings)
     theirs._viewmats = ours._viewmats.cpu().double()
     held = (ours.lazy.last.to("cpu", copy=True), ours.lazy.table.cpu().double(), ours.lazy.steps.to("cpu", copy=True))
     theirs.lazy = LazyAdam(*held)
@@ -90,7 +90,7 @@ def test_a_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
 
 
 def test_flush_twice_is_flush_once() -> None:
-    one = course(CASES[0], True)
+    one = make_run(CASES[0], True)
     for step in range(3):
         one.step(step)
     one.flush()
@@ -103,7 +103,7 @@ def test_flush_twice_is_flush_once() -> None:
 
 
 def test_no_more_than_64_steps_and_none_that_stands_still() -> None:
-    one = course(CASES[3], True)
+    one = make_run(CASES[3], True)
     assert one.lazy is not None
     for step in range(MOST_STEPS):
         one.step(step)
@@ -123,7 +123,7 @@ def test_no_more_than_64_steps_and_none_that_stands_still() -> None:
 
 def test_a_block_in_a_graph() -> None:
     """A step and a flush, each captured once, are those that are launched; and neither waits for the device."""
-    plain, graphed, warm = (course(CASES[0], True) for _ in range(3))
+    plain, graphed, warm = (make_run(CASES[0], True) for _ in range(3))
     in_graphs(plain, graphed, warm)
     assert_same_bits(plain, graphed)
 

@@ -56,8 +56,8 @@ def test_numbers_of_gradients() -> None:
 
 def test_nothing_to_look_up() -> None:
     positions, table, scalings, size = grid(count=0)
-    out, moved, learnt = gradients(positions, table, scalings, size)
-    assert out.shape == (0, 8) and moved.shape == (0, 3) and not learnt.any()
+    out, moved, table_grad = gradients(positions, table, scalings, size)
+    assert out.shape == (0, 8) and moved.shape == (0, 3) and not table_grad.any()
 
 
 def test_wrong_arguments_are_named() -> None:

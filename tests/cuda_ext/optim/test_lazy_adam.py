@@ -11,15 +11,15 @@ from cuda_ext.ops.optim.adam import adam_step_torch
 from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam, lazy_serves, splat_flush
 from cuda_ext.reference import lazy_adam as reference
 from tests.cuda_ext.fused_steps import make_gradients, make_model
-from tests.cuda_ext.lazy_steps import CAPACITY, Course, differences, distances, fresh_model, step_scalars
+from tests.cuda_ext.lazy_steps import CAPACITY, StepRun, differences, distances, fresh_model, step_scalars
 
 F64 = torch.float64
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def course(dtype: torch.dtype, *, lazy: bool) -> Course:
+def trained(dtype: torch.dtype, *, lazy: bool) -> StepRun:
     """45 steps, in two blocks."""
-    gone = Course(fresh_model(400, dtype=dtype), lazy=lazy)
+    gone = StepRun(fresh_model(400, dtype=dtype), lazy=lazy)
     for step in range(45):
         gone.step(step)
         if lazy and step in (17, 44):
@@ -28,7 +28,7 @@ def course(dtype: torch.dtype, *, lazy: bool) -> Course:
 
 
 def test_lazy_run_equals_the_dense_run() -> None:
-    dense, lazy = course(F64, lazy=False), course(F64, lazy=True)
+    dense, lazy = trained(F64, lazy=False), trained(F64, lazy=True)
     assert lazy.longest_gap >= 12, "points must be out of view for long"
     assert 0.2 < lazy.drawn_share < 0.8
     for name, difference in differences(dense, lazy).items():
@@ -44,8 +44,8 @@ def test_lazy_run_rounds_as_the_dense_run() -> None:
     is another on another processor. So the dense course's own error says how large the lazy one's may be, but for the
     one number in a hundred that is worst.
     """
-    truth = course(F64, lazy=False)
-    dense, lazy = course(torch.float32, lazy=False), course(torch.float32, lazy=True)
+    truth = trained(F64, lazy=False)
+    dense, lazy = trained(torch.float32, lazy=False), trained(torch.float32, lazy=True)
     theirs, ours = distances(dense, truth), distances(lazy, truth)
     for name, error in ours.items():
         assert float(error.quantile(0.99)) < 1.5 * float(theirs[name].quantile(0.99)) + 1e-6, name
@@ -65,7 +65,7 @@ def test_a_wrong_table_would_show(column: int, monkeypatch: pytest.MonkeyPatch) 
         table[: int(steps), :, column] *= 1.01
 
     monkeypatch.setattr("cuda_ext.ops.optim.fused_composed.extend", wrong)
-    dense, lazy = (Course(fresh_model(400), lazy=lazy) for lazy in (False, True))
+    dense, lazy = (StepRun(fresh_model(400), lazy=lazy) for lazy in (False, True))
     for step in range(20):
         dense.step(step)
         lazy.step(step)
@@ -74,7 +74,7 @@ def test_a_wrong_table_would_show(column: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rows_equal_the_dense_run_within_a_block() -> None:
-    dense, lazy = (Course(fresh_model(400), lazy=lazy) for lazy in (False, True))
+    dense, lazy = (StepRun(fresh_model(400), lazy=lazy) for lazy in (False, True))
     for step in range(12):
         dense.step(step)
         lazy.step(step)
@@ -121,41 +121,41 @@ def test_eps_counts_for_the_smallest_gradients() -> None:
 
 
 def test_flush_resets_and_is_idempotent() -> None:
-    course = Course(fresh_model(60), lazy=True)
+    run = StepRun(fresh_model(60), lazy=True)
     for step in range(3):
-        course.step(step)
-    assert course.lazy is not None
-    assert int(course.lazy.steps) == 3 and len(course.lazy.last.unique()) > 1
-    course.flush()
-    assert int(course.lazy.steps) == 0 and not course.lazy.last.any()
-    assert torch.equal(course.lazy.table, LazyAdam.make(1, "cpu", F64).table)
-    before = [p.clone() for p in course.model.params]
-    course.flush()
-    assert all(torch.equal(p, q) for p, q in zip(course.model.params, before, strict=True))
+        run.step(step)
+    assert run.lazy is not None
+    assert int(run.lazy.steps) == 3 and len(run.lazy.last.unique()) > 1
+    run.flush()
+    assert int(run.lazy.steps) == 0 and not run.lazy.last.any()
+    assert torch.equal(run.lazy.table, LazyAdam.make(1, "cpu", F64).table)
+    before = [p.clone() for p in run.model.params]
+    run.flush()
+    assert all(torch.equal(p, q) for p, q in zip(run.model.params, before, strict=True))
 
 
 def test_a_step_that_does_not_count_leaves_all_as_it_is() -> None:
-    course = Course(fresh_model(60), lazy=True)
+    run = StepRun(fresh_model(60), lazy=True)
     for step in range(3):
-        course.step(step)
-    assert course.lazy is not None
-    held = [*course.model.params, *course.model.exp_avgs, *course.model.exp_avg_sqs]
-    held += [course.lazy.last, course.lazy.table, course.lazy.steps]
+        run.step(step)
+    assert run.lazy is not None
+    held = [*run.model.params, *run.model.exp_avgs, *run.model.exp_avg_sqs]
+    held += [run.lazy.last, run.lazy.table, run.lazy.steps]
     before = [t.clone() for t in held]
-    course.model.scalars = torch.tensor([0.0, 1, 1, 1, 1, 1, 0, 0], dtype=F64).repeat(6, 1)
-    rows = course.forward(3)
-    course.model.update(rows._replace(count=torch.zeros(1, dtype=torch.int64)), make_gradients(rows), lazy=course.lazy)
+    run.model.scalars = torch.tensor([0.0, 1, 1, 1, 1, 1, 0, 0], dtype=F64).repeat(6, 1)
+    rows = run.forward(3)
+    run.model.update(rows._replace(count=torch.zeros(1, dtype=torch.int64)), make_gradients(rows), lazy=run.lazy)
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
 def test_step_buffer_has_a_limit() -> None:
-    course = Course(fresh_model(8), lazy=True)
+    run = StepRun(fresh_model(8), lazy=True)
     for step in range(MOST_STEPS):
-        course.step(step)
+        run.step(step)
     with pytest.raises(ValueError, match="call splat_flush"):
-        course.step(MOST_STEPS)
-    course.flush()
-    course.step(MOST_STEPS)
+        run.step(MOST_STEPS)
+    run.flush()
+    run.step(MOST_STEPS)
 
 
 def test_points_never_drawn_and_none_at_all() -> None:

@@ -11,7 +11,7 @@ from cuda_ext.ops.optim.fused import splat_forward
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.ops.project.boxes import new_boxes, splat_boxes
 from tests.cuda_ext.fused_steps import Model
-from tests.cuda_ext.lazy_steps import CAPACITY, Course, assert_same_bits, fresh_model, in_graphs
+from tests.cuda_ext.lazy_steps import CAPACITY, StepRun, assert_same_bits, fresh_model, in_graphs
 
 F32, BF16 = torch.float32, torch.bfloat16
 INF, NAN = torch.inf, torch.nan
@@ -45,22 +45,22 @@ def ordered_model(
 
 def same(found: Tensor, expected: Tensor) -> bool:
     """To the bit, NaN too."""
-    kinds = {4: torch.int32, 2: torch.int16, 8: torch.int64}
-    return torch.equal(*(t.contiguous().view(kinds[t.element_size()]) for t in (found, expected)))
+    int_types = {4: torch.int32, 2: torch.int16, 8: torch.int64}
+    return torch.equal(*(t.contiguous().view(int_types[t.element_size()]) for t in (found, expected)))
 
 
 def pair(
     device: str, lazy: bool, *, points: int = 777, spoilt: bool = False, compact: bool = False, **options: Any
-) -> tuple[Course, Course]:
+) -> tuple[StepRun, StepRun]:
     """Return a course that looks at each point, and one that looks at boxes first."""
     plain, boxed = (
-        Course(ordered_model(device, points, spoilt=spoilt, compact=compact), lazy, boxed=boxed, **options)
+        StepRun(ordered_model(device, points, spoilt=spoilt, compact=compact), lazy, boxed=boxed, **options)
         for boxed in (False, True)
     )
     return plain, boxed
 
 
-def follow(plain: Course, boxed: Course, steps: int = 14, block: int = 7) -> int:
+def follow(plain: StepRun, boxed: StepRun, steps: int = 14, block: int = 7) -> int:
     """Both courses, step by step; how often a point left its group's box of before the step."""
     assert boxed.boxes is not None
     left = 0
@@ -114,8 +114,8 @@ def test_any_number_of_points(device: str, points: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_number_of_views(device: str, views: int) -> None:
     for lazy in (False, True):
-        courses = [Course(ordered_model(device, 300, views), lazy, boxed=boxed) for boxed in (False, True)]
-        follow(courses[0], courses[1], 3)
+        runs = [StepRun(ordered_model(device, 300, views), lazy, boxed=boxed) for boxed in (False, True)]
+        follow(runs[0], runs[1], 3)
 
 
 @pytest.mark.parametrize("device", DEVICES)

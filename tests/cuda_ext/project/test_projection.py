@@ -97,8 +97,8 @@ def test_radii_hold_the_visible_ellipse(either: str) -> None:
         alive = radii[:, 0] > 0
         a, b, c = conics[alive].unbind(-1)
         det = a * c - b * b
-        reach = 2 * torch.log(255 * opacities[alive])
-        exact = torch.sqrt(reach[:, None].clamp_min(0) * torch.stack([c, a], -1) / det[:, None])
+        cutoff = 2 * torch.log(255 * opacities[alive])
+        exact = torch.sqrt(cutoff[:, None].clamp_min(0) * torch.stack([c, a], -1) / det[:, None])
         excess = radii[alive] - exact
         assert (excess >= 0).all() and (excess <= 2 + 1e-3 * exact).all()
         assert ((means2d + radii > 0) & (means2d - radii < 100))[alive].all()

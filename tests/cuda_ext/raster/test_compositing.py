@@ -45,7 +45,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
-def _reach(library: ctypes.CDLL, splats: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+def _overlaps(library: ctypes.CDLL, splats: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     splats = splats.float().contiguous()
     may, counts = torch.zeros(len(splats), dtype=torch.int32), torch.zeros(len(splats), dtype=torch.int32)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (splats, may, counts)]
@@ -66,7 +66,7 @@ def test_no_splat_is_lost_and_few_are_kept_in_vain(
     means = splats.means2d + torch.tensor([x - 16, y - 8])
     means[::2] = (means[::2] * 2).round() / 2  # on pixels' centres and edges
     table = torch.cat([means, splats.conics, splats.row_opacities[:, None]], dim=1)
-    may, counts = _reach(library, table, (x, y, x + 8, y + 8))
+    may, counts = _overlaps(library, table, (x, y, x + 8, y + 8))
     assert bool(may[counts > 0].all())
     assert int((counts > 0).sum()) > 500 and bool((~may).any())
     if sizes[0] >= 0.5:  # thin ones pass between the centres
@@ -81,6 +81,6 @@ def test_splats_without_support_or_bounds(library: ctypes.CDLL) -> None:
         [400, 4, 0.01, 0, -0.001, 0.5],  # a saddle, along whose other axis sigma < 0
         [400, 4, 0.0, 0, 0.0, 0.5],  # flat: counts everywhere
     ]
-    may, counts = _reach(library, torch.tensor(rows), (0, 0, 8, 8))
+    may, counts = _overlaps(library, torch.tensor(rows), (0, 0, 8, 8))
     assert may.tolist() == [False, False, False, True, True]
     assert counts.tolist() == [0, 0, 0, 0, 64]

@@ -22,7 +22,7 @@ from tests.cuda_ext.splats import Splats, assert_close_but_few, assert_gradient_
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]
 Lists = tuple[Tensor, Tensor]
 
-PIECES = (0, 0, 0, 19, 33, 0, 19, 0, 20, 33, 0, 20, 0, 47, 7, 0, 20, 7, 47, 33)  # as in test_rasterization.py
+PATCHES = (0, 0, 0, 19, 33, 0, 19, 0, 20, 33, 0, 20, 0, 47, 7, 0, 20, 7, 47, 33)  # as in test_rasterization.py
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_other_tile_sizes(tile_size: int, channels: int) -> None:
 
 def test_several_views_and_patches() -> None:
     splats = make_splats(600, 47, 33, views=3, opacities=(0.02, 1.0))
-    _compare(splats.with_patches(2, 0, 0, 47, 33, *PIECES, 0, 5, 5, 5, 9, 1, 13, 2, 46, 32), tolerance=1e-4)
+    _compare(splats.with_patches(2, 0, 0, 47, 33, *PATCHES, 0, 5, 5, 5, 9, 1, 13, 2, 46, 32), tolerance=1e-4)
 
 
 def test_more_patches_than_one_launch_describes() -> None:
@@ -111,9 +111,9 @@ def test_more_patches_than_one_launch_describes() -> None:
 
 def test_patches_give_the_same_bits_as_the_whole() -> None:
     whole = make_splats(300, 47, 33, opacities=(0.02, 1.0))
-    ids = pixel_ids(PIECES, 47).cuda()
+    ids = pixel_ids(PATCHES, 47).cuda()
     results = []
-    for splats in (whole, whole.with_patches(*PIECES), replace(whole, tile_size=7)):
+    for splats in (whole, whole.with_patches(*PATCHES), replace(whole, tile_size=7)):
         results.append(_forward(splats, splats.intersect(), "cuda", torch.float32)[1])
     for k in (0, 1):
         assert torch.equal(results[1][k], results[0][k][ids]) and torch.equal(results[2][k], results[0][k])

@@ -35,8 +35,8 @@ def test_rows_are_gsplats() -> None:
     assert bool(counted.any()) and torch.equal(-rows.radii[counted, 0], radii[0][counted])
     # Whatever gsplat sees is drawn here or counted, but for discs that reach the camera's plane.
     lost = (radii[0] > 0) & (rows.radii[:, 0] == 0)
-    reaches = (M[0, :, :2, 2].square().sum(-1) - depths[0].square()) >= -1e-6 * depths[0].square()
-    assert bool(reaches[2]) and not bool((lost & ~reaches).any())
+    overlapping = (M[0, :, :2, 2].square().sum(-1) - depths[0].square()) >= -1e-6 * depths[0].square()
+    assert bool(overlapping[2]) and not bool((lost & ~overlapping).any())
 
 
 def test_special_surfels_are_drawn_or_not() -> None:

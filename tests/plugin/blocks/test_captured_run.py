@@ -18,9 +18,9 @@ from ns_multigpu.plugin.blocks.graphs import StepGraphs
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, Outcome, course
+from tests.lib.tile_training_run import MODEL, Outcome, train_model
 from tests.lib.training_run import POINTS, write_capture
-from tests.plugin.blocks.tried_steps import ROOM, begin_with_little_room, take_from_graphs
+from tests.plugin.blocks.tried_steps import SMALL_CAPACITY, start_with_small_capacity, take_from_graphs
 
 IMAGES = 84
 VIEWS = {False: 2, True: 3}
@@ -47,7 +47,7 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
     learn, flush = Training._learn, training.Step.flush
     take, launched, replayed = StepGraphs.take, StepGraphs._as_it_comes, StepGraphs._replay
 
-    def learnt(self: Training, status: Status, *again: Any) -> None:
+    def recorded(self: Training, status: Status, *again: Any) -> None:
         seen["full"] += status.full
         learn(self, status, *again)
 
@@ -70,16 +70,16 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         take_from_graphs(patch, captured)
-        begin_with_little_room(patch)
-        patch.setattr(initial_capacity, "rows_needed", lambda *_: pairs_of(ROOM[1], world.size))
-        patch.setattr(Training, "_learn", learnt)
+        start_with_small_capacity(patch)
+        patch.setattr(initial_capacity, "rows_needed", lambda *_: pairs_of(SMALL_CAPACITY[1], world.size))
+        patch.setattr(Training, "_learn", recorded)
         patch.setattr(training.Step, "flush", flushed)
         patch.setattr(StepGraphs, "take", planned)
         patch.setattr(StepGraphs, "_as_it_comes", counted("launched", launched))
         patch.setattr(StepGraphs, "_replay", counted("replayed", replayed))
         views = VIEWS[tile] if tile else VIEWS[tile] // world.size
         steps = IMAGES // VIEWS[tile]
-        outcome: Outcome = course(world, tile, capture, runs, OPTIONS, steps, views, double=False)
+        outcome: Outcome = train_model(world, tile, capture, runs, OPTIONS, steps, views, double=False)
     return {**outcome, **seen, "plans": len(seen["plans"])}
 
 

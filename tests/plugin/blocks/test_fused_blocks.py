@@ -115,12 +115,12 @@ def test_blocks_that_log_write_and_no_others(
     behind = dict(zip(ends, [*ends[1:], ends[-1]], strict=True))
     assert all(events.trainer_steps[step] == behind[step] for step in logged), "while the device takes the next block"
     for step in logged:
-        told = events.seen[step]
-        assert next(iter(told)) == TIME, "the terminal goes by the first, and has its columns in this order"
-        assert told[TIME] == paces[step] and told[ETA] == pytest.approx((STEPS - step) * paces[step])
-        assert ("Train Loss" in told and "Step" in told) and (RAYS in told) == (step > 1)
+        scalars = events.seen[step]
+        assert next(iter(scalars)) == TIME, "the terminal goes by the first, and has its columns in this order"
+        assert scalars[TIME] == paces[step] and scalars[ETA] == pytest.approx((STEPS - step) * paces[step])
+        assert ("Train Loss" in scalars and "Step" in scalars) and (RAYS in scalars) == (step > 1)
         if step > 1:
-            assert told[RAYS] == pytest.approx(PIXELS / paces[step])
+            assert scalars[RAYS] == pytest.approx(PIXELS / paces[step])
     said = capsys.readouterr().out
     assert all(f"step {step} of {STEPS} ({100 * step / STEPS:.0f} %), " in said for step in (0, 20, 40))
     assert "(13 %)" not in said, "8 of 60: a block that does not log"
@@ -193,11 +193,11 @@ def test_images_are_there_at_the_resolution_of_the_first_step_before_the_clock_s
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[object] = []
-    bring, restart = DeviceImages.bring, ProgressLog.restart_clock
+    copy_images, restart = DeviceImages.bring, ProgressLog.restart_clock
 
     def brought(self: DeviceImages, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
         happened.append((factor, tuple(shrink(torch.zeros(24, 32, 3)).shape)))
-        bring(self, factor, shrink)
+        copy_images(self, factor, shrink)
 
     def restarted(self: ProgressLog, step: int) -> None:
         happened.append("clock")
@@ -258,7 +258,7 @@ def test_refinement_within_storage_keeps_the_step_and_adam(
         "pipeline.model.stop_split_at": 1000, "pipeline.model.sh_degree_interval": 1000,
     }  # fmt: skip
     trainer, _ = run(eager)
-    stayed = [adam for adam, room, _ in after if room]
+    stayed = [adam for adam, fits, _ in after if fits]
     assert len(stayed) >= 3 and all(stayed), after
     assert len({points for _, _, points in after}) > 2, "the model changes"
     assert trainer.pipeline.model.num_points != after[0][2]

@@ -15,7 +15,7 @@ from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, Outcome, course, furthest
+from tests.lib.tile_training_run import MODEL, Outcome, furthest, train_model
 from tests.lib.training_run import POINTS, follow, write_capture
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ GROWING = {MODEL + "max_gaussians": 70, MODEL + "mcmc_min_opacity": 0.095}
 def train(world: World, folder: Path, name: str, *, tile: bool = False, fused: str = "always", **more: Any) -> Outcome:
     options = {**STILL, "fused_steps": fused, **{MODEL + k: v for k, v in more.items()}}
     views = VIEWS if tile else VIEWS // world.size
-    return course(world, tile, folder / "capture", folder / name, options, IMAGES // VIEWS, views, double=False)
+    return train_model(world, tile, folder / "capture", folder / name, options, IMAGES // VIEWS, views, double=False)
 
 
 def train_both(world: World, folder: Path) -> dict[bool, Outcome]:
@@ -82,11 +82,11 @@ def test_noise_is_added_once_if_a_step_is_retried(
     again: list[bool] = []
     learn = Training._learn
 
-    def told(self: Any, status: Any, *feeds: Any) -> None:
+    def recorded(self: Any, status: Any, *feeds: Any) -> None:
         again.append(status.full)
         learn(self, status, *feeds)
 
-    monkeypatch.setattr(Training, "_learn", told)
+    monkeypatch.setattr(Training, "_learn", recorded)
     found = train(World.single(), folder, f"small-{tile}", tile=tile)
     assert any(again), "a capacity must have been exceeded"
     away = furthest(found, ordinary)

@@ -108,13 +108,13 @@ def a_step(points: PointStorage) -> Step:
     return step
 
 
-def course(spare: bool, device: str = "cpu", *, graphs: bool = False) -> tuple[dict[str, Tensor], list[bool]]:
+def train(spare: bool, device: str = "cpu", *, graphs: bool = False) -> tuple[dict[str, Tensor], list[bool]]:
     """Step with refinements between them, in graphs or not; and whether each time the step of before could stay."""
-    return _course(spare, device, graphs)[:2]
+    return _train(spare, device, graphs)[:2]
 
 
-def _course(spare: bool, device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], int]:
-    """As `course`; and how often a step was begun, to be launched or captured."""
+def _train(spare: bool, device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], int]:
+    """As `train`; and how often a step was begun, to be launched or captured."""
     with pytest.MonkeyPatch.context() as patch:
         if not spare:
             patch.setattr(point_storage, "MOST_SPARED", 0)
@@ -151,14 +151,14 @@ def _steps(device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], 
 
 def test_run_is_bitwise_the_same_with_and_without_spare_storage() -> None:
     """Bit for bit, also with moments of points that are gone in the room behind those that are left."""
-    with_room, stayed = course(spare=True)
-    without, never = course(spare=False)
+    with_spare, stayed = train(spare=True)
+    without, never = train(spare=False)
     assert stayed == [False, True, True, True, False, False]
     assert never == [False] * 6
-    assert with_room.keys() == without.keys()
-    for name, value in with_room.items():
+    assert with_spare.keys() == without.keys()
+    for name, value in with_spare.items():
         assert torch.equal(value, without[name]), name
-    assert with_room["grad2d"].sum() > 0
+    assert with_spare["grad2d"].sum() > 0
 
 
 def test_a_refinement_in_place_leaves_the_step_and_its_adam() -> None:
@@ -182,7 +182,7 @@ def test_a_refinement_in_place_leaves_the_step_and_its_adam() -> None:
             step.scalars.copy_(torch.tensor(adam.count()))
             graphs.take(plan, lambda step=step: step.parts(plan, targets))
     assert stayed == [False, True, True, True, False, False]
-    expected, _ = course(spare=True)
+    expected, _ = train(spare=True)
     for name, value in model.values().items():
         assert torch.equal(value, expected[name]), name
 
@@ -218,9 +218,9 @@ def test_moved_tensors_are_detected() -> None:
 
 def test_graphs_that_are_recorded_outlast_refinements() -> None:
     """Bit for bit what steps do that are launched."""
-    expected, _ = course(spare=False)
+    expected, _ = train(spare=False)
     for spare, steps in ((True, 3), (False, 6)):
-        found, _, begun = _course(spare, "cpu", True)
+        found, _, begun = _train(spare, "cpu", True)
         assert begun == 2 * steps, "each step that was made was launched once, and captured once"
         for name, value in found.items():
             assert torch.equal(value, expected[name]), name
@@ -229,13 +229,13 @@ def test_graphs_that_are_recorded_outlast_refinements() -> None:
 @pytest.mark.gpu
 def test_graphs_outlast_refinements() -> None:
     """On a GPU the graph that was captured before a refinement does what one does that was captured after it."""
-    with_room, stayed = course(spare=True, device="cuda", graphs=True)
-    without, _ = course(spare=False, device="cuda", graphs=True)
+    with_spare, stayed = train(spare=True, device="cuda", graphs=True)
+    without, _ = train(spare=False, device="cuda", graphs=True)
     assert stayed == [False, True, True, True, False, False]
-    for name, value in with_room.items():  # the kernels add in an order of their own
+    for name, value in with_spare.items():  # the kernels add in an order of their own
         assert torch.allclose(value, without[name], rtol=1e-3, atol=1e-3 * float(without[name].abs().max())), name
     start = Model(200, "cuda").values()["means"][:90]
-    assert (with_room["means"] - start).abs().max() > 1e-2
+    assert (with_spare["means"] - start).abs().max() > 1e-2
 
 
 def test_tensors_remain_those_of_the_model() -> None:
@@ -292,12 +292,12 @@ def test_growth_beyond_storage_never_doubles_the_model(monkeypatch: pytest.Monke
         for x in (model.params[name], adam.exp_avgs[place], adam.exp_avg_sqs[place])
     ]
     gone: list[int] = []
-    with_room = point_storage._with_capacity
+    with_spare = point_storage._with_capacity
 
     def counted(x: Tensor, rows: int) -> Tensor:
         assert all(one.expired() for one in too_small)
         gone.append(sum(one.expired() for one in each))
-        return with_room(x, rows)
+        return with_spare(x, rows)
 
     monkeypatch.setattr(point_storage, "_with_capacity", counted)
     assert not points.has_capacity(500)

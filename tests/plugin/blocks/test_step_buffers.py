@@ -139,16 +139,16 @@ def test_bytes_written_to_replicas_are_counted() -> None:
     """The rows that there are, in each step, and a message. Ranks meet in its `return`, where there is no collective to
     be measured."""
     buffers = make_buffers("batch")
-    buffers._transport = told = PeerReplicas.__new__(PeerReplicas)
-    told.world, told._line_bytes = World(0, 3, 0, 3, torch.device("cpu")), 76
-    told._messages = torch.zeros(3, 125, dtype=torch.int64)
+    buffers._transport = replicas = PeerReplicas.__new__(PeerReplicas)
+    replicas.world, replicas._line_bytes = World(0, 3, 0, 3, torch.device("cpu")), 76
+    replicas._messages = torch.zeros(3, 125, dtype=torch.int64)
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=3, rows=9, segments=(2, 5), intersections=30, full=False, sent=0))
     assert buffers._world.traffic.sent - before == 3 * 2 * (1000 + 9 * 76)
     buffers.tells = True
     assert [part for part in ("project", "send", "return") if buffers.exchanges_in(part)] == ["return"]
     buffers.forget()
-    assert buffers._transport is told, "ranks have to meet for another"
+    assert buffers._transport is replicas, "ranks have to meet for another"
 
 
 def test_capacity_is_checked_for_received_rows() -> None:
@@ -236,29 +236,29 @@ def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("strategy", "reach", "options", "handed"),
+    ("strategy", "peer_access", "options", "forwarded"),
     [
         ("tile", True, {}, True), ("tile", False, {}, False), ("locality", False, {}, True),
         ("tile", True, {"tile_lists": "sort"}, False), ("batch", True, {}, False),
     ],
 )  # fmt: skip
 def test_rows_of_locality_are_forwarded(
-    strategy: str, reach: bool, options: dict[str, str], handed: bool, monkeypatch: pytest.MonkeyPatch
+    strategy: str, peer_access: bool, options: dict[str, str], forwarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of `locality`; and others where there is peer memory to do it with: it changes the order of sums."""
     names = {True: "mixed", False: "collective"}
     monkeypatch.setattr(
-        step_buffers, "choose_transport", lambda *_, relayed: TransportChoice(names[reach and relayed], "said so")
+        step_buffers, "choose_transport", lambda *_, relayed: TransportChoice(names[peer_access and relayed], "said so")
     )
     world = replace(World.single(), size=4, local_size=2)
     config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
     vars(config).update(options)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
-    assert buffers.relays == (Relays(2, 2) if handed else None)
-    if handed or strategy == "tile":
-        numbers = 8 if handed else 4
-        made = buffers.transport(replace(SETTINGS, segment=16), GaussianKernels(degree=0)) if not reach else None
-        assert made is None or ((type(made) is RelayedRows) == handed and len(made.room) == numbers)
+    assert buffers.relays == (Relays(2, 2) if forwarded else None)
+    if forwarded or strategy == "tile":
+        numbers = 8 if forwarded else 4
+        made = buffers.transport(replace(SETTINGS, segment=16), GaussianKernels(degree=0)) if not peer_access else None
+        assert made is None or ((type(made) is RelayedRows) == forwarded and len(made.room) == numbers)
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -276,16 +276,19 @@ def test_half_wire_between_machines_works_with_peer_memory(half: bool, monkeypat
     wire = "half" if half else "full"
     config = SimpleNamespace(transport="auto", tile_lists="gather", wire=wire)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
-    relays = Relays(2, 2)
-    assert wanted == [True] and buffers.relays == relays
+    hierarchy = Relays(2, 2)
+    assert wanted == [True] and buffers.relays == hierarchy
     assert not buffers.peer and not buffers.one_for_all, "each pair has its own room"
     assert buffers.pairs(7) == pairs_of(7, 4, 8)
     # On rank 2: 2 of its own, and from rank 3; 70 from machine 0, of which its counterpart there is rank 0.
-    arrive = {2: {relays.inside(0): 2, relays.handed(0, 0): 70}, 3: {relays.inside(0): 5, relays.handed(0, 0): 9}}
-    table = tuple(tuple(arrive.get(rank, {}).get(k, 0) for k in range(8)) for rank in range(4))
-    with_relays = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, relays=relays)
+    received = {
+        2: {hierarchy.inside(0): 2, hierarchy.handed(0, 0): 70},
+        3: {hierarchy.inside(0): 5, hierarchy.handed(0, 0): 9},
+    }
+    table = tuple(tuple(received.get(rank, {}).get(k, 0) for k in range(8)) for rank in range(4))
+    with_forwarding = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, relays=hierarchy)
     direct = tuple(tuple((2, 5, 70, 9)[rank] if to == 2 else 0 for to in range(4)) for rank in range(4))
-    assert with_relays == bytes_of_step((1024, direct, 4096), 3072, 4, travels=True)
+    assert with_forwarding == bytes_of_step((1024, direct, 4096), 3072, 4, travels=True)
     made: Any = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert made.peer and made.half == half
     assert RelayedRows.written_bytes(object.__new__(RelayedRows), 1, 9, 7) == 0

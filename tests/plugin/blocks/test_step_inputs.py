@@ -16,7 +16,7 @@ from ns_multigpu.plugin.blocks.step_inputs import Feeding
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from tests.lib.training_run import follow, write_capture
-from tests.plugin.blocks.tried_steps import begin_with_little_room, take_from_graphs
+from tests.plugin.blocks.tried_steps import start_with_small_capacity, take_from_graphs
 
 OPTIONS = {
     "fused_steps": "always",
@@ -28,7 +28,7 @@ OPTIONS = {
 }
 
 
-def course(
+def train(
     folder: Path,
     together: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -56,7 +56,7 @@ def course(
         done.append(f"T{feeds[0].step}" + (f"-{feeds[0].step + count - 1}" if count > 1 else ""))
         return count
 
-    def learnt(self: Training, status: Status) -> None:
+    def recorded(self: Training, status: Status) -> None:
         done.extend(["F"] if status.full else [])
         learn(self, status)
 
@@ -70,10 +70,10 @@ def course(
             take_from_graphs(patched)
             patched.setattr(graphs, "WORTH_SEVERAL", 2)
         if tight:
-            begin_with_little_room(patched)
+            start_with_small_capacity(patched)
             patched.setattr(StepCapacities, "spare", lambda *args, **spared: None)
             patched.setattr(StepCapacities, "learn", fitted)
-        patched.setattr(Training, "_learn", learnt)
+        patched.setattr(Training, "_learn", recorded)
         patched.setattr(step_inputs, "TOGETHER", together)
         patched.setattr(Feeding, "draw", drawn)
         patched.setattr(Training, "_take", taken)
@@ -86,8 +86,8 @@ def test_steps_that_are_drawn_together_are_those_that_are_drawn_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_capture(tmp_path / "tiny", wide=False)
-    alone, usual = course(tmp_path, 1, monkeypatch)
-    together, done = course(tmp_path, 3, monkeypatch)
+    alone, usual = train(tmp_path, 1, monkeypatch)
+    together, done = train(tmp_path, 3, monkeypatch)
     assert usual == [word for step in range(15) for word in (f"D{step}", f"T{step}")]
     assert done == [
         *("D0", "T0"),  # a block of one step, for the log
@@ -103,8 +103,8 @@ def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_capture(tmp_path / "tiny", wide=False)
-    alone, usual = course(tmp_path, 1, monkeypatch, steps=17, captured=True)
-    at_once, done = course(tmp_path, 3, monkeypatch, steps=17, captured=True)
+    alone, usual = train(tmp_path, 1, monkeypatch, steps=17, captured=True)
+    at_once, done = train(tmp_path, 3, monkeypatch, steps=17, captured=True)
     assert usual == [word for step in range(17) for word in (f"D{step}", f"T{step}")]
     assert done == [
         *("D0", "T0"),  # it is launched
@@ -122,8 +122,8 @@ def test_graph_steps_beyond_capacity_are_retried(tmp_path: Path, monkeypatch: py
     # All steps look at one view but the second of a graph of three, whose view meets more tiles.
     views = lambda self, step, size: [3 if step == 14 else 0] * size  # noqa: E731
     monkeypatch.setattr(DistributedDataManager, "train_batch", views)
-    alone, _ = course(tmp_path, 1, monkeypatch, steps=17)
-    at_once, done = course(tmp_path, 3, monkeypatch, steps=17, captured=True, tight=True)
+    alone, _ = train(tmp_path, 1, monkeypatch, steps=17)
+    at_once, done = train(tmp_path, 3, monkeypatch, steps=17, captured=True, tight=True)
     taken = done.index("T13-15")
     assert done[taken:] == ["T13-15", "D16", "T16", "F", "T14", "T15", "T16"], "13 has been taken, the others not"
     assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
@@ -138,13 +138,13 @@ def test_steps_are_taken_one_by_one_where_the_host_has_to_do_something_between_t
     between: dict[str, Any], follow_each_other: bool
 ) -> None:
     given = {"noise": False, "observed": None, "shows": True, "plan": 1, "count": 8} | between
-    served = SimpleNamespace(shows=lambda buffers: given["shows"])
+    queue = SimpleNamespace(shows=lambda buffers: given["shows"])
     model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))
     fed = Feeding(SimpleNamespace(model=model), None, 0, SimpleNamespace())  # type: ignore[arg-type]
     one: Any = SimpleNamespace(
         _noise=SimpleNamespace(active=given["noise"]),
         _observed=given["observed"],
-        _serving=served,
+        _serving=queue,
         _buffers=None,
         _feeding=fed,
     )
@@ -166,7 +166,7 @@ def test_steps_waiting_for_plans_or_images_run_alone(learns: Feedback, lookahead
 
 
 def test_each_batch_is_prefetched_once_at_its_final_size() -> None:
-    told: list[list[list[tuple[int, int]]]] = []
+    prefetched: list[list[list[tuple[int, int]]]] = []
     known = [True]
 
     def coming(steps: range, size: int) -> list[list[int]]:
@@ -174,7 +174,7 @@ def test_each_batch_is_prefetched_once_at_its_final_size() -> None:
 
     pipeline: Any = SimpleNamespace(
         model=SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random")),
-        strategy=SimpleNamespace(assignment=SimpleNamespace(prefetch_plans=told.append)),
+        strategy=SimpleNamespace(assignment=SimpleNamespace(prefetch_plans=prefetched.append)),
         datamanager=SimpleNamespace(coming=coming),
         batch_size=2,
     )
@@ -183,7 +183,7 @@ def test_each_batch_is_prefetched_once_at_its_final_size() -> None:
     for steps in (range(3), range(3, 6), range(6, 8)):
         fed.prefetch_plans(steps, 2, lambda step: 4 if step < 7 else 1)
     batches = [[(2 * step, 4 if step < 7 else 1), (2 * step + 1, 4 if step < 7 else 1)] for step in range(10)]
-    assert told == [batches[:5], batches[5:8], batches[8:]]
+    assert prefetched == [batches[:5], batches[5:8], batches[8:]]
     known[0] = False  # a sequence that is drawn as it comes
     fed.prefetch_plans(range(8, 10), 2, lambda step: 1)
-    assert told[3:] == [[]]
+    assert prefetched[3:] == [[]]

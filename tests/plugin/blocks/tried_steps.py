@@ -10,7 +10,7 @@ from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from tests.lib.recorded import RecordedPool
 
-ROOM = (24, 12, 96)
+SMALL_CAPACITY = (24, 12, 96)
 """Rows, a segment and intersections that the first step has room for: too few."""
 
 
@@ -32,8 +32,8 @@ def take_from_graphs(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
     patch.setattr(training, "GraphPool", lambda _: RecordedPool())
 
 
-def begin_with_little_room(patch: pytest.MonkeyPatch) -> None:
-    """From now on first steps have `ROOM`, and later ones what was needed, without more beside it."""
-    patch.setattr(InitialCapacity, "_guess", lambda self, pixels: ROOM)
+def start_with_small_capacity(patch: pytest.MonkeyPatch) -> None:
+    """From now on first steps have `SMALL_CAPACITY`, and later ones what was needed, without more beside it."""
+    patch.setattr(InitialCapacity, "_guess", lambda self, pixels: SMALL_CAPACITY)
     for module in (step_capacities, initial_capacity):
         patch.setattr(module, "padded", lambda count: max(count, 16))

@@ -39,7 +39,7 @@ def _images(data: DistributedDataManager, steps: int, size: int) -> list[tuple[i
     return seen
 
 
-def _course(world: World, folder: Path, gigabytes: float | None) -> list[tuple[int, ImageData]]:
+def _load(world: World, folder: Path, gigabytes: float | None) -> list[tuple[int, ImageData]]:
     data = manager(folder, world, image_memory_gb=gigabytes)
     data.check_capture()
     assert data.train_share.store.complete == (gigabytes is None) and data.eval_share.own
@@ -54,8 +54,8 @@ def _course(world: World, folder: Path, gigabytes: float | None) -> list[tuple[i
     return [(index, {name: part.clone() for name, part in image.items()}) for index, image in seen]
 
 
-def _both_courses(world: World, folder: Path, gigabytes: float) -> list[list[tuple[int, ImageData]]]:
-    return [_course(world, folder, None), _course(world, folder, gigabytes)]
+def _load_both(world: World, folder: Path, gigabytes: float) -> list[list[tuple[int, ImageData]]]:
+    return [_load(world, folder, None), _load(world, folder, gigabytes)]
 
 
 @pytest.mark.parametrize(("size", "distorted"), [(1, False), (1, True), (2, True)])
@@ -63,7 +63,7 @@ def test_images_decoded_on_demand_are_those_of_memory(tmp_path: Path, size: int,
     lens: dict[str, Any] = {"k1": 0.05, "p1": 0.01} if distorted else {}
     folder = write_capture(tmp_path / "capture", masks=True, **lens)
     little = 5 * (WIDTH * HEIGHT * 4 + 128) / 1e9  # of 9 training and 3 held-out images, two of each
-    for one, other in run_ranks(_both_courses, size, folder, little):
+    for one, other in run_ranks(_load_both, size, folder, little):
         assert [index for index, _ in one] == [index for index, _ in other]
         for (_, a), (_, b) in zip(one, other, strict=True):
             assert torch.equal(a["image"], b["image"]) and torch.equal(a["mask"], b["mask"])
@@ -135,8 +135,8 @@ def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: 20_000)
     data = manager(folder, World.single())
     assert data.image_memory == 10_000 and not data.train_share.store.complete
-    beside_another = manager(folder, replace(World.single(), local_size=2))
-    assert beside_another.image_memory == 5_000, "workers of one machine share its memory"
+    sharing = manager(folder, replace(World.single(), local_size=2))
+    assert sharing.image_memory == 5_000, "workers of one machine share its memory"
     monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: None)
     assert manager(folder, World.single()).image_memory is None
 

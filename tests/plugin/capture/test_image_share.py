@@ -106,10 +106,10 @@ def test_images_of_two_sources_are_not_mixed_up() -> None:
     assert run_ranks(_deliver_from_two, 3) == [6, 3, 4]
 
 
-def _cut(world: World, budget: int | None, homes: list[int] | None) -> tuple[int, int]:
+def _cut(world: World, budget: int | None, owners: list[int] | None) -> tuple[int, int]:
     """Bands of most views of a batch for each rank, and rectangles for the third. Returns bytes sent, and decodings."""
     share = ImageShare(
-        [SHAPE_OF_LARGE[index % 4] for index in range(8)], _large, world, homes=homes, label="test", budget=budget
+        [SHAPE_OF_LARGE[index % 4] for index in range(8)], _large, world, homes=owners, label="test", budget=budget
     )
     batch = [6, 1, 4, 3, 1]
     views = [View(torch.eye(4), torch.eye(3), 40, 24) for _ in batch]
@@ -158,18 +158,18 @@ def _large(index: int) -> ImageData:
     return data
 
 
-@pytest.mark.parametrize("homes", [None, [2] * 8, [0, 1, 2, 0, 1, 2, 2, 1]], ids=["dealt", "one holder", "given"])
-def test_only_rendered_rectangles_are_sent(homes: list[int] | None) -> None:
+@pytest.mark.parametrize("owners", [None, [2] * 8, [0, 1, 2, 0, 1, 2, 2, 1]], ids=["dealt", "one holder", "given"])
+def test_only_rendered_rectangles_are_sent(owners: list[int] | None) -> None:
     """The same on demand, with room for two images: each is then decoded once, though several ranks want some of it."""
-    kept = run_ranks(_cut, 3, None, homes)
-    late = run_ranks(_cut, 3, 2 * 24 * 40 * 16, homes)
+    kept = run_ranks(_cut, 3, None, owners)
+    late = run_ranks(_cut, 3, 2 * 24 * 40 * 16, owners)
     assert [sent for sent, _ in kept] == [sent for sent, _ in late] and sum(sent for sent, _ in kept) > 0
-    holders = [view % 3 for view in range(8)] if homes is None else homes
+    holders = [view % 3 for view in range(8)] if owners is None else owners
     assert all(decoded == 0 for _, decoded in kept)
     for rank, (_, decoded) in enumerate(late):
         held = [view for view in range(8) if holders[view] == rank]
-        room = sum(-(-SHAPE_OF_LARGE[view % 4].nbytes // 64) * 64 for view in held) <= 2 * 24 * 40 * 16
-        assert decoded == (0 if room else len({6, 1, 4, 3} & set(held)))
+        fits = sum(-(-SHAPE_OF_LARGE[view % 4].nbytes // 64) * 64 for view in held) <= 2 * 24 * 40 * 16
+        assert decoded == (0 if fits else len({6, 1, 4, 3} & set(held)))
 
 
 def _owned(world: World) -> int:
@@ -263,9 +263,9 @@ def _plain(index: int) -> ImageData:
 
 def test_a_store_decodes_only_what_is_asked_for_and_keeps_what_fits() -> None:
     """In a second epoch, a store for half of the images decodes only the other half again, whatever the order."""
-    count, room = 40, 20
-    store = ImageStore(dict.fromkeys(range(count), PLAIN), _plain, budget=room * 64, threads=2)
-    assert store.capacity == room and store.nbytes == room * 64 and not store.complete and store.decoded == 0
+    count, capacity = 40, 20
+    store = ImageStore(dict.fromkeys(range(count), PLAIN), _plain, budget=capacity * 64, threads=2)
+    assert store.capacity == capacity and store.nbytes == capacity * 64 and not store.complete and store.decoded == 0
     sequence = ViewSequence(count, seed=3)
     for epoch in range(4):
         before = store.decoded
@@ -274,7 +274,7 @@ def test_a_store_decodes_only_what_is_asked_for_and_keeps_what_fits() -> None:
             store.expect([sequence.at(place + i) for i in range(store.depth)])
             assert int(store.read(index, torch.device("cpu"))[0]) == index
         if epoch:
-            assert store.decoded - before <= count - room + store.depth
+            assert store.decoded - before <= count - capacity + store.depth
 
 
 def test_a_copy_on_the_host_outlives_its_place_in_memory() -> None:

@@ -36,8 +36,8 @@ def _written(folder: Path, count: int = 50) -> Path:
 
 def _parsers(folder: Path, **more: Any) -> tuple[ColmapDataParser, ColmapDataParser]:
     """Return nerfstudio's, and ours."""
-    kinds: tuple[Any, ...] = (ColmapDataParser, QuickColmap)
-    theirs, ours = (ColmapDataParserConfig(_target=kind, data=folder, **more).setup() for kind in kinds)
+    parsers: tuple[Any, ...] = (ColmapDataParser, QuickColmap)
+    theirs, ours = (ColmapDataParserConfig(_target=kind, data=folder, **more).setup() for kind in parsers)
     return theirs, ours
 
 

@@ -34,8 +34,8 @@ def content_of(step: int, world: World) -> Content:
 
 def _changed_meanwhile(world: World, models: Path) -> list[str]:
     """Everything is changed as soon as `save` has returned; nothing is written before that."""
-    told: list[str] = []
-    writer = CheckpointWriter(models, 0, world, told.append)
+    messages: list[str] = []
+    writer = CheckpointWriter(models, 0, world, messages.append)
     changed = threading.Event()
 
     def wait(_: str) -> None:
@@ -65,7 +65,7 @@ def _changed_meanwhile(world: World, models: Path) -> list[str]:
         for name, value in opened.tensors.read(opened.tensors.names).items():
             assert torch.equal(value, expected[name]), name
     assert writer.save(2, lambda: pytest.fail("there is one"), background=True)
-    return told
+    return messages
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -130,8 +130,8 @@ def test_one_rank_without_memory_makes_all_write_at_once(tmp_path: Path, size: i
 
 
 def _full(world: World, models: Path) -> tuple[list[str], list[int]]:
-    told: list[str] = []
-    writer = CheckpointWriter(models, 2, world, told.append)
+    messages: list[str] = []
+    writer = CheckpointWriter(models, 2, world, messages.append)
     saved: list[int] = []
 
     def full(name: str) -> None:
@@ -142,18 +142,18 @@ def _full(world: World, models: Path) -> tuple[list[str], list[int]]:
         for step in (1, 2, 3):
             assert writer.save(step, lambda step=step: content_of(step, world), background=True)
             if step == 2:  # told by whoever looks, without a word from the others
-                until(lambda: (writer.look(), bool(told))[1])
+                until(lambda: (writer.look(), bool(messages))[1])
             writer.finish()
             saved.append(writer.saved_step)
-    return told, saved
+    return messages, saved
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_full_disk_is_reported_and_keeps_old_checkpoints(tmp_path: Path, size: int) -> None:
     models = tmp_path / "nerfstudio_models"
-    for told, saved in run_ranks(_full, size, models):
-        assert saved == [1, 1, 3] and len(told) == 1
-        assert "step 2 could not be written" in told[0] and "No space left on device" in told[0]
+    for messages, saved in run_ranks(_full, size, models):
+        assert saved == [1, 1, 3] and len(messages) == 1
+        assert "step 2 could not be written" in messages[0] and "No space left on device" in messages[0]
     assert steps_in(models) == [1, 3] and len(list(states_folder(models).iterdir())) == 2
 
 

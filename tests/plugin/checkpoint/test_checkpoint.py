@@ -97,10 +97,10 @@ def test_fifty_damaged_ones_are_refused_and_named(models: Path, tmp_path: Path) 
         with pytest.raises(InputError, match=victim.name.replace(".", "[.]")) as caught:
             open_checkpoint(place / "step-000000002.ckpt", ALONE)
         assert "--load-step 1" in str(caught.value), "says which one is whole"
-        told: list[str] = []
-        newest = latest_checkpoint(place, told.append)
+        messages: list[str] = []
+        newest = latest_checkpoint(place, messages.append)
         assert newest == place / "step-000000001.ckpt"
-        assert told == [] if trial == 0 else victim.name in told[0]
+        assert messages == [] if trial == 0 else victim.name in messages[0]
         shutil.rmtree(place.parent)
     assert latest_checkpoint(models) == models / "step-000000002.ckpt"
 
@@ -197,8 +197,8 @@ def test_last_written_checkpoint_is_kept_at_any_step(models: Path) -> None:
     for step in (9, 3, 4):
         assert write(models, step) == ""
         for path in checkpoints_in(models):  # a second goes by
-            told = path.stat()
-            os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns - 10**9))
+            stat = path.stat()
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
     remove_old(models, 2, ALONE)
     assert [step_of(p) for p in checkpoints_in(models)] == [3, 4]
     assert len(list(states_folder(models).iterdir())) == 2
@@ -210,8 +210,8 @@ def test_a_clock_that_is_ahead_keeps_no_checkpoint_too_long(models: Path, keep: 
     for step in (1, 2):
         assert write(models, step) == ""
         for path in checkpoints_in(models):
-            told = path.stat()
-            os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns + 3600 * 10**9))
+            stat = path.stat()
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 3600 * 10**9))
     for step in (3, 4):
         assert write(models, step) == ""
         remove_old(models, keep, ALONE)

@@ -253,17 +253,17 @@ def test_model_is_written_in_the_folder_of_the_state(models: Path, monkeypatch: 
 
 def test_a_gpu_has_done_its_work_before_threads_copy_from_it(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their streams do not wait for the one that training uses; and they begin with the first GPU for theirs."""
-    told: list[tuple[str, Any, bool]] = []
+    recorded: list[tuple[str, Any, bool]] = []
 
     def note(name: str) -> Callable[[Any], None]:
-        return lambda device: told.append((name, device, threading.current_thread() is threading.main_thread()))
+        return lambda device: recorded.append((name, device, threading.current_thread() is threading.main_thread()))
 
     monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
     monkeypatch.setattr(torch.cuda, "set_device", note("set_device"))
     device = torch.device("cuda:1")
-    with disk(lambda _: told.append(("write", None, False))):
+    with disk(lambda _: recorded.append(("write", None, False))):
         assert write(models, 3, replace(ALONE, device=device)) == ""
-    assert told[0] == ("synchronize", device, True) and ("set_device", device, False) in told[1:]
+    assert recorded[0] == ("synchronize", device, True) and ("set_device", device, False) in recorded[1:]
 
 
 @pytest.mark.parametrize(
@@ -287,15 +287,15 @@ def test_files_at_once(megabytes: int, cores: int, ranks: int, files: int, monke
 
 
 @pytest.mark.parametrize(
-    ("room", "ranks", "files"), [(None, 1, 4), (8000, 1, 4), (6000, 1, 3), (6000, 3, 1), (10, 1, 1)]
+    ("memory_mib", "ranks", "files"), [(None, 1, 4), (8000, 1, 4), (6000, 1, 3), (6000, 3, 1), (10, 1, 1)]
 )
 @pytest.mark.parametrize("rows", [False, True])
 def test_gpu_copies_use_at_most_half_of_host_memory(
-    room: int | None, ranks: int, files: int, rows: bool, monkeypatch: pytest.MonkeyPatch
+    memory_mib: int | None, ranks: int, files: int, rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file holds one tensor of 1000 MiB, or one block of rows of as many."""
     monkeypatch.setattr(saved_tensors, "cores", lambda: 64)
-    monkeypatch.setattr(saved_tensors, "available_memory", lambda: None if room is None else room << 20)
+    monkeypatch.setattr(saved_tensors, "available_memory", lambda: None if memory_mib is None else memory_mib << 20)
     one = torch.empty(1 << 20, 250, device="meta")
     more = torch.empty(3 << 20, 250, device="meta")
     tensors = {"small": one[:5], "large": Rows(more, 0, len(more)) if rows else one}

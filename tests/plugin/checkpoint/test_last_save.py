@@ -295,10 +295,10 @@ def test_a_run_says_what_either_took(capture: Path, tmp_path: Path, monkeypatch:
     trainer, parts, done = set_up(capture, tmp_path), list[str](), RunParts.done
     monkeypatch.setattr(RunParts, "done", lambda self, part: parts.append(part) or done(self, part))
     trainer.train()
-    told = json.loads((trainer.base_dir / "training_summary.json").read_text())
+    summary = json.loads((trainer.base_dir / "training_summary.json").read_text())
     look, save = "last look at held-out views", "last save"
-    assert parts.index(look) < parts.index(save) and {look, save} <= set(told["startup_ms"])
-    assert told["psnr"] > 0 and told["held_out_views"] == 1 and steps_in(trainer.checkpoint_dir) == [1]
+    assert parts.index(look) < parts.index(save) and {look, save} <= set(summary["startup_ms"])
+    assert summary["psnr"] > 0 and summary["held_out_views"] == 1 and steps_in(trainer.checkpoint_dir) == [1]
 
 
 def _one_fails(world: World, capture: Path, out: Path) -> tuple[list[int], str]:

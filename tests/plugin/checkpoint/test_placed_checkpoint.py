@@ -105,9 +105,9 @@ def test_it_goes_on_from_ranges(tmp_path: Path) -> None:
 
 
 def test_places_of_other_points_are_not_saved() -> None:
-    holding = ShardIndex(HalfSpaces(), torch.arange(3))
+    shard_index = ShardIndex(HalfSpaces(), torch.arange(3))
     with pytest.raises(RuntimeError, match="rank 0 has 37 points, and the places of 3"):
-        split_state({}, whole_model(), ALONE, holding)
+        split_state({}, whole_model(), ALONE, shard_index)
 
 
 def test_rows_here_and_there(saved: tuple[Path, list[list[int]]]) -> None:

@@ -34,7 +34,7 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert _draws() == expected
 
 
-LEARNT = [[0, 700, 30], [3, 40, 500], [-1, 0, 1, 2]]
+VIEW_COSTS = [[0, 700, 30], [3, 40, 500], [-1, 0, 1, 2]]
 """The work of the rows of tiles of two views, and cuts that were made."""
 OTHERS = "Its training views, or the way they are drawn, were others"
 
@@ -52,12 +52,12 @@ def test_unknown_views_are_measured_again(
         write_capture(tmp_path / name, train=count)
     tile: dict[str, Any] = {"method": "splatfacto-tile", "camera_optimizer": CameraOptimizerConfig(mode="off")}
     before = start(ALONE, tmp_path / "one", tmp_path / "before", 10, **tile)
-    before.pipeline.strategy.assignment.load_state(LEARNT)
+    before.pipeline.strategy.assignment.load_state(VIEW_COSTS)
     assert before.checkpoints.save(4)
     said: list[str] = []
     monkeypatch.setattr(resume, "_tell", lambda line, _="": said.append(line))
     after = start(ALONE, tmp_path / "other", tmp_path / "after", 10, **tile, load_dir=before.checkpoint_dir, **options)
-    assert after.pipeline.strategy.assignment.knowledge() == (LEARNT if same else [])
+    assert after.pipeline.strategy.assignment.knowledge() == (VIEW_COSTS if same else [])
     assert any(OTHERS in line for line in said) != same
 
 

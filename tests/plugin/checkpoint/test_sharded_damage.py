@@ -49,9 +49,9 @@ def test_damaged_shards_are_refused_and_named(models: Path) -> None:
         SavedPoints.of(pipeline, models)
     with pytest.raises(InputError, match=r"__1_0[.]distcp has been truncated.* --load-step 1"):
         open_checkpoint(path, ALONE)
-    told: list[str] = []
-    newest = latest_checkpoint(models, told.append)
-    assert newest is not None and step_of(newest) == 1 and "__1_0.distcp" in told[0]
+    messages: list[str] = []
+    newest = latest_checkpoint(models, messages.append)
+    assert newest is not None and step_of(newest) == 1 and "__1_0.distcp" in messages[0]
     shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(InputError, match=r"__1_0[.]distcp has been altered"):
         open_checkpoint(path, ALONE)

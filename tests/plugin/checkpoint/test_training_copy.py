@@ -90,10 +90,10 @@ def test_copy_is_on_the_gpu_if_memory_is_four_times_its_size(spare: int, fails_a
 def test_all_ranks_have_their_copies_in_one_kind_of_memory(less: int, fails_at: int | None, place: str) -> None:
     """They share a GPU: what both copy counts. One of them that has no room, or finds that it had none, is enough."""
     needed = 4 * (MODEL + SHARED + 2 * ROWS)
-    told = run_ranks(_where, 2, [needed, needed - less], fails_at)
-    assert [found for found, _ in told] == [place] * 2
+    results = run_ranks(_where, 2, [needed, needed - less], fails_at)
+    assert [found for found, _ in results] == [place] * 2
     if place == "gpu":
-        assert sum(clones for _, clones in told) == 6, "the model and what both have are copied once, rows by each"
+        assert sum(clones for _, clones in results) == 6, "the model and what both have are copied once, rows by each"
 
 
 def test_without_a_gpu_copies_are_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,11 +188,11 @@ def test_copying_thread_keeps_its_gpu() -> None:
 # ---- checkpoints from a GPU ----
 
 
-def _saved(world: World, models: Path, gpu_has_room: bool) -> tuple[bool, list[str]]:
+def _saved(world: World, models: Path, gpu_has_memory: bool) -> tuple[bool, list[str]]:
     """Save in the background, changes everything at once, and compares what is read; whether the copy was on a GPU."""
     where: list[bool] = []
     usual = training_copy.training_copy, training_copy.free_bytes
-    if not gpu_has_room:
+    if not gpu_has_memory:
         training_copy.free_bytes = lambda _: 0
 
     def noted(content: Content, within: World) -> Content | None:
@@ -229,11 +229,11 @@ def _saved(world: World, models: Path, gpu_has_room: bool) -> tuple[bool, list[s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("gpu_has_room", [True, False])
-def test_a_checkpoint_from_a_gpu_is_of_its_step(tmp_path: Path, ranks: int, gpu_has_room: bool) -> None:
+@pytest.mark.parametrize("gpu_has_memory", [True, False])
+def test_a_checkpoint_from_a_gpu_is_of_its_step(tmp_path: Path, ranks: int, gpu_has_memory: bool) -> None:
     skip_without_gpus(ranks)
-    found = run_ranks(_saved, ranks, tmp_path / "nerfstudio_models", gpu_has_room, device="cuda")
-    assert found == [(gpu_has_room, [])] * ranks
+    found = run_ranks(_saved, ranks, tmp_path / "nerfstudio_models", gpu_has_memory, device="cuda")
+    assert found == [(gpu_has_memory, [])] * ranks
 
 
 @pytest.mark.parametrize("device", DEVICES)

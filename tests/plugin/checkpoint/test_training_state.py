@@ -50,13 +50,13 @@ from ns_multigpu.plugin.model.batch_scaling import RateSchedule, ScalingRule, sc
 def test_moved_schedulers_stand_where_they_would_have_walked_to(
     config: Any, batch: int, rule: ScalingRule, at_end: float
 ) -> None:
-    course = RateSchedule(rule, batch, 80, at_end)
+    schedule = RateSchedule(rule, batch, 80, at_end)
 
     def fresh() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = AdamOptimizerConfig(lr=0.01).setup(params=[torch.nn.Parameter(torch.ones(3))])
         scheduler = config.setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
-        scale_optimizer(optimizer, course)
-        return optimizer, scaled_scheduler(optimizer, scheduler, course)
+        scale_optimizer(optimizer, schedule)
+        return optimizer, scaled_scheduler(optimizer, scheduler, schedule)
 
     (walker, walking), (mover, moving) = fresh(), fresh()
     for count in range(1, 33):
@@ -196,8 +196,8 @@ def test_a_restarted_job_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_agent_is_one_process() -> None:
     mine = agent()
     assert mine == agent() and str(os.getppid()) in mine.split()
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", "from ns_multigpu.plugin.launch.ranks import agent; print(agent())"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    assert told.split()[1] == str(os.getpid()) and told != mine
+    assert output.split()[1] == str(os.getpid()) and output != mine

@@ -179,11 +179,13 @@ def test_a_block_goes_back_to_its_last_whole_step(capture: Path, tmp_path: Path,
     assert all(float(value) == step + 1 for value in counters.values())
     # The same course, ended there.
     options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4, "exposure": "affine"}
-    again = run_ranks(_course_of, size, capture, tmp_path / "again", step + 1, options)
+    again = run_ranks(_trained_parameters, size, capture, tmp_path / "again", step + 1, options)
     assert differing(again[0], found, 1e-6) == []
 
 
-def _course_of(world: World, capture: Path, run: Path, steps: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _trained_parameters(
+    world: World, capture: Path, run: Path, steps: int, options: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     trainer = start(world, capture, run, steps, camera_optimizer=_no_poses(options), **options)
     trainer.train()
     return everything(trainer)

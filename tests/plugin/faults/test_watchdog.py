@@ -203,8 +203,8 @@ def _stall(world: World, file: Path, skew: float) -> tuple[list[str], list[str]]
 def test_clocks_of_machines_need_not_agree(tmp_path: Path, skew: float) -> None:
     """Clocks a day off, of the day and since the start: each rank says for how long it stands, by its own."""
     # On a busy machine a rank may be slow to answer, and others then say that it does not: not three times.
-    told = (run_ranks(_stall, 2, tmp_path / f"store-{number}", skew) for number in range(3))
-    assert any(all(_agree(said, aborted) for said, aborted in of_ranks) for of_ranks in told)
+    outcomes = (run_ranks(_stall, 2, tmp_path / f"store-{number}", skew) for number in range(3))
+    assert any(all(_agree(said, aborted) for said, aborted in of_ranks) for of_ranks in outcomes)
 
 
 def _agree(said: list[str], aborted: list[str]) -> bool:

@@ -97,23 +97,25 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def told(saved: Path, *words: str) -> Any:
+def loaded_config(saved: Path, *words: str) -> Any:
     config: Any = with_options(read_config(saved), ["splatfacto-batch", "--load-config", str(saved), *words])
     assert type(config) is DistributedTrainerConfig
     return config
 
 
 def test_options_with_a_file_are_applied(saved: Path) -> None:
-    config = told(saved, "--max-num-images", "900", "--pipeline.views_per_rank", "3", "--load-dir=/my models")
+    config = loaded_config(saved, "--max-num-images", "900", "--pipeline.views_per_rank", "3", "--load-dir=/my models")
     assert (config.max_num_images, config.pipeline.views_per_rank) == (900, 3)
     assert (config.load_dir, config.load_step) == (Path("/my models"), None)
-    assert told(saved, "--start-over", "True").start_over
-    assert told(saved, "--load-step", "3", "colmap", "--downscale-factor", "2").load_step == 3
-    assert told(saved, "colmap", "--downscale-factor", "2").pipeline.datamanager.dataparser.downscale_factor == 2
+    assert loaded_config(saved, "--start-over", "True").start_over
+    assert loaded_config(saved, "--load-step", "3", "colmap", "--downscale-factor", "2").load_step == 3
+    assert (
+        loaded_config(saved, "colmap", "--downscale-factor", "2").pipeline.datamanager.dataparser.downscale_factor == 2
+    )
 
 
 def test_options_not_given_with_a_file_are_unchanged(saved: Path) -> None:
-    config = told(saved, "--vis", "tensorboard")
+    config = loaded_config(saved, "--vis", "tensorboard")
     assert (config.max_num_images, config.pipeline.model.sh_degree, config.timestamp) == (500, 2, "now")
     assert config.pipeline.datamanager.dataparser.downscale_factor == 4
     assert config.pipeline.datamanager.data == Path("/captures/fox")
@@ -121,13 +123,13 @@ def test_options_not_given_with_a_file_are_unchanged(saved: Path) -> None:
 
 
 def test_a_file_does_not_say_how_the_next_run_begins(saved: Path) -> None:
-    config = told(saved)
+    config = loaded_config(saved)
     assert (config.load_dir, config.load_step, config.load_checkpoint) == (None, None, None)
     assert config.start_over is False and config.load_config is None
 
 
 def test_another_place_of_the_capture_is_applied(saved: Path) -> None:
-    assert told(saved, "--data", "/moved/fox").pipeline.datamanager.data == Path("/moved/fox")
+    assert loaded_config(saved, "--data", "/moved/fox").pipeline.datamanager.data == Path("/moved/fox")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_unknown_option_with_a_file_is_an_error(
     saved: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        told(saved, *words)
+        loaded_config(saved, *words)
     assert caught.value.code == 2
     captured = capsys.readouterr()
     assert said in captured.out + captured.err

@@ -36,7 +36,7 @@ def two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PRETEND_MACHINES, "2")
 
 
-def _told(work: Callable[[], Any]) -> str:
+def _message_of(work: Callable[[], Any]) -> str:
     try:
         work()
     except InputError as error:
@@ -48,7 +48,7 @@ def _told(work: Callable[[], Any]) -> str:
 
 
 def _share(world: World, folders: list[Path]) -> str:
-    return _told(lambda: check_shared_folder(folders[world.machine], world, patience=1.0))
+    return _message_of(lambda: check_shared_folder(folders[world.machine], world, patience=1.0))
 
 
 def test_a_folder_that_all_machines_see_passes_and_stays_as_it_was(tmp_path: Path) -> None:
@@ -104,17 +104,17 @@ def test_one_machine_asks_for_nothing(tmp_path: Path) -> None:
 # ---- GPUs ----
 
 
-def _gpus(world: World, kinds: list[str]) -> tuple[str, str, str]:
-    return different_devices(kinds[world.rank], world), machines_named(world), at_another_machine(world)
+def _gpus(world: World, models: list[str]) -> tuple[str, str, str]:
+    return different_devices(models[world.rank], world), machines_named(world), at_another_machine(world)
 
 
 def test_gpus_that_are_unlike_are_named_by_machine() -> None:
     h200, a100 = "NVIDIA H200 (151 GB)", "NVIDIA A100 (85 GB)"
     alike = run_ranks(_gpus, 4, [h200] * 4)
-    assert {told[0] for told in alike} == {""}
+    assert {row[0] for row in alike} == {""}
     assert alike[0][1] == f"2 machines (pretended): machine 0 ({HOST}) has ranks 0 to 1; {SECOND} has ranks 2 to 3."
     shown = f"This is {SECOND}, with ranks 2 to 3 of 4. Progress is shown by rank 0 on machine 0 ({HOST})."
-    assert [told[2] for told in alike] == ["", "", shown, ""]
+    assert [row[2] for row in alike] == ["", "", shown, ""]
     [(_, pair, _), (_, _, second)] = run_ranks(_gpus, 2, [h200] * 2)
     assert f"machine 0 ({HOST}) has rank 0; {SECOND} has rank 1." in pair and f"{SECOND}, with rank 1 of 2." in second
     [(unlike, _, _), *_] = run_ranks(_gpus, 4, [h200, h200, h200, a100])
@@ -135,7 +135,7 @@ def test_impossible_restarts_are_reported() -> None:
 
 
 def _read(world: World, folders: list[Path]) -> str:
-    return _told(lambda: manager(folders[world.machine], world).check_capture())
+    return _message_of(lambda: manager(folders[world.machine], world).check_capture())
 
 
 def test_a_capture_that_is_on_one_machine_only(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def _points(world: World, changed: str) -> str:
         points = {"moved": points + 0.1, "fewer": points[1:], "rounded": points * (1 + 1e-6)}.get(changed, points)
         colours = {"fewer": colours[1:], "coloured": colours + 1}.get(changed, colours)
     given = None if changed == "none" and world.machine else (points, colours)
-    return _told(lambda: raise_together(different_points(given, world), world, DIFFERENT))
+    return _message_of(lambda: raise_together(different_points(given, world), world, DIFFERENT))
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,9 @@ def test_it_is_said_where_the_run_resumes(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(sys, "argv", ["ns-train", "splatfacto-locality", "--load-config", str(named)])
     config = old("splatfacto-locality")
     config._follow(named)
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("options that are gone and changed nothing of its results: ") == 1
-    assert "pipeline.locality.placement, pipeline.locality.within" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("options that are gone and changed nothing of its results: ") == 1
+    assert "pipeline.locality.placement, pipeline.locality.within" in output
     with pytest.raises(InputError, match="within metis: the strategy always uses its default"):
         old("splatfacto-locality", within="metis")._follow(named)
 

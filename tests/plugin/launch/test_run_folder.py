@@ -142,8 +142,8 @@ def test_a_run_goes_where_the_command_line_says(capture: Path, tmp_path: Path, p
     folder = trained(tmp_path, capture, 3)
     begun = loaded(process, folder / "config.yml", "--timestamp", "later")
     assert begun.get_base_dir() == folder.with_name("later")
-    elsewhere = loaded(process, folder / "config.yml", "--output-dir", str(tmp_path / "out"))
-    assert elsewhere.get_base_dir() == tmp_path / "out" / RUN
+    redirected = loaded(process, folder / "config.yml", "--output-dir", str(tmp_path / "out"))
+    assert redirected.get_base_dir() == tmp_path / "out" / RUN
 
 
 def test_a_file_alone_is_no_run_folder(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,8 @@ def test_threads_are_listed_with_processes() -> None:
     thread = Thread(target=work)
     thread.start()
     thread.join()
-    told = parts.told()
-    assert told["pictures (meanwhile)"] >= 20
+    times = parts.told()
+    assert times["pictures (meanwhile)"] >= 20
     assert "pictures" not in parts.parts
 
 

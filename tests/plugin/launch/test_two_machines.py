@@ -48,9 +48,9 @@ def _variables() -> dict[str, str]:
     return {**kept, **names, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
-def _torchrun(meeting: tuple[str, ...], words: list[str], workers: int = 1) -> list[str]:
+def _torchrun(rendezvous: tuple[str, ...], words: list[str], workers: int = 1) -> list[str]:
     """Return a machine's part of a job, with so many workers on each."""
-    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(workers), *meeting]
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(workers), *rendezvous]
     return [sys.executable, "-W", "ignore", *launcher, *words]
 
 

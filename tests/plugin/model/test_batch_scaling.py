@@ -58,14 +58,14 @@ SCHEDULES = [
 ]
 
 
-def _rates(config: Any, course: RateSchedule) -> list[float]:
+def _rates(config: Any, schedule: RateSchedule) -> list[float]:
     """Of every step, and the one that would follow."""
     optimizer = _optimizer()
     scheduler = config and config.setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
-    scale_optimizer(optimizer, course)
-    scheduler = scaled_scheduler(optimizer, scheduler, course)
+    scale_optimizer(optimizer, schedule)
+    scheduler = scaled_scheduler(optimizer, scheduler, schedule)
     rates = [optimizer.param_groups[0]["lr"]]
-    for _ in range(100 // course.batch):
+    for _ in range(100 // schedule.batch):
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -100,9 +100,9 @@ def test_rates_fall_over_the_run(
 
 @pytest.mark.parametrize(("rule", "quarter", "end"), [("none", 1.0, 0.01), ("sqrt-to-none", 4**-0.125, 0.005)])
 def test_rates_fall_behind_a_part_of_the_run(rule: ScalingRule, quarter: float, end: float) -> None:
-    course = RateSchedule(rule, 4, 400, 0.01, fall_from=0.6)
-    assert course.at(0) == 1 and course.at(25) == pytest.approx(quarter) and course.at(100) == pytest.approx(end)
-    alone = course.at(80) / (4**-0.4 if rule == "sqrt-to-none" else 1)
+    schedule = RateSchedule(rule, 4, 400, 0.01, fall_from=0.6)
+    assert schedule.at(0) == 1 and schedule.at(25) == pytest.approx(quarter) and schedule.at(100) == pytest.approx(end)
+    alone = schedule.at(80) / (4**-0.4 if rule == "sqrt-to-none" else 1)
     assert alone == pytest.approx(0.1), "half of the way"
 
 
@@ -124,23 +124,23 @@ def test_one_view_a_step_is_left_alone() -> None:
     scheduler = SCHEDULES[1].setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
     schedules = list(scheduler.lr_lambdas)
     for rule in ("sqrt-to-none", "sqrt", "linear", "none"):
-        course = RateSchedule(rule, 1, 100)
-        assert course.start == 1 and course.at(70) == 1
-        assert scaled_scheduler(optimizer, scheduler, course) is scheduler and scheduler.lr_lambdas == schedules
-        assert scaled_scheduler(optimizer, None, course) is None
+        schedule = RateSchedule(rule, 1, 100)
+        assert schedule.start == 1 and schedule.at(70) == 1
+        assert scaled_scheduler(optimizer, scheduler, schedule) is scheduler and scheduler.lr_lambdas == schedules
+        assert scaled_scheduler(optimizer, None, schedule) is None
 
 
 def test_a_run_that_goes_on_beyond_its_length_keeps_its_last_rates() -> None:
-    course = RateSchedule("sqrt-to-none", 4, 102)  # of 26 steps the last sees more than 102 images
-    assert course.at(26) == course.at(1000) == 0.5
+    schedule = RateSchedule("sqrt-to-none", 4, 102)  # of 26 steps the last sees more than 102 images
+    assert schedule.at(26) == schedule.at(1000) == 0.5
 
 
 def test_unknown_scheduler() -> None:
     optimizer = _optimizer()
     cyclic = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False)
-    for course in (RateSchedule("sqrt", 2, 100), RateSchedule("sqrt", 1, 100, 0.5)):
+    for schedule in (RateSchedule("sqrt", 2, 100), RateSchedule("sqrt", 1, 100, 0.5)):
         with pytest.raises(InputError, match="CyclicLR"):
-            scaled_scheduler(optimizer, cyclic, course)
+            scaled_scheduler(optimizer, cyclic, schedule)
 
 
 @pytest.mark.parametrize("config", SCHEDULES)

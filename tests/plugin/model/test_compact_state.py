@@ -20,7 +20,7 @@ from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import everything, start
 from tests.lib.sharding import POINTS, load, rows_of, save_sharded, whole_model, whole_state
-from tests.lib.tile_training_run import MODEL, Outcome, course
+from tests.lib.tile_training_run import MODEL, Outcome, train_model
 from tests.lib.training_run import write_capture
 
 
@@ -40,8 +40,8 @@ def make_optimizers(compact: bool) -> tuple[dict[str, torch.nn.Parameter], Batch
     poses = torch.nn.Parameter(torch.zeros(2, 6))
     config = {name: {"optimizer": AdamOptimizerConfig(lr=0.01), "scheduler": None} for name in (*ORDER, "camera_opt")}
     groups = {name: [param] for name, param in params.items()} | {"camera_opt": [poses]}
-    course = RateSchedule("sqrt", 2, 100)
-    return params, BatchOptimizers(config, groups, course, fused=True, compact=ORDER if compact else ())
+    schedule = RateSchedule("sqrt", 2, 100)
+    return params, BatchOptimizers(config, groups, schedule, fused=True, compact=ORDER if compact else ())
 
 
 def fill_moments(optimizers: BatchOptimizers) -> None:
@@ -129,7 +129,7 @@ def _trained_in_tiles(world: World, capture: Path, runs: Path, state: str, steps
         MODEL + "stop_screen_size_at": 0, MODEL + "num_downscales": 0, MODEL + "optimizer_state": state,
         "fused_steps": "always", **{f"optimizers.{name}.optimizer.eps": 1e-13 for name in ORDER},
     }  # fmt: skip
-    return course(world, True, capture, runs / f"{state}-{world.size}", options, steps, 1, double=False)
+    return train_model(world, True, capture, runs / f"{state}-{world.size}", options, steps, 1, double=False)
 
 
 @pytest.mark.slow
@@ -141,8 +141,8 @@ def test_a_run_on_shards(tmp_path: Path) -> None:
     for ranks in (1, 2):
         found = run_ranks(_trained_in_tiles, ranks, tmp_path / "capture", tmp_path, "compact", 50)[0]
         assert len(found["shards"]) == ranks and len({count for _, count in found["points"]}) >= 3
-        kinds = {name: v.dtype for name, v in found["moments"].items() if not name.endswith(".step")}
-        assert {name: kind for name, kind in kinds.items() if kind != COMPACT} == {}
+        dtypes = {name: v.dtype for name, v in found["moments"].items() if not name.endswith(".step")}
+        assert {name: kind for name, kind in dtypes.items() if kind != COMPACT} == {}
         assert all(torch.isfinite(v).all() for v in (*found["moments"].values(), *found["parameters"].values()))
         assert found["points"][-1][1] == pytest.approx(full["points"][-1][1], rel=0.25)
         assert found["metrics"]["psnr"] == pytest.approx(full["metrics"]["psnr"], abs=0.5)

@@ -19,7 +19,7 @@ from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.primitives.convexes.kernels import ConvexKernels
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import camera
-from tests.lib.training_run import follow, single_course, sums_over_points, write_capture
+from tests.lib.training_run import follow, sums_over_points, train_single, write_capture
 
 OPTIONS: dict[str, Any] = {
     "pipeline.views_per_step": 2, "pipeline.model.num_downscales": 0, "pipeline.model.primitive": "convex",
@@ -77,17 +77,17 @@ def test_fused_steps_are_the_ordinary_ones(tmp_path: Path, monkeypatch: pytest.M
     full: list[bool] = []
     learn = Training._learn
 
-    def learnt(self: Training, status: Status, *rest: Any) -> None:
+    def recorded(self: Training, status: Status, *rest: Any) -> None:
         full.append(status.full)
         learn(self, status, *rest)
 
     for strategy, ranks in (("tile", 2), ("batch", 1)):
-        expected = single_course(World.single(), tmp_path, OPTIONS, strategy, "never")
+        expected = train_single(World.single(), tmp_path, OPTIONS, strategy, "never")
         assert expected["count"] > 80
         with monkeypatch.context() as patch:
-            patch.setattr(Training, "_learn", learnt)
+            patch.setattr(Training, "_learn", recorded)
             patch.setattr(InitialCapacity, "_guess", lambda self, pixels: (24, 12, 96))
-            found = run_ranks(single_course, ranks, tmp_path, OPTIONS, strategy, "always")
+            found = run_ranks(train_single, ranks, tmp_path, OPTIONS, strategy, "always")
         for one in found:
             torch.testing.assert_close(one, expected, rtol=1e-4, atol=2e-3)
     assert full.count(True) == 1 and full.count(False) > 1

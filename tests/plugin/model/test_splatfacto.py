@@ -25,7 +25,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.methods import splatfacto_batch
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
-from tests.lib.stock_splatfacto import STATISTICS, StockCourse, follow_stock
+from tests.lib.stock_splatfacto import STATISTICS, StockRun, follow_stock
 from tests.lib.training_run import follow, write_capture
 
 STILL = {
@@ -34,7 +34,7 @@ STILL = {
 }  # fmt: skip
 """Everything but refinement: opacities are reset every 30 steps."""
 
-COURSE = {
+SCHEDULE = {
     "warmup_length": 20, "refine_every": 10, "reset_alpha_every": 8, "stop_split_at": 180, "stop_screen_size_at": 140,
     "num_downscales": 1, "resolution_schedule": 60, "sh_degree_interval": 50,
     "densify_grad_thresh": 0.01, "densify_size_thresh": 0.1, "split_screen_size": 0.5,
@@ -45,7 +45,7 @@ COURSE = {
 REFINED = [30, 40, 50, 60, 70, 100, 110, 120, 130, 140, 150]
 """When COURSE refines: after the warm-up, not in the pause that follows a reset at 80, nor from the stop at 180 on."""
 
-OTHER_WAYS = {
+OTHER_OPTIONS = {
     "rasterize_mode": "antialiased", "use_absgrad": False, "densify_grad_thresh": 0.004, "background_color": "white",
     "sh_degree": 2, "use_scale_regularization": True, "max_gauss_ratio": 1.5,
 }  # fmt: skip
@@ -79,7 +79,7 @@ class Both:
     ours: DistributedTrainer
     start: dict[str, Tensor]
     refined: list[tuple[int, dict[str, Tensor]]]
-    stock: StockCourse
+    stock: StockRun
 
 
 @pytest.fixture(autouse=True)
@@ -165,12 +165,12 @@ def test_the_same_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, OTHER_WAYS, {**OTHER_WAYS, **MORE_PARAMETERS}],
+    [{}, OTHER_OPTIONS, {**OTHER_OPTIONS, **MORE_PARAMETERS}],
     ids=["defaults", "other ways", "poses and colours"],
 )
 def test_complete_run_equals_splatfacto(tmp_path: Path, options: dict[str, Any]) -> None:
     """With nerfstudio's own loss: warm-up, resolution, harmonics, refinement by every rule, resets, stop."""
-    options = {**COURSE, **options}
+    options = {**SCHEDULE, **options}
     both = go(tmp_path, options, 200, eps=1e-7, double=True)
     stock = both.stock
 
@@ -202,7 +202,7 @@ def test_complete_run_equals_splatfacto(tmp_path: Path, options: dict[str, Any])
 
 def test_complete_fused_run_equals_splatfacto(tmp_path: Path) -> None:
     """In single precision, as they are. Rounding may one day lead to another decision: so far not in the beginning."""
-    both = go(tmp_path, COURSE, 200, eps=1e-7, double=False, fused=True)
+    both = go(tmp_path, SCHEDULE, 200, eps=1e-7, double=False, fused=True)
     stock = both.stock
     assert [r.step for r in stock.refinements] == [step for step, _ in both.refined] == REFINED
     for (step, ours), theirs in zip(both.refined, stock.refinements, strict=True):

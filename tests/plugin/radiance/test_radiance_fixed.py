@@ -180,10 +180,10 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _fast(trainer: DistributedTrainer, **options: Any) -> FastSteps:
     """What takes the steps on GPUs, here without a graph unless one is given."""
-    feed = trainer.pipeline.datamanager.feed()
-    assert feed is not None
+    step_inputs = trainer.pipeline.datamanager.feed()
+    assert step_inputs is not None
     guard, what = trainer.guards.numbers, {"skips": False, "mixed": False, "graphs": None, **options}
-    return FastSteps(trainer.pipeline, trainer.optimizers, trainer.world, guard, feed=feed, **what)
+    return FastSteps(trainer.pipeline, trainer.optimizers, trainer.world, guard, feed=step_inputs, **what)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_the_watch_over_a_step_sees() -> None:
 STEPS = 30
 
 
-def _courses(
+def _train_variants(
     world: World, capture: Path, out: Path, *, recorded: bool = False, **options: Any
 ) -> list[dict[str, torch.Tensor]]:
     """What two trainers have after some steps: one whose steps are fed and taken as on GPUs, and one whose are not.
@@ -250,10 +250,10 @@ def _courses(
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shape_buckets, "LEARNT", 4)
-        return _both_courses(world, capture, out, recorded, options)
+        return _train_both(world, capture, out, recorded, options)
 
 
-def _both_courses(
+def _train_both(
     world: World, capture: Path, out: Path, recorded: bool, options: dict[str, Any]
 ) -> list[dict[str, torch.Tensor]]:
     ends: list[dict[str, torch.Tensor]] = []
@@ -283,8 +283,8 @@ def _both_courses(
             if (recorded or world.device.type == "cuda") and name == "fast":
                 graphs = None if trainer.objective.fast is None else trainer.objective.fast._graphs
                 assert graphs is not None
-                kinds = [kind for (kind, _), _ in graphs._captured]
-                steps = {kind[2] for kind in kinds if kind[0] == "step"}
+                keys = [kind for (kind, _), _ in graphs._captured]
+                steps = {kind[2] for kind in keys if kind[0] == "step"}
                 assert steps == {True, False}, "one that learns proposals, one that does not"
             found = {n: p.detach().cpu().clone() for n, p in trainer.pipeline.model.named_parameters()}
             ends.append({**found, "losses": torch.tensor(losses)})
@@ -307,17 +307,17 @@ class _AsOperators:
     encode_grid_backward = staticmethod(torch.ops.ns_multigpu.encode_grid_backward)
 
 
-def _recorded_courses(world: World, *args: Any, **options: Any) -> list[dict[str, torch.Tensor]]:
+def _train_recorded(world: World, *args: Any, **options: Any) -> list[dict[str, torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("cuda_ext.ops.common.encode_grid.composed", _AsOperators)
         norms = lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf))  # noqa: E731
         patched.setattr(fast_steps, "finite_flags", norms)
-        return _courses(world, *args, recorded=True, **options)
+        return _train_variants(world, *args, recorded=True, **options)
 
 
 @pytest.mark.parametrize("samples_per", ["segment", "ray"])
 def test_recorded_steps_are_the_steps(capture: Path, tmp_path: Path, samples_per: str) -> None:
-    for ends in run_ranks(partial(_recorded_courses, samples_per=samples_per), 2, capture, tmp_path):
+    for ends in run_ranks(partial(_train_recorded, samples_per=samples_per), 2, capture, tmp_path):
         _compare(ends)
 
 
@@ -344,7 +344,7 @@ def test_a_rank_whose_cells_no_ray_meets_takes_its_step(
 
 
 def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
-    for ends in run_ranks(_courses, 2, capture, tmp_path):
+    for ends in run_ranks(_train_variants, 2, capture, tmp_path):
         _compare(ends)
 
 
@@ -352,7 +352,7 @@ def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "samples_per"), [(1, "segment"), (2, "segment"), (2, "ray")])
 def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, ranks: int, samples_per: str) -> None:
     skip_without_gpus(ranks)
-    for ends in run_ranks(partial(_courses, samples_per=samples_per), ranks, capture, tmp_path, device="cuda"):
+    for ends in run_ranks(partial(_train_variants, samples_per=samples_per), ranks, capture, tmp_path, device="cuda"):
         _compare(ends)
 
 

@@ -89,8 +89,8 @@ def led(world: World, run: Path) -> tuple[list[int], dict[str, Any], bool]:
     pipeline = loaded(world, run)
     cells = [int(number) for number in pipeline.model.cells]
     if not world.is_main:
-        while (told := broadcast_object(None, 0, world)) is not None:
-            obey(pipeline, told)
+        while (request := broadcast_object(None, 0, world)) is not None:
+            obey(pipeline, request)
         return cells, {}, False
     pipeline.team = SimpleNamespace(tell=lambda what, *args: broadcast_object((what, args, {}), 0, world))
     pipeline.renders.lead_always()
@@ -157,8 +157,10 @@ def test_failed_image_does_not_block_helpers(run: Path) -> None:
 
 
 def test_number_of_processes_for_a_field() -> None:
-    def ranks(cells: list[int], kind: Any = "cuda", count: int = 4, room: float | None = 10, asked: int | None = None):
-        memory = None if room is None else room * GB
+    def ranks(
+        cells: list[int], kind: Any = "cuda", count: int = 4, free_gb: float | None = 10, asked: int | None = None
+    ):
+        memory = None if free_gb is None else free_gb * GB
         return ranks_for([cell * GB for cell in cells], GB, Devices(kind, count, memory, asked))
 
     assert ranks([1, 1]) == 2, "no more than there are cells"

@@ -71,7 +71,7 @@ def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def courses(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch.Tensor]]:
+def train_modes(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Return this rank's final parameters of each run."""
     ends: dict[str, dict[str, torch.Tensor]] = {}
     for name, size, begun in (
@@ -103,7 +103,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
-    ends = run_ranks(courses, 3, capture, tmp_path)
+    ends = run_ranks(train_modes, 3, capture, tmp_path)
     whole = ends[0]["alone"]
     assert sum(".field." in name for name in whole) > 20 and len({n[:7] for n in whole if n.startswith("cells.")}) == 3
     for rank, end in enumerate(ends):
@@ -166,7 +166,7 @@ def test_evaluation_in_one_process_shows_what_was_trained(
         loaded.load_pipeline(state["pipeline"], state["step"])
 
 
-def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
+def _train_all_modes(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
     """Of each way: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
     ends: dict[str, tuple[dict[str, torch.Tensor], ...]] = {}
     for way in ("ddp", "xl occupancy", "ddp occupancy", "xl sky"):
@@ -186,7 +186,7 @@ def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[st
 
 
 def test_all_modes_resume_with_other_world_sizes(capture: Path, tmp_path: Path) -> None:
-    ends = run_ranks(_all_ways, 2, capture, tmp_path)
+    ends = run_ranks(_train_all_modes, 2, capture, tmp_path)
     for spread, (two, again) in ends[0].items():
         assert near(two, again) == [], spread
         theirs = ends[1][spread][0]

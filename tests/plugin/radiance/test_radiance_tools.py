@@ -81,9 +81,9 @@ def test_several_write_what_one_writes(run: Path, tmp_path: Path) -> None:
     cells, written = zip(*run_ranks(use, 2, run, two), strict=True)
     assert written == (5, 3), "they take turns: 3, 1, 2 and 2 frames"
     assert [number for some in cells for number in some] == list(range(CELLS)) and all(cells)
-    told, expected = (json.loads((folder / "results.json").read_text())["results"] for folder in (two, one))
-    assert told.keys() == expected.keys()
-    assert told["psnr"] == pytest.approx(expected["psnr"], rel=1e-5)
+    reported, expected = (json.loads((folder / "results.json").read_text())["results"] for folder in (two, one))
+    assert reported.keys() == expected.keys()
+    assert reported["psnr"] == pytest.approx(expected["psnr"], rel=1e-5)
     names = sorted(str(file.relative_to(one)) for file in one.rglob("*.png"))
     counts = {name: len([n for n in names if n.startswith(name)]) for name in ("images", "path", "around", "spiral")}
     assert counts == {"images": 6, "path": 3, "around": 1, "spiral": 2}

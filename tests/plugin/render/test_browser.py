@@ -46,8 +46,8 @@ def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
 
     def render(self: Any, state: CameraState) -> Any:
         outputs = usual_render(self, state)
-        told = {"c2w": state.c2w.tolist(), "fov": state.fov, "aspect": state.aspect, "step": self.viewer.step}
-        np.savez(folder / "new.npz", image=outputs["rgb"].numpy(), told=json.dumps(told))
+        details = {"c2w": state.c2w.tolist(), "fov": state.fov, "aspect": state.aspect, "step": self.viewer.step}
+        np.savez(folder / "new.npz", image=outputs["rgb"].numpy(), details=json.dumps(details))
         (folder / "new.npz").replace(folder / "last.npz")  # at once, so that a camera always has its own picture
         return outputs
 
@@ -132,9 +132,9 @@ class Run:
     def last(self) -> tuple[CameraState, np.ndarray[Any, Any], int]:
         """Of the last picture sent to a page the camera, the colours, and the step."""
         with np.load(self.folder / "last.npz") as file:
-            image, told = file["image"], json.loads(str(file["told"]))
-        c2w = torch.tensor(told["c2w"])
-        return CameraState(told["fov"], told["aspect"], c2w, CameraType.PERSPECTIVE), image, told["step"]
+            image, details = file["image"], json.loads(str(file["details"]))
+        c2w = torch.tensor(details["c2w"])
+        return CameraState(details["fov"], details["aspect"], c2w, CameraType.PERSPECTIVE), image, details["step"]
 
     def stop(self) -> list[list[int]]:
         (self.folder / "stop").touch()

@@ -31,12 +31,12 @@ def _train(world: World, capture: Path, runs: Path) -> dict[str, Any]:
         pipeline, log = trainer.pipeline, trainer._log
 
         def slowed(number: int) -> Any:
-            def travel(*args: Any) -> Any:
+            def delayed_exchange(*args: Any) -> Any:
                 calls.append((f"{places[number][0].__name__}.{number}", pipeline.timer.part, pipeline.model.training))
                 time.sleep(SLOW)
                 return usual[number](*args)
 
-            return travel
+            return delayed_exchange
 
         for number, (place, name) in enumerate(places):
             setattr(place, name, slowed(number))

@@ -14,7 +14,7 @@ from tests.lib.rendering import make_pipeline, write_capture
 HELD_OUT, RANKS, STRATEGIES = 5, (1, 2), ("batch", "tile")
 MOST = (HELD_OUT, 3, 1)
 BOUNDS = {1: (0, 90), 2: (0, 50, 90)}
-KINDS = ({}, {"alpha": True, "masks": True})
+CAPTURE_OPTIONS = ({}, {"alpha": True, "masks": True})
 
 
 def _looked_at(world: World, captures: list[Path]) -> dict[Any, Any]:
@@ -42,13 +42,13 @@ def _looked_at(world: World, captures: list[Path]) -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, Any]]]:
     folder = tmp_path_factory.mktemp("captures")
-    captures = [write_capture(folder / str(number), HELD_OUT, **kind) for number, kind in enumerate(KINDS)]
+    captures = [write_capture(folder / str(number), HELD_OUT, **kind) for number, kind in enumerate(CAPTURE_OPTIONS)]
     return {size: run_ranks(_looked_at, size, captures) for size in RANKS}
 
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("number", range(len(KINDS)))
+@pytest.mark.parametrize("number", range(len(CAPTURE_OPTIONS)))
 def test_it_is_the_mean_of_ns_evals(
     found: dict[int, list[dict[Any, Any]]], number: int, strategy: str, size: int
 ) -> None:

@@ -33,7 +33,7 @@ def _pipeline(world: World, capture: Path, strategy: str) -> Any:
     return pipeline
 
 
-def _courses(world: World, capture: Path, strategy: str) -> dict[str, Any]:
+def _render_all(world: World, capture: Path, strategy: str) -> dict[str, Any]:
     pipeline = _pipeline(world, capture, strategy)
     renders, made = pipeline.renders, pipeline.renders.pictures
     found: dict[str, Any] = {"rank": world.rank}
@@ -47,7 +47,7 @@ def _courses(world: World, capture: Path, strategy: str) -> dict[str, Any]:
     made._forward._room = forward._Room(1024, pairs_of(0, world.size), 1024)
     tries: list[int] = []
     attempt = forward._Try.run
-    forward._Try.run = lambda self, room: tries.append(room.rows) or attempt(self, room)  # type: ignore[method-assign]
+    forward._Try.run = lambda self, capacities: tries.append(capacities.rows) or attempt(self, capacities)  # type: ignore[method-assign]
     made._forward._room = forward._Room(7, pairs_of(1, world.size), 9)
     found["too little room"] = renders.render(camera(*SIZE), roots=every)
     found["tries"] = len(tries)
@@ -93,7 +93,7 @@ def _check(capture: Path, size: int, strategy: str, device: str) -> None:
     with torch.no_grad():
         expected = _pipeline(World.single(device), capture, "single").model.get_outputs_for_camera(camera(*SIZE))
     assert float(expected["rgb"].std()) > 0.05
-    for found in run_ranks(_courses, size, capture, strategy, device=device, seconds=60):
+    for found in run_ranks(_render_all, size, capture, strategy, device=device, seconds=60):
         for name in ("first", "again", "too little room", "in parts", "own"):
             for output, value in expected.items():
                 torch.testing.assert_close(found[name][output].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)

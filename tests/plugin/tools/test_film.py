@@ -242,10 +242,10 @@ def test_a_panorama_shows_what_pinholes_show(tmp_path: Path) -> None:
 
 
 def test_a_panoramic_film_says_that_it_is_one(run: Path, tmp_path: Path) -> None:
-    told = write_path(
+    path_file = write_path(
         tmp_path / "path.json", 2, camera_type="equirectangular", render_width=64, render_height=32, crop=None
     )
-    work = Rendering(CameraPath(told), tmp_path / "a.mp4")
+    work = Rendering(CameraPath(path_file), tmp_path / "a.mp4")
     assert work.what.check() == (64, 32)  # type: ignore[union-attr]
     run_ranks(render_run, 2, run, work, False)
     assert _frames(tmp_path / "a.mp4").shape == (2, 32, 64, 3)

@@ -65,12 +65,12 @@ def _works(folder: Path, path: Path) -> list[Any]:
 
 def _compare(many: Path, one: Path, images: int = 8) -> None:
     """What two tools have written; `many` so many images."""
-    told, expected = (json.loads((folder / "results" / "all.json").read_text()) for folder in (many, one))
-    assert told.keys() == {"experiment_name", "method_name", "checkpoint", "results"} == expected.keys()
-    assert told["method_name"] == "splatfacto-tile" and told["checkpoint"].endswith("step-000000007.ckpt")
-    assert told["results"].keys() == expected["results"].keys() >= {"psnr", "ssim", "psnr_std", "fps"}
+    reported, expected = (json.loads((folder / "results" / "all.json").read_text()) for folder in (many, one))
+    assert reported.keys() == {"experiment_name", "method_name", "checkpoint", "results"} == expected.keys()
+    assert reported["method_name"] == "splatfacto-tile" and reported["checkpoint"].endswith("step-000000007.ckpt")
+    assert reported["results"].keys() == expected["results"].keys() >= {"psnr", "ssim", "psnr_std", "fps"}
     for name in expected["results"].keys() - TIMING:
-        assert told["results"][name] == pytest.approx(expected["results"][name], rel=1e-5), name
+        assert reported["results"][name] == pytest.approx(expected["results"][name], rel=1e-5), name
     names = sorted(str(file.relative_to(many)) for file in many.rglob("*.png"))
     assert len(names) == images
     for name in names:

@@ -23,7 +23,7 @@ STEPS, SAVED, VIEWS = 24, 12, 2
 OTHERS = {"three machines": (3, 3, "locality"), "ranges": (2, 1, "tile"), "replicas": (1, 1, "batch")}
 
 
-def courses(world: World, capture: Path, out: Path, densifier: str, fused: str) -> dict[str, Any]:
+def train_all(world: World, capture: Path, out: Path, densifier: str, fused: str) -> dict[str, Any]:
     """What differs between courses; on the first rank. `points` are those of each rank in the end."""
     checkpoint_rows.BLOCK = 7
     report: dict[str, Any] = {}
@@ -42,8 +42,8 @@ def courses(world: World, capture: Path, out: Path, densifier: str, fused: str) 
             report[f"points {name}"] = all_gather_objects(trainer.pipeline.model.num_points, part)
             means = trainer.pipeline.model.means.detach()
             report[f"held {name}"] = {tuple(round(x, 3) for x in point) for point in means.tolist()}
-            homes = getattr(trainer.pipeline.strategy.placement, "homes", None)
-            report[f"homes {name}"] = None if homes is None else (homes.points, homes.owners.tolist())
+            owners = getattr(trainer.pipeline.strategy.placement, "homes", None)
+            report[f"homes {name}"] = None if owners is None else (owners.points, owners.owners.tolist())
         dist.barrier(group=world.control)
 
     run("ranges from the start", 2, 1, "tile")
@@ -66,14 +66,14 @@ def courses(world: World, capture: Path, out: Path, densifier: str, fused: str) 
 @pytest.mark.parametrize("densifier", ["splits", "mcmc by gradients"])
 def test_locality_trains_the_model_of_ranges(tmp_path: Path, densifier: str) -> None:
     write_capture(tmp_path / "capture", wide=False)
-    reports = run_ranks(courses, 3, tmp_path / "capture", tmp_path, densifier, "never")
+    reports = run_ranks(train_all, 3, tmp_path / "capture", tmp_path, densifier, "never")
     assert [report["again"] for report in reports[:2]] == [[], []], "as many ranks go on bit for bit"
     for name in ("ranges from the start", *OTHERS):
         assert reports[0][name] == [], name
     points = {name: reports[0][f"points {name}"] for name in ("ranges from the start", "machines", *OTHERS)}
     assert len({sum(counts) for counts in points.values()}) == 1 and sum(points["machines"]) != 60
-    elsewhere = reports[0]["held machines"] ^ reports[0]["held ranges from the start"]
-    assert len(elsewhere) > 8, "who owns what is not said by ranges"
+    moved = reports[0]["held machines"] ^ reports[0]["held ranges from the start"]
+    assert len(moved) > 8, "who owns what is not said by ranges"
     assert reports[0]["homes again"] == reports[0]["homes machines"], "groups' owners were saved, and read"
     assert set(reports[0]["homes three machines"][1]) == {0, 1, 2}
 
@@ -128,5 +128,5 @@ def test_fused_steps_with_plans_made_ahead(tmp_path: Path) -> None:
     assert all(row[f"busiest_{who}"] >= 1 for row in locality for who in ("sender", "receiver", "drawer"))
     assert "plan_misses" not in tile[-1]
     for rank, report in enumerate(reports):
-        homes = report["locality"]["at home"]
-        assert report["locality"]["held"] == [view for view, home in enumerate(homes) if home == rank]
+        owners = report["locality"]["at home"]
+        assert report["locality"]["held"] == [view for view, home in enumerate(owners) if home == rank]

@@ -45,7 +45,7 @@ def ours() -> Iterator[Any]:
 
     The process of a real `--help` ends with it. Here the classes' annotations are put back.
     """
-    kinds = {
+    expected_hints = {
         kind: dict(kind.__annotations__)
         for config in SPECS.values()
         for part in (config.pipeline, config.pipeline.model)
@@ -54,7 +54,7 @@ def ours() -> Iterator[Any]:
     }
 
     def put_back() -> None:
-        for kind, hints in kinds.items():
+        for kind, hints in expected_hints.items():
             kind.__annotations__.update(hints)
 
     def of(method: str, *words: str) -> list[str]:

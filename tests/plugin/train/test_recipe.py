@@ -101,9 +101,9 @@ def test_short_runs_refine_more_often_and_long_ones_longer() -> None:
 def test_all_rates_fall_over_the_last_part_of_the_run_and_not_before(views: int) -> None:
     """Whatever its length, and however many views a step has: by images seen, and times what else rates follow."""
     words = ("--batch-scaling", "none", "--pipeline.views-per-rank", str(views))
-    course = given("--recipe", "best", *words).rate_schedule(views, 50)
+    schedule = given("--recipe", "best", *words).rate_schedule(views, 50)
     steps = IMAGES // views
-    factors = [course.at(round(part * steps)) for part in (0.0, 0.84, 0.85, 0.925, 1.0)]
+    factors = [schedule.at(round(part * steps)) for part in (0.0, 0.84, 0.85, 0.925, 1.0)]
     assert factors == pytest.approx([1, 1, 1, 0.1**0.5, 0.1])
     assert given(*words).rate_schedule(views, 50).at(steps) == 1, "splatfacto's do not"
 

@@ -38,8 +38,8 @@ MCMC = {
 def make(rule: ScalingRule, batch: int, config: OptimizerConfig, size: int) -> tuple[BatchOptimizers, Tensor]:
     """Optimizers of one parameter that starts at zero."""
     param = torch.nn.Parameter(torch.zeros(size))
-    course = RateSchedule(rule, batch, images=10**9)
-    return BatchOptimizers({"x": {"optimizer": config, "scheduler": None}}, {"x": [param]}, course), param
+    schedule = RateSchedule(rule, batch, images=10**9)
+    return BatchOptimizers({"x": {"optimizer": config, "scheduler": None}}, {"x": [param]}, schedule), param
 
 
 def descend(rule: ScalingRule, batch: int, gradients: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ def test_clipping_sees_the_parameters_of_now() -> None:
 def test_noise_is_that_of_one_views_rate(rule: ScalingRule, scheduler: Any) -> None:
     def rates(batch: int) -> list[float]:
         config = {"x": {"optimizer": AdamOptimizerConfig(lr=1e-3), "scheduler": scheduler}}
-        course = RateSchedule(rule, batch, 48, at_end=0.1)
-        optimizers = BatchOptimizers(config, {"x": [torch.nn.Parameter(torch.zeros(3))]}, course)
+        schedule = RateSchedule(rule, batch, 48, at_end=0.1)
+        optimizers = BatchOptimizers(config, {"x": [torch.nn.Parameter(torch.zeros(3))]}, schedule)
         found = [optimizers.rate_of_one_view("x")]
         for _ in range(48 // batch):
             optimizers.optimizers["x"].step()
@@ -174,13 +174,13 @@ def test_a_scaled_batch_stays_nearer_to_one_view_a_step(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture")
     still = {**SMALL, MODEL + "warmup_length": 10**6, MODEL + "reset_alpha_every": 10**6, **SAME_ORDER}
 
-    def course(batch: int, rule: ScalingRule) -> dict[str, Tensor]:
+    def train_batches(batch: int, rule: ScalingRule) -> dict[str, Tensor]:
         options = {**still, "batch_scaling": rule}
         folder = tmp_path / f"{rule}-{batch}"
         trainer = follow(World.single(), tmp_path / "capture", folder, options, IMAGES // batch, batch)
         return {name: value.detach() for name, value in trainer.pipeline.model.gauss_params.items()}
 
-    one, scaled, plain = course(1, "sqrt"), course(4, "sqrt"), course(4, "none")
+    one, scaled, plain = train_batches(1, "sqrt"), train_batches(4, "sqrt"), train_batches(4, "none")
     for name in ("means", "opacities", "scales", "features_dc"):
         near, far = (float((other[name] - one[name]).norm()) for other in (scaled, plain))
         assert near < 0.75 * far, (name, near, far)

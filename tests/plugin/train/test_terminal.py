@@ -100,10 +100,10 @@ def test_terminal_shows_the_table_of_nerfstudio(
     assert drawn == [10] and capsys.readouterr().out == ""
 
 
-def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
+def watched(patience: int, *evaluations: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
     """Return a watch that has seen so many logs of each PSNR, and what it said at which log."""
     watch, said, step = PsnrWatch(patience), list[tuple[int, str]](), 0
-    for count, psnr in courses:
+    for count, psnr in evaluations:
         for _ in range(count):
             if warning := watch.look(psnr, 10 * step):
                 said.append((step, warning))
@@ -122,14 +122,14 @@ def test_quality_collapse_is_reported_once() -> None:
 
 def test_small_or_short_drops_are_not_reported() -> None:
     """A reset of opacities, a noisy start, and noise."""
-    for courses in (
+    for evaluations in (
         ((100, 25.0), (500, 25.0 - FAR_BELOW + 0.1)),
         ((100, 25.0), (15, 8.0), (100, 25.0)),
         ((3, 40.0), (500, 20.0)),
         ((500, 10.0), (500, 25.0)),
     ):
-        _, said = watched(20, *courses)
-        assert said == [], courses
+        _, said = watched(20, *evaluations)
+        assert said == [], evaluations
 
 
 def test_drop_just_beyond_the_limit_is_reported() -> None:

@@ -61,7 +61,7 @@ def rows_of(image: int, count: int) -> dict[str, Tensor]:
     }
 
 
-def course(world: World, batch: int, images: int) -> dict[str, Tensor]:
+def train(world: World, batch: int, images: int) -> dict[str, Tensor]:
     """Densifies through `images` images, `batch` a step, dealt out to the ranks."""
     params, optimizers = model()
     densifier = ReplicatedDensifier(**RULES, world=world, seed=7)
@@ -76,9 +76,9 @@ def course(world: World, batch: int, images: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_same_points_on_any_number_of_ranks(size: int) -> None:
-    expected = course(World.single(), 6, 60)
+    expected = train(World.single(), 6, 60)
     assert len(expected["means"]) != COUNT
-    for outcome in run_ranks(course, size, 6, 60):
+    for outcome in run_ranks(train, size, 6, 60):
         for name, value in expected.items():
             torch.testing.assert_close(outcome[name], value)
 
@@ -173,7 +173,7 @@ def test_one_image_a_step_is_gsplat() -> None:
         info = {"width": 2.0, "height": 2.0, "n_cameras": 1, "radii": 2 * radii, "gaussian_ids": None}
         torch.manual_seed(seed_from(7, "densify", image))
         peer.step_post_backward(expected, optimizers, state, image, {**info, "means2d": means2d})
-    found = course(World.single(), 1, 60)
+    found = train(World.single(), 1, 60)
     assert len(found["means"]) == len(expected["means"]) != COUNT
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.detach())
@@ -246,7 +246,7 @@ def test_no_refinement_at_or_after_the_stop_step(batch: int) -> None:
 
 def test_draws_do_not_touch_the_default_generator() -> None:
     torch.manual_seed(0)
-    course(World.single(), 4, 20)
+    train(World.single(), 4, 20)
     after = torch.rand(1)
     torch.manual_seed(0)
     model()

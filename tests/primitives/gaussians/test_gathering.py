@@ -16,22 +16,22 @@ from tests.primitives.gaussians.test_densifier import COUNT, RULES, model, rows_
 STATE = ("grad2d", "count", "radii")
 
 
-def with_room(x: Tensor, rows: int) -> Tensor:
+def with_spare(x: Tensor, rows: int) -> Tensor:
     """Return the same values at the front of memory for so many rows."""
     made = torch.full((rows, *x.shape[1:]), 77.0)
     made[: len(x)] = x
     return made[: len(x)]
 
 
-def give_room(params: Any, optimizers: Any, rows: int) -> dict[str, Tensor]:
+def add_spare_storage(params: Any, optimizers: Any, rows: int) -> dict[str, Tensor]:
     """Put a model where there is room for so many points, and return its tensors."""
     tensors: dict[str, Tensor] = {}
     for name, param in params.items():
         state = optimizers[name].state[param]
-        param.data = with_room(param.detach(), rows)
+        param.data = with_spare(param.detach(), rows)
         tensors[name] = param
         for key in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{name} {key}"] = state[key] = with_room(state[key], rows)
+            tensors[f"{name} {key}"] = state[key] = with_spare(state[key], rows)
     return tensors
 
 
@@ -55,9 +55,9 @@ def refined(
     densifier = ReplicatedDensifier(**RULES, seed=7)
     state = densifier.initialize_state()
     densifier._count(params, state, rows_of(0, COUNT))
-    before = give_room(params, optimizers, rows) if rows else {}
+    before = add_spare_storage(params, optimizers, rows) if rows else {}
     if rows:
-        state.update({name: with_room(state[name], rows) for name in STATE})
+        state.update({name: with_spare(state[name], rows) for name in STATE})
     sums = {name: state[name].data_ptr() for name in STATE}
     places = {name: x.data_ptr() for name, x in before.items()}
     if ahead:
@@ -95,7 +95,7 @@ def test_refinement_is_found_ahead_within_storage() -> None:
         params: Any = None
         params, optimizers = model()
         if rows:
-            give_room(params, optimizers, rows)
+            add_spare_storage(params, optimizers, rows)
         densifier = ReplicatedDensifier(**RULES)
         densifier.refine_ahead(params, optimizers, densifier.initialize_state(), 16, 1, torch.tensor(True))
         assert densifier._ahead is not None
@@ -139,11 +139,11 @@ def test_index_map_found_ahead_is_not_used_for_other_tensors() -> None:
             optimizers[name].state[new] = optimizers[name].state.pop(old)
 
     def moved(params: Any, optimizers: Any) -> None:
-        give_room(params, optimizers, 4 * COUNT)
+        add_spare_storage(params, optimizers, 4 * COUNT)
 
     def other_moments(params: Any, optimizers: Any) -> None:
         state = optimizers["quats"].state[params["quats"]]
-        state["exp_avg"] = with_room(state["exp_avg"], 4 * COUNT)
+        state["exp_avg"] = with_spare(state["exp_avg"], 4 * COUNT)
 
     expected, _ = refined(None)
     for between in (replaced, moved, other_moments):
@@ -155,7 +155,7 @@ def test_no_search_ahead_for_large_or_full_models(monkeypatch: pytest.MonkeyPatc
     params: Any = None
     params, optimizers = model()
     assert Gathering.of(params, optimizers) is None, "no room"
-    give_room(params, optimizers, 2 * COUNT)
+    add_spare_storage(params, optimizers, 2 * COUNT)
     found = Gathering.of(params, optimizers)
     assert found is not None and found.serves(params, optimizers, 2 * COUNT)
     assert not found.serves(params, optimizers, 2 * COUNT + 1)
@@ -165,23 +165,23 @@ def test_no_search_ahead_for_large_or_full_models(monkeypatch: pytest.MonkeyPatc
     assert alone is not None and alone.serves(params, {}, COUNT)
     other: Any = {**dict(params.items()), "quats": torch.nn.Parameter(params["quats"].data)}
     assert not alone.serves(other, {}, COUNT), "another object, in the same place"
-    params["quats"].data = with_room(params["quats"].detach(), 2 * COUNT)
+    params["quats"].data = with_spare(params["quats"].detach(), 2 * COUNT)
     assert not found.serves(params, optimizers, COUNT), "the same object, in another place"
     state = optimizers["scales"].state[params["scales"]]
     state["exp_avg"] = state["exp_avg"].clone()
     assert Gathering.of(params, optimizers) is None, "one has none"
-    give_room(params, optimizers, 2 * COUNT)
+    add_spare_storage(params, optimizers, 2 * COUNT)
     monkeypatch.setattr(gathering, "_TOGETHER", COUNT - 1)
     assert Gathering.of(params, optimizers) is None, "large"
 
 
 def test_zeros_are_allocated_in_spare_storage() -> None:
-    x = with_room(torch.ones(5), 8)
+    x = with_spare(torch.ones(5), 8)
     here = zeros_there(x, 7)
     assert here.data_ptr() == x.data_ptr()
     assert torch.equal(here, torch.zeros(7))
     assert torch.equal(zeros_there(x, 9), torch.zeros(9))
     plain = torch.ones(5)
     assert zeros_there(plain, 4).data_ptr() != plain.data_ptr(), "its memory is to go"
-    behind = with_room(torch.ones(8), 16)[2:]
+    behind = with_spare(torch.ones(8), 16)[2:]
     assert zeros_there(behind, 6).data_ptr() != behind.data_ptr(), "not at the front of its memory"

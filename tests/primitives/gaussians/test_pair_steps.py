@@ -8,9 +8,9 @@ import torch
 
 from ns_multigpu.core.exchange.hierarchy import Relays
 from ns_multigpu.core.exchange.pair_capacities import Pairs
-from tests.primitives.training_runs import RATES, Course, Outcome, assert_same_course, ordinary, take
+from tests.primitives.training_runs import RATES, Outcome, TrainingRun, assert_same_run, ordinary, take
 
-ROOM = (1024, 1024, 4096)
+CAPACITIES = (1024, 1024, 4096)
 
 
 def pairs_needed(outcome: Outcome) -> list[list[int]]:
@@ -24,8 +24,8 @@ def as_pairs(table: list[list[int]]) -> Pairs:
 @pytest.mark.parametrize(("ranks", "bounds"), [(2, None), (3, (0, 20, 290, 300)), (3, (0, 0, 100, 300))])
 def test_each_pair_of_ranks_has_its_own_capacity(ranks: int, bounds: tuple[int, ...] | None) -> None:
     """Just what it needs is enough, one row less for one pair costs a step, and the result is the same to the bit."""
-    course = Course("tile", 2, 3, bounds=bounds, room=ROOM, lazy=True)
-    plenty = take(course, ranks)
+    run = TrainingRun("tile", 2, 3, bounds=bounds, capacities=CAPACITIES, lazy=True)
+    plenty = take(run, ranks)
     needed = pairs_needed(plenty[0])
     off = [(a, b) for a in range(ranks) for b in range(ranks) if needed[a][b] > 0 and a != b]
     assert len({n for row in needed for n in row}) > 2, "pairs differ"
@@ -35,7 +35,7 @@ def test_each_pair_of_ranks_has_its_own_capacity(ranks: int, bounds: tuple[int, 
         table = [[*row] for row in needed]
         if lacking is not None:
             table[lacking[0]][lacking[1]] -= 1
-        tight = take(replace(course, room=(ROOM[0], as_pairs(table), ROOM[2])), ranks)
+        tight = take(replace(run, capacities=(CAPACITIES[0], as_pairs(table), CAPACITIES[2])), ranks)
         for one, other in zip(tight, plenty, strict=True):
             assert int(one["redone"]) == (lacking is not None), "on every rank"
             for name in (*RATES, "losses", "count", "grad2d"):
@@ -46,10 +46,10 @@ def test_each_pair_of_ranks_has_its_own_capacity(ranks: int, bounds: tuple[int, 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_local_rows_are_not_exchanged(ranks: int) -> None:
     """Room for it costs no byte. (That all bytes are those foretold is asserted of every course.)"""
-    course = Course("tile", 2, 2, room=ROOM)
+    run = TrainingRun("tile", 2, 2, capacities=CAPACITIES)
     roomy = tuple(tuple(9000 if a == b else 1024 for b in range(ranks)) for a in range(ranks))
     for usual, other in zip(
-        take(course, ranks), take(replace(course, room=(ROOM[0], roomy, ROOM[2])), ranks), strict=True
+        take(run, ranks), take(replace(run, capacities=(CAPACITIES[0], roomy, CAPACITIES[2])), ranks), strict=True
     ):
         assert int(usual["bytes"]) == int(other["bytes"]) and (int(usual["bytes"]) > 0) == (ranks > 1)
 
@@ -57,18 +57,18 @@ def test_local_rows_are_not_exchanged(ranks: int) -> None:
 def test_each_stage_between_machines_has_its_own_capacity() -> None:
     """Four ranks on two machines: own rows inside, rows across, and rows that are handed on. The bytes of every step
     are those foretold, which `taken` asserts."""
-    course = Course("tile", 2, 3, room=ROOM, lazy=True, machines=2, captured=True)
-    plenty, relays = take(course, 4), Relays(2, 2)
-    assert_same_course(course, plenty, ordinary(course))
+    run = TrainingRun("tile", 2, 3, capacities=CAPACITIES, lazy=True, machines=2, captured=True)
+    plenty, hierarchy = take(run, 4), Relays(2, 2)
+    assert_same_run(run, plenty, ordinary(run))
     needed = pairs_needed(plenty[0])
     assert all(int(one["replayed"]) > 0 for one in plenty)
-    inside, across, handed = (0, relays.inside(1)), (3, relays.across(0)), (1, relays.handed(1, 0))
-    assert all(needed[rank][number] > 0 for rank, number in (inside, across, handed))
-    for lacking in (None, across, handed):
+    inside, across, forwarded = (0, hierarchy.inside(1)), (3, hierarchy.across(0)), (1, hierarchy.handed(1, 0))
+    assert all(needed[rank][number] > 0 for rank, number in (inside, across, forwarded))
+    for lacking in (None, across, forwarded):
         table = [[*row] for row in needed]
         if lacking is not None:
             table[lacking[0]][lacking[1]] -= 1
-        tight = take(replace(course, room=(ROOM[0], as_pairs(table), ROOM[2]), captured=False), 4)
+        tight = take(replace(run, capacities=(CAPACITIES[0], as_pairs(table), CAPACITIES[2]), captured=False), 4)
         for one, other in zip(tight, plenty, strict=True):
             assert int(one["redone"]) == (lacking is not None), "on every rank"
             for name in (*RATES, "losses", "count", "grad2d"):

@@ -121,8 +121,8 @@ def test_the_order_keeps_the_points() -> None:
 def test_children_stand_next_to_their_parents() -> None:
     """SplitRule, in their order, where the whole stood; a copy behind what it is a copy of."""
     rules = DefaultStrategy(**RULES)
-    plain, beside = model(), model()
-    for each, by in ((plain, "as listed"), (beside, "beside")):
+    plain, reordered = model(), model()
+    for each, by in ((plain, "as listed"), (reordered, "beside")):
         each[0]["number"] = torch.nn.Parameter(torch.arange(float(COUNT)))
         torch.manual_seed(3)
         done = grow_and_prune(rules, *each, 200, order=by)
@@ -130,10 +130,10 @@ def test_children_stand_next_to_their_parents() -> None:
     numbers = plain[0]["number"].detach()
     assert not torch.equal(numbers, numbers.sort().values)
     order = numbers.sort(stable=True).indices
-    theirs = lines(beside)
+    theirs = lines(reordered)
     for name, value in lines(plain).items():
         assert torch.equal(theirs[name], value[order]), name
-    assert torch.equal(beside[0]["number"].detach(), numbers[order])
+    assert torch.equal(reordered[0]["number"].detach(), numbers[order])
 
 
 def test_optimizers_go_on() -> None:

@@ -59,11 +59,11 @@ def initial(case: str) -> dict[str, Tensor]:
     return values
 
 
-def course(world: World, case: str, sharded: bool, holding: ShardIndex | None = None) -> Outcome:
-    """Train through IMAGES images, a step of Adam for each batch, and densifies. `holding` is changed."""
+def train(world: World, case: str, sharded: bool, shard_index: ShardIndex | None = None) -> Outcome:
+    """Train through IMAGES images, a step of Adam for each batch, and densifies. `shard_index` is changed."""
     values = initial(case)
     kind = ShardedDensifier if sharded else ReplicatedDensifier
-    held = ShardIndex(Sharded()) if holding is None else holding
+    held = ShardIndex(Sharded()) if shard_index is None else shard_index
     where: dict[str, Any] = {"holding": held} if sharded else {}
     densifier = kind(**(RULES | CASES[case]), **where, world=world, seed=7, morton=True)
     bounds = bounds_of(case, COUNT, world)
@@ -91,15 +91,15 @@ def course(world: World, case: str, sharded: bool, holding: ShardIndex | None = 
     return lines((params, optimizers)), records, densifier.changes
 
 
-def all_courses(world: World) -> dict[str, Outcome]:
-    return {case: course(world, case, sharded=True) for case in CASES}
+def train_all(world: World) -> dict[str, Outcome]:
+    return {case: train(world, case, sharded=True) for case in CASES}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_rank(size: int) -> None:
-    outcomes = run_ranks(all_courses, size)
+    outcomes = run_ranks(train_all, size)
     for case in CASES:
-        expected, _, changes = course(World.single(), case, sharded=False)
+        expected, _, changes = train(World.single(), case, sharded=False)
         assert len(expected["means"]) == COUNT + changes["duplicated"] + changes["split"] - changes["pruned"]
         assert all(outcome[case][2] == changes for outcome in outcomes)
         assert len(expected["means"]) > 50 and len(expected) == 4 * 6
@@ -117,7 +117,7 @@ def test_equals_one_rank(size: int) -> None:
 
 def test_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "order_every", 1)
-    expected, _, _ = course(World.single(), "even", sharded=False)
+    expected, _, _ = train(World.single(), "even", sharded=False)
     means = expected["means"]
     codes = dealt_codes(means, Grid.of(census(means).tolist()))
     assert float((codes.diff() >= 0).double().mean()) > 0.75  # but for the steps since the last refinement
@@ -127,9 +127,9 @@ def test_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_gpu(size: int) -> None:
     skip_without_gpus(size)
-    outcomes = run_ranks(all_courses, size, device="cuda")
+    outcomes = run_ranks(train_all, size, device="cuda")
     for case in CASES:
-        expected, _, _ = course(World.single("cuda"), case, sharded=False)
+        expected, _, _ = train(World.single("cuda"), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
 
 

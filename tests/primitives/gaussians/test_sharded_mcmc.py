@@ -46,10 +46,10 @@ def initial(case: str) -> dict[str, Tensor]:
     return values
 
 
-def course(world: World, case: str, sharded: bool, holding: ShardIndex | None = None) -> Outcome:
-    """Step of one to eleven images: the last refines more than once. `holding` is changed."""
+def train(world: World, case: str, sharded: bool, shard_index: ShardIndex | None = None) -> Outcome:
+    """Step of one to eleven images: the last refines more than once. `shard_index` is changed."""
     values = initial(case)
-    held = ShardIndex(Sharded()) if holding is None else holding
+    held = ShardIndex(Sharded()) if shard_index is None else shard_index
     where: dict[str, Any] = {"world": world, "holding": held} if sharded else {}
     picks: Any = {"picked by gradients": "gradient", "picked by both": "both"}.get(case, "opacity")
     densifier = (ShardedMcmc if sharded else McmcDensifier)(**RULES, **where, morton=True, picks=picks)
@@ -75,15 +75,15 @@ def course(world: World, case: str, sharded: bool, holding: ShardIndex | None = 
     return lines(model), records, totals
 
 
-def all_courses(world: World) -> dict[str, Outcome]:
-    return {case: course(world, case, sharded=True) for case in CASES}
+def train_all(world: World) -> dict[str, Outcome]:
+    return {case: train(world, case, sharded=True) for case in CASES}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_rank(size: int) -> None:
-    outcomes = run_ranks(all_courses, size)
+    outcomes = run_ranks(train_all, size)
     for case in CASES:
-        expected, _, totals = course(World.single(), case, sharded=False)
+        expected, _, totals = train(World.single(), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         assert outcomes[0][case][2] == totals and totals[-1] == (COUNT if case == "all are dead" else 340), totals
         records = outcomes[0][case][1]
@@ -100,9 +100,9 @@ def test_equals_one_rank(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_gpu(size: int) -> None:
     skip_without_gpus(size)
-    outcomes = run_ranks(all_courses, size, device="cuda")
+    outcomes = run_ranks(train_all, size, device="cuda")
     for case in CASES:
-        expected, _, _ = course(World.single("cuda"), case, sharded=False)
+        expected, _, _ = train(World.single("cuda"), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
 
 

@@ -188,12 +188,12 @@ def test_children_of_permanent_points_keep_their_time() -> None:
     still = torch.tensor([[1.0, 0, 0, 0]]).repeat(5, 1)
     params = {name: value.detach() for name, value in points.params.items()} | {"motions": still}
     params["durations"] = torch.tensor([-0.1, 0.0, 0.1, -2.0, 2.0])[:, None]
-    halves, drawn = MovingSplitRule(), torch.ones(2, 5, 4)
-    offsets = halves.offsets(params, drawn)
+    rule, drawn = MovingSplitRule(), torch.ones(2, 5, 4)
+    offsets = rule.offsets(params, drawn)
     assert (offsets[..., 3].abs() > 1e-3).tolist() == [[True, False, False, True, False]] * 2
     assert bool((offsets[..., :3].norm(dim=-1) > 0.01).all())
     durations = params["durations"].clone()
-    halves.move("durations", durations, offsets[0])
+    rule.move("durations", durations, offsets[0])
     shrunk = torch.tensor([True, False, False, True, False])
     torch.testing.assert_close((params["durations"] - durations).exp()[:, 0], torch.where(shrunk, SHRINK, 1.0))
 

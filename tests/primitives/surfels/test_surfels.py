@@ -102,10 +102,10 @@ def test_children_of_a_split_lie_in_their_parents_plane() -> None:
     split = torch.ones(6, dtype=torch.bool)
     none = ~split
     fates = Fates(torch.stack([none, none, split, split, split, none, split]), 0, 0, 6, 6, 0, 6)
-    listing = regroup(params, fates, torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(3)).double())
+    index_map = regroup(params, fates, torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(3)).double())
     normals = rotations(params["quats"])[:, :, 2].repeat(2, 1)
-    assert float(listing.offsets.norm(dim=1).min()) > 1e-3
-    torch.testing.assert_close((listing.offsets * normals).sum(1), torch.zeros(12).double(), atol=1e-12, rtol=0)
+    assert float(index_map.offsets.norm(dim=1).min()) > 1e-3
+    torch.testing.assert_close((index_map.offsets * normals).sum(1), torch.zeros(12).double(), atol=1e-12, rtol=0)
 
 
 def test_each_kind_has_its_threshold() -> None:
@@ -124,9 +124,9 @@ def test_discs_outside_of_the_frustum_give_no_rows() -> None:
     params = {name: 0.1 * torch.randn(40, *shape, generator=g) for name, shape in shapes.items()}
     params["means"] = torch.randn(40, 3, generator=g) * torch.tensor([0.3, 0.3, 0.1]) + torch.tensor([0.0, 0, 3])
     params["scales"] -= 2.0
-    beside = torch.arange(10)  # as deep as the camera's plane, and to its left
-    params["means"][beside] = torch.tensor([-4.0, 0.0, 0.05])
-    params["scales"][beside] = -3.5  # one standard deviation lies before the plane, three of most reach across it
+    outside = torch.arange(10)  # as deep as the camera's plane, and to its left
+    params["means"][outside] = torch.tensor([-4.0, 0.0, 0.05])
+    params["scales"][outside] = -3.5  # one standard deviation lies before the plane, three of most reach across it
     params["opacities"] += 4.0
     kind = Surfels(sh_degree=1)
     points = Points(params)
@@ -136,7 +136,7 @@ def test_discs_outside_of_the_frustum_give_no_rows() -> None:
         points, torch.zeros(40, dtype=torch.int32), torch.arange(40, dtype=torch.int32), view.viewmat[None],
         view.K[None], [48, 32],
     ).radii  # fmt: skip
-    assert (everywhere[beside] >= 48).any(1).sum() > 3, "without culling they would be everywhere"
+    assert (everywhere[outside] >= 48).any(1).sum() > 3, "without culling they would be everywhere"
     kernels = kind.kernels()
     assert kernels is not None
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
@@ -144,4 +144,4 @@ def test_discs_outside_of_the_frustum_give_no_rows() -> None:
     rows = kernels.project(kernels.model(params, moments, {}, None), cameras, 64, (), None)
     count = int(rows.count)
     shown = hits.point_ids[(drawn != 0).any(1)]
-    assert torch.equal(rows.point_ids[:count], shown) and not set(shown.tolist()) & set(beside.tolist())
+    assert torch.equal(rows.point_ids[:count], shown) and not set(shown.tolist()) & set(outside.tolist())

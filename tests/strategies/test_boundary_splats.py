@@ -73,9 +73,9 @@ def windows_of(where: str) -> tuple[CellsInViews, Plan, list[View]]:
 @pytest.mark.parametrize("where", where_cameras_stand())
 def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
     """And as near as possible that in which it lies: the ray through the tile's middle says so where all draw."""
-    crossing, plan, views = windows_of(where)
-    windows, start = crossing.windows(plan, views, 0), 0
-    tree = crossing._space.tree
+    cells_in_views, plan, views = windows_of(where)
+    windows, start = cells_in_views.windows(plan, views, 0), 0
+    tree = cells_in_views._space.tree
     assert tree is not None
     counted = {view: torch.zeros(-(-v.height // TILE), -(-v.width // TILE), 200) for view, v in enumerate(views)}
     depths = torch.linspace(0.02, 9.0, 200, dtype=torch.float64)
@@ -119,28 +119,28 @@ def bytes_of(world: World, cross: bool) -> int:
 def test_rows_are_sent_to_cells_that_they_overlap() -> None:
     few, many = (run_ranks(bytes_of, 2, cross) for cross in (True, False))
     assert all(a < 0.75 * b for a, b in zip(few, many, strict=True))
-    crossing, _, views = windows_of("in a cell")
+    cells_in_views, _, views = windows_of("in a cell")
     view, places = views[0], torch.tensor([[10.0, 5.0], [25, 21], [19, 27], [29, 5]], dtype=torch.float64)
     depths = torch.tensor([4.0, 4.0, 2.0, 2.5], dtype=torch.float64)
     middles = (places / TILE).floor() * TILE + TILE / 2  # each reaches one tile, and goes by its middle
     rays = torch.cat([(middles - view.K[:2, 2]) / view.K[[0, 1], [0, 1]], torch.ones(4, 1)], 1)
-    tree = crossing._space.tree
+    tree = cells_in_views._space.tree
     assert tree is not None
     cells = tree.of((rays * depths[:, None] - view.viewmat[:3, 3]) @ view.viewmat[:3, :3])
     assert len(cells.unique()) == 3
-    reach = crossing.reach(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view])
-    assert torch.equal(reach.T, torch.nn.functional.one_hot(cells, 3).bool())
+    overlaps = cells_in_views.reach(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view])
+    assert torch.equal(overlaps.T, torch.nn.functional.one_hot(cells, 3).bool())
 
 
 @pytest.mark.gpu
 def test_cameras_may_be_on_the_host() -> None:
     """As they are where a run first asks how much room its rows need."""
     skip_without_gpus(1)
-    crossing, _, views = windows_of("in a cell")
+    cells_in_views, _, views = windows_of("in a cell")
     places = torch.tensor([[10.0, 5.0], [25, 21], [19, 27]], dtype=torch.float64)
     given = torch.zeros(3).int(), places, torch.full((3, 2), 2).int(), torch.tensor([4.0, 2, 3], dtype=torch.float64)
     there = (x.cuda().float() if x.is_floating_point() else x.cuda() for x in given)
-    assert torch.equal(crossing.reach(*there, views[:1]).cpu(), crossing.reach(*given, views[:1]))
+    assert torch.equal(cells_in_views.reach(*there, views[:1]).cpu(), cells_in_views.reach(*given, views[:1]))
 
 
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
@@ -195,8 +195,8 @@ class _Near(Crossing):
 
 def test_boundary_rows_overlap_the_listed_cells() -> None:
     """Each batch is asked about once, and earlier batches do not matter."""
-    crossing, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
-    leg = BoundaryRows(crossing)
+    cells_in_views, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
+    leg = BoundaryRows(cells_in_views)
     plan = Plan(((Patch(0, 0, 0, 32, 32, cell=0),),), ((),))
     for turn, depths in enumerate(([0.5, 0.5, 2.0], [2.0, 2.0, 0.5])):
         ids = torch.zeros(3, dtype=torch.int32)
@@ -205,4 +205,4 @@ def test_boundary_rows_overlap_the_listed_cells() -> None:
         own = Splats(Hits(ids, torch.arange(3, dtype=torch.int32)), rows)
         near = torch.tensor(depths) < 1
         assert torch.equal(leg.touched(own, [view], plan)[0], near)
-        assert crossing.asked == turn + 1
+        assert cells_in_views.asked == turn + 1

@@ -17,9 +17,9 @@ SMALL = ImageShape(4, 16, 1, torch.uint8, False)
 """64 bytes."""
 
 
-def _held(homes: list[int], shapes: list[ImageShape], ranks: int) -> list[int]:
+def _held(owners: list[int], shapes: list[ImageShape], ranks: int) -> list[int]:
     held = [0] * ranks
-    for home, shape in zip(homes, shapes, strict=True):
+    for home, shape in zip(owners, shapes, strict=True):
         held[home] += aligned(shape.nbytes)
     return held
 
@@ -30,13 +30,13 @@ def test_a_machines_images_lie_evenly_on_its_ranks() -> None:
     heights = [int(h) for h in torch.randint(1, 40, (200,), generator=g)]
     shapes = [replace(SMALL, height=4 * height, masked=height % 2 == 0) for height in heights]
     machines = [int(m) for m in torch.randint(0, 3, (200,), generator=g)]
-    homes = homes_of(machines, shapes, 3, 4)
-    assert all(home // 4 == machine for home, machine in zip(homes, machines, strict=True))
-    held = _held(homes, shapes, 12)
+    owners = homes_of(machines, shapes, 3, 4)
+    assert all(home // 4 == machine for home, machine in zip(owners, machines, strict=True))
+    held = _held(owners, shapes, 12)
     for machine in range(3):
         own = held[4 * machine : 4 * machine + 4]
         assert max(own) - min(own) < 0.01 * sum(own) / 4
-    assert homes == homes_of(machines, shapes, 3, 4, budget=max(held)), "a budget that is kept changes nothing"
+    assert owners == homes_of(machines, shapes, 3, 4, budget=max(held)), "a budget that is kept changes nothing"
 
 
 def test_images_of_one_size_are_distributed_round_robin() -> None:
@@ -47,16 +47,16 @@ def test_images_of_one_size_are_distributed_round_robin() -> None:
 
 def test_images_beyond_memory_go_to_machines_with_memory() -> None:
     machines = [0] * 9 + [1]
-    homes = homes_of(machines, [SMALL] * 10, 3, 2, budget=2 * 64)
-    assert _held(homes, [SMALL] * 10, 6) == [128, 128, 128, 128, 64, 64], "no rank has more than it may hold"
-    assert [home // 2 for home in homes].count(0) == 4 and homes[9] // 2 == 1
+    owners = homes_of(machines, [SMALL] * 10, 3, 2, budget=2 * 64)
+    assert _held(owners, [SMALL] * 10, 6) == [128, 128, 128, 128, 64, 64], "no rank has more than it may hold"
+    assert [home // 2 for home in owners].count(0) == 4 and owners[9] // 2 == 1
     # The largest stay: two of 128 bytes; the smaller ones, more of them, leave.
     large = replace(SMALL, height=8)
     shapes = [SMALL, large, SMALL, large]
     assert homes_of([0] * 4, shapes, 2, 1, budget=256) == [1, 0, 1, 0]
     # There is no room anywhere for two of ten: they are at home, and decoded on demand.
-    homes = homes_of([0] * 10, [SMALL] * 10, 2, 2, budget=128)
-    assert _held(homes, [SMALL] * 10, 4) == [192, 192, 128, 128]
+    owners = homes_of([0] * 10, [SMALL] * 10, 2, 2, budget=128)
+    assert _held(owners, [SMALL] * 10, 4) == [192, 192, 128, 128]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def _shapes() -> list[ImageShape]:
     return [replace(SMALL, height=4 + 4 * (index % 3), masked=index % 4 == 0) for index in range(len(VIEW_MACHINES))]
 
 
-def _hold(world: World, homes: list[int]) -> tuple[list[int], int, list[int]]:
+def _hold(world: World, owners: list[int]) -> tuple[list[int], int, list[int]]:
     """Return the images that this rank has decoded, and the bytes that it stores."""
     decoded: list[int] = []
     shapes = _shapes()
@@ -94,8 +94,8 @@ def _hold(world: World, homes: list[int]) -> tuple[list[int], int, list[int]]:
             data["mask"] = torch.ones(shape.height, shape.width, 1, dtype=torch.bool)
         return data
 
-    share = ImageShare(shapes, decode, world, homes=homes, label="training")
-    assert [share.holder(index) for index in range(len(shapes))] == homes
+    share = ImageShare(shapes, decode, world, homes=owners, label="training")
+    assert [share.holder(index) for index in range(len(shapes))] == owners
     for index, shape in enumerate(shapes):
         image = share.fetch(index, world.device)["image"]
         assert image.shape[:2] == (shape.height, shape.width) and int(image.min()) == int(image.max()) == index
@@ -105,11 +105,11 @@ def _hold(world: World, homes: list[int]) -> tuple[list[int], int, list[int]]:
 def test_a_machine_holds_its_share_and_each_image_is_decoded_once() -> None:
     """Two pretended machines of two ranks."""
     shapes = _shapes()
-    homes = homes_of(VIEW_MACHINES, shapes, 2, 2)
-    ranks: list[Any] = run_ranks(_hold, 4, homes)
+    owners = homes_of(VIEW_MACHINES, shapes, 2, 2)
+    ranks: list[Any] = run_ranks(_hold, 4, owners)
     assert sorted(view for decoded, _, _ in ranks for view in decoded) == list(range(len(shapes)))
     for rank, (decoded, _, own) in enumerate(ranks):
-        assert decoded == own == [view for view, home in enumerate(homes) if home == rank]
+        assert decoded == own == [view for view, home in enumerate(owners) if home == rank]
     for machine in range(2):
         kept = sum(nbytes for _, nbytes, _ in ranks[2 * machine : 2 * machine + 2])
         mine = [shape for shape, home in zip(shapes, VIEW_MACHINES, strict=True) if home == machine]
@@ -123,9 +123,9 @@ def test_a_rank_may_hold_nothing() -> None:
 
 
 def _refused(world: World, how: str) -> str:
-    homes = {"few": [0], "far": [0, 2, 1], "negative": [0, -1, 1], "other": [0, world.rank, 1]}[how]
+    owners = {"few": [0], "far": [0, 2, 1], "negative": [0, -1, 1], "other": [0, world.rank, 1]}[how]
     try:
-        ImageShare([SMALL] * 3, _never, world, homes=homes, label="training")
+        ImageShare([SMALL] * 3, _never, world, homes=owners, label="training")
     except ValueError as error:
         return str(error)
     return ""
@@ -148,12 +148,12 @@ def test_invalid_owners_are_refused_on_every_rank(how: str, message: str) -> Non
     assert all(message in found for found in run_ranks(_refused, 2, how))
 
 
-def _little(world: World, homes: list[int]) -> tuple[str, bool, int]:
+def _little(world: World, owners: list[int]) -> tuple[str, bool, int]:
     def decode(index: int) -> ImageData:
         return {"image": torch.full((4, 16, 1), index, dtype=torch.uint8)}
 
     with image_share.CONSOLE.capture() as said:
-        share = ImageShare([SMALL] * 10, decode, world, homes=homes, label="training", budget=256)
+        share = ImageShare([SMALL] * 10, decode, world, homes=owners, label="training", budget=256)
     return said.get(), share.store.complete, share.lookahead
 
 

@@ -26,17 +26,17 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fused": {"fused_steps": "always"},
 }  # fmt: skip
-HOMES = {"dealt": None, "one holder": [2] * TRAIN, "given": [1, 1, 0, 2, 0, 0, 2, 1]}
+OWNERS = {"dealt": None, "one holder": [2] * TRAIN, "given": [1, 1, 0, 2, 0, 0, 2, 1]}
 RANKS = 3
 
 
-def _train(world: World, folder: Path, case: str, homes: list[int] | None, runs: str) -> dict[str, Tensor]:
+def _train(world: World, folder: Path, case: str, owners: list[int] | None, runs: str) -> dict[str, Tensor]:
     """Return the model in the end: 12 steps of two views, whose resolution doubles after 4."""
     prepare = DistributedPipeline.prepare_training
 
     def held(self: DistributedPipeline) -> None:
-        if homes is not None:
-            self.datamanager.hold_by(homes)
+        if owners is not None:
+            self.datamanager.hold_by(owners)
         prepare(self)
 
     DistributedPipeline.prepare_training = held  # type: ignore[method-assign]
@@ -47,19 +47,19 @@ def _train(world: World, folder: Path, case: str, homes: list[int] | None, runs:
     finally:
         DistributedPipeline.prepare_training = prepare
     share = trainer.pipeline.datamanager.train_share
-    assert homes is None or share.homes == homes
+    assert owners is None or share.homes == owners
     return {name: value.detach().clone() for name, value in trainer.pipeline.model.named_parameters()}
 
 
 def _all(world: World, folder: Path) -> dict[str, dict[str, dict[str, Tensor]]]:
     return {
-        case: {name: _train(world, folder, case, homes, f"{case}-{name}") for name, homes in HOMES.items()}
+        case: {name: _train(world, folder, case, owners, f"{case}-{name}") for name, owners in OWNERS.items()}
         for case in CASES
     }
 
 
 @pytest.fixture(scope="module")
-def courses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, dict[str, Tensor]]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, dict[str, Tensor]]]]:
     """By rank, what it had in the end, by case and homes: starting workers costs more than training."""
     folder = tmp_path_factory.mktemp("homes")
     write_capture(folder / "both", alpha=True, masks=True)
@@ -68,15 +68,15 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_wherever_images_are_held(courses: list[dict[str, dict[str, dict[str, Tensor]]]], case: str) -> None:
-    for rank in courses:
+def test_the_same_wherever_images_are_held(trained: list[dict[str, dict[str, dict[str, Tensor]]]], case: str) -> None:
+    for rank in trained:
         expected = rank[case]["dealt"]
-        for found in (rank[case][name] for name in HOMES):
+        for found in (rank[case][name] for name in OWNERS):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_memory_and_floats_change_nothing(courses: list[dict[str, dict[str, dict[str, Tensor]]]]) -> None:
-    for rank in courses:
+def test_memory_and_floats_change_nothing(trained: list[dict[str, dict[str, dict[str, Tensor]]]]) -> None:
+    for rank in trained:
         kept, late = (rank[case]["given"] for case in ("masks and alpha", "floats, on demand"))
         assert all(torch.equal(late[name], value) for name, value in kept.items())

@@ -1,7 +1,7 @@
 """Each kind of point with each strategy: images a second, and bytes that a step sends (after Gaian's figure 10), and
 the bytes of a point and of what it becomes in a view (its table 3).
 
-    python -m benchmarks.scaling.kinds [--devices 1 2] [--kinds 3dgs 2dgs convex 4dgs] [--json FILE]
+    python -m benchmarks.scaling.primitives [--devices 1 2] [--kinds 3dgs 2dgs convex 4dgs] [--json FILE]
         [--device cpu] [--capture FOLDER] [-- OPTIONS of the city]
 
 A run is `ns-train splatfacto-STRATEGY --pipeline.model.primitive KIND` on the procedural city, a view a device and

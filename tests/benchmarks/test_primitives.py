@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.scaling import kinds
+from benchmarks.scaling import primitives
 
 OPTIONS = Namespace(device="cpu", steps=8, city=["--blocks", "1"], capture=None)
 
 
 def test_a_run_is_what_was_asked_for() -> None:
-    words = kinds.command("2dgs", "pixel", 2, OPTIONS, Path("runs"))
+    words = primitives.command("2dgs", "pixel", 2, OPTIONS, Path("runs"))
     assert "splatfacto-pixel" in words and words[-2:] == ["--blocks", "1"]
     assert (
         words[words.index("--max-num-images") + 1] == "16"
         and words[words.index("--pipeline.views-per-step") + 1] == "2"
     )
     assert words[words.index("--pipeline.model.normal-loss") + 1] == "0", "which pixel cannot have"
-    words = kinds.command("4dgs", "batch", 2, OPTIONS, Path("runs"))
+    words = primitives.command("4dgs", "batch", 2, OPTIONS, Path("runs"))
     assert words[words.index("--time-varying") + 1] == "True" and "--pipeline.views-per-step" not in words
 
 
 def test_a_capture_takes_the_place_of_the_city() -> None:
     options = Namespace(device="cpu", steps=8, city=[], capture=Path("aerial"))
-    words = kinds.command("4dgs", "batch", 2, options, Path("runs"))
+    words = primitives.command("4dgs", "batch", 2, options, Path("runs"))
     assert words[words.index("--data") + 1] == "aerial" and "colmap" in words and "city" not in words
 
 
@@ -46,16 +46,16 @@ def test_means_are_over_the_steps_behind_the_first_row(monkeypatch: pytest.Monke
         return Namespace(returncode=0, stdout="", stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
-    one = kinds.measure("3dgs", "tile", 2, OPTIONS)
-    assert one == kinds.Measured("3dgs", "tile", 2, 2e3 / 25, 70.0, 7)
+    one = primitives.measure("3dgs", "tile", 2, OPTIONS)
+    assert one == primitives.Measured("3dgs", "tile", 2, 2e3 / 25, 70.0, 7)
     monkeypatch.setattr(subprocess, "run", lambda words, **_: Namespace(returncode=1, stdout="why", stderr=""))
     with pytest.raises(RuntimeError, match="why"):
-        kinds.measure("3dgs", "tile", 2, OPTIONS)
+        primitives.measure("3dgs", "tile", 2, OPTIONS)
 
 
 def test_sizes_are_those_of_the_operators() -> None:
     console = Console(width=100, record=True)
-    console.print(kinds.sizes_table())
+    console.print(primitives.sizes_table())
     lines = [line.split() for line in console.export_text().splitlines()]
     found = {words[1]: [word for word in words[3::2] if word.isdigit()] for words in lines if len(words) > 3}
     assert found["3dgs"] == ["236", "48", "36", "40"] and found["convex"] == ["288", "144", "108", "116"]

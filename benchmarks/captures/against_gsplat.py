@@ -1,6 +1,6 @@
 """One trained model, gsplat 1.4.0's operators and ours: what densification counts, and 2,000 images from there.
 
-    python -m benchmarks.captures.beside_gsplat --images 6050 --more 2000 -- colmap --data fox --downscale-factor 1
+    python -m benchmarks.captures.against_gsplat --images 6050 --more 2000 -- colmap --data fox --downscale-factor 1
 
 The model is trained by `splatfacto-batch`, refining up to its last fifty images. Then the views that see each Gaussian
 and the sums of its gradients are counted by both. From the same model and Adam's moments training goes on without
@@ -189,11 +189,11 @@ def main() -> None:
     if options.more < 0:
         parser.error(f"--more {options.more}: 0, to count only, or a number of images")
     bench = Bench(options, Path(mkdtemp(prefix="beside-")))
-    ways: dict[str, Way] = {"gsplat": by_gsplat, "ours": by_ours}
+    variants: dict[str, Way] = {"gsplat": by_gsplat, "ours": by_ours}
     if options.device == "cpu":
-        del ways["gsplat"]
+        del variants["gsplat"]
     counted: dict[str, Any] = {}
-    for name, way in ways.items():
+    for name, way in variants.items():
         for said, loss, tf32 in (
             ("our loss", bench.our_loss, True),
             ("nerfstudio's loss", bench.nerfstudios, True),
@@ -204,11 +204,11 @@ def main() -> None:
             above = int((sums / seen.clamp_min(1) > options.threshold).sum())
             counted[f"{name}, {said}"] = {"gradients": float(sums.sum()), "seen": float(seen.sum()), "above": above}
     torch.backends.cudnn.allow_tf32 = True
-    courses: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
     if options.more:
-        courses = {f"loop, {name}": bench.loop(way) for name, way in ways.items()}
-        courses |= {f"{wish} fused": bench.go_on(wish) for wish in ("always", "never")}
-    result = {"gaussians": len(bench.start["means"]), "counted": counted, "courses": courses}
+        runs = {f"loop, {name}": bench.loop(way) for name, way in variants.items()}
+        runs |= {f"{wish} fused": bench.go_on(wish) for wish in ("always", "never")}
+    result = {"gaussians": len(bench.start["means"]), "counted": counted, "courses": runs}
     Console(soft_wrap=True).print(result)
     if options.json:
         options.json.write_text(json.dumps({**describe(), **result}, indent=2) + "\n")

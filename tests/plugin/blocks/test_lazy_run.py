@@ -14,7 +14,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks import training
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, course, furthest
+from tests.lib.tile_training_run import MODEL, furthest, train_model
 from tests.lib.training_run import write_capture
 
 pytestmark = pytest.mark.slow
@@ -39,9 +39,9 @@ def both(world: World, capture: Path, runs: Path, tile: bool) -> tuple[Any, Any,
         flush(step)
 
     with patch.object(training.Step, "flush", watched):
-        found = [course(world, tile, capture, runs / "lazy", OPTIONS, STEPS, views, double=False)]
+        found = [train_model(world, tile, capture, runs / "lazy", OPTIONS, STEPS, views, double=False)]
         with patch.object(training, "lazy_serves", lambda *_: False):
-            found.append(course(world, tile, capture, runs / "dense", OPTIONS, STEPS, views, double=False))
+            found.append(train_model(world, tile, capture, runs / "dense", OPTIONS, STEPS, views, double=False))
     return found[0], found[1], behind
 
 
