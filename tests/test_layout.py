@@ -65,9 +65,9 @@ def test_importing_the_package_imports_nothing() -> None:
 
 @pytest.mark.parametrize("first", ["ns_multigpu.methods", "ns_multigpu.dataparsers", "nerfstudio.engine.trainer"])
 def test_entry_points_lead_somewhere(first: str) -> None:
-    """Whichever is imported first: nerfstudio asks for ours while it is being imported itself.
+    """Either may be imported first: nerfstudio imports ours while it is being imported itself.
 
-    torchmetrics, which loads whatever else is installed, is not among what that brings along.
+    torchmetrics, which loads other installed packages, is not imported by that.
     """
     tables = [PROJECT["project"]["scripts"], *PROJECT["project"]["entry-points"].values()]
     targets = [target.split(":") for table in tables for target in table.values()]

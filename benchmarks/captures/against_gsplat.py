@@ -1,15 +1,16 @@
-"""One trained model, gsplat 1.4.0's operators and ours: what densification counts, and 2,000 images from there.
+"""Compare gsplat 1.4.0's operators with ours on one trained model: densification's counts, and 2,000 more images.
 
     python -m benchmarks.captures.against_gsplat --images 6050 --more 2000 -- colmap --data fox --downscale-factor 1
 
-The model is trained by `splatfacto-batch`, refining up to its last fifty images. Then the views that see each Gaussian
-and the sums of its gradients are counted by both. From the same model and Adam's moments training goes on without
-refinement, with the same views and backgrounds: in a plain torch loop with gsplat's rasterization, pytorch_msssim and
-torch's Adam; in the same loop with our operators and loss; in fused and in ordinary steps of the trainer. Whole runs
-part with the first split that rounding decides; these stay together, so that 0.01 dB shows.
+`splatfacto-batch` trains the model, with refinements up to its last fifty images. Then both count the views that see
+each Gaussian, and the sums of its gradients. Training resumes from this model and Adam's moments without refinement,
+with the same views and backgrounds: in a plain torch loop with gsplat's rasterization, pytorch_msssim and torch's Adam;
+in the same loop with our operators and loss; in fused and in autograd steps of the trainer. Complete runs diverge at
+the first split that rounding decides. These runs do not, so differences of 0.01 dB are visible.
 
-With --images 6052 --more 148 the model's opacities have just been reset, at image 6,000, and courses end where the next
-refinement would prune: `to_prune` says how many. (With 6050 refining stops at 6,000, and nothing is reset.)
+With --images 6052 --more 148 the model's opacities have just been reset, at image 6,000, and runs end before the next
+refinement: `to_prune` is the number of points that it would prune. (With 6050 refining stops at 6,000, and nothing is
+reset.)
 """
 
 import argparse

@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", required=True, metavar="NAME=CONFIG")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--picture", type=Path, help="the capture's frame and that of each run, beside each other")
+    parser.add_argument("--picture", type=Path, help="the capture's frame and that of each run, side by side")
     parser.add_argument("--shown", type=int, default=0, help="which held-out view is in the picture")
     args = parser.parse_args()
     frames: dict[str, Tensor] = {}

@@ -1,14 +1,14 @@
-"""Times what splats that reach into other cells cost on one GPU: steps of `pixel` with 4 cells beside `single`, and the
-operators of ghosts, by our kernels and made of torch's operators.
+"""Time boundary splats on one GPU: steps of `pixel` with 4 cells compared with `single`, and the operators of boundary
+splats, by our kernels and composed of torch's operators.
 
     python -m benchmarks.kernels.boundary_splats [--points 500000 2000000 8000000] [--views N] [--json FILE]
 
 The scene is the procedural city from the air at 1920 x 1080. Steps are launched one kernel after the other, as steps of
-`pixel` are in training; those of `single` also replay a CUDA graph, as in training. One GPU draws all 4 cells, and each
-from the lists of all splats in its rectangle: with `ghosts` it sorts what 4 GPUs would share. The operators are given
-all rows of the model, and route them to 4 GPUs; of 4 GPUs each has a quarter.
+`pixel` are in training; those of `single` also replay a CUDA graph, as in training. One GPU draws all 4 cells, each
+from the lists of all splats in its rectangle. With `ghosts` it sorts the work of 4 GPUs. The operators get all rows of
+the model, and route them to 4 GPUs; each of 4 GPUs has a quarter.
 
-Splaxel's filter is no way to train here (docs/methods/pixel.md): it has no step to time.
+Splaxel's filter is not available for training (docs/methods/pixel.md), so it has no step to time.
 """
 
 import argparse
@@ -204,8 +204,8 @@ def measure(points: int, views: int, device: torch.device, iterations: int, cons
     variants: dict[str, tuple[Callable[[], Strategy], bool]] = {
         "single, a graph": (lambda: single(world), True),
         "single, launched": (lambda: single(world), False),
-        "pixel, crossing none": (lambda: pixel(world, PixelOptions(cells=CELLS, crossing="none")), False),
-        "pixel, crossing ghosts": (lambda: pixel(world, PixelOptions(cells=CELLS, crossing="ghosts")), False),
+        "pixel, clipped splats": (lambda: pixel(world, PixelOptions(cells=CELLS, crossing="none")), False),
+        "pixel, boundary splats": (lambda: pixel(world, PixelOptions(cells=CELLS, crossing="ghosts")), False),
     }
     for name, (make, graph) in variants.items():
         ms, intersections = time_step(make(), model, seen, iterations, graph=graph)

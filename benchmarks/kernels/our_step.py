@@ -26,7 +26,7 @@ class OurStep:
     Args:
         absgrad: sum up absolute gradients as well. counting: and add to densification's statistics.
         graph: replay a CUDA graph from the second step on.
-        lazy: put off the steps of points that are not drawn.
+        lazy: defer the steps of points that are not drawn.
         groups: cull groups of points by their boxes; None: as training would.
     """
 

@@ -1,11 +1,10 @@
-"""A training step of each kind of point on one GPU: captured in a CUDA graph, and through autograd.
+"""Time a training step of each primitive on one GPU: captured in a CUDA graph, and through autograd.
 
     python -m benchmarks.kernels.primitives_step [--points 1000000] [--size 1920 1080] [--steps 20] [--profile]
 
-Points are random in a box before the camera, and so is the image. The captured step has no stage that the ordinary one
-has not: projection, lists, compositing, loss, the way back, Adam. 2D Gaussians have their normal loss in both, convexes
-the shape that training starts from. Nothing is densified. --profile says which kernels take the time of a captured
-step.
+Points are random in a box before the camera, and so is the image. The captured step has the stages of the autograd
+step: projection, lists, compositing, loss, backward pass, Adam. 2D Gaussians have their normal loss in both, convexes
+the shape that training starts from. Nothing is densified. --profile lists the times of a captured step's kernels.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Times rasterization, forward and backward, against gsplat 1.4.0 on one GPU, and checks that both draw the same.
+"""Time rasterization, forward and backward, against gsplat 1.4.0 on one GPU, and check that both draw the same.
 
     python -m benchmarks.kernels.rasterizer [--scenes garden-11 ...] [--garden PATH] [--quick] [--json FILE]
 
-Four ways: gsplat's `rasterization` (packed False, as nerfstudio calls it); ours through the public operators and
+Four variants: gsplat's `rasterization` (packed False, as nerfstudio calls it); ours through the public operators and
 autograd; ours through the fused path, eagerly and as a CUDA graph. The loss is a mean squared error against noise. The
-fused path ends with the gradients of rows (splats of this view), from which training goes on to Adam's step in one
-kernel: "and update" has that in it, so it does more than the others, which end with the gradients of parameters.
-Below are the pieces of the fused path, replayed from CUDA graphs, beside the hardware's floor for each
-(`benchmarks.kernels.floors`) and with other scopes of the backward pass. Peak memory is what a way holds
-beyond the scene's parameters and image; moments of Adam do not count.
+fused path ends with the gradients of rows (splats of this view), which training passes to Adam's step in one
+kernel. "and update" includes that kernel, so it does more than the others, which end with the gradients of parameters.
+A second table has the stages of the fused path, replayed from CUDA graphs, with the hardware's floor of each
+(`benchmarks.kernels.floors`) and with other scopes of the backward pass. Peak memory is that of a variant without the
+scene's parameters and image; moments of Adam do not count.
 
 On a CPU gsplat cannot run: the fused path is then checked against the public operators.
 """

@@ -1,20 +1,20 @@
-"""Times 2D Gaussians, forward and backward, against gsplat 1.4.0's `rasterization_2dgs` on one GPU; checks that both
+"""Time 2D Gaussians, forward and backward, against gsplat 1.4.0's `rasterization_2dgs` on one GPU, and check that both
 draw the same.
 
     python -m benchmarks.kernels.surfels [--scenes garden-11 ...] [--garden PATH] [--quick] [--json FILE]
 
 The scenes are those of `benchmarks.kernels.rasterizer`: 0.07, 1.64 and 7.93 M points; the first two scales count.
 gsplat is called with packed False, RGB and expected depth. "all losses": the loss has normals and distortion in it as
-well as the image. Ours go through the public operators and autograd.
+well as the image. Ours use the public operators and autograd.
 
-"whole step": all that a step of training takes, with a loss of normals. gsplat's is that of its own trainer
+"whole step": a complete training step with a loss of normals. gsplat's is that of its own trainer
 (`examples/simple_trainer_2dgs.py`: rasterization, losses by torch and pytorch_msssim, its densifier's counts, torch's
-Adam). Ours is fused and captured, as `ns-train` takes it, with Adam and with what our densifier counts. The image of
+Adam). Ours is fused and captured, as in `ns-train`, with Adam and our densifier's statistics. The image of
 both is random.
 
-What is drawn differs where a splat reaches beyond 3 standard deviations (ours are cut where alpha is 1/255, gsplat's by
-tiles at 3), and where the disc of one standard deviation reaches the camera's plane (ours draw none of these). So the
-images' difference is reported, not judged. On a CPU gsplat cannot run: ours alone is timed.
+Images differ where a splat extends beyond 3 standard deviations: ours are cut where alpha is 1/255, gsplat's by tiles
+at 3. They also differ where the disc of one standard deviation touches the camera's plane: ours draw none of these. So
+the images' difference is reported, not judged. On a CPU gsplat cannot run: only ours is timed.
 """
 
 import sys

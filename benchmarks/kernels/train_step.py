@@ -1,20 +1,20 @@
-"""Times a whole training step, render, L1 + SSIM, backward and Adam, against today's parts on one GPU.
+"""Time a complete training step, render, L1 + SSIM, backward and Adam, against the usual parts on one GPU.
 
     python -m benchmarks.train_step [--scenes garden-11 city-8 ...] [--garden PATH] [--counts] [--quick] [--json FILE]
                                     [--group-culling auto|on|off|both]
 
 Today's step is what nerfstudio's splatfacto runs: activations, gsplat 1.4.0's `rasterization`, a background, L1 and
-pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `Step` as training
-takes it, eagerly and as a CUDA graph, upload of cameras, rates and image included; "lazy" puts off the steps of points
-that are not drawn, a 50th of the flush after 50 steps included. For comparison there are our public operators under
-autograd with `FusedAdam`. None of these counts densification's statistics, as training does until it stops refining:
-with --counts each way is timed once more, "counting", with absolute gradients and these statistics (gsplat's
-`DefaultStrategy`, and ours). Learning rates are so small that the scene stays as it is, and lazy steps find few more
-candidates than there are rows: in training there are some more. Peak memory is beyond the parameters and Adam's
-moments, the image included.
+pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `Step` as in
+training, eagerly and as a CUDA graph, including the upload of cameras, rates and image. "lazy" defers the steps of
+points that are not drawn, and includes a 50th of the flush after 50 steps. Our public operators under autograd with
+`FusedAdam` are timed for comparison. None of these counts densification's statistics, as training does until it stops
+refining. With --counts each variant is timed once more, "counting", with absolute gradients and these statistics
+(gsplat's `DefaultStrategy`, and ours). Learning rates are so small that the scene is unchanged, and lazy steps find few
+more candidates than rows: in training there are some more. Peak memory excludes the parameters and Adam's moments, and
+includes the image.
 
-Groups of points are culled by their boxes as training would, or always, or never. With --group-culling both each of our
-ways is timed without ("no groups") and with, and so are the parts that know groups.
+Groups of points are culled by their boxes as in training, or always, or never. With --group-culling both, each of our
+variants is timed without ("no groups") and with groups, and so are the parts that use groups.
 
 The first step of each is compared with today's: the image, the loss and Adam's first moments.
 """

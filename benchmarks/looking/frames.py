@@ -7,7 +7,7 @@ gsplat.
 The model is a city of so many Gaussians (see `scenes.city_model`), written once as a checkpoint; frames fly over it.
 Rows are
 
-- `draw`: frames drawn, brought to the host as bytes and dropped;
+- `draw`: frames drawn, copied to the host as bytes and dropped;
 - `film`: the same, encoded to an mp4 as `ns-multigpu render` does;
 - `peer draw`, `peer film`: nerfstudio's `_render_trajectory_video` with Splatfacto's own rendering by gsplat, on one
   GPU, to images that are dropped and to a video. Needs a GPU.

@@ -1,8 +1,8 @@
-"""Steps of training over the views of a city, by one way after the other: what all ways share, and `single`.
+"""Training steps over the views of a city by several variants: their common parts, and `single`.
 
-A run finds the room that its steps need, shows what a first step makes of the model, and times steps as training takes
-them: views in turn, inputs uploaded, put-off steps flushed. Learning rates are so small that the model stays as it is,
-so that one run after the other starts from the same.
+A run measures the capacities of its steps, checks the model after a first step, and times steps as in training: views
+in turn, inputs uploaded, deferred steps flushed. Learning rates are so small that the model is unchanged. So all runs
+start from the same model.
 """
 
 import statistics
@@ -65,14 +65,14 @@ class CityViews:
 
 
 class Run(ABC):
-    """One way of taking steps.
+    """Runner of steps of one variant.
 
     Args:
         model: this rank's points; its moments are used.
-        course: the views.
+        city_views: the views.
         world: the ranks that take the steps together.
         batch: views of a step.
-        lazy: put off the steps of points that are not drawn.
+        lazy: defer the steps of points that are not drawn.
         counting: add to densification's statistics, as training's steps do for a while.
         absgrad: sum up absolute gradients, as those do then.
 
@@ -157,7 +157,9 @@ class Run(ABC):
                 self.needed = tuple(max(pair) for pair in zip(self.needed, needed, strict=True))
                 return
             self.grow_capacity(needed)
-        raise RuntimeError(f"after {_MOST_TRIES} tries there is still no room: {status}, capacities {self.capacities}")
+        raise RuntimeError(
+            f"after {_MOST_TRIES} tries capacities are still exceeded: {status}, capacities {self.capacities}"
+        )
 
     def demand_of(self, status: Status) -> tuple[int, int, int]:
         """Return the capacities that would have been needed, the largest of any pair of ranks; every rank calls it."""

@@ -30,7 +30,7 @@ class GsplatRun:
 
     Args:
         model: this rank's points, which the optimizers step in place; its moments are forgotten, for torch has its own.
-        course: the views; rank r sees every size-th from the r-th on.
+        city_views: the views; rank r sees every size-th from the r-th on.
         world: with one rank gsplat's ordinary mode with `packed=False`, as nerfstudio calls it; with several the
             distributed one, packed.
         fused: Adam with `fused=True`. counting: steps add to densification's statistics.

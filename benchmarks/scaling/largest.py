@@ -98,7 +98,7 @@ def _train(world: World, job: Job) -> Job:
         if status.full:
             redone += 1
             if redone > 8:
-                raise RuntimeError(f"there is still no room: {status}, capacities {run.capacities}")
+                raise RuntimeError(f"capacities are still exceeded: {status}, capacities {run.capacities}")
             run.grow_capacity(run.demand_of(status))
     finite = all(bool(torch.isfinite(p.sum())) for p in model.params.values())
     if min(row[0] for row in over_ranks([float(finite)], world)) < 1:
@@ -128,7 +128,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--views", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=0, help="along a side of the city (default: as the points grow)")
     parser.add_argument("--transport", choices=("auto", "peer", "collective"), default="auto")
-    parser.add_argument("--dense", action="store_true", help="no step is put off")
+    parser.add_argument("--dense", action="store_true", help="defer no step")
     parser.add_argument("--compact", action="store_true", help="Adam's moments as bfloat16, rounded stochastically")
     parser.add_argument("--stall", type=float, default=500.0, help="seconds after which the run counts as hung")
     parser.add_argument("--json", type=Path)

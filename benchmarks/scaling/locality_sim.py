@@ -1,13 +1,12 @@
-"""Simulated gain of locality: traffic and balance of Gaian's placement and assignment, on the CPU.
+"""Simulate the gain of locality: traffic and balance of Gaian's placement and assignment, on the CPU.
 
     python -m benchmarks.scaling.locality_sim --kind aerial --ranks 8 16 32 64 128 --cache /tmp/seen --json FILE
     python -m benchmarks.scaling.locality_sim --kind street --seen near
     python -m benchmarks.scaling.locality_sim --large 122500        # METIS on the graph of 500 M points
     python -m benchmarks.scaling.locality_sim --plan-time           # 64 views x 16 patches on 32 ranks
 
-The city and what its views see: `benchmarks.scenes.seen_city`. Nothing is drawn and nothing travels: points that a
-patch needs from ranks other than its own are counted. What is compared with is points placed at random and whole
-images drawn anywhere, as gsplat has it.
+The city and its visible points: `benchmarks.scenes.seen_city`. Nothing is drawn or exchanged: points that a patch needs
+from other ranks are counted. The baseline has randomly placed points and complete images on any rank, as in gsplat.
 """
 
 import argparse

@@ -2,14 +2,14 @@
 
     python -m benchmarks.scaling.pixel_boundary --config RUN/config.yml --cells 2 4 8 --json FILE
 
-A trained model is drawn in its capture's held-out views: blended by depth, as one GPU does it, and cell by cell. What
-is told is the PSNR of one picture against the other, in the mean over views, and of each against the photograph. And
-what GPUs would send of a view: rows that cross, and pixels. Rows are 48 bytes there and 36 back; the number of those
-that travel is counted by the code that trains. In one process: nothing travels.
+A trained model is drawn in its capture's held-out views: blended by depth, as on one GPU, and cell by cell. Results are
+mean PSNRs over views: of one picture against the other, and of each against the photograph. And the bytes that GPUs
+would send of a view: boundary rows, and pixels. Rows are 48 bytes, and 36 of gradients. The code of training counts the
+sent rows. It runs in one process, so nothing is sent.
 
-`filter` is Splaxel's (appendix 8.1), by tiles instead of pixels: of two neighbouring cells, a splat that reaches from
-one into the other is left out where both are in sight, if its depth lies where both have some. It is here alone, to be
-measured.
+`filter` is Splaxel's (appendix 8.1), by tiles instead of pixels: of two neighbouring cells, a splat that extends
+from one into the other is skipped where both are visible, if its depth lies where both have some. It exists only here,
+for this measurement.
 """
 
 import argparse
@@ -51,10 +51,10 @@ ROW_BYTES = 48 + 36
 
 @dataclass(frozen=True)
 class Filtered(Gaussians):
-    """Gaussians that are left out where they cross.
+    """Gaussians that are skipped where they overlap other cells.
 
     Attributes:
-        crosses: [N, cells] into which other cells each point reaches.
+        crosses: [N, cells] other cells that each point overlaps.
         overlaps: [view][cell][other] tiles' rectangle x0, y0, x1, y1 in pixels and depths in which both have something.
     """
 

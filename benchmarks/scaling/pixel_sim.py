@@ -56,7 +56,7 @@ class Scene:
     """A capture's views and points.
 
     Attributes:
-        views: the training views. means: [N, 3]. reach: [N, 3] what points reach around them.
+        views: the training views. means: [N, 3]. extent: [N, 3] half sizes of the points' boxes.
         shown: the part of the points that a view shows, in the mean.
     """
 
@@ -187,7 +187,7 @@ def main() -> None:
     for name in [*names, "direct send", *(f"tile, {n // 10**6} M" for n in MODELS)]:
         table.add_column(name, justify="right")
     for n in MODELS if given.crossing == "ghosts" else ():
-        table.add_column(f"ghosts, {n // 10**6} M", justify="right")
+        table.add_column(f"boundary, {n // 10**6} M", justify="right")
     for row in rows:
         plain, level = row["as drawn"], row["leveled"]
         numbers = [plain["naive"], level["gathered"], level["sent"], *row["tile"].values(), *level["ghosts"].values()]

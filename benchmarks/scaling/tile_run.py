@@ -34,12 +34,12 @@ RECORD_BYTES = 4 * RECORD_FLOATS
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of taking the steps of `tile`.
+    """Variant of the steps of `tile`.
 
     Attributes:
         transport: "peer" or "collective".
-        lists: "gather": each rank sorts what arrives; "sort": the sort over all ranks.
-        lazy: put off the steps of points that are not drawn.
+        lists: "gather": each rank sorts received rows; "sort": the sort over all ranks.
+        lazy: defer the steps of points that are not drawn.
     """
 
     transport: str = "peer"

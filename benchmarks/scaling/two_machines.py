@@ -1,17 +1,17 @@
-"""Traffic of a training run between two machines, counted on the link itself, and its step times.
+"""Measure the traffic of a training run between two machines on the link itself, and its step times.
 
     sudo python -m benchmarks.scaling.two_machines tile batch --megabits 100 1000 [--json FILE]
 
 The machines are network namespaces of this host with a link of a given rate between them (see benchmarks.lib.machines):
 that takes Linux and root. Each run is `ns-train splatfacto-STRATEGY` under torchrun on both, on the procedural city and
-on the processor. Beside the bytes that the interfaces have sent stands what the run foretells of them: the payload of
-its exchanges between machines, from the numbers of rows and sizes of a row (`bytes_between_machines`). Both are counted
+on the processor. The bytes sent by the interfaces are compared with the run's prediction: the payload of its exchanges
+between machines, from the numbers of rows and sizes of a row (`bytes_between_machines`). Both are counted
 from the first row of metrics.jsonl to the last, over the same steps: neither the start nor the end of a run is in them.
 
 An interface counts headers, too: 66 bytes a packet (Ethernet 14, IPv4 20, TCP 20, its timestamps 12). It hands large
 packets over in one piece and counts their header once, so headers are 66 times its number of packets, of which many
-are acknowledgements without payload. What is left beside the foretold bytes is what ranks agree on in each step.
-The machines share this host's cores: times tell what the link adds, and not what machines of their own would take.
+are acknowledgements without payload. The remainder over the predicted bytes are the control messages of each step.
+The machines share this host's cores: times show the cost of the link, not the times of separate machines.
 """
 
 import argparse
@@ -80,8 +80,8 @@ class Counted:
         step_ms: time of each.
         sent: bytes that each machine has put on the link in a step, headers included.
         payload: those of both without headers.
-        foretold: bytes of its exchanges that the run says cross between machines in a step, both ways together.
-        told: bytes that a worker says it has sent in a step, mean over the ranks' rows (rank 0's).
+        predicted: bytes of a step's exchanges between machines by the run's prediction, both directions together.
+        reported: bytes that a worker reports as sent in a step, mean over the ranks' rows (rank 0's).
         whole: bytes that both machines have sent from the start of the run to its end.
         gaussians: at the end.
     """

@@ -1,4 +1,4 @@
-"""The benchmark of kinds of points and strategies: what it types, what it reads, and its table of sizes."""
+"""The benchmark of primitives and strategies: its commands, the metrics that it reads, and its table of sizes."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmark of a training step of each kind of point: both of its ways draw something, and train."""
+"""The benchmark of a training step of each primitive: both variants draw and train."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.captures.radiance` starts, and what it keeps of a way that does not come to its end."""
+"""Commands of `benchmarks.captures.radiance`, and the results that it keeps of a failed variant."""
 
 import argparse
 import json

@@ -27,7 +27,7 @@ def test_variants_build_on_each_other_and_follow_the_length(tmp_path: Path) -> N
     assert " ".join(words).endswith("--pipeline.model.max-gs-num 9 --pipeline.model.x 3500 " + " ".join(words[-11:]))
     assert words[words.index("--max-num-images") + 1] == "7000"
     assert words[words.index("--pipeline.datamanager.train-cameras-sampling-seed") + 1] == "3"
-    for line in ("few mcmc", "few = nobody --x 1", "few =", "few = splatfacto --x 1"):
+    for line in ("few mcmc", "few = unknown --x 1", "few =", "few = splatfacto --x 1"):
         with pytest.raises(SystemExit, match="--variants"):
             variants(line)
 
@@ -50,7 +50,7 @@ def test_a_plan_says_what_runs(tmp_path: Path) -> None:
     ]  # fmt: skip
     folders, cities = folders_of(given, jobs)
     assert folders == {"fox": tmp_path / "fox", "aerial-3": tmp_path / "aerial-3"} and cities == ["aerial-3"]
-    plan.write_text("fox | nobody | 7 | 1")
+    plan.write_text("fox | unknown | 7 | 1")
     with pytest.raises(SystemExit, match="nobody"):
         jobs_of(given, variants(""))
     plan.write_text("fox | ours | 7")
@@ -79,7 +79,7 @@ def test_a_capture_without_a_folder_is_named(tmp_path: Path) -> None:
 
 
 class _Calls:
-    """Stands in for processes: each run takes the seconds that it is told, and leaves a result."""
+    """Replacement of processes: each run takes the given seconds and writes a result."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.called, self.now, self.cut = seconds, list[str](), 0.0, False

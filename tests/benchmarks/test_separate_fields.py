@@ -51,14 +51,14 @@ def test_fields_that_are_trained_alone_do_not_learn_from_each_other() -> None:
         assert all(b > a for a, b in itertools.pairwise(bounds)) and bounds[-1] > 48, "rays are seen by several"
         outputs["rgb"][bounds[1] : bounds[2]].sum().backward()
         graded = {name[:8] for name, p in ours.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-        assert graded == {"cells.1.", "camera_o"}, f"{spread}: poses alone are learnt together"
+        assert graded == {"cells.1.", "camera_o"}, f"{spread}: only poses are trained together"
         assert ours.shared_parameters().keys() <= {"camera_optimizer.pose_adjustment"}
         heads = [cell.head.mlp_head.layers[0].weight for cell in ours.cells.values()]
         assert not torch.equal(heads[0], heads[1]), "each begins with numbers of its own"
 
 
 def test_blends_show_what_all_fields_show() -> None:
-    """Where each field has the same fog, blended samples and blended pixels are it, without seams."""
+    """Fields of equal fog give equal fog without seams, by blended samples and by blended pixels."""
     for spread in VARIANTS:
         ours: Any = model(World.single(), 3, **VARIANTS[spread], average_init_density=1.0, far_plane=0.9)
         with torch.no_grad():

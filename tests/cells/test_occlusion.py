@@ -1,4 +1,4 @@
-"""What is hidden of a cell is left out when a view comes again, and looked at all the same."""
+"""Occluded parts of a cell are not drawn when a view is repeated, but still tested for visibility."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_occluded_cells_are_skipped() -> None:
     assert occlusion.drawn(VIEW, SIGHT) == [(0, 0, 100, 90), (16, 32, 48, 48), None]
     assert occlusion.flips() == (0, 48 * 48 - 32 * 16) and occlusion.flips() == (0, 0)
     occlusion.learn([VIEW], boxes_message((0, 0, 100, 90), None, None, flipped=3)[None])
-    assert occlusion.drawn(VIEW, SIGHT) == [SIGHT[0], None, None], "a cell of which nothing arrives"
+    assert occlusion.drawn(VIEW, SIGHT) == [SIGHT[0], None, None], "a cell without visible rows"
     occlusion.learn([VIEW], boxes_message((0, 0, 100, 90), (16, 16, 17, 17), None)[None])
     assert occlusion.drawn(VIEW, SIGHT)[1] == (16, 16, 32, 32), "it is seen again, and drawn again"
     assert occlusion.flips()[0] == 9
@@ -46,7 +46,7 @@ def test_cells_without_visibility_record_are_drawn() -> None:
         occlusion.drawn(replace(VIEW, index=5), SIGHT) == SIGHT
         and occlusion.drawn(replace(VIEW, width=99), SIGHT) == SIGHT
     )
-    assert occlusion.drawn(replace(VIEW, index=-1), SIGHT) == SIGHT, "what somebody looks at"
+    assert occlusion.drawn(replace(VIEW, index=-1), SIGHT) == SIGHT, "a view of a viewer"
     assert occlusion.drawn(VIEW, [SIGHT[0], (0, 16, 80, 64), None])[1] == (16, 32, 48, 48), "grown by a tile"
     occlusion.learn([VIEW], boxes_message((0, 0, 100, 90), (20, 33, 40, 34), None)[None])
     assert occlusion.drawn(VIEW, [SIGHT[0], (0, 0, 100, 90), None])[1] == (16, 32, 48, 48)

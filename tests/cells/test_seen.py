@@ -1,4 +1,4 @@
-"""Which tiles of a view a box reaches: all of those that any of its points is seen in, and few others."""
+"""Tiles of a view that a box overlaps: all tiles that show any of its points, and few others."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ def box(low: list[float], high: list[float]) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_point_of_a_box_is_within_its_rectangle(seed: int) -> None:
-    """Cameras before the box, beside it, and within it."""
+    """Cameras in front of the box, next to it, and within it."""
     g = torch.Generator().manual_seed(seed)
     eye, target = (4 * torch.rand(2, 3, generator=g, dtype=torch.float64) - 2).tolist()
     view = view_from(eye, target)

@@ -8,7 +8,7 @@ from ns_multigpu.cells.sharing import share_rows
 def test_one_view_is_cut_evenly() -> None:
     assert share_rows([8], [{0: 9, 1: 9, 2: 9, 3: 9}], 4) == [[(0, 2)], [(2, 4)], [(4, 6)], [(6, 8)]]
     assert share_rows([5], [{1: 9, 2: 9}], 3) == [[None], [(0, 2)], [(2, 5)]], "by those alone that see it"
-    assert share_rows([2], [{}], 3) == [[(0, 1)], [(1, 2)], [None]], "that nobody sees"
+    assert share_rows([2], [{}], 3) == [[(0, 1)], [(1, 2)], [None]], "an invisible view"
 
 
 def test_views_are_not_split_if_balance_is_equal() -> None:

@@ -150,7 +150,7 @@ def test_poses_are_rotations_and_cover_the_city(city: City, kind: str) -> None:
 
 
 def test_views_overlap(city: City) -> None:
-    """What a view sees is seen by others too: its surface points, projected into the other views, mostly land there."""
+    """Surface points of a view, projected into the other views, are mostly visible there."""
     capture = CityCapture(city, views=60, width=72, height=48)
     points = capture.seed_points(400, noise=0.0).xyz
     viewmats = capture.viewmats()
@@ -199,7 +199,7 @@ def test_seed_points_know_nothing_of_held_out_views(city: City, time_varying: bo
 
 
 def test_only_cars_move(city: City) -> None:
-    """Between two moments, light changes only along rays that end on or beside a car (in its shadow, say)."""
+    """Between two moments, light changes only along rays that end on or next to a car (in its shadow, say)."""
     capture = CityCapture(city, views=10, width=144, height=96, time_varying=True)
     assert capture.times[0] == 0 and capture.times[-1] == 1 and (capture.times.diff() > 0).all()
     camera = capture.camera(0)

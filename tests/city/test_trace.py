@@ -18,7 +18,7 @@ def city() -> City:
 
 
 def random_rays(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rays from in, above and beside the city, in all directions, some along an axis."""
+    """Rays from within, above and outside the city, in all directions, some along an axis."""
     g = torch.Generator().manual_seed(seed)
     o = (torch.rand(3, n, generator=g) - 0.5) * torch.tensor([[200.0], [200.0], [160.0]])
     o[2] = o[2].abs() + 0.1

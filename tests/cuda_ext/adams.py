@@ -1,4 +1,4 @@
-"""A course of steps over parameters of odd sizes, taken in different ways."""
+"""Runs of Adam over parameters of odd sizes, by different implementations."""
 
 from typing import Any, Literal
 

@@ -114,7 +114,7 @@ def draw_primitives(
 
     Args:
         library: `compiled` of `PRIMITIVES`. columns: of rows, in the operator's order, with `lists` of all patches.
-        v_pixels: gradients by colours, by what `name` has beside them, and by what is covered.
+        v_pixels: gradients by colours, by the extra output of `name`, and by coverage.
 
     Returns:
         Its four outputs (out, extra, alpha, last), and gradients by the columns.

@@ -1,4 +1,4 @@
-"""Courses of steps over a small model, dense and with steps put off, for the tests of both."""
+"""Runs of steps over a small model, dense and with deferred steps."""
 
 from typing import Any
 

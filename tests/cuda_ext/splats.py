@@ -60,7 +60,7 @@ def make_splats(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Splats:
-    """Return `count` random splats over one or more views of one size, rendered as whole views unless told otherwise.
+    """Return `count` random splats over one or more views of one size, rendered as whole views by default.
 
     sizes are standard deviations in pixels along the axes of each ellipse, before the blur of 0.3 px^2.
     """

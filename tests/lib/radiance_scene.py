@@ -1,4 +1,4 @@
-"""Small models of `nerfacto-xl`, and rays to render: nobody needs a capture for that."""
+"""Small models of `nerfacto-xl`, and rays to render, without a capture."""
 
 from collections.abc import Callable
 from typing import Any

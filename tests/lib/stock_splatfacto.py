@@ -193,7 +193,7 @@ def _recorded(strategy: DefaultStrategy, run: StockRun) -> Iterator[None]:
 
 @contextmanager
 def _precision(trainer: Trainer, double: bool) -> Iterator[None]:
-    """Make nerfstudio's course one in double precision, if it is to be."""
+    """Run nerfstudio's training in double precision, if requested."""
     data: Any = trainer.pipeline.datamanager
     model: Any = trainer.pipeline.model
     _ = data.cached_train  # what reads the images sets the cameras

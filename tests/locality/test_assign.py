@@ -135,7 +135,7 @@ def test_budgets_end_the_search() -> None:
 def test_a_start_is_taken_and_moves_fill_the_gap() -> None:
     counts = torch.tensor([[10.0, 0], [10, 0], [10, 0], [0, 1]], dtype=torch.float64)
     kept = assign_patches(counts, start=torch.tensor([0, 1, 0, 1]), alpha=1, beta=0, gamma=0, delta=0)
-    assert kept.swaps == 0, "two and two: who leaves makes somebody come"
+    assert kept.swaps == 0, "two and two: every move would be a swap"
     odd = torch.tensor([[10.0, 0], [10, 0], [0, 9]], dtype=torch.float64)
     moved = assign_patches(odd, start=torch.tensor([1, 0, 1]), alpha=1, beta=0, gamma=0, delta=0)
     assert moved.ranks.tolist() == [0, 0, 1]
@@ -163,7 +163,7 @@ def test_errors_say_what_was_wrong() -> None:
 
 
 def test_machines_come_first() -> None:
-    """Points of a patch on all GPUs of one machine: it is drawn there, whoever has a little more elsewhere."""
+    """A patch whose points are on all GPUs of one machine is drawn there, even if another machine's GPU has more."""
     generator = np.random.default_rng(4)
     owners = np.arange(64) % 4
     needed = generator.integers(0, 30, (64, 16)).astype(np.float64)
@@ -179,7 +179,7 @@ def test_machines_come_first() -> None:
 
 
 def test_search_counts_rows_sent_and_received_within_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the search is told within machines, with all patches counted, is what ranks send and receive in truth."""
+    """Rows counted by the search within machines, over all patches, equal the rows that ranks send and receive."""
     needed, volumes = needs(24, 6, 7).numpy(), []
 
     def listening(counts: torch.Tensor, totals: torch.Tensor, sent: torch.Tensor, **rest: object) -> object:

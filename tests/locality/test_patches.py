@@ -144,14 +144,14 @@ def test_prefetched_plan_is_used_and_a_late_one_is_a_miss() -> None:
     made.prefetch_plans(batches[1:])
     while made._planner.ready_through() < 1:
         pass
-    made.prefetch_plans([])  # all tell each other what is ready
+    made.prefetch_plans([])  # all ranks exchange which plans are ready
     assert made.assign_alike(batches[1], 2) == wanted[1] and made.figures()["plan_misses"] == 0
-    # Nobody foresaw this one.
+    # This plan was not prefetched.
     assert made.assign_alike(batches[0], 2) == wanted[0] and made.figures()["plan_misses"] == 0
 
 
 def test_plan_for_another_resolution_is_not_used() -> None:
-    """What was foreseen before the resolution changed: the views are the same, their patches are not."""
+    """The plan was prefetched before the resolution changed: views are the same, patches are not."""
     made, access = assignment(2, 2, plans="ahead")
     access.record(range(2), np.random.default_rng(3).integers(0, 99, (32, 2)).astype(np.float64))
     small, large = ([view_of(size, 0), view_of(size, 1)] for size in ((16, 16), (64, 64)))

@@ -18,8 +18,8 @@ def cluster(at: tuple[float, float], count: int = 4000) -> NDArray[np.float64]:
 
 
 def two(far: float = 0.0, view_owners: tuple[int, ...] = (0, 1)) -> Partition:
-    """Return a cluster of machine 0's second rank and one of machine 1's first, a camera beside each; three points far
-    off."""
+    """Return clusters of machine 0's second rank and machine 1's first, with a camera next to each, and three far
+    points."""
     positions = np.concatenate([cluster(WEST), cluster(EAST), np.full((3, 3), far)])
     owners = np.repeat([1, 2, 3], [4000, 4000, 3])
     cameras = np.array([[-10.0, 9.0, 4.5], [10.0, 9.0, -0.5]])

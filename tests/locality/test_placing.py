@@ -1,4 +1,4 @@
-"""The placement by who sees what: machines by views, level GPUs, kept between refinements, made anew when due."""
+"""The placement by visibility: machines by views, balanced GPUs, kept between refinements, made again when due."""
 
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,7 @@ def placement(world: World, seen: list[View] | None = None, **options: Any) -> t
 
 
 def alone(ranks: int, machines: int) -> World:
-    """Return the first rank, as far as a placement asks: nobody else is there to be told."""
+    """Return a world that pretends to be rank 0 of several, for a placement, without the other ranks."""
     return replace(World.single(), size=ranks, local_size=ranks // machines)
 
 
@@ -178,7 +178,7 @@ def test_a_large_model_is_placed_by_a_sample(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def placed(machines: int, world: World) -> list[Any]:
-    """What each rank finds of a model that all have, and of its part of it."""
+    """Return the placements that each rank computes of a replicated model, and of its shard."""
     world = on_machines(world, machines)
     where = towns()
     made, access = placement(world, views())

@@ -20,7 +20,7 @@ def test_small_steps_take_what_the_host_does() -> None:
     assert speeds["single"] == pytest.approx(1e3 / rates.HOST)
     assert speeds["batch"] == pytest.approx(2e3 / rates.HOST_OF_MANY)
     assert speeds["tile"] == pytest.approx(1e3 / rates.HOST_OF_MANY)
-    assert "locality" not in speeds, "on one machine nobody would"
+    assert "locality" not in speeds, "no advantage on one machine"
 
 
 def test_large_steps_take_what_the_kernels_do() -> None:
@@ -76,4 +76,4 @@ def test_only_runs_with_a_choice_say_it() -> None:
     assert len(expectations(replace(found, now=1_000_000), "batch", None, "default")) == 2
     assert expectations(replace(found, on_gpu=False), "tile", None, "default") == []
     assert expectations(replace(found, course=replace(RUN, gpus=1)), "tile", None, "default") == []
-    assert expectations(found, "a strategy of somebody's", None, "default") == []
+    assert expectations(found, "a strategy of a user", None, "default") == []

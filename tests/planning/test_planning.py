@@ -108,8 +108,8 @@ KERNELS = GaussianKernels(3, absgrad=True)
 
 @pytest.mark.parametrize(("rows", "views"), [(2048, 1), (8192, 1), (4096, 3)])
 def test_buffers_of_a_step_are_those_of_the_model(rows: int, views: int) -> None:
-    """What a step keeps on a CPU; the model counts the kernels' own there besides: 48 bytes a row of the rasterizer's
-    state, the rows of the step before, and what lives during the loss."""
+    """Compare the memory of a step on a CPU. The model also counts buffers of kernels: 48 bytes a row of the
+    rasterizer's state, the rows of the previous step, and temporaries of the loss."""
     width, height = 64, 48
     params = initial_gaussians(None, sh_degree=3, count=300, extent=1.0, generator=torch.Generator().manual_seed(1))
     moments = {name: (torch.zeros_like(params[name]), torch.zeros_like(params[name])) for name in ORDER}

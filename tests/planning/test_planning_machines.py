@@ -106,7 +106,7 @@ def test_bytes_of_batch_and_single_between_machines() -> None:
 
 
 def test_time_follows_from_the_link() -> None:
-    """25 Gbit/s are 3,125,000 bytes a millisecond, of which a step reaches nine tenths."""
+    """25 Gbit/s are 3,125,000 bytes a millisecond, of which a step uses nine tenths."""
     for name in ("batch", "tile", "locality"):
         slow, fast = (pace(name, RUN, gbit=gbit) for gbit in (25.0, 250.0))
         between_machines = traffic(name, RUN)

@@ -1,4 +1,4 @@
-"""Predicted times beside measured ones: every row within 15 %, and strategies in the measured order."""
+"""Predicted times compared with measured ones: every row within 15 %, and strategies in the measured order."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -31,7 +31,7 @@ def shard(values: dict[str, Tensor], bounds: Sequence[int], rank: int, places: T
 
 
 def shard_index_of(placement: Placement | None, case: str, values: dict[str, Tensor], world: World) -> ShardIndex:
-    """What a rank holds at the start: as the placement has it, or ranges where the case says which."""
+    """Return a rank's initial shard: that of the placement, or the case's ranges."""
     if placement is None or case.startswith("a rank owns"):
         return ShardIndex(placement or Sharded())
     shares = placement.shares(len(values["means"]), lambda: values["means"], world.size)

@@ -26,7 +26,7 @@ STEPS, POINTS, VIEWS, SIZE = 200, 24, 3, (28, 40)
 
 
 def blocks_of_the_page(count: int) -> dict[str, Any]:
-    """What the first blocks of code make: of one the primitive alone, of two the method as well."""
+    """Run the page's first blocks of code: one makes the primitive, two the method as well."""
     module = ModuleType("discs")
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[:count]:
         exec(compile(code, str(PAGE), "exec"), module.__dict__)

@@ -1,4 +1,4 @@
-"""Steps of kinds of points without fused operators of their own: what must leave the model alone, and what is told."""
+"""Steps of primitives without fused operators of their own: cancelled steps, and reports."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ STATISTICS = ("grad2d", "count", "radii")
 
 
 def points_of(name: str, spare: int = 0) -> Points:
-    """So many points, and room for more, which have no position."""
+    """Return `count` points, and spare rows without a position."""
     params = MAKE[name](COUNT, torch.float32).params
     params = {key: value.detach() for key, value in params.items()}
     if name == "2dgs":
@@ -84,7 +84,7 @@ def test_step_beyond_capacity_changes_nothing(name: str, rows: bool) -> None:
 
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_spare_storage_is_not_rendered(name: str) -> None:
-    """A refinement moves points to where there is room for more; what lies there has no position."""
+    """A refinement moves points into storage with spare rows, which have no position."""
     plain, roomy = (StepRun(name, points_of(name, spare)) for spare in (0, 20))
     for run in (plain, roomy):
         run.take()

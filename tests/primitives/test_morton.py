@@ -41,7 +41,7 @@ def test_census_has_the_extent_of_points(power: int) -> None:
     assert int(counts.sum()) == 3 and int(counts[0]) >= 1
     found = {k - 128: int(n) for k, n in enumerate(counts) if n}
     reached = min(max(power + 1, -128), 127)
-    assert max(found) == reached, "1 <= |x| < 2 reaches 2^1"
+    assert max(found) == reached, "1 <= |x| < 2 ends at 2^1"
     grid = Grid.of(counts.tolist())
     assert grid.half == reached and grid.cell <= grid.half + 1
     if -100 < power < 127:

@@ -81,7 +81,7 @@ def owned(world: World, kind: str) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, name, watched)
         patch.setitem(test_sharded_mcmc.RULES, "cap_max", test_sharded_mcmc.COUNT)  # so that it never grows,
-        patch.setitem(test_sharded_mcmc.RULES, "order_every", 1000)  # and is never brought into its order
+        patch.setitem(test_sharded_mcmc.RULES, "order_every", 1000)  # and is never sorted
         module.train(world, "even", True, shard_index)
     return len(seen) >= test_sharded_densifier.REFINED and all(seen)
 
@@ -102,7 +102,7 @@ def test_replicas_are_not_moved() -> None:
 
 
 def misplaced(world: World) -> list[str]:
-    """What a rank is told where another one's placement, or its own, is wrong."""
+    """Return a rank's errors if its own placement, or another rank's, is wrong."""
     keys, errors = torch.arange(4) + world.rank, list[str]()
     placements: list[Placement] = [Wrong(owner) for owner in (-1, world.size, None)]
     for placement in placements:
@@ -113,7 +113,7 @@ def misplaced(world: World) -> list[str]:
 
 
 def test_owners_that_are_no_ranks() -> None:
-    """Every rank is told, not only the one that would have sent them."""
+    """Every rank raises, not only the sender."""
     for errors in run_ranks(misplaced, 2):
         outside = "Wrong names owners for the points of rank 1: 1 of them are not among the 2 ranks"
         assert errors == [outside, outside, "Wrong names owners for the points of rank 1: that is +1 owners"]

@@ -19,7 +19,7 @@ REAL, LINES, CAPACITY = 9, 12, 8
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of point's rows."""
+    """Rows of a primitive."""
 
     layout: RecordParts
     rows: type[Any]
@@ -52,7 +52,7 @@ CASES["any order"] = replace(
 
 
 def make_place(device: str) -> Tensor:
-    """To rank 0 every other row, to rank 1 all, of which the last has no room."""
+    """Rank 0 gets every other row, rank 1 all rows, of which the last exceeds the capacity."""
     place = torch.full((2, LINES), -1, dtype=torch.int32)
     place[0, 0:REAL:2] = torch.arange(5).int()
     place[1, :REAL] = torch.arange(REAL).int()

@@ -1,4 +1,4 @@
-"""The order over ranks against one rank's stable sort, and what travels against what ought to be there."""
+"""The order over ranks compared with one rank's stable sort, and exchanged rows with the expected ones."""
 
 import weakref
 from itertools import accumulate, pairwise
@@ -60,7 +60,7 @@ def rows_of(case: str, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def reorder(world: World, case: str) -> tuple[Move, Reordering, dict[str, Tensor], int]:
-    """Move rows that tell where they came from, and their weights."""
+    """Move rows that contain their origin, and their weights."""
     keys, weights = rows_of(case, world.size)[world.rank]
     ids = torch.stack([torch.full_like(keys, world.rank), torch.arange(len(keys))], dim=1)
     sorted_keys, order = torch.sort(keys, stable=True)
@@ -193,7 +193,7 @@ def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def carried_by_parts(world: World) -> tuple[dict[str, Tensor], list[float]]:
-    """Return the same where rows are too many to travel whole."""
+    """Return the same for rows that are too many for one message."""
     sharded_rows._AT_ONCE = 0
     return carried(world)
 
@@ -226,7 +226,7 @@ def test_refusal() -> None:
 
 
 def freed(world: World) -> list[int]:
-    """As each of three parameters is made anew, how many of the old ones have been freed."""
+    """Return the numbers of freed old parameters as each of three parameters is rebuilt."""
     mine = torch.arange(world.rank, 40, world.size)
     arrays = [np.zeros((len(mine), 4), np.float32) for _ in range(3)]
     alive = [weakref.ref(array) for array in arrays]
@@ -262,7 +262,7 @@ class RoundRobin(HalfSpaces):
 
 
 def parted(world: World, at_once: int) -> dict[str, Any]:
-    """Points with x = rank, rank + size, ...: every tenth leaves. Some are split; the halves' offsets tell whose."""
+    """Points with x = rank, rank + size, ...: every tenth is sent away. Children's offsets identify split points."""
     sharded_rows._AT_ONCE = at_once
     sent: list[tuple[int, int]] = []
     exchange = sharded_rows.exchange_rows

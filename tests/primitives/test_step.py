@@ -58,7 +58,7 @@ def test_fused_run_equals_the_autograd_run(strategy: str, ranks: int, batch: int
 
 @pytest.mark.parametrize("strategy", ["batch", "tile"])
 def test_run_with_tall_views(strategy: str) -> None:
-    """What is counted by the longer side of a view is not counted by its width."""
+    """Counts use the longer side of a view, not its width."""
     run = TrainingRun(strategy, 2, 2, size=(30, 60))
     found, expected = taken(World.single(), run), ordinary(run)
     assert_same_run(run, [found], expected)
@@ -115,11 +115,11 @@ def test_a_capacity_that_is_too_small_costs_a_step_and_changes_nothing(
     assert_same_run(run, outcomes, ordinary(run))
 
 
-# ---- steps that are put off ----
+# ---- deferred steps ----
 
 
 def assert_same_steps(run: TrainingRun, lazy: list[Outcome], eager: list[Outcome]) -> None:
-    """Closer to each other than to the ordinary course, whose sums have another order."""
+    """Assert that both are closer to each other than to the ordinary run, whose sums have another order."""
     one, other = together(run, lazy), together(run, eager)
     for name, rate in RATES.items():
         assert float((one[name] - other[name]).abs().mean()) < 2e-3 * rate, name
@@ -142,7 +142,7 @@ def test_capacity_exceeded_while_steps_are_deferred(strategy: str, ranks: int) -
     plenty = take(run, ranks)
     rows, segment, intersections = plenty[0]["first"].tolist()
     tight = take(replace(run, capacities=(rows, max(segment, 1), intersections)), ranks)
-    assert int(tight[0]["redone"]) >= 1 and int(tight[0]["put off"]) >= 1
+    assert int(tight[0]["redone"]) >= 1 and int(tight[0]["deferred"]) >= 1
     for name in RATES:
         assert all(torch.equal(a[name], b[name]) for a, b in zip(tight, plenty, strict=True)), name
 
@@ -165,7 +165,7 @@ def test_lazy_step_flushes_after_64_deferred_steps() -> None:
     assert (one.status().done, one.status().full) == (1, False)
 
 
-# ---- what travels ----
+# ---- exchanged rows ----
 
 
 def test_bytes_sent_by_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_bytes_sent_by_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> None:
     run = TrainingRun("tile", batch, 3, capacities=CAPACITIES)
     for a, b in zip(take(replace(run, by_sort=True), ranks), take(run, ranks), strict=True):
-        # Sorted lists want each row's line at its owner: a word more of each travels.
+        # Sorted lists need each row's line at its owner: one more word per row.
         assert [name for name in a if not torch.equal(a[name], b[name])] == (["bytes"] if ranks > 1 else [])
 
 

@@ -1,5 +1,5 @@
-"""Courses of training steps that read nothing back, and what they ought to be: autograd through the operators on one
-rank, torch's Adam, the densifier's counting."""
+"""Runs of fused steps without readback, and their reference: autograd through the operators on one rank, torch's Adam,
+the densifier's counting."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -52,9 +52,9 @@ class TrainingRun:
         batch: views of a step.
         capacities: initial numbers of rows, of rows per segment (of each pair, or one for all) and of intersections.
             Exceeded capacities grow. None takes the initial capacities of training.
-        lazy: steps of points that are not drawn are put off.
+        lazy: steps of points that are not drawn are deferred.
         transport: of shards: own, collective, or peer for peer memory. by_sort: see `SortedLists`.
-        half: rows and gradients travel in float16.
+        half: rows and gradients are exchanged in float16.
         moment: of Adam's moments.
         captured: steps are replayed from graphs, on a CPU from what was recorded.
         grouped: groups of points are culled by their boxes. speed: how many times as large rates are.
@@ -100,7 +100,7 @@ def scalars(number: int) -> torch.Tensor:
 
 
 def ordinary(run: TrainingRun, device: str = "cpu") -> Outcome:
-    """Return the course of one process that takes all views of a batch."""
+    """Return the run of one process that takes all views of a batch."""
     place = torch.device(device)
     params = {k: torch.nn.Parameter(v.detach()) for k, v in run.scene(run.points, torch.float32, place).params.items()}
     optimizers = {k: torch.optim.Adam([params[k]], lr=rate, eps=1e-15) for k, rate in RATES.items()}
@@ -198,7 +198,7 @@ def check_traffic(one: Step, world: World, reported: int, run: TrainingRun) -> N
 
 
 def taken(world: World, run: TrainingRun) -> Outcome:
-    """Return the course on several ranks."""
+    """Return the run on several ranks."""
     device = world.device
     world = on_machines(world, run.machines) if run.machines > 1 else world
     spread = STRATEGIES[run.strategy](world)
@@ -271,7 +271,7 @@ def taken(world: World, run: TrainingRun) -> Outcome:
         step += 1
     one.flush()
     result = {k: v.cpu() for k, v in params.items()} | {f"v of {k}": m[1].cpu() for k, m in moments.items()}
-    counts = {"redone": redone, "put off": put_off, "first": first, "sent": sent, "replayed": replayed}
+    counts = {"redone": redone, "deferred": put_off, "first": first, "sent": sent, "replayed": replayed}
     counts |= {"most": most, "bytes": reported}
     return result | {k: v.cpu() for k, v in statistics.items()} | {
         "losses": torch.stack(losses).cpu(), "tiles": one.learnt.cpu(),
@@ -280,7 +280,7 @@ def taken(world: World, run: TrainingRun) -> Outcome:
 
 
 def grown(capacities: Pairs, needed: Pairs) -> Pairs:
-    """Capacities with room for what was needed; as they are where there is room."""
+    """Return capacities that suffice for the demand; sufficient ones are unchanged."""
     return tuple(
         tuple(c if n <= c else padded(n) for c, n in zip(*two, strict=True))
         for two in zip(capacities, needed, strict=True)
@@ -299,7 +299,7 @@ def take(run: TrainingRun, ranks: int, device: str = "cpu") -> list[Outcome]:
 
 
 def together(run: TrainingRun, outcomes: Sequence[Outcome]) -> Outcome:
-    """What all ranks have: that of each replica, which must be the same, or all shards'; and the losses' sums."""
+    """Return the model of all ranks: that of a replica, which must be equal, or all shards; and sums of losses."""
     names = [*RATES, *(f"v of {name}" for name in RATES)]
     losses = {"losses": torch.stack([outcome["losses"] for outcome in outcomes]).sum(0)}
     if run.strategy == "batch":

@@ -162,7 +162,7 @@ def test_thin_air_before_a_wall_keeps_its_weight() -> None:
 
 
 def test_a_thin_sheet_is_as_dense_as_it_says() -> None:
-    """What bounds densities is beyond all that can be told from opaque."""
+    """The bound of densities is beyond what differs from opaque."""
     edges = torch.tensor([[0.0, 1.0, 1.0 + 1e-5, 2.0]])
     samples = Samples(edges, torch.tensor([[0.0, 1e9, 0.0]]), edges, {})
     torch.testing.assert_close(samples.weights, torch.tensor([[0.0, 1.0, 0.0]]))

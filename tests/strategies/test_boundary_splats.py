@@ -1,4 +1,4 @@
-"""Splats that reach into other cells as ghosts: any cells, on any number of ranks, are `single`."""
+"""Splats that overlap other cells as boundary splats: any cells, on any number of ranks, equal `single`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
 
 
 def bytes_of(world: World, cross: bool) -> int:
-    """What a step sends, of rows to where they reach a cell, or to where they reach a rectangle."""
+    """Return the bytes of a step with rows sent to overlapped cells, or to overlapped rectangles."""
     spread = strategy_of(2, world)
     spread = spread if cross else replace(spread, rows=ExchangedRows(relays=False))
     world.traffic.since("step")
@@ -122,7 +122,7 @@ def test_rows_are_sent_to_cells_that_they_overlap() -> None:
     cells_in_views, _, views = windows_of("in a cell")
     view, places = views[0], torch.tensor([[10.0, 5.0], [25, 21], [19, 27], [29, 5]], dtype=torch.float64)
     depths = torch.tensor([4.0, 4.0, 2.0, 2.5], dtype=torch.float64)
-    middles = (places / TILE).floor() * TILE + TILE / 2  # each reaches one tile, and goes by its middle
+    middles = (places / TILE).floor() * TILE + TILE / 2  # each overlaps one tile, and counts at its middle
     rays = torch.cat([(middles - view.K[:2, 2]) / view.K[[0, 1], [0, 1]], torch.ones(4, 1)], 1)
     tree = cells_in_views._space.tree
     assert tree is not None
@@ -134,7 +134,7 @@ def test_rows_are_sent_to_cells_that_they_overlap() -> None:
 
 @pytest.mark.gpu
 def test_cameras_may_be_on_the_host() -> None:
-    """As they are where a run first asks how much room its rows need."""
+    """Rows before a run's first capacities are computed."""
     skip_without_gpus(1)
     cells_in_views, _, views = windows_of("in a cell")
     places = torch.tensor([[10.0, 5.0], [25, 21], [19, 27]], dtype=torch.float64)
@@ -177,7 +177,7 @@ def test_single_on_gpus(mode: str, ranks: int, cells: int) -> None:
 
 
 class _Near(Crossing):
-    """One cell, which what is nearer than 1 reaches; counts how often it is asked."""
+    """One cell, overlapped by rows nearer than 1; counts its queries."""
 
     def __init__(self) -> None:
         self.asked = 0

@@ -94,7 +94,7 @@ def test_ranks_hide_the_same(ranks: int) -> None:
 
 
 def visible_boxes(world: World, mode: str) -> list[list[int]]:
-    """What is known of hidden cells after a step in this mode."""
+    """Return the visible boxes of cells after a step in this mode."""
     spread = strategy_of(world)
     kind = Gaussians()
     views = make_views(VIEWS, torch.float32, world.device, PORTRAIT)

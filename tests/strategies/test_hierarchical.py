@@ -1,4 +1,4 @@
-"""What crosses between machines, with and without ranks that hand rows on: the bytes, beside the rows that need to."""
+"""Bytes between machines, with and without forwarding ranks, compared with the rows that must cross."""
 
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ ROW, GRADIENT = 4 * (10 + 3), 4 * (10 + 2)
 
 
 def crossed(machines: int, world: World, mode: str, hierarchy: bool) -> dict[str, Any]:
-    """Bytes of a step between machines and in all, those foretold, and how many rows had to cross."""
+    """Return the bytes of a step between machines and in total, the predicted ones, and the rows that must cross."""
     world = on_machines(world, machines)
     spread = locality(world, LocalityOptions(relays=hierarchy))
     kind: Any = PRIMITIVES[KIND]()
@@ -87,7 +87,7 @@ def test_fused_steps_send_the_predicted_bytes() -> None:
         assert one["predicted"] == (one["sent"] - one["between"], one["between"])
     for one in direct:
         assert one["predicted"] == one["sent"]
-    assert sum(one["between"] for one in relayed) < 0.6 * sum(one["between"] for one in direct), "room for half as much"
+    assert sum(one["between"] for one in relayed) < 0.6 * sum(one["between"] for one in direct), "about half as many"
 
 
 def send_and_return(machines: int, world: World, half: bool) -> Any:
@@ -151,7 +151,7 @@ def test_readers_of_a_row_are_sent_as_bits() -> None:
 
 
 def test_all_ranks_of_a_machine_know_where_things_are_in_each_others_memory() -> None:
-    """However uneven pairs are: what one has room for there, the other leaves room for."""
+    """Sender and receiver have the same capacity, however uneven pairs are."""
     hierarchy, g = Relays(3, 2), torch.Generator().manual_seed(2)
     table = tuple(tuple(row) for row in torch.randint(0, 90, (6, hierarchy.numbers), generator=g).tolist())
     worlds = [World(rank, 6, rank % 2, 2, torch.device("cpu")) for rank in range(6)]

@@ -95,7 +95,7 @@ def test_half_a_wire_leaves_lines_whole() -> None:
 STEPS = [
     ("single", 1, "captured"), ("batch", 2, "captured"), ("batch", 3, "step"), ("tile", 3, "captured"),
     ("tile, sorted", 2, "step"), ("locality, relays", 4, "captured"), ("pixel, cells", 2, "captured"),
-    ("pixel, ghosts", 3, "captured"),
+    ("pixel, boundary splats", 3, "captured"),
 ]  # fmt: skip
 CELLS = 3
 
@@ -104,7 +104,7 @@ def spread_of(world: World, name: str) -> Strategy:
     if name == "locality, relays":
         return locality(on_machines(world, 2), LocalityOptions(relays=True))
     if name.startswith("pixel"):
-        return pixel(world, PixelOptions(cells=CELLS, crossing="ghosts" if "ghosts" in name else "none"))
+        return pixel(world, PixelOptions(cells=CELLS, crossing="ghosts" if "boundary" in name else "none"))
     return STRATEGIES[name.partition(",")[0]](world)
 
 
@@ -115,14 +115,14 @@ def fused_step(world: World, name: str, mode: str) -> Outcome:
         parts = (spread.rows, spread.gradients, spread.world)
         transport = make_transport(*parts, kernels, 8, 8, 8, peer=False)
         assert isinstance(transport, RelayedRows)
-    whole = (faint if "ghosts" in name else convexes)(POINTS, torch.float32, world.device)
+    whole = (faint if "boundary" in name else convexes)(POINTS, torch.float32, world.device)
     count = REPLICATED if spread.placement.replicated else CUT
     return take_one(spread, ALL, count, PORTRAIT, mode, "sorted" in name, whole=whole)
 
 
 @cache
 def through_autograd(cells: bool, open_: bool, views: int) -> Outcome:
-    """What one rank does, with all of space or with the same cells."""
+    """Return one rank's results, with all of space or with the same cells."""
     spread = spread_of(World.single(), "pixel, cells" if cells else "single")
     whole = (faint if open_ else convexes)(POINTS, torch.float32)
     return take_step(spread, "convexes", views, POINTS, torch.float32, PORTRAIT, kind=(ALL, whole))
@@ -132,7 +132,7 @@ def check_fused(outcomes: list[Outcome], name: str) -> None:
     """Return whether ranks together did what one rank does through autograd."""
     replicated = spread_of(World.single(), name).placement.replicated if "relays" not in name else False
     views = REPLICATED if replicated else CUT
-    expected = through_autograd("cells" in name, "ghosts" in name, views)
+    expected = through_autograd("cells" in name, "boundary" in name, views)
     check_outcomes(outcomes, expected, views, PORTRAIT, replicated=replicated, sized=False)
 
 

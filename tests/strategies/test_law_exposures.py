@@ -1,5 +1,5 @@
 """The law for exposures: with a map of colours for each view pixels, loss and gradients, also those by the maps, are
-those of one rank, in each mode; and steps of other kinds of points have them, too."""
+those of one rank, in each mode; and steps of other primitives have them, too."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ def test_a_fused_step_of_other_points_equals_single(primitive: str, strategy: st
 
 @pytest.mark.parametrize(("ranks", "machines"), [(4, 2), (2, 1)])
 def test_a_fused_step_over_machines_equals_single(ranks: int, machines: int) -> None:
-    """What is told of exposures is at the message's end, which others hand on."""
+    """Statistics of exposures are at the end of the step statistics, which other ranks forward."""
     outcomes = run_ranks(fused, ranks, "locality", "captured", "gaussians", machines)
     check_fused(outcomes, "locality")
 

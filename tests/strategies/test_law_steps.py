@@ -52,11 +52,11 @@ from tests.strategies.test_law import (
 KERNELS = [name for name, make in PRIMITIVES.items() if isinstance(kind := make(), Gaussians) and kind.sh_degree]
 """The 3D Gaussians that have kernels: those of plain colours take ordinary steps."""
 OTHERS = ["4D gaussians"]
-"""The other kinds of points that have kernels."""
+"""The other primitives that have kernels."""
 MODES = ("step", "captured")
 POINTS, LAMBDA, BACKGROUND = 150, 0.2, 0.3
 REPLICATED, CUT = 12, 11
-"""Views of a step: as many for each of 1 to 4 ranks where they are dealt out; else so many that some have to be cut."""
+"""Views of a step: divisible by 1 to 4 ranks if distributed round-robin; otherwise some views have to be cut."""
 CAPACITIES = {"rows": 2048, "segment": 2048, "intersections": 65536}
 LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
@@ -84,8 +84,8 @@ def take_one(
     spread: Strategy, kind: Any, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
     half: bool | None = None, whole: Points | None = None, observes: bool = False, exposes: bool = False, **more: Any,
 ) -> Outcome:  # fmt: skip
-    """What `one_step` returns, of a step that reads nothing back. With `half` given rows travel by collectives. The
-    points are 3D Gaussians, unless given; `observes`, `exposes`: see `take_step`; `more` are options of the kernels."""
+    """Return the results of `one_step` for a fused step. With `half` given rows use collectives. The points are 3D
+    Gaussians, unless given; `observes`, `exposes`: see `take_step`; `more` are options of the kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -122,7 +122,7 @@ def take_one(
     assert status.done == steps
     if step._transport.travels:
         sent = steps * (sum(status.segments) - kept)
-        assert status.sent == sent, "of this rank's rows, those that went elsewhere"
+        assert status.sent == sent, "of this rank's rows, those sent to others"
     gradients = {name: first.cpu() for name, (first, _) in moments.items()}
     counted = torch.zeros(3, POINTS)
     counted[:, places.cpu()] = torch.stack(list(statistics.values())).cpu()
@@ -317,7 +317,7 @@ class RoundRobin(DealtViews):
 
 
 class OtherRows(LocalRows):
-    """Rows of which nobody knows how they go."""
+    """Row leg without a known transport."""
 
 
 class OtherPixels(WholePixels):

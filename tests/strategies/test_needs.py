@@ -1,4 +1,4 @@
-"""What `locality` learns of each batch: how many splats of each rank reach each patch, in every mode the same."""
+"""Demand of each batch in `locality`: the number of each rank's splats that overlap each patch, equal in all modes."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ KIND = "gaussians, antialiased, absgrad"
 
 
 def record_demand(machines: int, world: World, mode: str) -> dict[str, Any]:
-    """What each view's patches need from each rank, as it was learnt and as it is counted, and the plan's figures."""
+    """Return each patch's demand from each rank, as recorded and as counted, and the plan's figures."""
     spread = STRATEGIES["locality"](on_machines(world, machines))
     kind: Any = PRIMITIVES[KIND]()
     views = make_views(VIEWS, torch.float32, world.device, PORTRAIT)

@@ -76,7 +76,7 @@ def test_a_step_through_each_others_memory_equals_single(tmp_path: Path, mode: s
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_conics_equals_single(tmp_path: Path, mode: str) -> None:
-    """But for sizes on the screen, which nobody counts then."""
+    """Sizes on the screen are excepted, as they are not counted then."""
     outcomes = run_ranks(partial(by_shared_memory, tmp_path, sized=False), 2, KERNELS[1], mode)
     expected = one_step(World.single(), "single", KERNELS[1], count_of("batch"), POINTS, torch.float32, LANDSCAPE)
     for outcome in outcomes:
@@ -85,7 +85,7 @@ def test_a_step_without_conics_equals_single(tmp_path: Path, mode: str) -> None:
 
 
 class Numbers:
-    """Replicas that tell each other one number, the step's."""
+    """Kernels of replicas that put one number, the step's."""
 
     def __init__(self, ranks: int) -> None:
         self.everyone, self.step = [torch.zeros(4 * ranks)], 0.0
@@ -98,7 +98,7 @@ class Numbers:
 
 
 def two_steps(folder: Path, world: World) -> list[list[float]]:
-    """What each rank finds in two steps, where rank 1 is late to look."""
+    """Return each rank's values of two steps, with rank 1 reading late."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated_rows, "PeerBuffer", SharedFile)
@@ -133,7 +133,7 @@ def test_no_rank_overwrites_unread_data(tmp_path: Path) -> None:
 
 
 def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
-    """What is transport of a row, and of which arrays there is anything, where nobody counts sizes."""
+    """Return the bytes put for a row, and which arrays are written, without counts of sizes."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated_rows, "PeerBuffer", SharedFile)

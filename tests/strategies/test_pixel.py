@@ -1,5 +1,5 @@
-"""The law for `pixel` where splats stay in their cells: N ranks do what one rank does with the same cells. And how far
-that is from `single`. With ghosts: `test_boundary_splats`."""
+"""The law for `pixel` with splats clipped to their cells: N ranks equal one rank with the same cells. And the deviation
+from `single`. With boundary splats: `test_boundary_splats`."""
 
 import math
 from dataclasses import replace
@@ -155,8 +155,8 @@ def test_wherever_cameras_and_points_are(where: str) -> None:
 
 
 def test_deviation_from_single() -> None:
-    """Splats that reach into another cell are blended with their own cell's. Of opaque splats as large as a fifth of
-    the scene that shows; of small ones hardly."""
+    """Splats that extend into another cell are blended with their own cell's. The error is visible with opaque splats
+    of a fifth of the scene, and negligible with small ones."""
 
     def psnr(size: float) -> float:
         points = make_points(POINTS, torch.float64)

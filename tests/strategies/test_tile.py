@@ -1,4 +1,4 @@
-"""What is particular to `tile`: ranges of points given by hand, one view by all ranks, cuts that move, what travels."""
+"""Properties of `tile`: given ranges of points, one view drawn by all ranks, moving cuts, exchanged rows."""
 
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,7 @@ def test_uneven_ranges_and_cuts_that_move(size: int) -> None:
 
 
 def travels(world: World) -> dict[str, Any]:
-    """Return the rows that arrive here, beside all ranks' own, and bytes sent both ways."""
+    """Return the received rows, all ranks' own rows, and the bytes sent in both directions."""
     spread = tile(world)
     views = make_views(4, torch.float32)[:3]
     held = spread.placement.hold(make_points(90, torch.float32), world)

@@ -88,4 +88,4 @@ def test_work_is_by_points_and_by_pixels() -> None:
         [2 / 1.75 + 200 / pixels, 3 / 1.75 + 200 / pixels, 200 / pixels, 2 / 1.75 + 800 / pixels]
     )
     assert sum(works(points, views)) == pytest.approx(2 * 4)
-    assert works(points[:0], views[:2]) == [1, 1], "nobody sees anything"
+    assert works(points[:0], views[:2]) == [1, 1], "no view shows anything"

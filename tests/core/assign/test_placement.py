@@ -1,4 +1,4 @@
-"""Where rows stand that lie on any rank, who holds which of a whole model, and what is drawn for a place."""
+"""Positions of rows on any rank, the shard index of a whole model, and random draws by position."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_places_among_all_rows(size: int) -> None:
 
 
 def met(world: World) -> tuple[int, int]:
-    """How often ranks meet to rank some keys, most of which one rank has, and how many of them come here."""
+    """Return the number of collectives that rank keys of one large shard need, and the number of keys received."""
     meetings: list[str] = []
     for name in ("all_gather_into_tensor", "all_to_all_single", "all_gather", "all_reduce"):
         call = getattr(dist, name)
@@ -80,7 +80,7 @@ def test_ranks_meet_seldom_to_rank_and_share_the_sorting() -> None:
 
 
 def held(world: World) -> list[list[Tensor]]:
-    """What a holding says of ranges, and of points dealt out like cards."""
+    """Return the results of a shard index of ranges, and of points distributed round-robin."""
     bounds = Sharded().shares(31, lambda: torch.zeros(31, 3), world.size)[world.rank]
     assert isinstance(bounds, range)
     mine = torch.arange(bounds.start, bounds.stop)

@@ -1,4 +1,4 @@
-"""Which rank is on which machine, real or pretended; and ranks that meet where an earlier life has left its marks."""
+"""Machines of the ranks, real or pretended; and a rendezvous in a folder with files of an earlier run."""
 
 import re
 import socket

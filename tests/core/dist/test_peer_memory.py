@@ -1,4 +1,4 @@
-"""Memory that all ranks reach, and the choice of how rows travel."""
+"""Memory that all ranks can access, and the choice of the transport of rows."""
 
 from dataclasses import replace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Which GPU a rank has, and what collectives go through; alone, or shared by ranks."""
+"""GPU of a rank, and backend of collectives, with one GPU per rank and with a shared one."""
 
 import sys
 import time
@@ -45,11 +45,11 @@ def _wait_for_a_slow_leader(world: World) -> dict[str, object]:
         try:
             outcomes[name] = broadcast_object("at last" if world.is_main else None, 0, slow)
         except RuntimeError:
-            outcomes[name] = "given up"
+            outcomes[name] = "cancelled"
     return outcomes
 
 
 def test_a_leader_may_think_longer_than_a_collective_may_take() -> None:
     """The others of `ns-multigpu render` wait while rank 0 writes a video."""
     outcomes = run_ranks(_wait_for_a_slow_leader, 2)[1]
-    assert outcomes == {"control_timeout": "at last", "timeout": "given up"}
+    assert outcomes == {"control_timeout": "at last", "timeout": "cancelled"}

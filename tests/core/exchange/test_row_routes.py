@@ -1,4 +1,4 @@
-"""Rows packed for their way, and taken apart where they arrive."""
+"""Rows are packed by the sender and unpacked by the receiver."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_unpack_inverts_pack(rows: int, shapes: list[tuple[int, ...]]) -> None:
 
 
 def test_parts_of_a_single_row_begin_where_kernels_can_read_them() -> None:
-    """They read radii two at once, and there are views of which one splat reaches a rank."""
+    """Kernels read radii in pairs, and some views send one splat to a rank."""
     ids, radii = unpacked(
         packed([torch.tensor([7], dtype=torch.int32), torch.tensor([[3, 4]], dtype=torch.int32)]), [(), (2,)]
     )

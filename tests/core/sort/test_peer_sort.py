@@ -101,7 +101,7 @@ def simulated_world(rank: int, size: int, device: str) -> World:
 def test_equals_torch_sort(device: str, size: int) -> None:
     most = 3000 if device == "cpu" else 400_000
     inputs = {case: shards(case, size, most) for case in CASES}
-    # Every number of lines that a case has is below the room, so also the last block of a kernel is partly empty.
+    # Each case has fewer lines than its capacity, so the last block of a kernel is partly empty, too.
     capacity = most + 13
 
     def run(rank: int, memory: SimulatedMemory) -> dict[str, tuple[Tensor, Tensor, int]]:

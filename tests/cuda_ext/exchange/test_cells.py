@@ -1,4 +1,4 @@
-"""Cells in views: what a GPU says is what a CPU says, bit for bit; and what goes where a cell is reached."""
+"""Cells in views: GPU and CPU results are equal bit for bit; and routes of rows that overlap a cell."""
 
 from typing import Any, NamedTuple
 
@@ -118,7 +118,7 @@ def test_wrong_arguments_are_named() -> None:
 @pytest.mark.parametrize("cells", [2, 5, 33])
 @pytest.mark.parametrize("many", [False, True])
 def test_windows_on_a_gpu(cells: int, many: bool) -> None:
-    """33 cells of 3 views are more numbers than one launch brings."""
+    """33 cells of 3 views need more than one launch."""
     scene, drawn = scene_of(cells), rectangles(cells, many)
     expected = scene.windows(drawn, drawn)
     # Few cells may lie behind each other whole, so that no tile has a bound between.

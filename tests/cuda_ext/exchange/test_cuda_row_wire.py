@@ -23,7 +23,7 @@ from tests.cuda_ext.graphs import captured
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [  # rows, padding, ranks, room of a pair
+SIZES = [  # rows, padding, ranks, capacity of a pair
     (1, 0, 1, 1),
     (32, 0, 2, 7),
     (1025, 700, 5, 300),

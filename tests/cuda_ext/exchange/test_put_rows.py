@@ -1,4 +1,4 @@
-"""Lines that are told to other ranks: what is written where, what is not, and what is refused."""
+"""Rows that are put into the memory of other ranks: written addresses, skipped rows, and refused arguments."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cuda_ext import put_rows
 
-LINES, CAPACITY = 37, 41  # lines there are, and lines there is room for
+LINES, CAPACITY = 37, 41  # number of lines, and their capacity
 WIDTHS = (1, 2, 3, 4, 16)
 TAKEN = (1, 2, 3, 4, 12)
 RANKS = 3

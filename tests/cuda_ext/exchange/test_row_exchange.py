@@ -162,7 +162,7 @@ def test_rows_are_received_unchanged(ranks: int) -> None:
 
 
 def check_arrived(done: Exchange, views: int) -> None:
-    """Each segment holds the rows that were routed there, as far as there is room, and padding."""
+    """Each segment holds the rows that were routed there, up to its capacity, and padding."""
     for rank, arrived in enumerate(done.arrived):
         for source, (rows, place) in enumerate(zip(done.rows, done.places, strict=True)):
             slots = (place[rank] >= 0).nonzero().squeeze(-1)[: done.capacity]
@@ -184,7 +184,7 @@ def test_exceeded_capacity_drops_the_last_rows_and_reports() -> None:
     assert bool((done.counts > 30).any())
     check_arrived(done, 2)
     whole = exchange(rows, numbers(bands(2, 2), 2), 200)
-    assert torch.equal(done.counts, whole.counts), "they tell how much room it takes"
+    assert torch.equal(done.counts, whole.counts), "counts are those of an unlimited capacity"
 
 
 def test_pack_writes_its_own_lines_alone() -> None:

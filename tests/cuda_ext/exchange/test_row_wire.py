@@ -93,7 +93,7 @@ def send(rows: list[Rows], patches: list[int], pairs: list[list[int]], half: boo
 
 
 def uneven(ranks: int) -> list[list[int]]:
-    """Room for most rows at home, and for some nowhere."""
+    """Capacities that suffice for most local rows; some rows exceed every capacity."""
     return [[300 if a == b else (37 * a + 11 * b) % 90 for b in range(ranks)] for a in range(ranks)]
 
 
@@ -104,7 +104,7 @@ def test_rows_are_received_unchanged(ranks: int, half: bool, slots: bool) -> Non
     rows = [splats(make_rows(200 + 30 * rank, 20, seed=rank), rank) for rank in range(ranks)]
     pairs = uneven(ranks)
     sent = send(rows, numbers(bands(ranks, 2), 2), pairs, half, slots)
-    assert bool((sent.counts > torch.tensor(pairs)).any()) == (ranks > 1), "some find no room"
+    assert bool((sent.counts > torch.tensor(pairs)).any()) == (ranks > 1), "some exceed the capacity"
     check_arrived(sent, half, slots)
 
 
@@ -282,7 +282,7 @@ def test_nothing_to_send() -> None:
 
 
 def come_from_many(device: str) -> None:
-    """Rows of as many ranks as there may be arrive, and the gradients of each go where its owner's are wanted."""
+    """Receive rows of the largest number of ranks, and return the gradients of each to its owner."""
     rows, ranks, each = make_rows(3 * MOST_SEGMENTS, 0), MOST_SEGMENTS, 3
     rows = replace(rows, radii=rows.radii.clamp(min=1)).to(device)  # others never leave
     wire = torch.zeros(12 * each * ranks, dtype=torch.int32, device=device)

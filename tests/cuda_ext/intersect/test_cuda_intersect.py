@@ -86,7 +86,7 @@ def test_patches_in_any_order_of_views() -> None:
 
 
 def covering(count: int, width: int, height: int) -> Splats:
-    """Splats that reach every pixel of an image."""
+    """Splats that overlap every pixel of an image."""
     base = make_splats(count, width, height, opacities=(0.9, 0.9))
     return replace(
         base,

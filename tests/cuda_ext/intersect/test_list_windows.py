@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 @pytest.mark.parametrize("capacity", [None, 4000, 700])
 def test_of_each_list_what_lies_in_the_window_stays(capacity: int | None) -> None:
-    """Also where a list's room is longer, or was too short for all."""
+    """The capacity of lists is unlimited, larger than needed, or exceeded."""
     splats = make_splats(300, 60, 40, views=2)
     given = (splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids)
     if capacity is None:

@@ -93,7 +93,7 @@ def assert_bands_add_up(
             found = r.cut(left, top, right, bottom).run((x0 - left, y0 - top, x1 - left, y1 - top))
             assert_near(found.rgb, wanted.rgb[part], min(relative, 1e-6))
             sums += torch.stack([found.l1, found.ssim])
-            # Every pixel's gradient comes from the rectangle that owns it, so what is added elsewhere must be zero.
+            # Every pixel's gradient comes from the rectangle that owns it, so other rectangles must add zero.
             v_out[part] += found.v_out.view(bottom - top, right - left, 3)
             v_alpha[part] += found.v_alpha.view(bottom - top, right - left)
             beyond = torch.ones(bottom - top, right - left, dtype=torch.bool, device=r.out.device)
@@ -182,7 +182,7 @@ def test_clamped_colours_have_no_gradient() -> None:
 
 
 def results_of(r: Rendering) -> dict[str, Tensor]:
-    """Room for `band_loss_into`."""
+    """Return buffers for `band_loss_into`."""
     return {
         "rgb": torch.empty_like(r.target, dtype=r.out.dtype), "loss": torch.full_like(r.v_l1, 2),
         "v_out": torch.empty_like(r.out), "v_alpha": torch.empty_like(r.alpha),

@@ -148,7 +148,7 @@ def test_into_given_tensors(inner: Rectangle) -> None:
 
 
 def test_into_slices_of_several_views() -> None:
-    """Slices start anywhere, and what is beside them stays."""
+    """Slices start anywhere, and memory around them is unchanged."""
     r = on_gpu(37, 41)
     wanted = r.run()
     buffers = [torch.full((3 * 37 * 41 + 2, 3), 7.0, device="cuda"), torch.full((3 * 37 * 41 + 2,), 7.0, device="cuda")]

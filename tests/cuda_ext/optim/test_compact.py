@@ -1,4 +1,4 @@
-"""Adam's moments as bfloat16, rounded up or down at random: the rounding itself, and courses of steps with it."""
+"""Adam's moments as bfloat16, rounded up or down at random: the rounding itself, and runs of steps with it."""
 
 import copy
 import ctypes
@@ -66,7 +66,7 @@ def test_on_average_the_exact_value() -> None:
     apart = errors(first, values)
     assert apart.abs().max() <= 1 and (apart > 0).float().mean() == pytest.approx(0.5, abs=0.01)
     assert abs(float(apart.mean())) < 5 * float(apart.std()) / len(apart) ** 0.5
-    assert float(apart.std()) == pytest.approx((1 / 6) ** 0.5, rel=0.01), "of a coin that is as fair as the place tells"
+    assert float(apart.std()) == pytest.approx((1 / 6) ** 0.5, rel=0.01), "variance of unbiased rounding"
     of_second = errors(second, numbers(400_000, seed=1).abs())
     both = torch.stack([apart, of_second])
     assert abs(float(torch.corrcoef(both)[0, 1])) < 0.01, "a point's moments must be rounded independently"

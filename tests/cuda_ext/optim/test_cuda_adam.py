@@ -26,7 +26,7 @@ def test_more_tensors_than_a_launch_takes_and_a_shifted_one() -> None:
     adam_step(*lists, scalars.cuda(), set_grads_to_zero=True)
     adam_step(*copies, scalars, set_grads_to_zero=True)
     for a, b, old in zip(lists[0], copies[0], before, strict=True):
-        # A parameter that a step of its own size brings near zero keeps the rounding of what it was.
+        # A parameter near zero after a step of its own size keeps the rounding of its old value.
         assert bool(((a.cpu() - b).abs() <= 1e-6 * (old.abs() + (b - old).abs())).all())
     for ours, theirs in zip(lists[1:], copies[1:], strict=True):
         for a, b in zip(ours, theirs, strict=True):

@@ -47,7 +47,7 @@ def rounded_as_they_must_be(found: Tensor, exact: Tensor, tolerance: float, name
     exact = exact.double()
     error = (found.double().cpu() - exact).abs()
     assert (error <= 1.001 * spacing(exact) + tolerance * float(exact.abs().max())).all(), name
-    sure = exact.abs() > 0.1 * exact.abs().max()  # elements that float32's sums cannot bring to another neighbour
+    sure = exact.abs() > 0.1 * exact.abs().max()  # elements whose neighbour float32 sums cannot change
     apart = errors(found[sure.to(found.device)], exact[sure])
     if len(apart) > 100:
         assert abs(float(apart.mean())) < 5 * 0.41 / len(apart) ** 0.5 + 0.01, name

@@ -1,4 +1,4 @@
-"""Steps that are put off, by the CUDA kernels: against the dense kernels, and against what the CPU composes."""
+"""Deferred steps of the CUDA kernels, compared with the dense kernels and with the CPU operators."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def test_lazy_run_equals_the_dense_run(case: tuple[Any, ...]) -> None:
         if step == 19:
             lazy.flush()
     assert lazy.longest_gap >= 8
-    assert max(differences(dense, lazy, mean=True).values()) > 0.05, "nothing was put off"
+    assert max(differences(dense, lazy, mean=True).values()) > 0.05, "no step was deferred"
     lazy.flush()
     assert_near(dense, lazy, 1e-2)
     for ours, theirs in zip(lazy.statistics.values(), dense.statistics.values(), strict=True):

@@ -38,7 +38,7 @@ def test_reports_are_kept_line_by_line(device: str) -> None:
     lines = torch.rand(3, 300, device=device)
     for line in lines:
         keep_line(line, table, at)
-    assert int(at) == 3 and torch.equal(table, lines[:2]), "for the third there is no room"
+    assert int(at) == 3 and torch.equal(table, lines[:2]), "the third exceeds the capacity"
 
 
 def images_of(device: str, kind: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Steps that are put off are dense Adam's: composed on CPU, over blocks in which points go in and out of view."""
+"""Deferred steps equal dense Adam: composed on CPU, over blocks in which points enter and leave views."""
 
 import dataclasses
 from typing import Any
@@ -38,11 +38,11 @@ def test_lazy_run_equals_the_dense_run() -> None:
 
 
 def test_lazy_run_rounds_as_the_dense_run() -> None:
-    """In single precision both are held against the dense course in double.
+    """Compare both single-precision runs with the dense run in double precision.
 
-    Adam divides by the size of the gradients. Where those are nearly zero, their rounding is a part of a step, and it
-    is another on another processor. So the dense course's own error says how large the lazy one's may be, but for the
-    one number in a hundred that is worst.
+    Adam divides by the size of the gradients. If those are nearly zero, their rounding is a large part of a step, and
+    it depends on the processor. So the error of the dense run bounds that of the lazy run, except for the worst
+    hundredth of all numbers.
     """
     truth = trained(F64, lazy=False)
     dense, lazy = trained(torch.float32, lazy=False), trained(torch.float32, lazy=True)
@@ -83,7 +83,7 @@ def test_rows_equal_the_dense_run_within_a_block() -> None:
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
     seen = lazy.forward(5)
     stale = lazy.model.forward(CAPACITY)
-    assert (stale.opacities - seen.opacities).abs().max() > 1e-3, "nothing was put off"
+    assert (stale.opacities - seen.opacities).abs().max() > 1e-3, "no step was deferred"
 
 
 def test_the_table_bounds_how_far_points_move() -> None:

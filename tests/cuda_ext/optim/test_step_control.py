@@ -1,4 +1,4 @@
-"""A step's bookkeeping on the CPU: the message, the gate and the witness of gradients, against plain loops."""
+"""A step's bookkeeping on the CPU: statistics, gate and finite flag of gradients, compared with plain loops."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -97,7 +97,7 @@ def test_message(ranks: int, bands: int, seed: int) -> None:
 
 
 def test_one_exceeded_segment_cancels_the_step() -> None:
-    """Whatever room there is in the others, and however small it is."""
+    """One exceeded segment is enough, independent of the other segments' capacities."""
     message_inputs = replace(
         make_message_inputs(3, 0),
         segment_counts=torch.tensor([900, 3, 70]),
@@ -152,7 +152,7 @@ def make_gated(ranks: int, segments: int, why: str, num_limits: int = 3, lines: 
     g = torch.Generator().manual_seed(seed)
     messages = torch.randint(0, 2**35, (ranks, HEAD + lines), generator=g)
     messages[:, 1] -= messages[:, 1].max()  # what is lacking: nothing, or less
-    limits = messages[:, :num_limits].amax(0)  # reached, not exceeded
+    limits = messages[:, :num_limits].amax(0)  # equal to the limit, not above
     if why.startswith("over"):
         limits[int(why[-1])] -= 1
     status = torch.randint(0, 2**35, (num_limits + 2 + (num_limits == 3),), generator=g)

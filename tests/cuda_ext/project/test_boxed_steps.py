@@ -52,7 +52,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 def pair(
     device: str, lazy: bool, *, points: int = 777, spoilt: bool = False, compact: bool = False, **options: Any
 ) -> tuple[StepRun, StepRun]:
-    """Return a course that looks at each point, and one that looks at boxes first."""
+    """Return a run that tests each point, and one that tests boxes first."""
     plain, boxed = (
         StepRun(ordered_model(device, points, spoilt=spoilt, compact=compact), lazy, boxed=boxed, **options)
         for boxed in (False, True)
@@ -61,7 +61,7 @@ def pair(
 
 
 def follow(plain: StepRun, boxed: StepRun, steps: int = 14, block: int = 7) -> int:
-    """Both courses, step by step; how often a point left its group's box of before the step."""
+    """Compare both runs step by step. Return how often a point left its group's box of before the step."""
     assert boxed.boxes is not None
     left = 0
     for step in range(steps):

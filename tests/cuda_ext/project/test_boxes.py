@@ -42,7 +42,7 @@ def test_boxes_hold_their_points() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_points_without_a_position_or_a_size(device: str) -> None:
-    """A position that is not a number is seen by nobody; a size that is not one may reach anywhere."""
+    """A non-finite position is invisible; a non-finite size may overlap everything."""
     means, log_scales = torch.zeros(160, 3), torch.zeros(160, 3)
     means[:32] = NAN
     log_scales[:32] = 5.0
@@ -61,7 +61,7 @@ def test_points_without_a_position_or_a_size(device: str) -> None:
     for table in (None, LazyAdam.make(1, device).table):
         found = shown(boxes.to(device), cameras, table)
         assert not found[:, 0].any(), "no view sees points without a position"
-        assert found[:, 2].all(), "nobody knows where a point at infinity is"
+        assert found[:, 2].all(), "a point at infinity may be anywhere"
 
 
 @pytest.mark.usefixtures("either")

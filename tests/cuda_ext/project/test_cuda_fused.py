@@ -173,7 +173,7 @@ def test_neither_waits_for_the_device() -> None:
 
 
 def test_points_that_are_not_drawn_get_no_gradient() -> None:
-    """Behind the camera, beside the image, too faint, not finite."""
+    """Points behind the camera, outside of the image, too transparent, or not finite."""
     model = make_model(4, 1).to("cuda")
     model.params[0].copy_(torch.tensor([[0.0, 0, -5], [900, 0, 5], [0, 0, 5], [torch.nan, 0, 5]]))
     model.params[3][2] = -9.0

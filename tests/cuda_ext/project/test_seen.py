@@ -33,8 +33,8 @@ def model_of(columns: Tensor, opacities: Tensor) -> Model:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["plain", "lazy"])
 def test_squares_that_touch_the_view_are_counted(way: str, device: str) -> None:
-    # 64 points beside the image, reaching into it by their squares only; then by turns such a point and one that is
-    # drawn; then points whose squares lie beside it too.
+    # 64 points outside of the image whose squares overlap it; then alternately such a point and one that is
+    # drawn; then points whose squares are outside, too.
     columns = torch.tensor([-8.0] * 64 + [-8.0, 30.0] * 16 + [-15.0] * 40)
     opacities = torch.where(columns > 0, 0.5, 1.02 / 255)
     model = model_of(columns, opacities).to(device)

@@ -15,8 +15,8 @@ from tests.cuda_ext.splats import make_splats
 _CODE = r"""
 #include "common/compositing.h"
 using namespace nsmg;
-// For each of n splats (x, y, a, b, c, opacity): whether it may reach the box, and at how many pixel centres it counts.
-extern "C" void reach(const float* s, int n, const int* box, int* may, int* counts) {
+// For each of n splats (x, y, a, b, c, opacity): whether it may overlap the box, and the pixel centres that it covers.
+extern "C" void overlaps(const float* s, int n, const int* box, int* may, int* counts) {
   for (int i = 0; i < n; ++i, s += 6) {
     const ScaledSplat splat = scale_splat(s[0], s[1], s[2], s[3], s[4], s[5]);
     may[i] = reaches_box(splat, box[0] + 0.5f, box[2] - 0.5f, box[1] + 0.5f, box[3] - 0.5f);
@@ -49,7 +49,7 @@ def _overlaps(library: ctypes.CDLL, splats: Tensor, box: tuple[int, int, int, in
     splats = splats.float().contiguous()
     may, counts = torch.zeros(len(splats), dtype=torch.int32), torch.zeros(len(splats), dtype=torch.int32)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (splats, may, counts)]
-    library.reach(pointers[0], len(splats), (ctypes.c_int * 4)(*box), *pointers[1:])
+    library.overlaps(pointers[0], len(splats), (ctypes.c_int * 4)(*box), *pointers[1:])
     return may.bool(), counts
 
 

@@ -71,7 +71,7 @@ def _compare(splats: Splats, lists: Lists | None = None, tolerance: float = 2e-5
         for actual, expected in zip(gradients[: 5 if absgrad else 4], gradients_, strict=False):
             assert bool(actual.isfinite().all())
             assert_gradient_close(actual.cpu(), expected, tolerance)
-            none = expected == 0  # rows that reach nothing: exactly zero, on CUDA up to threshold flips
+            none = expected == 0  # rows without overlap: exactly zero, on CUDA up to threshold flips
             assert (actual.cpu()[none] != 0).float().sum() <= differing * max(int(none.sum()), 1)
 
 
@@ -159,7 +159,7 @@ def test_one_tile_with_a_hundred_thousand_splats() -> None:
 @pytest.mark.parametrize("channels", [3, 4])
 @pytest.mark.parametrize("opacities", [(0.004, 0.006), (0.004, 0.1)], ids=["open", "closing"])
 def test_lists_that_are_split(monkeypatch: pytest.MonkeyPatch, channels: int, opacities: tuple[float, float]) -> None:
-    """Some tiles have longer lists, and some shorter ones; the rounding alone may tell."""
+    """Some tiles have longer lists, and some shorter ones; only rounding may differ."""
     splats = make_splats(60_000, 90, 45, sizes=(0.3, 3.0), opacities=opacities, channels=channels)
     splats = replace(splats, means2d=splats.means2d * torch.rand(60_000, 1, generator=torch.Generator().manual_seed(3)))
     lists = splats.intersect()
@@ -212,7 +212,7 @@ def test_padding_behind_the_lists_changes_nothing() -> None:
 
 
 def test_list_capacity_without_tiles() -> None:
-    """A rank that draws nothing of a step has room for lists, and no tiles. Nothing has written its state."""
+    """A rank that draws nothing of a step has a capacity of lists, but no tiles. Its state is unwritten."""
     splats = replace(make_splats(500, 47, 33), patches=())
     lists = torch.zeros(1, dtype=torch.int32), torch.full((5_000,), -1, dtype=torch.int32)
     arguments, (out, alpha, last, state) = _forward(splats, lists, "cuda", torch.float32)
@@ -236,7 +236,7 @@ def test_into_two_sinks(system_scope: bool, channels: int, tile_size: int) -> No
     walk = (*arguments, alpha, last, state, out, v_out, v_alpha, True)
     expected = torch.ops.ns_multigpu.rasterize_backward(*walk)
     generator = torch.Generator().manual_seed(1)
-    owners = torch.randint(-1, 2, (500,), generator=generator).int()  # -1: nobody wants the row's gradient
+    owners = torch.randint(-1, 2, (500,), generator=generator).int()  # -1: no rank needs the row's gradient
     slots = torch.randperm(500, generator=generator).int()
     memories = [torch.full((500, 16), float(k + 1), device="cuda") for k in range(2)]
     sinks = torch.tensor([memory.data_ptr() for memory in memories], device="cuda")

@@ -1,4 +1,4 @@
-"""`rasterize` with `mark_stops`: the sign of alpha tells where drawing stopped, and nothing else changes."""
+"""`rasterize` with `mark_stops`: the sign of alpha marks where compositing stopped, and nothing else changes."""
 
 from contextlib import AbstractContextManager, nullcontext
 

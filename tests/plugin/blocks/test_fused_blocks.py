@@ -110,7 +110,7 @@ def test_blocks_that_log_write_and_no_others(
     _, events = run({})
     assert len(blocks) > 7, "of which most do not log"
     logged = [0, 20, 40, STEPS - 1]
-    assert sorted(events.seen) == [*logged, STEPS], "and how long it took, which nerfstudio tells of the step after"
+    assert sorted(events.seen) == [*logged, STEPS], "and its duration, which nerfstudio logs with the next step"
     ends = [sum(blocks[: k + 1]) - 1 for k in range(len(blocks))]
     behind = dict(zip(ends, [*ends[1:], ends[-1]], strict=True))
     assert all(events.trainer_steps[step] == behind[step] for step in logged), "while the device takes the next block"
@@ -236,7 +236,7 @@ def test_warm_up_ends_before_the_first_step(
 def test_refinement_within_storage_keeps_the_step_and_adam(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where points lie elsewhere, or were more than there was room for, both are made anew."""
+    """Both are rebuilt if points have moved in memory or exceeded the storage."""
     made, after = list[object](), list[tuple[bool, bool, int]]()
     plain, refine = Training._made, Training.refine
 
@@ -262,7 +262,7 @@ def test_refinement_within_storage_keeps_the_step_and_adam(
     assert len(stayed) >= 3 and all(stayed), after
     assert len({points for _, _, points in after}) > 2, "the model changes"
     assert trainer.pipeline.model.num_points != after[0][2]
-    assert len(made) < len(after), "steps are not made anew for each"
+    assert len(made) < len(after), "steps are not rebuilt for each"
 
 
 def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:

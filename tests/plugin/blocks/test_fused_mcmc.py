@@ -21,7 +21,7 @@ from tests.lib.training_run import POINTS, follow, write_capture
 pytestmark = pytest.mark.slow
 
 IMAGES, VIEWS, AWAY = 48, 2, 2e-3
-# Picks are made by sums of opacities in units of 2^-24, so that rounding draws others: at first nobody is picked.
+# Picks are made by sums of opacities in units of 2^-24, so rounding changes the draws: at first no point is picked.
 STILL = {
     MODEL + "densifier": "mcmc", MODEL + "max_gaussians": POINTS, MODEL + "mcmc_min_opacity": 1e-5,
     MODEL + "noise_lr": 1e5, MODEL + "warmup_length": 4, MODEL + "refine_every": 8, MODEL + "sh_degree_interval": 12,
@@ -95,13 +95,13 @@ def test_noise_is_added_once_if_a_step_is_retried(
 
 @pytest.mark.parametrize("tile", [False, True])
 def test_retried_block_relocates_once(tile: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relocations are ordered before it is known whether their block was taken. To the bit as with room enough."""
+    """Relocations start before their block is known to be valid. Results equal those of large capacities bitwise."""
     options: dict[str, Any] = {"mcmc_min_opacity": GROWING[MODEL + "mcmc_min_opacity"], "mcmc_picks": "both"}
     enough = train(World.single(), folder, f"enough-{tile}", tile=tile, **options)
     learn, again = StepCapacities.learn, list[bool]()
 
     def forgets(self: StepCapacities, needed: Any, full: bool, images: int) -> None:
-        """Each block begins with hardly any room."""
+        """Start each block with small capacities."""
         learn(self, needed, full, images)
         again.append(full)
         if not full:
@@ -117,7 +117,7 @@ def test_retried_block_relocates_once(tile: bool, folder: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("tile", [False, True])
 def test_relocation_and_growth(tile: bool, folder: Path) -> None:
-    """Who is picked differs by rounding; how many there are, and what they look like, does not."""
+    """Rounding changes which points are picked, but not their number or their statistics."""
     go = partial(train, World.single(), folder, **{name[len(MODEL) :]: value for name, value in GROWING.items()})
     expected, found = go(f"never-{tile}", fused="never"), go(f"always-{tile}", tile=tile)
     counts = [count for _, count in expected["points"]]
@@ -127,7 +127,7 @@ def test_relocation_and_growth(tile: bool, folder: Path) -> None:
 
 
 def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any]:
-    """What has been counted by the end of a course without refinements, of this rank's Gaussians."""
+    """Return the statistics of this rank's Gaussians at the end of a run without refinements."""
     options = {
         **STILL, MODEL + "morton_order": True, MODEL + "mcmc_picks": "gradient", MODEL + "refine_every": 1000,
         "fused_steps": fused,
@@ -159,7 +159,7 @@ def test_gradients_that_say_what_is_picked_are_those_of_ordinary_steps(tile: boo
 def test_a_refinement_that_adds_none_leaves_the_step(
     tile: bool, spared: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a model that has no room to spare, but for the one at image 40, which makes the order anew."""
+    """The model has no spare storage, except at image 40, where points are sorted again."""
     monkeypatch.setattr(point_storage, "MOST_SPARED", spared)
     made, usual = list[int](), Training._made
 

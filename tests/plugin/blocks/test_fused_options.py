@@ -224,7 +224,7 @@ def test_an_option_of_fused_steps_is_refused_wherever_they_are_not(
 def test_requested_options_are_applied() -> None:
     assert asked(make_run("always")) == (True, "Steps are fused.")
     assert asked(make_run("never")) == (False, "Steps are not fused: --fused-steps never.")
-    assert asked(make_run("auto")) == (False, ""), "on a CPU nobody gains by it"
+    assert asked(make_run("auto")) == (False, ""), "no gain on a CPU"
 
 
 def test_without_compiled_operators_they_are_not() -> None:
@@ -264,7 +264,7 @@ def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_steps_of_mcmc_are_never_deferred(noise: bool) -> None:
-    """Where others begin to be, once steps on a GPU draw little of the model."""
+    """Other densifiers defer steps when steps on a GPU draw little of the model."""
     run = make_run()
     run.pipeline.model.total_points = 1000
     training = object.__new__(Training)

@@ -1,4 +1,4 @@
-"""The room that a run's first steps have, beside what such a step then needs."""
+"""Capacities of a run's first steps, compared with the demand of such steps."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ KIND = "gaussians, antialiased, absgrad"
 
 
 def counted(machines: int, world: World, forwarding: bool) -> dict[str, Any]:
-    """What two steps needed; what was counted before them, with room for all rows and for half as many."""
+    """Return the demand of two steps, and the counts before them with capacity for all rows and for half of them."""
     world = on_machines(world, machines)
     spread = locality(world, LocalityOptions(relays=forwarding))
     kind: Any = PRIMITIVES[KIND]()
@@ -49,7 +49,7 @@ def counted(machines: int, world: World, forwarding: bool) -> dict[str, Any]:
     capacities = guess.capacities(None, views[0], batches, lambda: model, kernels)
     assert not guess.due(capacities), "once is enough"
     spread.placement._placings += 1  # type: ignore[attr-defined]
-    assert guess.due(capacities), "points are elsewhere"
+    assert guess.due(capacities), "points have moved"
     anew = guess.capacities((7, capacities[1], 9), views[0], batches[:1], lambda: model, kernels)
     blind = guess.capacities(None, views[0], [], lambda: model, kernels)
     step = made(spread, kind, batches[0], params, moments, {}, False)
@@ -85,7 +85,7 @@ def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, forwa
     one, all_rows, few = found[0]["counted"]
     assert one == first != second and all_rows == both, "the most of any batch, and of each kind of rows"
     assert sum(map(sum, both)) > 200 and found[0]["rows"] > 64
-    # Where there are more rows than room to count them, what was seen stands for the others.
+    # If rows exceed the capacity of counting, the counted rows are extrapolated.
     assert 0.9 * sum(map(sum, both)) < sum(map(sum, few)) < 1.1 * sum(map(sum, both))
     for outcome in found:
         assert outcome["counted"] == found[0]["counted"], "all ranks know the same"
@@ -93,7 +93,7 @@ def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, forwa
         assert pairs == tuple(tuple(map(padded, of_rank)) for of_rank in both)
         assert outcome["anew"] == (7, tuple(tuple(map(padded, of_rank)) for of_rank in first), 9)
         blind, numbers = outcome["blind"], len(both[0])
-        assert blind == (rows, pairs_of(rows, ranks, numbers), intersections), "nobody knows what comes: all of them"
+        assert blind == (rows, pairs_of(rows, ranks, numbers), intersections), "unknown views: all rows"
     assert CAPACITIES["segment"] >= max(map(max, both))
 
 

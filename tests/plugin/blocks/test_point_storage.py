@@ -75,7 +75,7 @@ class Model:
         self.sums(len(kept))
 
     def take_in_place(self, kept: Tensor) -> None:
-        """The same refinement, by what leaves points where they have room."""
+        """Refine within the spare storage of points."""
         gather_points(
             self.params, dict(zip(ORDER, self.optimizers, strict=True)), Listing(kept, len(kept), torch.empty(0, 3))
         )
@@ -150,7 +150,7 @@ def _steps(device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], 
 
 
 def test_run_is_bitwise_the_same_with_and_without_spare_storage() -> None:
-    """Bit for bit, also with moments of points that are gone in the room behind those that are left."""
+    """Runs are equal bit for bit, also with moments of removed points in the spare storage."""
     with_spare, stayed = train(spare=True)
     without, never = train(spare=False)
     assert stayed == [False, True, True, True, False, False]
@@ -162,7 +162,7 @@ def test_run_is_bitwise_the_same_with_and_without_spare_storage() -> None:
 
 
 def test_a_refinement_in_place_leaves_the_step_and_its_adam() -> None:
-    """The same course, bit for bit, where nothing is brought back: all has stayed, and is as `hold` leaves it."""
+    """The run is the same bit for bit without copying back: all tensors are as `hold` leaves them."""
     model, points = Model(200), PointStorage()
     plan, targets = Plan.of([[Patch.whole(0, VIEW)]]), [torch.full((24, 32, 3), 0.5)]
     graphs = StepGraphs(StepTimer(torch.device("cpu")), lambda: None, None)
@@ -211,7 +211,7 @@ def test_moved_tensors_are_detected() -> None:
         model, points = Model(200), PointStorage()
         _, adam = model.held(points)
         assert points.follows(model.params, adam, model.state, 200)
-        assert not points.follows(model.params, adam, model.state, 2000), "the longest shard has no room"
+        assert not points.follows(model.params, adam, model.state, 2000), "the longest shard exceeds its storage"
         change(model)
         assert not points.follows(model.params, adam, model.state, 200), change.__name__
 
@@ -279,7 +279,7 @@ def test_large_models_get_no_spare_storage(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_growth_beyond_storage_never_doubles_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was too small goes first, and then each tensor as soon as its values are in the new one."""
+    """The exceeded storage is freed first, and then each tensor after its values were copied."""
     model, points = Model(200), PointStorage()
     AdamStep(model.optimizers, with_grads=False)
     model.held(points)
@@ -327,7 +327,7 @@ def test_storage_is_limited_by_the_cap() -> None:
     ("count", "rows", "least"), [(500, 1024, 342), (40_000, 72_768, 24_256), (400_000, 500_032, 250_016)]
 )
 def test_small_models_soon_have_twice_as_many_points(count: int, rows: int, least: int) -> None:
-    """Or 32,768 more; large ones a quarter more. Room is given up where far fewer are left."""
+    """Storage has 32,768 spare rows, of large models a quarter. It is released if far fewer points remain."""
     assert point_storage.capacity_for(count) == rows
     points = PointStorage()
     points.params, points._has_capacity = {"means": torch.zeros(rows, 0)}, True
@@ -335,7 +335,7 @@ def test_small_models_soon_have_twice_as_many_points(count: int, rows: int, leas
 
 
 def test_ranks_with_unequal_shards_rebuild_steps_together() -> None:
-    """All have the room of the longest shard, and ask whether it suffices for the longest."""
+    """All ranks have the storage of the longest shard, and check that it suffices for the longest."""
     shards, storages = [Model(50), Model(200)], [PointStorage(), PointStorage()]
     for counts, stays in (
         ((50, 200), False),

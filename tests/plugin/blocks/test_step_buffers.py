@@ -1,4 +1,4 @@
-"""What outlives a step made anew: what rows travel through, and the room for images that graphs read."""
+"""Buffers that outlive a rebuilt step: the transport of rows, and the images that graphs read."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def make_buffers(strategy: str, **options: Any) -> StepBuffers:
 
 @pytest.mark.parametrize(("strategy", "kind"), [("tile", CollectiveRows), ("batch", ReplicatedRows)])
 def test_a_transport_serves_as_long_as_its_sizes_do(strategy: str, kind: type) -> None:
-    """Ranks have to meet for another, so it is not made anew for harmonics, or what MCMC weighs its terms with."""
+    """A new one needs a rendezvous, so it is kept for other harmonics and other weights of MCMC's terms."""
     buffers = make_buffers(strategy)
     first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert type(first) is kind
@@ -70,7 +70,7 @@ class OwnMemory:
 
 
 def test_replica_memory_is_reused_for_steps_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it has room, and not far too much. Models grow, and all ranks have to meet for another."""
+    """It is reused while its capacity suffices and is not far too large. A new one needs a rendezvous."""
     monkeypatch.setattr(replicated_rows, "PeerBuffer", OwnMemory)
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
     OwnMemory.made = 0
@@ -104,7 +104,7 @@ def test_padded_messages_have_no_spare_capacity(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_buffers_of_local_rows_are_released_with_the_step() -> None:
-    """Before a refinement, and before room is asked for the next step's, of which they are a part."""
+    """They are released before a refinement, and before memory of the next step is checked."""
     for strategy, stays in (("tile", True), ("batch", False)):
         buffers = make_buffers(strategy)
         first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
@@ -132,7 +132,7 @@ def test_replicas_write_to_each_other_where_gpus_can(name: Any, monkeypatch: pyt
     monkeypatch.setattr(step_buffers, "make_transport", lambda *_, peer, **__: peer)
     buffers = make_buffers("batch", transport="auto")
     assert buffers.tells is buffers.transport(SETTINGS, GaussianKernels(degree=0)) is (name == "peer")
-    assert not buffers.peer, "no rows travel"
+    assert not buffers.peer, "no rows are exchanged"
 
 
 def test_bytes_written_to_replicas_are_counted() -> None:
@@ -152,7 +152,7 @@ def test_bytes_written_to_replicas_are_counted() -> None:
 
 
 def test_capacity_is_checked_for_received_rows() -> None:
-    """A segment from each rank, of 60 bytes a row at least; where rows stay there is nothing to arrive."""
+    """Each rank sends a segment of at least 60 bytes a row; local rows need none."""
     small, large = (bytes_of_step((1024, pairs_of(size, 4), 4096), 3072, 4, travels=True) for size in (512, 1024))
     assert large - small >= 4 * 512 * 60
     alone = bytes_of_step((1024, pairs_of(512, 1), 4096), 3072, 1, travels=False)
@@ -183,7 +183,7 @@ def test_images_lie_where_graphs_read_them() -> None:
             assert new.is_contiguous() and torch.equal(new, image[y0:y1, x0:x1] + 1)
             assert (old.data_ptr() == new.data_ptr()) == captures
     buffers.make_pictures(SETTINGS, torch.uint8)
-    assert buffers.targets(parts, patches, views)[2].data_ptr() == again[2].data_ptr(), "a step made anew finds them"
+    assert buffers.targets(parts, patches, views)[2].data_ptr() == again[2].data_ptr(), "a rebuilt step reuses them"
 
 
 def test_capacity_suffices_for_the_patches_of_locality() -> None:
@@ -221,7 +221,7 @@ def test_steps_that_graphs_cannot_capture_are_launched() -> None:
 
 @pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])
 def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one rank nothing goes on a wire, and nobody has to mind."""
+    """With one rank nothing is sent, and no option is refused."""
     choice = TransportChoice("peer" if peer else "collective", "said so")
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, **__: choice)
     world = replace(World.single(), size=ranks)
@@ -263,7 +263,7 @@ def test_rows_of_locality_are_forwarded(
 
 @pytest.mark.parametrize("half", [True, False])
 def test_half_wire_between_machines_works_with_peer_memory(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are handed on, and all that ranks count has room; what peers pass each other is counted as it leaves."""
+    """Rows are forwarded, all counted pairs have a capacity, and bytes between peers are counted by the sender."""
     wanted: list[bool] = []
 
     def choose(*_: Any, relayed: bool) -> TransportChoice:
@@ -278,7 +278,7 @@ def test_half_wire_between_machines_works_with_peer_memory(half: bool, monkeypat
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
     hierarchy = Relays(2, 2)
     assert wanted == [True] and buffers.relays == hierarchy
-    assert not buffers.peer and not buffers.one_for_all, "each pair has its own room"
+    assert not buffers.peer and not buffers.one_for_all, "each pair has its own capacity"
     assert buffers.pairs(7) == pairs_of(7, 4, 8)
     # On rank 2: 2 of its own, and from rank 3; 70 from machine 0, of which its counterpart there is rank 0.
     received = {

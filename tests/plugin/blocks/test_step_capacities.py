@@ -1,4 +1,4 @@
-"""`StepCapacities`: room for what views of one capture need, which differ widely, without taking steps twice."""
+"""`StepCapacities`: capacities for views of very different demand, with few retried steps."""
 
 from itertools import product
 
@@ -17,7 +17,7 @@ def three(rows: int, segment: int, intersections: int) -> Capacities:
 
 
 def taken_again(needs: list[int], views: int) -> tuple[int, StepCapacities]:
-    """Blocks of `BLOCK` steps, each of one image: how many of them met a view that there was no room for."""
+    """Return the number of blocks of `BLOCK` steps of one image in which a view exceeded the capacities."""
     capacities, failures = StepCapacities(views), 0
     capacities.begin(three(padded(1000), padded(500), padded(2000)))
     for start in range(0, len(needs), BLOCK):
@@ -116,7 +116,7 @@ def test_steps_that_wait_for_a_flush_change_nothing() -> None:
 
 
 def test_nearly_exhausted_capacity_grows_when_steps_are_rebuilt() -> None:
-    """Of rows and intersections, not of what travels with its room; and by bounds."""
+    """Capacities of rows and intersections grow up to a bound; those of padded messages do not."""
     capacities = StepCapacities(10)
     capacities.spare()
     assert capacities.now is None, "there is none yet"
@@ -139,7 +139,7 @@ def test_nearly_exhausted_capacity_grows_when_steps_are_rebuilt() -> None:
 
 
 def test_a_growing_model_takes_few_blocks_twice() -> None:
-    """A twentieth more after each block; every fifth makes steps anew, as there is room for a quarter more points."""
+    """Demand grows by a twentieth per block. Every fifth block rebuilds steps, as storage has a quarter to spare."""
 
     def again(spares: bool) -> tuple[int, int]:
         capacities, failures, need = StepCapacities(100), 0, 20_000.0
@@ -159,7 +159,7 @@ def test_a_growing_model_takes_few_blocks_twice() -> None:
 
     (without, _), (failures, made) = again(spares=False), again(spares=True)
     assert without >= 3 and failures == 0
-    assert made <= 8, "buffers that all GPUs reach take long to make: a model that grows 18 times as large has few"
+    assert made <= 8, "shared buffers are slow to make: a model that grows by a factor of 18 makes few"
 
 
 def test_rows_and_intersections_have_a_minimum_capacity() -> None:
@@ -169,6 +169,6 @@ def test_rows_and_intersections_have_a_minimum_capacity() -> None:
     assert capacities.now == (5_000, pairs_of(1024, 2), 100_000)
     for _ in range(20):
         capacities.learn(three(10, 10, 20), False, 2 * BLOCK)
-    assert capacities.now == (5_000, pairs_of(1024, 2), 70_000), "what is given up, too"
+    assert capacities.now == (5_000, pairs_of(1024, 2), 70_000), "also when capacities shrink"
     capacities.learn(three(6_000, 10, 20), True, BLOCK)
     assert capacities.now[0] == 2 * padded(6_000)

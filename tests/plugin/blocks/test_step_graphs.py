@@ -19,10 +19,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Step:
-    """Notes what is called; its numbers show how often it ran on the device.
+    """Step that records its calls; its numbers count its runs on the device.
 
     Args:
-        notes: told of each part that is launched, and of each collective.
+        notes: called for each launched part and each collective.
         cuts: collectives, with a part before each and one behind them.
     """
 
@@ -53,12 +53,12 @@ class Step:
 
 
 class Pool(RecordedPool):
-    """Records, and says how much room there is.
+    """Pool that records, and reports given amounts of free memory.
 
     Attributes:
         family: this pool and those that took its place, in order.
         prepared, captured: how often it was made ready for the graphs of a step, and its graphs.
-        spare, full: what it answers.
+        spare, full: its answers.
     """
 
     def __init__(self, family: "list[Pool] | None" = None) -> None:
@@ -87,7 +87,7 @@ class Pool(RecordedPool):
 
     @property
     def alive(self) -> int:
-        """Graphs that somebody holds."""
+        """Return the graphs that are referenced."""
         return sum(graph() is not None for graph in self.captured)
 
 
@@ -250,7 +250,7 @@ def test_graphs_need_memory_for_two_sets_of_buffers(
 
 
 def test_retired_graph_is_released_when_the_next_exists() -> None:
-    """And its pool with it, only where that is full of what nobody uses, or there is no room for more."""
+    """Its pool is released only if it is full of unused blocks, or if memory is exhausted."""
     notes, first = list[str](), Pool()
     graphs, _ = make_graphs("cpu", notes, first)
     step = Step(notes, CUT)
@@ -277,7 +277,7 @@ def test_retired_graph_is_released_when_the_next_exists() -> None:
     second.spare = False
     notes.clear()
     take(times=1)
-    assert "part 0" not in notes, "what is there needs no more room"
+    assert "part 0" not in notes, "captured parts need no more memory"
     take("other")
     assert second.alive == len(second.captured) == CUT + 1 and len(first.family) == 2
     graphs.forget()

@@ -37,12 +37,12 @@ def train(
     captured: bool = False,
     tight: bool = False,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Step of two views: the model, and what the host did, D to draw a step and T to take it. F is a look at the
-    device behind a block that lacked room from some step on, and the number of that.
+    """Train with steps of two views. Return the model and the host's actions: D draws a step, T takes it. F reads the
+    device's status after a block that exceeded its capacity, with the number of that step.
 
     Args:
         captured: take steps from graphs, which are recorded here, and several at once if one was replayed twice.
-        tight: there is room for what steps needed so far, and no more.
+        tight: capacities are the demand so far, without spare.
     """
     done: list[str] = []
     draw, take, learn = Feeding.draw, Training._take, Training._learn

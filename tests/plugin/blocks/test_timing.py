@@ -9,10 +9,10 @@ from ns_multigpu.plugin.blocks.timing import ONE_OF, StepTimer
 
 
 class Gpu:
-    """Stands for a GPU whose time passes when a test says so.
+    """GPU with a clock that tests advance.
 
     Attributes:
-        made, recorded, waits: how many events were, and how often somebody waited.
+        made, recorded, waits: numbers of events made and recorded, and of waits.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Event:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("what comes behind is nobody's to wait for"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("the timer waits for later work"))
     return gpu
 
 
@@ -57,7 +57,7 @@ def take_steps(timer: StepTimer, gpu: Gpu, steps: int, slower: float = 1.0) -> N
             for part, seconds in (("data", 0.25), ("data", 0.5), ("compute", 2.0), ("exchange", 1.0), ("compute", 4.0)):
                 with timer.measure(part):
                     gpu.now += factor * seconds
-                gpu.now += 0.125  # between parts, which nobody counts
+                gpu.now += 0.125  # between parts, not counted
     with timer.measure("waiting"):
         gpu.now += 0.001
 
@@ -108,7 +108,7 @@ def test_measurements_can_be_read_later(gpu: Gpu) -> None:
         for one in (timer, other):
             take_steps(one, gpu, count)
         answers.append((timer.cut(), other.take()))
-    assert gpu.waits == 2, "nobody has asked the first"
+    assert gpu.waits == 2, "the first was not read"
     assert all(later() == at_once for later, at_once in answers) and gpu.waits == 4 and timer.take() == {}
 
 

@@ -1,4 +1,4 @@
-"""What is launched while a run starts, so that its code is on the GPU: what a refinement does, on points of its own."""
+"""Kernels of a refinement are loaded onto the GPU while a run starts, with points of their own."""
 
 import threading
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Courses of fused steps on a CPU as a GPU takes them: from graphs, which are recorded, and with hardly any room."""
+"""Runs of fused steps on a CPU as on a GPU: from recorded graphs, and with small capacities."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ns_multigpu.plugin.capture.device_images import DeviceImages
 from tests.lib.recorded import RecordedPool
 
 SMALL_CAPACITY = (24, 12, 96)
-"""Rows, a segment and intersections that the first step has room for: too few."""
+"""Capacities of the first step (rows, segment, intersections), which it exceeds."""
 
 
 def take_from_graphs(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
@@ -33,7 +33,7 @@ def take_from_graphs(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
 
 
 def start_with_small_capacity(patch: pytest.MonkeyPatch) -> None:
-    """From now on first steps have `SMALL_CAPACITY`, and later ones what was needed, without more beside it."""
+    """Start first steps with `SMALL_CAPACITY`, and give later ones the measured demand without spare."""
     patch.setattr(InitialCapacity, "_guess", lambda self, pixels: SMALL_CAPACITY)
     for module in (step_capacities, initial_capacity):
         patch.setattr(module, "padded", lambda count: max(count, 16))

@@ -29,7 +29,7 @@ def test_outputs_follow_nerfstudios_conventions(config: CityDataParserConfig) ->
     every = torch.cat([train.cameras.camera_to_worlds, test.cameras.camera_to_worlds])[:, :, 3]
     assert every.abs().max() == pytest.approx(1.0, abs=1e-5)
     assert every.mean(dim=0).abs().max() < 1e-4
-    # The transform and scale tell the way back to metres, for cameras and points alike.
+    # The transform and scale convert cameras and points back to metres.
     back = test.transform_poses_to_original_space(test.cameras.camera_to_worlds, camera_convention="opengl")
     torch.testing.assert_close(back, capture.c2w[[0, 8, 16]], atol=1e-3, rtol=0)
     seeds = capture.seed_points(300)

@@ -75,7 +75,7 @@ def test_images_decoded_on_demand_are_those_of_memory(tmp_path: Path, size: int,
     ids=["pinhole", "opencv", "fisheye"],
 )
 def test_cameras_and_images_are_nerfstudios(tmp_path: Path, lens: dict[str, Any]) -> None:
-    """What is known before an image is read equals what nerfstudio learns by reading all of them."""
+    """Sizes known before an image is read equal those that nerfstudio finds by reading all images."""
     folder = write_capture(tmp_path / "capture", masks=True, **lens)
     data = manager(folder, World.single())
     data.check_capture()
@@ -150,7 +150,7 @@ print(*(now - then for now, then in zip(own_memory(), before)))
 
 
 def test_own_memory() -> None:
-    """In a process where nobody else takes memory or gives it back."""
+    """Run in a process of its own, where nothing else allocates or frees memory."""
     grown = subprocess.run([sys.executable, "-c", A_BLOCK_MORE], capture_output=True, text=True, check=True).stdout
     found = [int(word) for word in grown.split()]
     assert len(found) == 2 and all(60 << 20 < more < 80 << 20 for more in found), found
@@ -180,7 +180,7 @@ def _held(world: World, folder: Path) -> None:
     own = [[2, 3, 4, 5, 6, 7], [1, 8], [0]][world.rank]
     assert data.train_share.own == own and data.train_share.store.decoded == len(own)
     assert data.train_share.holder(0) == 2
-    assert data.eval_share.own == [world.rank], "held-out views are dealt out as ever"
+    assert data.eval_share.own == [world.rank], "held-out views are distributed round-robin"
     with pytest.raises(RuntimeError, match="hold_by: the training images are held already"):
         data.hold_by([0] * 9)
     assert manager(folder, world).train_share.own == [world.rank, world.rank + 3, world.rank + 6]

@@ -1,4 +1,4 @@
-"""The images of a fused step's views: kept on every GPU, or brought from the ranks that hold them."""
+"""The images of a fused step's views: kept on every GPU, or received from the ranks that hold them."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -118,8 +118,8 @@ def test_images_are_kept_on_the_gpu_if_they_fit(share: float, monkeypatch: pytes
 
 
 def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole: bool = False) -> dict[str, int]:
-    """How often images were made smaller, decoded, and what is kept at two resolutions and at the full one. `whole`:
-    there is room for whole ones beside them."""
+    """Return the numbers of downscaled and decoded images, and of those kept at two resolutions and at the full one.
+    `whole`: memory suffices for full images in addition."""
     device_images._SHARE = 0.1 if fits else -1.0
     if not whole:
         device_images._WHOLE = 0.0
@@ -151,7 +151,7 @@ def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole:
             mine = [batch[patch.view] for patch in plan.owned[world.rank]]
             expected = [_image(index).float()[::2, ::2] for index in mine]
             assert all(torch.equal(a.data["image"], b) for a, b in zip(found, expected, strict=True))
-        if fits:  # whole ones beside them would double what images take
+        if fits:  # full images in addition would double the memory
             assert images.kept is not None and images.kept.shape == (COUNT, 2, 3, 3)
     plan = DealtViews().assign(_views(4), world.size)
     for part, patch in zip(images.get(BATCHES[0], plan, _views(4)), plan.owned[world.rank], strict=True):
@@ -180,7 +180,7 @@ def test_images_that_do_not_fit_are_made_smaller_in_each_step() -> None:
 
 
 def test_images_that_cannot_be_cached_on_the_host_are_kept() -> None:
-    """A host with no room for its share decodes an image whenever it is asked for one: that is done once."""
+    """A host without memory for its share decodes images on demand, so decoded ones are kept."""
     found = run_ranks(_made_smaller, 2, True, 128)
     assert [one["shrunk"] for one in found] == [2 * COUNT] * 2
     assert [one["originals"] for one in found] == [COUNT] * 2
@@ -191,7 +191,7 @@ def test_images_that_cannot_be_cached_on_the_host_are_kept() -> None:
     ("memory", "complete", "kept", "again"),
     [
         ([1 << 30, 1 << 30], [1, 1], True, True),
-        ([1 << 30, 1000], [1, 1], False, True),  # one GPU has too little memory: images travel to both
+        ([1 << 30, 1000], [1, 1], False, True),  # one GPU has too little memory: images are sent to both
         ([1 << 30, 1 << 30], [0, 1], True, False),  # one rank would have to decode its images again
     ],
 )

@@ -90,7 +90,7 @@ def test_points_are_missed_only_where_they_are_asked_for(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_damage_is_found_by_workers_too(tmp_path: Path, count: int) -> None:
-    """Where nobody has looked before them: a program of one's own that makes a datamanager."""
+    """A user's program makes a datamanager without earlier checks of the capture."""
     write_capture(tmp_path)
     path = tmp_path / "sparse/0/images.bin"
     path.write_bytes(path.read_bytes()[: -count or None][: None if count else 0])

@@ -54,7 +54,7 @@ def test_images_beyond_memory_go_to_machines_with_memory() -> None:
     large = replace(SMALL, height=8)
     shapes = [SMALL, large, SMALL, large]
     assert homes_of([0] * 4, shapes, 2, 1, budget=256) == [1, 0, 1, 0]
-    # There is no room anywhere for two of ten: they are at home, and decoded on demand.
+    # Two of ten exceed the memory of all machines: their machine owns them, and decodes them on demand.
     owners = homes_of([0] * 10, [SMALL] * 10, 2, 2, budget=128)
     assert _held(owners, [SMALL] * 10, 4) == [192, 192, 128, 128]
 
@@ -132,7 +132,7 @@ def _refused(world: World, how: str) -> str:
 
 
 def _never(index: int) -> ImageData:
-    raise AssertionError(f"view {index} is decoded though nobody knows who holds it")
+    raise AssertionError(f"view {index} is decoded although its owner is unknown")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def _little(world: World, owners: list[int]) -> tuple[str, bool, int]:
 
 
 def test_memory_message_names_the_ranks_that_lack_it() -> None:
-    """Rank 0, which speaks, has room for its own."""
+    """Rank 0, which prints the message, has memory for its own images."""
     (said, complete, ahead), (silent, incomplete, far) = run_ranks(_little, 2, [0, 0] + [1] * 8)
     assert complete and not incomplete and silent == ""
     assert "1 of 2 rank(s) cannot keep all of theirs" in said and "rank 1 keeps" in said

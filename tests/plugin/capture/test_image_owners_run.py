@@ -1,4 +1,4 @@
-"""Who holds the images changes nothing about a course of training, bit for bit: neither do masks, alpha, or memory."""
+"""Owners of images do not change a training run, bit for bit; nor does memory, also with masks and alpha."""
 
 from pathlib import Path
 from typing import Any

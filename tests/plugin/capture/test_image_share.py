@@ -79,7 +79,7 @@ def _deliver(world: World, budget: int | None) -> dict[str, object]:
 
 @pytest.mark.parametrize(("size", "budget"), [(1, None), (1, 640), (2, 640), (4, None)])
 def test_images_are_received_by_their_readers(size: int, budget: int | None) -> None:
-    """The same with all images in memory as with room for two."""
+    """Images are the same with all images in memory and with memory for two."""
     sent = [r["sent"] for r in run_ranks(_deliver, size, budget)]
     total = [sum(column) for column in zip(*sent, strict=True)]
     assert total[0] == 0, "four views held by different ranks are rendered where they are held"
@@ -160,7 +160,7 @@ def _large(index: int) -> ImageData:
 
 @pytest.mark.parametrize("owners", [None, [2] * 8, [0, 1, 2, 0, 1, 2, 2, 1]], ids=["dealt", "one holder", "given"])
 def test_only_rendered_rectangles_are_sent(owners: list[int] | None) -> None:
-    """The same on demand, with room for two images: each is then decoded once, though several ranks want some of it."""
+    """Images decoded on demand, with memory for two, are the same. Each is decoded once, even for several ranks."""
     kept = run_ranks(_cut, 3, None, owners)
     late = run_ranks(_cut, 3, 2 * 24 * 40 * 16, owners)
     assert [sent for sent, _ in kept] == [sent for sent, _ in late] and sum(sent for sent, _ in kept) > 0
@@ -173,7 +173,7 @@ def test_only_rendered_rectangles_are_sent(owners: list[int] | None) -> None:
 
 
 def _owned(world: World) -> int:
-    """Where pixels travel, who draws a patch need not own it. Of the last view no rank owns a pixel."""
+    """With exchanged pixels the rank that draws a patch need not own it. No rank owns a pixel of the last view."""
     share = ImageShare(_shapes(4), _image, world, label="test", homes=[0, 1, 0, 1])
     batch, views = [0, 1, 2, 3], _views([0, 1, 2, 3])
     whole = [Patch.whole(position, view) for position, view in enumerate(views)]
@@ -312,7 +312,7 @@ def test_expected_images_are_decoded_in_the_background() -> None:
     store = ImageStore(dict.fromkeys(range(9), PLAIN), decode, budget=8 * 64, threads=1)
     store.expect([1, 2, 3, 1, 4, 5, 6])
     assert store.decoded == store.depth == 4
-    assert done.wait(10), "nobody has read anything, and view 3 has been decoded"
+    assert done.wait(10), "view 3 is decoded before any read"
     assert int(store.read(1, torch.device("cpu"))[0]) == 1 and store.waited < 0.02
     store.expect([7, 8, 7, 2])
     for index in (7, 8, 7, 2, 0, 5):

@@ -17,7 +17,7 @@ from ns_multigpu.plugin.train.late_images import LateImages, quick_checksums, wr
 
 
 class Slow:
-    """A writer that begins an image when it is told to."""
+    """A writer that begins an image when the test allows it."""
 
     def __init__(self) -> None:
         self.may = threading.Semaphore(0)

@@ -26,7 +26,7 @@ from tests.plugin.checkpoint.test_checkpoint_faults import _count, in_another_pr
 
 
 def content_of(step: int, world: World) -> Content:
-    """What `saving.write` writes, and rows of which each rank holds some."""
+    """Return the state that `saving.write` writes, with rows sharded over the ranks."""
     model = {"_model.gauss_params.means": torch.full((20, 3), float(step))}
     rows = Rows(torch.full((3, 2), float(step)), 3 * world.rank, 3 * world.size)
     return Content(lambda: model, {**tensors_of(step, world.rank), "rows": rows}, {"images": step, "list": [step]})
@@ -74,7 +74,7 @@ def test_nothing_that_training_changes_is_written(tmp_path: Path, size: int) -> 
 
 
 def _no_capacity(world: World, models: Path) -> list[bool]:
-    """Return whether the checkpoint is there when `save` returns, with room and without."""
+    """Return whether the checkpoint exists when `save` returns, with memory for a copy and without."""
     writer = CheckpointWriter(models, 0, world, pytest.fail)
     available, apart = training_copy.available_memory, training_copy.apart
     there: list[bool] = []
@@ -106,7 +106,7 @@ def _no_capacity(world: World, models: Path) -> list[bool]:
 def test_one_file_after_the_other_while_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    """Who waits for a save has all threads at it."""
+    """A synchronous save uses all threads."""
     as_large_ones(monkeypatch)
     models, writing = tmp_path / "nerfstudio_models", set[str]()
 
@@ -141,7 +141,7 @@ def _full(world: World, models: Path) -> tuple[list[str], list[int]]:
     with disk(full):
         for step in (1, 2, 3):
             assert writer.save(step, lambda step=step: content_of(step, world), background=True)
-            if step == 2:  # told by whoever looks, without a word from the others
+            if step == 2:  # reported by any rank that polls, without communication
                 until(lambda: (writer.look(), bool(messages))[1])
             writer.finish()
             saved.append(writer.saved_step)
@@ -167,7 +167,7 @@ def _bug(world: World, models: Path) -> str:
         return "whole"
     with pytest.raises(KeyError) as caught:
         writer.finish()
-    writer.finish()  # it is told once
+    writer.finish()  # it is reported once
     return str(caught.value)
 
 

@@ -49,7 +49,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def _count(calls: Callable[[bool], None]) -> Iterator[tuple[Any, str, Any]]:
-    """What a save does to the disk, each preceded by `calls`, which is told whether it is a write."""
+    """Record a save's disk operations. `calls` runs before each, with whether it is a write."""
     places = [
         (checkpoint_storage, "write_bytes"), (os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "unlink"),
         (os, "rename"), (os, "rmdir"), (Path, "rename"), (Path, "mkdir"), (Path, "unlink"), (shutil, "rmtree"),
@@ -138,7 +138,7 @@ def _write_with_full_disk(world: World, models: Path, full_on: int, after: int) 
 def test_full_disk_on_one_rank(models: Path, full_on: int, after: int) -> None:
     (said, then), (said_1, then_1) = run_ranks(_write_with_full_disk, 2, models, full_on, after)
     assert said == said_1 and "No space left on device" in said
-    assert then == then_1 == "", "the next save finds room"
+    assert then == then_1 == "", "the next save succeeds"
     assert [step_of(p) for p in checkpoints_in(models)] == [1, 2, 4]
     for path in checkpoints_in(models):
         assert check_checkpoint(path) is not None
@@ -199,7 +199,7 @@ def test_state_in_several_files(models: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_full_disk_in_any_file(
     models: Path, full: str, opens: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in one that a thread of torch's writes, which tells nobody of its errors."""
+    """The file is written by a thread of torch that does not report errors."""
     as_large_ones(monkeypatch)
     with monkeypatch.context() as patched:
         if opens:

@@ -53,7 +53,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Clock:
-    """Time that passes while somebody sleeps, and only then."""
+    """Clock that advances only during sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -88,7 +88,7 @@ def test_disk_that_is_freed_in_time_is_used(capture: Path, tmp_path: Path, clock
     assert said.count("is tried again for 300 s") == 1 and FULL in said and "Ctrl-C gives it up" in said
 
 
-@pytest.mark.parametrize("why", ["its time is over", "somebody gives up"])
+@pytest.mark.parametrize("why", ["timeout", "cancelled"])
 def test_a_disk_that_stays_full(capture: Path, tmp_path: Path, clock: Clock, why: str) -> None:
     trainer = set_up(capture, tmp_path / "my runs")
     assert trainer.checkpoints.write(0) == ""
@@ -96,11 +96,11 @@ def test_a_disk_that_stays_full(capture: Path, tmp_path: Path, clock: Clock, why
 
     def give_up() -> bool:
         asked.append(1)
-        return why == "somebody gives up" and len(asked) == 3
+        return why == "cancelled" and len(asked) == 3
 
     with disk(full(trainer.base_dir)), pytest.raises(SaveFailed) as caught:
-        save_last(trainer, 1, seconds=8.0 if why == "its time is over" else 60.0, give_up=give_up)
-    assert (len(asked), clock.now) == ((4, 9.0) if why == "its time is over" else (3, 6.0))
+        save_last(trainer, 1, seconds=8.0 if why == "timeout" else 60.0, give_up=give_up)
+    assert (len(asked), clock.now) == ((4, 9.0) if why == "timeout" else (3, 6.0))
     said = str(caught.value)
     models = tmp_path / "my runs" / RUN / "nerfstudio_models"
     assert f"could not be written to {models}: {FULL}." in said
@@ -237,11 +237,11 @@ def test_two_ranks_go_the_same_way(capture: Path, tmp_path: Path) -> None:
     assert (first["other"], first["there"], first["again"], first["here"]) == (True, [1], True, [1])
 
 
-# ---- held-out views are looked at meanwhile: whatever comes of that, the checkpoint is there ----
+# ---- held-out views are evaluated during the save: the checkpoint exists with any outcome ----
 
 
 class Held:
-    """A disk whose first write waits until somebody lets it go on."""
+    """A disk whose first write waits until it is released."""
 
     def __init__(self) -> None:
         self.asked, self.goes_on = threading.Event(), threading.Event()

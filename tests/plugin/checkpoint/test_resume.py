@@ -48,7 +48,7 @@ def _same_size(world: World, capture: Path, out: Path) -> Report:
     report["generators"] = torch.equal(torch.get_rng_state(), generators)
     report["files"] = sorted(step_of(p) for p in checkpoints_in(resumed.checkpoint_dir))
 
-    # The launcher starts the job anew, in the same folder; the newest checkpoint has suffered.
+    # The launcher restarts the job in the same folder; the newest checkpoint is damaged.
     if world.is_main:
         shutil.copytree(out / "whole", out / "again")
         victim = out / "again" / models.relative_to(out / "whole") / "step-000000009.ckpt"

@@ -1,4 +1,4 @@
-"""What a run goes on with besides its model: random generators, and what `tile` knows of each view's work."""
+"""State that a run resumes besides its model: random generators, and the work of each view in `tile`."""
 
 import random
 from pathlib import Path
@@ -47,7 +47,7 @@ OTHERS = "Its training views, or the way they are drawn, were others"
 def test_unknown_views_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: int, options: dict[str, Any], same: bool
 ) -> None:
-    """Of other views, or in another order, nothing is known; and the user is told."""
+    """Other views, or another order, have no recorded costs, and a message says so."""
     for name, count in (("one", 8), ("other", train)):
         write_capture(tmp_path / name, train=count)
     tile: dict[str, Any] = {"method": "splatfacto-tile", "camera_optimizer": CameraOptimizerConfig(mode="off")}
@@ -76,7 +76,7 @@ def _tile(world: World, capture: Path, out: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_tile_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Views are of six rows of tiles, the lower ones empty: who renders which follows from what was learnt of them."""
+    """Views are of six rows of tiles, the lower ones empty: the assignment follows from their measured work."""
     write_capture(tmp_path / "capture", wide=False, taller=72)
     for report in run_ranks(_tile, 2, tmp_path / "capture", tmp_path):
         assert report == {"differing": [], "start": 5, "known": 5}

@@ -55,8 +55,7 @@ class Clones:
 
 
 def _where(world: World, spare: list[int], fails_at: int | None) -> tuple[str, int]:
-    """Where a rank's copy lies if its GPU, which all of them share, has so much to spare; and how many clones there
-    were."""
+    """Return the place of a rank's copy for given free memory on the shared GPU, and the number of clones."""
     last = world.rank == world.size - 1
     usual = (training_copy._gpu, training_copy._on_its_device)
     clones = Clones(fails_at if last else None)
@@ -88,7 +87,7 @@ def test_copy_is_on_the_gpu_if_memory_is_four_times_its_size(spare: int, fails_a
     ("less", "fails_at", "place"), [(0, None, "gpu"), (1, None, "host"), (0, 0, "host"), (0, 1, "host")]
 )
 def test_all_ranks_have_their_copies_in_one_kind_of_memory(less: int, fails_at: int | None, place: str) -> None:
-    """They share a GPU: what both copy counts. One of them that has no room, or finds that it had none, is enough."""
+    """Ranks share a GPU, so both copies count. One rank with too little memory, or a failed copy, is enough."""
     needed = 4 * (MODEL + SHARED + 2 * ROWS)
     results = run_ranks(_where, 2, [needed, needed - less], fails_at)
     assert [found for found, _ in results] == [place] * 2
@@ -241,7 +240,7 @@ def test_a_checkpoint_from_a_gpu_is_of_its_step(tmp_path: Path, ranks: int, gpu_
 def test_files_are_written_from_the_host_s_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, background: bool
 ) -> None:
-    """Several files at once, and one after the other: torch brings nothing to the host by itself."""
+    """Files are written in parallel and one by one: torch itself copies nothing to the host."""
     as_large_ones(monkeypatch)
     written: list[int] = []
     resolve = saved_tensors.RowsPlanner.resolve_data

@@ -1,4 +1,4 @@
-"""What a run remembers, taken and put back; and the name of a job's run folder."""
+"""State of a run, saved and restored; and the name of a job's run folder."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""What is shown of an error that nobody caught, and of a run that is stopped before it trains."""
+"""Output for an uncaught error, and for a run that is stopped before it trains."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def uncaught(what: str, before: str = "", **variables: str) -> tuple[int, str]:
     ("kind", "title"), [("InputError", "This cannot be started"), ("SaveFailed", "The model is not saved")]
 )
 def test_a_plain_error_is_its_message(kind: str, title: str) -> None:
-    sentence = "There is no room for what this run has learned, " + "and so it goes " * 6
+    sentence = "The disk is too full for the model of this run, " + "and so it goes " * 6
     status, said = uncaught(f"raise errors.{kind}({sentence!r} + '\\n\\n  ' + {COMMAND!r})")
     lines = said.splitlines()
     assert status == 1 and "Traceback" not in said

@@ -1,4 +1,4 @@
-"""Faults of every kind in a run of several workers: who is told what, how soon, and what is left behind."""
+"""Faults in a run of several workers: messages, delays, and files and processes that remain."""
 
 import contextlib
 import os
@@ -75,7 +75,7 @@ def start(folder: Path, workers: int, *launcher: str, **fields: Any) -> subproce
 
 
 def started(folder: Path, process: subprocess.Popen[str], workers: int) -> float:
-    """Wait until a run that was just started has saved; returns the seconds that took, which tell how busy this is."""
+    """Wait until a run that was just started has saved; return the seconds that took, as a measure of the load."""
     begin = time.monotonic()
     ready = wait_until(
         lambda: (

@@ -173,7 +173,7 @@ def test_all_ranks_raise_what_one_has_seen() -> None:
 
 
 def _blocks_on_two_ranks(world: World) -> list[str]:
-    """What a look says of a block after which all is well, a loss is not, or a parameter is not, on rank 1 alone."""
+    """Return the check's result after a block: all finite, or a loss or a parameter of rank 1 nonfinite."""
     said: list[str] = []
     for where in ("nowhere", "loss", "parameter"):
         run = Run(world, every=5)

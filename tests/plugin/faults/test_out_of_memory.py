@@ -156,7 +156,7 @@ def _block_runs_out(world: World, capture: Path, run: Path, how: str) -> tuple[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(out_of_memory.memory, "free_bytes", free)
         patch.setattr(PatchLosses, "add", losses)
-        patch.setattr(point_storage, "MOST_SPARED", 0)  # as with a large model, each refinement asks for room
+        patch.setattr(point_storage, "MOST_SPARED", 0)  # as with a large model, each refinement checks free memory
         try:
             trainer.train()
         except RanOutOfMemory as error:
@@ -177,7 +177,7 @@ def test_a_block_goes_back_to_its_last_whole_step(capture: Path, tmp_path: Path,
     rates, counters = found.pop("rate"), {n: v for n, v in found.items() if n.endswith("/step")}
     assert set(rates.values()) == {step + 1} and counters
     assert all(float(value) == step + 1 for value in counters.values())
-    # The same course, ended there.
+    # The same run, ended there.
     options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4, "exposure": "affine"}
     again = run_ranks(_trained_parameters, size, capture, tmp_path / "again", step + 1, options)
     assert differing(again[0], found, 1e-6) == []
@@ -224,7 +224,7 @@ def test_counts_can_be_taken_back() -> None:
 
 
 def _sums(world: World) -> list[float]:
-    """Rank 1 gives up at another place each time; rank 0 gets its sums all the same."""
+    """Rank 1 fails at another place each time; rank 0 completes its collectives."""
     buckets, found = GradientBuckets(world, bucket_bytes=8), []
     for stage in range(3):
         params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]

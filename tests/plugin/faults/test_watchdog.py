@@ -1,4 +1,4 @@
-"""Who is late, told by the ranks' notes; the watchdog's own thread, with ranks that are threads."""
+"""Late ranks, found by the ranks' progress records; the watchdog's own thread, with ranks that are threads."""
 
 import re
 import threading

@@ -91,7 +91,7 @@ def test_every_rank_refuses_different_options() -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return a port on which somebody else listens, given as the ranks' meeting place."""
+    """Return a port on which another program listens, given as the ranks' rendezvous."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()

@@ -1,4 +1,4 @@
-"""Command lines that a user is told to paste, and what stands beside `--load-config`."""
+"""Command lines that messages suggest to users, and options with `--load-config`."""
 
 import copy
 import os

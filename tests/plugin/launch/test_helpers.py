@@ -18,7 +18,7 @@ from tests.lib.with_helpers import done, helpers_of, killed, same_images, start,
 
 TIMING = {"num_rays_per_sec", "fps", "num_rays_per_sec_std", "fps_std"}
 SPREAD = {RENDER_MEMORY: "0.0000125"}
-"""Room for 12.5 kB of the 90 points of 236 bytes (they have all harmonics): two processes."""
+"""Memory for 12.5 kB of the 90 points of 236 bytes (they have all harmonics): two processes."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_evaluation_with_helpers_is_that_of_one_process(run: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_every_mode_of_ns_render_with_helpers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside nerfstudio's own in this process, without helpers."""
+    """nerfstudio's own viewer in this process, without helpers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path, ffmpeg = write_path(tmp_path / "path.json", 2), with_ffmpeg(tmp_path / "bin")
     monkeypatch.setenv("PATH", ffmpeg["PATH"])

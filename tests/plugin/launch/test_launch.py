@@ -91,7 +91,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("kind", "times"), [("other", 1), ("own", 3)])
 def test_workers_run_the_main_module_only_if_they_need_it(tmp_path: Path, kind: str, times: int) -> None:
-    """That of `ns-train` takes seconds; but a configuration may be one of its classes."""
+    """Importing `ns-train` takes seconds; but a configuration may be one of its classes."""
     (tmp_path / "main.py").write_text(MAIN)
     words = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), kind]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=HANG, check=False)
@@ -144,8 +144,8 @@ def test_no_process_stays_behind(tmp_path: Path, how: signal.Signals) -> None:
 
 
 def check_one_run_folder(output: Path, workers: int, machines: int = 1) -> list[Mapping[str, Any]]:
-    """Return one config.yml, which loads as `ns-eval` loads it and says what was asked for; the ranks' reports beside
-    it."""
+    """Return one config.yml, which loads as `ns-eval` loads it and has the requested options; and the ranks'
+    reports."""
     from nerfstudio.engine.trainer import TrainerConfig
 
     configs = list(output.glob("**/config.yml"))

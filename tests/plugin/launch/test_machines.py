@@ -1,6 +1,6 @@
-"""What machines must have in common: the run folder, the capture, GPUs; each refusal names the machine and the remedy.
+"""Machines must share the run folder, the capture and the type of GPU; refusals name the machine and the remedy.
 
-The machines are pretended: the ranks of this one, dealt out to two.
+The machines are pretended: the ranks of this one, distributed round-robin to two.
 """
 
 import re
@@ -166,7 +166,7 @@ def _renamed(folder: Path) -> None:
 
 
 def _moved(folder: Path) -> None:
-    """Two views change places: no sum over all tells."""
+    """Two views are swapped, which changes no sum over all views."""
     import json
 
     frames = json.loads((folder / "transforms.json").read_text())["frames"]
@@ -222,6 +222,6 @@ def _points(world: World, changed: str) -> str:
     ],
 )
 def test_other_seed_points_on_one_machine(changed: str, said: str) -> None:
-    """Where points are sharded each rank takes its own from those that it has read."""
+    """With sharded points each rank takes its own from those that it has read."""
     [message] = set(run_ranks(_points, 4, changed))
     assert said in message and bool(message) == bool(said)

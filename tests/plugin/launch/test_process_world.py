@@ -63,7 +63,7 @@ def _pause(done: threading.Event) -> None:
     done.set()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process's threads do")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows what a process's threads do")
 @pytest.mark.parametrize("work", [_compute, _pause])
 def test_threads_of_gloo_that_have_something_to_do_are_waited_for(work: Callable[[threading.Event], None]) -> None:
     """A thread by their name stands for them: theirs hold tensors for a moment only."""

@@ -61,7 +61,7 @@ def test_a_worker_goes_on_where_its_launcher_was(monkeypatch: pytest.MonkeyPatch
 def test_the_exit_is_added_to_the_runs_sum(tmp_path: Path) -> None:
     file, parts = tmp_path / "training_summary.json", RunParts.of_this_process()
     file.write_text(json.dumps({"steps": 3, "startup_ms": parts.told()}))
-    parts.write_exit()  # nobody has asked for it
+    parts.write_exit()  # it is not enabled
     assert "exit" not in json.loads(file.read_text())["startup_ms"]
     parts.add_exit(file, "exit")
     time.sleep(0.01)

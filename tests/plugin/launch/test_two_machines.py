@@ -1,6 +1,6 @@
 """Training on two machines under torchrun, as a user starts it: network namespaces with a link between them.
 
-It takes Linux and root: elsewhere these tests are skipped, and say why.
+It takes Linux and root: otherwise these tests are skipped with a reason.
 """
 
 import contextlib

@@ -72,7 +72,7 @@ def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_fused_steps_are_the_ordinary_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a refinement between, and with steps that had no room and were taken again."""
+    """Runs include a refinement, and steps that exceeded their capacities and were retried."""
     write_capture(tmp_path / "tiny", wide=False)
     full: list[bool] = []
     learn = Training._learn

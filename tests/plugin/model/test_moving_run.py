@@ -66,7 +66,7 @@ def test_it_trains_and_densifies_alike_on_any_number_of_ranks(scene: Path, tmp_p
 
 
 def train_fused(world: World, scene: Path, runs: Path, fused: str) -> list[dict[str, torch.Tensor]]:
-    """Courses with `tile` and `batch` in single precision, whose rounding Adam's eps is to be far from."""
+    """Train with `tile` and `batch` in single precision, with an Adam eps far above rounding."""
     more = {"fused_steps": fused, **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in names(SCHEMA)}}
     found = []
     for strategy in ("tile", "batch"):

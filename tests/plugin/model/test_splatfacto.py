@@ -5,8 +5,8 @@ gsplat's rasterizer needs a GPU, so our CPU operators draw for both (see `stock_
 own: clocks, schedules, cameras, targets, losses, optimizers, and all of densification, with what it counts as seen.
 
 Without refinement the bits are the same, if the loss is too. Splits rotate their noise in another order of operations,
-and SSIM is summed in another: so whole courses are in double precision, where what differs by rounding alone stays
-below 1e-11, and what differs by a rule is far above the tolerance.
+and SSIM is summed in another. So complete runs are in double precision: differences by rounding are below 1e-11, and
+differences by a rule are far above the tolerance.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ SCHEDULE = {
 """Every rule of refinement has its turn, and the number of Gaussians stays below a thousand."""
 
 REFINED = [30, 40, 50, 60, 70, 100, 110, 120, 130, 140, 150]
-"""When COURSE refines: after the warm-up, not in the pause that follows a reset at 80, nor from the stop at 180 on."""
+"""Images at which SCHEDULE refines: after the warm-up, not in the pause after a reset at 80, nor from 180 on."""
 
 OTHER_OPTIONS = {
     "rasterize_mode": "antialiased", "use_absgrad": False, "densify_grad_thresh": 0.004, "background_color": "white",
@@ -67,13 +67,13 @@ DIFFERENT = {
 
 @dataclasses.dataclass
 class Both:
-    """A course as we went it and as nerfstudio did.
+    """A run by our trainer and by nerfstudio's.
 
     Attributes:
         ours: our trainer, after it.
         start: our parameters before it.
         refined: of each of our refinements, the step and the statistics [N] that decided it.
-        stock: nerfstudio's course.
+        stock: nerfstudio's run.
     """
 
     ours: DistributedTrainer
@@ -95,7 +95,7 @@ def go(
     folder: Path, options: Mapping[str, Any], steps: int, *,
     eps: float, double: bool, our_loss: bool = False, fused: bool = False,
 ) -> Both:  # fmt: skip
-    """Both courses, ours in fused steps or not; for the other arguments see `follow_stock`."""
+    """Train both runs, ours in fused steps or not; for the other arguments see `follow_stock`."""
     write_capture(folder / "capture", wide=not fused)
     start: dict[str, Tensor] = {}
     refined: list[tuple[int, dict[str, Tensor]]] = []
@@ -174,7 +174,7 @@ def test_complete_run_equals_splatfacto(tmp_path: Path, options: dict[str, Any])
     both = go(tmp_path, options, 200, eps=1e-7, double=True)
     stock = both.stock
 
-    # The course is the one that is meant: all that can happen did.
+    # The run is the intended one: every event has happened.
     assert [r.step for r in stock.refinements] == REFINED
     for what in ("duplicated", "split", "pruned"):
         assert sum(getattr(r, what) for r in stock.refinements) > 100, what

@@ -179,7 +179,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _fast(trainer: DistributedTrainer, **options: Any) -> FastSteps:
-    """What takes the steps on GPUs, here without a graph unless one is given."""
+    """Return the step runner of GPUs, without a graph unless one is given."""
     step_inputs = trainer.pipeline.datamanager.feed()
     assert step_inputs is not None
     guard, what = trainer.guards.numbers, {"skips": False, "mixed": False, "graphs": None, **options}
@@ -243,10 +243,10 @@ STEPS = 30
 def _train_variants(
     world: World, capture: Path, out: Path, *, recorded: bool = False, **options: Any
 ) -> list[dict[str, torch.Tensor]]:
-    """What two trainers have after some steps: one whose steps are fed and taken as on GPUs, and one whose are not.
+    """Return the models of two trainers after some steps: one with the inputs and steps of GPUs, and one without.
 
     Args:
-        recorded: whether the former's are noted and run again, as by a graph.
+        recorded: whether the former's steps are recorded and replayed, as by a graph.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shape_buckets, "LEARNT", 4)
@@ -301,7 +301,7 @@ def _compare(ends: list[dict[str, torch.Tensor]]) -> None:
 
 
 class _AsOperators:
-    """Grids by one operator each way, as on a GPU: what it does within is nobody's business."""
+    """Grids by one operator each way, as on a GPU: its implementation is not tested here."""
 
     encode_grid = staticmethod(torch.ops.ns_multigpu.encode_grid)
     encode_grid_backward = staticmethod(torch.ops.ns_multigpu.encode_grid_backward)

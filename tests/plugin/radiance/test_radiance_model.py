@@ -223,7 +223,7 @@ def test_data_parallel_is_one_field() -> None:
 
 
 def test_grids_skip_empty_space() -> None:
-    """Where only half of a cell has fog, its grid finds so; pixels are the same with half the samples."""
+    """The grid of a cell with fog in one half skips the other; pixels are the same with half the samples."""
     grids = {"sampling": "occupancy", "grid_resolution": 16, "march_steps": 200}
     ours = model(World.single(), 1, **grids, average_init_density=1.0, background_color="white")
     cell = ours.cells["0"]
@@ -292,7 +292,7 @@ def test_distortion_is_measured_along_the_whole_ray() -> None:
 
 
 def test_no_seam_at_faces() -> None:
-    """Samples reach up to the faces between cells: of a fog of density 1, only a ray's own two ends are left out."""
+    """Samples extend to the faces between cells: in fog of density 1, only a ray's two ends are not sampled."""
     left_out: list[torch.Tensor] = []
     for cells in (1, 4):
         ours = model(World.single(), cells, average_init_density=1.0, far_plane=0.9)

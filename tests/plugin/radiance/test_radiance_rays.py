@@ -74,7 +74,7 @@ def transparent(folder: Path) -> Path:
 
 
 def wide_masks(folder: Path) -> Path:
-    """Has masks let through a rectangle that leaves room for patches."""
+    """Write masks with a rectangle that is large enough for patches."""
     for number, file in enumerate(sorted((folder / "images").glob("mask*"))):
         mask = np.zeros((HEIGHT, WIDTH), dtype=np.uint8)
         mask[2 : 9 + number % 4, 3 : 12 + number] = 255
@@ -268,7 +268,7 @@ def test_images_in_memory_follow_from_the_step(captures: dict[str, Path]) -> Non
 
 
 def test_nothing_is_read_where_a_model_is_looked_at(captures: dict[str, Path], monkeypatch: Any) -> None:
-    """Until somebody asks for rays, as ns-export does: by himself, and for as many as he likes."""
+    """Rays are not drawn before a request. Like ns-export, one rank requests any number of rays."""
     made: list[World] = []
     usual = held_images.HeldImages.__init__
 

@@ -1,4 +1,4 @@
-"""The sky behind radiance cells: colours by direction, the same on every rank, and learnt once."""
+"""The sky behind radiance cells: colours by direction, the same on every rank, and trained once."""
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def works(run: Path, folder: Path) -> list[Any]:
-    """What is done with it."""
+    """Run the tools on it."""
     path = write_path(run.parent / "path.json")
     around = write_path(run.parent / "around.json", 1, camera_type="equirectangular", crop=None)
     outputs = Look(("rgb", "depth", "expected_depth"))
@@ -118,7 +118,7 @@ def test_unsupported_requests_are_reported(run: Path, tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_cells_are_refused_by_the_pipeline(run: Path) -> None:
-    """As under torchrun, where nobody has counted before."""
+    """As under torchrun, without an earlier count of ranks."""
     (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
     config = read_config(run)
     pipeline: Any = load_model(config, checkpoint, World.single(), "inference")

@@ -25,7 +25,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.rendering import make_pipeline
 
 SOAK = float(os.environ.get("NS_MULTIGPU_SOAK_SECONDS", "10"))
-"""How long three browsers are restless."""
+"""Seconds during which three browsers move their cameras."""
 SEEN = (slice(10, -70), slice(70, -10))
 """Of a page's scene what nothing covers: rows and columns."""
 pytestmark = [
@@ -84,7 +84,7 @@ def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
 
 
 class Run:
-    """Two workers that train beside this process."""
+    """Two workers that train while this process runs."""
 
     def __init__(self, folder: Path, strategy: str) -> None:
         self.folder, self.strategy = folder, strategy
@@ -169,7 +169,7 @@ def model(tmp_path: Path) -> Any:
 
 
 def _seen(page: browser.Page, folder: Path) -> np.ndarray[Any, Any]:
-    """What the page shows of the scene; empty while it loads."""
+    """Return the page's image of the scene; empty while it loads."""
     boxes = page.run("[...document.querySelectorAll('canvas')].map(c => c.getBoundingClientRect())"
                      ".map(b => [b.left, b.top, b.right, b.bottom])")  # fmt: skip
     page.screenshot(folder / "page.png")

@@ -1,4 +1,4 @@
-"""Where splats travel inside a step, that time is the exchange's, and not the computation's."""
+"""The time of an exchange within a step counts as exchange time, not as computation."""
 
 import json
 import time

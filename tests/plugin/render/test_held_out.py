@@ -18,7 +18,7 @@ CAPTURE_OPTIONS = ({}, {"alpha": True, "masks": True})
 
 
 def _looked_at(world: World, captures: list[Path]) -> dict[Any, Any]:
-    """By capture, strategy and number of views, what a rank is told; and by view what ns-eval computes of it."""
+    """Return a rank's metrics by capture, strategy and number of views; and by view those of ns-eval."""
     found: dict[Any, Any] = {}
     for number, capture in enumerate(captures):
         for strategy in STRATEGIES:

@@ -1,4 +1,4 @@
-"""Pictures by the forward half of a step: in bands by all ranks, with too little room, in parts, without memory."""
+"""Pictures by the forward half of a step: in bands by all ranks, with exceeded capacities, in parts, without memory."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def _render_all(world: World, capture: Path, strategy: str) -> dict[str, Any]:
     attempt = forward._Try.run
     forward._Try.run = lambda self, capacities: tries.append(capacities.rows) or attempt(self, capacities)  # type: ignore[method-assign]
     made._forward._room = forward._Room(7, pairs_of(1, world.size), 9)
-    found["too little room"] = renders.render(camera(*SIZE), roots=every)
+    found["exceeded capacity"] = renders.render(camera(*SIZE), roots=every)
     found["tries"] = len(tries)
     made._passes = {SIZE: 3}
     found["in parts"] = renders.render(camera(*SIZE), roots=every)
@@ -64,7 +64,7 @@ def _render_all(world: World, capture: Path, strategy: str) -> dict[str, Any]:
 
 
 def _fail(*_: Any) -> None:
-    raise AssertionError("nobody asked for it")
+    raise AssertionError("not requested")
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "batch"), (3, "batch"), (2, "tile"), (3, "tile")])
@@ -94,10 +94,10 @@ def _check(capture: Path, size: int, strategy: str, device: str) -> None:
         expected = _pipeline(World.single(device), capture, "single").model.get_outputs_for_camera(camera(*SIZE))
     assert float(expected["rgb"].std()) > 0.05
     for found in run_ranks(_render_all, size, capture, strategy, device=device, seconds=60):
-        for name in ("first", "again", "too little room", "in parts", "own"):
+        for name in ("first", "again", "exceeded capacity", "in parts", "own"):
             for output, value in expected.items():
                 torch.testing.assert_close(found[name][output].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)
-        assert found["tries"] == 2, "drawn again, and only once, where there was too little room"
+        assert found["tries"] == 2, "drawn again once if a capacity was exceeded"
         assert len(found["learned"]) == 11 and sum(found["learned"]) > 20
         first, again, third, parts, *_ = found["drawn"]
         assert all(count == 1 for count in first) and sum(again) == sum(third) == size

@@ -1,4 +1,4 @@
-"""The lock that the main thread lends: who has it when, and that nobody waits for ever."""
+"""The step lock of the main thread: its order, and that no thread waits for ever."""
 
 import sys
 import threading
@@ -42,7 +42,7 @@ def test_lock_is_granted_in_order_and_requests_are_answered() -> None:
     lock.lend(lambda question: 10 * question)
     first.join(5), second.join(5)
     assert said[1] == ("second", []) and not lock.wanted
-    lock.lend(lambda question: pytest.fail("nobody asks"))  # returns at once
+    lock.lend(lambda question: pytest.fail("no request was made"))  # returns at once
 
 
 def test_request_without_the_lock_acquires_it() -> None:

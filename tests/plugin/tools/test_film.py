@@ -64,14 +64,14 @@ def test_a_film_has_all_frames_in_order(
     video = tmp_path / "films" / "a.mp4"
     drawn = run_ranks(render_run, size, run, Rendering(CameraPath(path), video), whole)
     names = sorted(name for one in drawn for name in one)
-    assert names == sorted([f"{n:05d}" for n in range(FRAMES)] * (1 if whole else size)), "nobody draws what others do"
-    assert not whole or size == 3 or all(drawn), "everybody draws"
+    assert names == sorted([f"{n:05d}" for n in range(FRAMES)] * (1 if whole else size)), "no frame is drawn twice"
+    assert not whole or size == 3 or all(drawn), "every rank draws"
     found = _frames(video)
     assert found.shape == images.shape and [file.name for file in video.parent.iterdir()] == ["a.mp4"]
     error = np.abs(found.astype(float) - images).mean((1, 2, 3))
     assert error.max() < 4.0, error
     for other in (np.roll(images, 1, 0), images[::-1]):
-        assert np.abs(found.astype(float) - other).mean() > 1.02 * error.mean(), "the order can be told"
+        assert np.abs(found.astype(float) - other).mean() > 1.02 * error.mean(), "frames differ by their order"
 
 
 def test_parts_have_equal_shares() -> None:

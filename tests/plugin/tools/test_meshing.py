@@ -1,4 +1,4 @@
-"""`ns-multigpu export-mesh`: a mesh of a sphere is that sphere, whoever draws it; and what cannot be done is said."""
+"""`ns-multigpu export-mesh`: a mesh of a sphere is that sphere, on any ranks; and unsupported requests are refused."""
 
 import os
 import sys
@@ -267,7 +267,7 @@ def test_an_empty_mesh_and_a_full_disk_are_said(capture: Path, tmp_path: Path, m
 
 
 def test_the_command_makes_a_mesh_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run's checkpoint; and its options reach the work."""
+    """The command reads a run's checkpoint and applies its options."""
     run, output = write_run(tmp_path), tmp_path / "mesh.ply"
     options = "--max-depth 3 --voxel-size 0.05 --min-opacity 0.2 --downscale-factor 0.5 --parts 2 --truncation 0.2"
     words = ["export-mesh", "--load-config", str(run), "--output-path", str(output), *options.split()]

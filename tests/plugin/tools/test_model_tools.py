@@ -64,7 +64,7 @@ def _works(folder: Path, path: Path) -> list[Any]:
 
 
 def _compare(many: Path, one: Path, images: int = 8) -> None:
-    """What two tools have written; `many` so many images."""
+    """Compare the output of two tools; `many` is the number of images."""
     reported, expected = (json.loads((folder / "results" / "all.json").read_text()) for folder in (many, one))
     assert reported.keys() == {"experiment_name", "method_name", "checkpoint", "results"} == expected.keys()
     assert reported["method_name"] == "splatfacto-tile" and reported["checkpoint"].endswith("step-000000007.ckpt")
@@ -140,7 +140,7 @@ def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> Non
     shown = ["--colormap-options.colormap", "gray", "--render-nearest-camera"]
     main(["render", *common, "--camera-path-filename", str(path), "--output-path", str(video), *shown])
     shape = iio.imread(video).shape
-    assert shape[1] == 34 and shape[2] > 60, "a photograph is beside the frames"
+    assert shape[1] == 34 and shape[2] > 60, "a photograph is next to the frames"
 
 
 def test_command_options_are_passed_to_the_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Frames have times: between views, on paths, in panoramas, and in what one film is told from another by."""
+"""Frames have times: between views, on paths, in panoramas, and in the key that distinguishes films."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The training photograph that is nearest to a frame, beside it."""
+"""The training photograph that is nearest to a frame, shown next to it."""
 
 from pathlib import Path
 

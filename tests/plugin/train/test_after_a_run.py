@@ -1,4 +1,4 @@
-"""What a short run says and leaves: the box at its end, the way on, and nerfstudio's commands on its folder."""
+"""Output of a short run: the summary at its end, the suggested commands, and nerfstudio's commands on its folder."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def box(said: str) -> dict[str, str]:
 
 
 def commands(said: str) -> dict[str, list[str]]:
-    """What is to be pasted, by what for."""
+    """Return the suggested commands by purpose."""
     found = re.findall(r"^([A-Z][^\n:]*):\n  (ns-\S+ .*)$", said, re.MULTILINE)
     return {name: shlex.split(command) for name, command in found}
 
@@ -144,7 +144,7 @@ def test_a_quality_that_fell_stands_in_the_box(begin: Callable[..., DistributedT
 
 
 def resumed_lines(begin: Callable[..., DistributedTrainer], capfd: Any, models: Path, **options: Any) -> list[str]:
-    """What a run that goes on says of its options."""
+    """Return a resumed run's messages about its options."""
     capfd.readouterr()
     begin(2 * STEPS, load_dir=models, **options)
     lines = capfd.readouterr().out.splitlines()

@@ -24,7 +24,7 @@ OTHERS = {"three machines": (3, 3, "locality"), "ranges": (2, 1, "tile"), "repli
 
 
 def train_all(world: World, capture: Path, out: Path, densifier: str, fused: str) -> dict[str, Any]:
-    """What differs between courses; on the first rank. `points` are those of each rank in the end."""
+    """Return differences between runs, on rank 0. `points` are the final numbers of each rank."""
     checkpoint_rows.BLOCK = 7
     report: dict[str, Any] = {}
     models: dict[str, Model] = {}

@@ -1,6 +1,6 @@
 """`--help` of each method: the options of ours that have an effect, frozen; and the optimizers of what the run has.
 
-An option is ours if nerfstudio's splatfacto or nerfacto does not show it. Whoever adds one changes a list here.
+An option is ours if nerfstudio's splatfacto or nerfacto does not show it. Add new options to a list here.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def shown(config: Any, *words: str) -> list[str]:
 
 @pytest.fixture
 def ours() -> Iterator[Any]:
-    """What of a method's `--help` is ours, with what else its command line says.
+    """Return our options in a method's `--help`, and the rest of its output.
 
     The process of a real `--help` ends with it. Here the classes' annotations are put back.
     """

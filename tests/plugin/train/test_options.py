@@ -165,7 +165,7 @@ def close(value: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 def test_same_model_on_any_number_of_workers(runs: dict[int, list[dict[str, Outcome]]], name: str) -> None:
     expected = runs[1][0][name]
     count = len(expected["parameters"]["gauss_params.means"])
-    assert count != POINTS, "the course must have changed the number of points"
+    assert count != POINTS, "the run must change the number of points"
     for size in RANKS[1:]:
         for outcome in (ranks[name] for ranks in runs[size]):
             assert len(outcome["parameters"]["gauss_params.means"]) == count

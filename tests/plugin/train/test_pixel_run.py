@@ -24,7 +24,7 @@ OTHERS = {"two ranks": (2, "pixel"), "one rank": (1, "pixel"), "ranges": (2, "ti
 
 
 def train_all(world: World, capture: Path, out: Path, densifier: str, boundary_mode: Any) -> dict[str, Any]:
-    """What differs between courses; on the first rank. `points` are those of each rank in the end."""
+    """Return differences between runs, on rank 0. `points` are the final numbers of each rank."""
     checkpoint_rows.BLOCK = 7
     report: dict[str, Any] = {}
     models: dict[str, Model] = {}
@@ -73,7 +73,7 @@ def test_any_number_of_ranks_trains_the_model_of_one(tmp_path: Path, densifier: 
     assert len({sum(points[name]) for name in ("three", "alone", "pair")}) == 1 and sum(points["three"]) != 60
     assert min(points["three"]) > 0, "every cell has points"
     placings = {reports[0][f"placings {name}"] for name in ("three", "alone", "pair")}
-    assert len(placings) == 1 and placings.pop() > 1, "cells were cut anew, after the same refinements"
+    assert len(placings) == 1 and placings.pop() > 1, "cells were cut again, after the same refinements"
 
 
 def fused(world: World, capture: Path, out: Path, boundary_mode: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_two_ranks_are_put_together(tmp_path: Path) -> None:
     assert row["loss"] == 1.5 and row["main_loss"] == row["scale_reg"] == 0.75
     assert row["psnr"] == pytest.approx(30.0) and "mse" not in row
     assert row["gaussians"] == 77 and row["save_ms"] == 5.0
-    assert first["split"] == 3 and "split" not in row, "told once"
+    assert first["split"] == 3 and "split" not in row, "reported once"
     assert row["own"] == [3.0, 4.0], "of each rank"
     assert not any("own" in values for name, values in scalars if name == "Step"), "writers take numbers alone"
     assert row["images_per_s"] == pytest.approx(4e3 / row["step_ms"], rel=1e-3)

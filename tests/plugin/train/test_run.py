@@ -1,4 +1,4 @@
-"""A batch of B views follows the course of B steps of one view: optimizers, clocks, and three workers as one."""
+"""A batch of B views follows the trajectory of B steps of one view: optimizers, clocks, and three workers as one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_refused_before_training() -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
-    """What the clocks did during training, by image: refinements, and each image's harmonics and downscaling."""
+    """Return the schedule of training by image: refinements, and each image's harmonics and downscaling."""
     record: dict[str, list[Any]] = {"refined": [], "clock": []}
     refine, training_views = ReplicatedDensifier._refine, SplatModel.training_views
 
@@ -187,7 +187,7 @@ def test_a_scaled_batch_stays_nearer_to_one_view_a_step(tmp_path: Path) -> None:
 
 
 def three_or_one(world: World, folder: Path) -> list[dict[str, Tensor]]:
-    """Courses of three views a step, with growth by either densifier and a view that sees nothing."""
+    """Train with three views a step, with growth by either densifier and a view that sees nothing."""
     outcomes = []
     for number, options in enumerate(({}, MCMC)):
         options = {**SMALL, MODEL + "num_downscales": 0, **options}

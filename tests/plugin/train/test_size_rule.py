@@ -22,7 +22,7 @@ RULES = {"prune_scale3d": 0.5, "reset_every": 3000, "refine_stop_iter": 15000}
 
 
 def _said(world: World, part: float, images: int, **rules: Any) -> list[str]:
-    """What is said of 100 points, a part of which is large, dealt to ranks such that the first has all of these."""
+    """Return the message for 100 points of which some are large, all of them on the first rank."""
     sizes = torch.full((100, 3), 0.1)
     sizes[: round(100 * part), 1] = 0.6
     mine = sizes[world.rank * 100 // world.size : (world.rank + 1) * 100 // world.size]

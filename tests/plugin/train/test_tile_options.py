@@ -93,7 +93,7 @@ def refusal(world: World, folder: Path, name: str) -> str:
 
 
 def train_all(world: World, folder: Path) -> tuple[dict[str, Outcome], dict[str, str]]:
-    """Return the courses, and what was said where there is none, by row: starting workers costs more than training."""
+    """Return all runs, or the error messages, by row: starting workers costs more than training."""
     outcomes = {name: train(world, folder, name, tile=True) for name in ROWS}
     return outcomes, {name: refusal(world, folder, name) for name in REFUSED}
 
@@ -133,7 +133,7 @@ def test_options_of_our_own_were_at_work(runs: Runs) -> None:
     assert outcomes[usual]["points"][-1][1] > 150 >= outcomes["max-gaussians"]["points"][-1][1]
     left, cut = outcomes[usual], outcomes["rebalance-above"]
     assert cut["points"] == left["points"]
-    assert sum(cut["rebalanced"]) > sum(left["rebalanced"]), "ranges were to be cut anew"
+    assert sum(cut["rebalanced"]) > sum(left["rebalanced"]), "ranges were to be cut again"
 
 
 @pytest.mark.slow

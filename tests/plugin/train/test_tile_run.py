@@ -1,8 +1,8 @@
-"""A course of training with `tile`, on any number of ranks, is one rank's with `batch` and points in Morton order.
+"""A training run with `tile` on any number of ranks equals one rank's with `batch` and points in Morton order.
 
-Ordinary steps are compared in double precision, to rounding; fused ones, whose records are in single precision, to
-ordinary ones with room for it. With three ranks one has no pixels where a step has one view, which is two rows of tiles
-high.
+Ordinary steps are compared in double precision, to rounding. Fused ones have records in single precision, so they are
+compared with a larger tolerance. A view is two rows of tiles high: with one view a step, one of three ranks has no
+pixels.
 """
 
 from collections.abc import Iterator

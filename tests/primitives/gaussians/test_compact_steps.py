@@ -68,12 +68,12 @@ def test_shards(ranks: int, transport: str, lazy: bool) -> None:
 
 
 def test_capacity_exceeded_while_steps_are_deferred() -> None:
-    """A step that is taken again, and nothing else, between the same roundings: the same bits."""
+    """Only a retried step lies between the same roundings: results are bitwise the same."""
     run = of("batch", 1, True)
     (plenty,) = take(run, 1)
     rows, _, intersections = plenty["first"].tolist()
     (tight,) = take(replace(run, capacities=(rows, 1024, intersections)), 1)
-    assert int(tight["redone"]) >= 1 and int(tight["put off"]) >= 1
+    assert int(tight["redone"]) >= 1 and int(tight["deferred"]) >= 1
     for name in (*RATES, *(f"v of {name}" for name in RATES)):
         assert torch.equal(tight[name], plenty[name]), name
 
@@ -106,7 +106,7 @@ def _made(device: torch.device) -> Step:
 
 @pytest.mark.gpu
 def test_a_step_in_a_graph() -> None:
-    """Captured once and replayed, it goes on rounding anew in every step, as the step that is launched does."""
+    """Captured once and replayed, every step draws new rounding, as launched steps do."""
     device = torch.device("cuda")
     plain, graphed, warm = _made(device), _made(device), _made(device)
     target = torch.zeros(HEIGHT, WIDTH, 3, device=device)

@@ -1,4 +1,4 @@
-"""Densification: gsplat's rules on a clock of images, and the same points whoever rendered what."""
+"""Densification: gsplat's rules on a clock of images, and the same points for any assignment of views."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ def model() -> tuple[torch.nn.ParameterDict, dict[str, torch.optim.Optimizer]]:
 
 
 def rows_of(image: int, count: int) -> dict[str, Tensor]:
-    """What an image shows: most points, with random gradients and radii."""
+    """Return an image's visible points: most of them, with random gradients and radii."""
     g = torch.Generator().manual_seed(100 + image)
     return {
         "ids": torch.randperm(count, generator=g)[: 3 * count // 4].sort().values,
@@ -62,7 +62,7 @@ def rows_of(image: int, count: int) -> dict[str, Tensor]:
 
 
 def train(world: World, batch: int, images: int) -> dict[str, Tensor]:
-    """Densifies through `images` images, `batch` a step, dealt out to the ranks."""
+    """Densify over `images` images, `batch` a step, distributed round-robin to the ranks."""
     params, optimizers = model()
     densifier = ReplicatedDensifier(**RULES, world=world, seed=7)
     state = densifier.initialize_state()
@@ -85,7 +85,7 @@ def test_same_points_on_any_number_of_ranks(size: int) -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_refinement_may_be_decided_ahead(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The points are the same. A block that is taken again counts anew, and is decided anew."""
+    """The points are the same. A retried block restores its counts and is decided again."""
     outcomes: list[dict[str, Tensor]] = []
     for ahead in (False, True):
         params, optimizers = model()

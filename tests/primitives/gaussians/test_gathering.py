@@ -24,7 +24,7 @@ def with_spare(x: Tensor, rows: int) -> Tensor:
 
 
 def add_spare_storage(params: Any, optimizers: Any, rows: int) -> dict[str, Tensor]:
-    """Put a model where there is room for so many points, and return its tensors."""
+    """Move a model into storage for `rows` points, and return its tensors."""
     tensors: dict[str, Tensor] = {}
     for name, param in params.items():
         state = optimizers[name].state[param]
@@ -48,8 +48,8 @@ def values(params: Any, optimizers: Any, state: Any) -> dict[str, Tensor]:
 def refined(
     rows: int | None, ahead: bool = False, between: Callable[[Any, Any], None] = lambda *_: None
 ) -> tuple[dict[str, Tensor], bool]:
-    """Return a refinement of points that have room for `rows`, or none; what it leaves, and whether all objects and
-    places stayed."""
+    """Refine points with storage for `rows`, or without. Return the result, and whether all objects and addresses are
+    unchanged."""
     params: Any = None
     params, optimizers = model()
     densifier = ReplicatedDensifier(**RULES, seed=7)
@@ -130,7 +130,7 @@ def test_exceeded_storage_is_freed_with_its_contents() -> None:
 
 
 def test_index_map_found_ahead_is_not_used_for_other_tensors() -> None:
-    """Whatever has put other parameters, or the same ones elsewhere, in between."""
+    """Parameters were replaced or moved in memory in between."""
 
     def replaced(params: Any, optimizers: Any) -> None:
         for name, old in list(params.items()):
@@ -154,7 +154,7 @@ def test_index_map_found_ahead_is_not_used_for_other_tensors() -> None:
 def test_no_search_ahead_for_large_or_full_models(monkeypatch: pytest.MonkeyPatch) -> None:
     params: Any = None
     params, optimizers = model()
-    assert Gathering.of(params, optimizers) is None, "no room"
+    assert Gathering.of(params, optimizers) is None, "no spare storage"
     add_spare_storage(params, optimizers, 2 * COUNT)
     found = Gathering.of(params, optimizers)
     assert found is not None and found.serves(params, optimizers, 2 * COUNT)

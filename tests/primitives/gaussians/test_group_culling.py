@@ -168,7 +168,7 @@ def test_a_flush_moves_points_and_their_boxes(monkeypatch: pytest.MonkeyPatch) -
     ("strategy", "ranks", "batch"), [("batch", 1, 3), ("batch", 2, 2), ("tile", 1, 3), ("tile", 2, 2)]
 )
 def test_run_on_gpus(strategy: str, ranks: int, batch: int, captured: bool) -> None:
-    """Sums have another order each time there: rows are the same, and the course is the ordinary one."""
+    """Sums have another order each time there: rows are the same, and the run equals the ordinary one."""
     skip_without_gpus(ranks)
     run = TrainingRun(
         strategy, batch, 4, lazy=True, points=3000, scene=make_row, captured=captured, transport="peer"

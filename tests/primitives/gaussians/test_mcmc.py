@@ -96,7 +96,7 @@ def test_dead_gaussians_move_onto_living_ones() -> None:
 
 
 def test_gradients_may_say_where_gaussians_go() -> None:
-    """Onto living ones of steep gradients, relocated and new ones alike; then sums begin anew."""
+    """Points are relocated and added at living ones with large gradients; then sums are reset."""
     params, optimizers = model(200)
     densifier = McmcDensifier(
         cap_max=210, noise_lr=0.0, refine_start_iter=0, refine_every=10, refine_stop_iter=50, min_opacity=0.3,
@@ -236,7 +236,7 @@ def test_a_model_that_grows_relocates_ahead_as_well(tries: int, images: int) -> 
             assert not densifier.refine_ahead(*given, torch.tensor(True))
             assert not torch.equal(params["means"], before) and len(params["means"]) == 100
         densifier.refine_when_due(*given)
-        assert densifier._begun is None, "nobody holds what is done with"
+        assert densifier._begun is None, "finished work is released"
         outcomes.append([x.detach().clone() for x in (*params.values(), *state.values())])
         densifier.refine_when_due(params, optimizers, state, 50, 1)  # what was done ahead is done with
         outcomes[-1] += [x.detach() for x in params.values()]

@@ -1,5 +1,4 @@
-"""Steps of ranks that have room of its own for each pair of them: what is too little costs a step, and what stays costs
-no byte."""
+"""Steps with a capacity for each pair of ranks: an exceeded one costs a step, and local rows cost no bytes."""
 
 from dataclasses import replace
 
@@ -40,12 +39,12 @@ def test_each_pair_of_ranks_has_its_own_capacity(ranks: int, bounds: tuple[int, 
             assert int(one["redone"]) == (lacking is not None), "on every rank"
             for name in (*RATES, "losses", "count", "grad2d"):
                 assert torch.equal(one[name], other[name]), (lacking, name)
-            assert lacking is not None or int(one["bytes"]) < int(other["bytes"]) // 5, "and little travels"
+            assert lacking is not None or int(one["bytes"]) < int(other["bytes"]) // 5, "and few rows are exchanged"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_local_rows_are_not_exchanged(ranks: int) -> None:
-    """Room for it costs no byte. (That all bytes are those foretold is asserted of every course.)"""
+    """Capacity for local rows costs no bytes. (Every run asserts that all bytes are the predicted ones.)"""
     run = TrainingRun("tile", 2, 2, capacities=CAPACITIES)
     roomy = tuple(tuple(9000 if a == b else 1024 for b in range(ranks)) for a in range(ranks))
     for usual, other in zip(
@@ -55,8 +54,8 @@ def test_local_rows_are_not_exchanged(ranks: int) -> None:
 
 
 def test_each_stage_between_machines_has_its_own_capacity() -> None:
-    """Four ranks on two machines: own rows inside, rows across, and rows that are handed on. The bytes of every step
-    are those foretold, which `taken` asserts."""
+    """Four ranks on two machines exchange rows within machines, across, and forwarded. `taken` asserts that each
+    step's bytes are the predicted ones."""
     run = TrainingRun("tile", 2, 3, capacities=CAPACITIES, lazy=True, machines=2, captured=True)
     plenty, hierarchy = take(run, 4), Relays(2, 2)
     assert_same_run(run, plenty, ordinary(run))

@@ -25,7 +25,7 @@ RULES: dict[str, Any] = {
     "order_every": 2,
 }  # fmt: skip
 REFINED = 4  # at images 8, 16, 32 and 40, then 56, but after a reset all is pruned that is faint
-ORDERED = 2  # at 16 and 32; at the others new points stand beside old ones
+ORDERED = 2  # at 16 and 32; at the others children follow their parents
 CASES: dict[str, dict[str, Any]] = {
     "even": {},
     "few places": {},
@@ -40,7 +40,7 @@ Outcome = tuple[dict[str, Tensor], list[Reordering], dict[str, int]]
 
 
 def seen(image: int, count: int) -> dict[str, Tensor]:
-    """What an image shows: three quarters of the points of its part of the model, gradients and radii at random."""
+    """Return an image's visible points: three quarters of its part of the model, with random gradients and radii."""
     g = torch.Generator().manual_seed(100 + image)
     ids = torch.randperm(count, generator=g)[: 3 * count // 4].sort().values
     ids = ids[ids < count // 3] if image % 3 else ids
@@ -51,7 +51,7 @@ def seen(image: int, count: int) -> dict[str, Tensor]:
 
 
 def initial(case: str) -> dict[str, Tensor]:
-    """Return the whole model that a course starts from."""
+    """Return the whole model that a run starts from."""
     values = whole_model(COUNT)
     values["opacities"] += 2.0
     if case == "a rank is pruned":
@@ -84,7 +84,7 @@ def train(world: World, case: str, sharded: bool, shard_index: ShardIndex | None
         for name in ("grad2d", "count"):
             assert len(state[name]) == len(params["means"])
         if sharded:
-            held.of_ranks(len(params["means"]), world)  # an error if the holding was told wrong
+            held.of_ranks(len(params["means"]), world)  # an error if the shard index is wrong
         if isinstance(densifier, ShardedDensifier) and densifier.reordering is not None:
             records.append(densifier.reordering)
             densifier.reordering = None
@@ -105,7 +105,7 @@ def test_equals_one_rank(size: int) -> None:
         assert len(expected["means"]) > 50 and len(expected) == 4 * 6
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         records = outcomes[0][case][1]
-        # Those that are out of balance are dealt out at others, too.
+        # Unbalanced shards are distributed at other refinements, too.
         assert len(records) >= ORDERED and (size > 1 or len(records) == ORDERED)
         for k, record in enumerate(records):
             assert len({(o[case][1][k].counts_after, o[case][1][k].moved) for o in outcomes}) == 1

@@ -35,7 +35,7 @@ Outcome = tuple[dict[str, Tensor], list[Reordering], list[int]]
 
 
 def initial(case: str) -> dict[str, Tensor]:
-    """Return the whole model that a course starts from."""
+    """Return the whole model that a run starts from."""
     values = whole_model(COUNT)
     if case == "a rank is dead":
         values["opacities"][: COUNT // 3 + 20] = -9.0
@@ -87,7 +87,7 @@ def test_equals_one_rank(size: int) -> None:
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         assert outcomes[0][case][2] == totals and totals[-1] == (COUNT if case == "all are dead" else 340), totals
         records = outcomes[0][case][1]
-        # After images 6, 12 and 18 it grows; after 12, 24 and 36 it is ordered; out of balance, dealt out at once.
+        # After images 6, 12 and 18 it grows; after 12, 24 and 36 it is ordered; out of balance, distributed at once.
         uneven = size > 1 and case in ("a rank owns all", "a rank owns nothing")
         assert len(records) == 3 + uneven
         if case != "few places":  # of which each is on one rank

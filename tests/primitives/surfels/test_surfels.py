@@ -126,7 +126,7 @@ def test_discs_outside_of_the_frustum_give_no_rows() -> None:
     params["scales"] -= 2.0
     outside = torch.arange(10)  # as deep as the camera's plane, and to its left
     params["means"][outside] = torch.tensor([-4.0, 0.0, 0.05])
-    params["scales"][outside] = -3.5  # one standard deviation lies before the plane, three of most reach across it
+    params["scales"][outside] = -3.5  # one standard deviation lies before the plane, three of most extend across it
     params["opacities"] += 4.0
     kind = Surfels(sh_degree=1)
     points = Points(params)
