@@ -107,4 +107,4 @@ def test_each_log_says_how_many_gaussians_there_are_and_what_a_step_took(tmp_pat
     rows = [{"step": 0, "gaussians": 10.0, **parts, "loss": 0.5}, {"step": 250, "gaussians": 12.0, "split": 2.0}]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
-    assert capture.course(file) == [{"step": 0, "gaussians": 10.0, **parts}, rows[1]]
+    assert capture.trajectory(file) == [{"step": 0, "gaussians": 10.0, **parts}, rows[1]]

@@ -13,7 +13,7 @@ def check_kept(sent: Sent, half: bool, slots: bool) -> None:
     has no capacity for local rows."""
     width = row_words(half=False, slots=slots)
     for rank, (rows, place, wire) in enumerate(zip(sent.rows, sent.places, sent.wires, strict=True)):
-        come = sent.come[rank]
+        come = sent.incoming[rank]
         starts = [start if source != rank else STAYS for source, start in enumerate(come.starts)]
         wire = wire.clone()
         come.segment(wire, rank, width).fill_(9)
