@@ -18,7 +18,7 @@ def words(run: str) -> str:
     return " ".join(command(run, 7, OPTIONS, Path("out")))
 
 
-def test_each_run_is_what_its_name_says() -> None:
+def test_each_run_has_the_options_of_its_name() -> None:
     assert "--operators" not in words("splatfacto") and "--operators ours" in words("splatfacto-ours")
     four = words("batch-4x2")
     assert "splatfacto-batch" in four and "--machine.num-devices 4" in four and "--pipeline.views-per-rank 2" in four
@@ -30,7 +30,7 @@ def test_each_run_is_what_its_name_says() -> None:
         assert "--pipeline.datamanager.train-cameras-sampling-seed 7" in words(run) or "--seed 7" in words(run)
 
 
-def test_kernels_of_gsplat_are_asked_for_where_a_run_evaluates_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gsplat_kernels_are_requested_for_runs_with_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NS_MULTIGPU_CUDA", raising=False)
     assert "--fused-steps never" in words("batch-1-gsplat")
     assert environment("batch-1-gsplat", 0, 1)["NS_MULTIGPU_CUDA"] == "gsplat"
@@ -102,7 +102,7 @@ def test_time_breakdown_has_its_own_table() -> None:
     assert parts_table(["splatfacto"], results) is None
 
 
-def test_each_log_says_how_many_gaussians_there_are_and_what_a_step_took(tmp_path: Path) -> None:
+def test_each_log_has_gaussians_and_step_time(tmp_path: Path) -> None:
     parts = {"step_ms": 1.2, "compute_ms": 0.7, "exchange_ms": 0.2, "waiting_ms": 0.1}
     rows = [{"step": 0, "gaussians": 10.0, **parts, "loss": 0.5}, {"step": 250, "gaussians": 12.0, "split": 2.0}]
     file = tmp_path / "metrics.jsonl"

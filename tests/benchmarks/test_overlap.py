@@ -32,7 +32,7 @@ def test_weights_fall_over_the_overlap() -> None:
     torch.testing.assert_close(found[1], 1 - expected, atol=1e-5, rtol=0)
 
 
-def test_fields_attend_to_what_is_there() -> None:
+def test_fields_attend_to_occupied_space() -> None:
     """A focus has nearly all of a cell's points, is finite, and does not follow one that is far off."""
     points = torch.randn(2000, 3, generator=torch.Generator().manual_seed(3)) * 0.3
     cells = partition(points, 4, Domain.unbounded())

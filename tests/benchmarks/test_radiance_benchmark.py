@@ -41,7 +41,7 @@ def test_a_way_is_a_command(way: str, method: str, gpus: int, own: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["nerfacto-2", "xl", "xl-2x", "splat-2"])
-def test_a_way_that_there_is_not(way: str) -> None:
+def test_unknown_variant_is_refused(way: str) -> None:
     with pytest.raises(SystemExit, match=f"no way '{way}'"):
         radiance.command(way, options(), Path("out"))
 

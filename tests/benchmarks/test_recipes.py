@@ -40,7 +40,7 @@ def test_splatfacto_is_one_run_of_all_lengths(tmp_path: Path) -> None:
     assert words.startswith("--images 9 --seed 42 --output out --also-at 5 -- colmap --data fox")
 
 
-def test_a_plan_says_what_runs(tmp_path: Path) -> None:
+def test_plan_lists_the_runs(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     plan.write_text("# first\nfox | ours mcmc | 7 | 1 2\naerial-3 | best | 9 | 1\nfox | ours | 7 | 1\n")
     given = options(tmp_path, "--captures", f"fox={tmp_path / 'fox'}", "--plan", str(plan), "--cities", str(tmp_path))
@@ -131,7 +131,7 @@ def test_existing_results_are_not_run_again(tmp_path: Path, calls: _Calls) -> No
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_of_each_run_there_is_a_picture_where_that_is_asked_for(tmp_path: Path, calls: _Calls, asked: bool) -> None:
+def test_each_run_writes_a_picture_if_requested(tmp_path: Path, calls: _Calls, asked: bool) -> None:
     words = ("--captures", str(tmp_path / "fox"), "--recipes", "splatfacto", "ours", "--images", "9")
     Runs(options(tmp_path, *words, *(["--pictures", str(tmp_path / "pictures")] if asked else []))).go()
     for function, given in zip(calls.called, calls.given, strict=True):
@@ -207,7 +207,7 @@ def test_runs_wait_for_their_city(tmp_path: Path, calls: _Calls) -> None:
     assert calls.called == ["make_city", "train_ours"] and runs.results[0]["capture"] == "street-4"
 
 
-def test_the_table_gives_times_of_runs_that_were_alone() -> None:
+def test_table_has_times_of_exclusive_runs_only() -> None:
     row = {"capture": "fox", "recipe": "best", "images": 7, "ssim": 0.5, "gaussians": 9, "peak_mib": 3.0}
     rows = [
         row | {"psnr": 30.0, "train_seconds": 8.0, "alone": True},

@@ -41,7 +41,7 @@ def test_any_number_of_ranks_is_one(way: str, options: dict[str, Any]) -> None:
     compare(one, run_ranks(step_of, 2, 3, given), exact=way != "mega")  # it adds blended samples up over the ranks
 
 
-def test_fields_that_are_trained_alone_do_not_learn_from_each_other() -> None:
+def test_separate_fields_share_no_gradients() -> None:
     """With Mega-NeRF's or Block-NeRF's rays, a field's gradients are those of its own rays, and heads are its own."""
     for spread in VARIANTS:
         ours: Any = model(World.single(), 3, **VARIANTS[spread])
@@ -157,7 +157,7 @@ def train_variants(world: World, capture: Path, out: Path) -> dict[str, tuple[di
     return ends
 
 
-def test_runs_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Path) -> None:
+def test_runs_resume_with_other_world_sizes(capture: Path, tmp_path: Path) -> None:
     ends = run_ranks(train_variants, 2, capture, tmp_path)
     for way, (two, again) in ends[0].items():
         assert near(two, again) == near(ends[1][way][0], again) == [], way

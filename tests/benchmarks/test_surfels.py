@@ -126,7 +126,7 @@ def test_gsplats_2d_gaussians_in_splatfacto() -> None:
             draw(peer, model, **wrong)
 
 
-def test_its_loss_of_normals_is_ours() -> None:
+def test_normal_loss_equals_ours() -> None:
     width, height = SIZE
     g = torch.Generator().manual_seed(1)
     view = View(torch.eye(4), torch.tensor([[8.0, 0, 4.5], [0, 8, 3.5], [0, 0, 1]]), width, height)

@@ -48,7 +48,7 @@ def test_variants_are_timed_with_and_without_groups(tmp_path: Path, monkeypatch:
     assert scene["losses"]["ours"] == scene["losses"]["ours, no groups"]
 
 
-def test_ours_counts_what_the_operators_count() -> None:
+def test_fused_statistics_equal_those_of_the_operators() -> None:
     scene = Garden(DEFAULT, torch.device("cpu")).scene(TINY)
     ours = OurStep(scene, needed(scene), absgrad=False, graph=False, lazy=False, counting=True)
     theirs = AutogradStep(scene, Kind("operators", "ours"), absgrad=False, counting=True)

@@ -18,7 +18,7 @@ def most(order: list[int], loads: np.ndarray, size: int) -> list[int]:
     return [int(loads[order[k : k + size]].sum(0).max()) for k in range(0, len(order), size)]
 
 
-def test_disjoint_views_come_together() -> None:
+def test_disjoint_views_are_grouped() -> None:
     assert most(list(range(6)), SIDES, 2) == [18, 9, 18]
     found = leveled(range(6), SIDES, 2)
     assert found == [0, 2, 1, 4, 3, 5] and most(found, SIDES, 2) == [9, 9, 9]

@@ -22,7 +22,7 @@ def placed(boundary_mode: Literal["none", "ghosts"] = "none") -> tuple[ByCells, 
     return space, means
 
 
-def test_a_point_stays_in_its_cell_where_a_run_goes_on() -> None:
+def test_resumed_run_keeps_points_in_their_cells() -> None:
     space, means = placed()
     of_points = space.local.of_points
     assert of_points is not None and torch.bincount(of_points.long()).tolist() == [100, 100, 100]

@@ -22,7 +22,7 @@ def test_rank_that_draws_most_of_a_view_owns_it() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_every_row_is_somebodys(ranks: int) -> None:
+def test_every_row_has_an_owner(ranks: int) -> None:
     rows = [5, 1, 7, 3]
     seen = [{r: 5 + r for r in range(ranks) if (view + r) % 3} for view in range(4)]
     spans = share_rows(rows, seen, ranks)

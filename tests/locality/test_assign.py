@@ -132,7 +132,7 @@ def test_budgets_end_the_search() -> None:
     assert assign_patches(counts, seconds=1e-9).swaps == 0
 
 
-def test_a_start_is_taken_and_moves_fill_the_gap() -> None:
+def test_given_start_is_used_and_improved() -> None:
     counts = torch.tensor([[10.0, 0], [10, 0], [10, 0], [0, 1]], dtype=torch.float64)
     kept = assign_patches(counts, start=torch.tensor([0, 1, 0, 1]), alpha=1, beta=0, gamma=0, delta=0)
     assert kept.swaps == 0, "two and two: every move would be a swap"
@@ -141,7 +141,7 @@ def test_a_start_is_taken_and_moves_fill_the_gap() -> None:
     assert moved.ranks.tolist() == [0, 0, 1]
 
 
-def test_errors_say_what_was_wrong() -> None:
+def test_errors_name_the_argument() -> None:
     counts = torch.ones(4, 2, dtype=torch.float64)
     with pytest.raises(TypeError, match="float64"):
         assign_patches(counts.float())
@@ -162,7 +162,7 @@ def test_errors_say_what_was_wrong() -> None:
         Assigner(0, 4)
 
 
-def test_machines_come_first() -> None:
+def test_machines_are_assigned_first() -> None:
     """A patch whose points are on all GPUs of one machine is drawn there, even if another machine's GPU has more."""
     generator = np.random.default_rng(4)
     owners = np.arange(64) % 4

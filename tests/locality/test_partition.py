@@ -92,7 +92,7 @@ def test_images_are_held_where_most_of_their_view_is() -> None:
     assert np.array_equal(placed.view_machines, shown.argmax(1))
 
 
-def test_without_metis_ranges_serve_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_replace_metis_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing", lambda: "pymetis cannot be imported (no such thing): `pip install pymetis`")
     graph = plain()
     placed = partition(graph, 2, 4)
@@ -126,7 +126,7 @@ def test_flat_and_one_rank() -> None:
     assert set(flat.view_machines.tolist()) == {0, 1}
 
 
-def test_errors_say_what_was_wrong() -> None:
+def test_errors_name_the_argument() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="no views"):
         SeenGraph.of(none, none, none, 0, torch.tensor([5]))

@@ -58,7 +58,7 @@ def test_cuts_are_even() -> None:
 
 @pytest.mark.parametrize(("ranks", "machines"), [(2, 1), (4, 2), (3, 3), (6, 2)])
 @pytest.mark.parametrize("known", [True, False])
-def test_ranks_have_equally_many_and_no_more_pixels_than_said(ranks: int, machines: int, known: bool) -> None:
+def test_ranks_have_equal_patches_within_the_pixel_bound(ranks: int, machines: int, known: bool) -> None:
     made, access = assignment(ranks, machines)
     views = [view_of((200, 120), index) for index in range(3)]
     if known:
@@ -80,7 +80,7 @@ def everything_at(rank: int, ranks: int, patches: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_patches_go_where_their_points_are(machines: int) -> None:
+def test_patches_are_assigned_to_owners_of_points(machines: int) -> None:
     made, access = assignment(2, machines)
     views = [view_of((64, 64), 5), view_of((64, 64), 9)]
     access.record([5], everything_at(1, 2, 16))
@@ -94,7 +94,7 @@ def test_patches_go_where_their_points_are(machines: int) -> None:
     assert {patch.view for patch in plan.drawn[0]} == {0} and {patch.view for patch in plan.drawn[1]} == {1}
 
 
-def test_alone_a_rank_draws_views_whole() -> None:
+def test_single_rank_draws_complete_views() -> None:
     made, _ = assignment(1, 1)
     plan = made.assign([view_of((200, 120))], 1)
     assert len(plan.drawn[0]) == 1 and plan.drawn[0][0].halo == 0 and made.counts(1, 200, 120) == 1

@@ -136,7 +136,7 @@ def test_failure_in_the_thread_is_raised() -> None:
         planner.serve(0, 0)
 
 
-def test_errors_say_what_was_wrong() -> None:
+def test_errors_name_the_argument() -> None:
     access = Access(PATCHES, RANKS)
     with pytest.raises(ValueError, match="clock"):
         Planner(Assigner(2, 2, seconds=0.1))

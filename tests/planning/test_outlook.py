@@ -31,7 +31,7 @@ def test_large_steps_take_what_the_kernels_do() -> None:
     assert speeds["batch"] == pytest.approx(pace("batch", replace(large, views=2)).images_per_second)
 
 
-def test_the_run_s_own_batch_counts_for_its_own_strategy_alone() -> None:
+def test_batch_of_the_run_applies_to_its_own_strategy() -> None:
     four = outlook("tile", replace(RUN, views=4), 10_000, MEMORY).speeds
     assert four["tile"] > 2 * outlook("tile", RUN, 10_000, MEMORY).speeds["tile"]
     assert four["batch"] == outlook("tile", RUN, 10_000, MEMORY).speeds["batch"]
@@ -68,7 +68,7 @@ def test_one_gpu_may_be_faster_than_several() -> None:
     )
 
 
-def test_only_runs_with_a_choice_say_it() -> None:
+def test_expectations_need_a_choice_of_strategies() -> None:
     found = Capacity(20_000, 10**8, 139 << 30, RUN, on_gpu=True)
     lines = expectations(found, "tile", 10**8, "default")
     assert "20,000 Gaussians" in lines[1] and "1,000,000 Gaussians" in lines[2]

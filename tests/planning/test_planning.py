@@ -54,7 +54,7 @@ def scenes(name: str) -> list[dict[str, Any]]:
      ("250k", 250_000), ("2g", 2_000_000_000), (" 0.1m ", 100_000), ("4e6", 4_000_000), ("2.5e7", 25_000_000),
      ("1E+6", 1_000_000), ("2500e-1", 250), ("1e12", 10**12), ("8,000,000", 8_000_000)],
 )  # fmt: skip
-def test_counts_as_people_write_them(text: str, count: int) -> None:
+def test_counts_accept_suffixes(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
@@ -232,7 +232,7 @@ def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:
 
 
 @pytest.mark.parametrize("scene", [2, 3])
-def test_a_whole_dense_step_takes_what_it_took(scene: int) -> None:
+def test_dense_step_time_equals_the_measurement(scene: int) -> None:
     """The sum of the parts, for the scene that the defaults are of; absolute gradients are in it alone."""
     measured = scenes("data/kernels/train-step-h200.json")[scene]
     run = Course(measured["points"], measured["width"], measured["height"])

@@ -50,7 +50,7 @@ def test_figures_are_the_tables() -> None:
         assert f"{part} %" in text and simulated.SCENES[name].visible == pytest.approx(part / 100)
 
 
-def test_machines_that_were_not_simulated_lie_between() -> None:
+def test_unsimulated_machines_are_interpolated() -> None:
     """On the line over the logarithm of their number."""
     near = simulated.simulated("street-visible", 4), simulated.simulated("street-visible", 2)
     three = simulated.simulated("street-visible", 3)
@@ -189,7 +189,7 @@ def test_the_command_compares_strategies_over_machines(capsys: pytest.CaptureFix
     assert "simulated with" not in text, "as many views as there"
 
 
-def test_the_command_says_what_was_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_unsimulated_values(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "--gpus", "36", "--machines", "3", "--strategy", "locality", "--scene", "aerial")
     assert "simulated with 16 views a step, not with 1. Fewer views save less" in text
     assert "3 machines were not simulated" in text and "rows travel" not in text, "12 + 3 are few enough"

@@ -102,7 +102,7 @@ def test_spare_storage_is_not_rendered(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_points_are_looked_at_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_are_processed_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many for the memory that it takes to see at once which show."""
     step = StepRun(name, points_of(name)).step
     expected = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400, (), None)

@@ -161,7 +161,7 @@ def test_thin_air_before_a_wall_keeps_its_weight() -> None:
     torch.testing.assert_close(samples.weights, torch.tensor([[0.0951626, 0.9048374]]))
 
 
-def test_a_thin_sheet_is_as_dense_as_it_says() -> None:
+def test_thin_sheet_has_its_density() -> None:
     """The bound of densities is beyond what differs from opaque."""
     edges = torch.tensor([[0.0, 1.0, 1.0 + 1e-5, 2.0]])
     samples = Samples(edges, torch.tensor([[0.0, 1e9, 0.0]]), edges, {})
@@ -169,7 +169,7 @@ def test_a_thin_sheet_is_as_dense_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("logit", [100.0, 80.0])
-def test_whatever_is_dense_without_length_has_finite_gradients(logit: float) -> None:
+def test_dense_samples_of_zero_length_have_finite_gradients(logit: float) -> None:
     """exp(100) is infinite in float32, and infinity times no length would be NaN, in all samples of the segment."""
     edges = torch.tensor([[0.0, 1.0, 1.0, 2.0, 1002.0]])
     logits = torch.tensor([[0.0, logit, logit, 1.0]], requires_grad=True)

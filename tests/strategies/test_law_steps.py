@@ -328,7 +328,7 @@ class OtherGradients(SummedGradients):
     """The same of gradients."""
 
 
-def test_a_strategy_that_no_step_does_says_so_before_the_first() -> None:
+def test_unsupported_strategy_is_refused_before_the_first_step() -> None:
     world = replace(World.single(), size=2)
     batch = STRATEGIES["batch"](world)
     assert (

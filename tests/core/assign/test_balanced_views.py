@@ -16,7 +16,7 @@ def steps_of(order: list[int], size: int, lead: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [1, 7, 40, 301])
-def test_every_view_comes_once(count: int, size: int) -> None:
+def test_every_view_occurs_once_per_epoch(count: int, size: int) -> None:
     order = random.Random(0).sample(range(count), count)
     work = [random.Random(view).randrange(9) for view in range(count)]
     for lead in range(size):
@@ -42,7 +42,7 @@ def test_views_of_a_step_have_like_work_and_a_step_waits_less() -> None:
     assert mixed(alike(order, work, 2)) <= -(-200 // (2 * WINDOW)), "one for each window"
 
 
-def test_steps_come_as_they_were_drawn() -> None:
+def test_order_of_steps_is_the_drawn_one() -> None:
     """Not from the lightest to the heaviest."""
     order = random.Random(3).sample(range(2 * WINDOW), 2 * WINDOW)
     found = steps_of(alike(order, list(range(2 * WINDOW)), 2), 2)

@@ -26,7 +26,7 @@ def test_rectangle_of_part_equals_rectangle_of_image() -> None:
     assert whole.under((0, 0, 8, 6)) is whole
 
 
-def test_under_an_empty_rectangle_there_is_nothing() -> None:
+def test_empty_rectangle_has_no_part() -> None:
     for rectangle in ((9, 9, 9, 9), (3, 2, 3, 5), (2, 3, 5, 3)):
         assert is_empty(rectangle) and area(rectangle) == 0
         part = ImagePart.whole(_image()).under(rectangle)

@@ -73,7 +73,7 @@ def met(world: World) -> tuple[int, int]:
     return len(meetings), len(ranking._order)
 
 
-def test_ranks_meet_seldom_to_rank_and_share_the_sorting() -> None:
+def test_ranking_needs_few_collectives_and_shares_sorting() -> None:
     outcomes = run_ranks(met, 3)
     assert [meetings for meetings, _ in outcomes] == [5] * 3
     assert max(rows for _, rows in outcomes) < 1.1 * 61_200 / 3

@@ -195,7 +195,7 @@ def seen_views(count: int, rows: int) -> tuple[TileWork, list[View]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_plans_alike_are_few_and_nearly_as_even(ranks: int) -> None:
+def test_rounded_plans_are_few_and_nearly_balanced(ranks: int) -> None:
     work, views = seen_views(60, 90)
     ranges = TileRanges(work)
     plans, exact = set[str](), set[str]()
@@ -214,7 +214,7 @@ def test_plans_alike_are_few_and_nearly_as_even(ranks: int) -> None:
     assert ranks == 1 or 3 * len(plans) <= 2 * len(exact)
 
 
-def test_plans_alike_are_those_of_a_run_that_went_on() -> None:
+def test_rounded_plans_equal_those_of_a_resumed_run() -> None:
     work, views = seen_views(30, 90)
     ranges = TileRanges(work)
     for one in views[:20]:

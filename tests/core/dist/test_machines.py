@@ -20,7 +20,7 @@ def _places(groups: str, pretended: int = 1) -> list[Place]:
     return [Place(int(group), f"node{group}", pretended) for group in groups]
 
 
-def test_machines_are_numbered_as_their_ranks_come() -> None:
+def test_machines_are_numbered_in_order_of_ranks() -> None:
     assert layout_of(_places("0011")) == Layout(2, ("node0", "node1"))
     assert layout_of(_places("5")) == Layout(1, ("node5",))
     assert layout_of(_places("773311")) == Layout(2, ("node7", "node3", "node1"))
@@ -112,7 +112,7 @@ def _meet(store: dist.Store, ranks: list[int], size: int, word: str, seconds: fl
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
-def test_each_life_of_a_job_meets_apart_from_the_earlier_ones(order: list[int]) -> None:
+def test_each_restart_has_its_own_rendezvous(order: list[int]) -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
     for word in ("first", "second"):

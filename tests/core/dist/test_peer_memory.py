@@ -72,7 +72,7 @@ def _choose(world: World) -> tuple[list[TransportChoice], list[str]]:
     return chosen, errors
 
 
-def test_without_gpus_there_is_none_and_it_says_why() -> None:
+def test_no_peer_memory_without_gpus_with_a_reason() -> None:
     results = run_ranks(_choose, 2)
     assert results[0] == results[1], "all ranks decide the same"
     (auto, collective), (forced, made) = results[0]

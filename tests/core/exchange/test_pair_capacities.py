@@ -55,7 +55,7 @@ def test_parts_of_their_own_size_for_each_pair() -> None:
         assert found["pairs"] == PAIRS and found["refused"] == 3
 
 
-def test_alone_nothing_is_sent() -> None:
+def test_single_rank_sends_nothing() -> None:
     none = torch.zeros(0, dtype=torch.int32)
     world = World.single()
     all_to_all_parts(none, none, [0], [0], world)

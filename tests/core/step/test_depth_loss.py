@@ -91,7 +91,7 @@ def test_the_gradient() -> None:
     assert float(found.abs().max()) < 10, "next to a hole it is bounded"
 
 
-def test_a_plane_that_points_lie_on_costs_nothing() -> None:
+def test_points_on_the_plane_have_zero_loss() -> None:
     """Disparities of a plane are linear on the screen: between pixels, too, they are exact."""
     view = make_view()
     a, b, c = 0.03, -0.02, 0.9  # disparity = a x + b y + c, at pixels' places

@@ -65,7 +65,7 @@ def test_noise_is_independent_of_chunking(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(moved(points), whole)
 
 
-def test_a_step_that_was_not_taken_moves_nothing(either: str) -> None:
+def test_cancelled_step_moves_no_points(either: str) -> None:
     points = gaussians(20)
     assert torch.equal(moved(points, taken=torch.tensor(0.0)), points[0])
     assert torch.equal(moved(points, taken=torch.tensor(1.0)), moved(points))

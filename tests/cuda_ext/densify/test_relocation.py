@@ -32,7 +32,7 @@ def rows(count: int = COUNT) -> list[Tensor]:
     return [(200 * torch.rand(count, *shape, generator=g)).to(kind) for shape, kind in shapes]
 
 
-def test_draws_follow_weights_and_begin_alike_whatever_their_number() -> None:
+def test_draws_follow_weights_and_share_a_prefix() -> None:
     sums, empty = places(20_000)
     sources, copies = cuda_ext.draw_sources(sums, empty, start=START)
     assert sources.dtype == copies.dtype == torch.int32

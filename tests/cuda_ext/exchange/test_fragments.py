@@ -84,7 +84,7 @@ FRAGMENTS = [9, 7, 3, 2, 0, 6, 35, 4, 4, 3, 6, -1, 0, 7, 2, 1, 18, 0]
 """Within the first patch; all of the second, without gradients; the first pixels."""
 
 
-def test_rectangles_go_and_come_back() -> None:
+def test_gather_and_scatter_are_inverse() -> None:
     color, alpha = torch.arange(177.0).view(59, 3), torch.arange(59.0) / 100
     out = torch.full((20, 4), -1.0)
     gather_pieces(color, alpha, FRAGMENTS, out)

@@ -54,7 +54,7 @@ def check(there: list[list[Tensor]], lines: int, *, gated: bool) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (CAPACITY + 5, CAPACITY), (0, 0)])
-def test_every_rank_gets_the_lines_that_there_are(count: int, lines: int, gated: bool) -> None:
+def test_every_rank_receives_the_valid_lines(count: int, lines: int, gated: bool) -> None:
     there, places = memory_of()
     put_rows(arrays_of(), TAKEN, torch.tensor([count]), places, gate_of() if gated else None, 6)
     check(there, lines, gated=gated)

@@ -122,7 +122,7 @@ def test_route_is_the_rule_of_touches(ranks: int) -> None:
     assert int((place >= 0).sum(0).max()) > 1 or ranks == 1
 
 
-def test_route_is_what_pixels_say() -> None:
+def test_route_equals_overlap_of_pixels() -> None:
     rows = make_rows(300, 0, views=1)
     patches = [0, 0, 0, 0, 20, 70, 1, 0, 20, 30, 50, 31, 1, 0, 49, 69, 50, 70]
     place, _ = rows.route(patches, 2)
@@ -137,7 +137,7 @@ def test_route_is_what_pixels_say() -> None:
             assert (int(place[rank, row]) >= 0) == reached, (rank, row)
 
 
-def test_padding_dead_rows_and_other_views_go_nowhere() -> None:
+def test_padding_dead_rows_and_other_views_are_not_sent() -> None:
     rows = make_rows(40, 10, views=2)
     rows = replace(rows, means2d=torch.full((50, 2), 25.0), radii=torch.full((50, 2), 3, dtype=torch.int32))
     rows.radii[5, 0], rows.radii[6, 1] = 0, 0
@@ -187,7 +187,7 @@ def test_exceeded_capacity_drops_the_last_rows_and_reports() -> None:
     assert torch.equal(done.counts, whole.counts), "counts are those of an unlimited capacity"
 
 
-def test_pack_writes_its_own_lines_alone() -> None:
+def test_pack_writes_only_its_own_lines() -> None:
     rows = make_rows(160, 5, views=1)
     place, counts = rows.route([0, 0, 0, 0, 30, 70], 1)
     memory = torch.full((200, 16), 3.0)
@@ -199,7 +199,7 @@ def test_pack_writes_its_own_lines_alone() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_gradients_come_back_as_sums(ranks: int) -> None:
+def test_returned_gradients_are_summed(ranks: int) -> None:
     rows = [make_rows(150, 9, seed=rank) for rank in range(ranks)]
     done = exchange(rows, numbers(bands(ranks, 2), 2), 100)
     g = torch.Generator().manual_seed(9)

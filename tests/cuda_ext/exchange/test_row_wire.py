@@ -240,7 +240,7 @@ def sums(sent: Sent, grads: list[Tensor], absgrad: bool) -> list[Tensor]:
 @pytest.mark.parametrize("absgrad", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gradients_come_back_as_sums(ranks: int, half: bool, absgrad: bool) -> None:
+def test_returned_gradients_are_summed(ranks: int, half: bool, absgrad: bool) -> None:
     rows = [splats(make_rows(150, 9, seed=rank), rank) for rank in range(ranks)]
     sent = send(rows, numbers(bands(ranks, 2), 2), uneven(ranks), half, False)
     grads = [gradients(sum(sent.incoming[rank].capacities), rank) for rank in range(ranks)]
@@ -305,7 +305,7 @@ def come_from_many(device: str) -> None:
     assert torch.equal(back[there], records[there, :9]) and not back[~there].any()
 
 
-def test_rows_come_from_as_many_ranks_as_may_be() -> None:
+def test_rows_are_received_from_the_largest_number_of_ranks() -> None:
     come_from_many("cpu")
     many = [0] * (MOST_SEGMENTS + 1)
     with pytest.raises(ValueError, match=f"rows of 1 to {MOST_SEGMENTS} ranks, not of {MOST_SEGMENTS + 1}"):
@@ -314,7 +314,7 @@ def test_rows_come_from_as_many_ranks_as_may_be() -> None:
 
 
 @pytest.mark.gpu
-def test_rows_come_from_as_many_ranks_as_may_be_on_a_gpu() -> None:
+def test_rows_are_received_from_the_largest_number_of_ranks_on_a_gpu() -> None:
     come_from_many("cuda")
 
 

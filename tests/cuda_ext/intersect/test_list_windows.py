@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.mark.parametrize("capacity", [None, 4000, 700])
-def test_of_each_list_what_lies_in_the_window_stays(capacity: int | None) -> None:
+def test_each_list_keeps_the_entries_in_its_window(capacity: int | None) -> None:
     """The capacity of lists is unlimited, larger than needed, or exceeded."""
     splats = make_splats(300, 60, 40, views=2)
     given = (splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids)

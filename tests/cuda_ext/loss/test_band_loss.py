@@ -144,7 +144,7 @@ def test_halo_needs_ten_pixels() -> None:
 
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("inner", [(0, 0, 0, 0), (5, 9, 5, 14), (0, 20, 22, 20), (22, 20, 22, 20)])
-def test_without_pixels_of_its_own_it_only_shows(inner: Rectangle) -> None:
+def test_rectangle_without_own_pixels_is_composited_only(inner: Rectangle) -> None:
     r = rendering(20, 22)
     found = r.run(inner)
     assert torch.equal(found.rgb.view(-1, 3), composite(*r[:3]))

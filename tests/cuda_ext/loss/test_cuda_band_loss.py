@@ -91,7 +91,7 @@ def test_bands_of_a_large_view_add_up_to_it() -> None:
 
 
 @pytest.mark.parametrize("inner", [(0, 0, 0, 0), (5, 9, 5, 14), (0, 20, 90, 20), (90, 40, 90, 40)])
-def test_without_pixels_of_its_own_it_only_shows(inner: Rectangle) -> None:
+def test_rectangle_without_own_pixels_is_composited_only(inner: Rectangle) -> None:
     r = on_gpu(40, 90)
     found = r.run(inner)
     assert_near(found.rgb, composed(r, inner).rgb, 1e-6)

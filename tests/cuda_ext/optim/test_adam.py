@@ -16,7 +16,7 @@ def test_same_as_torch(dtype: torch.dtype) -> None:
     assert_same(*(run_steps(kind, "cpu", dtype) for kind in ("torch", "alone")), rtol=2e-6)
 
 
-def test_together_as_alone() -> None:
+def test_fused_update_equals_separate_updates() -> None:
     assert_same(run_steps("together", "cpu"), run_steps("alone", "cpu"), rtol=0)
 
 
@@ -43,7 +43,7 @@ def test_state_converts_in_both_directions() -> None:
             torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
 
 
-def test_unused_and_empty_parameters_are_left_alone() -> None:
+def test_unused_and_empty_parameters_are_unchanged() -> None:
     used, unused, empty = (torch.nn.Parameter(torch.ones(n)) for n in (3, 3, 0))
     used.grad, empty.grad = torch.ones(3), torch.ones(0)
     optimizer = FusedAdam([used, unused, empty], lr=0.1)
@@ -81,7 +81,7 @@ def test_schedulers_and_hooks_see_the_step(recwarn: pytest.WarningsRecorder) -> 
     torch.testing.assert_close(p.detach(), torch.full((2,), 1 - 0.1 - 0.05))
 
 
-def test_a_replaced_parameter_goes_on_with_its_state() -> None:
+def test_replaced_parameter_keeps_its_state() -> None:
     """Densification replaces parameters and keeps the state of their optimizers."""
     found = []
     for kind in (torch.optim.Adam, FusedAdam):

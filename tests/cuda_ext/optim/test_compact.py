@@ -123,7 +123,7 @@ def test_the_kernels_round_as_the_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_moment_without_gradients_decays_as_it_should(late: bool) -> None:
+def test_moment_without_gradients_decays(late: bool) -> None:
     """At 1/1000 a step, which rounding to the nearest would not show; also when Adam's numbers change no more."""
     count, steps, g = 3000, 1200, torch.Generator().manual_seed(2)
     exp_avg_sq = torch.rand(count, generator=g).add(0.5).to(BF16)
@@ -177,7 +177,7 @@ def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
 
 
 @native
-def test_a_step_rounds_once_and_leaves_alone_what_it_does_not_step() -> None:
+def test_step_rounds_once_and_only_its_own_rows() -> None:
     """From the float32 results of the same step, to the bit; the steps that were missed and the one that is taken."""
     for lazy in (False, True):
         ours = with_compact(StepRun(fresh_model(200, dtype=torch.float32), lazy=lazy))
@@ -223,7 +223,7 @@ def test_the_place_of_a_point_does_not_matter() -> None:
 
 
 @native
-def test_a_step_that_stands_still_changes_nothing() -> None:
+def test_disabled_step_changes_nothing() -> None:
     model = compact(make_model(50))
     held = [*model.params, *model.exp_avgs, *model.exp_avg_sqs]
     before = [t.clone() for t in held]
@@ -263,7 +263,7 @@ def make_optimizer(kind: type[FusedAdam]) -> tuple[torch.nn.Parameter, FusedAdam
     return param, kind([param], lr=0.1)
 
 
-def test_the_optimizer_takes_no_step_of_its_own() -> None:
+def test_optimizer_step_is_refused() -> None:
     param, ours = make_optimizer(CompactAdam)
     with pytest.raises(RuntimeError, match="takes no steps of its own"):
         ours.step()

@@ -17,7 +17,7 @@ def test_same_as_torch(kind: str) -> None:
     assert_same([t.double() for t in found], exact, rtol=2e-5)
 
 
-def test_more_tensors_than_a_launch_takes_and_a_shifted_one() -> None:
+def test_more_tensors_than_one_launch_and_a_misaligned_one() -> None:
     g = torch.Generator().manual_seed(0)
     lists = [[torch.rand(9 + i, generator=g).cuda()[1:] for i in range(150)] for _ in range(4)]
     copies = [[t.cpu().clone() for t in tensors] for tensors in lists]

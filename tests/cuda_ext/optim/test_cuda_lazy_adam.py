@@ -102,7 +102,7 @@ def test_flush_twice_is_flush_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
 
 
-def test_no_more_than_64_steps_and_none_that_stands_still() -> None:
+def test_at_most_64_deferred_steps_and_no_disabled_one() -> None:
     one = make_run(CASES[3], True)
     assert one.lazy is not None
     for step in range(MOST_STEPS):

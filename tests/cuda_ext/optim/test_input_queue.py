@@ -21,7 +21,7 @@ def tables_of(device: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_line_that_is_next_is_taken(device: str) -> None:
+def test_next_line_is_read(device: str) -> None:
     tables = tables_of(device)
     into = [torch.full((300,), -1.0, device=device), torch.full((3,), -1, dtype=torch.int32, device=device)]
     for line in (3, 0, LINES - 1):
@@ -58,7 +58,7 @@ PATCHES = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("name", PATCHES)
-def test_patches_of_chosen_images_are_shown(device: str, kind: torch.dtype, name: str) -> None:
+def test_patches_of_chosen_images_are_copied(device: str, kind: torch.dtype, name: str) -> None:
     images, patches = images_of(device, kind), PATCHES[name]
     numbers = [number for patch in patches for number in patch]
     sizes = [3 * (x1 - x0) * (y1 - y0) for _, x0, y0, x1, y1 in patches]

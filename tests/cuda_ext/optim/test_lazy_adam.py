@@ -134,7 +134,7 @@ def test_flush_resets_and_is_idempotent() -> None:
     assert all(torch.equal(p, q) for p, q in zip(run.model.params, before, strict=True))
 
 
-def test_a_step_that_does_not_count_leaves_all_as_it_is() -> None:
+def test_cancelled_step_leaves_state_unchanged() -> None:
     run = StepRun(fresh_model(60), lazy=True)
     for step in range(3):
         run.step(step)

@@ -102,7 +102,7 @@ def test_a_box_shows_where_a_point_that_may_have_moved_is_kept(
 
 
 @pytest.mark.parametrize("way", [0.0, 1e-3])
-def test_hardly_more_than_that_is_shown(way: float) -> None:
+def test_culled_set_is_tight(way: float) -> None:
     cameras = make_cameras(1.0, 0.01, 5.0, F32)
     g = torch.Generator().manual_seed(1)
     means, scales = 2 * torch.randn(20000, 3, generator=g), (torch.randn(20000, generator=g) - 5).exp()
@@ -119,7 +119,7 @@ def test_hardly_more_than_that_is_shown(way: float) -> None:
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_reference_says_the_same(device: str, lazy: bool, compact: bool) -> None:
+def test_kernel_equals_the_reference(device: str, lazy: bool, compact: bool) -> None:
     """But for boxes at the very rim, of which there are one in a thousand at most."""
     cameras = make_cameras(1.0, 0.05, 5.0, F32)
     g = torch.Generator().manual_seed(1)

@@ -148,7 +148,7 @@ def test_state_before_each_chunk(library: ctypes.CDLL) -> None:
         assert torch.allclose(kept[before - 1, 1:] + start, plain[before - 1, 1:], atol=1e-5), before
 
 
-def test_offsets_that_are_no_offsets_write_nowhere_else(library: ctypes.CDLL) -> None:
+def test_invalid_offsets_write_in_bounds(library: ctypes.CDLL) -> None:
     """Overlapping lists have more segments than the capacity, and than the capacity behind it."""
     splats = one_tile(SPLIT + 1, (0.3, 0.9)).with_patches(0, 0, 0, 16 * 80, 16 * 5)
     rows = torch.arange(SPLIT + 1, dtype=torch.int32)

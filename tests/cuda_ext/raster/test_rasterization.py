@@ -108,7 +108,7 @@ def test_probe_gets_the_sum_of_absolute_gradients_over_pixels(backend: Backend) 
 
 
 @BACKENDS
-def test_a_probe_changes_nothing_else(backend: Backend) -> None:
+def test_probe_changes_no_other_output(backend: Backend) -> None:
     splats = make_splats(100, 30, 20).leaves()
     with backend():
         with_probe = splats.render(torch.zeros(100, 2, requires_grad=True))

@@ -94,7 +94,7 @@ def test_a_pixel_does_not_depend_on_its_patch() -> None:
         assert torch.equal(found, cut)
 
 
-def test_distortion_and_median_are_what_they_say() -> None:
+def test_distortion_and_median_equal_their_definitions() -> None:
     scene = make_scene(30, 1, spread=0.7, grad=False)
     rows = project(scene)
     lists = box_lists(rows, scene.view_ids, whole(1))

@@ -126,7 +126,7 @@ def test_blocks_that_log_write_and_no_others(
     assert "(13 %)" not in said, "8 of 60: a block that does not log"
 
 
-def test_looks_and_logs_come_while_the_device_is_busy(
+def test_checks_and_logs_run_while_the_device_is_busy(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But a look that is for a checkpoint, which must not hold NaN; and what follows the last block."""
@@ -189,7 +189,7 @@ def test_early_scalars_are_written_with_the_first_block(
     assert f"step 16 of {STEPS} (27 %)" in capsys.readouterr().out
 
 
-def test_images_are_there_at_the_resolution_of_the_first_step_before_the_clock_starts(
+def test_images_of_the_first_step_are_loaded_before_timing(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[object] = []
@@ -285,13 +285,13 @@ def test_viewer_gets_the_training_rate_after_each_block(
     assert all(RAYS in events.seen[step] for step in range(8, STEPS, 8))
 
 
-def test_a_run_that_ends_between_logs_says_where(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
+def test_run_that_ends_between_logs_writes_its_last_step(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
     trainer, _ = run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: step <= 30))
     assert trainer.step == writer.GLOBAL_BUFFER["step"] == 32
 
 
 @pytest.mark.parametrize("what", ["loss", "parameter"])
-def test_nan_is_found_at_the_next_look_and_named(
+def test_nan_is_named_at_the_next_check(
     run: Callable[..., tuple[DistributedTrainer, Events]], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, views, ends = Training.run, dict[int, int](), list[int]()

@@ -142,7 +142,7 @@ def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any
 
 
 @pytest.mark.parametrize("tile", [False, True])
-def test_gradients_that_say_what_is_picked_are_those_of_ordinary_steps(tile: bool, folder: Path) -> None:
+def test_picking_gradients_equal_those_of_autograd_steps(tile: bool, folder: Path) -> None:
     """On one rank, and as the sum over two, or side by side where each has a part."""
     expected = sums_of("never", World.single(), folder, tile)
     assert set(expected) == {"grad2d", "count"} and float(expected["grad2d"].sum()) > 0

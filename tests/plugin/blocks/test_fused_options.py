@@ -359,7 +359,7 @@ def test_half_a_wire_is_for_shards_fused_or_not() -> None:
             check_wishes(run.pipeline, fused=fused)
 
 
-def test_half_a_wire_is_refused_where_nothing_goes_through_one() -> None:
+def test_half_wire_is_refused_without_exchange() -> None:
     run = make_run()
     run.pipeline.model.sharded = True
     run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", wire="half")
@@ -377,7 +377,7 @@ def test_each_strategy_of_ours_has_a_fused_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("leg", ["rows", "pixels", "gradients"])
-def test_a_strategy_of_other_legs_takes_ordinary_steps(leg: str) -> None:
+def test_strategy_with_other_legs_uses_autograd_steps(leg: str) -> None:
     """It would silently train as one that it only resembles."""
     run = make_run()
     of_tile = STRATEGIES["tile"](World.single())

@@ -166,7 +166,7 @@ def test_capacity_is_checked_for_the_rank_that_receives_most_rows() -> None:
     assert asked[0] == asked[1] > bytes_of_step((1024, pairs_of(1999, 3), 4096), 3072, 3, travels=True)
 
 
-def test_images_lie_where_graphs_read_them() -> None:
+def test_images_are_at_the_addresses_of_graphs() -> None:
     view = View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height)
     image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
     patches = [Patch(0, 0, 0, 32, 16, 16), Patch(1, 0, 16, 32, 48, 16), Patch.whole(2, view)]

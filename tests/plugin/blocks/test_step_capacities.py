@@ -51,7 +51,7 @@ def test_unused_capacity_is_released_once_all_views_were_seen(views: int) -> Non
     assert early.now is not None and early.now[0] >= 400_000
 
 
-def test_a_first_guess_far_too_large_goes_at_once() -> None:
+def test_oversized_initial_capacity_shrinks_at_once() -> None:
     capacities = StepCapacities(1000)
     capacities.begin(three(padded(4_000_000), padded(4_000_000), padded(8_000_000)))
     capacities.learn(three(30_000, 15_000, 60_000), False, BLOCK)
@@ -61,7 +61,7 @@ def test_a_first_guess_far_too_large_goes_at_once() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_full_capacity_grows_whatever_was_needed_before(which: int) -> None:
+def test_exceeded_capacity_grows_independent_of_earlier_demand(which: int) -> None:
     """And the others stay as they are."""
     capacities = StepCapacities(10)
     begun, needed = [4096, 5120, 6144], [1000, 1500, 3000]
@@ -138,7 +138,7 @@ def test_nearly_exhausted_capacity_grows_when_steps_are_rebuilt() -> None:
     assert capacities.now[0] == padded(8_000_000) + (1 << 20)
 
 
-def test_a_growing_model_takes_few_blocks_twice() -> None:
+def test_growing_model_retries_few_blocks() -> None:
     """Demand grows by a twentieth per block. Every fifth block rebuilds steps, as storage has a quarter to spare."""
 
     def again(spares: bool) -> tuple[int, int]:

@@ -149,7 +149,7 @@ def test_steps_are_replayed_until_they_change(device: str, cuts: int) -> None:
 
 @pytest.mark.parametrize("cuts", [0, CUT])
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_plan_has_a_chain_of_its_own(device: str, cuts: int) -> None:
+def test_each_plan_has_its_own_graphs(device: str, cuts: int) -> None:
     notes: list[str] = []
     graphs, _ = make_graphs(device, notes)
     step = Step(notes, cuts, device)
@@ -212,7 +212,7 @@ def test_several_steps_are_taken_where_no_graph_can_hold_them() -> None:
     assert pool.captured == [] and notes.count("computed") == 1 and notes.count("meets") == 3 * CUT
 
 
-def test_a_step_that_is_captured_is_taken_once() -> None:
+def test_captured_step_runs_once() -> None:
     """A capture runs nothing; and one that fails leaves the next step as it comes."""
     notes: list[str] = []
     graphs, _ = make_graphs("cpu", notes)
@@ -287,7 +287,7 @@ def test_retired_graph_is_released_when_the_next_exists() -> None:
     assert step.total.tolist() == [step.expected(runs)] * 3
 
 
-def test_graphs_of_plans_that_are_not_made_any_more_go() -> None:
+def test_graphs_of_obsolete_plans_are_released() -> None:
     notes, pool = list[str](), Pool()
     graphs, _ = make_graphs("cpu", notes, pool)
     step, captures, taken = Step(notes), list[int](), 0

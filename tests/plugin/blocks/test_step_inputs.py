@@ -82,9 +82,7 @@ def train(
     return {name: value.detach().clone() for name, value in trainer.pipeline.model.gauss_params.items()}, done
 
 
-def test_steps_that_are_drawn_together_are_those_that_are_drawn_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_drawn_together_equal_steps_drawn_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     alone, usual = train(tmp_path, 1, monkeypatch)
     together, done = train(tmp_path, 3, monkeypatch)
@@ -99,9 +97,7 @@ def test_steps_that_are_drawn_together_are_those_that_are_drawn_alone(
     assert alone.keys() == together.keys() and all(torch.equal(alone[name], together[name]) for name in alone)
 
 
-def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_launched_together_equal_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     alone, usual = train(tmp_path, 1, monkeypatch, steps=17, captured=True)
     at_once, done = train(tmp_path, 3, monkeypatch, steps=17, captured=True)
@@ -134,9 +130,7 @@ def test_graph_steps_beyond_capacity_are_retried(tmp_path: Path, monkeypatch: py
     [({}, True), ({"noise": True}, False), ({"observed": True}, False), ({"shows": False}, False), ({"plan": 2}, False),
      ({"count": 7}, False)],
 )  # fmt: skip
-def test_steps_are_taken_one_by_one_where_the_host_has_to_do_something_between_them(
-    between: dict[str, Any], follow_each_other: bool
-) -> None:
+def test_steps_with_host_work_between_run_one_by_one(between: dict[str, Any], follow_each_other: bool) -> None:
     given = {"noise": False, "observed": None, "shows": True, "plan": 1, "count": 8} | between
     queue = SimpleNamespace(shows=lambda buffers: given["shows"])
     model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))

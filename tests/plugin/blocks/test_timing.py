@@ -63,7 +63,7 @@ def take_steps(timer: StepTimer, gpu: Gpu, steps: int, slower: float = 1.0) -> N
 
 
 @pytest.mark.parametrize("windows", [[1, 249, 250, 250], [10] * 7, [3] * 9, [1] * 20])
-def test_few_steps_stand_for_all_and_what_is_outside_for_itself(gpu: Gpu, windows: list[int]) -> None:
+def test_sampled_steps_are_extrapolated_to_the_block(gpu: Gpu, windows: list[int]) -> None:
     timer, names = StepTimer(torch.device("cuda", 0)), list[str]()
     timer.listener = names.append
     for steps in windows:
@@ -88,7 +88,7 @@ def test_steps_that_are_taken_at_once_stand_for_as_many(gpu: Gpu, groups: list[i
     assert gpu.recorded == 2 * measured, "those among which is one that is measured in any case"
 
 
-def test_nothing_is_made_that_is_there_or_waited_for_twice(gpu: Gpu) -> None:
+def test_events_are_reused_and_awaited_once(gpu: Gpu) -> None:
     timer = StepTimer(torch.device("cuda", 0))
     take_steps(timer, gpu, 50)
     assert gpu.waits == 0
@@ -113,7 +113,7 @@ def test_measurements_can_be_read_later(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("block", [25, 50, 10])
-def test_a_slow_first_step_of_each_block_counts_like_one_of_them(gpu: Gpu, block: int) -> None:
+def test_slow_first_step_of_a_block_counts_once(gpu: Gpu, block: int) -> None:
     timer = StepTimer(torch.device("cuda", 0))
     for _ in range(ONE_OF):
         take_steps(timer, gpu, block, slower=11.0)
@@ -128,7 +128,7 @@ def test_steps_that_are_not_enclosed_are_all_measured(gpu: Gpu) -> None:
     assert timer.take() == {"compute": 7.0}
 
 
-def test_a_step_that_fails_leaves_the_timer_as_it_was(gpu: Gpu) -> None:
+def test_failed_step_does_not_change_the_timer(gpu: Gpu) -> None:
     timer = StepTimer(torch.device("cuda", 0))
     take_steps(timer, gpu, 1)
     with pytest.raises(ValueError), timer.step(), timer.measure("compute"):

@@ -88,7 +88,7 @@ def test_warm_up_covers_numerics_checks() -> None:
     warmup._look(CPU)
 
 
-def test_on_a_cpu_there_is_nothing_to_load() -> None:
+def test_cpu_needs_no_warm_up() -> None:
     before = threading.active_count()
     warm_up(SimpleNamespace(), World.single())()
     assert threading.active_count() == before

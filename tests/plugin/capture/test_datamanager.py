@@ -190,5 +190,5 @@ def _held(world: World, folder: Path) -> None:
         _ = data.train_share
 
 
-def test_images_are_held_where_it_is_said(tmp_path: Path) -> None:
+def test_images_are_held_by_the_given_owners(tmp_path: Path) -> None:
     run_ranks(_held, 3, write_capture(tmp_path / "capture"))

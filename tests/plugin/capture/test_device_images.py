@@ -53,7 +53,7 @@ def _brought(world: World, budget: int | None) -> int:
 
 
 @pytest.mark.parametrize(("size", "budget"), [(1, None), (2, None), (2, 128)])
-def test_images_come_from_the_ranks_that_hold_them(size: int, budget: int | None) -> None:
+def test_images_are_received_from_their_owners(size: int, budget: int | None) -> None:
     sent = run_ranks(_brought, size, budget)
     # Rank 0 holds the even views. Of the batches' second halves it is 2; 0; none; 8, 0, 2 that rank 1 gets from it.
     assert sum(sent) == 0 if size == 1 else sent[0] >= 5 * SHAPE.nbytes

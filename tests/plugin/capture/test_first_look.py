@@ -80,7 +80,7 @@ def test_reconstruction_folder_is_found(tmp_path: Path) -> None:
     assert f"--data {tmp_path}/nowhere" in problem
 
 
-def test_points_are_missed_only_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_missing_points_matter_only_if_requested(tmp_path: Path) -> None:
     write_capture(tmp_path)
     (tmp_path / "sparse/0/points3D.bin").unlink()
     (problem,) = look(tmp_path).problems
@@ -174,7 +174,7 @@ def test_a_wrong_size_is_not_blamed_on_exif(tmp_path: Path) -> None:
     assert "33x44" in problem and "EXIF" not in problem
 
 
-def test_masks_are_looked_at(tmp_path: Path) -> None:
+def test_masks_are_checked(tmp_path: Path) -> None:
     write_capture(tmp_path)
     assert len(look(tmp_path, masks_path=Path("masks")).problems) == 10
     for shot in shots():

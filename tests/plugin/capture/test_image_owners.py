@@ -24,7 +24,7 @@ def _held(owners: list[int], shapes: list[ImageShape], ranks: int) -> list[int]:
     return held
 
 
-def test_a_machines_images_lie_evenly_on_its_ranks() -> None:
+def test_images_of_a_machine_are_spread_evenly_over_its_ranks() -> None:
     """By bytes: a rank with large images has few of them."""
     g = torch.Generator().manual_seed(2)
     heights = [int(h) for h in torch.randint(1, 40, (200,), generator=g)]

@@ -190,7 +190,7 @@ def _owned(world: World) -> int:
     return world.traffic.sent - before
 
 
-def test_images_go_to_the_owners_of_pixels() -> None:
+def test_images_are_sent_to_owners_of_pixels() -> None:
     assert run_ranks(_owned, 2) == [_shapes(1)[0].nbytes, 0]
 
 
@@ -205,7 +205,7 @@ def _lower(world: World) -> None:
         assert part.rectangle == ImagePart.whole(_image(batch[patch.view])).rectangle
 
 
-def test_of_a_smaller_view_the_whole_image_comes() -> None:
+def test_downscaled_view_gets_the_complete_image() -> None:
     run_ranks(_lower, 2)
 
 
@@ -261,7 +261,7 @@ def _plain(index: int) -> ImageData:
     return {"image": torch.full((4, 4, 3), index, dtype=torch.uint8)}
 
 
-def test_a_store_decodes_only_what_is_asked_for_and_keeps_what_fits() -> None:
+def test_store_decodes_on_demand_and_caches() -> None:
     """In a second epoch, a store for half of the images decodes only the other half again, whatever the order."""
     count, capacity = 40, 20
     store = ImageStore(dict.fromkeys(range(count), PLAIN), _plain, budget=capacity * 64, threads=2)

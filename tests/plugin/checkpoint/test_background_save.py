@@ -103,7 +103,7 @@ def _no_capacity(world: World, models: Path) -> list[bool]:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_one_file_after_the_other_while_training_goes_on(
+def test_files_are_written_in_sequence_during_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     """A synchronous save uses all threads."""

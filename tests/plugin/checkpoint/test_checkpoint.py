@@ -43,7 +43,7 @@ def models(tmp_path: Path) -> Path:
     return folder
 
 
-def test_comes_back_as_it_was(models: Path) -> None:
+def test_round_trip(models: Path) -> None:
     assert newest_as_nerfstudio_finds_it(models) == 2
     opened = open_checkpoint(models / "step-000000002.ckpt", ALONE)
     assert opened.values == {"images": 2} and opened.tensors is not None
@@ -123,7 +123,7 @@ class _Bad:
         return os.mkdir, ("opened",)
 
 
-def test_nothing_is_run_that_a_file_asks_for(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_of_a_checkpoint_is_executed(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = models / "step-000000002.ckpt"
     folder = files_of(models, 2)[1].parent
@@ -219,7 +219,7 @@ def test_a_clock_that_is_ahead_keeps_no_checkpoint_too_long(models: Path, keep: 
     assert [step_of(p) for p in checkpoints_in(models)] == [3, 4][-keep:]
 
 
-def test_manifest_says_what_it_says(models: Path) -> None:
+def test_manifest_contents(models: Path) -> None:
     manifest = read_manifest(files_of(models, 1)[1].parent)
     assert isinstance(manifest, Manifest) and manifest.values == {"images": 1}
     assert set(manifest.files) == {".metadata", "__0_0.distcp"}

@@ -336,6 +336,6 @@ def test_interrupted_rank_sends_no_report() -> None:
         checkpoint.together(interrupted, World.single(), OSError)
 
 
-def test_a_bug_is_not_taken_for_a_full_disk(models: Path) -> None:
+def test_bug_is_not_reported_as_a_full_disk(models: Path) -> None:
     first, second = run_ranks(_write_with_bug, 2, models)
     assert second == "a mistake in the code" and "rank 1 failed: TypeError" in first

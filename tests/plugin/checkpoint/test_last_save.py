@@ -115,7 +115,7 @@ def test_a_disk_that_stays_full(capture: Path, tmp_path: Path, clock: Clock, why
 
 
 @pytest.mark.parametrize(("degree", "state", "size"), [(3, "full", "7,200 MB"), (1, "compact", "1,960 MB")])
-def test_it_says_how_much_is_lost(
+def test_lost_work_is_reported(
     capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: int, state: str, size: str
 ) -> None:
     trainer = set_up(capture, tmp_path)
@@ -126,7 +126,7 @@ def test_it_says_how_much_is_lost(
         save_last(trainer, 1, seconds=0, give_up=never)
 
 
-def test_without_an_earlier_checkpoint_there_is_no_way_on(capture: Path, tmp_path: Path) -> None:
+def test_no_resume_command_without_a_checkpoint(capture: Path, tmp_path: Path) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(tmp_path)), pytest.raises(SaveFailed) as caught:
         save_last(trainer, 1, seconds=0, give_up=never)
@@ -135,7 +135,7 @@ def test_without_an_earlier_checkpoint_there_is_no_way_on(capture: Path, tmp_pat
     assert "ns-train" not in said
 
 
-def test_the_other_folder_takes_it(capture: Path, tmp_path: Path, capsys: Any) -> None:
+def test_fallback_folder_gets_the_checkpoint(capture: Path, tmp_path: Path, capsys: Any) -> None:
     place = tmp_path / "other disk"
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=place)
     with disk(full(trainer.base_dir)):
@@ -145,7 +145,7 @@ def test_the_other_folder_takes_it(capture: Path, tmp_path: Path, capsys: Any) -
     assert f"({FULL}): it is in {place / RUN}." in capsys.readouterr().out
 
 
-def test_the_other_folder_is_left_alone_where_it_is_not_needed(capture: Path, tmp_path: Path) -> None:
+def test_fallback_folder_is_unused_if_not_needed(capture: Path, tmp_path: Path) -> None:
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=tmp_path / "other")
     assert save_last(trainer, 1, seconds=0, give_up=never) == trainer.base_dir
     assert not (tmp_path / "other").exists()
@@ -230,7 +230,7 @@ def _two(world: World, capture: Path, out: Path) -> dict[str, Any]:
     return report
 
 
-def test_two_ranks_go_the_same_way(capture: Path, tmp_path: Path) -> None:
+def test_two_ranks_take_the_same_decision(capture: Path, tmp_path: Path) -> None:
     first, second = run_ranks(_two, 2, capture, tmp_path)
     assert first == second and first["lost"].count(FULL) == 2
     assert "Lost: the model after 4 images (60 Gaussians" in first["lost"]
@@ -251,7 +251,7 @@ class Held:
         assert self.goes_on.wait(60), "the look waits for the save"
 
 
-def test_views_are_looked_at_while_it_is_written(capture: Path, tmp_path: Path) -> None:
+def test_views_are_evaluated_during_the_write(capture: Path, tmp_path: Path) -> None:
     trainer, held, there = set_up(capture, tmp_path), Held(), list[Any]()
 
     def look() -> None:
@@ -268,7 +268,7 @@ def test_views_are_looked_at_while_it_is_written(capture: Path, tmp_path: Path) 
     assert there == [[], 2] and not written, "it is there"
 
 
-def test_no_thread_writes_where_that_is_not_wanted(capture: Path, tmp_path: Path) -> None:
+def test_no_background_write_if_disabled(capture: Path, tmp_path: Path) -> None:
     trainer, threads, there = set_up(capture, tmp_path, save_in_background=False), set[str](), list[Any]()
 
     def look() -> None:
@@ -291,7 +291,9 @@ def test_failing_disk_is_tried_again(
     assert steps_in(trainer.checkpoint_dir) == [1] and "could not be written" not in said.out + said.err
 
 
-def test_a_run_says_what_either_took(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reports_times_of_save_and_evaluation(
+    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, parts, done = set_up(capture, tmp_path), list[str](), RunParts.done
     monkeypatch.setattr(RunParts, "done", lambda self, part: parts.append(part) or done(self, part))
     trainer.train()
@@ -319,12 +321,12 @@ def _one_fails(world: World, capture: Path, out: Path) -> tuple[list[int], str]:
     return steps_in(trainer.checkpoint_dir), said
 
 
-def test_a_look_that_fails_on_one_rank_costs_no_checkpoint(capture: Path, tmp_path: Path) -> None:
+def test_evaluation_failing_on_one_rank_keeps_the_checkpoint(capture: Path, tmp_path: Path) -> None:
     (there, nothing), (there_too, said) = run_ranks(_one_fails, 2, capture, tmp_path)
     assert there == there_too == [1] and (nothing, said) == ("", "no memory for a picture")
 
 
-def test_a_look_that_fails_alone_costs_no_checkpoint(capture: Path, tmp_path: Path) -> None:
+def test_failing_evaluation_keeps_the_checkpoint(capture: Path, tmp_path: Path) -> None:
     trainer, held = set_up(capture, tmp_path, ALONE), Held()
 
     def look() -> None:

@@ -95,7 +95,7 @@ def _save_ranges(world: World, models: Path) -> None:
     assert save_sharded(world, models, 1, rows, whole_model(), whole_state()) == ""
 
 
-def test_it_goes_on_from_ranges(tmp_path: Path) -> None:
+def test_resume_from_ranges(tmp_path: Path) -> None:
     """Although there are as many ranks as wrote them."""
     models = tmp_path / "nerfstudio_models"
     run_ranks(_save_ranges, 3, models)

@@ -202,7 +202,7 @@ def test_restarted_by_a_launcher(reports: list[Report], rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_training_goes_on_without_a_disk(reports: list[Report], rank: int) -> None:
+def test_training_continues_without_a_disk(reports: list[Report], rank: int) -> None:
     assert reports[rank]["full"] == [] and reports[rank]["full files"] == []
 
 
@@ -232,7 +232,7 @@ def test_nerfstudio_reads_it(reports: list[Report]) -> None:
     assert reports[0]["eval"] == (9, True)
 
 
-def test_goes_on_from_nerfstudios_own(reports: list[Report]) -> None:
+def test_resume_from_a_nerfstudio_checkpoint(reports: list[Report]) -> None:
     start_step, rate, differences = reports[0]["plain"]
     assert start_step == 7 and differences == []
     assert rate == pytest.approx(1.6e-4 * 0.01 ** (7 / 30000), rel=1e-6)

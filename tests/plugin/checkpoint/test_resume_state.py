@@ -23,7 +23,7 @@ def _draws() -> list[float]:
     return [*torch.rand(2).tolist(), random.random(), float(np.random.rand())]  # noqa: NPY002 - nerfstudio draws so
 
 
-def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_generators_resume_their_state(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture")
     before = start(ALONE, tmp_path / "capture", tmp_path / "before", 10)
     _draws()
@@ -75,7 +75,7 @@ def _tile(world: World, capture: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_tile_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_tile_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Views are of six rows of tiles, the lower ones empty: the assignment follows from their measured work."""
     write_capture(tmp_path / "capture", wide=False, taller=72)
     for report in run_ranks(_tile, 2, tmp_path / "capture", tmp_path):

@@ -158,7 +158,7 @@ def test_only_the_files_of_own_rows_are_read(tmp_path: Path) -> None:
         saved.read_rows({"model/means": into}, 30)
 
 
-def test_rows_come_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one block of a file is in host memory at a time, although one rank wrote all rows."""
     models = tmp_path / "nerfstudio_models"
     monkeypatch.setattr(checkpoint_rows, "BLOCK", 5)

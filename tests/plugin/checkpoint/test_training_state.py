@@ -47,9 +47,7 @@ from ns_multigpu.plugin.model.batch_scaling import RateSchedule, ScalingRule, sc
 )
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("rule", "at_end"), [("sqrt", 1.0), ("sqrt-to-none", 0.1)])
-def test_moved_schedulers_stand_where_they_would_have_walked_to(
-    config: Any, batch: int, rule: ScalingRule, at_end: float
-) -> None:
+def test_advanced_schedulers_equal_stepped_ones(config: Any, batch: int, rule: ScalingRule, at_end: float) -> None:
     schedule = RateSchedule(rule, batch, 80, at_end)
 
     def fresh() -> tuple[torch.optim.Optimizer, Any]:
@@ -72,7 +70,7 @@ def test_moved_schedulers_stand_where_they_would_have_walked_to(
     assert mover.param_groups[0]["lr"] == walker.param_groups[0]["lr"]
 
 
-def test_optimizers_go_on_with_other_parameters() -> None:
+def test_optimizers_resume_with_other_parameters() -> None:
     def fresh() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         param = torch.nn.Parameter(torch.ones(4))
         return param, torch.optim.Adam([param], lr=0.1)

@@ -42,7 +42,7 @@ def test_a_plain_error_is_its_message(kind: str, title: str) -> None:
     assert " ".join(" ".join(lines[1:-1]).split()).startswith(sentence.strip())
 
 
-def test_a_workers_error_is_its_own_traceback_and_not_ours() -> None:
+def test_worker_error_shows_the_worker_traceback_only() -> None:
     status, said = uncaught("raise errors.WorkerFailed('Worker 1 failed', 'Traceback of worker 1')")
     assert status == 1 and "Traceback of worker 1" in said and "Traceback (most" not in said
     assert said.index("Traceback of worker 1") < said.index("Worker 1 failed")

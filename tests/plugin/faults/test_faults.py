@@ -181,7 +181,7 @@ def test_a_signal_saves_and_leaves_nothing(
         assert run.returncode == 128 + how and "Traceback" not in output
 
 
-def test_a_signal_saves_nothing_when_asked_not_to(tmp_path: Path) -> None:
+def test_signal_saves_nothing_if_disabled(tmp_path: Path) -> None:
     run = start(tmp_path, 2, steps=10**6, pace=0.01, save_on_interrupt=False)
     started(tmp_path, run, 2)
     os.kill(run.pid, signal.SIGTERM)

@@ -50,7 +50,7 @@ def place_of(name: str) -> World:
 
 @device
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_bad_gradient_is_named_at_the_next_look(place: str, value: float) -> None:
+def test_nonfinite_gradient_is_named_at_the_next_check(place: str, value: float) -> None:
     run = Run(place_of(place), every=4)
     run.step(0)
     run.look(0)
@@ -76,7 +76,7 @@ def test_huge_but_finite_numbers_are_fine(place: str) -> None:
 
 
 @device
-def test_a_bad_parameter_is_found_although_nothing_else_shows_it(place: str) -> None:
+def test_nonfinite_parameter_alone_is_found(place: str) -> None:
     run = Run(place_of(place), every=2)
     run.step(0)
     run.look(0)
@@ -88,7 +88,7 @@ def test_a_bad_parameter_is_found_although_nothing_else_shows_it(place: str) -> 
         run.look(2)
 
 
-def test_a_look_now_comes_before_a_save_and_is_not_repeated() -> None:
+def test_check_precedes_a_save_and_is_not_repeated() -> None:
     run = Run(World.single(), every=100)
     run.step(3, loss=NAN)
     with pytest.raises(NonFiniteError, match=r"frame_31\.png"):
@@ -199,7 +199,7 @@ def test_all_ranks_raise_what_a_block_of_one_has_left() -> None:
     assert "parameter quats" not in loss and "step 3" not in parameter
 
 
-def test_whether_a_look_is_due_is_known_without_the_parameters() -> None:
+def test_due_check_needs_no_parameters() -> None:
     run = Run(World.single(), every=4)
     assert not run.guard.due(4, now=True), "nothing has been noted"
     run.step(1)
@@ -211,7 +211,7 @@ def test_whether_a_look_is_due_is_known_without_the_parameters() -> None:
 
 
 @pytest.mark.gpu
-def test_a_look_waits_once(recwarn: pytest.WarningsRecorder) -> None:
+def test_check_synchronizes_once(recwarn: pytest.WarningsRecorder) -> None:
     run = Run(World.single("cuda:0"), 1)
     run.step(0)
     run.look(0)
@@ -253,7 +253,7 @@ def test_skipping_on_a_gpu_needs_an_adam() -> None:
 
 @device
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_noted_step_is_named_by_what_was_bad_in_it(place: str, value: float) -> None:
+def test_recorded_step_names_its_nonfinite_value(place: str, value: float) -> None:
     run = Run(place_of(place), every=4)
     report = torch.ones(5, 3, device=run.world.device)  # of each step two views' losses, and what shows the gradients
     report[1, 1] = value
@@ -298,7 +298,7 @@ NOW = Circumstances(2, 130, torch.device("cpu"), ["1,234,567 Gaussians"], GPU, H
         RuntimeError("CUDA error: out of memory"),
     ],
 )
-def test_lack_of_memory_says_what_to_change(error: Exception) -> None:
+def test_out_of_memory_error_has_a_remedy(error: Exception) -> None:
     text = str(explain(error, NOW))
     for word in ("Rank 2", "in step 130", "1,234,567", "kept as bytes", "step-000000100.ckpt", "GiB"):
         assert word in text

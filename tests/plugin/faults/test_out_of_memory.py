@@ -116,7 +116,7 @@ def test_the_step_before_is_saved(capture: Path, tmp_path: Path, where: str, siz
             assert torch.equal(saved[name.replace("model/", "_model.")], value)
 
 
-def test_it_can_be_gone_on_from(capture: Path, tmp_path: Path) -> None:
+def test_out_of_memory_checkpoint_can_be_resumed(capture: Path, tmp_path: Path) -> None:
     """On one rank, for it is the same bits as a run that did not run out."""
     _, folder, _, _ = _run_out(World.single(), capture, tmp_path / "out", "forward", {})
     undisturbed = start(World.single(), capture, tmp_path / "undisturbed", 12)
@@ -167,7 +167,7 @@ def _block_runs_out(world: World, capture: Path, run: Path, how: str) -> tuple[s
 
 
 @pytest.mark.parametrize(("how", "size"), [("room", 1), ("room", 2), ("step", 1)])
-def test_a_block_goes_back_to_its_last_whole_step(capture: Path, tmp_path: Path, how: str, size: int) -> None:
+def test_block_reverts_to_its_last_complete_step(capture: Path, tmp_path: Path, how: str, size: int) -> None:
     results = run_ranks(_block_runs_out, size, capture, tmp_path / "out", how)
     said, folder, step, found = results[0]
     assert all(result[0] == said for result in results) and "ran out of memory" in said
@@ -201,7 +201,7 @@ def test_memory_is_checked_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     out_of_memory.check_room(1 << 60, "x", World.single())
 
 
-def test_counts_can_be_taken_back() -> None:
+def test_counts_can_be_reverted() -> None:
     params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
     adam = {"a": torch.optim.Adam([params[0]], lr=0.1), "b": torch.optim.Adam([params[1]], lr=0.2)}
     schedules = {"a": torch.optim.lr_scheduler.ExponentialLR(adam["a"], 0.5)}

@@ -108,7 +108,7 @@ def test_a_port_in_use_is_named_with_the_remedy(taken: int) -> None:
         agree(Ranks(0, 2, 0, 2, 1), lambda _: "folder", timedelta(seconds=3))
 
 
-def test_a_rank_that_meets_a_stranger_says_where(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_connects_to_another_program_names_the_address(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(InputError, match=f"Rank 1 cannot meet the others at 127.0.0.1:{taken}"):
         agree(Ranks(1, 2, 1, 2, 1), lambda _: "folder", timedelta(seconds=2))

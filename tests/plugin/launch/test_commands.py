@@ -45,7 +45,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**ONE_MACHINE, OWN_LAUNCHER: "1"}, "ns-train"),
     ],
 )
-def test_a_run_is_started_again_as_it_was(
+def test_run_restarts_with_its_options(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], start: str
 ) -> None:
     for name, value in environment.items():
@@ -56,7 +56,7 @@ def test_a_run_is_started_again_as_it_was(
     assert shlex.split(command) == [*start.split(), "splatfacto-tile", "--data", "/my captures/it's"]
 
 
-def test_the_command_to_go_on_survives_spaces() -> None:
+def test_resume_command_quotes_spaces() -> None:
     folder = Path("/my runs/fox")
     command = resume_command("splatfacto-batch", folder, folder / "my models", "--max-num-images", "60000")
     assert shlex.split(command) == [
@@ -122,7 +122,7 @@ def test_options_not_given_with_a_file_are_unchanged(saved: Path) -> None:
     assert config.optimizers["means"]["optimizer"].lr == 1.6e-4 and config.optimizers["means"]["scheduler"] is not None
 
 
-def test_a_file_does_not_say_how_the_next_run_begins(saved: Path) -> None:
+def test_config_file_does_not_set_start_options(saved: Path) -> None:
     config = loaded_config(saved)
     assert (config.load_dir, config.load_step, config.load_checkpoint) == (None, None, None)
     assert config.start_over is False and config.load_config is None

@@ -69,7 +69,7 @@ def test_every_mode_of_ns_render_with_helpers(run: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("victim", ["parent", "helper", "nobody"])
-def test_nothing_is_left_whatever_dies(run: Path, victim: str) -> None:
+def test_no_process_remains_after_any_death(run: Path, victim: str) -> None:
     killed(run, 2 if victim == "helper" else 1, victim)
 
 

@@ -51,7 +51,7 @@ def _share(world: World, folders: list[Path]) -> str:
     return _message_of(lambda: check_shared_folder(folders[world.machine], world, patience=1.0))
 
 
-def test_a_folder_that_all_machines_see_passes_and_stays_as_it_was(tmp_path: Path) -> None:
+def test_shared_folder_passes_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.yml").touch()
     (tmp_path / "elsewhere").symlink_to(tmp_path)  # mounted in another place
     assert run_ranks(_share, 4, [tmp_path, tmp_path / "elsewhere"]) == [""] * 4
@@ -96,7 +96,7 @@ def test_folder_must_be_shared_in_both_directions(tmp_path: Path) -> None:
     assert f"rank 0 does not see in {tmp_path / 'mine'} what {SECOND} writes there" in message
 
 
-def test_one_machine_asks_for_nothing(tmp_path: Path) -> None:
+def test_one_machine_needs_no_check(tmp_path: Path) -> None:
     check_shared_folder(tmp_path / "none", World.single())
     assert list(tmp_path.iterdir()) == [] and machines_named(World.single()) == ""
 

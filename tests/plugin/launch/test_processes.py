@@ -54,7 +54,7 @@ def _misbehave(folder: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("fork", [True, False])
-def test_ranks_meet_with_their_threads_and_this_environment(fork: bool, tmp_path: Path) -> None:
+def test_ranks_have_their_threads_and_this_environment(fork: bool, tmp_path: Path) -> None:
     with environment({"A_TEST": str(fork)}):
         ranks = RankProcesses(_meet, (str(tmp_path),), 2, threads=3, fork=fork)
     assert "RANK" not in os.environ and "A_TEST" not in os.environ

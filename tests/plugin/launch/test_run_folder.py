@@ -114,9 +114,7 @@ def loaded(process: pytest.MonkeyPatch, named: Path, *words: str) -> Distributed
 
 
 @pytest.mark.parametrize("original", ["gone", "there"])
-def test_a_run_goes_on_where_its_folder_is(
-    capture: Path, tmp_path: Path, process: pytest.MonkeyPatch, original: str
-) -> None:
+def test_run_resumes_in_its_folder(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch, original: str) -> None:
     folder, moved = trained(tmp_path / "runs", capture, 3), tmp_path / "another disk" / "fox"
     shutil.copytree(folder, moved)
     if original == "gone":
@@ -138,7 +136,7 @@ def test_moved_run_that_would_start_over_is_refused(capture: Path, tmp_path: Pat
     assert f"The run folder {moved} holds checkpoints up to step 3" in str(caught.value)
 
 
-def test_a_run_goes_where_the_command_line_says(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch) -> None:
+def test_command_line_sets_the_run_folder(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch) -> None:
     folder = trained(tmp_path, capture, 3)
     begun = loaded(process, folder / "config.yml", "--timestamp", "later")
     assert begun.get_base_dir() == folder.with_name("later")
@@ -186,7 +184,7 @@ def test_a_capture_that_is_seen_to_be_wrong_makes_no_folder(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_is_refused_later_takes_its_folder_with_it(capture: Path, tmp_path: Path) -> None:
+def test_refused_run_removes_its_folder(capture: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "another" / "capture").mkdir(parents=True)
     config = asked(capture, tmp_path / "out", mixed_precision=True)
     config.set_timestamp()

@@ -50,7 +50,7 @@ def test_threads_are_listed_with_processes() -> None:
     assert "pictures" not in parts.parts
 
 
-def test_a_worker_goes_on_where_its_launcher_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_continues_the_launcher_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_state", [RunParts.of_this_process()])
     theirs = RunParts(1.0, 2.0, {"imports": 1000.0})
     module.go_on_with(theirs)
@@ -73,7 +73,7 @@ def test_the_exit_is_added_to_the_runs_sum(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-def test_a_sum_that_is_gone_does_not_end_a_run_badly(tmp_path: Path) -> None:
+def test_missing_summary_does_not_fail_a_run(tmp_path: Path) -> None:
     parts = RunParts.of_this_process()
     parts.add_exit(tmp_path / "absent" / "training_summary.json", "exit")
     parts.write_exit()

@@ -135,7 +135,7 @@ def test_two_machines_end_with_the_bits_of_one(machines: TwoMachines, tmp_path: 
     assert [name for name in one if not _same_bits(one[name], two[name])] == []
 
 
-def test_a_machine_that_is_lost_and_comes_again_goes_on(machines: TwoMachines, tmp_path: Path) -> None:
+def test_lost_machine_rejoins_and_resumes(machines: TwoMachines, tmp_path: Path) -> None:
     """The one with rank 0: nothing that it knew of the job has outlived it."""
     method = "splatfacto-tile"  # the other takes as long, and the same way back
     logs = [tmp_path / name for name in ("node0.log", "node1.log", "node0-again.log")]

@@ -54,7 +54,7 @@ def fill_moments(optimizers: BatchOptimizers) -> None:
 
 
 @pytest.mark.parametrize("compact", [False, True])
-def test_points_alone_have_compact_moments(compact: bool) -> None:
+def test_only_points_have_compact_moments(compact: bool) -> None:
     _, optimizers = make_optimizers(compact)
     fill_moments(optimizers)
     assert types_of(optimizers.optimizers) == {COMPACT if compact else torch.float32}
@@ -174,7 +174,7 @@ def test_shards_are_saved_and_read_in_their_type(tmp_path: Path) -> None:
     run_ranks(_load, 2, tmp_path / "nerfstudio_models")
 
 
-def test_a_run_goes_on_from_either_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_resumes_from_compact_and_full_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From its own checkpoint with the same bits; from the other kind's with moments of its own."""
     write_capture(tmp_path / "capture", wide=False)
     world = World.single()

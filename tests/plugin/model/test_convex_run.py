@@ -51,7 +51,7 @@ def train(
     return found, trainer._start_step
 
 
-def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
+def test_run_equals_one_worker_and_resumes(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     expected, start = train(World.single(), tmp_path, "tile")
     assert start == 0 and expected["count"] > 80, "it has been densified"

@@ -58,7 +58,7 @@ def train_strategy(world: World, scene: Path, runs: Path, strategy: str) -> dict
     return sums(follow(world, scene, runs, options(scene, strategy), 14, 1), world)
 
 
-def test_it_trains_and_densifies_alike_on_any_number_of_ranks(scene: Path, tmp_path: Path) -> None:
+def test_training_is_equal_on_any_number_of_ranks(scene: Path, tmp_path: Path) -> None:
     (expected,) = run_ranks(train_strategy, 1, scene, tmp_path / "one", "tile")
     assert set(expected) == set(names(SCHEMA)) and float(expected["means"][0]) > 320  # it has grown
     for found in run_ranks(train_strategy, 2, scene, tmp_path / "two", "tile"):
@@ -99,7 +99,7 @@ def train(world: World, scene: Path, runs: Path, saved: Path, strategy: str, ste
     return sums(trainer, world), trainer._start_step, pictures
 
 
-def test_it_goes_on_from_its_checkpoints_on_other_ranks(scene: Path, tmp_path: Path) -> None:
+def test_checkpoints_resume_on_other_world_sizes(scene: Path, tmp_path: Path) -> None:
     ((expected, start, pictures),) = run_ranks(train, 1, scene, tmp_path / "a", tmp_path / "whole", "batch", 8, None)
     assert start == 0 and float((pictures[0] - pictures[1]).abs().max()) > 0.003
     assert float(pictures[2].max()) < 1e-6 < float(pictures[0].max())  # nothing is there long after the capture

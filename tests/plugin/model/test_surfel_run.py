@@ -48,7 +48,7 @@ def train(
     return sums, trainer._start_step
 
 
-def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
+def test_run_equals_one_worker_and_resumes(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     add_model(tmp_path / "tiny")
     expected, start = train(World.single(), tmp_path, "tile")

@@ -321,9 +321,7 @@ def test_recorded_steps_are_the_steps(capture: Path, tmp_path: Path, samples_per
         _compare(ends)
 
 
-def test_a_rank_whose_cells_no_ray_meets_takes_its_step(
-    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_without_rays_takes_its_step(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Else what keeps poses near where they were has a gradient on rank 0.
     with _trainer(capture, tmp_path, camera_optimizer=CameraOptimizerConfig(mode="off")) as trainer:
         spread = trainer.pipeline.model.spread

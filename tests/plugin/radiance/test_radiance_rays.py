@@ -267,7 +267,7 @@ def test_images_in_memory_follow_from_the_step(captures: dict[str, Path]) -> Non
     assert all(len(one) == 1 for one in seen) and seen[0::2] == seen[1::2] and len(set().union(*seen)) > 1
 
 
-def test_nothing_is_read_where_a_model_is_looked_at(captures: dict[str, Path], monkeypatch: Any) -> None:
+def test_viewing_a_model_reads_no_images(captures: dict[str, Path], monkeypatch: Any) -> None:
     """Rays are not drawn before a request. Like ns-export, one rank requests any number of rays."""
     made: list[World] = []
     usual = held_images.HeldImages.__init__

@@ -253,7 +253,7 @@ def test_networks_in_bfloat16(capture: Path, tmp_path: Path) -> None:
         assert float((found[weight] - half[weight]).abs().max()) < 2e-2
 
 
-def test_a_viewer_looks_while_two_ranks_train(capture: Path, tmp_path: Path) -> None:
+def test_viewer_renders_while_two_ranks_train(capture: Path, tmp_path: Path) -> None:
     (asked, end, one), (none, same, _) = run_ranks(_looked_at, 2, capture, tmp_path)
     assert len(asked) == 2 and none == []
     for _, seen in asked:
@@ -295,7 +295,7 @@ def test_more_cells_than_points(capture: Path, tmp_path: Path, capfd: pytest.Cap
     assert len(pipeline.model.cells) == 64
 
 
-def test_one_field_wants_no_more_views(capture: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_field_needs_no_more_views(capture: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     configured(capture, tmp_path, cells=4, spread="ddp").pipeline.setup(device="cpu", test_mode="val")
     assert "training views for" not in capfd.readouterr().out
 

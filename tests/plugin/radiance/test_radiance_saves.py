@@ -40,7 +40,7 @@ def test_a_run_is_as_long_as_its_images_have_pixels(capture: Path, tmp_path: Pat
     assert "ns-viewer --load-config" in said
 
 
-def test_checkpoints_are_written_while_training_goes_on(
+def test_checkpoints_are_written_during_training(
     capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[bool] = []

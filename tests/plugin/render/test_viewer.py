@@ -159,7 +159,7 @@ def test_failing_page_is_reported_once_and_drawn_again(viewer: Any, capfd: Any) 
     assert capfd.readouterr().out.count("nothing to see") == 1
 
 
-def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_occupied_port(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         other.listen()

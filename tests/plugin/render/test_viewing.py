@@ -283,7 +283,7 @@ def _owners_seen(world: World, capture: Path, folder: Path) -> Any:
     return before, asked[len(before) :], [] if viewer is None else viewer.images
 
 
-def test_a_page_that_shows_owners_takes_a_rendering_more_and_others_none(capture: Path, tmp_path: Path) -> None:
+def test_owner_page_costs_one_more_rendering(capture: Path, tmp_path: Path) -> None:
     results = run_ranks(_owners_seen, 2, capture, tmp_path)
     before, after, images = results[0]
     assert [result[:2] for result in results] == [(before, after)] * 2, "all ranks rendered the same"

@@ -96,7 +96,7 @@ class _Full:
 
 
 @pytest.mark.parametrize("kind", ["film", "images"])
-def test_a_disk_that_fills_keeps_what_was_written_and_the_render_goes_on(
+def test_full_disk_keeps_frames_and_rendering_resumes(
     run: Path, path: Path, images: np.ndarray[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     output = tmp_path / ("a.mp4" if kind == "film" else "a")
@@ -120,7 +120,7 @@ def test_a_disk_that_fills_keeps_what_was_written_and_the_render_goes_on(
 
 
 @pytest.mark.parametrize("other", [{"look": Look(("depth",))}, {"nearest": True}, {"jpeg_quality": 90}])
-def test_another_render_takes_nothing_of_one_that_was_interrupted(
+def test_another_render_does_not_reuse_interrupted_frames(
     run: Path, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
     output = tmp_path / "a"
@@ -241,7 +241,7 @@ def test_a_panorama_shows_what_pinholes_show(tmp_path: Path) -> None:
     assert compared > 200 and float(outputs["rgb"].std()) > 0.05
 
 
-def test_a_panoramic_film_says_that_it_is_one(run: Path, tmp_path: Path) -> None:
+def test_panoramic_film_has_its_metadata(run: Path, tmp_path: Path) -> None:
     path_file = write_path(
         tmp_path / "path.json", 2, camera_type="equirectangular", render_width=64, render_height=32, crop=None
     )

@@ -242,7 +242,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], said: str, monkeyp
         Meshing(**{"output": Path("a.ply"), **options}).check()
 
 
-def test_without_open3d_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_open3d_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "open3d", None)
     with pytest.raises(InputError, match=r"made by open3d, which cannot be loaded .*pip install open3d"):
         Meshing(tmp_path / "a.ply").check()
@@ -256,7 +256,7 @@ def test_mesh_of_each_primitive(tmp_path: Path) -> None:
     Meshing(tmp_path / "a.ply", depth="median").check_points("2dgs")
 
 
-def test_an_empty_mesh_and_a_full_disk_are_said(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_mesh_and_full_disk_are_reported(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = replace(SPHERE, output=tmp_path / "a.ply", max_depth=0.3)
     with pytest.raises(InputError, match=r"step-7.ckpt: there would be nothing.*0 and 0.3 \(--max-depth\)"):
         make(World.single(), capture, nothing, "single", "2dgs")

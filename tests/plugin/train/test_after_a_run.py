@@ -118,7 +118,7 @@ def test_next_commands_can_be_pasted(run: FinishedRun) -> None:
     }
 
 
-def test_the_command_to_go_on_goes_on(run: FinishedRun, begin: Callable[..., DistributedTrainer], capfd: Any) -> None:
+def test_resume_command_resumes(run: FinishedRun, begin: Callable[..., DistributedTrainer], capfd: Any) -> None:
     trainer, said = run
     argv = commands(said)["Go on, for twice as long"][1:]
     config = with_options(read_config(trainer.base_dir / "config.yml"), argv)
@@ -128,7 +128,7 @@ def test_the_command_to_go_on_goes_on(run: FinishedRun, begin: Callable[..., Dis
     assert box(finished)["Images"] == "6, 3 of them now"
 
 
-def test_a_quality_that_fell_stands_in_the_box(begin: Callable[..., DistributedTrainer], capfd: Any) -> None:
+def test_dropped_quality_is_in_the_summary(begin: Callable[..., DistributedTrainer], capfd: Any) -> None:
     trainer = begin()
     finish(trainer, capfd)
     trainer.progress.psnr.now, trainer.progress.psnr.best = 11.0, (25.0, 7)
@@ -185,7 +185,7 @@ def moved(run: FinishedRun, tmp_path: Path) -> Path:
     return place
 
 
-def test_a_copy_is_looked_at_and_not_its_original(run: FinishedRun, moved: Path) -> None:
+def test_copy_is_viewed_instead_of_its_original(run: FinishedRun, moved: Path) -> None:
     config, _, checkpoint, step = eval_setup(moved / "config.yml", test_mode="inference")
     assert checkpoint == moved / "nerfstudio_models" / f"step-{STEPS - 1:09d}.ckpt" and step == STEPS - 1
     assert config.get_base_dir() == moved
@@ -197,7 +197,7 @@ def test_a_config_without_checkpoints_finds_the_originals(run: FinishedRun, move
     assert eval_setup(moved / "config.yml", test_mode="inference")[2].parent == run[0].checkpoint_dir
 
 
-def test_a_config_that_is_alone_in_the_world(moved: Path, tmp_path: Path) -> None:
+def test_config_without_run_folder(moved: Path, tmp_path: Path) -> None:
     lost = read_config(moved / "config.yml")
     lost.output_dir = tmp_path / "nowhere"
     (moved / "config.yml").write_text(yaml.dump(dataclasses.replace(lost)))

@@ -58,7 +58,7 @@ def test_a_refinement_beyond_the_cap_only_prunes() -> None:
     assert len(params["means"]) == grown.total and len(reported) == 1
 
 
-def test_the_line_says_what_there_is_fits_and_becomes() -> None:
+def test_line_has_present_possible_and_final_points() -> None:
     found = Capacity(1000, 2_000_000, 64 << 30, RUN, on_gpu=True)
     text, worrying = describe(found, "tile", 2_000_000)
     assert not worrying

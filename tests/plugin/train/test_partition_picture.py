@@ -133,7 +133,7 @@ def test_owners_of_foreign_views_are_not_shown(capture: Path, tmp_path: Path) ->
     assert (250, 250, 250) in _colors(tmp_path / PARTITION)
 
 
-def test_a_disk_that_takes_nothing_does_not_end_a_run(capture: Path, tmp_path: Path) -> None:
+def test_failing_disk_does_not_end_a_run(capture: Path, tmp_path: Path) -> None:
     run_ranks(_nowhere_to_write, 2, capture, tmp_path)
 
 

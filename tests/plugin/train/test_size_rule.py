@@ -37,7 +37,7 @@ def _said(world: World, part: float, images: int, **rules: Any) -> list[str]:
     return said
 
 
-def test_it_is_said_once_and_only_where_it_matters() -> None:
+def test_size_message_appears_once_if_relevant() -> None:
     alone = World.single()
     (said,) = _said(alone, 0.77, 7000)
     assert said.startswith("77 % of the Gaussians are larger than --pipeline.model.cull-scale-thresh 0.5")
@@ -59,7 +59,7 @@ def test_a_limit_that_is_no_size_is_refused(limit: float) -> None:
         make_densifier(options, 10, World.single(), 1)
 
 
-def test_a_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_the_size_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_capture(tmp_path / "capture", wide=False)
     for limit, expected in ((1e-4, 1), (1e4, 0)):
         options = {"cull_scale_thresh": limit, "reset_alpha_every": 1}  # a reset with each refinement, by image 6

@@ -19,7 +19,7 @@ LATEST = {
 }  # fmt: skip
 
 
-def test_a_line_says_how_far_a_run_is() -> None:
+def test_line_has_the_progress() -> None:
     begin, end = "step 12,000 of 30,000 (40 %)", "1 h 2 min left"
     assert line(12000, 30000, LATEST) == (f"{begin}, 12.3 ms a step, loss 0.1235, 23.46 dB on a held-out view, {end}")
     assert line(12000, 30000, {}) == begin
@@ -37,7 +37,7 @@ def test_a_line_says_how_far_a_run_is() -> None:
         (90000, "25 h 0 min"),
     ],
 )
-def test_durations_as_people_say_them(seconds: float, said: str) -> None:
+def test_durations_are_readable(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
@@ -137,7 +137,7 @@ def test_drop_just_beyond_the_limit_is_reported() -> None:
     assert len(said) == 1 and watch.fallen
 
 
-def test_before_its_first_log_a_watch_knows_nothing() -> None:
+def test_watch_is_silent_before_the_first_log() -> None:
     watch = PsnrWatch()
     assert watch.now is None and not watch.fallen and math.isinf(watch.best[0])
 

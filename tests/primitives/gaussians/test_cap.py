@@ -16,7 +16,7 @@ from ns_multigpu.primitives.gaussians.cap import (
 MANY = 10**9
 
 
-def test_seed_points_say_how_much_there_is_to_see() -> None:
+def test_cap_depends_on_seed_points() -> None:
     for each in (PER_SEED[0], 11):
         found = chosen_cap(1000, 1000, MANY, each)
         assert found.points == each * 1000 and f"{each} for each of 1,000 seed points" in found.why

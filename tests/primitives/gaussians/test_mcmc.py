@@ -95,7 +95,7 @@ def test_dead_gaussians_move_onto_living_ones() -> None:
     assert bool((moments[kept] != 0).all())
 
 
-def test_gradients_may_say_where_gaussians_go() -> None:
+def test_gradients_may_guide_relocation() -> None:
     """Points are relocated and added at living ones with large gradients; then sums are reset."""
     params, optimizers = model(200)
     densifier = McmcDensifier(
@@ -188,7 +188,7 @@ def test_a_refinement_that_adds_none_changes_tensors_in_place(morton: bool) -> N
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_refinement_may_be_ordered_before_its_step_is_known_to_have_been_taken(taken: bool) -> None:
+def test_refinement_may_start_before_its_step_is_validated(taken: bool) -> None:
     """Only one that moves points alone; what it does is what it does later, or nothing."""
     outcomes: list[list[Tensor]] = []
     for ahead in (False, True):
@@ -271,7 +271,7 @@ def test_no_refinement_outside_its_time() -> None:
         assert len(params["means"]) == expected
 
 
-def test_a_model_without_living_gaussians_is_left_alone() -> None:
+def test_model_without_living_gaussians_is_unchanged() -> None:
     params, optimizers = model(10)
     params["opacities"].data.fill_(-100.0)
     densifier = McmcDensifier(refine_start_iter=0, refine_every=10)

@@ -136,7 +136,7 @@ def test_children_stand_next_to_their_parents() -> None:
     assert torch.equal(reordered[0]["number"].detach(), numbers[order])
 
 
-def test_optimizers_go_on() -> None:
+def test_optimizers_keep_their_state() -> None:
     params, optimizers, state = model()
     torch.manual_seed(3)
     grow_and_prune(DefaultStrategy(**RULES), params, optimizers, state, 200)

@@ -133,6 +133,6 @@ def test_equals_one_gpu(size: int) -> None:
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
 
 
-def test_refuses_to_go_without_the_order() -> None:
+def test_unordered_points_are_refused() -> None:
     with pytest.raises(ValueError, match="ranges of an order"):
         ShardedDensifier(morton=False)

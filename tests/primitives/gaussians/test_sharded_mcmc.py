@@ -116,6 +116,6 @@ def test_a_model_replaced_behind_its_back_is_noticed() -> None:
     densifier.step_post_backward(*shard(values, [0, 12], 0), step=1, images=1, rate=1e-3)
 
 
-def test_refuses_to_go_without_the_order() -> None:
+def test_unordered_points_are_refused() -> None:
     with pytest.raises(ValueError, match="ranges of an order"):
         ShardedMcmc(morton=False)

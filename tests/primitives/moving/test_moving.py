@@ -80,7 +80,7 @@ def test_it_culls_what_is_not_there_and_nothing_else_that_shows() -> None:
     assert float(moment.opacities.detach().min()) >= 1 / 255
 
 
-def test_they_come_move_and_go() -> None:
+def test_points_appear_move_and_disappear() -> None:
     """A point with a velocity: it is drawn where it is by then, and not at all long before and after."""
     motion = torch.tensor([[1.0, 0.0, 0.3, 0.0]], dtype=F64)
     params = {name: value.detach()[:1].clone() for name, value in make_moving_points(1, F64).params.items()}

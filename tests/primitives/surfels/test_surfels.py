@@ -22,7 +22,7 @@ from tests.strategies.scene import make_views
 from tests.strategies.test_law_surfels import ALL, surfels
 
 
-def test_the_schema_says_what_a_point_is() -> None:
+def test_schema_describes_a_point() -> None:
     kind, points = KINDS["2dgs"], surfels(5, torch.float64)
     assert names(kind.schema) == tuple(name for name in names(KINDS["3dgs"].schema)) and Surfels.schema is kind.schema
     assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)
