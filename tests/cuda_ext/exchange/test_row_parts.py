@@ -12,7 +12,7 @@ from cuda_ext.ops.optim.fused import SplatRows, splat_forward
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from tests.cuda_ext.exchange.test_row_exchange import OPS, Rows, addresses, bands, make_rows, numbers
 from tests.cuda_ext.fused_steps import make_model
-from tests.cuda_ext.lazy_steps import Schedule, fresh_model
+from tests.cuda_ext.lazy_steps import StepRun, fresh_model
 
 pytestmark = pytest.mark.usefixtures("native")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,12 +33,12 @@ def assert_same(found: SplatRows, expected: SplatRows) -> None:
 def test_projected_in_parts(device: str, lazy: bool, stops: list[int]) -> None:
     missed: dict[str, Any] = {}
     if lazy:
-        schedule = Schedule(fresh_model(300).to(device, torch.float32), True, 2)
+        run = StepRun(fresh_model(300).to(device, torch.float32), True, 2)
         for step in range(5):
-            schedule.step(step)
-        model = schedule.model
-        assert isinstance(schedule.lazy, LazyAdam)
-        missed = {"exp_avgs": model.exp_avgs, "exp_avg_sqs": model.exp_avg_sqs, "lazy": schedule.lazy}
+            run.step(step)
+        model = run.model
+        assert isinstance(run.lazy, LazyAdam)
+        missed = {"exp_avgs": model.exp_avgs, "exp_avg_sqs": model.exp_avg_sqs, "lazy": run.lazy}
     else:
         model = make_model(spread=1.5).to(device)
     expected = model.forward(700, 2, **missed)
@@ -56,13 +56,13 @@ def test_projected_in_parts(device: str, lazy: bool, stops: list[int]) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("room", [100, 0])
-def test_too_little_room_and_no_room(device: str, room: int) -> None:
+@pytest.mark.parametrize("capacity", [100, 0])
+def test_exceeded_and_zero_capacity(device: str, capacity: int) -> None:
     model = make_model().to(device)
     parts: list[int] = []
-    found = model.forward(room, stops=[room // 2, room], reached=lambda *part: parts.append(part[2]))
-    assert_same(found, model.forward(room))
-    assert int(found.count) > 100 and parts == [room // 2, room]
+    found = model.forward(capacity, stops=[capacity // 2, capacity], reached=lambda *part: parts.append(part[2]))
+    assert_same(found, model.forward(capacity))
+    assert int(found.count) > 100 and parts == [capacity // 2, capacity]
 
 
 def in_parts(rows: Rows, patches: list[int], ranks: int, stops: list[int]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
 from tests.lib.training_run import write_capture
 
-COURSE = Schedule(1000, 640, 480, views=2, gpus=2)
+RUN = Schedule(1000, 640, 480, views=2, gpus=2)
 
 
 @pytest.mark.parametrize(
@@ -47,35 +47,35 @@ def test_a_refinement_beyond_the_cap_only_prunes() -> None:
     rules = {"prune_opa": 0.3, "grow_grad2d": 0.5, "refine_scale2d_stop_iter": 0}
     grown = decide(DefaultStrategy(**rules), params, state, 200)
     assert grown.total > 400 and 0 < faint.sum() < 400
-    told: list[int] = []
-    densifier = ReplicatedDensifier(**rules, cap=grown.total - 1, held_back=told.append)
+    reported: list[int] = []
+    densifier = ReplicatedDensifier(**rules, cap=grown.total - 1, held_back=reported.append)
     before = params["means"].detach().clone()
     densifier._refine(params, {}, state, 200)
-    assert told == [grown.total]
+    assert reported == [grown.total]
     assert torch.equal(params["means"].detach(), before[~faint]), "in their order, and as they were"
     params, state = _points(400)
-    ReplicatedDensifier(**rules, cap=grown.total, held_back=told.append)._refine(params, {}, state, 200)
-    assert len(params["means"]) == grown.total and len(told) == 1
+    ReplicatedDensifier(**rules, cap=grown.total, held_back=reported.append)._refine(params, {}, state, 200)
+    assert len(params["means"]) == grown.total and len(reported) == 1
 
 
-def test_the_line_says_what_there_is_fits_and_becomes() -> None:
-    found = Capacity(1000, 2_000_000, 64 << 30, COURSE, on_gpu=True)
+def test_line_has_present_possible_and_final_points() -> None:
+    found = Capacity(1000, 2_000_000, 64 << 30, RUN, on_gpu=True)
     text, worrying = describe(found, "tile", 2_000_000)
     assert not worrying
     for part in ("1,000 Gaussians to begin", "about 2,000,000 (64.00 GiB a GPU, strategy tile)", "stops at 2,000,000"):
         assert part in text
     text, worrying = describe(found, "tile", 3_000_000)
     assert worrying and "--pipeline.model.max-gaussians" in text
-    text, worrying = describe(Capacity(3_000_000, 2_000_000, 64 << 30, COURSE, True), "batch", 2_000_000)
+    text, worrying = describe(Capacity(3_000_000, 2_000_000, 64 << 30, RUN, True), "batch", 2_000_000)
     assert worrying and "may not fit" in text
-    text, worrying = describe(Capacity(1000, None, -1, COURSE, False), "pixel", None)
+    text, worrying = describe(Capacity(1000, None, -1, RUN, False), "pixel", None)
     assert not worrying and text == "1,000 Gaussians to begin with."
 
 
 def test_gpus_cap_by_what_fits_and_processors_do_not() -> None:
-    assert cap_of(Capacity(1, 50, 1, COURSE, True), None) == 50
-    assert cap_of(Capacity(1, 50, 1, COURSE, False), None) is None
-    assert cap_of(Capacity(1, 50, 1, COURSE, True), 70) == cap_of(Capacity(1, 50, 1, COURSE, False), 70) == 70
+    assert cap_of(Capacity(1, 50, 1, RUN, True), None) == 50
+    assert cap_of(Capacity(1, 50, 1, RUN, False), None) is None
+    assert cap_of(Capacity(1, 50, 1, RUN, True), 70) == cap_of(Capacity(1, 50, 1, RUN, False), 70) == 70
 
 
 def test_workers_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_run_keeps_its_cap_on_any_number_of_ranks(tmp_path: Path, cap: int) ->
         assert first[0] == alone[0], "as many as one rank has"
     for _, said, _, fits in (alone, first):
         assert f"about {fits:,} (8.00 GiB a worker" in said[0] and f"stops at {cap:,}" in said[0]
-        told = [text for text in said if "cap is 70" in text]
-        assert len(told) == (cap == 70) and all("--pipeline.model.max-gaussians" in text for text in told)
+        reported = [text for text in said if "cap is 70" in text]
+        assert len(reported) == (cap == 70) and all("--pipeline.model.max-gaussians" in text for text in reported)
     assert first[3] == second[3], "the rank with the least memory decides"
     assert second[1] == [], "rank 0 speaks"

@@ -19,7 +19,7 @@ LATEST = {
 }  # fmt: skip
 
 
-def test_a_line_says_how_far_a_run_is() -> None:
+def test_line_has_the_progress() -> None:
     begin, end = "step 12,000 of 30,000 (40 %)", "1 h 2 min left"
     assert line(12000, 30000, LATEST) == (f"{begin}, 12.3 ms a step, loss 0.1235, 23.46 dB on a held-out view, {end}")
     assert line(12000, 30000, {}) == begin
@@ -37,7 +37,7 @@ def test_a_line_says_how_far_a_run_is() -> None:
         (90000, "25 h 0 min"),
     ],
 )
-def test_durations_as_people_say_them(seconds: float, said: str) -> None:
+def test_durations_are_readable(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
@@ -79,7 +79,7 @@ def test_without_a_terminal_a_line_every_few_seconds(log: Log, capsys: pytest.Ca
     assert all(one.endswith("10 ms a step") for one in lines), "no table, and nothing is drawn over"
 
 
-def test_an_evaluation_is_told_at_once(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_is_printed_at_once(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.step(10)
     log.step(20)
     log.step(30, **{EventName.CURR_TEST_PSNR.value: 20.0})
@@ -90,7 +90,7 @@ def test_an_evaluation_is_told_at_once(log: Log, capsys: pytest.CaptureFixture[s
     assert [one.split()[1] for one in lines] == ["10", "30"] and "20.00 dB on a held-out view" in lines[1]
 
 
-def test_where_there_is_a_terminal_it_is_nerfstudios_table(
+def test_terminal_shows_the_table_of_nerfstudio(
     log: Log, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drawn: list[int] = []
@@ -100,10 +100,10 @@ def test_where_there_is_a_terminal_it_is_nerfstudios_table(
     assert drawn == [10] and capsys.readouterr().out == ""
 
 
-def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
+def watched(patience: int, *evaluations: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
     """Return a watch that has seen so many logs of each PSNR, and what it said at which log."""
     watch, said, step = PsnrWatch(patience), list[tuple[int, str]](), 0
-    for count, psnr in courses:
+    for count, psnr in evaluations:
         for _ in range(count):
             if warning := watch.look(psnr, 10 * step):
                 said.append((step, warning))
@@ -111,7 +111,7 @@ def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list
     return watch, said
 
 
-def test_a_quality_that_collapses_is_told_once() -> None:
+def test_quality_collapse_is_reported_once() -> None:
     watch, said = watched(20, (30, 25.0), (200, 12.0))
     assert len(said) == 1 and watch.fallen
     step, warning = said[0]
@@ -120,24 +120,24 @@ def test_a_quality_that_collapses_is_told_once() -> None:
     assert watch.best[0] == pytest.approx(25.0) and watch.now == pytest.approx(12.0, abs=0.1)
 
 
-def test_little_or_short_falls_are_not_told() -> None:
+def test_small_or_short_drops_are_not_reported() -> None:
     """A reset of opacities, a noisy start, and noise."""
-    for courses in (
+    for evaluations in (
         ((100, 25.0), (500, 25.0 - FAR_BELOW + 0.1)),
         ((100, 25.0), (15, 8.0), (100, 25.0)),
         ((3, 40.0), (500, 20.0)),
         ((500, 10.0), (500, 25.0)),
     ):
-        _, said = watched(20, *courses)
-        assert said == [], courses
+        _, said = watched(20, *evaluations)
+        assert said == [], evaluations
 
 
-def test_a_fall_just_beyond_is_told() -> None:
+def test_drop_just_beyond_the_limit_is_reported() -> None:
     watch, said = watched(20, (100, 25.0), (500, 25.0 - FAR_BELOW - 0.2))
     assert len(said) == 1 and watch.fallen
 
 
-def test_before_its_first_log_a_watch_knows_nothing() -> None:
+def test_watch_is_silent_before_the_first_log() -> None:
     watch = PsnrWatch()
     assert watch.now is None and not watch.fallen and math.isinf(watch.best[0])
 
