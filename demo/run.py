@@ -20,7 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from demo import flight
+from demo import camera_path
 from demo.command import CommandFailed, Stages
 
 WIDTH, HEIGHT = 480, 360
@@ -132,7 +132,7 @@ def demo(options: argparse.Namespace, stages: Stages) -> tuple[dict[str, Any], d
     )
     stages.run("eval", "Held-out views", evaluate)
     path = output / "flight.json"
-    flight.write(
+    camera_path.write(
         path,
         run / "dataparser_transforms.json",
         options.blocks * BLOCK / 2,

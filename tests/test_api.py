@@ -141,7 +141,7 @@ def test_a_strategy_that_does_not_exist() -> None:
 
 
 def trained(world: World, strategy: str, steps: int = 4) -> dict[str, object]:
-    """What a few steps of two views come to; each begins with buffers that are too small."""
+    """Return the results of a few steps of two views, each starting with exceeded capacities."""
     viewmats, Ks = cameras()
     images = drawn(model())[0].clamp(0, 1).detach()
     splats = {**model(), "sh0": torch.zeros(120, 1, 3)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from demo import flight
+from demo import camera_path
 from demo.command import CommandFailed, Stages
 
 
@@ -23,16 +23,16 @@ def test_a_program_runs_with_its_output_in_a_log(tmp_path: Path) -> None:
     assert seen and 0 < seconds < 30
 
 
-def test_a_failing_program_is_shown_with_its_last_words(tmp_path: Path) -> None:
+def test_failing_program_is_shown_with_its_last_output(tmp_path: Path) -> None:
     with Stages(tmp_path, {}) as stages, pytest.raises(CommandFailed, match=r"status 3[\s\S]*it broke"):
         stages.run("two", "Two", [sys.executable, "-c", "print('it broke'); raise SystemExit(3)"])
 
 
-def test_flight_looks_at_the_city_in_the_models_coordinates(tmp_path: Path) -> None:
+def test_camera_path_sees_the_city_in_model_coordinates(tmp_path: Path) -> None:
     half, height, frames, scale = 75.0, 95.0, 12, 0.01
     turn = np.array([[0.0, 1.0, 0.0, 3.0], [-1.0, 0.0, 0.0, 4.0], [0.0, 0.0, 1.0, 5.0]])
     (tmp_path / "transforms.json").write_text(json.dumps({"transform": turn.tolist(), "scale": scale}))
-    flight.write(tmp_path / "path.json", tmp_path / "transforms.json", half, height, (640, 480), 52.0, frames, 24)
+    camera_path.write(tmp_path / "path.json", tmp_path / "transforms.json", half, height, (640, 480), 52.0, frames, 24)
     video = json.loads((tmp_path / "path.json").read_text())
     assert video["seconds"] == 0.5 and len(video["camera_path"]) == frames
     focal = 480 / 2 / np.tan(np.radians(video["camera_path"][0]["fov"]) / 2)

@@ -65,9 +65,9 @@ def test_importing_the_package_imports_nothing() -> None:
 
 @pytest.mark.parametrize("first", ["ns_multigpu.methods", "ns_multigpu.dataparsers", "nerfstudio.engine.trainer"])
 def test_entry_points_lead_somewhere(first: str) -> None:
-    """Whichever is imported first: nerfstudio asks for ours while it is being imported itself.
+    """Either may be imported first: nerfstudio imports ours while it is being imported itself.
 
-    torchmetrics, which loads whatever else is installed, is not among what that brings along.
+    torchmetrics, which loads other installed packages, is not imported by that.
     """
     tables = [PROJECT["project"]["scripts"], *PROJECT["project"]["entry-points"].values()]
     targets = [target.split(":") for table in tables for target in table.values()]
@@ -105,7 +105,7 @@ def _docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return 0 if docstring is None else docstring.count("\n") + 1
 
 
-def test_functions_stay_short() -> None:
+def test_functions_are_short() -> None:
     lengths = {
         f"{path.relative_to(ROOT)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1 - _docstring_lines(node)
         for folder in FOLDERS
@@ -117,14 +117,14 @@ def test_functions_stay_short() -> None:
     assert {function: lines for function, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
 
 
-def test_folders_stay_small() -> None:
+def test_folders_are_small() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     counts = Counter(str(Path(name).parent) for name in listed.splitlines() if (ROOT / name).exists())
     assert len(counts) > 30
     assert {folder: files for folder, files in counts.items() if files > FULLEST} == {}
 
 
-def test_files_stay_short() -> None:
+def test_files_are_short() -> None:
     folders, suffixes = FOLDERS, (".py", ".cpp", ".h", ".cu", ".cuh")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf8").splitlines()) for path in files}

@@ -47,7 +47,7 @@ NAMED = [
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_older_runs_name_is_found(name: str) -> None:
+def test_old_module_names_are_found(name: str) -> None:
     found = yaml.load(f"!!python/name:ns_multigpu.{name} ''", Loader=yaml.Loader)
     assert isinstance(found, type)
 
@@ -83,7 +83,7 @@ def test_a_module_that_was_never_there_is_not_found() -> None:
         __import__("ns_multigpu.plugin.trainers")
 
 
-def test_old_names_are_known_to_whoever_reads_first() -> None:
+def test_old_names_are_found_in_a_new_process() -> None:
     """A process that has imported nothing of ours."""
     from ns_multigpu.locality.options import LocalityOptions
 

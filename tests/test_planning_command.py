@@ -33,7 +33,7 @@ def test_the_command_plans_a_compact_state(capsys: pytest.CaptureFixture[str]) -
     assert "Compact moments: the time is that of full ones" in out
 
 
-def test_the_command_takes_what_is_known_of_the_scene(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_uses_scene_statistics(capsys: pytest.CaptureFixture[str]) -> None:
     main([
         "plan", "--points", "8M", "--image", "1920x1080", "--gpu-memory", "24", "--strategy", "single",
         "--visible-fraction", "0.1", "--intersections-per-splat", "4", "--images", "100",
@@ -69,7 +69,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, int]
          "use splatfacto-batch on one GPU (--machine.num-devices 1): fits in "),
     ],
 )  # fmt: skip
-def test_the_first_line_says_what_to_use(arguments: list[str], first: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_line_names_the_method(arguments: list[str], first: str, capsys: pytest.CaptureFixture[str]) -> None:
     out, status = plan(capsys, *arguments)
     assert out.startswith(first) and status == 0
     line = out.splitlines()[0]
@@ -83,7 +83,7 @@ def test_the_first_line_says_what_to_use(arguments: list[str], first: str, capsy
     assert line == f"{line.split(':')[0]}: fits in {needed:.0f} of {line.split()[-5]} GiB, about {speed:,.0f} images/s"
 
 
-def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_is_nonzero_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     out, status = plan(capsys, "--points", "400M", "--gpus", "2", "--gpu", "h100")
     assert status == 1 and "Memory a GPU" in out, "the tables are there all the same"
     most = max(int(text.replace(",", "")) for text in re.findall(r"most Gaussians that fit +(.*)", out)[0].split())
@@ -100,7 +100,7 @@ def test_without_times_the_strategy_that_needs_the_least_memory_is_named(capsys:
     assert out.startswith(f"use splatfacto-pixel: fits in {min(map(float, needed)):.0f} of 139 GiB\n")
 
 
-def test_the_kind_of_gpu_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prediction_depends_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = (plan(capsys, "--points", "8M", "--gpu", kind)[0] for kind in ("h100", "h200"))
     assert "79.00 GiB (NVIDIA H100)" in slow and "(rates of NVIDIA H100)" in slow
     speeds = [float(re.findall(r"images a second +([\d.]+)", out)[0]) for out in (slow, fast)]
@@ -125,7 +125,7 @@ def test_a_strategy_that_cannot_run_is_not_named(capsys: pytest.CaptureFixture[s
         (["--points", "8M", "--image", "1920x1080", "--no-fused", "--optimizer-state", "compact"], "for fused steps"),
     ],
 )
-def test_the_command_says_what_is_wrong(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_names_the_error(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", *arguments])
     assert ended.value.code == 1

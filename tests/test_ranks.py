@@ -13,7 +13,7 @@ def _not_there_yet(world: World) -> tuple[list[str], str | None]:
     return [name for name in PRELOADED if name not in sys.modules], os.environ.get("NS_MULTIGPU_A_TEST")
 
 
-def test_ranks_begin_with_what_takes_long_and_with_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_start_with_imports_and_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in ("one", "another"):  # the server that forks them has started by the second time
         monkeypatch.setenv("NS_MULTIGPU_A_TEST", word)
         assert run_ranks(_not_there_yet, 2) == [([], word)] * 2

@@ -76,9 +76,9 @@ def weight_in_tile(inward: Tensor, tile: Tensor, extent: Tensor) -> Tensor:
         inward: [N, 3] positions, in the coordinates that cells are cut in.
         tile: [2, 3] of `tiles`. extent: [2, 3] of the cell.
     """
-    reach = (extent - tile).abs() * 2
+    ramp_width = (extent - tile).abs() * 2
     inside = torch.stack([inward - tile[0], tile[1] - inward], 1)  # [N, 2, 3]
-    ramp = torch.where(reach > 0, inside / reach.clamp_min(1e-12), (inside >= 0).to(inside))
+    ramp = torch.where(ramp_width > 0, inside / ramp_width.clamp_min(1e-12), (inside >= 0).to(inside))
     return ramp.clamp(0, 1).flatten(1).amin(1)
 
 

@@ -49,20 +49,20 @@ class FocusCoordinates(CellCoordinates):
     """
 
     middle: Tensor
-    reach: Tensor
+    half_size: Tensor
 
     def __init__(self, box: Tensor) -> None:
         SpatialDistortion.__init__(self)
         self.register_buffer("middle", box.mean(0).float(), persistent=False)
-        self.register_buffer("reach", ((box[1] - box[0]) / 2).float(), persistent=False)
+        self.register_buffer("half_size", ((box[1] - box[0]) / 2).float(), persistent=False)
 
     def forward(self, positions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return positions in the field, of those in the world [..., 3]."""
-        return contract((positions - self.middle) / self.reach).clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)
+        return contract((positions - self.middle) / self.half_size).clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)
 
     def outward(self, inside: Tensor) -> Tensor:
         """Return positions in the world, of what `forward` gives; finite."""
-        return expand(inside.clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)) * self.reach + self.middle
+        return expand(inside.clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)) * self.half_size + self.middle
 
 
 @dataclass(frozen=True)
@@ -177,16 +177,16 @@ class SeparateModel(NerfactoXLModel):
         ways: which field sees which rays. boxes: what fields attend to; set before `place`.
     """
 
-    ways: type[Separate]
+    separation: type[Separate]
     boxes: Tensor
     spread: Separate
 
     def populate_modules(self) -> None:
         super().populate_modules()
-        self.way, self.shared, self.may_fix = self.ways, nn.Module(), False
+        self.way, self.shared, self.may_fix = self.separation, nn.Module(), False
 
     def spread_over(self, partition: Partition) -> Separate:
-        made = self.ways(partition, self.device)
+        made = self.separation(partition, self.device)
         made.boxes = self.boxes.to(self.device)
         return made
 
@@ -221,14 +221,14 @@ class SeparateModel(NerfactoXLModel):
 class BlockModel(SeparateModel):
     """Block-NeRF: pictures blend pixels, by how far the camera is from the groups' middles."""
 
-    ways = BlockGroups
+    separation = BlockGroups
     spread: BlockGroups
 
 
 class MegaModel(SeparateModel):
     """Mega-NeRF: pictures blend samples, by their place in the tiles' overlap."""
 
-    ways = MegaTiles
+    separation = MegaTiles
     spread: MegaTiles
 
     def rendered(self, rays: RayBundle) -> dict[str, Any]:
@@ -322,7 +322,7 @@ class SeparatePipeline(RadiancePipeline):
     def new_cells(self) -> Partition:
         cells = super().new_cells()
         assert isinstance(self.model, SeparateModel) and self.cut_by is not None
-        self.model.boxes = broadcast_object(self.model.ways.focus(self.cut_by, cells), 0, self.world)
+        self.model.boxes = broadcast_object(self.model.separation.focus(self.cut_by, cells), 0, self.world)
         return cells
 
     def place(self, cells: Partition, saved: SavedField | None) -> None:

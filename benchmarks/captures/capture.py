@@ -128,14 +128,14 @@ def train(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: i
     summary = output / "result.json" if is_peer(run) else run_folder(output) / "training_summary.json"
     result = json.loads(summary.read_text()) | {"run": run, "seed": seed, "wall_s": wall}
     if not is_peer(run):  # whose summary has them
-        result["course"] = schedule(summary.with_name("metrics.jsonl"))
+        result["course"] = trajectory(summary.with_name("metrics.jsonl"))
     Console().print(
         f"{run} seed {seed}: {result['images_per_s']:.1f} img/s, {result['gaussians']} Gaussians, {wall:.0f} s"
     )
     return result
 
 
-def schedule(metrics: Path) -> list[dict[str, float]]:
+def trajectory(metrics: Path) -> list[dict[str, float]]:
     """Of each log of a run of ours: Gaussians, how many were duplicated, split and pruned since the log before, and
     milliseconds a step since then."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

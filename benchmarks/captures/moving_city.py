@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", required=True, metavar="NAME=CONFIG")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--picture", type=Path, help="the capture's frame and that of each run, beside each other")
+    parser.add_argument("--picture", type=Path, help="the capture's frame and that of each run, side by side")
     parser.add_argument("--shown", type=int, default=0, help="which held-out view is in the picture")
     args = parser.parse_args()
     frames: dict[str, Tensor] = {}
@@ -89,8 +89,8 @@ def main() -> None:
         print(name, found[name], flush=True)
     args.output.write_text(json.dumps({**describe(), "runs": found}, indent=1) + "\n", "utf8")
     if args.picture is not None:
-        beside = torch.cat(list(frames.values()), dim=1).clamp(0, 1)
-        Image.fromarray((beside * 255).round().byte().numpy()).save(args.picture, quality=92)
+        side_by_side = torch.cat(list(frames.values()), dim=1).clamp(0, 1)
+        Image.fromarray((side_by_side * 255).round().byte().numpy()).save(args.picture, quality=92)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.lib.environment import describe
 
-COURSES = "courses.json"
+EVALUATIONS = "courses.json"
 """The file, in a way's folder, with what has been evaluated so far."""
 _WAY = re.compile(r"(nerfacto|(?P<spread>xl|ddp|mega|block)-(?P<cells>\d+))(x(?P<gpus>\d+))?(:(?P<options>.*))?")
 
@@ -79,10 +79,10 @@ def run(way: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     wall = time.perf_counter() - start
     file = output / "result.json"
     if code or not file.exists():
-        looks = output / COURSES
-        courses = json.loads(looks.read_text()) if looks.exists() else []
+        looks = output / EVALUATIONS
+        evaluations = json.loads(looks.read_text()) if looks.exists() else []
         said = (output / "log.txt").read_text()[-3000:]
-        return {"way": way, "failed": said, "code": code, "wall_s": wall, "courses": courses}
+        return {"way": way, "failed": said, "code": code, "wall_s": wall, "courses": evaluations}
     return {"way": way, "wall_s": wall, **json.loads(file.read_text())}
 
 
@@ -90,9 +90,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """The rows for people to read."""
     shown = Table("way", "steps", "rays/s", "ms/step", "parameters", "MiB", "PSNR by rays (seconds)")
     for row in rows:
-        schedule = [f"{c['psnr']:.2f} at {c['rays'] / 1e6:.2f} M ({c['seconds']:.0f})" for c in row["courses"]]
+        trajectory = [f"{c['psnr']:.2f} at {c['rays'] / 1e6:.2f} M ({c['seconds']:.0f})" for c in row["courses"]]
         if "failed" in row:
-            shown.add_row(row["way"], f"failed, exit code {row['code']}", *[""] * 4, ", ".join(schedule))
+            shown.add_row(row["way"], f"failed, exit code {row['code']}", *[""] * 4, ", ".join(trajectory))
             continue
         speed = [f"{row.get(key, 0):,.{digits}f}" for key, digits in (("rays_per_s", 0), ("ms_per_step", 1))]
         shown.add_row(
@@ -101,7 +101,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             *speed,
             f"{row['parameters']:,}",
             f"{row['peak_mib']:,.0f}",
-            ", ".join(schedule),
+            ", ".join(trajectory),
         )
     return shown
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torchmetrics.functional import structural_similarity_index_measure
 
 from benchmarks.baselines.separate_fields import BASELINES
-from benchmarks.captures.radiance import COURSES
+from benchmarks.captures.radiance import EVALUATIONS
 from benchmarks.captures.splatfacto_baseline import NoLpips
 from ns_multigpu.radiance.exchange import bytes_a_ray
 
@@ -88,7 +88,7 @@ class Run:
         """Takes steps until there are enough of them, or the time is over."""
         options = self._options
         recent: deque[Tensor] = deque(maxlen=_AVERAGED)
-        courses: list[dict[str, float]] = []
+        evaluations: list[dict[str, float]] = []
         rates: list[tuple[int, float]] = []
         off, begun, step = 0.0, self._now(), 0
         while step < options.steps:
@@ -102,19 +102,19 @@ class Run:
                 if step in options.at or over or step == options.steps:
                     training = float(torch.stack(list(recent)).mean())
                     row = {"steps": step, "rays": step * self._rays_a_step(), "seconds": spent, "training": training}
-                    courses.append({**row, **self._evaluated()})
+                    evaluations.append({**row, **self._evaluated()})
                     if self.rank == 0:  # for a way that is ended before it is done
-                        (options.output / COURSES).write_text(json.dumps(courses))
+                        (options.output / EVALUATIONS).write_text(json.dumps(evaluations))
                 if over:
                     break
                 off += self._now() - now
-        return {"courses": courses, "steps": step, **self._speed(rates)}
+        return {"courses": evaluations, "steps": step, **self._speed(rates)}
 
     def profile(self, first: int, steps: int = 5) -> str:
         """Profile a few more steps: time by operator."""
         cuda = self._device.type == "cuda"
-        primitives = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
-        with torch.profiler.profile(activities=primitives) as seen:
+        activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+        with torch.profiler.profile(activities=activities) as seen:
             for step in range(first, first + steps):
                 self._step(step)
             self._now()

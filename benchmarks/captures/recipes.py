@@ -19,7 +19,7 @@ in time, by what its like have taken, and runs that are under way are ended.
 
 With --at-once above 1 runs share the GPU: their times say nothing, and each result says so (`alone`).
 
-No perceptual measure is taken: LPIPS needs weights of a network that no package brings along.
+LPIPS is not measured: it needs weights of a network that no package contains.
 """
 
 import argparse

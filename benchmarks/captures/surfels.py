@@ -116,7 +116,7 @@ class Comparison:
             thread.join()
         return len(runs) - len(self.results)
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """All results, and how they came about."""
         asked = {name: value for name, value in vars(self._options).items() if not isinstance(value, Path)}
         return {**describe(), "options": asked, "argv": sys.argv[1:], "results": self.results}
@@ -139,7 +139,7 @@ def main() -> None:
     missing = comparison.go()
     Console().print(table(comparison.results))
     if options.json is not None:
-        options.json.write_text(json.dumps(comparison.told(), indent=1) + "\n")
+        options.json.write_text(json.dumps(comparison.summary(), indent=1) + "\n")
     if missing:
         raise SystemExit(f"{missing} runs are missing")
 

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PRIMITIVES = {
+EVENT_TYPES = {
     "exchange": r"nccl|barrier_kernel|PtoP|pack_kernel|touch_kernel|unpack_kernel|multi_tensor",
     "forward": r"forward<|forward_kernel",
     "backward": r"backward<|backward_kernel",
@@ -45,8 +45,8 @@ def profile(output: Path, at: int, blocks: int, argv: list[str]) -> None:
 
     def take(self: Any, steps: range, **more: Any) -> Any:
         if not watched and steps[0] * self._pipeline.batch_size >= at:
-            primitives = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            watched.append(torch.profiler.profile(activities=primitives))
+            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            watched.append(torch.profiler.profile(activities=activities))
             watched[0].__enter__()
         result = plain(self, steps, **more)
         watched.extend([None] * bool(watched))
@@ -64,7 +64,7 @@ def profile(output: Path, at: int, blocks: int, argv: list[str]) -> None:
 
 def kind_of(name: str) -> str:
     """Return the purpose of a kernel."""
-    return next((kind for kind, pattern in PRIMITIVES.items() if re.search(pattern, name)), "other")
+    return next((kind for kind, pattern in EVENT_TYPES.items() if re.search(pattern, name)), "other")
 
 
 def bars(

@@ -1,10 +1,10 @@
-"""A copy of a capture whose training photographs differ in exposure, as a camera's own choice makes them differ.
+"""Make a copy of a capture whose training photographs differ in exposure, as with a camera's automatic exposure.
 
     python -m benchmarks.captures.varied_exposure --data FOX --output FOX-1-STOP --stops 1
 
 Each photograph is made 2^u times as bright, in linear light, with u drawn evenly from -STOPS to STOPS; every 8th, which
-`benchmarks.captures.recipes` holds out, stays as it is. So what a recipe makes of the copy is measured against the
-exposures' middle, and beside what it makes of the capture itself. All copies of an image at smaller sizes get the same.
+`benchmarks.captures.recipes` holds out, is unchanged. So a recipe's result on the copy is measured against the mean
+exposure, and can be compared with its result on the capture itself. Smaller copies of an image get the same factor.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-PRIMITIVES = (".jpg", ".jpeg", ".png")
+SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def photographs(capture: Path) -> list[str]:
     """The names of a capture's photographs, within `images`."""
     whole = capture / "images"
-    return sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.suffix.lower() in PRIMITIVES)
+    return sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.suffix.lower() in SUFFIXES)
 
 
 def exposures(views: int, stops: float, seed: int, interval: int) -> np.ndarray:

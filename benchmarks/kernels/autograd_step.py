@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.ways import gsplat_render, operators_render
+from benchmarks.kernels.renderers import gsplat_render, operators_render
 from benchmarks.lib.counting import GsplatCounts, OurCounts
 from benchmarks.scenes.garden import Scene
 from cuda_ext import FusedAdam, fused_step, l1_ssim

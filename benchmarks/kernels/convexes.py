@@ -1,14 +1,15 @@
-"""Times 3D convexes, forward and backward, on one GPU: our CUDA kernels against the pure-torch reference, and beside 3D
-Gaussians, a convex or Gaussian of a tile (pair) for a pair.
+"""Time 3D convexes, forward and backward, on one GPU: our CUDA kernels, the pure-torch reference, and 3D Gaussians.
+
+Times of convexes and Gaussians are compared per pair of a primitive and a tile.
 
     python -m benchmarks.kernels.convexes [--scenes garden-11 ...] [--garden PATH] [--quick] [--json FILE]
 
-The scenes are those of `benchmarks.kernels.rasterizer`. Each Gaussian becomes a convex of its place, size, turn,
-opacity and colours: an octahedron with its corners at `REACH` standard deviations along the axes, its edges as sharp as
-those that training starts from. Both go through the public operators and autograd; `benchmarks.kernels.kinds_step`
-times fused steps.
-The reference is timed on one small rectangle of the view (it takes the memory of all pixels by all convexes of a tile),
-with our kernels beside it on the same one.
+The scenes are those of `benchmarks.kernels.rasterizer`. Each Gaussian becomes a convex with the same position, size,
+rotation, opacity and colours: an octahedron with its corners at `EXTENT` standard deviations along the axes. Its edges
+are as sharp as those at the start of training. Both use the public operators and autograd.
+`benchmarks.kernels.primitives_step` times fused steps.
+The reference needs memory for all pixels times all convexes of a tile. So it is timed on one small rectangle of the
+view, and our kernels on the same rectangle for comparison.
 """
 
 import math
@@ -33,7 +34,7 @@ from ns_multigpu.primitives.convexes.init import STEEPNESS
 from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 
-REACH = 1.5
+EXTENT = 1.5
 """Standard deviations: a convex covers about as many pixels as its Gaussian."""
 SMALL = (64, 64)
 """Pixels of the rectangle on which the reference is timed."""
@@ -51,9 +52,9 @@ class Way:
 def convexes_of(leaves: list[Tensor]) -> Points:
     """Octahedra in the place of Gaussians: from means, quats, log scales [N, 3], logits and harmonics."""
     means, quats, scales, logits, dc, rest = (leaf.detach() for leaf in leaves)
-    axes = REACH * (rotations(quats) * scales.exp()[:, None]).transpose(1, 2)  # [N, axis, 3]
+    axes = EXTENT * (rotations(quats) * scales.exp()[:, None]).transpose(1, 2)  # [N, axis, 3]
     corners = torch.stack([axes, -axes], dim=1).flatten(1)
-    size = scales.mean(-1, keepdim=True) + math.log(REACH)
+    size = scales.mean(-1, keepdim=True) + math.log(EXTENT)
     deltas = math.log(100.0) - size
     sigmas = math.log(STEEPNESS) - 2 * size - deltas
     params = {

@@ -23,7 +23,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import flat
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
-_ROOM = 0.5
+_CAPACITY_SHARE = 0.5
 """Row capacity, in points x views; both variants drop further rows."""
 _MOST_ROWS = 1 << 26
 
@@ -39,7 +39,7 @@ def measure(name: str, views: int, device: torch.device, iterations: int) -> dic
     sizes = [n for camera in cameras for n in (camera.width, camera.height)]
     boxes = new_boxes(params[0])
     splat_boxes(params[0], params[2], boxes)
-    capacity = min(int(_ROOM * len(params[0]) * views), _MOST_ROWS)
+    capacity = min(int(_CAPACITY_SHARE * len(params[0]) * views), _MOST_ROWS)
 
     def project(groups: torch.Tensor | None) -> SplatRows:
         return splat_forward(*params, viewmats=viewmats, Ks=Ks, sizes=sizes, degree=3, capacity=capacity, boxes=groups)

@@ -1,12 +1,12 @@
-"""The least time that a step's pieces can take on an H200, from counts of what a scene holds.
+"""Lower bounds of the times of a step's stages on an H200, from counts of a scene.
 
-A piece must move certain bytes, at 4.3 TB/s; rasterization must also execute some 16 instructions for every pair of
-splat and pixel on the way forward and 45 on the way back, at 33 T lane-instructions/s (132 multiprocessors of 128 lanes
-at 1.98 GHz). Bytes are those of this project's own data: 59 parameters a Gaussian with two moments each, a 48-byte
-splat, a 64-byte record of gradients, 4 bytes an intersection. A floor is the larger of the two times.
+A stage must move certain bytes, at 4.3 TB/s. Rasterization must also execute some 16 instructions for every pair of
+splat and pixel in the forward pass and 45 in the backward pass, at 33 T lane-instructions/s (132 multiprocessors of 128
+lanes at 1.98 GHz). Bytes are those of this project's own data: 59 parameters a Gaussian with two moments each, a
+48-byte splat, a 64-byte record of gradients, 4 bytes an intersection. A floor is the larger of the two times.
 
-A pair counts if its splat reaches the pixel's 8x8 block (alpha 1/255 at the closest point of the block) and lies no
-deeper than the last splat that was blended anywhere in the block: what any rasterizer that skips 8x8 blocks evaluates.
+A pair counts if its splat overlaps the pixel's 8x8 block (alpha 1/255 at the closest point of the block) and is not
+deeper than the last splat blended in the block. Any rasterizer that skips 8x8 blocks evaluates these pairs.
 """
 
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ def needed(scene: Scene) -> Capacities:
 
 
 class FusedPath:
-    """Renders a scene and brings an image's gradient back to its rows. Allocates nothing that depends on the data.
+    """Renderer of a scene that returns an image's gradient to its rows. Allocations do not depend on the data.
 
     Args:
         scene: with one view.
@@ -120,14 +120,14 @@ class FusedPath:
             RuntimeError: a capacity is too small.
         """
         rows, lists, pixels = self.forward()
-        self.check_memory(rows, lists)
+        self.check_capacity(rows, lists)
         return count(self.scene.points, rows, lists.tile_offsets, lists.row_ids, pixels.last, self.scene.size)
 
-    def check_memory(self, rows: SplatRows, lists: Lists) -> None:
+    def check_capacity(self, rows: SplatRows, lists: Lists) -> None:
         """Raises RuntimeError where a capacity is too small: the figures would be of something else."""
         met = Capacities(int(rows.count), int(lists.count))
         if met.rows > self.capacities.rows or met.intersections > self.capacities.intersections:
-            raise RuntimeError(f"{met} were met, but there is room for {self.capacities}.")
+            raise RuntimeError(f"{met} were met, but the capacities are {self.capacities}.")
 
     def _inputs(self, rows: SplatRows, lists: Lists) -> tuple[object, ...]:
         splats = (rows.means2d, rows.conics, rows.opacities, rows.features)

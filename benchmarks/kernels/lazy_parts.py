@@ -19,12 +19,12 @@ _SHIFT = 1e-12
 
 
 class LazyParts:
-    """`splat_forward`, `splat_update` and `splat_flush` of a scene all of whose points have missed steps.
+    """`splat_forward`, `splat_update` and `splat_flush` of a scene with deferred steps of all points.
 
-    Each can be repeated: the two that write begin by putting that back, which is 1 byte a point. The scene stays.
+    Each can be repeated. The two that write first restore that, which is 1 byte a point. The scene is unchanged.
 
     Args:
-        path: the scene's, with room for its rows.
+        path: the scene's, with sufficient capacities.
     """
 
     def __init__(self, path: FusedPath) -> None:

@@ -26,12 +26,12 @@ class OurStep:
     Args:
         absgrad: sum up absolute gradients as well. counting: and add to densification's statistics.
         graph: replay a CUDA graph from the second step on.
-        lazy: put off the steps of points that are not drawn.
+        lazy: defer the steps of points that are not drawn.
         groups: cull groups of points by their boxes; None: as training would.
     """
 
     def __init__(
-        self, scene: Scene, room: Capacities, absgrad: bool, graph: bool, lazy: bool, counting: bool = False,
+        self, scene: Scene, capacities: Capacities, absgrad: bool, graph: bool, lazy: bool, counting: bool = False,
         groups: bool | None = None,
     ) -> None:  # fmt: skip
         self._scene = scene
@@ -42,8 +42,8 @@ class OurStep:
         both = zip(self.adam.exp_avgs, self.adam.exp_avg_sqs, strict=True)
         moments: dict[str, tuple[Tensor, Tensor]] = dict(zip(ORDER, both, strict=True))
         settings = StepSettings(
-            width=scene.width, height=scene.height, views=1, ssim_lambda=SSIM_LAMBDA, rows=room.rows, segment=1,
-            intersections=room.intersections,
+            width=scene.width, height=scene.height, views=1, ssim_lambda=SSIM_LAMBDA, rows=capacities.rows, segment=1,
+            intersections=capacities.intersections,
         )  # fmt: skip
         put_off = LazyAdam.make(scene.points, scene.device) if lazy else None
         world = World.single(scene.device)

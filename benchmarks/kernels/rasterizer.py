@@ -1,14 +1,14 @@
-"""Times rasterization, forward and backward, against gsplat 1.4.0 on one GPU, and checks that both draw the same.
+"""Time rasterization, forward and backward, against gsplat 1.4.0 on one GPU, and check that both draw the same.
 
     python -m benchmarks.kernels.rasterizer [--scenes garden-11 ...] [--garden PATH] [--quick] [--json FILE]
 
-Four ways: gsplat's `rasterization` (packed False, as nerfstudio calls it); ours through the public operators and
+Four variants: gsplat's `rasterization` (packed False, as nerfstudio calls it); ours through the public operators and
 autograd; ours through the fused path, eagerly and as a CUDA graph. The loss is a mean squared error against noise. The
-fused path ends with the gradients of rows (splats of this view), from which training goes on to Adam's step in one
-kernel: "and update" has that in it, so it does more than the others, which end with the gradients of parameters.
-Below are the pieces of the fused path, replayed from CUDA graphs, beside the hardware's floor for each
-(`benchmarks.kernels.floors`) and with other scopes of the backward pass. Peak memory is what a way holds
-beyond the scene's parameters and image; moments of Adam do not count.
+fused path ends with the gradients of rows (splats of this view), which training passes to Adam's step in one
+kernel. "and update" includes that kernel, so it does more than the others, which end with the gradients of parameters.
+A second table has the stages of the fused path, replayed from CUDA graphs, with the hardware's floor of each
+(`benchmarks.kernels.floors`) and with other scopes of the backward pass. Peak memory is that of a variant without the
+scene's parameters and image; moments of Adam do not count.
 
 On a CPU gsplat cannot run: the fused path is then checked against the public operators.
 """
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from benchmarks.kernels.floors import Counts, floors
 from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, needed
+from benchmarks.kernels.renderers import Render, gsplat_counts, gsplat_render, joined, operators_render
 from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
-from benchmarks.kernels.ways import Render, gsplat_counts, gsplat_render, joined, operators_render
 from benchmarks.lib.agreement import Drawn, compare
 from benchmarks.lib.stopwatch import Stopwatch, captured, peak_bytes
 from benchmarks.scenes.garden import Scene
@@ -78,42 +78,42 @@ def time_autograd(name: str, results: Results, watch: Stopwatch, parameters: lis
     results.drawn[name] = Drawn(image, dict(zip(PARAMETERS, gradients, strict=True)))
 
 
-def time_fused(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+def time_fused(results: Results, watch: Stopwatch, capacities: Capacities, floor: dict[str, float]) -> None:
     """Times the fused path as a whole, and keeps what it draws."""
     scene = results.scene
     device = scene.device
-    path, update = FusedPath(scene, room), FusedUpdate(scene)
+    path, update = FusedPath(scene, capacities), FusedUpdate(scene)
 
     def updated() -> None:
         rows, _, _ = path.both()
         update(rows, path.records)
 
     both = floor["forward and backward"]
-    primitives = (
+    measurements = (
         ("forward", path.forward, floor["forward"]),
         ("forward and backward", path.both, both),
         ("forward, backward and update", updated, both + floor["update"]),
     )
-    for what, work, least in primitives:
+    for what, work, least in measurements:
         peak = None
         if work == path.both:  # records of gradients and their places included
-            peak = peak_bytes(device, lambda: FusedPath(scene, room, target=path.target).both())
+            peak = peak_bytes(device, lambda: FusedPath(scene, capacities, target=path.target).both())
         bound = least if device.type == "cuda" else None
         results.lines.append(Line(f"fused: {what}", watch.median(work), bound, peak))
         if device.type == "cuda":
             results.lines.append(Line(f"fused, graph: {what}", watch.median(captured(work, device)), bound))
     rows, lists, pixels = path.both()
-    path.check_memory(rows, lists)
+    path.check_capacity(rows, lists)
     gradients = FusedUpdate(scene, remember=False)
     gradients(rows, path.records)
     results.drawn["fused"] = Drawn(pixels.out, dict(zip(PARAMETERS, gradients.exp_avgs, strict=True)))
 
 
-def time_pieces(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+def time_stages(results: Results, watch: Stopwatch, capacities: Capacities, floor: dict[str, float]) -> None:
     """Times the pieces of the fused path, and other ways of its backward pass."""
     scene = results.scene
     cuda = scene.device.type == "cuda"
-    path = FusedPath(scene, room)
+    path = FusedPath(scene, capacities)
     rows, lists, pixels = path.forward()
     v_out = path.image_gradient(pixels)
     update = FusedUpdate(scene)
@@ -127,9 +127,9 @@ def time_pieces(results: Results, watch: Stopwatch, room: Capacities, floor: dic
     everything = (rows, lists, pixels, v_out)
     add("backward: local, unpacked", lambda: path.local_backward(*everything), "backward")
     for scope, system in (("gpu", False), ("system", True)):
-        other = FusedPath(scene, room, system_scope=system)
+        other = FusedPath(scene, capacities, system_scope=system)
         add(f"backward: into, {scope} scope", lambda o=other: o.backward(*everything), "backward")
-    other = FusedPath(scene, room, absgrad=True)
+    other = FusedPath(scene, capacities, absgrad=True)
     add("backward: into, absgrad", lambda: other.backward(*everything), "backward")
     path.backward(*everything)
     add("splat_update (with Adam)", lambda: update(rows, path.records), "update")
@@ -148,17 +148,17 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any
             del geometry, dc, rest
     with sections.section(f"{name}: operators"):
         time_autograd("operators", results, watch, scene.activated(), operators_render(scene))
-    room: Capacities | None = None
+    capacities: Capacities | None = None
     counts: Counts | None = None
     with sections.section(f"{name}: counts"):
-        room = needed(scene)
-        counts = FusedPath(scene, room).counts()
-        report |= {"counts": asdict(counts), "floors_ms": floors(counts), "capacities": room._asdict()}
-    if room is not None and counts is not None:
+        capacities = needed(scene)
+        counts = FusedPath(scene, capacities).counts()
+        report |= {"counts": asdict(counts), "floors_ms": floors(counts), "capacities": capacities._asdict()}
+    if capacities is not None and counts is not None:
         with sections.section(f"{name}: fused"):
-            time_fused(results, watch, room, floors(counts))
+            time_fused(results, watch, capacities, floors(counts))
         with sections.section(f"{name}: pieces"):
-            time_pieces(results, watch, room, floors(counts))
+            time_stages(results, watch, capacities, floors(counts))
     show(sections.console, scene.describe(), results.lines)
     for title, numbers in (("ours", report.get("counts", {})), ("gsplat", report.get("gsplat_counts", {}))):
         if numbers:
@@ -171,8 +171,8 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any
 def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
     """Prints how many times faster than gsplat each way is."""
     table = Table(title="times faster than gsplat 1.4.0", title_justify="left")
-    ways = ("operators", "fused", "fused, graph")
-    heads = [f"{way}: {what}" for what in ("forward", "forward and backward") for way in ways]
+    variants = ("operators", "fused", "fused, graph")
+    heads = [f"{way}: {what}" for what in ("forward", "forward and backward") for way in variants]
     for head in ("scene", *heads, "fused, graph: forward, backward and update", "peak, of gsplat's"):
         table.add_column(head, justify="left" if head == "scene" else "right")
     for report in reports:

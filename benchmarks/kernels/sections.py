@@ -54,8 +54,8 @@ class Sections:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options of every GPU benchmark."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    primitives = [*GRIDS, *CITIES, TINY]
-    made.add_argument("--scenes", nargs="+", choices=primitives, help="default: all gardens; on a CPU the tiny one")
+    scene_names = [*GRIDS, *CITIES, TINY]
+    made.add_argument("--scenes", nargs="+", choices=scene_names, help="default: all gardens; on a CPU the tiny one")
     made.add_argument("--garden", type=Path, default=DEFAULT, metavar="PATH", help="garden.npz (default: %(default)s)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--iterations", type=int, default=30, help="timed runs of each piece, of which the median counts")

@@ -1,20 +1,20 @@
-"""Times 2D Gaussians, forward and backward, against gsplat 1.4.0's `rasterization_2dgs` on one GPU; checks that both
+"""Time 2D Gaussians, forward and backward, against gsplat 1.4.0's `rasterization_2dgs` on one GPU, and check that both
 draw the same.
 
     python -m benchmarks.kernels.surfels [--scenes garden-11 ...] [--garden PATH] [--quick] [--json FILE]
 
 The scenes are those of `benchmarks.kernels.rasterizer`: 0.07, 1.64 and 7.93 M points; the first two scales count.
 gsplat is called with packed False, RGB and expected depth. "all losses": the loss has normals and distortion in it as
-well as the image. Ours go through the public operators and autograd.
+well as the image. Ours use the public operators and autograd.
 
-"whole step": all that a step of training takes, with a loss of normals. gsplat's is that of its own trainer
+"whole step": a complete training step with a loss of normals. gsplat's is that of its own trainer
 (`examples/simple_trainer_2dgs.py`: rasterization, losses by torch and pytorch_msssim, its densifier's counts, torch's
-Adam). Ours is fused and captured, as `ns-train` takes it, with Adam and with what our densifier counts. The image of
+Adam). Ours is fused and captured, as in `ns-train`, with Adam and our densifier's statistics. The image of
 both is random.
 
-What is drawn differs where a splat reaches beyond 3 standard deviations (ours are cut where alpha is 1/255, gsplat's by
-tiles at 3), and where the disc of one standard deviation reaches the camera's plane (ours draw none of these). So the
-images' difference is reported, not judged. On a CPU gsplat cannot run: ours alone is timed.
+Images differ where a splat extends beyond 3 standard deviations: ours are cut where alpha is 1/255, gsplat's by tiles
+at 3. They also differ where the disc of one standard deviation touches the camera's plane: ours draw none of these. So
+the images' difference is reported, not judged. On a CPU gsplat cannot run: only ours is timed.
 """
 
 import sys
@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from benchmarks.kernels.autograd_step import RATE, torch_loss
-from benchmarks.kernels.kinds_step import captured_step
+from benchmarks.kernels.primitives_step import captured_step
+from benchmarks.kernels.renderers import joined
 from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
-from benchmarks.kernels.ways import joined
 from benchmarks.lib.counting import GsplatCounts
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import DEGREE, Scene
@@ -160,8 +160,8 @@ def time_steps(scene: Scene, sections: Sections, watch: Stopwatch) -> list[Line]
 def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any]:
     """All of one scene."""
     lines, images = list[Line](), dict[str, Tensor]()
-    ways = {"gsplat": gsplat_way, "ours": our_way} if scene.device.type == "cuda" else {"ours": our_way}
-    for name, way in ways.items():
+    variants = {"gsplat": gsplat_way, "ours": our_way} if scene.device.type == "cuda" else {"ours": our_way}
+    for name, way in variants.items():
         with sections.section(f"{scene.name}: {name}"):
             found, images[name] = time_way(name, scene, watch, way)
             lines += found

@@ -1,20 +1,20 @@
-"""Times a whole training step, render, L1 + SSIM, backward and Adam, against today's parts on one GPU.
+"""Time a complete training step, render, L1 + SSIM, backward and Adam, against the usual parts on one GPU.
 
     python -m benchmarks.train_step [--scenes garden-11 city-8 ...] [--garden PATH] [--counts] [--quick] [--json FILE]
                                     [--group-culling auto|on|off|both]
 
 Today's step is what nerfstudio's splatfacto runs: activations, gsplat 1.4.0's `rasterization`, a background, L1 and
-pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `Step` as training
-takes it, eagerly and as a CUDA graph, upload of cameras, rates and image included; "lazy" puts off the steps of points
-that are not drawn, a 50th of the flush after 50 steps included. For comparison there are our public operators under
-autograd with `FusedAdam`. None of these counts densification's statistics, as training does until it stops refining:
-with --counts each way is timed once more, "counting", with absolute gradients and these statistics (gsplat's
-`DefaultStrategy`, and ours). Learning rates are so small that the scene stays as it is, and lazy steps find few more
-candidates than there are rows: in training there are some more. Peak memory is beyond the parameters and Adam's
-moments, the image included.
+pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `Step` as in
+training, eagerly and as a CUDA graph, including the upload of cameras, rates and image. "lazy" defers the steps of
+points that are not drawn, and includes a 50th of the flush after 50 steps. Our public operators under autograd with
+`FusedAdam` are timed for comparison. None of these counts densification's statistics, as training does until it stops
+refining. With --counts each variant is timed once more, "counting", with absolute gradients and these statistics
+(gsplat's `DefaultStrategy`, and ours). Learning rates are so small that the scene is unchanged, and lazy steps find few
+more candidates than rows: in training there are some more. Peak memory excludes the parameters and Adam's moments, and
+includes the image.
 
-Groups of points are culled by their boxes as training would, or always, or never. With --group-culling both each of our
-ways is timed without ("no groups") and with, and so are the parts that know groups.
+Groups of points are culled by their boxes as in training, or always, or never. With --group-culling both, each of our
+variants is timed without ("no groups") and with groups, and so are the parts that use groups.
 
 The first step of each is compared with today's: the image, the loss and Adam's first moments.
 """
@@ -85,21 +85,21 @@ def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, abs
 
 
 def time_ours(
-    name: str, results: Results, watch: Stopwatch, room: Capacities, floor: float | None, absgrad: bool,
+    name: str, results: Results, watch: Stopwatch, capacities: Capacities, floor: float | None, absgrad: bool,
     counting: bool, groups: bool | None,
 ) -> None:  # fmt: skip
     """Times our step: eagerly, or as a "graph", or "lazy"."""
     scene, graph, lazy = results.scene, "graph" in name, "lazy" in name
 
     def fresh() -> OurStep:
-        made = OurStep(scene, room, absgrad, graph, lazy, counting, groups)
+        made = OurStep(scene, capacities, absgrad, graph, lazy, counting, groups)
         for _ in range(3):
             made()
         made.fused.flush()
         return made
 
     peak = results.beyond_model(fresh)
-    step = OurStep(scene, room, absgrad, graph, lazy, counting, groups)
+    step = OurStep(scene, capacities, absgrad, graph, lazy, counting, groups)
     step()
     step.fused.flush()
     if graph:  # what is compared shall be the graph's
@@ -158,14 +158,14 @@ def time_losses(results: Results, watch: Stopwatch, floor: float | None) -> None
     ]
 
 
-def time_updates(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+def time_updates(results: Results, watch: Stopwatch, capacities: Capacities, floor: dict[str, float]) -> None:
     """Times Adam on explicit gradients, torch's and ours, and our update from gradients of rows."""
     scene = results.scene
     params = [torch.nn.Parameter(p.clone()) for p in scene.raw()]
     for p in params:
         p.grad = torch.full_like(p, 1e-6)
-    primitives: tuple[tuple[str, dict[str, Any]], ...] = (("default", {}), ("fused=True", {"fused": True}))
-    for name, options in primitives:
+    configurations: tuple[tuple[str, dict[str, Any]], ...] = (("default", {}), ("fused=True", {"fused": True}))
+    for name, options in configurations:
         optimizers = [torch.optim.Adam([p], lr=RATE, eps=1e-15, **options) for p in params]
         results.lines.append(
             Line(f"  Adam: six torch.optim.Adam, {name}", watch.median(lambda o=optimizers: [x.step() for x in o]))
@@ -175,9 +175,9 @@ def time_updates(results: Results, watch: Stopwatch, room: Capacities, floor: di
     adam.upload()
     results.lines.append(Line("  Adam: adam_step", watch.kernels(adam.launch), floor.get("adam")))
     del adam, params
-    path, update = FusedPath(scene, room), FusedUpdate(scene)
+    path, update = FusedPath(scene, capacities), FusedUpdate(scene)
     rows, lists, _ = path.both()
-    path.check_memory(rows, lists)
+    path.check_capacity(rows, lists)
     results.lines.append(
         Line(
             "  splat_update: from rows, with Adam",
@@ -187,11 +187,11 @@ def time_updates(results: Results, watch: Stopwatch, room: Capacities, floor: di
     )
 
 
-def time_lazy_parts(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+def time_lazy_parts(results: Results, watch: Stopwatch, capacities: Capacities, floor: dict[str, float]) -> None:
     """Time the parts that differ with deferred Adam steps."""
-    path = FusedPath(results.scene, room)
+    path = FusedPath(results.scene, capacities)
     rows, lists, _ = path.both()
-    path.check_memory(rows, lists)
+    path.check_capacity(rows, lists)
     parts = LazyParts(path)
     works: tuple[tuple[str, str, Callable[[], Any]], ...] = (
         ("splat_forward", "forward", parts.forward),
@@ -203,12 +203,12 @@ def time_lazy_parts(results: Results, watch: Stopwatch, room: Capacities, floor:
         results.lines.append(Line(f"  lazy: {what}", watch.kernels(work), floor.get(f"lazy {key}")))
 
 
-def time_groups(results: Results, watch: Stopwatch, room: Capacities) -> dict[str, int]:
+def time_groups(results: Results, watch: Stopwatch, capacities: Capacities) -> dict[str, int]:
     """Times the pieces that know groups, as they are with boxes; how many groups there are, and show."""
     scene = results.scene
-    path = FusedPath(scene, room)
+    path = FusedPath(scene, capacities)
     rows, lists, _ = path.both()
-    path.check_memory(rows, lists)
+    path.check_capacity(rows, lists)
     parts, update = LazyParts(path), FusedUpdate(scene)
     boxes = new_boxes(scene.means)
     splat_boxes(scene.means, scene.log_scales, boxes)
@@ -244,35 +244,39 @@ def measure(
     results, name = Results(scene), scene.name
     report: dict[str, Any] = {"name": name, "points": scene.points, "width": scene.width, "height": scene.height}
     cuda = scene.device.type == "cuda"
-    primitives = (("today", Kind("gsplat", "default")), ("today, fused Adam", Kind("gsplat", "fused"))) if cuda else ()
-    for way, kind in (*primitives, ("operators", Kind("operators", "ours"))):
+    configurations = (
+        (("today", Kind("gsplat", "default")), ("today, fused Adam", Kind("gsplat", "fused"))) if cuda else ()
+    )
+    for way, kind in (*configurations, ("operators", Kind("operators", "ours"))):
         for counting in (False, True)[: 1 + counts_too]:
             named = way + COUNTING * counting
             with sections.section(f"{name}: {named}"):
                 time_autograd(named, kind, results, watch, absgrad, counting)
-    room: Capacities | None = None
+    capacities: Capacities | None = None
     floor: dict[str, float] = {}
     with sections.section(f"{name}: counts"):
-        room = needed(scene)
-        counts = FusedPath(scene, room).counts()
-        report |= {"counts": asdict(counts), "floors_ms": floors(counts), "capacities": room._asdict()}
+        capacities = needed(scene)
+        counts = FusedPath(scene, capacities).counts()
+        report |= {"counts": asdict(counts), "floors_ms": floors(counts), "capacities": capacities._asdict()}
         floor = floors(counts) if cuda else {}
         if cuda:
             floor |= {f"lazy {name}": ms for name, ms in lazy_floors(counts, floor).items()}
-    if room is not None:
-        ways = ("ours", "ours, graph", "ours, graph, lazy") if cuda else ("ours", "ours, lazy")
-        for way, (more, groups), counting in product(ways, GROUPS[culling].items(), (False, True)[: 1 + counts_too]):
+    if capacities is not None:
+        variants = ("ours", "ours, graph", "ours, graph, lazy") if cuda else ("ours", "ours, lazy")
+        for way, (more, groups), counting in product(
+            variants, GROUPS[culling].items(), (False, True)[: 1 + counts_too]
+        ):
             named = way + more + COUNTING * counting
             with sections.section(f"{name}: {named}"):
                 least = floor.get("lazy step" if "lazy" in way else "step")
-                time_ours(named, results, watch, room, least, absgrad, counting, groups)
+                time_ours(named, results, watch, capacities, least, absgrad, counting, groups)
         with sections.section(f"{name}: updates"):
-            time_updates(results, watch, room, floor)
+            time_updates(results, watch, capacities, floor)
         with sections.section(f"{name}: parts of a lazy step"):
-            time_lazy_parts(results, watch, room, floor)
+            time_lazy_parts(results, watch, capacities, floor)
         if culling == "both":
             with sections.section(f"{name}: groups"):
-                report["groups"] = time_groups(results, watch, room)
+                report["groups"] = time_groups(results, watch, capacities)
                 sections.console.print(f"{name}: {report['groups']}")
     with sections.section(f"{name}: losses"):
         time_losses(results, watch, floor.get("loss"))
@@ -299,14 +303,14 @@ def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
         "peak, of today's",
     ):
         table.add_column(head, justify="left" if head == "scene" else "right")
-    ways = ("today", "today, fused Adam", "operators", "ours", "ours, graph", "ours, graph, lazy")
+    variants = ("today", "today, fused Adam", "operators", "ours", "ours, graph", "ours, graph, lazy")
     for report, more in [(report, more) for report in reports for more in ("", COUNTING)]:
         steps = [line for line in report["lines"] if line.what.startswith("step, ")]
         of_these = [line for line in steps if line.what.endswith(COUNTING) == bool(more)]
         if not of_these:
             continue
         lines = {line.what.removeprefix("step, ").removesuffix(COUNTING): line for line in of_these}
-        cells = [f"{lines[way].ms:.3f}" if way in lines else "" for way in ways]
+        cells = [f"{lines[way].ms:.3f}" if way in lines else "" for way in variants]
         ours = lines.get("ours, graph, lazy") or lines.get("ours, graph")
         if "today" in lines and ours is not None:
             today = lines["today"]

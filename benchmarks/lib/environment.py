@@ -38,8 +38,8 @@ def cpu_model() -> str:
 
 def commit() -> str:
     """The commit of this source tree, with "+" where it has changes; a copy without git reads NS_MULTIGPU_COMMIT."""
-    if told := os.environ.get("NS_MULTIGPU_COMMIT"):
-        return told
+    if named := os.environ.get("NS_MULTIGPU_COMMIT"):
+        return named
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     found = subprocess.run(git, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"

@@ -53,7 +53,7 @@ def memory(world: World) -> list[dict[str, float]]:
 
 
 class Inputs:
-    """Brings a step's numbers to where it reads them, without waiting.
+    """Copy a step's numbers into its inputs, without waiting.
 
     Args:
         into: the step's `inputs`.

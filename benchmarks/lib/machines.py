@@ -95,7 +95,7 @@ class TwoMachines:
             for device in ("lo", self.interface):
                 _do("ip", "-n", space, "link", "set", device, "up")
             if self.megabits is not None:
-                # A bucket that holds what a millisecond brings, and never less than a few of the veth's large packets.
+                # The bucket holds the bytes of a millisecond, and at least a few of the veth's large packets.
                 burst = max(int(self.megabits * 1e6 / 8 / 1000), 192 * 1024)
                 _do(
                     *("tc", "-n", space, "qdisc", "add", "dev", self.interface, "root", "tbf"),

@@ -101,7 +101,7 @@ def _spawned(
             try:
                 ended = ranks.wait(0.3, grace=5.0)
             except RankFailed as error:
-                # The one that is told of may have failed because another did.
+                # The reported failure may be a consequence of another rank's.
                 cause = Path(folder) / _CAUSE
                 problem = cause.read_text() if cause.exists() else str(error)
             lines = results.read_text().split("\n")[:-1]

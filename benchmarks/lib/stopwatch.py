@@ -31,7 +31,7 @@ class Stopwatch:
         return self._measure(work)
 
     def kernels(self, work: Work) -> float:
-        """Milliseconds of the kernels of `work`, without the host: replayed from a CUDA graph. Elsewhere `median`.
+        """Return the milliseconds of the kernels of `work`, replayed from a CUDA graph. On a CPU return `median`.
 
         Args:
             work: can be captured and repeated.

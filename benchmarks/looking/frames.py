@@ -7,7 +7,7 @@ gsplat.
 The model is a city of so many Gaussians (see `scenes.city_model`), written once as a checkpoint; frames fly over it.
 Rows are
 
-- `draw`: frames drawn, brought to the host as bytes and dropped;
+- `draw`: frames drawn, copied to the host as bytes and dropped;
 - `film`: the same, encoded to an mp4 as `ns-multigpu render` does;
 - `peer draw`, `peer film`: nerfstudio's `_render_trajectory_video` with Splatfacto's own rendering by gsplat, on one
   GPU, to images that are dropped and to a video. Needs a GPU.
@@ -47,7 +47,7 @@ from ns_multigpu.plugin.tools.models import ToolConfig, ToolMachine
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.tools.shots import CameraPath
 
-WAYS = ("draw", "film", "peer draw", "peer film")
+MODES = ("draw", "film", "peer draw", "peer film")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Timed:
     """A rendering whose seconds are written to a file: see `models.Work`.
 
     Attributes:
-        work: the rendering. way: one of `WAYS`. seconds: the file to write, on rank 0.
+        work: the rendering. way: one of `MODES`. seconds: the file to write, on rank 0.
     """
 
     work: Rendering
@@ -104,11 +104,11 @@ def _peer(pipeline: Any, path: CameraPath, output: Path, *, film: bool) -> None:
     model.strategy = SimpleNamespace(absgrad=False)  # its rendering asks; ours has a densifier instead
     usual = render.media.write_image
     render.media.write_image = lambda *_, **__: None
-    told = json.loads(path.path.read_text())
+    content = json.loads(path.path.read_text())
     try:
         render._render_trajectory_video(
-            pipeline, get_path_from_json(told), output_filename=output, rendered_output_names=["rgb"],
-            seconds=told["seconds"], output_format="video" if film else "images",
+            pipeline, get_path_from_json(content), output_filename=output, rendered_output_names=["rgb"],
+            seconds=content["seconds"], output_format="video" if film else "images",
         )  # fmt: skip
     finally:
         render.media.write_image = usual
@@ -154,8 +154,8 @@ def write_path(file: Path, views: list[View], frames: int, width: int, height: i
         focal = float(view.K[1, 1]) * height / view.height
         fov = float(2 * np.degrees(np.arctan(height / 2 / focal)))
         cameras.append({"camera_to_world": pose.reshape(-1).tolist(), "fov": fov, "aspect": width / height})
-    told = {"camera_type": "perspective", "render_height": height, "render_width": width, "seconds": frames / 24}
-    file.write_text(json.dumps({**told, "camera_path": cameras}))
+    content = {"camera_type": "perspective", "render_height": height, "render_width": width, "seconds": frames / 24}
+    file.write_text(json.dumps({**content, "camera_path": cameras}))
 
 
 def arguments() -> argparse.Namespace:
@@ -164,7 +164,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", default=["1920x1080", "3840x2160"])
     parser.add_argument("--frames", type=int, default=128)
     parser.add_argument("--gpus", nargs="+", type=int, default=[1], help="numbers of devices to try")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--spread", action="store_true", help="each device holds a part of the model")
     parser.add_argument("--json", type=Path)
@@ -202,10 +202,10 @@ def main() -> None:
 
 def _measured(folder: Path, config: Path, path: Path, way: str, gpus: int, options: argparse.Namespace) -> float:
     """Seconds for all frames."""
-    told, output = folder / "seconds", folder / "out.mp4"
-    told.unlink(missing_ok=True)
+    seconds_file, output = folder / "seconds", folder / "out.mp4"
+    seconds_file.unlink(missing_ok=True)
     (checkpoint,) = (config.parent / "nerfstudio_models").glob("*.ckpt")
-    work: Any = Timed(Rendering(CameraPath(path), output, Look()), way, told)
+    work: Any = Timed(Rendering(CameraPath(path), output, Look()), way, seconds_file)
     tool = ToolConfig(
         config, checkpoint, work, ToolMachine(options.device, gpus), {"strategy": "tile" if options.spread else "batch"}
     )
@@ -215,7 +215,7 @@ def _measured(folder: Path, config: Path, path: Path, way: str, gpus: int, optio
         worker = tool.setup()
         worker.setup()
         worker.train()
-    return float(told.read_text())
+    return float(seconds_file.read_text())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m benchmarks.looking.latency --points 2000 --max-res 90 --seconds 6 --device cpu --width 96 --height 64
 
 The page is a client of the viewer's own protocol in this machine: it moves the camera, waits for the picture, and moves
-it again. Its latency has everything but the browser's own drawing. Training goes on meanwhile, and is measured without
+it again. Its latency excludes only the browser's own drawing. Training runs at the same time, and is measured without
 a page, with one that moves, and without one again. For several GPUs start it under torchrun; the page is rank 0's.
 """
 

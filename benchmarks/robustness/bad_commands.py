@@ -37,7 +37,7 @@ CASES |= {
     ),
     "device type mps": _option(("--machine.device-type", "mps"), ("mps is not supported",)),
     "a strategy misspelt": _option(("--pipeline.strategy", "tiel"), ("Did you mean 'tile'",)),
-    "views that cannot be dealt out": _option((*TWO, "--pipeline.views-per-step", "3"), ("multiple of 2",)),
+    "views that ranks cannot share equally": _option((*TWO, "--pipeline.views-per-step", "3"), ("multiple of 2",)),
     "MCMC with a cap below the seed points": _option(
         ("--pipeline.model.densifier", "mcmc", "--pipeline.model.max-gaussians", "10"), ("max-gaussians 10",)
     ),
@@ -47,7 +47,9 @@ CASES |= {
     "--save-fallback-dir in /proc": _option(("--save-fallback-dir", "/proc/here"), ("--save-fallback-dir /proc/here",)),
     "--save-retry-seconds -1": _option(("--save-retry-seconds", "-1"), ("--save-retry-seconds -1",)),
     "--image-memory-gb 0": _option(("--pipeline.datamanager.image-memory-gb", "0"), ("image-memory-gb 0",)),
-    "room for no two images": _option(("--pipeline.datamanager.image-memory-gb", "0.00001"), ("image-memory-gb",)),
+    "memory for less than two images": _option(
+        ("--pipeline.datamanager.image-memory-gb", "0.00001"), ("image-memory-gb",)
+    ),
     "several machines without torchrun": _option(("--machine.num-machines", "2"), ("torchrun --nnodes 2",)),
     "--load-dir that is nowhere": _option(("--load-dir", "/no/run"), ("--load-dir /no/run",)),
     "--load-checkpoint that is nowhere": _option(("--load-checkpoint", "/no/file.ckpt"), ("no such file",)),

@@ -40,7 +40,7 @@ class Result:
     command: str
     status: int
     seconds: float
-    told: str
+    message: str
     said: list[str]
     good: bool
 
@@ -91,11 +91,11 @@ def run(name: str, command: Sequence[str], status: int, words: Sequence[str], fo
     print(f"{'ok  ' if good else 'BAD '} {process.returncode} {time.monotonic() - began:5.1f} s  {name}", flush=True)
     if not good:
         print("\n".join([f"     missing: {missing}", *(f"     {line}" for line in said[-25:])]), flush=True)
-    seconds, text = round(time.monotonic() - began, 1), told(said, words).replace(f"{folder}/", "")
+    seconds, text = round(time.monotonic() - began, 1), message_of(said, words).replace(f"{folder}/", "")
     return Result(name, " ".join(command), process.returncode, seconds, text, said[-12:], good)
 
 
-def told(said: Sequence[str], words: Sequence[str]) -> str:
+def message_of(said: Sequence[str], words: Sequence[str]) -> str:
     """Return the part of the output that a user reads: the framed error, lines with the words, or the last lines."""
     start = next((position for position, line in enumerate(said) if line.startswith("Cannot start")), None)
     if start is not None:
@@ -108,7 +108,7 @@ def table(results: Sequence[Result]) -> str:
     """The results as a table in Markdown."""
     rows = ["| input | status | seconds | what it says |", "| --- | --- | --- | --- |"]
     for one in results:
-        text = one.told.replace("|", "\\|")
+        text = one.message.replace("|", "\\|")
         rows.append(f"| {one.name} | {one.status} | {one.seconds:.0f} | {text[:400]}{'…' if len(text) > 400 else ''} |")
     return "\n".join(rows)
 

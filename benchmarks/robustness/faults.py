@@ -37,7 +37,7 @@ class Outcome:
         worker: number of the worker that was killed; None if none was.
         phase: when it was killed: "setup" or "training"; "" if none was.
         killed_after: seconds from the phase's start to its death.
-        resumed_from: the step that the restarted run went on with (0: it began anew); None if there was no restart.
+        resumed_from: the step that the restarted run went on with (0: it started over); None if there was no restart.
         setup_seconds: from the first worker's start to the first step; of the first life.
         seconds: from the first worker's start to the end.
         status: exit status.

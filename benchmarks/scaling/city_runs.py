@@ -1,8 +1,8 @@
-"""Steps of training over the views of a city, by one way after the other: what all ways share, and `single`.
+"""Training steps over the views of a city by several variants: their common parts, and `single`.
 
-A run finds the room that its steps need, shows what a first step makes of the model, and times steps as training takes
-them: views in turn, inputs uploaded, put-off steps flushed. Learning rates are so small that the model stays as it is,
-so that one run after the other starts from the same.
+A run measures the capacities of its steps, checks the model after a first step, and times steps as in training: views
+in turn, inputs uploaded, deferred steps flushed. Learning rates are so small that the model is unchanged. So all runs
+start from the same model.
 """
 
 import statistics
@@ -52,7 +52,7 @@ _MOST_TRIES = 16
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CityViews:
     """Input of a run.
 
     Attributes:
@@ -65,14 +65,14 @@ class Schedule:
 
 
 class Run(ABC):
-    """One way of taking steps.
+    """Runner of steps of one variant.
 
     Args:
         model: this rank's points; its moments are used.
-        schedule: the views.
+        city_views: the views.
         world: the ranks that take the steps together.
         batch: views of a step.
-        lazy: put off the steps of points that are not drawn.
+        lazy: defer the steps of points that are not drawn.
         counting: add to densification's statistics, as training's steps do for a while.
         absgrad: sum up absolute gradients, as those do then.
 
@@ -82,23 +82,23 @@ class Run(ABC):
     """
 
     def __init__(
-        self, model: CityModel, schedule: Schedule, world: World, batch: int, lazy: bool, *, counting: bool = False,
+        self, model: CityModel, city_views: CityViews, world: World, batch: int, lazy: bool, *, counting: bool = False,
         absgrad: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.schedule, self.world, self.batch = model, schedule, world, batch
+        self.model, self.city_views, self.world, self.batch = model, city_views, world, batch
         names = ("grad2d", "count", "radii") if counting else ()
         self.statistics = {name: torch.zeros(len(model), device=model.device) for name in names}
         kernels = Gaussians(sh_degree=DEGREE, absgrad=absgrad).kernels()
         assert kernels is not None
         self.kernels: GaussianKernels = kernels
-        views = len(schedule.views)
+        views = len(city_views.views)
         self.batches = [
-            [schedule.views[(b * batch + k) % views] for k in range(batch)] for b in range(max(1, views // batch))
+            [city_views.views[(b * batch + k) % views] for k in range(batch)] for b in range(max(1, views // batch))
         ]
         self._lazy = LazyAdam.make(len(model), model.device) if lazy else None
         self.number = 0
         """Of the last step, as Adam counts."""
-        pixels = schedule.scene.width * schedule.scene.height
+        pixels = city_views.scene.width * city_views.scene.height
         rows = padded(min(max(model.counts) * batch, _MOST_AT_FIRST))
         self.capacities: tuple[int, ...] = (rows, rows, padded(4 * rows + 16 * batch * -(-pixels // TILE**2)))
         self.needed: tuple[int, ...] = (0, 0, 0)
@@ -118,7 +118,7 @@ class Run(ABC):
 
     def settings(self) -> StepSettings:
         """A step's, with the present capacities."""
-        scene, (rows, segment, intersections) = self.schedule.scene, self.capacities
+        scene, (rows, segment, intersections) = self.city_views.scene, self.capacities
         return StepSettings(
             width=scene.width, height=scene.height, views=self.batch, ssim_lambda=SSIM_LAMBDA, rows=rows,
             segment=segment, intersections=intersections,
@@ -152,14 +152,16 @@ class Run(ABC):
                 self.step = self._make()
             self.advance(b)
             status = self.step.status()
-            needed = self.told(status)
+            needed = self.demand_of(status)
             if not status.full:
                 self.needed = tuple(max(pair) for pair in zip(self.needed, needed, strict=True))
                 return
             self.grow_capacity(needed)
-        raise RuntimeError(f"after {_MOST_TRIES} tries there is still no room: {status}, capacities {self.capacities}")
+        raise RuntimeError(
+            f"after {_MOST_TRIES} tries capacities are still exceeded: {status}, capacities {self.capacities}"
+        )
 
-    def told(self, status: Status) -> tuple[int, int, int]:
+    def demand_of(self, status: Status) -> tuple[int, int, int]:
         """Return the capacities that would have been needed, the largest of any pair of ranks; every rank calls it."""
         return status.rows, most_of(all_gather_counts(status.segments, self.world)), status.intersections
 
@@ -290,10 +292,10 @@ class Run(ABC):
 class SingleRun(Run):
     """The step of `single` on one GPU, as a CUDA graph: a view a step."""
 
-    def __init__(self, model: CityModel, schedule: Schedule, world: World, lazy: bool, **options: Any) -> None:
-        super().__init__(model, schedule, world, 1, lazy, **options)
+    def __init__(self, model: CityModel, city_views: CityViews, world: World, lazy: bool, **options: Any) -> None:
+        super().__init__(model, city_views, world, 1, lazy, **options)
         self._graph: Work | None = None
-        scene = schedule.scene
+        scene = city_views.scene
         self._plan = Plan.of([[Patch(0, 0, 0, scene.width, scene.height)]])
         self._picture = torch.zeros(scene.height, scene.width, 3, dtype=torch.uint8, device=world.device)
 
@@ -305,7 +307,7 @@ class SingleRun(Run):
 
     def _take(self, batch: int, inputs: Tensor) -> None:
         self._inputs.upload(inputs)
-        self._picture.copy_(self.schedule.images[self.batches[batch][0].index])
+        self._picture.copy_(self.city_views.images[self.batches[batch][0].index])
         if self._graph is not None:
             self._graph()
         else:

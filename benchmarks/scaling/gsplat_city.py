@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.lib.counting import GsplatCounts
 from benchmarks.lib.lockstep import Clock, memory, over_ranks
-from benchmarks.scaling.city_runs import SSIM_LAMBDA, Schedule
+from benchmarks.scaling.city_runs import SSIM_LAMBDA, CityViews
 from benchmarks.scenes.city_model import DEGREE, CityModel
 from ns_multigpu.core.dist.collectives import barrier
 from ns_multigpu.core.dist.world import World
@@ -30,22 +30,24 @@ class GsplatRun:
 
     Args:
         model: this rank's points, which the optimizers step in place; its moments are forgotten, for torch has its own.
-        schedule: the views; rank r sees every size-th from the r-th on.
+        city_views: the views; rank r sees every size-th from the r-th on.
         world: with one rank gsplat's ordinary mode with `packed=False`, as nerfstudio calls it; with several the
             distributed one, packed.
         fused: Adam with `fused=True`. counting: steps add to densification's statistics.
     """
 
-    def __init__(self, model: CityModel, schedule: Schedule, world: World, fused: bool, counting: bool = False) -> None:
+    def __init__(
+        self, model: CityModel, city_views: CityViews, world: World, fused: bool, counting: bool = False
+    ) -> None:
         from pytorch_msssim import SSIM
 
         model.forget_moments()
-        self._course, self._world, self._fused = schedule, world, fused
+        self._city_views, self._world, self._fused = city_views, world, fused
         self._params = {name: torch.nn.Parameter(model.params[name]) for name in ORDER}
         options: dict[str, Any] = {"fused": True} if fused else {}
         self._optimizers = [torch.optim.Adam([p], lr=_RATE, eps=1e-15, **options) for p in self._params.values()]
         self._ssim = SSIM(data_range=1.0, size_average=True, channel=3)
-        self._cameras = [(v.viewmat[None].to(world.device), v.K[None].to(world.device)) for v in schedule.views]
+        self._cameras = [(v.viewmat[None].to(world.device), v.K[None].to(world.device)) for v in city_views.views]
         self._turn = 0
         several = world.size > 1
         self._counts = GsplatCounts(absgrad=not several, packed=several) if counting else None
@@ -56,7 +58,7 @@ class GsplatRun:
 
         for p in self._params.values():
             p.grad = None
-        p, scene = self._params, self._course.scene
+        p, scene = self._params, self._city_views.scene
         harmonics = torch.cat([p["features_dc"][:, None], p["features_rest"]], dim=1)
         several = self._world.size > 1
         image, _, info = rasterization(
@@ -66,7 +68,7 @@ class GsplatRun:
         )  # fmt: skip
         if self._counts is not None:
             self._counts.meet(info)
-        result = loss(image[0].clamp(0.0, 1.0), self._course.images[seen].float() / 255)
+        result = loss(image[0].clamp(0.0, 1.0), self._city_views.images[seen].float() / 255)
         result.backward()
         if self._counts is not None:
             self._counts.add(p["means"])
@@ -106,11 +108,11 @@ class GsplatRun:
             way()
             clock.mark()
         slowest = [max(column) for column in zip(*over_ranks(clock.intervals(), self._world), strict=True)]
-        batches = len(self._course.views) // gcd(len(self._course.views), self._world.size)
+        batches = len(self._city_views.views) // gcd(len(self._city_views.views), self._world.size)
         return statistics.mean(statistics.median(slowest[b::batches]) for b in range(min(batches, steps)))
 
     def _next(self) -> int:
-        seen = (self._turn * self._world.size + self._world.rank) % len(self._course.views)
+        seen = (self._turn * self._world.size + self._world.rank) % len(self._city_views.views)
         self._turn += 1
         return seen
 

@@ -1,12 +1,12 @@
-"""Host memory of a capture's images, over all ranks of a machine.
+"""Measure the host memory of a capture's images, over all ranks of a machine.
 
     python -m benchmarks.scaling.host_memory [--views 2000 --width 1920 --height 1080 --ranks 4] \\
         [--device cuda] [--json FILE]
 
-Every rank makes its share as training does, and tells what its process holds before and after. `--content city` renders
-the views of the procedural city through the datamanager; `noise` fills them with random numbers through `ImageShare`,
-which takes the same memory and less time. With --image-memory-gb the ranks keep that much each, decode the rest when it
-is needed, and go through `--steps` steps of one view a rank; `--step-ms` is what a step computes meanwhile.
+Every rank makes its share as training does, and reports the memory of its process before and after. `--content city`
+renders the views of the procedural city through the datamanager; `noise` fills them with random numbers through
+`ImageShare`, which takes the same memory and less time. With --image-memory-gb each rank keeps that much and decodes
+the rest on demand, over `--steps` steps of one view a rank. `--step-ms` is the time of a step's computation.
 """
 
 import argparse
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="writes the figures there as well")
     a = parser.parse_args()
     task = Task(a.views, a.width, a.height, a.content, a.image_memory_gb, a.steps, a.step_ms)
-    # Not forked: of what processes that are share, nobody would know whose it is.
+    # Not forked: shared memory of forked processes belongs to no single one.
     ranks: list[Measured] = run_ranks(measure, a.ranks, task, device=a.device, seconds=3600, fork=False)
     total = show(task, ranks, a.device)
     if a.json is not None:

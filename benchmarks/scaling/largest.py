@@ -26,7 +26,7 @@ from benchmarks.lib.environment import describe
 from benchmarks.lib.lockstep import Clock, memory, over_ranks
 from benchmarks.lib.rank_jobs import Job, run_jobs
 from benchmarks.lib.stopwatch import free
-from benchmarks.scaling.city_runs import RATES, Schedule
+from benchmarks.scaling.city_runs import RATES, CityViews
 from benchmarks.scaling.tile import MOST_VIEWS, image_size
 from benchmarks.scaling.tile_run import Mode, TileRun
 from benchmarks.scenes.city_model import CityScene, make_model
@@ -56,14 +56,14 @@ def _train(world: World, job: Job) -> Job:
     began = time.perf_counter()
     model = make_model(scene, world)
     model.moment_dtype = COMPACT if job["compact"] else torch.float32
-    schedule = Schedule(scene, scene.cameras(), scene.images(world))
+    city_views = CityViews(scene, scene.cameras(), scene.images(world))
     made, making = time.perf_counter() - began, memory(world)
     free(world.device)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
     chosen = choose_transport(world, job["transport"])
     mode = Mode("peer" if chosen.peer else "collective", lazy=not job["dense"])
-    run = TileRun(model, schedule, world, 1, mode, counting=True)
+    run = TileRun(model, city_views, world, 1, mode, counting=True)
     run.settle()  # measures the capacities that steps need
     run.still_moments()
     for counted in run.statistics.values():
@@ -98,8 +98,8 @@ def _train(world: World, job: Job) -> Job:
         if status.full:
             redone += 1
             if redone > 8:
-                raise RuntimeError(f"there is still no room: {status}, capacities {run.capacities}")
-            run.grow_capacity(run.told(status))
+                raise RuntimeError(f"capacities are still exceeded: {status}, capacities {run.capacities}")
+            run.grow_capacity(run.demand_of(status))
     finite = all(bool(torch.isfinite(p.sum())) for p in model.params.values())
     if min(row[0] for row in over_ranks([float(finite)], world)) < 1:
         raise RuntimeError("a parameter is not finite")
@@ -128,7 +128,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--views", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=0, help="along a side of the city (default: as the points grow)")
     parser.add_argument("--transport", choices=("auto", "peer", "collective"), default="auto")
-    parser.add_argument("--dense", action="store_true", help="no step is put off")
+    parser.add_argument("--dense", action="store_true", help="defer no step")
     parser.add_argument("--compact", action="store_true", help="Adam's moments as bfloat16, rounded stochastically")
     parser.add_argument("--stall", type=float, default=500.0, help="seconds after which the run counts as hung")
     parser.add_argument("--json", type=Path)

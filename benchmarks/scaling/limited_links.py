@@ -1,22 +1,22 @@
-"""Images a second of the strategies on two GPUs, with their own links and with a link as slow as between machines.
+"""Measure images a second of the strategies on two GPUs, over their own links and over a link as slow as a network.
 
     python -m benchmarks.scaling.limited_links --strategies tile locality pixel --gbit none 25 10 \
         --points 2M 8M --json FILE
 
 Each of two ranks has a GPU (on a CPU: `--device cpu`, for tiny numbers). Without a limit they are one machine, and use
-peer memory where there is any, as a user's run would. With a limit they pass for two machines
-(NS_MULTIGPU_MACHINES=2), so that all goes by collectives, over TCP sockets of the loopback that are held to the rate:
-`links.limiting` says what that models and what not. "free" is the same without the limit: what sockets alone cost.
+peer memory where there is any, as a user's run would. With a limit they pretend to be two
+machines (NS_MULTIGPU_MACHINES=2). Then all exchanges are collectives over rate-limited TCP sockets of the loopback;
+`links.limiting` lists the model's limits. "free" is the same without the limit: the cost of sockets alone.
 
-Steps are those that `ns-train` takes on such machines, at splatfacto's options, of `--views` views a step. The model is
-the procedural city's, whole from the start, and stays as it is: no refinements, learning rates next to zero. Images are
-noise: no pictures are rendered (`links.bare_city`). "mixed" is pixel with views as they come
+Steps are those of `ns-train` on such machines, with splatfacto's options and `--views` views a step. The model is the
+complete procedural city. It does not change: no refinements, learning rates next to zero. Images are noise, so no
+pictures are rendered (`links.bare_city`). "mixed" is pixel with views in random order
 (`--pipeline.pixel.level-steps False`); pixel has views that conflict least.
 
 A row's times are the slowest rank's, over `--blocks` blocks of `--steps` steps, behind `--warm` steps. "drawing" is the
-part of that in which each GPU computes; "level" how even the pixels are that GPUs draw. The first rows are what 64 MB
-reach that one rank sends the other, and that each sends the other at once. With gloo these take turns, also over a real
-link: it says that it is ready behind what it sends itself.
+part of that in which each GPU computes; "level" how even the pixels are that GPUs draw. The first rows are the
+rates of 64 MB from one rank to the other, and of 64 MB in both directions at once. With gloo the directions alternate,
+also over a real link: its ready message queues behind its own data.
 """
 
 import argparse
@@ -220,17 +220,14 @@ def main(words: list[str] | None = None) -> int:
     console, done = Console(width=None if sys.stdout.isatty() else 160), list[Job]()
     with tempfile.TemporaryDirectory(prefix="limited-links-") as folder:
         shared: Job = {name: getattr(options, name) for name in ("warm", "steps", "blocks")} | {"folder": folder}
-        primitives = [
-            [gbit for gbit in options.gbit if gbit is None],
-            [gbit for gbit in options.gbit if gbit is not None],
-        ]
-        for links in filter(None, primitives):
+        groups = [[gbit for gbit in options.gbit if gbit is None], [gbit for gbit in options.gbit if gbit is not None]]
+        for links in filter(None, groups):
             jobs = jobs_of(options, links)
 
             def emit(number: int, result: Job, jobs: list[Job] = jobs) -> None:
                 done.append({**jobs[number], **result})
-                told = result.get("error") or result.get("skipped")
-                text = told or f"{result.get('images_per_s', result.get('one_way_gbit')):.2f}"
+                message = result.get("error") or result.get("skipped")
+                text = message or f"{result.get('images_per_s', result.get('one_way_gbit')):.2f}"
                 line = f"[{time.time() - began:.0f} s] {jobs[number]['link']} {jobs[number]['way']}: {text}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
                 if options.json:

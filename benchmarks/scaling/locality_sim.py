@@ -1,13 +1,12 @@
-"""Simulated gain of locality: traffic and balance of Gaian's placement and assignment, on the CPU.
+"""Simulate the gain of locality: traffic and balance of Gaian's placement and assignment, on the CPU.
 
     python -m benchmarks.scaling.locality_sim --kind aerial --ranks 8 16 32 64 128 --cache /tmp/seen --json FILE
     python -m benchmarks.scaling.locality_sim --kind street --seen near
     python -m benchmarks.scaling.locality_sim --large 122500        # METIS on the graph of 500 M points
     python -m benchmarks.scaling.locality_sim --plan-time           # 64 views x 16 patches on 32 ranks
 
-The city and what its views see: `benchmarks.scenes.seen_city`. Nothing is drawn and nothing travels: points that a
-patch needs from ranks other than its own are counted. What is compared with is points placed at random and whole
-images drawn anywhere, as gsplat has it.
+The city and its visible points: `benchmarks.scenes.seen_city`. Nothing is drawn or exchanged: points that a patch needs
+from other ranks are counted. The baseline has randomly placed points and complete images on any rank, as in gsplat.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from rich.table import Table
 from benchmarks.baselines.placements import Way, assigner, partitioned, random_assignment
 from benchmarks.lib.environment import describe
 from benchmarks.scaling.locality_times import large_graph_seconds, plan_times
-from benchmarks.scenes.seen_city import FACTORS, WAYS, SeenCity, seen_city
+from benchmarks.scenes.seen_city import FACTORS, VISIBILITY_RULES, SeenCity, seen_city
 from ns_multigpu.locality.assign import Volume
 from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.partition import Partition
@@ -218,7 +217,9 @@ def main() -> None:
     parser.add_argument("--points", type=parse_count, default=1_000_000, help="simulated; groups are what counts")
     parser.add_argument("--group", type=int, default=64, help="simulated points of a group")
     parser.add_argument("--altitude", type=float, help="of the cameras, metres")
-    parser.add_argument("--seen", choices=WAYS, default="frustum", help="what counts as seen; see scenes.seen_city")
+    parser.add_argument(
+        "--seen", choices=VISIBILITY_RULES, default="frustum", help="what counts as seen; see scenes.seen_city"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--factor", type=int, choices=FACTORS[1:], default=4, help="patches along a picture's side")
     parser.add_argument(

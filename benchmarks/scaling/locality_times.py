@@ -42,7 +42,7 @@ def large_graph_seconds(groups: int, views: int, shown: float = 0.0035, machines
     return {"groups": side * side, "views": views, "edges": int(starts[-1]), **took, "most_points": float(shares.max())}
 
 
-def plan_times(city: SeenCity, way: str, batch: int = 64, machines: int = 8, trials: int = 20) -> dict[str, Any]:
+def plan_times(city: SeenCity, way: str, batch: int = 64, machines: int = 8, repeats: int = 20) -> dict[str, Any]:
     """Milliseconds of assigning `batch` views x 16 patches on machines of four GPUs, whole and without the search."""
     graph = SeenGraph(city.seen[way, 1].astype(np.int64), city.points.astype(np.int64))
     placed = partition(graph, machines, 4)
@@ -51,7 +51,7 @@ def plan_times(city: SeenCity, way: str, batch: int = 64, machines: int = 8, tri
     generator, report = np.random.default_rng(3), {}
     for name, search in (("start", False), ("with search", True)):
         plans, took, work, between = assigner(machines, 4, search=search), list[float](), list[float](), list[float]()
-        for _ in range(trials):
+        for _ in range(repeats):
             rows = needed[generator.choice(city.views, batch, replace=False)].reshape(-1, placed.count)
             start, used = time.perf_counter(), time.process_time()
             chosen = plans.assign(rows)

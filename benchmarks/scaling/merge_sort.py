@@ -109,11 +109,11 @@ def check(keys: Tensor, values: Tensor, sorted_keys: Tensor, sorted_values: Tens
     # Products tie a value to its key; sums wrap around alike before and after.
     tied = [int((k * (v.long() + 1)).sum()) for k, v in ((keys, values), (sorted_keys, sorted_values))]
     table = all_gather_ints([int(ordered), len(keys), len(sorted_keys), *tied, *(ends or [0, 0])], world)
-    pieces = [row[5:] for row in table if row[2]]
-    between = all(a[1] <= b[0] for a, b in pairwise(pieces))
+    fragments = [row[5:] for row in table if row[2]]
+    between = all(a[1] <= b[0] for a, b in pairwise(fragments))
     sums = [sum(column) % 2**64 for column in zip(*(row[1:5] for row in table), strict=True)]
     if not (all(row[0] for row in table) and between and sums[0] == sums[1] and sums[2] == sums[3]):
-        raise RuntimeError(f"{world.size} ranks did not sort {sums[0]} pairs: in and out {sums}, pieces {pieces}.")
+        raise RuntimeError(f"{world.size} ranks did not sort {sums[0]} pairs: in and out {sums}, pieces {fragments}.")
 
 
 def measure(world: World, sizes: list[int], runs: int) -> list[Figure]:

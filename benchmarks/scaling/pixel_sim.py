@@ -1,13 +1,13 @@
-"""Simulated traffic and balance of `pixel`: cells of a procedural city, counted on the CPU.
+"""Simulate the traffic and balance of `pixel`: cells of a procedural city, counted on the CPU.
 
     python -m benchmarks.scaling.pixel_sim --kind aerial --altitude 150 --json FILE
     python -m benchmarks.scaling.pixel_sim --kind street
 
-Nothing is drawn and nothing travels. Cells are cut, and plans made, by the code that trains; bytes are those of the
-plans' routes. As many cells, and views a step, as GPUs. What `tile` sends is `ns-multigpu plan`'s, with the part of the
-points that a view of this city shows. `ghosts` are the splats that cross, for `--pipeline.pixel.crossing ghosts`:
-counted on the sampled points, with standard deviations that shrink with the square root of how many there are more of a
-model.
+Nothing is drawn or exchanged. The code of training cuts the cells and makes the plans. Bytes are those of the plans'
+routes. Cells and views of a step are as many as GPUs. The bytes of `tile` are those of `ns-multigpu plan`, with the
+share of points that a view of this city shows. `boundary_bytes` are those of splats that overlap other cells, with
+`--pipeline.pixel.crossing ghosts`. They are counted on the sampled points. Standard deviations shrink with the square
+root of the ratio of the model's size to the sample's.
 """
 
 import argparse
@@ -43,11 +43,11 @@ from ns_multigpu.primitives.gaussians.functions import Gaussians
 
 Crossings = Literal["none", "ghosts"]
 MODELS = (8_000_000, 50_000_000, 200_000_000)
-GHOST_BYTES = 48 + 36
+BOUNDARY_BYTES = 48 + 36
 """Of a row there and back (`row_words`, `gradient_words`)."""
-_GHOST_STEPS = 3
+_BOUNDARY_STEPS = 3
 _TRACED = 64
-_CUTOFF = 3.33
+_EXTENT_SIGMA = 3.33
 """Radius of a splat's footprint in standard deviations."""
 
 
@@ -56,13 +56,13 @@ class Scene:
     """A capture's views and points.
 
     Attributes:
-        views: the training views. means: [N, 3]. reach: [N, 3] what points reach around them.
+        views: the training views. means: [N, 3]. extent: [N, 3] half sizes of the points' boxes.
         shown: the part of the points that a view shows, in the mean.
     """
 
     views: list[View]
     means: torch.Tensor
-    reach: torch.Tensor
+    extent: torch.Tensor
     shown: float
 
 
@@ -79,17 +79,17 @@ def scene_of(kind: Kind, blocks: int, views: int, points: int, altitude: float |
         size = [width, height]
         solid = torch.full((len(means),), 0.7)
         shown += len(cull(means, scales, solid, view.viewmat[None], K[None], size, [0, 0, *size])[1])
-    return Scene(cameras, means, _CUTOFF * scales, shown / len(cameras[::10]) / len(means))
+    return Scene(cameras, means, _EXTENT_SIGMA * scales, shown / len(cameras[::10]) / len(means))
 
 
-def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], points: int) -> float:
+def boundary_bytes_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], points: int) -> float:
     """Bytes, there and back, of the splats of a model that one GPU is sent and sends back gradients of: the most."""
     tree = space.tree
     assert tree is not None
     gaussians = Gaussians(sh_degree=None)
     params = {
         "means": scene.means, "quats": torch.tensor([1.0, 0, 0, 0]).expand(len(scene.means), 4).contiguous(),
-        "scales": (scene.reach / _CUTOFF * (len(scene.means) / points) ** 0.5).log(),
+        "scales": (scene.extent / _EXTENT_SIGMA * (len(scene.means) / points) ** 0.5).log(),
         "opacities": torch.full((len(scene.means), 1), 0.85), "features_dc": torch.zeros(len(scene.means), 3),
     }  # fmt: skip
     held = Points(params)
@@ -98,45 +98,45 @@ def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], point
     owner = owners[own.hits.point_ids.long()]
     touched = BoundaryRows(CellsInViews(space)).touched(own, batch, plan)
     into = [int((touch & (owner != rank)).sum()) for rank, touch in enumerate(touched)]
-    return GHOST_BYTES * max(into) * points / len(scene.means)
+    return BOUNDARY_BYTES * max(into) * points / len(scene.means)
 
 
-def space_of(scene: Scene, gpus: int, crossing: Crossings) -> ByCells:
+def space_of(scene: Scene, gpus: int, boundary_mode: Crossings) -> ByCells:
     """A cell for each GPU, as training cuts and measures them; of rank 0."""
     world = World(0, gpus, 0, gpus, torch.device("cpu"))
-    space = ByCells(world, PixelOptions(crossing=crossing))
+    space = ByCells(world, PixelOptions(crossing=boundary_mode))
     space.shares(len(scene.means), lambda: scene.means, gpus)
     assert space.tree is not None
     # Boxes as training measures them, of all ranks at once.
-    everywhere = ByCells(World.single(), PixelOptions(cells=gpus, crossing=crossing))
+    everywhere = ByCells(World.single(), PixelOptions(cells=gpus, crossing=boundary_mode))
     everywhere.tree = space.tree
     everywhere.moved(scene.means)
-    everywhere.observe(Points({"means": scene.means}), lambda: scene.reach, 0, World.single())
+    everywhere.observe(Points({"means": scene.means}), lambda: scene.extent, 0, World.single())
     space.boxes = everywhere.boxes
     return space
 
 
-def row_of(scene: Scene, gpus: int, steps: int, crossing: Crossings = "ghosts") -> dict[str, Any]:
+def row_of(scene: Scene, gpus: int, steps: int, boundary_mode: Crossings = "ghosts") -> dict[str, Any]:
     """Return traffic and balance for a number of GPUs: means over steps."""
-    space = space_of(scene, gpus, crossing)
+    space = space_of(scene, gpus, boundary_mode)
     assert space.boxes is not None
     loads = loads_of(space.boxes, scene.views)
     pixels = scene.views[0].width * scene.views[0].height
     drawn_by = (loads > 0).sum(1)
     order = np.random.default_rng(5).permutation(len(scene.views)).tolist()
-    schedule = Schedule(1, 1920, 1080, views=gpus, gpus=gpus, visible=max(scene.shown, 1e-6))
+    run = Schedule(1, 1920, 1080, views=gpus, gpus=gpus, visible=max(scene.shown, 1e-6))
     row: dict[str, Any] = {
         "gpus": gpus,
         "in sight": float(loads.sum() / loads.size / pixels),
         "GPUs a view": float(drawn_by.mean()),
         "one view a step": float(drawn_by.mean() / gpus),
-        "tile": {n: share("tile", schedule.with_points(n)).traffic_padded for n in MODELS},
+        "tile": {n: share("tile", run.with_points(n)).traffic_padded for n in MODELS},
     }
     assignment = CellPixels(space)
     for name, some in (("as drawn", order), ("leveled", leveled(order, loads, gpus))):
         batches = [some[k : k + gpus] for k in range(0, len(some) - gpus + 1, gpus)][:steps]
         level, sent, naive, gathered = [], [], [], []
-        ghosts: dict[int, list[float]] = {n: [] for n in MODELS}
+        boundary_bytes: dict[int, list[float]] = {n: [] for n in MODELS}
         for batch in batches:
             load = loads[batch].sum(0)
             level.append(load.mean() / load.max())
@@ -144,9 +144,9 @@ def row_of(scene: Scene, gpus: int, steps: int, crossing: Crossings = "ghosts") 
             views = [scene.views[v] for v in batch]
             routes = [routes_of(plan, views, rank) for rank in range(gpus)]
             sent.append(max(PIXEL_BYTES * (sum(r.receive) + sum(r.receive_back)) for r in routes))
-            if crossing == "ghosts" and name == "leveled" and len(sent) <= _GHOST_STEPS:
-                for n, found in ghosts.items():
-                    found.append(ghosts_of(scene, space, plan, views, n))
+            if boundary_mode == "ghosts" and name == "leveled" and len(sent) <= _BOUNDARY_STEPS:
+                for n, found in boundary_bytes.items():
+                    found.append(boundary_bytes_of(scene, space, plan, views, n))
             naive.append(PIXEL_BYTES * (gpus - 1) * pixels * len(batch))  # all pixels of all, as Splaxel begins
             # All pixels in sight, to each GPU that draws any of the view: Splaxel's selective all-to-all.
             others = (loads[batch].sum(1)[:, None] - loads[batch]) * (loads[batch] > 0)
@@ -154,7 +154,7 @@ def row_of(scene: Scene, gpus: int, steps: int, crossing: Crossings = "ghosts") 
         row[name] = {
             "level": float(np.mean(level)), "sent": float(np.mean(sent)), "naive": float(np.mean(naive)),
             "gathered": float(np.mean(gathered)),
-            "ghosts": {n: float(np.mean(found)) for n, found in ghosts.items() if found},
+            "ghosts": {n: float(np.mean(found)) for n, found in boundary_bytes.items() if found},
         }  # fmt: skip
     return row
 
@@ -187,7 +187,7 @@ def main() -> None:
     for name in [*names, "direct send", *(f"tile, {n // 10**6} M" for n in MODELS)]:
         table.add_column(name, justify="right")
     for n in MODELS if given.crossing == "ghosts" else ():
-        table.add_column(f"ghosts, {n // 10**6} M", justify="right")
+        table.add_column(f"boundary, {n // 10**6} M", justify="right")
     for row in rows:
         plain, level = row["as drawn"], row["leveled"]
         numbers = [plain["naive"], level["gathered"], level["sent"], *row["tile"].values(), *level["ghosts"].values()]

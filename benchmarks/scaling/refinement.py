@@ -1,11 +1,11 @@
-"""Fixed cost of a refinement over ranks: host milliseconds, and number of collectives.
+"""Measure the fixed cost of a refinement over ranks: host milliseconds, and number of collectives.
 
     python -m benchmarks.scaling.refinement --ranks 2 --points 5000 --json refinement.json
 
-A model of few points is refined again and again, with Adam's moments, so that operators, launches and meetings are what
-takes time. `grows` adds a twentieth to MCMC's Gaussians, `splits` is splatfacto's refinement, which splits, copies and
-prunes. `ordered` are refinements that bring all into their order, `beside` the others. Runs in a tree from before there
-was that choice, too (NS_MULTIGPU_COMMIT says which): all are ordered there.
+A small model is refined many times, with Adam's moments. So operators, launches and collectives dominate the time.
+`grows` adds a twentieth to MCMC's Gaussians. `splits` is splatfacto's refinement, which splits, copies and prunes.
+`ordered` refinements sort all points, `unordered` ones do not. The script also runs in an older tree without that
+choice (NS_MULTIGPU_COMMIT names it), where all refinements are ordered.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def refine(kind: str, points: int, world: World, times: int) -> dict[str, list[t
     for name in MEETINGS:
         call: Callable[..., Any] = getattr(dist, name)
         setattr(dist, name, lambda *a, call=call, name=name, **k: (met.append(name), call(*a, **k))[1])
-    found: dict[str, list[tuple[float, int]]] = {"ordered": [], "beside": []}
+    found: dict[str, list[tuple[float, int]]] = {"ordered": [], "unordered": []}
     for k in range(1, times + 1):
         if not grows:
             sums = densifier.statistics(params, state)
@@ -91,8 +91,8 @@ def refine(kind: str, points: int, world: World, times: int) -> dict[str, list[t
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         took = 1e3 * (time.perf_counter() - began)
-        beside = k % getattr(densifier, "order_every", 1) > 0 and (not grows or hasattr(densifier, "_resharding"))
-        found["beside" if beside else "ordered"].append((took, len(met)))
+        unordered = k % getattr(densifier, "order_every", 1) > 0 and (not grows or hasattr(densifier, "_resharding"))
+        found["unordered" if unordered else "ordered"].append((took, len(met)))
     return found
 
 

@@ -1,19 +1,18 @@
-"""Times training of one model on several GPUs at once, `splatfacto-tile`'s step, against one GPU and gsplat.
+"""Time `splatfacto-tile`'s training step on several GPUs against one GPU and gsplat.
 
     python -m benchmarks.tile --gpus 1 2 4 --points 8M 50M --images 1080p 4K 8K --json FILE [--seconds 540]
 
-The model is the procedural city's (`scenes.city_model`), the views are a flight's over it. `single` is its step on one
-GPU, replayed from a CUDA graph; it, and the step of `tile`, put off the steps of points that are not drawn, but where
-"dense" is said. Training counts for densification until it stops refining: with --counts the most important ways, and
-gsplat, are timed once more with absolute gradients and these statistics, "counting". Before a way is timed, its first
-step is compared with `single`'s: losses of all views, lengths of the gradients, how far parameters move. Times are the
-slowest rank's; medians over at least --steps steps, views in turn.
+The model is the procedural city's (`scenes.city_model`), the views follow a path over it. `single` is its step on one
+GPU, replayed from a CUDA graph. It, and the step of `tile`, defer the steps of points that are not drawn, except in
+"dense" variants. Training counts statistics of densification until it stops refining. With --counts the main variants,
+and gsplat, are timed once more with absolute gradients and these statistics, "counting". Before a variant is timed, its
+first step is compared with `single`'s: losses of all views, norms of the gradients, and changes of parameters. Times
+are the slowest rank's; medians over at least --steps steps, views in turn.
 
-Sections: `single`; `tile`, a view a step; `batch`, a view a GPU, with rows that leave while others are projected, and
-with all of them at once; `modes`, a view a step in other ways (collectives, the sort over all
-GPUs, dense); `gsplat`, and its distributed mode with a camera a GPU. Every figure is written to the
-JSON as soon as it is there, what failed or was left out with the reason; the tables show the most important ones. On a
-CPU: --device cpu --points 2000 --images 96x64 --quick.
+Sections: `single`; `tile`, a view a step; `batch`, a view a GPU, with rows sent while others are projected, and with
+all of them at once; `modes`, a view a step in other variants (collectives, the sort over all GPUs, dense); `gsplat`,
+and its distributed mode with a camera a GPU. Every figure is written to the JSON at once, failed and skipped ones with
+the reason; the tables show the main ones. On a CPU: --device cpu --points 2000 --images 96x64 --quick.
 """
 
 import argparse
@@ -202,9 +201,9 @@ def main(words: list[str] | None = None) -> int:
                 report.add(job, result)
                 if "ms" in result and not sys.stdout.isatty():
                     return
-                told = result.get("error") or result.get("skipped") or f"{result['ms']:.3f} ms"
+                text = result.get("error") or result.get("skipped") or f"{result['ms']:.3f} ms"
                 line = f"[{time.time() - began:.0f} s] {job['gpus']} x {job['name']} {job['way']} batch {job['batch']}"
-                console.print(f"{line}: {told[-600:]}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"{line}: {text[-600:]}", markup=False, highlight=False, soft_wrap=True)
 
             shared: Job = {"folder": None if torchrun else folder, "single": report.single}
             if jobs:

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.lib.rank_jobs import Job, JobFailed
 from benchmarks.lib.stopwatch import free
-from benchmarks.scaling.city_runs import Run, Schedule, SingleRun
+from benchmarks.scaling.city_runs import CityViews, Run, SingleRun
 from benchmarks.scaling.gsplat_city import GsplatRun
 from benchmarks.scaling.tile_run import Mode, TileRun
 from benchmarks.scenes.city_model import CityModel, CityScene, make_model
@@ -32,46 +32,46 @@ class _Worker:
     def __init__(self, world: World, folder: Path | None, single: dict[str, Any]) -> None:
         self._world, self._folder, self._single = world, folder, dict(single)
         self._model: tuple[tuple[int, int], CityModel] | None = None
-        self._course: tuple[CityScene, Schedule] | None = None
+        self._city_views: tuple[CityScene, CityViews] | None = None
         self._transport: TransportChoice | None = None
 
     def __call__(self, job: Job) -> Job:
         free(self._world.device)
         if self._world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._world.device)
-        model, schedule = self._prepared(CityScene(**job["scene"]))
+        model, city_views = self._prepared(CityScene(**job["scene"]))
         made = {"points_by_rank": list(model.counts), "model_seconds": model.seconds}
         counting = {"counting": job["counts"], "absgrad": job["counts"]}
         if job["kind"] == "gsplat":
-            return made | self._gsplat(model, schedule, job)
+            return made | self._gsplat(model, city_views, job)
         if job["kind"] == "single":
-            run: Run = SingleRun(model, schedule, self._world, job["lazy"], **counting)
+            run: Run = SingleRun(model, city_views, self._world, job["lazy"], **counting)
         else:
             mode = Mode(**job["mode"])
             if mode.transport == "peer":
                 self._transport = self._transport or choose_transport(self._world, "auto")
                 if not self._transport.peer:
                     raise JobFailed(self._transport.reason)
-            run = TileRun(model, schedule, self._world, job["batch"], mode, **counting)
+            run = TileRun(model, city_views, self._world, job["batch"], mode, **counting)
         model.moments()
         run.still_moments()
         run.settle()
-        made["check"] = self._checked(run, schedule.scene.name, job["way"] == "single")
+        made["check"] = self._checked(run, city_views.scene.name, job["way"] == "single")
         made |= run.time(job["steps"])
         if isinstance(run, TileRun):
             made["parts"] = run.parts()
         return made
 
-    def _prepared(self, scene: CityScene) -> tuple[CityModel, Schedule]:
+    def _prepared(self, scene: CityScene) -> tuple[CityModel, CityViews]:
         key = (scene.points, scene.blocks)
         if self._model is None or self._model[0] != key:
-            self._model = self._course = None
+            self._model = self._city_views = None
             self._model = (key, make_model(scene, self._world))
-        if self._course is None or self._course[0] != scene:
-            self._course = None
+        if self._city_views is None or self._city_views[0] != scene:
+            self._city_views = None
             images = scene.images(self._world, self._folder)
-            self._course = (scene, Schedule(scene, scene.cameras(), images))
-        return self._model[1], self._course[1]
+            self._city_views = (scene, CityViews(scene, scene.cameras(), images))
+        return self._model[1], self._city_views[1]
 
     def _checked(self, run: Run, name: str, reference: bool) -> dict[str, Any]:
         """Compare the first step's effect on the model with that of `single`.
@@ -90,11 +90,11 @@ class _Worker:
             raise JobFailed("not what `single` does: " + "; ".join(wrong))
         return {**found, "compared": not reference}
 
-    def _gsplat(self, model: CityModel, schedule: Schedule, job: Job) -> Job:
-        run = GsplatRun(model, schedule, self._world, job["fused"], job["counts"])
-        seen = self._world.rank % len(schedule.views)
+    def _gsplat(self, model: CityModel, city_views: CityViews, job: Job) -> Job:
+        run = GsplatRun(model, city_views, self._world, job["fused"], job["counts"])
+        seen = self._world.rank % len(city_views.views)
         loss = run.loss_of(seen)
-        expected = self._single.get(schedule.scene.name)
+        expected = self._single.get(city_views.scene.name)
         if expected is not None and _far(loss, expected["losses"][seen], _GSPLAT_TOLERANCE):
             raise RuntimeError(f"gsplat's loss of view {seen} is {loss}; `single` has {expected['losses'][seen]}.")
         return {"loss": loss, **run.time(job["steps"])}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.lockstep import Clock, over_ranks
-from benchmarks.scaling.city_runs import Run, Schedule
+from benchmarks.scaling.city_runs import CityViews, Run
 from benchmarks.scenes.city_model import CityModel
 from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assign.assignment import TileRanges
@@ -34,12 +34,12 @@ RECORD_BYTES = 4 * RECORD_FLOATS
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of taking the steps of `tile`.
+    """Variant of the steps of `tile`.
 
     Attributes:
         transport: "peer" or "collective".
-        lists: "gather": each rank sorts what arrives; "sort": the sort over all ranks.
-        lazy: put off the steps of points that are not drawn.
+        lists: "gather": each rank sorts received rows; "sort": the sort over all ranks.
+        lazy: defer the steps of points that are not drawn.
     """
 
     transport: str = "peer"
@@ -62,9 +62,9 @@ class TileRun(Run):
     """See `Run`."""
 
     def __init__(
-        self, model: CityModel, schedule: Schedule, world: World, batch: int, mode: Mode, **options: Any
+        self, model: CityModel, city_views: CityViews, world: World, batch: int, mode: Mode, **options: Any
     ) -> None:
-        super().__init__(model, schedule, world, batch, mode.lazy, **options)
+        super().__init__(model, city_views, world, batch, mode.lazy, **options)
         self.mode = mode
         self._strategy = tile(world)
         assert isinstance(self._strategy.assignment, TileRanges)
@@ -75,7 +75,7 @@ class TileRun(Run):
         # The timer is the host's: events of the device would count, too.
         timer = StepTimer(torch.device("cpu"))
         self._graphs = StepGraphs(timer, lambda: None, GraphPool(world.device)) if captures else None
-        shape = (batch, schedule.scene.height, schedule.scene.width, 3)
+        shape = (batch, city_views.scene.height, city_views.scene.width, 3)
         self._pictures = torch.zeros(shape, dtype=torch.uint8, device=world.device)
 
     def _make(self) -> Step:
@@ -91,13 +91,13 @@ class TileRun(Run):
         return self.made(settings, self._strategy, self._transport, lists, measure=self._parts.measure)
 
     def _take(self, batch: int, inputs: Tensor) -> None:
-        views, scene = self.batches[batch], self.schedule.scene
+        views, scene = self.batches[batch], self.city_views.scene
         self._counts.learn()
         plan = with_halos(self._strategy.plan_alike(views), scene.width, scene.height)
         targets: list[Tensor] = []
         for patch in plan.drawn[self.world.rank]:
             _, top, _, bottom = patch.rendered(views[patch.view])
-            image = self.schedule.images[views[patch.view].index][top:bottom]
+            image = self.city_views.images[views[patch.view].index][top:bottom]
             targets.append(self._pictures[patch.view, top:bottom].copy_(image))
         self._inputs.upload(inputs)
         if self._graphs is None or self._parts.on:
@@ -139,7 +139,7 @@ class TileRun(Run):
             by_view = [counts[view.index] for view in views]
             for name, work in (("equal_rows", TileWork()), ("planned", self._assignment.work)):
                 cut = TileRanges(work).assign(views, self.world.size)
-                plan = with_halos(cut, self.schedule.scene.width, self.schedule.scene.height)
+                plan = with_halos(cut, self.city_views.scene.width, self.city_views.scene.height)
                 own, drawn = [0] * self.world.size, 0
                 for rank, patches in enumerate(plan.drawn):
                     for patch in patches:

@@ -21,14 +21,16 @@ def show(console: Console, results: list[Result]) -> None:
     worlds = sorted({r["gpus"] for r in every if r["kind"] == "tile"})
     console.print(_overview(every, names, worlds))
     console.print(_parts(timed, names))
-    ways = list(dict.fromkeys(r["way"] for r in timed if r["kind"] == "tile" and r["batch"] == 1 and not r["usual"]))
-    if ways:
-        console.print(_modes(timed, names, ways))
+    variants = list(
+        dict.fromkeys(r["way"] for r in timed if r["kind"] == "tile" and r["batch"] == 1 and not r["usual"])
+    )
+    if variants:
+        console.print(_modes(timed, names, variants))
     missing = [r for r in results if "ms" not in r]
     for r in missing[:4]:
         reason = (r.get("error") or r.get("skipped") or "").strip().splitlines()[-1:]
-        told = f"{r['gpus']} x {r['name']} {r['way']}: {' '.join(reason)}"
-        console.print(told[:170], markup=False, highlight=False)
+        line = f"{r['gpus']} x {r['name']} {r['way']}: {' '.join(reason)}"
+        console.print(line[:170], markup=False, highlight=False)
     if len(missing) > 4:
         console.print(f"... and {len(missing) - 4} more without figures; see the JSON.")
 
@@ -95,11 +97,11 @@ def _parts(timed: list[Result], names: list[str]) -> Table:
     return table
 
 
-def _modes(timed: list[Result], names: list[str], ways: list[str]) -> Table:
-    table = _table("other ways, ms, a view a step", "scene", "usual", *(way.removeprefix("tile, ") for way in ways))
+def _modes(timed: list[Result], names: list[str], variants: list[str]) -> Table:
+    table = _table("other ways, ms, a view a step", "scene", "usual", *(way.removeprefix("tile, ") for way in variants))
     for name in names:
-        for n in sorted({r["gpus"] for r in timed if r["way"] in ways}):
-            found = [_find(timed, name=name, way=way, gpus=n, batch=1) for way in ways]
+        for n in sorted({r["gpus"] for r in timed if r["way"] in variants}):
+            found = [_find(timed, name=name, way=way, gpus=n, batch=1) for way in variants]
             usual = _find(timed, name=name, kind="tile", gpus=n, batch=1, usual=True)
             if any(found):
                 table.add_row(f"{name} x{n}", _ms(usual), *(_ms(one) for one in found))

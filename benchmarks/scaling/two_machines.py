@@ -1,17 +1,17 @@
-"""Traffic of a training run between two machines, counted on the link itself, and its step times.
+"""Measure the traffic of a training run between two machines on the link itself, and its step times.
 
     sudo python -m benchmarks.scaling.two_machines tile batch --megabits 100 1000 [--json FILE]
 
 The machines are network namespaces of this host with a link of a given rate between them (see benchmarks.lib.machines):
 that takes Linux and root. Each run is `ns-train splatfacto-STRATEGY` under torchrun on both, on the procedural city and
-on the processor. Beside the bytes that the interfaces have sent stands what the run foretells of them: the payload of
-its exchanges between machines, from the numbers of rows and sizes of a row (`bytes_between_machines`). Both are counted
+on the processor. The bytes sent by the interfaces are compared with the run's prediction: the payload of its exchanges
+between machines, from the numbers of rows and sizes of a row (`bytes_between_machines`). Both are counted
 from the first row of metrics.jsonl to the last, over the same steps: neither the start nor the end of a run is in them.
 
 An interface counts headers, too: 66 bytes a packet (Ethernet 14, IPv4 20, TCP 20, its timestamps 12). It hands large
 packets over in one piece and counts their header once, so headers are 66 times its number of packets, of which many
-are acknowledgements without payload. What is left beside the foretold bytes is what ranks agree on in each step.
-The machines share this host's cores: times tell what the link adds, and not what machines of their own would take.
+are acknowledgements without payload. The remainder over the predicted bytes are the control messages of each step.
+The machines share this host's cores: times show the cost of the link, not the times of separate machines.
 """
 
 import argparse
@@ -80,8 +80,8 @@ class Counted:
         step_ms: time of each.
         sent: bytes that each machine has put on the link in a step, headers included.
         payload: those of both without headers.
-        foretold: bytes of its exchanges that the run says cross between machines in a step, both ways together.
-        told: bytes that a worker says it has sent in a step, mean over the ranks' rows (rank 0's).
+        predicted: bytes of a step's exchanges between machines by the run's prediction, both directions together.
+        reported: bytes that a worker reports as sent in a step, mean over the ranks' rows (rank 0's).
         whole: bytes that both machines have sent from the start of the run to its end.
         gaussians: at the end.
     """
@@ -90,8 +90,8 @@ class Counted:
     step_ms: float
     sent: tuple[float, float]
     payload: float
-    foretold: float
-    told: float
+    predicted: float
+    reported: float
     whole: int
     gaussians: int
 
@@ -154,13 +154,13 @@ def measure(task: Task, folder: Path) -> Counted:
     steps = int(rows[-1]["step"] - rows[0]["step"])
     sent = tuple((last - first) / steps for first, last in zip(before, after, strict=True))
     lengths = [one["step"] - other["step"] for other, one in itertools.pairwise(rows)]
-    told, foretold = (
+    reported, predicted = (
         sum(row[name] * length for row, length in zip(rows[1:], lengths, strict=True)) / steps
         for name in ("bytes_per_step", "bytes_between_machines")
     )
     payload = sum(sent) - HEADERS * (packets_now - packets_then) / steps
     return Counted(
-        steps, 1e3 * (now - then) / steps, (sent[0], sent[1]), payload, foretold, told, whole,
+        steps, 1e3 * (now - then) / steps, (sent[0], sent[1]), payload, predicted, reported, whole,
         int(rows[-1]["gaussians"]),
     )  # fmt: skip
 
@@ -175,14 +175,14 @@ def _rows(output: Path) -> list[dict[str, float]]:
 
 def table(done: Sequence[tuple[Task, Counted]]) -> Table:
     """Return the measurements as a table, one row per run."""
-    columns = ("strategy", "link", "step", "node0 sends", "node1 sends", "payload", "foretold", "off", "link busy")
+    columns = ("strategy", "link", "step", "node0 sends", "node1 sends", "payload", "predicted", "off", "link busy")
     shown = Table(*columns, "Gaussians")
     for task, one in done:
         sent = (f"{count / 1e6:.2f} MB" for count in one.sent)
         shown.add_row(
             task.title, f"{task.megabits:g} Mbit/s", f"{one.step_ms:,.0f} ms", *sent,
-            f"{one.payload / 1e6:.3f} MB", f"{one.foretold / 1e6:.3f} MB",
-            f"{100 * (one.payload / one.foretold - 1):+.1f} %", f"{100 * one.busy(task.megabits):.0f} %",
+            f"{one.payload / 1e6:.3f} MB", f"{one.predicted / 1e6:.3f} MB",
+            f"{100 * (one.payload / one.predicted - 1):+.1f} %", f"{100 * one.busy(task.megabits):.0f} %",
             f"{one.gaussians:,}",
         )  # fmt: skip
     return shown
@@ -215,10 +215,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the machines are removed
     console, done = Console(width=None if sys.stdout.isatty() else 120), list[tuple[Task, Counted]]()
     with TemporaryDirectory(prefix="two-machines-") as folder:
-        primitives = itertools.product(
+        combinations = itertools.product(
             range(options.repeat), options.strategies, options.megabits, options.wire, options.relays,
         )  # fmt: skip
-        for turn, strategy, megabits, wire, relays in primitives:
+        for turn, strategy, megabits, wire, relays in combinations:
             if strategy not in ("tile", "locality") and wire == "half":
                 continue
             if strategy != "locality" and relays == "no":

@@ -1,11 +1,11 @@
-"""A model of the procedural city, as large as one likes, spread over the ranks; and views of it to train on.
+"""A model of the procedural city of any size, sharded over the ranks; and views of it to train on.
 
 Points lie where rays from straight above and from four sides meet the city, so that roofs and walls have some. The city
-grows with the points: they stay about 20 cm apart, as far as flights over cities find them, and a view straight down
-sees two million. The model is the same for any number of ranks: rays are drawn in pieces whose generator has the
-piece's number, and points are put into the order of `primitives.morton`, of which each rank has one range.
+grows with the points. Their distance is about 20 cm, as in aerial captures, and a view straight down sees two million.
+The model is the same for any number of ranks: rays are drawn in pieces whose generator has the piece's number, and
+points are put into the order of `primitives.morton`, of which each rank has one range.
 
-Everything is made on the rank's own device; what travels is 24 bytes a point.
+Each rank makes its part on its own device and exchanges 24 bytes a point.
 """
 
 import math
@@ -39,7 +39,7 @@ DEGREE = 3
 
 _SEED = 7
 _PLANNED = 40
-"""Views of the flight that the views to train on are picked from, evenly."""
+"""Number of views of the camera path from which the training views are picked evenly."""
 _SEEN = 2_000_000
 """Points that a view straight down sees, or a quarter of them all if that is less."""
 _AROUND = 1.35
@@ -76,7 +76,7 @@ class CityScene:
 
     @cached_property
     def capture(self) -> CityCapture:
-        """The flight; its altitude depends on the points alone."""
+        """Return the camera path; its altitude depends only on the number of points."""
         city = _city(self.blocks or max(1, round(6 * math.sqrt(self.points / 8e6))))
         side = 2 * math.tan(math.radians(AERIAL_FOV) / 2)  # of the ground in a picture, in altitudes
         area = min(_SEEN, self.points / 4) * (2 * _AROUND * city.half) ** 2 / self.points
@@ -84,14 +84,14 @@ class CityScene:
         return CityCapture(city, "aerial", _PLANNED, self.width, self.height, 1, altitude=altitude)
 
     @property
-    def reach(self) -> float:
+    def half_size(self) -> float:
         """Half the side of the square that points lie over, metres."""
         return _AROUND * self.capture.city.half
 
     @property
     def spacing(self) -> float:
         """Metres between points, if the square were flat."""
-        return 2 * self.reach / math.sqrt(self.points)
+        return 2 * self.half_size / math.sqrt(self.points)
 
     @property
     def name(self) -> str:
@@ -214,8 +214,8 @@ def _city(blocks: int) -> City:
 def _sampled(scene: CityScene, world: World) -> Tensor:
     """[n, 6] places and colours in [0, 1] of this rank's share of the rays, which is not its range of points yet."""
     piece = max(1, min(_PIECE, -(-scene.points // 16)))
-    pieces = -(-scene.points // piece)
-    bounds = even_bounds(pieces, world.size)
+    chunks = -(-scene.points // piece)
+    bounds = even_bounds(chunks, world.size)
     first, end = (min(bounds[world.rank + k] * piece, scene.points) for k in (0, 1))
     records = torch.empty(end - first, 6, device=world.device)
     if end == first:
@@ -236,7 +236,7 @@ def _cast(solid: Scene, scene: CityScene, into: Tensor, generator: torch.Generat
     table.append([-math.sin(a) for a, _ in looks])
     direction = torch.tensor(table, device=device)[:, torch.arange(count, device=device) % len(looks)]
     origin = torch.zeros(3, count, device=device)
-    origin[:2] = (2 * torch.rand(2, count, generator=generator, device=device) - 1) * scene.reach
+    origin[:2] = (2 * torch.rand(2, count, generator=generator, device=device) - 1) * scene.half_size
     origin -= direction * (top / -direction[2])
     spread = scene.spacing * math.sin(_DOWN) / top  # a ray is as wide as points are apart
     t, _ = trace(solid.geometry, origin, direction, Width(torch.zeros_like(origin[0]), spread))

@@ -19,7 +19,7 @@ CITIES = {
     "city-16": (16_000_000, 1920, 1080),
     "city-tiny": (4000, 96, 64),
 }
-"""The flight's first view sees about two million points, of the smaller ones a quarter."""
+"""The camera path's first view sees about two million points, of the smaller ones a quarter."""
 
 
 def city_view(name: str, device: torch.device) -> Scene:

@@ -24,7 +24,7 @@ from ns_multigpu.city.city import City
 from ns_multigpu.core.types import SSIM_HALO
 from ns_multigpu.locality.groups import Groups, cull_groups
 
-WAYS = ("frustum", "near", "visible")
+VISIBILITY_RULES = ("frustum", "near", "visible")
 FACTORS = (1, 2, 4)
 """Patches along each side of a picture that are counted."""
 _TRACED = 64
@@ -39,7 +39,7 @@ class SeenCity:
     """Counts.
 
     Attributes:
-        seen: by (one of `WAYS`, factor): [V * factor^2, C] csr, points of each group, patches row by row,
+        seen: by (one of `VISIBILITY_RULES`, factor): [V * factor^2, C] csr, points of each group, patches row by row,
             view after view.
         points: [C] int64, points of each group.
         views: how many. half: half the city's side, metres.
@@ -76,7 +76,7 @@ def seen_city(
     depths = torch.stack([capture.depth(v, scale=_TRACED / width) for v in track(range(views), "tracing")])
     means, scales = points_seen(capture, depths, points)
     groups = Groups.of(means, scales, size)
-    rows: dict[tuple[str, int], list[Any]] = {(way, f): [] for way in WAYS for f in FACTORS}
+    rows: dict[tuple[str, int], list[Any]] = {(way, f): [] for way in VISIBILITY_RULES for f in FACTORS}
     means, scales = means[groups.order].contiguous(), scales[groups.order].contiguous()
     opacities = torch.full((len(means),), 0.7)
     for view in track(range(views), "counting"):
@@ -136,7 +136,7 @@ def _count(
     for factor in FACTORS:
         low = ((at - radius[:, None]) / bounds * factor).floor().long().clamp(0, factor - 1)
         high = ((at + radius[:, None]) / bounds * factor).floor().long().clamp(0, factor - 1)
-        for way in WAYS:
+        for way in VISIBILITY_RULES:
             rows[way, factor].append(
                 _by_patch(group[masks[way]], low[masks[way]], high[masks[way]], factor, len(groups))
             )
@@ -177,5 +177,5 @@ def _write(city: SeenCity, folder: Path) -> None:
 
 def _read(folder: Path) -> SeenCity:
     rest = np.load(folder / "rest.npz")
-    seen = {(w, f): sparse.load_npz(folder / f"{w}-{f}.npz").tocsr() for w in WAYS for f in FACTORS}
+    seen = {(w, f): sparse.load_npz(folder / f"{w}-{f}.npz").tocsr() for w in VISIBILITY_RULES for f in FACTORS}
     return SeenCity(seen, rest["points"], int(rest["views"]), float(rest["half"]))

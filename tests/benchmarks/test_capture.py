@@ -18,7 +18,7 @@ def words(run: str) -> str:
     return " ".join(command(run, 7, OPTIONS, Path("out")))
 
 
-def test_each_run_is_what_its_name_says() -> None:
+def test_each_run_has_the_options_of_its_name() -> None:
     assert "--operators" not in words("splatfacto") and "--operators ours" in words("splatfacto-ours")
     four = words("batch-4x2")
     assert "splatfacto-batch" in four and "--machine.num-devices 4" in four and "--pipeline.views-per-rank 2" in four
@@ -30,7 +30,7 @@ def test_each_run_is_what_its_name_says() -> None:
         assert "--pipeline.datamanager.train-cameras-sampling-seed 7" in words(run) or "--seed 7" in words(run)
 
 
-def test_kernels_of_gsplat_are_asked_for_where_a_run_evaluates_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gsplat_kernels_are_requested_for_runs_with_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NS_MULTIGPU_CUDA", raising=False)
     assert "--fused-steps never" in words("batch-1-gsplat")
     assert environment("batch-1-gsplat", 0, 1)["NS_MULTIGPU_CUDA"] == "gsplat"
@@ -59,11 +59,11 @@ def test_runs_that_share_a_gpu_are_evaluated_at_once(
     """A benchmark that is cut off has what was finished."""
     file = tmp_path / "out.json"
     done: list[str] = []
-    told: list[list[bool]] = []
+    earlier_rows: list[list[bool]] = []
 
     def train(run: str, seed: int, options: Any, folder: Path, gpu: int | None) -> dict[str, Any]:
         before = json.loads(file.read_text())["results"] if file.exists() else []
-        told.append(["psnr" in r and not r["alone"] for r in before])
+        earlier_rows.append(["psnr" in r and not r["alone"] for r in before])
         done.append(f"train {seed}")
         speeds = {"images_per_s": 1.0, "train_seconds": 1.0, "wall_s": 2.0, "gaussians": 1, "bytes_per_step": 0.0}
         return {"run": run, "seed": seed, "ssim": 1.0} | speeds
@@ -82,11 +82,11 @@ def test_runs_that_share_a_gpu_are_evaluated_at_once(
     main()
     one_by_one = ["train 1", "evaluate 1", "train 2", "evaluate 2"]
     assert done == (one_by_one if shared else ["train 1", "train 2", "evaluate 1", "evaluate 2"])
-    assert told == [[], [shared]]
+    assert earlier_rows == [[], [shared]]
     assert all(r["psnr"] == 1.0 for r in json.loads(file.read_text())["results"])
 
 
-def test_where_the_time_went_is_a_table_of_its_own() -> None:
+def test_time_breakdown_has_its_own_table() -> None:
     results: list[dict[str, Any]] = [
         {"run": "batch-1", "alone": True, "startup_ms": {"imports": 1000.0, "training": 4000.0}},
         {"run": "batch-1", "alone": True, "startup_ms": {"imports": 3000.0, "training": 4000.0}},
@@ -102,9 +102,9 @@ def test_where_the_time_went_is_a_table_of_its_own() -> None:
     assert parts_table(["splatfacto"], results) is None
 
 
-def test_each_log_says_how_many_gaussians_there_are_and_what_a_step_took(tmp_path: Path) -> None:
+def test_each_log_has_gaussians_and_step_time(tmp_path: Path) -> None:
     parts = {"step_ms": 1.2, "compute_ms": 0.7, "exchange_ms": 0.2, "waiting_ms": 0.1}
     rows = [{"step": 0, "gaussians": 10.0, **parts, "loss": 0.5}, {"step": 250, "gaussians": 12.0, "split": 2.0}]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
-    assert capture.schedule(file) == [{"step": 0, "gaussians": 10.0, **parts}, rows[1]]
+    assert capture.trajectory(file) == [{"step": 0, "gaussians": 10.0, **parts}, rows[1]]

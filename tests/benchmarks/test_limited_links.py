@@ -1,4 +1,4 @@
-"""The link that is held to a rate: how fast it is, that bytes arrive as they were, and a run that is timed over it."""
+"""The rate-limited link: its rate, unchanged bytes, and a run that is timed over it."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ print(8 * got / (time.perf_counter() - began) / 1e9, digest.digest() == wanted)
 
 
 def talk(gbit: float | None, megabytes: int, *, blocks: bool) -> list[float]:
-    """What each of two processes receives a second, Gbit, while both send; all bytes must be those that were sent."""
+    """Return the rate at which each of two processes receives while both send, Gbit/s. Raise if bytes differ."""
     words = [sys.executable, "-c", _TALK]
     environment = {**os.environ, **variables(gbit, cuda=False)}
     first = subprocess.Popen(
@@ -71,12 +71,12 @@ def talk(gbit: float | None, megabytes: int, *, blocks: bool) -> list[float]:
         timeout=60,
     )
     rates = [out.split() for out in (first.communicate(timeout=60)[0], second.stdout)]
-    assert all(same == "True" for _, same in rates), "bytes arrive as they were sent"
+    assert all(same == "True" for _, same in rates), "received bytes equal the sent ones"
     return [float(rate) for rate, _ in rates]
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_both_ways_are_held_to_the_rate(blocks: bool) -> None:
+def test_rate_limit_holds_in_both_directions(blocks: bool) -> None:
     tries: list[float] = []
     while len(tries) < 12 and not any(rate > 0.95 * GBIT for rate in tries):  # other programs may take the processors
         rates = talk(GBIT, 8, blocks=blocks)

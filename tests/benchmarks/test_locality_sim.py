@@ -46,8 +46,8 @@ def test_locality_beats_chance(city: SeenCity) -> None:
     assert 1 <= mean <= tail <= 4
 
 
-def test_times_are_told(city: SeenCity, tmp_path: Path) -> None:
+def test_times_are_reported(city: SeenCity, tmp_path: Path) -> None:
     large = large_graph_seconds(400, 30, 0.05, 2)
     assert large["groups"] == 400 and large["edges"] > 30 and large["most_points"] < 1.2
-    told = plan_times(city, "visible", batch=4, machines=2, trials=2)
-    assert np.isfinite(told["with search"]["ms"])
+    times = plan_times(city, "visible", batch=4, machines=2, repeats=2)
+    assert np.isfinite(times["with search"]["ms"])

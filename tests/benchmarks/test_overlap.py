@@ -11,7 +11,7 @@ from ns_multigpu.radiance.segments import cell_of, clip, dealt
 UNIT = Domain.box(torch.tensor([[0.0, 0, 0], [1, 1, 1]]))
 
 
-def _halves() -> torch.Tensor:
+def _positions() -> torch.Tensor:
     """Points that are cut at x = 0.5: they are spread further along x."""
     g = torch.Generator().manual_seed(2)
     points = torch.rand(999, 3, generator=g) * torch.tensor([1.0, 0.4, 0.4]) + torch.tensor([0.0, 0.3, 0.3])
@@ -19,7 +19,7 @@ def _halves() -> torch.Tensor:
 
 
 def test_weights_fall_over_the_overlap() -> None:
-    cells = partition(_halves(), 2, UNIT)
+    cells = partition(_positions(), 2, UNIT)
     assert [split.axis for split in cells.tree.splits] == [0] and cells.tree.splits[0].plane == pytest.approx(0.5)
     wide, extents = tiles(cells, 0.2), cells.extents()
     torch.testing.assert_close(wide[:, 0, 0], torch.tensor([0, 0.45], dtype=torch.float64), atol=1e-6, rtol=0)
@@ -32,7 +32,7 @@ def test_weights_fall_over_the_overlap() -> None:
     torch.testing.assert_close(found[1], 1 - expected, atol=1e-5, rtol=0)
 
 
-def test_fields_attend_to_what_is_there() -> None:
+def test_fields_attend_to_occupied_space() -> None:
     """A focus has nearly all of a cell's points, is finite, and does not follow one that is far off."""
     points = torch.randn(2000, 3, generator=torch.Generator().manual_seed(3)) * 0.3
     cells = partition(points, 4, Domain.unbounded())

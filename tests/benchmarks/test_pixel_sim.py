@@ -7,7 +7,7 @@ from benchmarks.scaling.pixel_sim import MODELS, row_of, scene_of
 
 def test_a_small_city() -> None:
     scene = scene_of("aerial", 4, 12, 3000, 150.0)
-    assert 0 < scene.shown < 1 and len(scene.means) == len(scene.reach) == 3000
+    assert 0 < scene.shown < 1 and len(scene.means) == len(scene.extent) == 3000
     one, two = row_of(scene, 2, 3), row_of(scene, 4, 3)
     for row, gpus in ((one, 2), (two, 4)):
         assert row["gpus"] == gpus and 1 <= row["GPUs a view"] <= gpus and 0 < row["in sight"] <= 1

@@ -1,4 +1,4 @@
-"""What `benchmarks.captures.radiance` starts, and what it keeps of a way that does not come to its end."""
+"""Commands of `benchmarks.captures.radiance`, and the results that it keeps of a failed variant."""
 
 import argparse
 import json
@@ -41,16 +41,16 @@ def test_a_way_is_a_command(way: str, method: str, gpus: int, own: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["nerfacto-2", "xl", "xl-2x", "splat-2"])
-def test_a_way_that_there_is_not(way: str) -> None:
+def test_unknown_variant_is_refused(way: str) -> None:
     with pytest.raises(SystemExit, match=f"no way '{way}'"):
         radiance.command(way, options(), Path("out"))
 
 
 def ends(code: int, *, done: bool) -> Any:
     """Return a command that leaves what it has evaluated, and its result if it is done."""
-    courses = [{"psnr": 21.5, "rays": 2_000_000, "seconds": 9.0}]
-    result = {"steps": 3, "parameters": 5, "peak_mib": 6.0, "courses": courses}
-    files = {radiance.COURSES: courses, **({"result.json": result} if done else {})}
+    evaluations = [{"psnr": 21.5, "rays": 2_000_000, "seconds": 9.0}]
+    result = {"steps": 3, "parameters": 5, "peak_mib": 6.0, "courses": evaluations}
+    files = {radiance.EVALUATIONS: evaluations, **({"result.json": result} if done else {})}
 
     def command(way: str, given: Any, output: Path) -> list[str]:
         for name, content in files.items():
@@ -88,5 +88,5 @@ def test_a_run_writes_down_each_evaluation(tmp_path: Path) -> None:
     )
     row = radiance.run("xl-2", given, tmp_path / "runs")
     assert "failed" not in row, row
-    kept = json.loads((tmp_path / "runs" / "xl-2" / radiance.COURSES).read_text())
+    kept = json.loads((tmp_path / "runs" / "xl-2" / radiance.EVALUATIONS).read_text())
     assert [look["steps"] for look in kept] == [2, 3] and kept == row["courses"]

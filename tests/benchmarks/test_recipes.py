@@ -27,7 +27,7 @@ def test_variants_build_on_each_other_and_follow_the_length(tmp_path: Path) -> N
     assert " ".join(words).endswith("--pipeline.model.max-gs-num 9 --pipeline.model.x 3500 " + " ".join(words[-11:]))
     assert words[words.index("--max-num-images") + 1] == "7000"
     assert words[words.index("--pipeline.datamanager.train-cameras-sampling-seed") + 1] == "3"
-    for line in ("few mcmc", "few = nobody --x 1", "few =", "few = splatfacto --x 1"):
+    for line in ("few mcmc", "few = unknown --x 1", "few =", "few = splatfacto --x 1"):
         with pytest.raises(SystemExit, match="--variants"):
             variants(line)
 
@@ -40,7 +40,7 @@ def test_splatfacto_is_one_run_of_all_lengths(tmp_path: Path) -> None:
     assert words.startswith("--images 9 --seed 42 --output out --also-at 5 -- colmap --data fox")
 
 
-def test_a_plan_says_what_runs(tmp_path: Path) -> None:
+def test_plan_lists_the_runs(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     plan.write_text("# first\nfox | ours mcmc | 7 | 1 2\naerial-3 | best | 9 | 1\nfox | ours | 7 | 1\n")
     given = options(tmp_path, "--captures", f"fox={tmp_path / 'fox'}", "--plan", str(plan), "--cities", str(tmp_path))
@@ -50,7 +50,7 @@ def test_a_plan_says_what_runs(tmp_path: Path) -> None:
     ]  # fmt: skip
     folders, cities = folders_of(given, jobs)
     assert folders == {"fox": tmp_path / "fox", "aerial-3": tmp_path / "aerial-3"} and cities == ["aerial-3"]
-    plan.write_text("fox | nobody | 7 | 1")
+    plan.write_text("fox | unknown | 7 | 1")
     with pytest.raises(SystemExit, match="nobody"):
         jobs_of(given, variants(""))
     plan.write_text("fox | ours | 7")
@@ -79,7 +79,7 @@ def test_a_capture_without_a_folder_is_named(tmp_path: Path) -> None:
 
 
 class _Calls:
-    """Stands in for processes: each run takes the seconds that it is told, and leaves a result."""
+    """Replacement of processes: each run takes the given seconds and writes a result."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.called, self.now, self.cut = seconds, list[str](), 0.0, False
@@ -113,7 +113,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     return stand_in
 
 
-def test_what_is_there_is_not_run_again(tmp_path: Path, calls: _Calls) -> None:
+def test_existing_results_are_not_run_again(tmp_path: Path, calls: _Calls) -> None:
     words = ("--captures", str(tmp_path / "fox"), "--recipes", "splatfacto", "ours", "--images", "5", "9")
     runs = Runs(options(tmp_path, *words))
     runs.go()
@@ -131,7 +131,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, calls: _Calls) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_of_each_run_there_is_a_picture_where_that_is_asked_for(tmp_path: Path, calls: _Calls, asked: bool) -> None:
+def test_each_run_writes_a_picture_if_requested(tmp_path: Path, calls: _Calls, asked: bool) -> None:
     words = ("--captures", str(tmp_path / "fox"), "--recipes", "splatfacto", "ours", "--images", "9")
     Runs(options(tmp_path, *words, *(["--pictures", str(tmp_path / "pictures")] if asked else []))).go()
     for function, given in zip(calls.called, calls.given, strict=True):
@@ -207,7 +207,7 @@ def test_runs_wait_for_their_city(tmp_path: Path, calls: _Calls) -> None:
     assert calls.called == ["make_city", "train_ours"] and runs.results[0]["capture"] == "street-4"
 
 
-def test_the_table_gives_times_of_runs_that_were_alone() -> None:
+def test_table_has_times_of_exclusive_runs_only() -> None:
     row = {"capture": "fox", "recipe": "best", "images": 7, "ssim": 0.5, "gaussians": 9, "peak_mib": 3.0}
     rows = [
         row | {"psnr": 30.0, "train_seconds": 8.0, "alone": True},

@@ -23,10 +23,10 @@ from tests.plugin.radiance.test_radiance_run import configured, everything, near
 
 def attend(made: Any, points: Tensor, cells: Partition) -> None:
     """Give a model the boxes that its fields attend to, as its pipeline does."""
-    made.boxes = made.ways.focus(points, cells)
+    made.boxes = made.separation.focus(points, cells)
 
 
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "mega": {"kind": MegaModelConfig, "before": attend},
     "block": {"kind": BlockModelConfig, "before": attend},
 }
@@ -34,33 +34,33 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("way", "options"), [("mega", {}), ("block", {"disable_scene_contraction": True})])
 def test_any_number_of_ranks_is_one(way: str, options: dict[str, Any]) -> None:
-    given = {**WAYS[way], **options}
+    given = {**VARIANTS[way], **options}
     one = step_of(World.single(), 3, given)
     assert {name.split(".")[0] for name in one["gradients"]} == {"cells", "camera_optimizer"}
     assert (one["outside"] > 0) == ("disable_scene_contraction" in options), "some rays miss a box"
     compare(one, run_ranks(step_of, 2, 3, given), exact=way != "mega")  # it adds blended samples up over the ranks
 
 
-def test_fields_that_are_trained_alone_do_not_learn_from_each_other() -> None:
+def test_separate_fields_share_no_gradients() -> None:
     """With Mega-NeRF's or Block-NeRF's rays, a field's gradients are those of its own rays, and heads are its own."""
-    for spread in WAYS:
-        ours: Any = model(World.single(), 3, **WAYS[spread])
+    for spread in VARIANTS:
+        ours: Any = model(World.single(), 3, **VARIANTS[spread])
         ours.begin_step(3)
         outputs = ours(rays(2.0))
         bounds = ours.figures.segments.begins
         assert all(b > a for a, b in itertools.pairwise(bounds)) and bounds[-1] > 48, "rays are seen by several"
         outputs["rgb"][bounds[1] : bounds[2]].sum().backward()
         graded = {name[:8] for name, p in ours.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-        assert graded == {"cells.1.", "camera_o"}, f"{spread}: poses alone are learnt together"
+        assert graded == {"cells.1.", "camera_o"}, f"{spread}: only poses are trained together"
         assert ours.shared_parameters().keys() <= {"camera_optimizer.pose_adjustment"}
         heads = [cell.head.mlp_head.layers[0].weight for cell in ours.cells.values()]
         assert not torch.equal(heads[0], heads[1]), "each begins with numbers of its own"
 
 
 def test_blends_show_what_all_fields_show() -> None:
-    """Where each field has the same fog, blended samples and blended pixels are it, without seams."""
-    for spread in WAYS:
-        ours: Any = model(World.single(), 3, **WAYS[spread], average_init_density=1.0, far_plane=0.9)
+    """Fields of equal fog give equal fog without seams, by blended samples and by blended pixels."""
+    for spread in VARIANTS:
+        ours: Any = model(World.single(), 3, **VARIANTS[spread], average_init_density=1.0, far_plane=0.9)
         with torch.no_grad():
             for name, param in ours.named_parameters():
                 if name.startswith("cells."):
@@ -73,7 +73,7 @@ def test_blends_show_what_all_fields_show() -> None:
 
 def test_samples_are_blended_by_their_place_in_the_overlap() -> None:
     """A ray from a tile of density 1 into one of density 3: over the overlap it rises from one to the other."""
-    ours: Any = model(World.single(), 2, **WAYS["mega"])
+    ours: Any = model(World.single(), 2, **VARIANTS["mega"])
     (split,) = ours.partition.tree.splits
     direction = torch.eye(3)[split.axis][None]
     bundle = RayBundle(direction * (split.plane - 0.5), direction, torch.ones(1, 1), torch.zeros(1, 1).long())
@@ -99,8 +99,8 @@ def test_samples_are_blended_by_their_place_in_the_overlap() -> None:
 
 def test_a_blend_is_of_the_fields_that_are_near() -> None:
     """Only one of three fields has fog: pixels have more of it, the more of the ray (or of the camera) is its."""
-    for spread in WAYS:
-        ours: Any = model(World.single(), 3, **WAYS[spread], average_init_density=1.0, far_plane=0.9)
+    for spread in VARIANTS:
+        ours: Any = model(World.single(), 3, **VARIANTS[spread], average_init_density=1.0, far_plane=0.9)
         with torch.no_grad():
             for name, param in ours.named_parameters():
                 if name.startswith("cells."):
@@ -128,7 +128,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", VARIANTS)
 def test_evaluation_in_one_process_shows_what_was_trained(way: str, capture: Path, tmp_path: Path) -> None:
     expected = trained(World.single(), of_baseline(way, capture, tmp_path)).pipeline.get_average_eval_image_metrics()
     config = of_baseline(way, capture, tmp_path)
@@ -141,10 +141,10 @@ def test_evaluation_in_one_process_shows_what_was_trained(way: str, capture: Pat
     assert found["psnr"] == expected["psnr"] and found["ssim"] == expected["ssim"]
 
 
-def courses(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, Tensor], ...]]:
+def train_variants(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, Tensor], ...]]:
     """Train each way on two ranks, and go on from its middle on one."""
     ends: dict[str, tuple[dict[str, Tensor], ...]] = {}
-    for way in WAYS:
+    for way in VARIANTS:
         config = of_baseline(way, capture, out / way, steps=8)
         config.steps_per_save, config.save_only_latest_checkpoint = 4, False
         found = [everything(trained(world, config))]
@@ -157,8 +157,8 @@ def courses(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str,
     return ends
 
 
-def test_runs_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Path) -> None:
-    ends = run_ranks(courses, 2, capture, tmp_path)
+def test_runs_resume_with_other_world_sizes(capture: Path, tmp_path: Path) -> None:
+    ends = run_ranks(train_variants, 2, capture, tmp_path)
     for way, (two, again) in ends[0].items():
         assert near(two, again) == near(ends[1][way][0], again) == [], way
         assert {name[:8] for name in two if name.startswith("cells.")} == {"cells.0."}
@@ -172,7 +172,7 @@ def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
     config = of_baseline("block", capture, tmp_path, cells=40)
     with pytest.raises(InputError, match="groups of cameras are empty"):
         config.pipeline.setup(device="cpu", test_mode="val")
-    for way in WAYS:
+    for way in VARIANTS:
         config = of_baseline(way, capture, tmp_path, background_color="sky")
         with pytest.raises(InputError, match=r"background-color sky: .*each field is trained alone"):
             config.check_method()

@@ -21,7 +21,7 @@ END = ["--", "colmap", "--data", "fox"]
 SIZE = (9, 7)
 
 
-def test_both_are_told_the_same(tmp_path: Path) -> None:
+def test_both_get_the_same_arguments(tmp_path: Path) -> None:
     options = arguments(["--images", "70", "--normal-loss", "0.1", "--output", str(tmp_path), *END])
     ours, theirs = (words_of(way, 3, tmp_path, options) for way in ("ours", "gsplat"))
     for words in (ours, theirs):
@@ -36,7 +36,7 @@ def test_both_are_told_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [["--images", "0"], ["--device", "cpu"], ["--ways", "nobody"]])
-def test_what_cannot_be_run_is_said(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_variant_is_reported(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments([*wrong, *END])
     assert wrong[0] in capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_results_are_kept_and_missing_ones_counted(tmp_path: Path, monkeypatch: 
     assert [(one["way"], one["seed"]) for one in comparison.results] == [("ours", 1), ("ours", 2)]
     pictures = [more for function, more, _ in given if function == "train_ours"]
     assert pictures == [((3, tmp_path / "a.png"),), (None,)] and {seconds for *_, seconds in given} == {9.0}
-    assert table(comparison.results).row_count == 2 and comparison.told()["options"]["images"] == 7000
+    assert table(comparison.results).row_count == 2 and comparison.summary()["options"]["images"] == 7000
 
 
 def drawing(means: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -126,7 +126,7 @@ def test_gsplats_2d_gaussians_in_splatfacto() -> None:
             draw(peer, model, **wrong)
 
 
-def test_its_loss_of_normals_is_ours() -> None:
+def test_normal_loss_equals_ours() -> None:
     width, height = SIZE
     g = torch.Generator().manual_seed(1)
     view = View(torch.eye(4), torch.tensor([[8.0, 0, 4.5], [0, 8, 3.5], [0, 0, 1]]), width, height)

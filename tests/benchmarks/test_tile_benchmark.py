@@ -18,20 +18,20 @@ from ns_multigpu.core.dist.world import World
 TOY = ["--device", "cpu", "--points", "2000"]
 
 
-def test_ways_are_compared_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_are_compared_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tile.json"
     words = [*TOY, "--images", "96x64", "--gpus", "1", "2", "--quick", "--counts", "--json", str(path)]
     assert tile.main(words) == 0
     report = json.loads(path.read_text())
     assert report["complete"]
-    ways = {(r["way"], r["gpus"], r["batch"]): r for r in report["results"]}
-    assert set(ways) == {
+    by_variant = {(r["way"], r["gpus"], r["batch"]): r for r in report["results"]}
+    assert set(by_variant) == {
         ("single", 1, 1), ("single, dense", 1, 1), ("tile, peer", 1, 1), ("tile, collective", 2, 1),
         ("tile, collective", 2, 2), ("tile, collective, dense", 2, 1), ("single, counting", 1, 1),
         ("tile, peer, counting", 1, 1), ("tile, collective, counting", 2, 1),
         ("tile, collective, counting", 2, 2),
     }  # fmt: skip
-    for (way, ranks, batch), result in ways.items():
+    for (way, ranks, batch), result in by_variant.items():
         assert result["ms"] > 0 and result["images_per_s"] == pytest.approx(1e3 * batch / result["ms"])
         assert result["check"]["compared"] == (way != "single") and result["counts"] == way.endswith("counting")
         assert sum(result["points_by_rank"]) == 2000 and len(result["points_by_rank"]) == ranks

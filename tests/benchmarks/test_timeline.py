@@ -24,7 +24,7 @@ def a_trace(file: Path) -> None:
         json.dump({"traceEvents": events}, out)
 
 
-def test_what_is_shown_of_a_trace(tmp_path: Path) -> None:
+def test_timeline_shows_trace_events(tmp_path: Path) -> None:
     a_trace(file := tmp_path / "trace.json.gz")
     device, host, busy = timeline.bars(file, 0.0, 1.2)
     assert device == [("forward", 0.0, 0.4), ("backward", 0.4, 0.6), ("exchange", 1.0, 0.5)]
@@ -51,14 +51,14 @@ def test_a_trace_that_is_none(trace: str, said: str, tmp_path: Path, capsys: pyt
     assert said in capsys.readouterr().err
 
 
-def test_a_trace_without_a_gpu_says_so(tmp_path: Path) -> None:
+def test_trace_without_gpu_is_reported(tmp_path: Path) -> None:
     with gzip.open(file := tmp_path / "cpu.json.gz", "wt") as out:
         json.dump({"traceEvents": []}, out)
     with pytest.raises(SystemExit, match="nothing in it ran on a GPU"):
         timeline.bars(file, 0.0, 1.0)
 
 
-def test_kernels_are_known_by_their_names() -> None:
+def test_kernels_are_classified_by_name() -> None:
     names = {
         "ncclDevKernel_AllGather_RING_LL": "exchange", "Memcpy PtoP (Device -> Device)": "exchange",
         "void nsmg::update_kernel<3, false, float>": "update", "void nsmg::band_kernel<unsigned char>": "loss",

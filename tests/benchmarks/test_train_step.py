@@ -15,7 +15,7 @@ from benchmarks.kernels.our_step import OurStep
 from benchmarks.scenes.garden import DEFAULT, TINY, Garden
 
 
-def test_ways_are_timed_with_statistics_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_are_timed_with_and_without_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "step.json"
     words = ["--device", "cpu", "--quick", "--iterations", "1", "--counts", "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["train_step", *words])
@@ -26,7 +26,7 @@ def test_ways_are_timed_with_statistics_and_without(tmp_path: Path, monkeypatch:
         assert scene["lines"][f"step, {way}"]["ms"] > 0 and scene["lines"][f"step, {way}, counting"]["ms"] > 0
 
 
-def test_ways_are_timed_with_groups_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_are_timed_with_and_without_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "step.json"
     words = ["--device", "cpu", "--quick", "--iterations", "1", "--scenes", "city-tiny", "--group-culling", "both"]
     monkeypatch.setattr(sys, "argv", ["train_step", *words, "--json", str(path)])
@@ -48,7 +48,7 @@ def test_ways_are_timed_with_groups_and_without(tmp_path: Path, monkeypatch: pyt
     assert scene["losses"]["ours"] == scene["losses"]["ours, no groups"]
 
 
-def test_ours_counts_what_the_operators_count() -> None:
+def test_fused_statistics_equal_those_of_the_operators() -> None:
     scene = Garden(DEFAULT, torch.device("cpu")).scene(TINY)
     ours = OurStep(scene, needed(scene), absgrad=False, graph=False, lazy=False, counting=True)
     theirs = AutogradStep(scene, Kind("operators", "ours"), absgrad=False, counting=True)

@@ -18,7 +18,7 @@ def most(order: list[int], loads: np.ndarray, size: int) -> list[int]:
     return [int(loads[order[k : k + size]].sum(0).max()) for k in range(0, len(order), size)]
 
 
-def test_disjoint_views_come_together() -> None:
+def test_disjoint_views_are_grouped() -> None:
     assert most(list(range(6)), SIDES, 2) == [18, 9, 18]
     found = leveled(range(6), SIDES, 2)
     assert found == [0, 2, 1, 4, 3, 5] and most(found, SIDES, 2) == [9, 9, 9]
@@ -38,7 +38,7 @@ def test_steps_are_more_level_and_whole(size: int) -> None:
     assert np.mean(most(found[1:], loads, size)) < 0.9 * np.mean(most(order[1:], loads, size))
 
 
-def test_what_a_view_sees_of_two_boxes() -> None:
+def test_view_sees_visible_share_of_two_boxes() -> None:
     K = torch.tensor([[50.0, 0, 32], [0, 50, 32], [0, 0, 1]])
     views = [View(look_at([0, 0, 0], target), K, 64, 64) for target in ([1.0, 0, 0], [-1.0, 0, 0])]
     boxes = np.array([[[2.0, -9, -9], [3.0, 9, 9]], [[-3.0, -0.1, -0.1], [-2.0, 0.1, 0.1]]])

@@ -14,15 +14,15 @@ CELLS = 3
 ALONE = World.single()
 
 
-def placed(crossing: Literal["none", "ghosts"] = "none") -> tuple[ByCells, torch.Tensor]:
+def placed(boundary_mode: Literal["none", "ghosts"] = "none") -> tuple[ByCells, torch.Tensor]:
     means = torch.rand(300, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([4.0, 1.0, 1.0])
-    space = ByCells(ALONE, PixelOptions(cells=CELLS, crossing=crossing))
+    space = ByCells(ALONE, PixelOptions(cells=CELLS, crossing=boundary_mode))
     space.shares(len(means), lambda: means, 1)
     space.moved(means)
     return space, means
 
 
-def test_a_point_stays_in_its_cell_where_a_run_goes_on() -> None:
+def test_resumed_run_keeps_points_in_their_cells() -> None:
     space, means = placed()
     of_points = space.local.of_points
     assert of_points is not None and torch.bincount(of_points.long()).tolist() == [100, 100, 100]
@@ -31,7 +31,7 @@ def test_a_point_stays_in_its_cell_where_a_run_goes_on() -> None:
     again.moved(drifted)
     assert again.tree == space.tree and again.local.of_points is not None and space.tree is not None
     assert torch.equal(again.local.of_points, of_points), "not by where it has drifted to since"
-    # With other ranks points are dealt anew, to the cells that there were.
+    # Another number of ranks distributes points again, to the same cells.
     other = ByCells(ALONE, PixelOptions(cells=CELLS))
     other.load_state(space.state())
     other.shares(len(drifted), lambda: drifted, 1)
@@ -54,7 +54,7 @@ def test_when_boxes_are_measured() -> None:
 
     for images in (None, None, 40, 41, None, 40 + LOOKED_EVERY - 1, 40 + LOOKED_EVERY, 41 + LOOKED_EVERY):
         look(images)
-    assert looked == [-1, 40 + LOOKED_EVERY], "somebody's look is measured by, and changes nothing for training"
+    assert looked == [-1, 40 + LOOKED_EVERY], "a viewer's image is measured and does not change training"
     assert space.boxes is not None and space.tree is not None
     inside = means[space.tree.of(means) == 1].double()
     torch.testing.assert_close(torch.from_numpy(space.boxes[1, 0]), inside.amin(0) - 0.25, rtol=0, atol=1e-6)
@@ -62,7 +62,7 @@ def test_when_boxes_are_measured() -> None:
 
 
 def test_boxes_are_also_around_what_crosses() -> None:
-    """Of points that reach another cell's: boxes around all of these points, and of no other."""
+    """Boxes enclose all points that overlap another cell, and no others."""
     (space, means), small = placed("ghosts"), torch.full((300, 3), 0.05)
     assert space.tree is not None
     space.observe(Points({"means": means}), lambda: small, 0, ALONE)
@@ -75,7 +75,7 @@ def test_boxes_are_also_around_what_crosses() -> None:
     torch.testing.assert_close(torch.from_numpy(space.boxes[1, 1]), means[near].amax(0).double() + 0.05)
 
 
-def test_cells_are_cut_anew_when_work_is_not_level() -> None:
+def test_cells_are_cut_again_when_work_is_unbalanced() -> None:
     space, means = placed()
     tree = space.tree
     keys = torch.arange(len(means))

@@ -1,4 +1,4 @@
-"""Which tiles of a view a box reaches: all of those that any of its points is seen in, and few others."""
+"""Tiles of a view that a box overlaps: all tiles that show any of its points, and few others."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ def box(low: list[float], high: list[float]) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_point_of_a_box_is_within_its_rectangle(seed: int) -> None:
-    """Cameras before the box, beside it, and within it."""
+    """Cameras in front of the box, next to it, and within it."""
     g = torch.Generator().manual_seed(seed)
     eye, target = (4 * torch.rand(2, 3, generator=g, dtype=torch.float64) - 2).tolist()
     view = view_from(eye, target)
@@ -45,16 +45,16 @@ def test_every_point_of_a_box_is_within_its_rectangle(seed: int) -> None:
     seen = image[within]
     assert bool(((seen >= torch.tensor([x0, y0])) & (seen < torch.tensor([x1, y1]))).all())
     if len(seen) > 500:  # no wider than the box's image, its margin and the rest of a tile
-        room = MARGIN + TILE + 6
+        margin = MARGIN + TILE + 6
         first, last = image.amin(0).clamp_min(0), torch.minimum(image.amax(0), torch.tensor(SIZE))
-        assert x0 > first[0] - room and y0 > first[1] - room and x1 < last[0] + room and y1 < last[1] + room
+        assert x0 > first[0] - margin and y0 > first[1] - margin and x1 < last[0] + margin and y1 < last[1] + margin
 
 
-def test_what_is_not_seen() -> None:
+def test_unseen_cells_are_excluded() -> None:
     view = view_from([0, 0, 0], [1, 0, 0])
-    behind, beside = box([-3, -1, -1], [-2, 1, 1]), box([1, 40, 0], [2, 50, 1])
+    behind, outside = box([-3, -1, -1], [-2, 1, 1]), box([1, 40, 0], [2, 50, 1])
     empty, endless = box([1, 1, 1], [0, 0, 0]), box([-math.inf, 0, 0], [-5, 1, 1])
-    found = tiles_seen(np.concatenate([behind, beside, empty, endless]), view)
+    found = tiles_seen(np.concatenate([behind, outside, empty, endless]), view)
     assert found == [None, None, None, (0, 0, *SIZE)]
 
 
@@ -65,7 +65,7 @@ def test_a_camera_within_a_box_sees_it_everywhere() -> None:
     assert tiles_seen(box([-1, -1, -1], [1, 1, 1]), on_its_face) == [(0, 0, *SIZE)]
 
 
-def test_where_a_camera_stands() -> None:
+def test_camera_position_from_pose() -> None:
     view = view_from([0.5, -2.0, 3.0], [0, 0, 0])
     assert camera_position(view) == pytest.approx((0.5, -2.0, 3.0))
     assert camera_position(replace(view, viewmat=view.viewmat.float().requires_grad_())) == pytest.approx((0.5, -2, 3))

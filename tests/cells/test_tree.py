@@ -110,7 +110,7 @@ def test_a_camera_on_a_plane_sees_what_is_above_first() -> None:
 
 
 @pytest.mark.parametrize("cells", [3, 4])
-def test_points_at_one_place_leave_cells_empty(cells: int) -> None:
+def test_coincident_points_give_empty_cells(cells: int) -> None:
     for positions in (torch.ones(50, 3), torch.empty(0, 3)):
         tree = CellTree.of_work(positions, torch.ones(len(positions), dtype=torch.int64), cells, ALONE)
         assert tree.cells == cells and len(set(tree.of(positions).tolist())) == min(1, len(positions))

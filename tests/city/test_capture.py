@@ -150,7 +150,7 @@ def test_poses_are_rotations_and_cover_the_city(city: City, kind: str) -> None:
 
 
 def test_views_overlap(city: City) -> None:
-    """What a view sees is seen by others too: its surface points, projected into the other views, mostly land there."""
+    """Surface points of a view, projected into the other views, are mostly visible there."""
     capture = CityCapture(city, views=60, width=72, height=48)
     points = capture.seed_points(400, noise=0.0).xyz
     viewmats = capture.viewmats()
@@ -199,7 +199,7 @@ def test_seed_points_know_nothing_of_held_out_views(city: City, time_varying: bo
 
 
 def test_only_cars_move(city: City) -> None:
-    """Between two moments, light changes only along rays that end on or beside a car (in its shadow, say)."""
+    """Between two moments, light changes only along rays that end on or next to a car (in its shadow, say)."""
     capture = CityCapture(city, views=10, width=144, height=96, time_varying=True)
     assert capture.times[0] == 0 and capture.times[-1] == 1 and (capture.times.diff() > 0).all()
     camera = capture.camera(0)
@@ -209,7 +209,7 @@ def test_only_cars_move(city: City) -> None:
     one, two = (radiance(scene, origin, direction, 1 / camera.fx) for scene in scenes)
     changed = (one - two).abs().amax(dim=0) > 0
     assert 0.0005 < changed.float().mean() < 0.2
-    beside = torch.zeros_like(changed)
+    near_car = torch.zeros_like(changed)
     for scene in scenes:
         cars = scene.geometry.layers[-1]
         assert moving_range(scene, city) == (cars.first, cars.first + cars.geometry.shape[1])
@@ -217,12 +217,12 @@ def test_only_cars_move(city: City) -> None:
         p = origin + direction * t
         moving = cars.geometry[:, torch.from_numpy(city.cars.speed != 0).repeat(2)]
         low, high = moving[:2, None] - 2.5, moving[3:5, None] + 2.5
-        beside |= ((p[:2, :, None] > low) & (p[:2, :, None] < high)).all(dim=0).any(dim=1)
-    assert beside[changed].all() and not beside.all()
+        near_car |= ((p[:2, :, None] > low) & (p[:2, :, None] < high)).all(dim=0).any(dim=1)
+    assert near_car[changed].all() and not near_car.all()
     assert (CityCapture(city, views=10).times == 0).all()
 
 
-def test_seed_points_of_a_time_varying_capture_leave_out_cars(city: City) -> None:
+def test_seed_points_of_a_time_varying_capture_exclude_cars(city: City) -> None:
     still = CityCapture(city, "street", views=12, width=72, height=48)
     moving = CityCapture(city, "street", views=12, width=72, height=48, time_varying=True)
     low, high = (torch.from_numpy(corner.copy()) for corner in city.cars.solids(0.0).bounds())

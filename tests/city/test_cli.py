@@ -82,7 +82,7 @@ def test_quaternions_turn_as_their_matrices_do() -> None:
     assert np.abs(np.abs((quaternion(matrix) * q).sum(axis=1)) - 1).max() < 1e-9
 
 
-def test_a_time_varying_capture_tells_its_times(tmp_path: Path) -> None:
+def test_time_varying_capture_stores_its_times(tmp_path: Path) -> None:
     main(
         [
             "city",

@@ -27,7 +27,7 @@ class _Tells:
         (self.folder / str(job)).write_text(f"{os.getpid()},{torch.get_num_threads()},{self.copy}")
         return 10 * job
 
-    def told(self, jobs: int) -> list[tuple[str, ...]]:
+    def run_jobs(self, jobs: int) -> list[tuple[str, ...]]:
         """Of each job: process, threads, copy."""
         return [tuple((self.folder / str(job)).read_text().split(",")) for job in range(jobs)]
 
@@ -36,13 +36,13 @@ class _Tells:
 def test_few_workers_and_gpus_take_threads(tmp_path: Path, workers: int, device: str) -> None:
     work, jobs = _Tells(tmp_path), 1 if workers == 30 else 12  # one view needs no other process
     assert list(side_by_side(work, range(jobs), workers, device)) == [10 * job for job in range(jobs)]
-    assert {(process, copy) for process, _, copy in work.told(jobs)} == {(str(os.getpid()), "the first")}
+    assert {(process, copy) for process, _, copy in work.run_jobs(jobs)} == {(str(os.getpid()), "the first")}
 
 
 def test_many_views_on_a_cpu_are_rendered_by_processes(tmp_path: Path) -> None:
     work = _Tells(tmp_path)
     assert list(side_by_side(work, range(30), 5, "cpu")) == [10 * job for job in range(30)]
-    processes, threads, copies = map(set, zip(*work.told(30), strict=True))
+    processes, threads, copies = map(set, zip(*work.run_jobs(30), strict=True))
     assert str(os.getpid()) not in processes and threads == {"1"}
     assert "the first" not in copies and len(copies) == len(processes) <= 5, "work is sent to a process once"
 
@@ -58,13 +58,13 @@ def _fails(job: int) -> int:
 
 
 @pytest.mark.parametrize("workers", [2, 5])
-def test_what_fails_is_told(workers: int) -> None:
+def test_failure_is_raised_by_the_caller(workers: int) -> None:
     with pytest.raises(OSError, match="view 0: the disk is full"):
         list(side_by_side(_fails, list(range(6)), workers, "cpu"))
 
 
 @pytest.mark.parametrize("layout", ["colmap", "dnerf"])
-def test_what_writers_do_can_be_sent(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_functions_are_picklable(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sent(work: Callable[[Any], int], jobs: Iterable[Any], *_: Any) -> list[int]:
         again = pickle.loads(pickle.dumps(work))
         return [again(job) for job in jobs]

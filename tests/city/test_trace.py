@@ -18,7 +18,7 @@ def city() -> City:
 
 
 def random_rays(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rays from in, above and beside the city, in all directions, some along an axis."""
+    """Rays from within, above and outside the city, in all directions, some along an axis."""
     g = torch.Generator().manual_seed(seed)
     o = (torch.rand(3, n, generator=g) - 0.5) * torch.tensor([[200.0], [200.0], [160.0]])
     o[2] = o[2].abs() + 0.1
@@ -54,8 +54,8 @@ def test_grid_equals_brute_force(city: City) -> None:
     expected_t, expected = brute_force(scene, o, d, ground=True)
     assert torch.equal(t, expected_t)
     assert torch.equal(number, expected)
-    primitives = {int(k) for k in (number >= 0).long() + 2 * (number == GROUND).long()}
-    assert primitives == {0, 1, 2}, "the rays must meet sky, solids and ground"
+    classes = {int(k) for k in (number >= 0).long() + 2 * (number == GROUND).long()}
+    assert classes == {0, 1, 2}, "the rays must meet sky, solids and ground"
 
 
 def test_shadow_rays_equal_brute_force(city: City) -> None:

@@ -1,4 +1,4 @@
-"""A course of steps over parameters of odd sizes, taken in different ways."""
+"""Runs of Adam over parameters of odd sizes, by different implementations."""
 
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ def make_params(device: str, dtype: torch.dtype = torch.float32) -> list[torch.n
     return [torch.nn.Parameter(torch.randn(s, generator=g, dtype=torch.float64).to(device, dtype)) for s in SHAPES]
 
 
-def schedule(kind: Kind, device: str, dtype: torch.dtype = torch.float32, steps: int = 5) -> list[Tensor]:
+def run_steps(kind: Kind, device: str, dtype: torch.dtype = torch.float32, steps: int = 5) -> list[Tensor]:
     """Values and moments after some steps with changing rates, an optimizer for each parameter."""
     params = make_params(device, dtype)
     make: Any = torch.optim.Adam if kind == "torch" else FusedAdam
@@ -27,15 +27,15 @@ def schedule(kind: Kind, device: str, dtype: torch.dtype = torch.float32, steps:
     g = torch.Generator().manual_seed(1)
     for p in params:
         p.grad = torch.zeros_like(p)
-    split_rule = AdamStep(optimizers) if kind == "halves" else None
+    split_step = AdamStep(optimizers) if kind == "halves" else None
     for step in range(steps):
         for p in params:
             gradient = torch.randn(p.shape, generator=g, dtype=torch.float64) * 10.0 ** (step - 3)
             gradient[gradient.abs() < 0.3 * 10.0 ** (step - 3)] = 0.0
             p.grad.copy_(gradient)  # type: ignore[union-attr]
-        if split_rule is not None:
-            split_rule.upload()
-            split_rule.launch()
+        if split_step is not None:
+            split_step.upload()
+            split_step.launch()
         elif kind == "together":
             fused_step(optimizers)
         else:

@@ -32,7 +32,7 @@ def errors(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def a_block(points: int, steps: int, device: str = "cpu") -> LazyAdam:
-    """Points that have been put off for various numbers of the steps of a block."""
+    """Points whose steps have been deferred for various numbers of steps of a block."""
     lazy = LazyAdam.make(points, "cpu")
     for step in range(steps):
         reference.extend(lazy.table, lazy.steps, step_scalars(step + 40, torch.float32))

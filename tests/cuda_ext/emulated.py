@@ -24,7 +24,7 @@ KERNELS = tuple(f"raster/rasterize_{name}" for name in ("plan", "forward", "back
 PRIMITIVES = (
     "raster/rasterize_plan",
     "common/rows",
-    *(f"{room}/{kind}_{room}" for kind in ("surfels", "convexes") for room in ("raster", "project")),
+    *(f"{stage}/{kind}_{stage}" for kind in ("surfels", "convexes") for stage in ("raster", "project")),
 )
 NEVER = 2**31 - 1
 _LAUNCH = re.compile(r"(\w+)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)
@@ -60,8 +60,8 @@ def compiled(folder: Path, kernels: tuple[str, ...], host: str) -> ctypes.CDLL:
     sources = folder / "csrc"
     shutil.copytree(SOURCES, sources)
     shutil.copy(EMULATION / "memory_device.h", sources / "cuda" / "common")
-    for room in ("raster", "project"):
-        header = sources / "cuda" / room / f"primitive_{room}.h"
+    for stage in ("raster", "project"):
+        header = sources / "cuda" / stage / f"primitive_{stage}.h"
         header.write_text(translated(header.read_text()))
     units = [str(EMULATION / name) for name in ("fibers.cpp", host)]
     for kernel in kernels:
@@ -114,7 +114,7 @@ def draw_primitives(
 
     Args:
         library: `compiled` of `PRIMITIVES`. columns: of rows, in the operator's order, with `lists` of all patches.
-        v_pixels: gradients by colours, by what `name` has beside them, and by what is covered.
+        v_pixels: gradients by colours, by the extra output of `name`, and by coverage.
 
     Returns:
         Its four outputs (out, extra, alpha, last), and gradients by the columns.

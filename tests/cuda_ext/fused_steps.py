@@ -39,7 +39,7 @@ class Model:
 
 
 def make_model(points: int = 300, views: int = 2, seed: int = 0, rest: int = 15, spread: float = 1.0) -> Model:
-    """Return a random scene in float64 whose Adam has been at work; `spread` > 1 puts more points beside the images."""
+    """Return a random scene in float64 whose Adam has been at work; `spread` > 1 puts more points outside of images."""
     scene = random_scene(points, views, seed, torch.float64, rest)
     means = scene.means * torch.tensor([spread, spread, 1.0], dtype=torch.float64)
     params = [means, scene.quats, scene.scales.log(), scene.opacities.logit(), scene.sh_dc, scene.sh_rest]
@@ -58,8 +58,8 @@ def make_gradients(rows: SplatRows, seed: int = 0) -> RowGradients:
     def random(like: Tensor, size: float) -> Tensor:
         return (size * torch.randn(like.shape, generator=g, dtype=torch.float64)).to(like)
 
-    primitives = ((rows.means2d, 0.01), (rows.conics, 0.1), (rows.opacities, 0.3), (rows.features, 0.3))
-    return RowGradients(*(random(*kind) for kind in primitives), random(rows.means2d, 0.02).abs())
+    scales = ((rows.means2d, 0.01), (rows.conics, 0.1), (rows.opacities, 0.3), (rows.features, 0.3))
+    return RowGradients(*(random(*kind) for kind in scales), random(rows.means2d, 0.02).abs())
 
 
 def as_records(gradients: RowGradients) -> Tensor:
@@ -72,6 +72,6 @@ def as_records(gradients: RowGradients) -> Tensor:
 
 
 def to(rows: Any, device: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a named tuple of tensors elsewhere, its floats as `dtype`."""
+    """Return a named tuple of tensors on another device, its floats as `dtype`."""
     moved = (t.to(device, dtype) if t.dtype.is_floating_point else t.to(device) for t in rows)
     return type(rows)(*moved)

@@ -1,4 +1,4 @@
-"""Courses of steps over a small model, dense and with steps put off, for the tests of both."""
+"""Runs of steps over a small model, dense and with deferred steps."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def fresh_model(points: int, views: int = 2, dtype: torch.dtype = torch.float64,
     return model
 
 
-class Schedule:
+class StepRun:
     """Steps of one model whose cameras turn to and fro, so that points go in and out of view.
 
     Args:
@@ -109,7 +109,7 @@ class Schedule:
         self.model.viewmats = turn.to(self._viewmats) @ self._viewmats
 
 
-def in_graphs(plain: Schedule, graphed: Schedule, warm: Schedule) -> None:
+def in_graphs(plain: StepRun, graphed: StepRun, warm: StepRun) -> None:
     """Two blocks of seven steps and a flush on a GPU: `plain` by launches, which must not wait for the device,
     `graphed` by replaying a step and a flush, each captured once. All three start alike; `warm` is used up."""
     device = plain.model.params[0].device
@@ -122,7 +122,7 @@ def in_graphs(plain: Schedule, graphed: Schedule, warm: Schedule) -> None:
     for one in (plain, graphed, warm):
         one.model.viewmats, one.model.scalars = cameras[0].clone(), scalars
 
-    def take(one: Schedule) -> None:
+    def take(one: StepRun) -> None:
         model = one.model
         missed = {"exp_avgs": model.exp_avgs, "exp_avg_sqs": model.exp_avg_sqs, "lazy": one.lazy}
         rows = model.forward(CAPACITY, **missed, boxes=one.boxes)
@@ -151,7 +151,7 @@ def in_graphs(plain: Schedule, graphed: Schedule, warm: Schedule) -> None:
         graphs[1].replay()
 
 
-def assert_same_bits(one: Schedule, other: Schedule) -> None:
+def assert_same_bits(one: StepRun, other: StepRun) -> None:
     """Parameters and moments."""
     for kind in ("params", "exp_avgs", "exp_avg_sqs"):
         for a, b in zip(getattr(one.model, kind), getattr(other.model, kind), strict=True):
@@ -170,7 +170,7 @@ def row_gradients(rows: SplatRows, step: int) -> RowGradients:
     return RowGradients(waves(2, 0.01, 0.0), waves(3, 0.1, 1.0), opacities, features, waves(2, 0.02, 4.0).abs())
 
 
-def distances(one: Schedule, other: Schedule) -> dict[str, Tensor]:
+def distances(one: StepRun, other: StepRun) -> dict[str, Tensor]:
     """Return the differences of two models, element by element: parameters in units of the rate, moments of the
     largest."""
     found: dict[str, Tensor] = {}
@@ -184,6 +184,6 @@ def distances(one: Schedule, other: Schedule) -> dict[str, Tensor]:
     return found
 
 
-def differences(one: Schedule, other: Schedule, mean: bool = False) -> dict[str, float]:
+def differences(one: StepRun, other: StepRun, mean: bool = False) -> dict[str, float]:
     """Return the largest of each of the `distances`, or their mean."""
     return {name: float(d.mean() if mean else d.max()) for name, d in distances(one, other).items()}

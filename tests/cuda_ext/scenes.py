@@ -79,7 +79,7 @@ def rotations(count: int, angle: float, generator: torch.Generator) -> Tensor:
 def random_scene(
     points: int = 300, views: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, rest_bases: int = 15
 ) -> Scene:
-    """Points around depth 5 seen by slightly different views of different sizes, many of them beside the image, some
+    """Points around depth 5 seen by slightly different views of different sizes, many of them outside of it, some
     behind the camera, some nearly transparent, some needles and some flat."""
     g = torch.Generator().manual_seed(seed)
 

@@ -60,7 +60,7 @@ def make_splats(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Splats:
-    """Return `count` random splats over one or more views of one size, rendered as whole views unless told otherwise.
+    """Return `count` random splats over one or more views of one size, rendered as whole views by default.
 
     sizes are standard deviations in pixels along the axes of each ellipse, before the blur of 0.3 px^2.
     """
@@ -77,13 +77,13 @@ def make_splats(
     yy = (s * axes[:, 0]) ** 2 + (c * axes[:, 1]) ** 2 + 0.3
     xy = c * s * (axes[:, 0] ** 2 - axes[:, 1] ** 2)
     row_opacities = opacities[0] + uniform(count) * (opacities[1] - opacities[0])
-    reach = torch.sqrt(2 * torch.log(255 * row_opacities)[:, None] * torch.stack([xx, yy], dim=1))
+    extent = torch.sqrt(2 * torch.log(255 * row_opacities)[:, None] * torch.stack([xx, yy], dim=1))
     return Splats(
         means2d.to(dtype),
         (torch.stack([yy, -xy, xx], dim=1) / (xx * yy - xy * xy)[:, None]).to(dtype),
         row_opacities.to(dtype),
         (uniform(count, channels) * 2 - 0.5).to(dtype),
-        torch.ceil(reach * 1.0001 + 1e-3).int(),
+        torch.ceil(extent * 1.0001 + 1e-3).int(),
         (1 + uniform(count)).to(dtype),
         torch.sort(torch.randint(views, (count,), generator=generator)).values.int(),
         tuple(n for view in range(views) for n in (view, 0, 0, width, height)),

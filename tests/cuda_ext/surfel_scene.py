@@ -1,4 +1,4 @@
-"""A small scene of surfels: large and small ones, edge-on ones, one too near, one that reaches the camera's plane."""
+"""A small scene of surfels: large and small ones, edge-on ones, one too near, one that touches the camera's plane."""
 
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ def make_scene(
         quats[0] = torch.tensor([2.0, 0, 0, 0])  # parallel to the screen
         quats[1] = torch.tensor([1.0, 0, 1, 0])  # edge-on
         means[2, 2], scales[2] = 0.5, torch.tensor([0.9, 0.1])
-        quats[2] = torch.tensor([1.0, 0, 1, 0])  # its disc of one standard deviation reaches the camera's plane
+        quats[2] = torch.tensor([1.0, 0, 1, 0])  # its disc of one standard deviation touches the camera's plane
         means[3, 2], scales[3], opacities[3] = 1.0, torch.tensor([0.45, 0.1]), 0.9
         quats[3] = torch.tensor([1.0, 0, 0.8, 0])  # only where alpha is still 1/255 does it
         means[4, 2] = -1.0

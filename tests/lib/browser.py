@@ -26,7 +26,7 @@ _FLAGS = (
     "--disable-dev-shm-usage --remote-debugging-port=0 --window-size=800,600"
 )
 _START = 60.0
-_ANSWER = 180.0  # it draws without a GPU, maybe beside other tests
+_ANSWER = 180.0  # it draws without a GPU, maybe while other tests run
 """Seconds that Chromium may take to start on a busy machine."""
 
 

@@ -39,7 +39,7 @@ def write_capture(folder: Path, views: int = 12, suffix: str = ".png", masks: bo
 
 
 def edit(folder: Path, frame: int | None, **values: Any) -> None:
-    """Change a frame of transforms.json, or what stands beside the frames."""
+    """Change a frame of transforms.json, or an entry next to the frames."""
     meta = json.loads((folder / "transforms.json").read_text())
     (meta if frame is None else meta["frames"][frame]).update(values)
     (folder / "transforms.json").write_text(json.dumps(meta))

@@ -1,4 +1,4 @@
-"""Small models of `nerfacto-xl`, and rays to render: nobody needs a capture for that."""
+"""Small models of `nerfacto-xl`, and rays to render, without a capture."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,11 +58,11 @@ def model(
     return made.to(world.device)
 
 
-def rays(reach: float = 0.6) -> RayBundle:
+def rays(extent: float = 0.6) -> RayBundle:
     """Rays from about the middle, of all images."""
     g = torch.Generator().manual_seed(3)
     return RayBundle(
-        origins=(torch.rand(RAYS, 3, generator=g) - 0.5) * reach,
+        origins=(torch.rand(RAYS, 3, generator=g) - 0.5) * extent,
         directions=torch.nn.functional.normalize(torch.randn(RAYS, 3, generator=g), dim=1),
         pixel_area=torch.full((RAYS, 1), 1e-4),
         camera_indices=torch.randint(IMAGES, (RAYS, 1), generator=g),

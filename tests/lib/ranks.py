@@ -20,7 +20,7 @@ PRELOADED = [
     *("tests.lib.ranks", "nerfstudio.scripts.render"),  # pytest and IPython, among others
     "tests.lib.unmoved",  # the last
 ]
-"""What takes seconds to import is among what these import."""
+"""Modules whose imports take seconds."""
 preload(PRELOADED)
 
 
@@ -36,8 +36,8 @@ def run_ranks(
     """Call `function(world, *args)` on `size` new processes; returns what each returned, by rank.
 
     Functions and arguments must be picklable. A world of one runs in this process. The first rank that fails ends the
-    others, and its traceback is the error. On CPUs a server that has imported what all need forks the ranks, unless
-    told not to `fork`: they have this process's environment, and else nothing of it.
+    others, and its traceback is the error. On CPUs a server with all imports done forks the ranks, unless `fork` is
+    False. They have this process's environment, and nothing else of it.
     """
     if size == 1:
         return [function(World.single(device if device == "cpu" else "cuda:0"), *args)]

@@ -37,7 +37,7 @@ class Scene:
         return np.array([[FOCAL, 0, WIDTH / 2 + 1], [0, FOCAL * 1.1, HEIGHT / 2 - 0.5], [0, 0, 1]])
 
     def seen(self, image: int) -> tuple[Table, Table]:
-        """Where the points of its track are seen in an image of this number, [K, 2] in pixels, and their depths."""
+        """Return the pixels [K, 2] of its track's points in the image of this number, and their depths [K]."""
         rows = [row for row, track in enumerate(self.tracks) if image in track]
         pose = self.poses[image - 1]
         if not rows:
@@ -51,7 +51,7 @@ class Scene:
 def make_scene(views: int = 9, points: int = 60, lens: Any = (0.0, 0.0, 0.0, 0.0), seed: int = 3) -> Scene:
     """Cameras on a circle around the points, all of it turned, moved and made larger at random.
 
-    Of the points some lie behind a camera that they are said to be seen from, and some beside its image.
+    Some points lie behind a camera of their track, and some outside of its image.
     """
     rng = np.random.default_rng(seed)
     turn, shift, size = Rotation.random(random_state=seed).as_matrix(), rng.normal(size=3), 3.7

@@ -1,8 +1,7 @@
-"""What a CUDA graph is on a GPU, on a CPU: operators that are noted once and run again on the same memory.
+"""A CUDA graph's replacement on a CPU: operators are recorded once and replayed on the same memory.
 
-It holds a step to what a graph would: nothing may be read back to the host while it is noted, no list of the host's may
-become a tensor, and no size may depend on numbers that only the device knows. As on a GPU, what is noted is not run
-then.
+It has the restrictions of a graph. During recording nothing may be read back to the host, and no host list may become
+a tensor. No size may depend on numbers of the device. As on a GPU, recorded operators are not run during recording.
 """
 
 import importlib
@@ -69,8 +68,8 @@ def _plain(value: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator. Ours are put together from torch's on a CPU, and use autograd for that, which is off where a
-    dispatch mode is told of them; what comes out of it then is not to be handed on as it is."""
+    """Run an operator. On a CPU ours are composed from torch's and use autograd, which is off within a dispatch
+    mode. So their outputs must be detached before they are returned."""
     if func.namespace != "ns_multigpu":
         return func(*args, **kwargs)
     excluded = torch._C._dispatch_tls_local_exclude_set()

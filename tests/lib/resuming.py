@@ -1,4 +1,4 @@
-"""Short courses with everything in them, and what must be the same at their ends."""
+"""Short runs with all features, and the state that must be equal at their ends."""
 
 import copy
 from collections.abc import Callable
@@ -60,10 +60,10 @@ def start(
 
 
 def went_on(begin: Callable[..., DistributedTrainer], **options: Any) -> tuple[DistributedTrainer, DistributedTrainer]:
-    """Return a course of eight steps, and one that goes on from the middle of it.
+    """Return a run of eight steps, and one that resumes from its middle.
 
     Args:
-        begin: called with the run's name, the steps of the whole course and options; gives a trainer that is set up.
+        begin: called with the run's name, the steps of the whole run and options; gives a trainer that is set up.
     """
     whole = begin("whole", 8, steps_per_save=4, keep_checkpoints=0, **options)
     whole.train()
@@ -74,12 +74,12 @@ def went_on(begin: Callable[..., DistributedTrainer], **options: Any) -> tuple[D
 
 
 def middle_of(whole: DistributedTrainer) -> Path:
-    """Return the checkpoint that the second course of `went_on` began with."""
+    """Return the checkpoint from which the second run of `went_on` resumed."""
     return whole.checkpoint_dir / "step-000000004.ckpt"
 
 
 def in_double(world: World, *args: Any, **options: Any) -> DistributedTrainer:
-    """Return a whole course in double precision, where a changed order of summation stays far below Adam's eps."""
+    """Return a complete run in double precision. Rounding by another order of sums is far below Adam's eps."""
     load = DistributedTrainer._load_checkpoint
 
     def load_in_double(self: DistributedTrainer) -> None:
@@ -146,8 +146,8 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance:
 
 def part_of(world: World, size: int) -> World | None:
     """Return the world of the first `size` ranks; all ranks call it, those beyond get None."""
-    group, control, beside = (dist.new_group(list(range(size)), backend="gloo") for _ in range(3))
+    group, control, writer_group = (dist.new_group(list(range(size)), backend="gloo") for _ in range(3))
     if world.rank >= size:
         return None
-    background_save._groups[control] = beside  # type: ignore[index]  # it takes all ranks to make one
+    background_save._groups[control] = writer_group  # type: ignore[index]  # it takes all ranks to make one
     return World(world.rank, size, world.rank, size, world.device, group, group, control)  # type: ignore[arg-type]

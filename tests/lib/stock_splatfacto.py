@@ -55,7 +55,7 @@ class Refinement:
 
 
 @dataclass
-class StockCourse:
+class StockRun:
     """Record of a run of nerfstudio's method.
 
     Attributes:
@@ -74,7 +74,7 @@ class StockCourse:
 def follow_stock(
     capture: Path, runs: Path, options: Mapping[str, Any], steps: int, start: Mapping[str, Tensor], seed: int,
     *, eps: float, double: bool = True, our_loss: bool = False,
-) -> StockCourse:  # fmt: skip
+) -> StockRun:  # fmt: skip
     """Train nerfstudio's `splatfacto` for so many steps of a view each.
 
     Args:
@@ -107,15 +107,15 @@ def follow_stock(
         trainer: Trainer = config.setup(local_rank=0, world_size=1)
         trainer.setup()
         model: Any = trainer.pipeline.model
-        schedule = StockCourse(trainer, {n: p.detach().clone() for n, p in model.gauss_params.items()})
+        run = StockRun(trainer, {n: p.detach().clone() for n, p in model.gauss_params.items()})
         for name, value in model.gauss_params.items():
             value.data.copy_(start[name])
         _draw_as_ours(trainer, seed)
         if our_loss:
             model.get_loss_dict = _our_loss(model)
-        with _recorded(model.strategy, schedule), _precision(trainer, double):
+        with _recorded(model.strategy, run), _precision(trainer, double):
             trainer.train()
-    return schedule
+    return run
 
 
 @contextmanager
@@ -163,8 +163,8 @@ def _our_loss(model: SplatfactoModel) -> Callable[..., dict[str, Tensor]]:
 
 
 @contextmanager
-def _recorded(strategy: DefaultStrategy, schedule: StockCourse) -> Iterator[None]:
-    """Note in `schedule` what densification does."""
+def _recorded(strategy: DefaultStrategy, run: StockRun) -> Iterator[None]:
+    """Note in `run` what densification does."""
     grow, prune, reset = strategy._grow_gs, strategy._prune_gs, rules.reset_opa
     grown: dict[str, Any] = {}
 
@@ -175,13 +175,13 @@ def _recorded(strategy: DefaultStrategy, schedule: StockCourse) -> Iterator[None
 
     def prune_gs(params: Any, optimizers: Any, state: dict[str, Any], step: int) -> int:
         pruned = prune(params, optimizers, state, step)
-        schedule.refinements.append(Refinement(step, pruned=pruned, **grown))
+        run.refinements.append(Refinement(step, pruned=pruned, **grown))
         return pruned
 
     def reset_opa(params: Any, value: float, **rest: Any) -> None:
         above = int((params["opacities"].sigmoid() > value).sum())
         reset(params=params, value=value, **rest)
-        schedule.lowered[schedule.trainer.step] = above
+        run.lowered[run.trainer.step] = above
 
     with (
         mock.patch.object(strategy, "_grow_gs", grow_gs),
@@ -193,7 +193,7 @@ def _recorded(strategy: DefaultStrategy, schedule: StockCourse) -> Iterator[None
 
 @contextmanager
 def _precision(trainer: Trainer, double: bool) -> Iterator[None]:
-    """Make nerfstudio's course one in double precision, if it is to be."""
+    """Run nerfstudio's training in double precision, if requested."""
     data: Any = trainer.pipeline.datamanager
     model: Any = trainer.pipeline.model
     _ = data.cached_train  # what reads the images sets the cameras

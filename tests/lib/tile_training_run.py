@@ -1,4 +1,4 @@
-"""Courses of training with sharded points, and with replicas that start in the same order: whole models to compare."""
+"""Training runs with sharded points, and with replicas in the same order: whole models to compare."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ MODEL = "pipeline.model."
 Outcome = dict[str, Any]
 
 
-def schedule(
+def train_model(
     world: World, tile: bool, capture: Path, runs: Path, options: Mapping[str, Any], steps: int, views: int,
     *, double: bool = True,
 ) -> Outcome:  # fmt: skip
@@ -29,9 +29,9 @@ def schedule(
         views: of a step, over all ranks.
 
     Returns:
-        on every rank, of the whole model: `parameters` and `moments` by name; `points`, how many there were after each
-        refinement, (image, number), and `rebalanced`, whether ranges were cut anew; `shards`, each rank's number at the
-        end; `metrics` on the held-out views.
+        On every rank, of the whole model: `parameters` and `moments` by name; `points`, the numbers after each
+        refinement, (image, number); `rebalanced`, whether ranges were cut again; `shards`, each rank's number at
+        the end; `metrics` on the held-out views.
     """
     refined: list[tuple[int, int]] = []
     rebalanced: list[bool] = []

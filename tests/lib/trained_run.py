@@ -49,8 +49,8 @@ def write_path(file: Path, views: int = 3, **more: Any) -> Path:
         "crop_rot": [0.0, 0.0, 0.3],
     }  # fmt: skip
     cameras = [{"camera_to_world": pose, "fov": 60, "aspect": 1.5} for pose in poses]
-    told = {"camera_type": "perspective", "render_height": 34, "render_width": 50, "seconds": 1, "crop": crop}
-    file.write_text(json.dumps({**told, "camera_path": cameras, **more}))
+    content = {"camera_type": "perspective", "render_height": 34, "render_width": 50, "seconds": 1, "crop": crop}
+    file.write_text(json.dumps({**content, "camera_path": cameras, **more}))
     return file
 
 

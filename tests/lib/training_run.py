@@ -1,7 +1,7 @@
-"""A small capture on disk and a whole training course on it, in this process, with rounding that stays rounding.
+"""A small capture on disk and a complete training run on it, in this process, with bounded rounding errors.
 
-Adam divides gradients by their own size: where one is nearly zero, the rounding of a changed order of summation becomes
-a step of full length. So the course is in double precision, and Adam's eps is far above the rounding of gradients and
+Adam divides gradients by their own size. If one is nearly zero, the rounding of another order of sums becomes a step
+of full length. So the run is in double precision, and Adam's eps is far above the rounding of gradients and
 far below gradients that matter.
 """
 
@@ -97,13 +97,13 @@ def sums_over_points(model: Any, world: World) -> dict[str, Any]:
     return {**{name: value.sum(0) for name, value in whole.items()}, "count": len(whole["means"])}
 
 
-def single_course(
+def train_single(
     world: World, folder: Path, options: Mapping[str, Any], strategy: str, fused: str, steps: int = 12
 ) -> dict[str, Any]:
-    """Return a course on `folder`/tiny in single precision, whose rounding Adam's eps is to be far from; its sums.
+    """Return a run on `folder`/tiny in single precision, with an Adam eps far above rounding; and its sums.
 
     Args:
-        options: of `follow`, with the kind of point. fused: of `--fused-steps`.
+        options: of `follow`, with the primitive. fused: of `--fused-steps`.
     """
     kind = PRIMITIVES[options["pipeline.model.primitive"]]
     calm = {f"optimizers.{name}.optimizer.eps": 1e-4 for name in names(kind.schema)}

@@ -1,7 +1,7 @@
-"""Imported last by the server that forks ranks: what is there by then is never looked at by a rank's garbage collector.
+"""Last import of the server that forks ranks: ranks' garbage collectors skip all objects that exist by then.
 
-A rank collects once before it ends. Going through all that torch and nerfstudio brought along would take it longer than
-the rest of a short test, and copy the memory that it shares with the server.
+A rank collects once before it ends. Scanning all objects of torch and nerfstudio would take longer than the rest of a
+short test, and copy the memory that it shares with the server.
 """
 
 import gc

@@ -59,7 +59,7 @@ def _is_fork_server(pid: int) -> bool:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process has not ended; one that nobody has collected has."""
+    """Return whether a process runs. A zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -113,7 +113,7 @@ def viewer(run: Path, helpers: int, **more: str) -> Iterator[tuple[subprocess.Po
 
 
 def killed(run: Path, helpers: int, victim: str, **more: str) -> None:
-    """Start ns-viewer, kills it ("parent"), its last helper, or nobody, and asserts that none of them is left."""
+    """Start ns-viewer, kill it ("parent"), its last helper, or no process, and assert that all of them end."""
     with viewer(run, helpers, **more) as (process, pids):
         if victim == "parent":
             process.kill()

@@ -132,16 +132,16 @@ def test_budgets_end_the_search() -> None:
     assert assign_patches(counts, seconds=1e-9).swaps == 0
 
 
-def test_a_start_is_taken_and_moves_fill_the_gap() -> None:
+def test_given_start_is_used_and_improved() -> None:
     counts = torch.tensor([[10.0, 0], [10, 0], [10, 0], [0, 1]], dtype=torch.float64)
     kept = assign_patches(counts, start=torch.tensor([0, 1, 0, 1]), alpha=1, beta=0, gamma=0, delta=0)
-    assert kept.swaps == 0, "two and two: who leaves makes somebody come"
+    assert kept.swaps == 0, "two and two: every move would be a swap"
     odd = torch.tensor([[10.0, 0], [10, 0], [0, 9]], dtype=torch.float64)
     moved = assign_patches(odd, start=torch.tensor([1, 0, 1]), alpha=1, beta=0, gamma=0, delta=0)
     assert moved.ranks.tolist() == [0, 0, 1]
 
 
-def test_errors_say_what_was_wrong() -> None:
+def test_errors_name_the_argument() -> None:
     counts = torch.ones(4, 2, dtype=torch.float64)
     with pytest.raises(TypeError, match="float64"):
         assign_patches(counts.float())
@@ -162,8 +162,8 @@ def test_errors_say_what_was_wrong() -> None:
         Assigner(0, 4)
 
 
-def test_machines_come_first() -> None:
-    """Points of a patch on all GPUs of one machine: it is drawn there, whoever has a little more elsewhere."""
+def test_machines_are_assigned_first() -> None:
+    """A patch whose points are on all GPUs of one machine is drawn there, even if another machine's GPU has more."""
     generator = np.random.default_rng(4)
     owners = np.arange(64) % 4
     needed = generator.integers(0, 30, (64, 16)).astype(np.float64)
@@ -178,9 +178,9 @@ def test_machines_come_first() -> None:
     assert volume.between <= flat.between
 
 
-def test_a_machines_ranks_know_what_they_send_and_get_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the search is told within machines, with all patches counted, is what ranks send and receive in truth."""
-    needed, told = needs(24, 6, 7).numpy(), []
+def test_search_counts_rows_sent_and_received_within_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows counted by the search within machines, over all patches, equal the rows that ranks send and receive."""
+    needed, volumes = needs(24, 6, 7).numpy(), []
 
     def listening(counts: torch.Tensor, totals: torch.Tensor, sent: torch.Tensor, **rest: object) -> object:
         found = assign_patches(counts, totals, sent, **rest)  # type: ignore[arg-type]
@@ -188,13 +188,13 @@ def test_a_machines_ranks_know_what_they_send_and_get_elsewhere(monkeypatch: pyt
             here = counts.gather(1, found.ranks[:, None])[:, 0]
             back = torch.zeros(3, dtype=torch.float64).index_add(0, found.ranks, here)
             got = torch.zeros(3, dtype=torch.float64).index_add(0, found.ranks, totals - here)
-            told.append((sent + counts.sum(0) - back, got))
+            volumes.append((sent + counts.sum(0) - back, got))
         return found
 
     monkeypatch.setattr("ns_multigpu.locality.assign.assign_patches", listening)
     volume = Volume.of(needed, Assigner(2, 3).assign(needed), 3)
-    assert np.allclose(torch.cat([one[0] for one in told]), volume.sent)
-    assert np.allclose(torch.cat([one[1] for one in told]), volume.received)
+    assert np.allclose(torch.cat([one[0] for one in volumes]), volume.sent)
+    assert np.allclose(torch.cat([one[1] for one in volumes]), volume.received)
 
 
 @pytest.mark.parametrize("patches", [0, 1, 5, 61])
@@ -207,7 +207,7 @@ def test_numbers_that_do_not_divide(patches: int) -> None:
         assert np.ptp(held.sum(1)) <= 1 and np.ptp(held, axis=1).max() <= 1
 
 
-def test_work_is_level_within_a_patch_where_numbers_leave_a_choice() -> None:
+def test_work_is_balanced_within_a_patch_if_counts_allow() -> None:
     """One large patch among equal ones: who draws it draws one patch fewer."""
     needed = np.full((8, 3), 100.0)
     needed[2] = 190.0
@@ -226,7 +226,7 @@ def test_volume_is_what_is_sent() -> None:
     assert (volume.between, volume.total) == (3.0, 7.0)
 
 
-def test_the_rule_by_room_prefers_where_points_are() -> None:
+def test_capacity_rule_prefers_the_owner_of_points() -> None:
     needed = needs(61, 8, 6).numpy()
     ruled, found = by_capacity(needed), Assigner(8, 1).assign(needed)
     held = np.bincount(ruled, minlength=8)

@@ -69,7 +69,7 @@ def test_not_even_where_a_group_is_one_place(across: float, down: float) -> None
     assert kept.sum() < most * needed.sum(), "and not too much for nothing"
 
 
-def test_a_point_that_is_nowhere_takes_no_neighbours_with_it() -> None:
+def test_nonfinite_point_does_not_cull_its_group() -> None:
     means, scales, opacities = town(6000)
     poses, Ks = cameras(20)
     sizes, rects = [WIDTH, HEIGHT] * 20, [0, 0, WIDTH, HEIGHT] * 20
@@ -102,7 +102,7 @@ def test_a_camera_inside_a_box_sees_it() -> None:
     assert len(cull_groups(groups, torch.eye(4)[None], K, [WIDTH, HEIGHT], [0, 0, WIDTH, HEIGHT])[0]) == 1
 
 
-def test_boxes_hold_under_small_motion_and_say_when_they_do_not() -> None:
+def test_boxes_hold_under_small_motion_and_report_overflow() -> None:
     means, scales, _ = town(2000)
     groups = Groups.of(means, scales, LEAST, margin=0.1)
     assert groups.still_hold(means + 0.1, scales * 1.1).all()
@@ -132,7 +132,7 @@ def test_counts_are_those_of_culling_all_points() -> None:
     assert (whole >= expected).all()
 
 
-def test_errors_say_what_was_wrong() -> None:
+def test_errors_name_the_argument() -> None:
     means, scales, _ = town(100)
     for size in (0, LEAST - 1, 1 << 20):
         with pytest.raises(ValueError, match="1024 to 4096"):

@@ -12,24 +12,24 @@ from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.partition import Partition, Place, by_metis, dealt, partition, ranges
 from tests.locality.towns import plain
 
-WAYS: dict[str, Place] = {"metis": by_metis, "ranges": ranges, "random": at_random, "dealt": dealt}
+PLACERS: dict[str, Place] = {"metis": by_metis, "ranges": ranges, "random": at_random, "dealt": dealt}
 
 
 def shares(values: np.ndarray) -> float:
     return float(values.max() / values.mean())
 
 
-def crossing(graph: SeenGraph, placed: Partition) -> float:
+def cross_share(graph: SeenGraph, placed: Partition) -> float:
     """Return the fraction of what views see that does not lie on the machine where most of it is."""
     by_machine = graph.by_rank(placed.ranks // placed.per_machine, placed.machines)
     return float(1 - by_machine.max(1).sum() / by_machine.sum())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", PLACERS)
 @pytest.mark.parametrize("machines", [1, 2, 3, 4])
 def test_every_rank_has_its_points(way: str, machines: int) -> None:
     graph = plain()
-    placed = partition(graph, machines, 4, across=WAYS[way])
+    placed = partition(graph, machines, 4, across=PLACERS[way])
     points = np.bincount(placed.ranks, weights=graph.points, minlength=4 * machines)
     assert shares(points) < (1.5 if way == "ranges" else 1.1)
     assert points.min() > 0
@@ -37,12 +37,12 @@ def test_every_rank_has_its_points(way: str, machines: int) -> None:
 
 def test_metis_keeps_views_together_and_work_level() -> None:
     graph = plain(32, 400)
-    found = {way: partition(graph, 4, 4, across=WAYS[way]) for way in WAYS}
-    lost = {way: crossing(graph, one) for way, one in found.items()}
+    found = {way: partition(graph, 4, 4, across=PLACERS[way]) for way in PLACERS}
+    lost = {way: cross_share(graph, one) for way, one in found.items()}
     assert lost["metis"] < 0.5 * lost["random"]
     assert lost["metis"] <= 1.05 * lost["ranges"]
-    owners = found["metis"].view_machines
-    assert shares(np.bincount(owners, weights=graph.view_work(), minlength=4)) < 1.25
+    view_owners = found["metis"].view_machines
+    assert shares(np.bincount(view_owners, weights=graph.view_work(), minlength=4)) < 1.25
 
 
 def test_dealing_levels_each_view_and_metis_does_not() -> None:
@@ -81,7 +81,7 @@ def test_levelling_moves_what_loses_least() -> None:
 
 def test_the_same_graph_is_placed_the_same() -> None:
     graph = plain()
-    for place in WAYS.values():
+    for place in PLACERS.values():
         assert np.array_equal(partition(graph, 2, 2, place).ranks, partition(graph, 2, 2, place).ranks)
 
 
@@ -92,7 +92,7 @@ def test_images_are_held_where_most_of_their_view_is() -> None:
     assert np.array_equal(placed.view_machines, shown.argmax(1))
 
 
-def test_without_metis_ranges_serve_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_replace_metis_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing", lambda: "pymetis cannot be imported (no such thing): `pip install pymetis`")
     graph = plain()
     placed = partition(graph, 2, 4)
@@ -106,16 +106,16 @@ def test_a_pymetis_that_hides_its_library_serves_with_a_note(monkeypatch: pytest
     placed = partition(graph, 4, 1)
     assert "sum of points and work" in placed.notes[0]
     assert shares(np.bincount(placed.ranks, weights=graph.points)) < 1.1
-    assert crossing(graph, placed) < 0.6 * crossing(graph, partition(graph, 4, 1, at_random))
+    assert cross_share(graph, placed) < 0.6 * cross_share(graph, partition(graph, 4, 1, at_random))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", PLACERS)
 def test_as_many_ranks_as_groups(way: str) -> None:
     graph = plain(4, 20)
-    placed = partition(graph, 4, 4, across=WAYS[way])
+    placed = partition(graph, 4, 4, across=PLACERS[way])
     assert sorted(placed.ranks.tolist()) == list(range(16))
     with pytest.raises(ValueError, match="17 ranks for 16 groups"):
-        partition(graph, 17, 1, across=WAYS[way])
+        partition(graph, 17, 1, across=PLACERS[way])
 
 
 def test_flat_and_one_rank() -> None:
@@ -126,7 +126,7 @@ def test_flat_and_one_rank() -> None:
     assert set(flat.view_machines.tolist()) == {0, 1}
 
 
-def test_errors_say_what_was_wrong() -> None:
+def test_errors_name_the_argument() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="no views"):
         SeenGraph.of(none, none, none, 0, torch.tensor([5]))

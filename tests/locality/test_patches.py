@@ -58,7 +58,7 @@ def test_cuts_are_even() -> None:
 
 @pytest.mark.parametrize(("ranks", "machines"), [(2, 1), (4, 2), (3, 3), (6, 2)])
 @pytest.mark.parametrize("known", [True, False])
-def test_ranks_have_equally_many_and_no_more_pixels_than_said(ranks: int, machines: int, known: bool) -> None:
+def test_ranks_have_equal_patches_within_the_pixel_bound(ranks: int, machines: int, known: bool) -> None:
     made, access = assignment(ranks, machines)
     views = [view_of((200, 120), index) for index in range(3)]
     if known:
@@ -66,10 +66,10 @@ def test_ranks_have_equally_many_and_no_more_pixels_than_said(ranks: int, machin
     plan = made.assign(views, ranks)
     held = [len(patches) for patches in plan.drawn]
     assert sum(held) == 48 and max(held) - min(held) <= 1
-    halo, room = TILE, made.most_pixels(3, 200, 120, ranks, TILE)
+    halo, capacity = TILE, made.most_pixels(3, 200, 120, ranks, TILE)
     for patches in plan.drawn:
         grown = [replace(patch, halo=halo).rendered(views[patch.view]) for patch in patches]
-        assert sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in grown) <= room
+        assert sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in grown) <= capacity
     assert made.counts(3, 200, 120) == 48 and made.assign(views, ranks) == plan, "the same on every rank"
 
 
@@ -80,7 +80,7 @@ def everything_at(rank: int, ranks: int, patches: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_patches_go_where_their_points_are(machines: int) -> None:
+def test_patches_are_assigned_to_owners_of_points(machines: int) -> None:
     made, access = assignment(2, machines)
     views = [view_of((64, 64), 5), view_of((64, 64), 9)]
     access.record([5], everything_at(1, 2, 16))
@@ -94,13 +94,13 @@ def test_patches_go_where_their_points_are(machines: int) -> None:
     assert {patch.view for patch in plan.drawn[0]} == {0} and {patch.view for patch in plan.drawn[1]} == {1}
 
 
-def test_alone_a_rank_draws_views_whole() -> None:
+def test_single_rank_draws_complete_views() -> None:
     made, _ = assignment(1, 1)
     plan = made.assign([view_of((200, 120))], 1)
     assert len(plan.drawn[0]) == 1 and plan.drawn[0][0].halo == 0 and made.counts(1, 200, 120) == 1
 
 
-def test_what_autograd_tells_is_what_steps_tell() -> None:
+def test_autograd_statistics_equal_those_of_steps() -> None:
     by_step, known = assignment(2, 2)
     through_autograd, also = assignment(2, 2)
     views = [view_of((40, 64), 7)]
@@ -129,7 +129,7 @@ class Slow(Assigner):
         return super().assign(needed)
 
 
-def test_a_foreseen_plan_is_served_and_a_late_one_is_a_miss() -> None:
+def test_prefetched_plan_is_used_and_a_late_one_is_a_miss() -> None:
     made, access = assignment(2, 2, plans="ahead")
     access.record(range(4), np.random.default_rng(3).integers(0, 99, (64, 2)).astype(np.float64))
     batches = [[view_of((64, 64), 2 * k), view_of((64, 64), 2 * k + 1)] for k in range(2)]
@@ -144,14 +144,14 @@ def test_a_foreseen_plan_is_served_and_a_late_one_is_a_miss() -> None:
     made.prefetch_plans(batches[1:])
     while made._planner.ready_through() < 1:
         pass
-    made.prefetch_plans([])  # all tell each other what is ready
+    made.prefetch_plans([])  # all ranks exchange which plans are ready
     assert made.assign_alike(batches[1], 2) == wanted[1] and made.figures()["plan_misses"] == 0
-    # Nobody foresaw this one.
+    # This plan was not prefetched.
     assert made.assign_alike(batches[0], 2) == wanted[0] and made.figures()["plan_misses"] == 0
 
 
-def test_a_plan_for_another_resolution_is_not_served() -> None:
-    """What was foreseen before the resolution changed: the views are the same, their patches are not."""
+def test_plan_for_another_resolution_is_not_used() -> None:
+    """The plan was prefetched before the resolution changed: views are the same, patches are not."""
     made, access = assignment(2, 2, plans="ahead")
     access.record(range(2), np.random.default_rng(3).integers(0, 99, (32, 2)).astype(np.float64))
     small, large = ([view_of(size, 0), view_of(size, 1)] for size in ((16, 16), (64, 64)))
@@ -169,7 +169,7 @@ def test_options_out_of_range_are_named(options: dict[str, float], words: str) -
     assert LocalityOptions().problem() is None
 
 
-def test_a_plan_that_another_rank_lacks_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_missing_on_another_rank_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made, access = assignment(2, 2, plans="ahead")
     access.record(range(2), np.random.default_rng(3).integers(0, 99, (32, 2)).astype(np.float64))
     batch = [view_of((64, 64), 0), view_of((64, 64), 1)]

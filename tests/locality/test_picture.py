@@ -17,13 +17,13 @@ def cluster(at: tuple[float, float], count: int = 4000) -> NDArray[np.float64]:
     return RANDOM.uniform(-1, 1, (count, 3)) * [3.0, 0.1, 3.0] + np.array([at[0], 7.0, at[1]])
 
 
-def two(far: float = 0.0, owners: tuple[int, ...] = (0, 1)) -> Partition:
-    """Return a cluster of machine 0's second rank and one of machine 1's first, a camera beside each; three points far
-    off."""
+def two(far: float = 0.0, view_owners: tuple[int, ...] = (0, 1)) -> Partition:
+    """Return clusters of machine 0's second rank and machine 1's first, with a camera next to each, and three far
+    points."""
     positions = np.concatenate([cluster(WEST), cluster(EAST), np.full((3, 3), far)])
     owners = np.repeat([1, 2, 3], [4000, 4000, 3])
     cameras = np.array([[-10.0, 9.0, 4.5], [10.0, 9.0, -0.5]])
-    return Partition(positions, owners, [0, 4000, 4000, 3], cameras, np.array(owners, dtype=np.int64), 2)
+    return Partition(positions, owners, [0, 4000, 4000, 3], cameras, np.array(view_owners, dtype=np.int64), 2)
 
 
 def color_at(seen: Partition, place: tuple[float, float]) -> tuple[float, ...]:
@@ -56,7 +56,7 @@ def test_cameras_far_from_the_points_do_not_shrink_the_picture() -> None:
 
 
 def test_views_without_a_home_have_no_machines_colour() -> None:
-    assert color_at(two(owners=()), (-10.0, 4.5)) == pytest.approx((250 / 255,) * 3)
+    assert color_at(two(view_owners=()), (-10.0, 4.5)) == pytest.approx((250 / 255,) * 3)
 
 
 @pytest.mark.filterwarnings("error")  # of numbers that are none, too
@@ -68,8 +68,8 @@ def test_nearly_nothing(machines: int) -> None:
     for positions in (none, one, nan, np.concatenate([nan, one]), np.full((3, 3), np.inf), np.repeat(one, 9, 0)):
         for cameras in (none, one, nan):
             owners = np.zeros(len(positions), dtype=np.int64)
-            owners = np.zeros(len(cameras), dtype=np.int64)
-            picture = draw(Partition(positions, owners, ranks, cameras, owners, machines))
+            view_owners = np.zeros(len(cameras), dtype=np.int64)
+            picture = draw(Partition(positions, owners, ranks, cameras, view_owners, machines))
             assert np.asarray(picture)[:, 764:].std() > 1, "the legend is there"
 
 
@@ -78,7 +78,7 @@ def test_many_ranks_fit_the_legend() -> None:
     assert (np.asarray(draw(seen))[-20:, 764:] == 255).all()
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_mismatched_inputs_are_refused() -> None:
     seen = two()
     with pytest.raises(ValueError, match="positions"):
         Partition(seen.positions[:5], seen.owners, seen.points, seen.cameras, seen.owners, 2)

@@ -1,4 +1,4 @@
-"""The placement by who sees what: machines by views, level GPUs, kept between refinements, made anew when due."""
+"""The placement by visibility: machines by views, balanced GPUs, kept between refinements, made again when due."""
 
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,7 @@ def placement(world: World, seen: list[View] | None = None, **options: Any) -> t
 
 
 def alone(ranks: int, machines: int) -> World:
-    """Return the first rank, as far as a placement asks: nobody else is there to be told."""
+    """Return a world that pretends to be rank 0 of several, for a placement, without the other ranks."""
     return replace(World.single(), size=ranks, local_size=ranks // machines)
 
 
@@ -91,9 +91,9 @@ def test_owners_are_kept_until_the_model_has_grown() -> None:
     world, where = alone(4, 2), towns()
     made, _ = placement(world, views(), place_again_at=2.0)
     owners = owners_of(made, where, 4)
-    owners = made.owners
+    group_owners = made.owners
     settled = settle(world, made, where)
-    assert not settled.redistributed and torch.equal(settled.owners, owners) and made.owners is owners
+    assert not settled.redistributed and torch.equal(settled.owners, owners) and made.owners is group_owners
     twice = torch.cat([where, where[: POINTS // 2] + 0.001])
     settled = settle(world, made, twice)
     assert not settled.redistributed and torch.equal(settled.owners[:POINTS], owners), "neighbours stay with neighbours"
@@ -101,38 +101,38 @@ def test_owners_are_kept_until_the_model_has_grown() -> None:
     settled = settle(world, made, more)
     assert (
         settled.redistributed
-        and made.owners is not owners
+        and made.owners is not group_owners
         and made.owners is not None
         and made.owners.points == 3 * POINTS
     )
 
 
-def test_points_are_placed_anew_when_a_rank_has_too_many() -> None:
+def test_points_are_placed_again_when_a_rank_has_too_many() -> None:
     world, where = alone(4, 2), towns()
     made, _ = placement(world, views())
     owners_of(made, where, 4)
-    owners = made.owners
+    group_owners = made.owners
     heap = torch.cat([where, where[:1].expand(POINTS // 3, 3) + 0.02 * torch.randn(POINTS // 3, 3)])
     settled = settle(world, made, heap)
-    assert settled.redistributed and made.owners is not owners
+    assert settled.redistributed and made.owners is not group_owners
     counts = torch.bincount(settled.owners, minlength=4)
     assert counts.max() < 1.3 * counts.float().mean()
 
 
-def test_what_cannot_be_level_is_not_tried_again_and_again() -> None:
+def test_placement_that_cannot_balance_is_not_retried() -> None:
     """Four groups on three ranks: one has twice as many points as the others."""
     world, where = alone(3, 3), towns()
     made, _ = placement(world, views(), group_size=1024)
     owners = owners_of(made, where, 3)
     assert sorted(torch.bincount(owners).tolist()) == [1024, 1024, 2048]
-    owners = made.owners
-    assert not settle(world, made, where).redistributed and made.owners is owners
+    group_owners = made.owners
+    assert not settle(world, made, where).redistributed and made.owners is group_owners
     again, _ = placement(world, views(), group_size=1024)
     again.load_state(made.state())
     assert not settle(world, again, where).redistributed, "nor after a resume"
 
 
-def test_what_it_remembers_is_all_that_it_needs() -> None:
+def test_state_dict_is_sufficient() -> None:
     where = towns()
     made, access = placement(alone(4, 2), views())
     owners = owners_of(made, where, 4)
@@ -161,7 +161,7 @@ def test_tiny_models_and_views_that_show_nothing(points: int, seen: str | None) 
     assert len(settle(alone(4, 2), made, where).owners) == points
 
 
-def test_positions_that_are_not_numbers_and_far_ones_disturb_nobody() -> None:
+def test_nonfinite_and_far_positions_do_not_affect_others() -> None:
     where = towns()
     odd = torch.tensor([[torch.nan, 0, 0], [torch.inf, 1, 1], [1e9, 0, 0], [-1e9, 0, 0]])
     made, _ = placement(alone(4, 2), views())
@@ -181,7 +181,7 @@ def test_a_large_model_is_placed_by_a_sample(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def placed(machines: int, world: World) -> list[Any]:
-    """What each rank finds of a model that all have, and of its part of it."""
+    """Return the placements that each rank computes of a replicated model, and of its shard."""
     world = on_machines(world, machines)
     where = towns()
     made, access = placement(world, views())
@@ -217,7 +217,7 @@ def broken(world: World) -> str:
     return str(error.value)
 
 
-def test_what_fails_on_the_first_rank_fails_on_all() -> None:
+def test_failure_on_rank_zero_is_raised_on_all_ranks() -> None:
     assert run_ranks(broken, 2) == ["the sample is no good"] * 2
 
 

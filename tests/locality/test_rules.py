@@ -33,16 +33,16 @@ def wait_for(planner: Planner, step: int) -> None:
         time.sleep(0.002)
 
 
-def test_a_plan_is_the_assigners_of_what_was_handed_in() -> None:
+def test_plan_equals_assignment_of_its_inputs() -> None:
     assigner = Assigner(2, 2)
     planner = Planner(assigner)
     rows = needs(2)
-    handed = rows.copy()
-    planner.submit(7, handed)
-    handed[:] = 0  # what is recorded later does not come in
+    submitted = rows.copy()
+    planner.submit(7, submitted)
+    submitted[:] = 0  # what is recorded later does not come in
     wait_for(planner, 7)
-    num_planned = planner.serve(7, agreed=7)
-    assert num_planned.planned and np.array_equal(num_planned.ranks, assigner.assign(rows))
+    obtained = planner.serve(7, agreed=7)
+    assert obtained.planned and np.array_equal(obtained.ranks, assigner.assign(rows))
     assert (planner.num_planned, planner.misses) == (1, 0)
     planner.close()
 
@@ -56,9 +56,9 @@ def test_a_late_plan_stalls_nothing_and_is_a_miss() -> None:
     planner.submit(1, rows)
     assert planner.ready_through() == -1
     start = time.monotonic()
-    num_planned = planner.serve(0, planner.ready_through())
+    obtained = planner.serve(0, planner.ready_through())
     assert time.monotonic() - start < 1
-    assert not num_planned.planned and np.array_equal(num_planned.ranks, by_capacity(rows))
+    assert not obtained.planned and np.array_equal(obtained.ranks, by_capacity(rows))
     assert (planner.num_planned, planner.misses) == (0, 1)
     assigner.gate.set()
     wait_for(planner, 1)
@@ -67,7 +67,7 @@ def test_a_late_plan_stalls_nothing_and_is_a_miss() -> None:
     planner.close()
 
 
-def test_a_plan_that_another_rank_lacks_is_not_served() -> None:
+def test_plan_missing_on_another_rank_is_not_used() -> None:
     planner = Planner(Assigner(2, 2))
     rows = needs(2)
     planner.submit(3, rows)
@@ -82,7 +82,7 @@ def test_ranks_of_different_speed_serve_the_same() -> None:
     slow = Held(2, 2)
     object.__setattr__(slow, "gate", threading.Event())
     both = [Planner(Assigner(2, 2)), Planner(slow)]
-    generator, num_planned = np.random.default_rng(1), []
+    generator, obtained = np.random.default_rng(1), []
     batches = [generator.choice(VIEWS, 2, replace=False).tolist() for _ in range(30)]
     accesses = [Access(PATCHES, RANKS) for _ in both]
 
@@ -102,29 +102,29 @@ def test_ranks_of_different_speed_serve_the_same() -> None:
         agreed = min(planner.ready_through() for planner in both)
         results = [planner.serve(step, agreed) for planner in both]
         assert np.array_equal(results[0].ranks, results[1].ranks) and results[0].planned == results[1].planned
-        num_planned.append(results[0].planned)
+        obtained.append(results[0].planned)
         for number in range(2):
             accesses[number].record(batches[step], needs(2, step))
             if step + 3 < 30:
                 submit(number, step + 3)
-    assert both[0].misses == both[1].misses == num_planned.count(False) > 0
-    assert num_planned.count(True) > 0
+    assert both[0].misses == both[1].misses == obtained.count(False) > 0
+    assert obtained.count(True) > 0
     slow.gate.set()
     for planner in both:
         planner.close()
 
 
-def test_views_that_nobody_knows_are_dealt_out() -> None:
+def test_views_without_record_are_distributed_round_robin() -> None:
     planner = Planner(Assigner(2, 2))
     planner.submit(0, 3 * PATCHES)
     assert planner.ready_through() == 0
-    num_planned = planner.serve(0, 0)
-    assert np.bincount(num_planned.ranks).tolist() == [3, 3, 3, 3] and not num_planned.planned
+    obtained = planner.serve(0, 0)
+    assert np.bincount(obtained.ranks).tolist() == [3, 3, 3, 3] and not obtained.planned
     assert planner.misses == 1
     planner.close()
 
 
-def test_a_failure_in_the_thread_is_told() -> None:
+def test_failure_in_the_thread_is_raised() -> None:
     class Broken(Assigner):
         def assign(self, needed: np.ndarray) -> np.ndarray:
             raise ArithmeticError("no such thing")
@@ -136,7 +136,7 @@ def test_a_failure_in_the_thread_is_told() -> None:
         planner.serve(0, 0)
 
 
-def test_errors_say_what_was_wrong() -> None:
+def test_errors_name_the_argument() -> None:
     access = Access(PATCHES, RANKS)
     with pytest.raises(ValueError, match="clock"):
         Planner(Assigner(2, 2, seconds=0.1))

@@ -10,36 +10,36 @@ from ns_multigpu.planning.pace import pace
 from ns_multigpu.planning.work import Schedule
 from ns_multigpu.plugin.train.capacity import Capacity, expectations
 
-COURSE = Schedule(1000, 1920, 1080, views=1, gpus=2)
-SMALL = replace(COURSE, width=640, height=480)
-CAPACITY_FACTOR = float(139 << 30)
+RUN = Schedule(1000, 1920, 1080, views=1, gpus=2)
+SMALL = replace(RUN, width=640, height=480)
+MEMORY = float(139 << 30)
 
 
 def test_small_steps_take_what_the_host_does() -> None:
-    speeds = outlook("tile", SMALL, 10_000, CAPACITY_FACTOR).speeds
+    speeds = outlook("tile", SMALL, 10_000, MEMORY).speeds
     assert speeds["single"] == pytest.approx(1e3 / rates.HOST)
     assert speeds["batch"] == pytest.approx(2e3 / rates.HOST_OF_MANY)
     assert speeds["tile"] == pytest.approx(1e3 / rates.HOST_OF_MANY)
-    assert "locality" not in speeds, "on one machine nobody would"
+    assert "locality" not in speeds, "no advantage on one machine"
 
 
 def test_large_steps_take_what_the_kernels_do() -> None:
-    speeds = outlook("tile", COURSE, 8_000_000, CAPACITY_FACTOR).speeds
-    large = replace(COURSE, points=8_000_000)
+    speeds = outlook("tile", RUN, 8_000_000, MEMORY).speeds
+    large = replace(RUN, points=8_000_000)
     assert speeds["tile"] == pytest.approx(pace("tile", large).images_per_second)
     assert speeds["single"] == pytest.approx(pace("single", replace(large, gpus=1)).images_per_second)
     assert speeds["batch"] == pytest.approx(pace("batch", replace(large, views=2)).images_per_second)
 
 
-def test_the_run_s_own_batch_counts_for_its_own_strategy_alone() -> None:
-    four = outlook("tile", replace(COURSE, views=4), 10_000, CAPACITY_FACTOR).speeds
-    assert four["tile"] > 2 * outlook("tile", COURSE, 10_000, CAPACITY_FACTOR).speeds["tile"]
-    assert four["batch"] == outlook("tile", COURSE, 10_000, CAPACITY_FACTOR).speeds["batch"]
+def test_batch_of_the_run_applies_to_its_own_strategy() -> None:
+    four = outlook("tile", replace(RUN, views=4), 10_000, MEMORY).speeds
+    assert four["tile"] > 2 * outlook("tile", RUN, 10_000, MEMORY).speeds["tile"]
+    assert four["batch"] == outlook("tile", RUN, 10_000, MEMORY).speeds["batch"]
 
 
-def test_what_does_not_fit_is_not_offered() -> None:
-    assert set(outlook("tile", COURSE, 150_000_000, CAPACITY_FACTOR).speeds) == {"tile"}
-    assert set(outlook("tile", COURSE, 150_000_000, None).speeds) == {"single", "batch", "tile"}
+def test_plans_beyond_memory_are_not_offered() -> None:
+    assert set(outlook("tile", RUN, 150_000_000, MEMORY).speeds) == {"tile"}
+    assert set(outlook("tile", RUN, 150_000_000, None).speeds) == {"single", "batch", "tile"}
 
 
 @pytest.mark.parametrize(
@@ -51,29 +51,29 @@ def test_what_does_not_fit_is_not_offered() -> None:
     ],
 )
 def test_another_strategy_is_named_where_it_is_much_faster(mine: str, points: int, said: str | None) -> None:
-    schedule = replace(COURSE, views=2 if mine == "batch" else 1)
-    lines = described([outlook(mine, schedule, size, CAPACITY_FACTOR) for size in (1000, points)], mine, 2)
+    run = replace(RUN, views=2 if mine == "batch" else 1)
+    lines = described([outlook(mine, run, size, MEMORY) for size in (1000, points)], mine, 2)
     assert lines[0].startswith("Planned, images a second on 2 GPUs") and f"{points:,} Gaussians: one GPU " in lines[2]
     assert lines[3:] == ([said] if said else [])
 
 
 def test_one_gpu_may_be_faster_than_several() -> None:
-    slow = replace(COURSE, gpus=4, machines=4)
-    lines = described([outlook("tile", slow, 100_000, CAPACITY_FACTOR)], "tile", 4)
+    slow = replace(RUN, gpus=4, machines=4)
+    lines = described([outlook("tile", slow, 100_000, MEMORY)], "tile", 4)
     assert "batch" in lines[1] and "locality" in lines[1]
-    alone = outlook("tile", SMALL, 1000, CAPACITY_FACTOR)
+    alone = outlook("tile", SMALL, 1000, MEMORY)
     only = replace(alone, speeds={name: alone.speeds[name] for name in ("single", "tile")})
     assert described([only], "tile", 2)[-1] == (
         "With 1,000 Gaussians one GPU (--machine.num-devices 1) would be 1.3 times as fast as this."
     )
 
 
-def test_only_runs_with_a_choice_say_it() -> None:
-    found = Capacity(20_000, 10**8, 139 << 30, COURSE, on_gpu=True)
+def test_expectations_need_a_choice_of_strategies() -> None:
+    found = Capacity(20_000, 10**8, 139 << 30, RUN, on_gpu=True)
     lines = expectations(found, "tile", 10**8, "default")
     assert "20,000 Gaussians" in lines[1] and "1,000,000 Gaussians" in lines[2]
     assert "300,000 Gaussians" in expectations(found, "tile", 300_000, "mcmc")[2]
     assert len(expectations(replace(found, now=1_000_000), "batch", None, "default")) == 2
     assert expectations(replace(found, on_gpu=False), "tile", None, "default") == []
-    assert expectations(replace(found, schedule=replace(COURSE, gpus=1)), "tile", None, "default") == []
-    assert expectations(found, "a strategy of somebody's", None, "default") == []
+    assert expectations(replace(found, schedule=replace(RUN, gpus=1)), "tile", None, "default") == []
+    assert expectations(found, "a strategy of a user", None, "default") == []

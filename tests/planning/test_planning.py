@@ -54,7 +54,7 @@ def scenes(name: str) -> list[dict[str, Any]]:
      ("250k", 250_000), ("2g", 2_000_000_000), (" 0.1m ", 100_000), ("4e6", 4_000_000), ("2.5e7", 25_000_000),
      ("1E+6", 1_000_000), ("2500e-1", 250), ("1e12", 10**12), ("8,000,000", 8_000_000)],
 )  # fmt: skip
-def test_counts_as_people_write_them(text: str, count: int) -> None:
+def test_counts_accept_suffixes(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
@@ -98,8 +98,8 @@ def test_a_compact_state_takes_half_the_moments() -> None:
         assert checkpoint_bytes(Schedule(1000, 640, 480, gpus=4, compact=kept)) == 1000 * bytes_a_point
     assert checkpoint_bytes(Schedule(1000, 640, 480, sh_degree=0)) == 1000 * (3 * 4 * 14 + 12)
     assert full.refining - compact.refining == 2 * 45 * 1_000_000
-    schedule = Schedule(1, 3840, 2160, gpus=4)
-    fits = [most_points("tile", replace(schedule, compact=c), 139 * GIB, densify=False) for c in (False, True)]
+    run = Schedule(1, 3840, 2160, gpus=4)
+    fits = [most_points("tile", replace(run, compact=c), 139 * GIB, densify=False) for c in (False, True)]
     assert fits[1] > 1.2 * fits[0]
 
 
@@ -108,8 +108,8 @@ KERNELS = GaussianKernels(3, absgrad=True)
 
 @pytest.mark.parametrize(("rows", "views"), [(2048, 1), (8192, 1), (4096, 3)])
 def test_buffers_of_a_step_are_those_of_the_model(rows: int, views: int) -> None:
-    """What a step keeps on a CPU; the model counts the kernels' own there besides: 48 bytes a row of the rasterizer's
-    state, the rows of the step before, and what lives during the loss."""
+    """Compare the memory of a step on a CPU. The model also counts buffers of kernels: 48 bytes a row of the
+    rasterizer's state, the rows of the previous step, and temporaries of the loss."""
     width, height = 64, 48
     params = initial_gaussians(None, sh_degree=3, count=300, extent=1.0, generator=torch.Generator().manual_seed(1))
     moments = {name: (torch.zeros_like(params[name]), torch.zeros_like(params[name])) for name in ORDER}
@@ -131,7 +131,7 @@ def test_buffers_of_a_step_are_those_of_the_model(rows: int, views: int) -> None
     assert by_pixel == 64 * 48 * views * 15 and by_pixel < found["pixels"]
 
 
-def test_what_replicas_exchange_is_counted() -> None:
+def test_replica_exchange_buffers_are_counted() -> None:
     """The buffers of a rank of two, without a second rank: they are made before anybody is met."""
     world = World.single()
     there = World(0, 2, 0, 2, world.device, object(), object(), object())  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_what_replicas_exchange_is_counted() -> None:
 
 
 @pytest.mark.parametrize("transport", ["collective", "peer"])
-def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
+def test_row_exchange_buffers_are_counted(transport: str) -> None:
     """The buffers of a rank that draws few of its own rows. Peer memory takes a quarter less than is counted."""
     rows, ranks = 4096, 8
     if transport == "peer":
@@ -160,7 +160,7 @@ def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
     assert planned == pytest.approx(held * (1.32 if transport == "peer" else 1.0), rel=0.02)
 
 
-def test_what_collectives_carry_of_a_row_is_counted() -> None:
+def test_row_bytes_of_collectives_are_counted() -> None:
     wire = replace(KERNELS, absgrad=True).wire(half=False, slots=False)
     assert (4 * wire.row_words, 4 * wire.gradient_words) == (WIRE_BYTES, GRADIENT_BYTES)
     one = share("tile", Schedule(4_000_000, 1920, 1080, views=4, gpus=4))
@@ -179,7 +179,7 @@ def test_memory_of_the_measured_scenes() -> None:
         assert found == pytest.approx(scene["lines"]["step, ours"]["peak_bytes"], rel=0.02), scene["name"]
 
 
-def test_capacities_have_the_room_that_training_gives_them() -> None:
+def test_capacities_equal_those_of_training() -> None:
     assert padded(4_000_000) == pytest.approx(CAPACITY_FACTOR * 4_000_000, rel=1e-3)
 
 
@@ -221,9 +221,9 @@ def test_the_losss_rate_is_that_of_whole_views_on_one_gpu() -> None:
 def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:
     for scene in scenes("data/kernels/train-step-h200.json")[1:]:  # in the smallest, launches are all of it
         n, lines = scene["counts"], scene["lines"]
-        room = 0.01 if scene["name"] != "garden-5" else 0.2  # which has few points a view in a group of 32
+        tolerance = 0.01 if scene["name"] != "garden-5" else 0.2  # which has few points a view in a group of 32
         assert rates.UPDATE_LAZY.ms(rows=n["kept"]) == pytest.approx(
-            lines["  lazy: splat_update"]["ms"], rel=room + 0.03
+            lines["  lazy: splat_update"]["ms"], rel=tolerance + 0.03
         )
         assert rates.FLUSH.ms(points=n["points"]) == pytest.approx(lines["  lazy: splat_flush"]["ms"], rel=0.03)
     assert rates.BLOCK == 50
@@ -232,20 +232,20 @@ def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:
 
 
 @pytest.mark.parametrize("scene", [2, 3])
-def test_a_whole_dense_step_takes_what_it_took(scene: int) -> None:
+def test_dense_step_time_equals_the_measurement(scene: int) -> None:
     """The sum of the parts, for the scene that the defaults are of; absolute gradients are in it alone."""
     measured = scenes("data/kernels/train-step-h200.json")[scene]
-    schedule = Schedule(measured["points"], measured["width"], measured["height"])
-    found = pace("single", schedule, lazy=False).step
+    run = Schedule(measured["points"], measured["width"], measured["height"])
+    found = pace("single", run, lazy=False).step
     assert found == pytest.approx(measured["lines"]["step, ours, graph"]["ms"], rel=0.12)
 
 
 def test_shares_of_the_strategies() -> None:
-    schedule = Schedule(4_000_000, 1920, 1080, views=2, gpus=4)
-    single, batch, tile = (share(name, schedule) for name in ("single", "batch", "tile"))
+    run = Schedule(4_000_000, 1920, 1080, views=2, gpus=4)
+    single, batch, tile = (share(name, run) for name in ("single", "batch", "tile"))
     assert (single.points, batch.points, tile.points) == (4_000_000, 4_000_000, 1_000_000)
     assert (single.views, batch.views, tile.views) == (2, 1, 2)
-    assert (batch_of("single", schedule), batch_of("batch", schedule), batch_of("tile", schedule)) == (2, 4, 2)
+    assert (batch_of("single", run), batch_of("batch", run), batch_of("tile", run)) == (2, 4, 2)
     assert single.pixels == 2 * 1920 * 1080 and batch.pixels == 1920 * 1080
     assert 1920 * 1080 / 2 < tile.pixels < 1.2 * 1920 * 1080 / 2, "half a view, and its halo"
     assert single.traffic == 0 and batch.traffic == pytest.approx(3 * 76 * batch.rows)
@@ -260,23 +260,23 @@ def test_shares_of_the_strategies() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("densify", [True, False])
 def test_the_largest_model_is_the_largest(strategy: str, densify: bool) -> None:
-    schedule = Schedule(1, 1280, 720, views=2, gpus=2)
-    most = most_points(strategy, schedule, 40 * GIB, densify=densify)
-    assert memory(strategy, schedule.with_points(most), 40 * GIB).headroom(densify=densify) >= 0
-    assert memory(strategy, schedule.with_points(most + 1), 40 * GIB).headroom(densify=densify) < 0
-    assert most_points(strategy, schedule, 1 * GIB, densify=densify) == 0, "less than is set aside"
-    assert most_points(strategy, schedule, 80 * GIB, densify=densify) > 2 * most
+    run = Schedule(1, 1280, 720, views=2, gpus=2)
+    most = most_points(strategy, run, 40 * GIB, densify=densify)
+    assert memory(strategy, run.with_points(most), 40 * GIB).headroom(densify=densify) >= 0
+    assert memory(strategy, run.with_points(most + 1), 40 * GIB).headroom(densify=densify) < 0
+    assert most_points(strategy, run, 1 * GIB, densify=densify) == 0, "less than is set aside"
+    assert most_points(strategy, run, 80 * GIB, densify=densify) > 2 * most
 
 
 def test_shards_hold_more_and_gradients_less() -> None:
-    schedule = Schedule(1, 1280, 720, views=4, gpus=4)
-    sizes = {name: most_points(name, schedule, 40 * GIB, densify=True) for name in STRATEGIES}
+    run = Schedule(1, 1280, 720, views=4, gpus=4)
+    sizes = {name: most_points(name, run, 40 * GIB, densify=True) for name in STRATEGIES}
     assert sizes["tile"] > 2.5 * sizes["single"]
     unfused = Schedule(1, 1280, 720, views=4, gpus=4, fused=False)
     assert most_points("single", unfused, 40 * GIB, densify=True) < sizes["single"]
 
 
-def test_what_pixels_cross_does_not_depend_on_the_model() -> None:
+def test_exchanged_pixels_are_independent_of_the_model() -> None:
     small, large = (
         share("pixel", Schedule(points, 1920, 1080, views=4, gpus=4)) for points in (1_000_000, 400_000_000)
     )
@@ -289,12 +289,12 @@ def test_what_pixels_cross_does_not_depend_on_the_model() -> None:
     assert cut.layers == pytest.approx(seen * 1920 * (1080 + 4 * 20)), "with halos"
     alone = Schedule(1_000_000, 1920, 1080)
     assert share("pixel", alone) == share("tile", alone)
-    schedule = Schedule(400_000_000, 1920, 1080, views=4, gpus=4)
-    assert pace("pixel", schedule).exchange < pace("tile", schedule, transport="collective").exchange
-    assert memory("pixel", schedule, 40 * GIB).exchange < memory("tile", schedule, 40 * GIB).exchange
+    run = Schedule(400_000_000, 1920, 1080, views=4, gpus=4)
+    assert pace("pixel", run).exchange < pace("tile", run, transport="collective").exchange
+    assert memory("pixel", run, 40 * GIB).exchange < memory("tile", run, 40 * GIB).exchange
 
 
-def test_what_is_in_sight_is_what_was_simulated() -> None:
+def test_visible_share_equals_the_simulated_one() -> None:
     rows = json.loads((RESULTS / "data/pixel/pixel-street.json").read_text())["rows"]
     assert {row["gpus"]: pytest.approx(row["in sight"], abs=5e-4) for row in rows} | {1: 1.0} == IN_SIGHT
     assert all(in_sight(gpus) == pytest.approx(part) for gpus, part in IN_SIGHT.items())

@@ -23,7 +23,7 @@ from ns_multigpu.planning.work import CAPACITY_FACTOR, HALO, PAIRS, PATCHES, Sch
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-COURSE = Schedule(1_000_000, 800, 800, views=16, gpus=8, visible=0.01, tiles=4.0, machines=2, scene="aerial")
+RUN = Schedule(1_000_000, 800, 800, views=16, gpus=8, visible=0.01, tiles=4.0, machines=2, scene="aerial")
 """A million points on two machines of four GPUs; each of 16 views shows 10,000: 20,000 rows a GPU."""
 
 
@@ -50,7 +50,7 @@ def test_figures_are_the_tables() -> None:
         assert f"{part} %" in text and simulated.SCENES[name].visible == pytest.approx(part / 100)
 
 
-def test_machines_that_were_not_simulated_lie_between() -> None:
+def test_unsimulated_machines_are_interpolated() -> None:
     """On the line over the logarithm of their number."""
     near = simulated.simulated("street-visible", 4), simulated.simulated("street-visible", 2)
     three = simulated.simulated("street-visible", 3)
@@ -69,63 +69,63 @@ def test_constants_are_those_of_the_code() -> None:
     assert (command.MOST_RANKS, command.MOST_OWNERS) == (row_exchange.MOST_RANKS, row_wire.MOST_SEGMENTS)
 
 
-def test_what_tile_sends_between_machines() -> None:
+def test_bytes_of_tile_between_machines() -> None:
     """Of 20,000 rows of a GPU, drawn uncut, half come from the other machine, with `ROOM * PAIRS`: 48 bytes there,
     44 back; 3/8 from the other three GPUs of its own. Of what has crossed these three hand on three quarters."""
-    found = traffic("tile", COURSE)
+    found = traffic("tile", RUN)
     assert found.between == pytest.approx(4 * CAPACITY_FACTOR * PAIRS * 20_000 * 0.5 * 92)
     assert found.inside == pytest.approx(CAPACITY_FACTOR * PAIRS * 20_000 * (3 / 8 + 0.5 * 3 / 4) * 92)
 
 
-def test_what_locality_sends_between_machines() -> None:
+def test_bytes_of_locality_between_machines() -> None:
     """88.3 % less than half of all rows cross, and 2.8 % less than seven eighths leave their GPU; the busiest has 1.23
     times the mean."""
-    found, rows = traffic("locality", COURSE), CAPACITY_FACTOR * PAIRS * 1.23 * 20_000 * 92
-    crossing = 0.5 * 0.117  # of what would go to each GPU that needs it; relays save 5.8 % of it
-    assert found.between == pytest.approx(4 * rows * crossing * (1 - 0.058))
-    assert found.inside == pytest.approx(rows * (7 / 8 * 0.972 - crossing + 3 / 4 * crossing))
-    assert found.between < 0.15 * traffic("tile", COURSE).between
+    found, rows = traffic("locality", RUN), CAPACITY_FACTOR * PAIRS * 1.23 * 20_000 * 92
+    between_machines = 0.5 * 0.117  # of what would go to each GPU that needs it; relays save 5.8 % of it
+    assert found.between == pytest.approx(4 * rows * between_machines * (1 - 0.058))
+    assert found.inside == pytest.approx(rows * (7 / 8 * 0.972 - between_machines + 3 / 4 * between_machines))
+    assert found.between < 0.15 * traffic("tile", RUN).between
     # Machines of one GPU have no inside; two GPUs deal half of what stays.
-    apart = replace(COURSE, gpus=2)
+    apart = replace(RUN, gpus=2)
     assert traffic("locality", apart).inside == 0.0
     assert traffic("locality", apart).between == pytest.approx(4 * rows * 0.5 * 0.117)
     stays = 7 / 8 * 0.972 - 0.5 * 0.117
-    assert traffic("locality", replace(COURSE, gpus=4)).inside == pytest.approx(
-        2 * rows * (stays * 0.5 / 0.75 + crossing * 0.5)
+    assert traffic("locality", replace(RUN, gpus=4)).inside == pytest.approx(
+        2 * rows * (stays * 0.5 / 0.75 + between_machines * 0.5)
     )
 
 
-def test_what_batch_and_single_send_between_machines() -> None:
+def test_bytes_of_batch_and_single_between_machines() -> None:
     """batch: a GPU gathers 20,000 rows of each other one; a machine takes those of the other four in once."""
-    one = share("batch", COURSE)
+    one = share("batch", RUN)
     assert one.rows == 20_000
     each = one.traffic_padded / 7
-    found = traffic("batch", COURSE)
+    found = traffic("batch", RUN)
     assert found.between == pytest.approx(4 * each) and found.inside == pytest.approx(7 * each)
-    assert traffic("single", COURSE).between == traffic("single", COURSE).inside == 0.0
+    assert traffic("single", RUN).between == traffic("single", RUN).inside == 0.0
 
 
 def test_time_follows_from_the_link() -> None:
-    """25 Gbit/s are 3,125,000 bytes a millisecond, of which a step reaches nine tenths."""
+    """25 Gbit/s are 3,125,000 bytes a millisecond, of which a step uses nine tenths."""
     for name in ("batch", "tile", "locality"):
-        slow, fast = (pace(name, COURSE, gbit=gbit) for gbit in (25.0, 250.0))
-        crossing = traffic(name, COURSE)
-        assert slow.between == pytest.approx(crossing.between / (0.9 * 3_125_000)) and slow.between > 0
+        slow, fast = (pace(name, RUN, gbit=gbit) for gbit in (25.0, 250.0))
+        between_machines = traffic(name, RUN)
+        assert slow.between == pytest.approx(between_machines.between / (0.9 * 3_125_000)) and slow.between > 0
         assert fast.between == pytest.approx(slow.between / 10)
-        collective = pace(name, COURSE, transport="collective").exchange
-        assert collective == pytest.approx(rates.COLLECTIVE.ms(crossing.inside))
-        through = (rates.COLLECTIVE if name == "batch" else rates.PEER).ms(crossing.inside)
+        collective = pace(name, RUN, transport="collective").exchange
+        assert collective == pytest.approx(rates.COLLECTIVE.ms(between_machines.inside))
+        through = (rates.COLLECTIVE if name == "batch" else rates.PEER).ms(between_machines.inside)
         assert slow.exchange == fast.exchange == pytest.approx(through)
         assert slow.step - fast.step == pytest.approx(0.9 * slow.between)
-    assert pace("single", COURSE).between == 0.0
+    assert pace("single", RUN).between == 0.0
     for name in ("batch", "tile", "locality"):
-        assert pace(name, replace(COURSE, machines=1)).between == 0.0
-    assert pace("locality", COURSE).step < pace("tile", COURSE).step
+        assert pace(name, replace(RUN, machines=1)).between == 0.0
+    assert pace("locality", RUN).step < pace("tile", RUN).step
 
 
 def test_a_share_of_locality() -> None:
     """200 x 200 pixels a patch and 5 around it, 32 patches a GPU; the busiest draws 1.13 times the mean."""
-    one = share("locality", COURSE)
+    one = share("locality", RUN)
     assert one.points == ceil(125_000 * 1.04) and one.views == 16
     assert one.pixels == 32 * 210 * 210
     assert one.drawn == pytest.approx(20_000 * 1.05**2 * 1.13) and one.intersections == pytest.approx(4 * one.drawn)
@@ -144,26 +144,22 @@ def test_pixels_are_those_that_patches_take_at_most(ranks: int, machines: int, v
     width, height = 64 * 5, 64 * 3
     view = View(torch.eye(4), torch.eye(3), width, height)
     most = patches.most_pixels(views, view.width, view.height, ranks, SSIM_HALO)
-    schedule = Schedule(1000, width, height, views=views, gpus=ranks, machines=machines, visible=0.01)
-    assert share("locality", schedule).pixels == most
+    run = Schedule(1000, width, height, views=views, gpus=ranks, machines=machines, visible=0.01)
+    assert share("locality", run).pixels == most
 
 
 def test_memory_of_locality_is_tiles_and_its_placements() -> None:
-    level = replace(COURSE, machines=1)  # of one machine nothing is uneven
+    level = replace(RUN, machines=1)  # of one machine nothing is uneven
     tile, locality = memory("tile", level, 40 * GIB), memory("locality", level, 40 * GIB)
     assert locality.placement == 8 * 125_000 and tile.placement == 0.0
     assert (locality.parameters, locality.moments) == (tile.parameters, tile.moments)
     assert locality.model - tile.model == locality.placement
-    uneven = memory("locality", COURSE, 40 * GIB)
+    uneven = memory("locality", RUN, 40 * GIB)
     assert uneven.parameters == pytest.approx(1.04 * tile.parameters) and uneven.placement == 8 * 130_000
     # A large model's sample is looked at on one GPU; of a small share that is more than growing takes.
-    many = replace(COURSE, points=8_000_000, gpus=64, machines=1)
+    many = replace(RUN, points=8_000_000, gpus=64, machines=1)
     assert memory("locality", many, 40 * GIB).refining == 132 * MOST_SAMPLED > memory("tile", many, 40 * GIB).refining
-    assert (
-        0
-        < most_points("locality", COURSE, 40 * GIB, densify=True)
-        < most_points("tile", COURSE, 40 * GIB, densify=True)
-    )
+    assert 0 < most_points("locality", RUN, 40 * GIB, densify=True) < most_points("tile", RUN, 40 * GIB, densify=True)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *more: str) -> str:
@@ -177,23 +173,23 @@ def test_the_command_compares_strategies_over_machines(capsys: pytest.CaptureFix
         "--between-gbit", "100",
     )  # fmt: skip
     assert "16 GPU(s) on 4 machines" in text
-    crossing = next(line for line in text.splitlines() if line.startswith("  into a machine"))
-    single, batch, tile, locality, pixel = (float(cell.replace(",", "")) for cell in crossing.split()[-5:])
-    schedule = Schedule(100_000_000, 1920, 1080, views=16, gpus=16, machines=4, visible=0.01)
+    between_machines = next(line for line in text.splitlines() if line.startswith("  into a machine"))
+    single, batch, tile, locality, pixel = (float(cell.replace(",", "")) for cell in between_machines.split()[-5:])
+    run = Schedule(100_000_000, 1920, 1080, views=16, gpus=16, machines=4, visible=0.01)
     assert single == 0.0 and batch > tile
-    assert tile == pytest.approx(traffic("tile", schedule).between / 2**20, abs=0.1)
-    assert locality == pytest.approx(traffic("locality", schedule).between / 2**20, abs=0.1)
+    assert tile == pytest.approx(traffic("tile", run).between / 2**20, abs=0.1)
+    assert locality == pytest.approx(traffic("locality", run).between / 2**20, abs=0.1)
     line = next(line for line in text.splitlines() if line.startswith("  between machines, 100 Gbit/s"))
-    assert float(line.split()[-2]) == pytest.approx(pace("locality", schedule, gbit=100).between, abs=0.01)
+    assert float(line.split()[-2]) == pytest.approx(pace("locality", run, gbit=100).between, abs=0.01)
     assert re.search(r"^  draws +1\.00 +1\.00 +1\.00 +1\.29 +1\.00$", text, re.MULTILINE)
     assert "saves 85.8% " in text and simulated.SOURCE in text and "aerial, frustum" in text
     assert "tile draws its bands wherever: 75% of the rows cross." in text
-    assert pixel == pytest.approx(traffic("pixel", schedule).between / 2**20, abs=0.1)
+    assert pixel == pytest.approx(traffic("pixel", run).between / 2**20, abs=0.1)
     assert "in 15% of its pixels" in text
     assert "simulated with" not in text, "as many views as there"
 
 
-def test_the_command_says_what_was_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_unsimulated_values(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "--gpus", "36", "--machines", "3", "--strategy", "locality", "--scene", "aerial")
     assert "simulated with 16 views a step, not with 1. Fewer views save less" in text
     assert "3 machines were not simulated" in text and "rows travel" not in text, "12 + 3 are few enough"

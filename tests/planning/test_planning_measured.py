@@ -1,4 +1,4 @@
-"""Predicted times beside measured ones: every row within 15 %, and strategies in the measured order."""
+"""Predicted times compared with measured ones: every row within 15 %, and strategies in the measured order."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ class Row:
     gbit: float = 0.0
 
     @property
-    def schedule(self) -> Schedule:
+    def run(self) -> Schedule:
         """Return the step as a plan is asked for it."""
         visible, tiles = SCENES[self.scene, self.image]
         shown = {} if visible is None else {"visible": visible}
@@ -72,7 +72,7 @@ class Row:
         """Milliseconds a step."""
         link = {"gbit": self.gbit} if self.gbit else {}
         return pace(
-            self.strategy, self.schedule, lazy=self.lazy, transport=self.transport, gpu=rates.GPUS[self.gpu], **link
+            self.strategy, self.run, lazy=self.lazy, transport=self.transport, gpu=rates.GPUS[self.gpu], **link
         ).step
 
 
@@ -154,8 +154,8 @@ def test_tile_is_ahead_of_pixel_over_nvlink_and_behind_over_a_slow_link(scene: s
 def test_bytes_of_a_step_are_those_that_were_counted() -> None:
     """MB a step of the city from the air on two GPUs, four views (limited-links-h100.md)."""
     for scene, tile, pixel in (("2M", 115, 54.1), ("8M", 461, 51.3)):
-        schedule = Row(LINKS, "", scene, "1080p", "tile", 2, 4, 0.0).schedule
-        assert share("tile", schedule).traffic == pytest.approx(tile * 1e6, rel=0.03)
-        assert share("pixel", schedule).traffic == pytest.approx(pixel * 1e6, rel=0.07)
-    schedule = Row(LINKS, "", "2M", "1080p", "tile", 2, 4, 0.0, gbit=10.0).schedule
-    assert share("tile", schedule).traffic_padded == pytest.approx(148e6, rel=0.03)
+        run = Row(LINKS, "", scene, "1080p", "tile", 2, 4, 0.0).run
+        assert share("tile", run).traffic == pytest.approx(tile * 1e6, rel=0.03)
+        assert share("pixel", run).traffic == pytest.approx(pixel * 1e6, rel=0.07)
+    run = Row(LINKS, "", "2M", "1080p", "tile", 2, 4, 0.0, gbit=10.0).run
+    assert share("tile", run).traffic_padded == pytest.approx(148e6, rel=0.03)

@@ -30,8 +30,8 @@ def shard(values: dict[str, Tensor], bounds: Sequence[int], rank: int, places: T
     return params, {name: torch.optim.Adam([param], lr=0.01) for name, param in params.items()}
 
 
-def holding_of(placement: Placement | None, case: str, values: dict[str, Tensor], world: World) -> ShardIndex:
-    """What a rank holds at the start: as the placement has it, or ranges where the case says which."""
+def shard_index_of(placement: Placement | None, case: str, values: dict[str, Tensor], world: World) -> ShardIndex:
+    """Return a rank's initial shard: that of the placement, or the case's ranges."""
     if placement is None or case.startswith("a rank owns"):
         return ShardIndex(placement or Sharded())
     shares = placement.shares(len(values["means"]), lambda: values["means"], world.size)

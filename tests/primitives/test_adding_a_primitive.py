@@ -26,7 +26,7 @@ STEPS, POINTS, VIEWS, SIZE = 200, 24, 3, (28, 40)
 
 
 def blocks_of_the_page(count: int) -> dict[str, Any]:
-    """What the first blocks of code make: of one the primitive alone, of two the method as well."""
+    """Run the page's first blocks of code: one makes the primitive, two the method as well."""
     module = ModuleType("discs")
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[:count]:
         exec(compile(code, str(PAGE), "exec"), module.__dict__)
@@ -50,7 +50,7 @@ def step(world: World, strategy: str, views: int, points: int) -> Outcome:
     return take_step(STRATEGIES[strategy](world), "discs", views, points, torch.float64, kind=kind)
 
 
-def test_its_schema_says_what_a_point_is() -> None:
+def test_new_schema_describes_a_point() -> None:
     schema, points = of_the_page().schema, discs(POINTS)
     assert names(schema) == tuple(points.params)
     assert [(POINTS, *parameter.shape) for parameter in schema] == [tuple(p.shape) for p in points.params.values()]
@@ -135,7 +135,7 @@ def train(world: World, folder: Path, strategy: str, steps: int, begun: Path | N
     return {name: value.sum(0) for name, value in whole.items()}, trainer._start_step
 
 
-def test_the_trainer_takes_it_and_goes_on(tmp_path: Path) -> None:
+def test_trainer_trains_and_resumes_it(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     ((expected, start),) = run_ranks(train, 1, tmp_path, "batch", 12, None)
     assert start == 0 and expected.keys() == set(names(of_the_page().schema))

@@ -1,4 +1,4 @@
-"""Steps of kinds of points without fused operators of their own: what must leave the model alone, and what is told."""
+"""Steps of primitives without fused operators of their own: cancelled steps, and reports."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,17 +31,17 @@ STATISTICS = ("grad2d", "count", "radii")
 
 
 def points_of(name: str, spare: int = 0) -> Points:
-    """So many points, and room for more, which have no position."""
+    """Return `count` points, and spare rows without a position."""
     params = MAKE[name](COUNT, torch.float32).params
     params = {key: value.detach() for key, value in params.items()}
     if name == "2dgs":
         params["scales"] = params["scales"][:, :2].contiguous()
-    room = {key: value.new_zeros(spare, *value.shape[1:]) for key, value in params.items()}
-    room["means"].fill_(torch.nan)
-    return Points({key: torch.cat([value, room[key]]) for key, value in params.items()})
+    padding = {key: value.new_zeros(spare, *value.shape[1:]) for key, value in params.items()}
+    padding["means"].fill_(torch.nan)
+    return Points({key: torch.cat([value, padding[key]]) for key, value in params.items()})
 
 
-class Schedule:
+class StepRun:
     """Steps of one rank, of as many points."""
 
     def __init__(self, name: str, points: Points, rows: int = 400, intersections: int = 4096) -> None:
@@ -71,25 +71,25 @@ class Schedule:
 
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "intersections"])
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_a_step_without_room_changes_nothing(name: str, rows: bool) -> None:
+def test_step_beyond_capacity_changes_nothing(name: str, rows: bool) -> None:
     small = {"rows": 30} if rows else {"intersections": 40}
-    schedule = Schedule(name, points_of(name), **small)
-    before = schedule.all()
-    schedule.take()
-    status = schedule.step.status()
+    run = StepRun(name, points_of(name), **small)
+    before = run.all()
+    run.take()
+    status = run.step.status()
     assert status.full and status.done == 0 and (status.rows if rows else status.intersections) > 40
-    assert all(torch.equal(now, then) for now, then in zip(schedule.all(), before, strict=True))
-    assert float(schedule.step.report[-1]) == 0
+    assert all(torch.equal(now, then) for now, then in zip(run.all(), before, strict=True))
+    assert float(run.step.report[-1]) == 0
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_room_for_points_is_not_seen(name: str) -> None:
-    """A refinement moves points to where there is room for more; what lies there has no position."""
-    plain, roomy = (Schedule(name, points_of(name, spare)) for spare in (0, 20))
-    for schedule in (plain, roomy):
-        schedule.take()
-        schedule.take()
-        assert schedule.step.status().done == 2
+def test_spare_storage_is_not_rendered(name: str) -> None:
+    """A refinement moves points into storage with spare rows, which have no position."""
+    plain, roomy = (StepRun(name, points_of(name, spare)) for spare in (0, 20))
+    for run in (plain, roomy):
+        run.take()
+        run.take()
+        assert run.step.status().done == 2
     for a, b in zip(plain.all(), roomy.all(), strict=True):
         torch.testing.assert_close(b[:COUNT], a, rtol=1e-6, atol=1e-7)
         assert bool(b[:COUNT].isfinite().all())
@@ -102,9 +102,9 @@ def test_room_for_points_is_not_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_points_are_looked_at_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_are_processed_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many for the memory that it takes to see at once which show."""
-    step = Schedule(name, points_of(name)).step
+    step = StepRun(name, points_of(name)).step
     expected = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400)
     assert int(expected.count) > 20 and int(expected.point_ids.max()) > 40
     for kind in (ComposedKernels, type(step._kernels)):
@@ -115,21 +115,21 @@ def test_points_are_looked_at_in_parts(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_what_is_not_finite_is_told(name: str) -> None:
-    step = Schedule(name, points_of(name)).step
+def test_nonfinite_values_are_reported(name: str) -> None:
+    step = StepRun(name, points_of(name)).step
     kernels, model, cameras = step._kernels, step._model, step._cameras(range(VIEWS))
     rows = kernels.project(model, cameras, 400)
     first = int((rows.radii > 0).all(-1).nonzero()[0])
     assert rows.view_ids[first] == 0
-    for line, views, told in ((first, None, True), (first, range(1, 2), False), (399, None, False)):
+    for line, views, flagged in ((first, None, True), (first, range(1, 2), False), (399, None, False)):
         records, finite_flag = torch.zeros(400, kernels.record_floats), torch.ones(1)
         records[line, 5] = torch.inf
         kernels.update(model, cameras, step.scalars, rows, records, finite_flag, views)
-        assert bool(finite_flag.isfinite()) != told and (told or float(finite_flag) == 0)
+        assert bool(finite_flag.isfinite()) != flagged and (flagged or float(finite_flag) == 0)
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_what_their_kernels_cannot_do_is_refused(name: str) -> None:
+def test_options_unsupported_by_the_kernels_are_refused(name: str) -> None:
     kind, points = PRIMITIVES[name], points_of(name)
     kernels: Any = kind.kernels(opacity_weight=0.0)
     with pytest.raises(
@@ -150,9 +150,9 @@ def test_what_their_kernels_cannot_do_is_refused(name: str) -> None:
 def test_without_points() -> None:
     for name in PRIMITIVES:
         empty = Points({key: value[:0] for key, value in points_of(name).params.items()})
-        schedule = Schedule(name, empty)
-        schedule.take()
-        assert schedule.step.status().done == 1 and float(schedule.step.report[-1]) == 0
+        run = StepRun(name, empty)
+        run.take()
+        assert run.step.status().done == 1 and float(run.step.report[-1]) == 0
 
 
 def test_sizes_of_views_that_differ() -> None:

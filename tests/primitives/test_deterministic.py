@@ -1,4 +1,4 @@
-"""Formulas that give a point the same bits beside any others, and rotations those of gsplat."""
+"""Formulas whose results for a point do not depend on other points, bit for bit; and gsplat's rotations."""
 
 from collections.abc import Callable
 

@@ -38,18 +38,18 @@ def test_a_code_is_the_cell_s_hand_and_the_place_on_the_curve() -> None:
         assert 0 <= code < 1 << CODE_BITS
 
 
-def test_codes_leave_room_for_two_bits_in_an_int64() -> None:
+def test_codes_keep_two_bits_of_an_int64_free() -> None:
     assert CODE_BITS == 3 * MORTON_BITS + HAND_BITS == 60
 
 
 @pytest.mark.parametrize("power", [-200, -40, 0, 30, 126, 300])
-def test_a_census_knows_how_far_points_reach(power: int) -> None:
+def test_census_has_the_extent_of_points(power: int) -> None:
     means = torch.tensor([[0.0, 0.0, 0.0], [1.0, -0.3, 0.2], [0.1, -1.9999, 0.0]], dtype=torch.float64) * 2.0**power
     counts = census(means)
     assert int(counts.sum()) == 3 and int(counts[0]) >= 1
     found = {k - 128: int(n) for k, n in enumerate(counts) if n}
     reached = min(max(power + 1, -128), 127)
-    assert max(found) == reached, "1 <= |x| < 2 reaches 2^1"
+    assert max(found) == reached, "1 <= |x| < 2 ends at 2^1"
     grid = Grid.of(counts.tolist())
     assert grid.half == reached and grid.cell <= grid.half + 1
     if -100 < power < 127:
@@ -63,7 +63,7 @@ def test_no_points() -> None:
     assert interleaved_codes(torch.zeros(3, 3), grid_of(torch.zeros(3, 3))).unique().numel() == 1
 
 
-def test_what_is_not_finite_is_in_the_middle() -> None:
+def test_nonfinite_positions_get_the_middle_code() -> None:
     points = drawn(4000, 3)
     points[5], points[6] = torch.nan, torch.inf
     assert sorted(interleaved_order(points).tolist()) == list(range(4000))
@@ -72,7 +72,7 @@ def test_what_is_not_finite_is_in_the_middle() -> None:
     assert torch.equal(interleaved_order(points), interleaved_order(middle))
 
 
-def test_the_grid_is_the_census_of_all_whoever_holds_them() -> None:
+def test_grid_is_independent_of_the_owners() -> None:
     points = torch.randn(5000, 3, generator=torch.Generator().manual_seed(1)) * 3
     parts = sum(census(part) for part in points.split([0, 17, 2000, 2983]))
     assert torch.equal(torch.as_tensor(parts), census(points))
@@ -93,7 +93,7 @@ def test_neighbours_in_the_order_are_near() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_every_region_is_dealt_out_evenly(ranks: int) -> None:
+def test_every_region_is_distributed_evenly(ranks: int) -> None:
     """Half the floor, a quarter, a stripe, a circle: each rank's range has its share of it."""
     points = drawn(200_000, 3, seed=2) * 2 - 1
     points[:, 2] *= 0.05 * (points[:, 0].abs() > 0.5)  # partly flat, partly not
@@ -110,7 +110,7 @@ def test_every_region_is_dealt_out_evenly(ranks: int) -> None:
     assert int(torch.bincount(owner[x > 0], minlength=ranks).max()) * ranks > 1.5 * int((x > 0).sum())
 
 
-def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_independent_of_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
     points = drawn(1000, 3, seed=4)
     whole, codes = census(points), interleaved_codes(points, grid_of(points))
     monkeypatch.setattr("ns_multigpu.primitives.morton._PIECE", 77)

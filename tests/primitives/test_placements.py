@@ -15,32 +15,32 @@ from ns_multigpu.primitives.sharded_order import plan_move
 from tests.lib.placements import TOYS, HalfSpaces, Wrong
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.primitives.gaussians import test_sharded_densifier, test_sharded_mcmc
-from tests.primitives.shards import assert_same, by_place, holding_of
+from tests.primitives.shards import assert_same, by_place, shard_index_of
 
-PRIMITIVES: dict[str, ModuleType] = {"densifier": test_sharded_densifier, "mcmc": test_sharded_mcmc}
+DENSIFIERS: dict[str, ModuleType] = {"densifier": test_sharded_densifier, "mcmc": test_sharded_mcmc}
 CASES = {
     "densifier": ("even", "few places", "a rank owns all", "a rank is pruned", "revised opacity", "capped"),
     "mcmc": ("even", "few places", "a rank owns nothing", "a rank is dead", "none is dead", "all are dead"),
 }
 
 
-def courses(world: World, kind: str) -> dict[tuple[str, str], tuple[dict[str, Tensor], Tensor, list[int]]]:
+def train_all(world: World, kind: str) -> dict[tuple[str, str], tuple[dict[str, Tensor], Tensor, list[int]]]:
     """Everything that a point has, its place, and how many points moved at each refinement."""
     found: dict[Any, Any] = {}
     for name, toy in TOYS.items():
         for case in CASES[kind]:
-            values = {key: value.to(world.device) for key, value in PRIMITIVES[kind].initial(case).items()}
-            shard_index = holding_of(toy, case, values, world)
-            lines, records, _ = PRIMITIVES[kind].schedule(world, case, True, shard_index)
+            values = {key: value.to(world.device) for key, value in DENSIFIERS[kind].initial(case).items()}
+            shard_index = shard_index_of(toy, case, values, world)
+            lines, records, _ = DENSIFIERS[kind].train(world, case, True, shard_index)
             assert shard_index.places is not None and shard_index.places.device.type == world.device.type
             found[name, case] = (lines, shard_index.places.cpu(), [record.moved for record in records])
     return found
 
 
 def compare(kind: str, size: int, device: str) -> None:
-    outcomes = run_ranks(courses, size, kind, device=device)
+    outcomes = run_ranks(train_all, size, kind, device=device)
     for case in CASES[kind]:
-        expected = PRIMITIVES[kind].schedule(World.single(device if device == "cpu" else "cuda:0"), case, False)[0]
+        expected = DENSIFIERS[kind].train(World.single(device if device == "cpu" else "cuda:0"), case, False)[0]
         for name in TOYS:
             some = [outcome[name, case] for outcome in outcomes]
             found = by_place([lines for lines, _, _ in some], [places for _, places, _ in some])
@@ -51,13 +51,13 @@ def compare(kind: str, size: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", PRIMITIVES)
+@pytest.mark.parametrize("kind", DENSIFIERS)
 def test_any_owners_train_the_model_of_one_rank(kind: str, size: int) -> None:
     compare(kind, size, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", PRIMITIVES)
+@pytest.mark.parametrize("kind", DENSIFIERS)
 def test_any_owners_train_the_model_of_one_gpu(kind: str) -> None:
     skip_without_gpus(2)
     compare(kind, 2, "cuda")
@@ -65,8 +65,8 @@ def test_any_owners_train_the_model_of_one_gpu(kind: str) -> None:
 
 def owned(world: World, kind: str) -> bool:
     """Return whether each rank has what the placement gives it, when a refinement is done."""
-    module = PRIMITIVES[kind]
-    shard_index = holding_of(HalfSpaces(), "even", module.initial("even"), world)
+    module = DENSIFIERS[kind]
+    shard_index = shard_index_of(HalfSpaces(), "even", module.initial("even"), world)
     seen: list[bool] = []
     sharded, name = (ShardedMcmc, "refine_when_due") if kind == "mcmc" else (ShardedDensifier, "_refine")
     refine = getattr(sharded, name)
@@ -81,18 +81,18 @@ def owned(world: World, kind: str) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, name, watched)
         patch.setitem(test_sharded_mcmc.RULES, "cap_max", test_sharded_mcmc.COUNT)  # so that it never grows,
-        patch.setitem(test_sharded_mcmc.RULES, "order_every", 1000)  # and is never brought into its order
-        module.schedule(world, "even", True, shard_index)
+        patch.setitem(test_sharded_mcmc.RULES, "order_every", 1000)  # and is never sorted
+        module.train(world, "even", True, shard_index)
     return len(seen) >= test_sharded_densifier.REFINED and all(seen)
 
 
-@pytest.mark.parametrize("kind", PRIMITIVES)
+@pytest.mark.parametrize("kind", DENSIFIERS)
 def test_owners_are_those_that_the_placement_names(kind: str) -> None:
     """MCMC's also behind refinements that only relocate."""
     assert all(run_ranks(owned, 3, kind))
 
 
-def test_replicas_stay_where_they_are() -> None:
+def test_replicas_are_not_moved() -> None:
     for placement in (AllHere(), Replicated()):
         keys = torch.arange(5)
         move = plan_move(keys, torch.ones_like(keys), [5], World.single(), 1.1, placement)
@@ -102,18 +102,18 @@ def test_replicas_stay_where_they_are() -> None:
 
 
 def misplaced(world: World) -> list[str]:
-    """What a rank is told where another one's placement, or its own, is wrong."""
-    keys, told = torch.arange(4) + world.rank, list[str]()
+    """Return a rank's errors if its own placement, or another rank's, is wrong."""
+    keys, errors = torch.arange(4) + world.rank, list[str]()
     placements: list[Placement] = [Wrong(owner) for owner in (-1, world.size, None)]
     for placement in placements:
         with pytest.raises(ValueError) as error:
             plan_move(keys, torch.ones_like(keys), [4] * world.size, world, 1.1, placement, parents=lambda: keys)
-        told.append(str(error.value))
-    return told
+        errors.append(str(error.value))
+    return errors
 
 
 def test_owners_that_are_no_ranks() -> None:
-    """Every rank is told, not only the one that would have sent them."""
-    for told in run_ranks(misplaced, 2):
+    """Every rank raises, not only the sender."""
+    for errors in run_ranks(misplaced, 2):
         outside = "Wrong names owners for the points of rank 1: 1 of them are not among the 2 ranks"
-        assert told == [outside, outside, "Wrong names owners for the points of rank 1: that is +1 owners"]
+        assert errors == [outside, outside, "Wrong names owners for the points of rank 1: that is +1 owners"]

@@ -14,12 +14,12 @@ from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
 from ns_multigpu.primitives.surfels.rows import SURFEL_PARTS, SurfelGradients, SurfelRows
 from tests.cuda_ext.exchange.test_row_exchange import addresses
 
-REAL, LINES, CAPACITY_FACTOR = 9, 12, 8
+REAL, LINES, CAPACITY = 9, 12, 8
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of point's rows."""
+    """Rows of a primitive."""
 
     layout: RecordParts
     rows: type[Any]
@@ -40,19 +40,19 @@ class Kind:
 
 
 _ALL = {"means2d": (2,), "opacities": (), "features": (3,), "depths": ()}
-PRIMITIVES = {
+CASES = {
     "2dgs": Kind(SURFEL_PARTS, SurfelRows, SurfelGradients, {**_ALL, "transforms": (9,), "normals": (3,)}),
     "convex": Kind(CONVEX_PARTS, ConvexRows, ConvexGradients, {**_ALL, "lines": (18,), "sharpness": ()}),
 }
 _SPANS = [("lines", 7, 18), ("depths", 0, 1), ("features", 0, 3), ("lines", 0, 7), ("opacities", 0, 1)]
 _SPANS += [("sharpness", 0, 1), ("means2d", 0, 2)]
-PRIMITIVES["any order"] = replace(
-    PRIMITIVES["convex"], layout=RecordParts(CONVEX_PARTS.widths, _SPANS, ArrivedConvexes, ConvexGradients)
+CASES["any order"] = replace(
+    CASES["convex"], layout=RecordParts(CONVEX_PARTS.widths, _SPANS, ArrivedConvexes, ConvexGradients)
 )
 
 
 def make_place(device: str) -> Tensor:
-    """To rank 0 every other row, to rank 1 all, of which the last has no room."""
+    """Rank 0 gets every other row, rank 1 all rows, of which the last exceeds the capacity."""
     place = torch.full((2, LINES), -1, dtype=torch.int32)
     place[0, 0:REAL:2] = torch.arange(5).int()
     place[1, :REAL] = torch.arange(REAL).int()
@@ -60,28 +60,28 @@ def make_place(device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", PRIMITIVES)
+@pytest.mark.parametrize("name", CASES)
 def test_there_and_back_through_memory(name: str, device: str) -> None:
-    kind, place = PRIMITIVES[name], make_place(device)
+    kind, place = CASES[name], make_place(device)
     rows, layout = kind.make_rows(device), kind.layout
-    segments = [torch.zeros(1, CAPACITY_FACTOR, layout.record_floats, device=device) for _ in range(2)]
+    segments = [torch.zeros(1, CAPACITY, layout.record_floats, device=device) for _ in range(2)]
     for first, end in ((0, 4), (4, LINES)):
-        layout.pack(rows, place, addresses(segments, 0), CAPACITY_FACTOR, first, end)
+        layout.pack(rows, place, addresses(segments, 0), CAPACITY, first, end)
     arrived = layout.unpack(torch.cat(segments), torch.tensor([5, REAL], device=device), 2)
-    for rank, sent in enumerate((range(0, REAL, 2), range(CAPACITY_FACTOR))):
-        lines = slice(rank * CAPACITY_FACTOR, rank * CAPACITY_FACTOR + len(sent))
+    for rank, sent in enumerate((range(0, REAL, 2), range(CAPACITY))):
+        lines = slice(rank * CAPACITY, rank * CAPACITY + len(sent))
         for column in kind.names:
             assert torch.equal(getattr(arrived, column)[lines], getattr(rows, column)[list(sent)]), column
         assert arrived.slots[lines].tolist() == list(sent) and arrived.owners[lines].tolist() == [rank] * len(sent)
     # Each rank adds what it found of a row to the record there, which the owner adds up.
     found = layout.records_of(kind.gradients(*(getattr(arrived, column) for column in kind.gradients._fields)))
-    sums = [torch.ones(1, CAPACITY_FACTOR, layout.record_floats, device=device) for _ in range(2)]
-    slots = torch.arange(CAPACITY_FACTOR, dtype=torch.int32, device=device).repeat(2)
+    sums = [torch.ones(1, CAPACITY, layout.record_floats, device=device) for _ in range(2)]
+    slots = torch.arange(CAPACITY, dtype=torch.int32, device=device).repeat(2)
     add_records(found, addresses(sums, 0), arrived.owners, slots)
-    records = layout.collect(place, rows.count, addresses(sums, 0), CAPACITY_FACTOR) - 1  # of rank 1
+    records = layout.collect(place, rows.count, addresses(sums, 0), CAPACITY) - 1  # of rank 1
     seen = torch.zeros(LINES, device=device)
-    seen[:CAPACITY_FACTOR] = 1
-    once, twice = layout.gradients_of(records), [k for k in range(0, REAL, 2) if k < CAPACITY_FACTOR]
+    seen[:CAPACITY] = 1
+    once, twice = layout.gradients_of(records), [k for k in range(0, REAL, 2) if k < CAPACITY]
     for column in kind.gradients._fields:
         value = getattr(rows, column)
         expected = value * seen.view(-1, *[1] * (value.dim() - 1))
@@ -92,16 +92,16 @@ def test_there_and_back_through_memory(name: str, device: str) -> None:
         torch.testing.assert_close(getattr(once, column), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_what_a_row_is_on_the_wire(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_wire_size_of_a_row(name: str) -> None:
     """Twelve words a part, one more with slots; nine back, and two more of the last part where they are needed."""
-    layout = PRIMITIVES[name].layout
+    layout = CASES[name].layout
     plain, slots = (PartsWire(layout, slots=slots) for slots in (False, True))
     words = {"2dgs": (24, 26, 20), "convex": (36, 39, 27), "any order": (36, 39, 27)}[name]
     assert (plain.row_words, slots.row_words, plain.gradient_words) == words
     assert layout.record_floats == 16 * layout.parts and plain.gradient_words <= plain.row_words
     # Each gradient has a place of its own, among those that come back.
-    kind = PRIMITIVES[name]
+    kind = CASES[name]
     numbers = sum(max(layout.widths[column], 1) for column in kind.gradients._fields)
     back = [16 * k + n for k in range(layout.parts) for n in range(9)]
     back += [16 * layout.parts - 6, 16 * layout.parts - 5] if layout.absolute else []

@@ -1,4 +1,4 @@
-"""The order over ranks against one rank's stable sort, and what travels against what ought to be there."""
+"""The order over ranks compared with one rank's stable sort, and exchanged rows with the expected ones."""
 
 import weakref
 from itertools import accumulate, pairwise
@@ -60,7 +60,7 @@ def rows_of(case: str, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def reorder(world: World, case: str) -> tuple[Move, Reordering, dict[str, Tensor], int]:
-    """Move rows that tell where they came from, and their weights."""
+    """Move rows that contain their origin, and their weights."""
     keys, weights = rows_of(case, world.size)[world.rank]
     ids = torch.stack([torch.full_like(keys, world.rank), torch.arange(len(keys))], dim=1)
     sorted_keys, order = torch.sort(keys, stable=True)
@@ -174,12 +174,12 @@ def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
             }
     keys = torch.arange(count)
     kept = OptimizerStates.here(params, optimizers)
-    told = all_gather_ints([count, kept.tag], world)
-    assert len({tag for _, tag in told}) == world.size, "they have taken 3, 7 and no steps"
-    move = plan_move(keys, torch.ones_like(keys), [many for many, _ in told], world, 1.1)
+    tags = all_gather_ints([count, kept.tag], world)
+    assert len({tag for _, tag in tags}) == world.size, "they have taken 3, 7 and no steps"
+    move = plan_move(keys, torch.ones_like(keys), [many for many, _ in tags], world, 1.1)
     fresh = keys[keys % 10 == 4]
     edit = lambda name, rows, _: rows.neg_() if name in ("thin", "flat") else None  # noqa: E731
-    kept = kept.agree([tag for _, tag in told], world)
+    kept = kept.agree([tag for _, tag in tags], world)
     move_rows(params, optimizers, Regrouping(keys, fresh, keys[:0], torch.zeros(0, 3)), move, kept, world, edit)
     found = {name: value.detach() for name, value in params.items()}
     steps: list[float] = []
@@ -193,13 +193,13 @@ def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def carried_by_parts(world: World) -> tuple[dict[str, Tensor], list[float]]:
-    """Return the same where rows are too many to travel whole."""
+    """Return the same for rows that are too many for one message."""
     sharded_rows._AT_ONCE = 0
     return carried(world)
 
 
 @pytest.mark.parametrize(("size", "carry"), [(1, carried), (3, carried), (3, carried_by_parts)])
-def test_everything_of_a_point_travels(size: int, carry: Any) -> None:
+def test_all_tensors_of_a_point_are_exchanged(size: int, carry: Any) -> None:
     outcomes = run_ranks(carry, size)
     number = torch.arange(50, dtype=torch.float32)
     kept = torch.where(number % 10 == 4, 0.0, 1.0)
@@ -226,7 +226,7 @@ def test_refusal() -> None:
 
 
 def freed(world: World) -> list[int]:
-    """As each of three parameters is made anew, how many of the old ones have been freed."""
+    """Return the numbers of freed old parameters as each of three parameters is rebuilt."""
     mine = torch.arange(world.rank, 40, world.size)
     arrays = [np.zeros((len(mine), 4), np.float32) for _ in range(3)]
     alive = [weakref.ref(array) for array in arrays]
@@ -253,7 +253,7 @@ def test_old_rows_are_freed_one_parameter_after_the_other(size: int) -> None:
     assert run_ranks(freed, size) == [[0, 1, 2]] * size
 
 
-class Dealt(HalfSpaces):
+class RoundRobin(HalfSpaces):
     """Owners by parity of the first coordinate, but for every tenth point, which is the next rank's."""
 
     def settle(self, new: NewPoints, world: World) -> Settled:
@@ -262,7 +262,7 @@ class Dealt(HalfSpaces):
 
 
 def parted(world: World, at_once: int) -> dict[str, Any]:
-    """Points with x = rank, rank + size, ...: every tenth leaves. Some are split; the halves' offsets tell whose."""
+    """Points with x = rank, rank + size, ...: every tenth is sent away. Children's offsets identify split points."""
     sharded_rows._AT_ONCE = at_once
     sent: list[tuple[int, int]] = []
     exchange = sharded_rows.exchange_rows
@@ -282,7 +282,7 @@ def parted(world: World, at_once: int) -> dict[str, Any]:
     fresh, children = torch.where(x % 4 == 1)[0], torch.where(x % 8 == 1)[0]
     offsets = torch.stack([torch.zeros(len(children)), x[children].float(), torch.zeros(len(children))], 1)
     works = [int((torch.arange(rank, 90, world.size) ** 2).sum()) for rank in range(world.size)]
-    move = plan_move(2 * x, x**2, works, world, 1.1, Dealt(), lambda: means, lambda: x)
+    move = plan_move(2 * x, x**2, works, world, 1.1, RoundRobin(), lambda: means, lambda: x)
     owners = torch.arange(90) + (torch.arange(90) % 10 == 3).long()
     held = torch.zeros(world.size, dtype=torch.int64).index_add_(0, owners % world.size, torch.arange(90) ** 2)
     assert move.imbalance_after == imbalance(held.tolist())
@@ -299,7 +299,7 @@ def parted(world: World, at_once: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("at_once", [0, 1 << 26])
-def test_only_points_that_change_their_owner_travel(at_once: int) -> None:
+def test_only_points_with_a_new_owner_are_exchanged(at_once: int) -> None:
     outcomes = run_ranks(parted, 2, at_once)
     x = torch.arange(90)
     owners = (x + (x % 10 == 3).long()) % 2

@@ -24,8 +24,8 @@ from tests.primitives.training_runs import (
     RATES,
     WIDTH,
     Outcome,
-    Schedule,
-    assert_same_course,
+    TrainingRun,
+    assert_same_run,
     batch_of,
     ordinary,
     scalars,
@@ -36,7 +36,7 @@ from tests.primitives.training_runs import (
 )
 from tests.strategies.scene import make_image, make_points
 
-CAPACITY_FACTOR, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
+CAPACITIES, LARGE_CAPACITIES = (1024, 1024, 4096), (8192, 8192, 65536)
 
 
 # Of replicas each draws as many views.
@@ -48,20 +48,20 @@ CAPACITY_FACTOR, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
         ("tile", 4, 5, False), ("tile", 2, 2, True),
     ],
 )  # fmt: skip
-def test_a_course_is_the_ordinary_one(strategy: str, ranks: int, batch: int, antialiased: bool) -> None:
-    schedule = Schedule(strategy, batch, 4, antialiased, room=CAPACITY_FACTOR if strategy == "tile" else None)
-    outcomes = take(schedule, ranks)
-    assert_same_course(schedule, outcomes, ordinary(schedule))
+def test_fused_run_equals_the_autograd_run(strategy: str, ranks: int, batch: int, antialiased: bool) -> None:
+    run = TrainingRun(strategy, batch, 4, antialiased, capacities=CAPACITIES if strategy == "tile" else None)
+    outcomes = take(run, ranks)
+    assert_same_run(run, outcomes, ordinary(run))
     assert sum(int(o["redone"]) for o in outcomes) == 0
     assert (sum(int(o["sent"]) for o in outcomes) > 0) == (strategy == "tile" and ranks > 1)
 
 
 @pytest.mark.parametrize("strategy", ["batch", "tile"])
-def test_a_course_of_tall_views(strategy: str) -> None:
-    """What is counted by the longer side of a view is not counted by its width."""
-    schedule = Schedule(strategy, 2, 2, size=(30, 60))
-    found, expected = taken(World.single(), schedule), ordinary(schedule)
-    assert_same_course(schedule, [found], expected)
+def test_run_with_tall_views(strategy: str) -> None:
+    """Counts use the longer side of a view, not its width."""
+    run = TrainingRun(strategy, 2, 2, size=(30, 60))
+    found, expected = taken(World.single(), run), ordinary(run)
+    assert_same_run(run, [found], expected)
     assert (found["radii"] - expected["radii"]).abs().max() < 1e-2
 
 
@@ -69,9 +69,9 @@ def test_a_course_of_tall_views(strategy: str) -> None:
 def test_intersections_of_each_row_of_tiles_are_counted(ranks: int) -> None:
     """As they are where each row of tiles is a patch of its own. The last is cut off by the image's border."""
     assert HEIGHT % TILE
-    schedule = Schedule("tile", 3, 1, room=CAPACITY_FACTOR)
+    run = TrainingRun("tile", 3, 1, capacities=CAPACITIES)
     views = batch_of(0, 3, torch.device("cpu"))
-    points, kind = make_points(schedule.points, torch.float32), Gaussians(sh_degree=2)
+    points, kind = make_points(run.points, torch.float32), Gaussians(sh_degree=2)
     splats = kind.splat(points, kind.cull(points, views, range(3)), views)
     rows = {name: value.detach() for name, value in splats.rows.items()}
 
@@ -84,43 +84,43 @@ def test_intersections_of_each_row_of_tiles_are_counted(ranks: int) -> None:
 
     expected = [[met(v, 0, y, WIDTH, min(y + TILE, HEIGHT)) for y in range(0, HEIGHT, TILE)] for v in range(3)]
     assert min(expected[0]) > 0
-    for outcome in take(schedule, ranks):
+    for outcome in take(run, ranks):
         assert outcome["tiles"].tolist() == expected
 
 
-def test_rows_that_stay_where_they_are() -> None:
-    schedule = Schedule("tile", 2, 3, room=CAPACITY_FACTOR, lazy=True, transport="own")
-    assert_same_course(schedule, take(schedule, 1), ordinary(schedule))
+def test_run_with_local_rows() -> None:
+    run = TrainingRun("tile", 2, 3, capacities=CAPACITIES, lazy=True, transport="own")
+    assert_same_run(run, take(run, 1), ordinary(run))
 
 
 @pytest.mark.parametrize("bounds", [(0, 0, 300), (0, 7, 7, 300)])
 def test_a_rank_that_owns_no_points(bounds: tuple[int, ...]) -> None:
-    schedule = Schedule("tile", 1, 3, bounds=bounds, room=CAPACITY_FACTOR)
-    assert_same_course(schedule, take(schedule, len(bounds) - 1), ordinary(schedule))
+    run = TrainingRun("tile", 1, 3, bounds=bounds, capacities=CAPACITIES)
+    assert_same_run(run, take(run, len(bounds) - 1), ordinary(run))
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "batch", "room"),
+    ("strategy", "ranks", "batch", "capacities"),
     [
         ("batch", 1, 1, (64, 1024, 128)), ("batch", 2, 2, (64, 1024, 128)),
         ("tile", 2, 2, (16, 1024, 4096)), ("tile", 2, 2, (1024, 16, 64)), ("tile", 2, 2, (1024, 16, 4096)),
     ],
 )  # fmt: skip
 def test_a_capacity_that_is_too_small_costs_a_step_and_changes_nothing(
-    strategy: str, ranks: int, batch: int, room: tuple[int, int, int]
+    strategy: str, ranks: int, batch: int, capacities: tuple[int, int, int]
 ) -> None:
-    schedule = Schedule(strategy, batch, 3, room=room)
-    outcomes = take(schedule, ranks)
+    run = TrainingRun(strategy, batch, 3, capacities=capacities)
+    outcomes = take(run, ranks)
     assert all(int(o["redone"]) >= 1 for o in outcomes)
-    assert_same_course(schedule, outcomes, ordinary(schedule))
+    assert_same_run(run, outcomes, ordinary(run))
 
 
-# ---- steps that are put off ----
+# ---- deferred steps ----
 
 
-def assert_same_steps(schedule: Schedule, lazy: list[Outcome], eager: list[Outcome]) -> None:
-    """Closer to each other than to the ordinary course, whose sums have another order."""
-    one, other = together(schedule, lazy), together(schedule, eager)
+def assert_same_steps(run: TrainingRun, lazy: list[Outcome], eager: list[Outcome]) -> None:
+    """Assert that both are closer to each other than to the ordinary run, whose sums have another order."""
+    one, other = together(run, lazy), together(run, eager)
     for name, rate in RATES.items():
         assert float((one[name] - other[name]).abs().mean()) < 2e-3 * rate, name
 
@@ -129,25 +129,25 @@ PUT_OFF = [("batch", 1), ("batch", 2), ("tile", 1), ("tile", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), PUT_OFF)
-def test_steps_that_are_put_off_are_the_ordinary_ones(strategy: str, ranks: int) -> None:
-    schedule = Schedule(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
-    lazy = take(schedule, ranks)
-    assert_same_steps(schedule, lazy, take(replace(schedule, lazy=False), ranks))
-    assert_same_course(schedule, lazy, ordinary(schedule))
+def test_deferred_steps_equal_ordinary_steps(strategy: str, ranks: int) -> None:
+    run = TrainingRun(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
+    lazy = take(run, ranks)
+    assert_same_steps(run, lazy, take(replace(run, lazy=False), ranks))
+    assert_same_run(run, lazy, ordinary(run))
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), PUT_OFF)
-def test_a_capacity_exceeded_while_steps_are_put_off(strategy: str, ranks: int) -> None:
-    schedule = Schedule(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
-    plenty = take(schedule, ranks)
+def test_capacity_exceeded_while_steps_are_deferred(strategy: str, ranks: int) -> None:
+    run = TrainingRun(strategy, ranks if strategy == "batch" else 1, 8, lazy=True)
+    plenty = take(run, ranks)
     rows, segment, intersections = plenty[0]["first"].tolist()
-    tight = take(replace(schedule, room=(rows, max(segment, 1), intersections)), ranks)
-    assert int(tight[0]["redone"]) >= 1 and int(tight[0]["put off"]) >= 1
+    tight = take(replace(run, capacities=(rows, max(segment, 1), intersections)), ranks)
+    assert int(tight[0]["redone"]) >= 1 and int(tight[0]["deferred"]) >= 1
     for name in RATES:
         assert all(torch.equal(a[name], b[name]) for a, b in zip(tight, plenty, strict=True)), name
 
 
-def test_a_lazy_step_waits_for_a_flush_once_64_are_put_off() -> None:
+def test_lazy_step_flushes_after_64_deferred_steps() -> None:
     world = World.single(torch.device("cpu"))
     params = {k: v.detach() for k, v in make_points(20, torch.float32, "cpu").params.items()}
     settings = StepSettings(16, 16, 1, LAMBDA, 32, 1, 128)
@@ -165,10 +165,10 @@ def test_a_lazy_step_waits_for_a_flush_once_64_are_put_off() -> None:
     assert (one.status().done, one.status().full) == (1, False)
 
 
-# ---- what travels ----
+# ---- exchanged rows ----
 
 
-def test_what_leaves_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_sent_by_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is sent, before anybody is met: no gradient of a colour that was clamped at black, whose sign the others
     cannot see; and views by their number in the batch."""
     params = {k: v.detach() for k, v in make_points(200, torch.float32, "cpu").params.items()}
@@ -199,15 +199,15 @@ def test_what_leaves_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = alone.status()
     assert message.tolist() == [looked.rows, 0, looked.intersections, 0] and message[0] == looked.rows == count
     assert (view_ids[:count] == 1).all()
-    for told, own in ((point_ids, rows.point_ids), (radii, rows.radii), (conics, rows.conics)):
-        assert torch.equal(told[:count], own[:count])
+    for copied, own in ((point_ids, rows.point_ids), (radii, rows.radii), (conics, rows.conics)):
+        assert torch.equal(copied[:count], own[:count])
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 2), (3, 2)])
 def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> None:
-    schedule = Schedule("tile", batch, 3, room=CAPACITY_FACTOR)
-    for a, b in zip(take(replace(schedule, by_sort=True), ranks), take(schedule, ranks), strict=True):
-        # Sorted lists want each row's line at its owner: a word more of each travels.
+    run = TrainingRun("tile", batch, 3, capacities=CAPACITIES)
+    for a, b in zip(take(replace(run, by_sort=True), ranks), take(run, ranks), strict=True):
+        # Sorted lists need each row's line at its owner: one more word per row.
         assert [name for name in a if not torch.equal(a[name], b[name])] == (["bytes"] if ranks > 1 else [])
 
 
@@ -217,14 +217,14 @@ def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "batch"), [("tile", 1, 2), ("tile", 2, 1), ("tile", 2, 2), ("batch", 1, 2), ("batch", 2, 2)]
 )
-def test_a_course_of_what_was_recorded(strategy: str, ranks: int, batch: int) -> None:
-    schedule = Schedule(
-        strategy, batch, 12, room=(64, 16, 64), lazy=True, transport="collective", captured=True
+def test_run_of_captured_graphs(strategy: str, ranks: int, batch: int) -> None:
+    run = TrainingRun(
+        strategy, batch, 12, capacities=(64, 16, 64), lazy=True, transport="collective", captured=True
     )  # fmt: skip
-    outcomes = take(schedule, ranks)
+    outcomes = take(run, ranks)
     assert all(int(o["redone"]) > 0 for o in outcomes), "capacities must have changed under the graphs"
     assert all(int(o["replayed"]) > 4 for o in outcomes), "hardly a step came from what was recorded"
-    assert_same_course(schedule, outcomes, ordinary(schedule))
+    assert_same_run(run, outcomes, ordinary(run))
 
 
 # ---- on GPUs ----
@@ -233,10 +233,10 @@ def test_a_course_of_what_was_recorded(strategy: str, ranks: int, batch: int) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "batch", "antialiased"), [(1, 1, False), (1, 3, True), (2, 2, False), (4, 8, True)])
-def test_a_course_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool, lazy: bool) -> None:
+def test_run_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool, lazy: bool) -> None:
     skip_without_gpus(ranks)
-    schedule = Schedule("batch", batch, 4, antialiased, lazy=lazy, points=3000)
-    assert_same_course(schedule, take(schedule, ranks, "cuda"), ordinary(schedule))
+    run = TrainingRun("batch", batch, 4, antialiased, lazy=lazy, points=3000)
+    assert_same_run(run, take(run, ranks, "cuda"), ordinary(run))
 
 
 @pytest.mark.gpu
@@ -245,23 +245,23 @@ def test_a_course_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool,
     [("collective", False, True), ("peer", True, True), ("peer", False, False)],
 )
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 1), (4, 4)])
-def test_a_course_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: str, by_sort: bool) -> None:
+def test_run_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: str, by_sort: bool) -> None:
     skip_without_gpus(ranks)
-    schedule = Schedule(
-        "tile", batch, 4, room=LARGE_ROOM, lazy=lazy, transport=transport, by_sort=by_sort, points=3000
+    run = TrainingRun(
+        "tile", batch, 4, capacities=LARGE_CAPACITIES, lazy=lazy, transport=transport, by_sort=by_sort, points=3000
     )  # fmt: skip
-    assert_same_course(schedule, take(schedule, ranks, "cuda"), ordinary(schedule))
+    assert_same_run(run, take(run, ranks, "cuda"), ordinary(run))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 2)])
-def test_a_course_of_graphs_on_gpus(ranks: int, batch: int, lazy: bool) -> None:
+def test_run_of_graphs_on_gpus(ranks: int, batch: int, lazy: bool) -> None:
     skip_without_gpus(ranks)
-    schedule = Schedule(
-        "tile", batch, 12, room=(1024, 1024, 8192), lazy=lazy, transport="peer", points=3000,
+    run = TrainingRun(
+        "tile", batch, 12, capacities=(1024, 1024, 8192), lazy=lazy, transport="peer", points=3000,
         captured=True,
     )  # fmt: skip
-    outcomes = take(schedule, ranks, "cuda")
+    outcomes = take(run, ranks, "cuda")
     assert all(outcome["redone"] > 0 for outcome in outcomes), "capacities must have changed under the graphs"
-    assert_same_course(schedule, outcomes, ordinary(schedule))
+    assert_same_run(run, outcomes, ordinary(run))

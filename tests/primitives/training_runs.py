@@ -1,5 +1,5 @@
-"""Courses of training steps that read nothing back, and what they ought to be: autograd through the operators on one
-rank, torch's Adam, the densifier's counting."""
+"""Runs of fused steps without readback, and their reference: autograd through the operators on one rank, torch's Adam,
+the densifier's counting."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -44,17 +44,17 @@ Outcome = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TrainingRun:
     """Configuration of a training run.
 
     Attributes:
         strategy: `batch`, where ranks are replicas, or `tile`, where each has a shard: `bounds`, or equal numbers.
         batch: views of a step.
-        capacities: initial ones of rows, segments (each pair's, or one for all) and intersections: those that are
-            too small grow on the way. None for what training begins with.
-        lazy: steps of points that are not drawn are put off.
+        capacities: initial numbers of rows, of rows per segment (of each pair, or one for all) and of intersections.
+            Exceeded capacities grow. None takes the initial capacities of training.
+        lazy: steps of points that are not drawn are deferred.
         transport: of shards: own, collective, or peer for peer memory. by_sort: see `SortedLists`.
-        half: rows and gradients travel in float16.
+        half: rows and gradients are exchanged in float16.
         moment: of Adam's moments.
         captured: steps are replayed from graphs, on a CPU from what was recorded.
         grouped: groups of points are culled by their boxes. speed: how many times as large rates are.
@@ -99,27 +99,24 @@ def scalars(number: int) -> torch.Tensor:
     return torch.tensor([adam_scalars(RATES[k], (0.9, 0.999), 1e-15, number) for k in ORDER])
 
 
-def ordinary(schedule: Schedule, device: str = "cpu") -> Outcome:
-    """Return the course of one process that takes all views of a batch."""
+def ordinary(run: TrainingRun, device: str = "cpu") -> Outcome:
+    """Return the run of one process that takes all views of a batch."""
     place = torch.device(device)
-    params = {
-        k: torch.nn.Parameter(v.detach())
-        for k, v in schedule.scene(schedule.points, torch.float32, place).params.items()
-    }
+    params = {k: torch.nn.Parameter(v.detach()) for k, v in run.scene(run.points, torch.float32, place).params.items()}
     optimizers = {k: torch.optim.Adam([params[k]], lr=rate, eps=1e-15) for k, rate in RATES.items()}
     densifier = ReplicatedDensifier(absgrad=True, refine_scale2d_stop_iter=4000)
     state: dict[str, Any] = densifier.initialize_state(scene_scale=1.0)
     losses = []
-    for step in range(schedule.steps):
-        views = schedule.views(step, place)
-        kind = Gaussians(sh_degree=2, antialiased=schedule.antialiased, absgrad=True)
+    for step in range(run.steps):
+        views = run.views(step, place)
+        kind = Gaussians(sh_degree=2, antialiased=run.antialiased, absgrad=True)
         held = Points(params)
-        splats = kind.splat(held, kind.cull(held, views, range(schedule.batch)), views)
+        splats = kind.splat(held, kind.cull(held, views, range(run.batch)), views)
         total = torch.zeros((), device=place)
         for p, pixels in enumerate(kind.render(splats, [Patch.whole(p, v) for p, v in enumerate(views)], views)):
             rgb = (pixels.color + (1 - pixels.alpha) * background(step, p).to(place)).clamp(0, 1)
             target = make_image(views[p]).to(place)
-            total = total + photometric_loss(rgb, target, pixels.patch, views[p], LAMBDA) / schedule.batch
+            total = total + photometric_loss(rgb, target, pixels.patch, views[p], LAMBDA) / run.batch
         for optimizer in optimizers.values():
             optimizer.zero_grad()
         total.backward()
@@ -171,13 +168,13 @@ def step_of(
     return Step(kernels, params, moments, statistics or {}, settings, spread, carried, lazy)
 
 
-def fill(one: Step, views: Sequence[View], schedule: Schedule, step: int) -> None:
+def fill(one: Step, views: Sequence[View], run: TrainingRun, step: int) -> None:
     """Write the inputs of a step."""
     one.viewmats.copy_(torch.stack([v.viewmat for v in views]))
     one.Ks.copy_(torch.stack([v.K for v in views]))
-    one.backgrounds.copy_(torch.stack([background(step, p) for p in range(schedule.batch)]))
+    one.backgrounds.copy_(torch.stack([background(step, p) for p in range(run.batch)]))
     one.scalars.copy_(scalars(step + 1))
-    one.scalars[:, 0] *= schedule.speed
+    one.scalars[:, 0] *= run.speed
 
 
 def check_counts(one: Step, status: Status) -> None:
@@ -191,59 +188,57 @@ def check_counts(one: Step, status: Status) -> None:
     assert list(status.segments) == one._forward.counts.tolist(), "a look after each step"
 
 
-def check_traffic(one: Step, world: World, told: int, schedule: Schedule) -> None:
+def check_traffic(one: Step, world: World, reported: int, run: TrainingRun) -> None:
     """Fail unless a step by collectives has sent the bytes of its messages."""
     if isinstance(one._transport, CollectiveRows):
-        assert schedule.by_sort or told == (one._transport.step_bytes if world.size > 1 else 0)
+        assert run.by_sort or reported == (one._transport.step_bytes if world.size > 1 else 0)
     if isinstance(one._transport, RelayedRows):
         crossed = world.traffic.between_since("step")
-        assert (told - crossed, crossed) == one._transport.step_bytes
+        assert (reported - crossed, crossed) == one._transport.step_bytes
 
 
-def taken(world: World, schedule: Schedule) -> Outcome:
-    """Return the course on several ranks."""
+def taken(world: World, run: TrainingRun) -> Outcome:
+    """Return the run on several ranks."""
     device = world.device
-    world = on_machines(world, schedule.machines) if schedule.machines > 1 else world
-    spread = STRATEGIES[schedule.strategy](world)
-    if schedule.bounds is not None:
-        spread = replace(spread, placement=Sharded(schedule.bounds))
-    held = spread.placement.hold(schedule.scene(schedule.points, torch.float32, device), world)
+    world = on_machines(world, run.machines) if run.machines > 1 else world
+    spread = STRATEGIES[run.strategy](world)
+    if run.bounds is not None:
+        spread = replace(spread, placement=Sharded(run.bounds))
+    held = spread.placement.hold(run.scene(run.points, torch.float32, device), world)
     params = {k: v.detach() for k, v in held.params.items()}
-    kind = schedule.moment
+    kind = run.moment
     moments = {k: (torch.zeros_like(v, dtype=kind), torch.zeros_like(v, dtype=kind)) for k, v in params.items()}
     statistics = {k: torch.zeros(len(held), device=device) for k in ("grad2d", "count", "radii")}
     counted = statistics if world.is_main or not spread.gradients.summed else {}
-    put_off_here = LazyAdam.make(len(held), device) if schedule.lazy else None
-    width, height = schedule.size
-    here = spread.assignment.most_views(schedule.batch, world.size)
-    capacities = schedule.capacities or first_capacities(
-        schedule.points, width * height, here, travels=spread.rows.travels
-    )
-    settings = StepSettings(width, height, schedule.batch, LAMBDA, *capacities)
-    kernels = kernels_of(schedule.antialiased)
+    put_off_here = LazyAdam.make(len(held), device) if run.lazy else None
+    width, height = run.size
+    here = spread.assignment.most_views(run.batch, world.size)
+    capacities = run.capacities or first_capacities(run.points, width * height, here, travels=spread.rows.travels)
+    settings = StepSettings(width, height, run.batch, LAMBDA, *capacities)
+    kernels = kernels_of(run.antialiased)
 
     def made() -> Step:
-        wire = {"half": schedule.half, "slots": schedule.by_sort}
-        carried = transport_of(schedule.transport, spread, kernels, settings, **wire)
-        peer = schedule.transport != "collective"
-        lists = SortedLists(settings, world, carried.lines, peer=peer) if schedule.by_sort else None
+        wire = {"half": run.half, "slots": run.by_sort}
+        carried = transport_of(run.transport, spread, kernels, settings, **wire)
+        peer = run.transport != "collective"
+        lists = SortedLists(settings, world, carried.lines, peer=peer) if run.by_sort else None
         return Step(
             kernels, params, moments, counted, settings, spread, carried, put_off_here, lists,
-            group_culling=schedule.grouped,
+            group_culling=run.grouped,
         )  # fmt: skip
 
     world.traffic.since("step")
     world.traffic.between_since("step")
-    pool = (GraphPool(device) if device.type == "cuda" else RecordedPool()) if schedule.captured else None
+    pool = (GraphPool(device) if device.type == "cuda" else RecordedPool()) if run.captured else None
     graphs = StepGraphs(StepTimer(device), lambda: None, pool)
-    pictures = torch.zeros(schedule.batch, height, width, 3, dtype=torch.uint8, device=device)
+    pictures = torch.zeros(run.batch, height, width, 3, dtype=torch.uint8, device=device)
     one, losses, sent, redone, put_off, first, replayed = made(), [], 0, 0, 0, (0, 0, 0), 0
     numbers = len(one._transport.capacities)
-    most, told = pairs_of(0, world.size, numbers), 0
+    most, reported = pairs_of(0, world.size, numbers), 0
     step = 0
-    while step < schedule.steps:
-        views = schedule.views(step, device)
-        fill(one, views, schedule, step)
+    while step < run.steps:
+        views = run.views(step, device)
+        fill(one, views, run, step)
         plan = with_halos(spread.plan_alike(views), width, height)
         # In the same place each time, for graphs.
         targets = [target_of(patch, views, pictures[patch.view]) for patch in plan.owned[world.rank]]
@@ -253,8 +248,8 @@ def taken(world: World, schedule: Schedule) -> Outcome:
         check_counts(one, status)
         pairs = all_gather_counts(status.segments, world)
         most = tuple(tuple(map(max, *two)) for two in zip(most, pairs, strict=True))
-        told = world.traffic.since("step")
-        check_traffic(one, world, told, schedule)
+        reported = world.traffic.since("step")
+        check_traffic(one, world, reported, run)
         if status.full:
             assert status.done == 0
             redone += 1
@@ -276,8 +271,8 @@ def taken(world: World, schedule: Schedule) -> Outcome:
         step += 1
     one.flush()
     result = {k: v.cpu() for k, v in params.items()} | {f"v of {k}": m[1].cpu() for k, m in moments.items()}
-    counts = {"redone": redone, "put off": put_off, "first": first, "sent": sent, "replayed": replayed}
-    counts |= {"most": most, "bytes": told}
+    counts = {"redone": redone, "deferred": put_off, "first": first, "sent": sent, "replayed": replayed}
+    counts |= {"most": most, "bytes": reported}
     return result | {k: v.cpu() for k, v in statistics.items()} | {
         "losses": torch.stack(losses).cpu(), "tiles": one.measured_work.cpu(),
         **{name: torch.tensor(count) for name, count in counts.items()},
@@ -285,7 +280,7 @@ def taken(world: World, schedule: Schedule) -> Outcome:
 
 
 def grown(capacities: Pairs, needed: Pairs) -> Pairs:
-    """Capacities with room for what was needed; as they are where there is room."""
+    """Return capacities that suffice for the demand; sufficient ones are unchanged."""
     return tuple(
         tuple(c if n <= c else padded(n) for c, n in zip(*two, strict=True))
         for two in zip(capacities, needed, strict=True)
@@ -298,16 +293,16 @@ def target_of(patch: Patch, views: Sequence[View], picture: torch.Tensor) -> tor
     return picture[top:bottom].copy_(make_image(views[patch.view])[top:bottom])
 
 
-def take(schedule: Schedule, ranks: int, device: str = "cpu") -> list[Outcome]:
+def take(run: TrainingRun, ranks: int, device: str = "cpu") -> list[Outcome]:
     """Return the outcome of a run on each of `ranks` ranks."""
-    return run_ranks(taken, ranks, schedule, device=device)
+    return run_ranks(taken, ranks, run, device=device)
 
 
-def together(schedule: Schedule, outcomes: Sequence[Outcome]) -> Outcome:
-    """What all ranks have: that of each replica, which must be the same, or all shards'; and the losses' sums."""
+def together(run: TrainingRun, outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the model of all ranks: that of a replica, which must be equal, or all shards; and sums of losses."""
     names = [*RATES, *(f"v of {name}" for name in RATES)]
     losses = {"losses": torch.stack([outcome["losses"] for outcome in outcomes]).sum(0)}
-    if schedule.strategy == "batch":
+    if run.strategy == "batch":
         for other in outcomes[1:]:
             for name in names:
                 assert torch.equal(other[name], outcomes[0][name]), f"{name} differs between ranks"
@@ -317,8 +312,8 @@ def together(schedule: Schedule, outcomes: Sequence[Outcome]) -> Outcome:
     return {name: torch.cat([outcome[name] for outcome in outcomes]) for name in names} | losses
 
 
-def assert_same_course(schedule: Schedule, outcomes: Sequence[Outcome], expected: Outcome) -> None:
-    found = together(schedule, outcomes)
+def assert_same_run(run: TrainingRun, outcomes: Sequence[Outcome], expected: Outcome) -> None:
+    found = together(run, outcomes)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=1e-6)
     for name in RATES:
         # Adam divides small gradients by their own size: a rounding error there moves a parameter by as much as a step.
@@ -326,9 +321,9 @@ def assert_same_course(schedule: Schedule, outcomes: Sequence[Outcome], expected
         assert (error > 0.2 * RATES[name]).float().mean() < 1e-2, name
         # Squares, of gradients at parameters that have moved so: larger by an order than the rounding of sums. On GPUs,
         # where sums have another order each time, 5.9e-3 was seen of replicas on four, of rotations.
-        most = 1e-2 if schedule.strategy == "batch" and torch.cuda.is_available() else 5e-3
+        most = 1e-2 if run.strategy == "batch" and torch.cuda.is_available() else 5e-3
         moments, right = found[f"v of {name}"], expected[f"v of {name}"]
         assert (moments - right).norm() < most * right.norm(), name
     assert torch.equal(found["count"], expected["count"])
     assert (found["grad2d"] - expected["grad2d"]).norm() < 1e-3 * expected["grad2d"].norm()
-    torch.testing.assert_close(found["radii"], expected["radii"], rtol=1e-6, atol=1 / max(schedule.size))
+    torch.testing.assert_close(found["radii"], expected["radii"], rtol=1e-6, atol=1 / max(run.size))

@@ -34,7 +34,7 @@ def cut(cells: int, domain: Domain | None = None) -> Partition:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank has of a step: the same for all ranks, but for `gradients`, of its own cells and what is shared."""
+    """Results of a step on a rank: equal on all ranks, except `gradients` of its own cells and of shared parameters."""
 
     colour: Tensor
     depth: Tensor

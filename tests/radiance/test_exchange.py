@@ -35,7 +35,7 @@ def test_any_number_of_gpus_is_one() -> None:
             torch.testing.assert_close(gradient, one.gradients[name], rtol=1e-9, atol=1e-12)
 
 
-def test_one_forward_exchange_is_all_that_travels() -> None:
+def test_forward_needs_one_exchange() -> None:
     """Segments' states once, and what is shared once."""
     found: list[Outcome] = run_ranks(step, 2, 2)
     origins, directions = rays()
@@ -45,7 +45,7 @@ def test_one_forward_exchange_is_all_that_travels() -> None:
     assert found[0].sent == 8 * (longest * FAMILY.width + 9)
 
 
-def test_cells_are_dealt_out_evenly() -> None:
+def test_cells_are_distributed_evenly() -> None:
     assert [list(cells_of(rank, 7, 3)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
     with pytest.raises(ValueError, match="2 cells for 3 ranks"):
         cells_of(0, 2, 3)

@@ -131,7 +131,7 @@ def test_the_last_sample_counts_even_if_nothing_is_behind() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 24, 64])
-def test_sums_along_rays_are_the_same_in_pieces(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_sums_are_independent_of_chunking(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many rows as a GPU takes in pieces: the last piece is a small one."""
     most = sums.most_rows(columns)
     assert most & (most - 1) == 0 and most * columns < 3e6
@@ -161,18 +161,18 @@ def test_thin_air_before_a_wall_keeps_its_weight() -> None:
     torch.testing.assert_close(samples.weights, torch.tensor([[0.0951626, 0.9048374]]))
 
 
-def test_a_thin_sheet_is_as_dense_as_it_says() -> None:
-    """What bounds densities is beyond all that can be told from opaque."""
+def test_thin_sheet_has_its_density() -> None:
+    """The bound of densities is beyond what differs from opaque."""
     edges = torch.tensor([[0.0, 1.0, 1.0 + 1e-5, 2.0]])
     samples = Samples(edges, torch.tensor([[0.0, 1e9, 0.0]]), edges, {})
     torch.testing.assert_close(samples.weights, torch.tensor([[0.0, 1.0, 0.0]]))
 
 
-@pytest.mark.parametrize("reaches", [100.0, 80.0])
-def test_whatever_is_dense_without_length_has_finite_gradients(reaches: float) -> None:
+@pytest.mark.parametrize("logit", [100.0, 80.0])
+def test_dense_samples_of_zero_length_have_finite_gradients(logit: float) -> None:
     """exp(100) is infinite in float32, and infinity times no length would be NaN, in all samples of the segment."""
     edges = torch.tensor([[0.0, 1.0, 1.0, 2.0, 1002.0]])
-    logits = torch.tensor([[0.0, reaches, reaches, 1.0]], requires_grad=True)
+    logits = torch.tensor([[0.0, logit, logit, 1.0]], requires_grad=True)
     density = trunc_exp(logits)
     samples = Samples(edges, density, edges / 1002, {"colour": torch.rand(1, 4, 3)})
     seen = weights_of(Bins(edges, edges), density)

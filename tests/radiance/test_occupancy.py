@@ -22,7 +22,7 @@ def test_a_grid_finds_its_voxels() -> None:
         Grid(torch.zeros(5), 0.5)
 
 
-def test_what_was_found_fades_and_the_bar_follows_the_mean() -> None:
+def test_occupancy_decays_and_threshold_follows_the_mean() -> None:
     grid = Grid(torch.ones(8), 0.01)
     grid.update(torch.tensor([0, 0, 1]), torch.tensor([0.2, 0.99, 0.0]))
     assert grid.values[:3].tolist() == pytest.approx([0.99, 0.95, 0.95]) and float(grid.bar) == pytest.approx(0.01)

@@ -74,12 +74,12 @@ def test_points_outside_a_box_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("points", [torch.zeros(0, 3), torch.full((50, 3), 0.4), torch.full((9, 3), math.nan)])
-def test_points_at_one_place_leave_cells_with_volume(points: torch.Tensor) -> None:
+def test_coincident_points_give_cells_with_volume(points: torch.Tensor) -> None:
     extents = partition(points, 8, Domain.unbounded()).extents()
     assert bool(((extents[:, 1] - extents[:, 0]) > 0).all())
 
 
-def test_many_points_at_one_place_among_others_leave_cells_with_volume() -> None:
+def test_many_coincident_points_among_others_give_cells_with_volume() -> None:
     """A second plane would lie where the first one does."""
     points = torch.cat([torch.full((300, 3), 0.4), 0.3 + 0.2 * torch.rand(200, 3, generator=torch.Generator())])
     extents = partition(points, 16, Domain.unbounded()).extents()
@@ -103,7 +103,7 @@ def test_points_along_rays_are_spaced_as_first_samples() -> None:
 
 
 @pytest.mark.parametrize(("views", "cells", "said"), [(299, 2, True), (300, 2, False), (43, 1, False), (599, 4, True)])
-def test_few_views_for_many_cells_are_told(views: int, cells: int, said: bool) -> None:
+def test_few_views_for_many_cells_are_reported(views: int, cells: int, said: bool) -> None:
     text = few_views(views, cells)
     assert (text is not None) == said
     assert text is None or (f"{views // cells} training views per cell" in text and "spread ddp" in text)

@@ -53,7 +53,7 @@ def test_rays_that_miss_all_cells_have_no_segment() -> None:
     directions = torch.tensor([[1.0, 0, 0], [-1.0, 0, 0], [0.0, 1, 0], [1.0, 0, 0]])
     ends = torch.zeros(4), torch.full((4,), 100.0)
     segments = clip(origins, directions, *ends, cut(2, BOX).boxes())
-    assert segments.counts[0] == 0 and segments.counts[3] == 0, "behind it, and beside it along an axis"
+    assert segments.counts[0] == 0 and segments.counts[3] == 0, "behind it, and next to it along an axis"
     assert segments.counts[1] > 0 and segments.counts[2] > 0
     assert bool((segments.order[0] == len(segments)).all())
 

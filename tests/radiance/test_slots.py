@@ -32,7 +32,7 @@ def test_slots_are_the_segments(cells: int) -> None:
     assert bool((slots.order[:, longest:] == cells * 200).all())
 
 
-def _told(world: World, cells: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _gather(world: World, cells: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     bounds = [(rank * cells // world.size, (rank + 1) * cells // world.size) for rank in range(world.size)]
     first, last = bounds[world.rank]
     own = torch.arange(first * 15.0, last * 15.0).view(-1, 5, 3).requires_grad_()
@@ -45,7 +45,7 @@ def _told(world: World, cells: int) -> tuple[torch.Tensor, torch.Tensor | None]:
 def test_all_ranks_know_all_slots(cells: int, ranks: int) -> None:
     every = torch.arange(cells * 15.0).view(cells, 5, 3)
     gradients: list[torch.Tensor] = []
-    for found, gradient in run_ranks(_told, ranks, cells):
+    for found, gradient in run_ranks(_gather, ranks, cells):
         assert torch.equal(found, every)
         gradients.append(gradient)
     assert torch.equal(torch.cat(gradients), 2 * every), "each of its own cells"
@@ -56,9 +56,9 @@ def test_states_must_be_those_of_the_ranks_cells() -> None:
         all_slots(torch.zeros(3, 4, FAMILY.width), 2, World.single())
 
 
-@pytest.mark.parametrize("room", [3, 5, 8])
-def test_slots_that_are_not_empty_are_packed(room: int) -> None:
+@pytest.mark.parametrize("capacity", [3, 5, 8])
+def test_slots_that_are_not_empty_are_packed(capacity: int) -> None:
     live = torch.tensor([False, True, False, False, True, False, False, True])
-    assert packed(live, room).tolist() == [1, 4, 7] + [8] * (room - 3)
+    assert packed(live, capacity).tolist() == [1, 4, 7] + [8] * (capacity - 3)
     assert packed(~live, 8).tolist() == [0, 2, 3, 5, 6, 8, 8, 8]
     assert packed(torch.zeros(8, dtype=torch.bool), 2).tolist() == [8, 8]

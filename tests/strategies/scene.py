@@ -38,8 +38,8 @@ def make_views(
 
 
 def make_observations(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Observations:
-    """What each view observes of 200 points in a box of side 6 around the scene: some of them are behind it, or beside
-    its image. The second view observes nothing, and none as many as there is room for."""
+    """Return each view's observations of 200 points in a box of side 6 around the scene. Some points are behind a view,
+    or outside of its image. The second view observes nothing, and none exceeds the capacity."""
     g = torch.Generator().manual_seed(4)
     points = torch.rand(200, 3, generator=g, dtype=torch.float64) * 6 - 3
     points[::2] /= 3

@@ -1,4 +1,4 @@
-"""What float16 on the wire costs: pixels, loss and gradients beside those of float32, of one step of a scene.
+"""Errors of float16 on the wire: pixels, loss and gradients compared with float32, for one step of a scene.
 
 `pytest -s` prints the table of docs/methods/tile.md.
 """
@@ -19,8 +19,8 @@ UNIT = 2.0**-11
 
 
 def differences(found: list[Outcome], wanted: list[Outcome]) -> dict[str, tuple[float, float]]:
-    """Return the largest and the mean error: of pixels (which are 0 to 1), and of each parameter's gradients beside the
-    gradient of its point."""
+    """Return the largest and the mean error of pixels (which are 0 to 1), and of each parameter's gradients, relative
+    to its point's gradient."""
     images, right = (stitch([piece for o in outcomes for piece in o["images"]]) for outcomes in (found, wanted))
     pixels = torch.cat([(images[k] - right[k]).abs().flatten() for k in right])
     table = {"pixels": (float(pixels.max()), float(pixels.mean()))}
@@ -92,7 +92,7 @@ def check(half: list[Outcome], whole: list[Outcome], ranks: int) -> None:
         sep="; ",
     )
     if ranks == 1:
-        assert all(most == 0 for most, _ in table.values()), "what does not travel is not rounded"
+        assert all(most == 0 for most, _ in table.values()), "local rows are not rounded"
         return
     most, mean = table.pop("pixels")
     # A splat's alpha counts from 1/255 on: where rounding takes it across, a pixel changes by so much at most.

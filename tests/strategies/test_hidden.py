@@ -67,7 +67,7 @@ def unlike(a: Outcome, b: Outcome) -> float:
     return max(float((images[0][view] - image).abs().max()) for view, image in images[1].items())
 
 
-def test_what_is_hidden_is_not_drawn_and_cannot_be_seen() -> None:
+def test_occluded_cells_are_not_drawn_and_pixels_are_equal() -> None:
     hidden, shown = (twice(World.single(), hide) for hide in (True, False))
     assert unlike(hidden["first"], shown["first"]) == 0 and "pixels_drawn" in shown["figures"]
     assert hidden["begun"]["pixels_drawn"] == hidden["begun"]["pixels_in_sight"]
@@ -93,8 +93,8 @@ def test_ranks_hide_the_same(ranks: int) -> None:
             assert one["figures"][name] == expected["figures"][name]
 
 
-def measured_work(world: World, mode: str) -> list[list[int]]:
-    """What is known of hidden cells after a step in this mode."""
+def visible_boxes(world: World, mode: str) -> list[list[int]]:
+    """Return the visible boxes of cells after a step in this mode."""
     spread = strategy_of(world)
     kind = Gaussians()
     views = make_views(VIEWS, torch.float32, world.device, PORTRAIT)
@@ -118,7 +118,7 @@ def measured_work(world: World, mode: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", ["autograd", "step"])
 def test_every_mode_learns_the_same(mode: str) -> None:
-    (expected,) = run_ranks(measured_work, 1, "autograd")
+    (expected,) = run_ranks(visible_boxes, 1, "autograd")
     assert sum(row[-1] == 0 for row in expected[1:] if len(row) == 12 and row[7] > 0) > 0, "a cell that is all hidden"
-    for found in run_ranks(measured_work, 2, mode):
+    for found in run_ranks(visible_boxes, 2, mode):
         assert found == expected

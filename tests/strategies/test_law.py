@@ -118,8 +118,8 @@ def take_step(
             loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
         if observes:
             loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
-    measured_work = {} if maps is None else {"exposures": maps}
-    leaves = [*poses, *measured_work.values(), *held.params.values()]
+    trainable = {} if maps is None else {"exposures": maps}
+    leaves = [*poses, *trainable.values(), *held.params.values()]
     spread.gradients.begin_backward(leaves)
     (loss if maps is None else loss + drift(maps) / world.size).backward()
     spread.gradients.end_backward()
@@ -139,7 +139,7 @@ def take_step(
         "depths": depths,
         "statistics": sum_all(statistics, world).cpu(),
         "gradients": {name: grad.cpu() for name, grad in gradients.items()},
-        "poses": {name: _gradient(of).cpu() for name, of in [*enumerate(poses), *measured_work.items()]},
+        "poses": {name: _gradient(of).cpu() for name, of in [*enumerate(poses), *trainable.items()]},
     }
 
 
@@ -166,11 +166,11 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf).detach() if leaf.grad is None else leaf.grad
 
 
-def stitch(pieces: Fragments) -> dict[int, torch.Tensor]:
+def stitch(fragments: Fragments) -> dict[int, torch.Tensor]:
     """Return the images that the patches are of, each of which must be covered, and no pixel twice."""
     images: dict[int, torch.Tensor] = {}
-    for view in {patch.view for patch, _ in pieces}:
-        of_view = [(patch, piece) for patch, piece in pieces if patch.view == view]
+    for view in {patch.view for patch, _ in fragments}:
+        of_view = [(patch, piece) for patch, piece in fragments if patch.view == view]
         width, height = max(patch.x1 for patch, _ in of_view), max(patch.y1 for patch, _ in of_view)
         covered = torch.zeros(height, width, dtype=torch.int32)
         images[view] = of_view[0][1].new_zeros(height, width, of_view[0][1].shape[-1])
@@ -230,7 +230,7 @@ def test_ranks_without_views_and_models_without_points(strategy: str, views: int
 
 
 @pytest.mark.parametrize("strategy", LIKE_SINGLE)
-def test_ranks_without_pixels_of_a_view_that_nobody_cuts(strategy: str) -> None:
+def test_ranks_without_pixels_of_an_uncut_view(strategy: str) -> None:
     """One row of tiles: a rank has all of it, without a halo, and the others take part in the exchange."""
     expected = one_step(World.single(), "single", "gaussians", 1, 60, torch.float64, (40, 14))
     check(run_ranks(one_step, 3, strategy, "gaussians", 1, 60, torch.float64, (40, 14)), expected, torch.float64)

@@ -22,7 +22,7 @@ from strategies.pixel import pixel
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import Outcome, check, held_at, on_machines, stitch, take_step
-from tests.strategies.test_law_steps import CUT, DEALT, POINTS, PORTRAIT, check_outcomes, take_one
+from tests.strategies.test_law_steps import CUT, POINTS, PORTRAIT, REPLICATED, check_outcomes, take_one
 
 CASES = [("batch", 2), ("tile", 3), ("locality", 2)]
 ALL = Convexes(sh_degree=3, depth=True)
@@ -95,7 +95,7 @@ def test_half_a_wire_leaves_lines_whole() -> None:
 STEPS = [
     ("single", 1, "captured"), ("batch", 2, "captured"), ("batch", 3, "step"), ("tile", 3, "captured"),
     ("tile, sorted", 2, "step"), ("locality, relays", 4, "captured"), ("pixel, cells", 2, "captured"),
-    ("pixel, ghosts", 3, "captured"),
+    ("pixel, boundary splats", 3, "captured"),
 ]  # fmt: skip
 CELLS = 3
 
@@ -104,7 +104,7 @@ def spread_of(world: World, name: str) -> Strategy:
     if name == "locality, relays":
         return locality(on_machines(world, 2), LocalityOptions(relays=True))
     if name.startswith("pixel"):
-        return pixel(world, PixelOptions(cells=CELLS, crossing="ghosts" if "ghosts" in name else "none"))
+        return pixel(world, PixelOptions(cells=CELLS, crossing="ghosts" if "boundary" in name else "none"))
     return STRATEGIES[name.partition(",")[0]](world)
 
 
@@ -112,17 +112,17 @@ def fused_step(world: World, name: str, mode: str) -> Outcome:
     spread = spread_of(world, name)
     if "relays" in name:
         kernels: Any = Convexes(sh_degree=3).kernels()
-        pieces = (spread.rows, spread.gradients, spread.world)
-        carrier = make_transport(*pieces, kernels, 8, 8, 8, peer=False)
-        assert isinstance(carrier, RelayedRows)
-    whole = (faint if "ghosts" in name else convexes)(POINTS, torch.float32, world.device)
-    count = DEALT if spread.placement.replicated else CUT
+        parts = (spread.rows, spread.gradients, spread.world)
+        transport = make_transport(*parts, kernels, 8, 8, 8, peer=False)
+        assert isinstance(transport, RelayedRows)
+    whole = (faint if "boundary" in name else convexes)(POINTS, torch.float32, world.device)
+    count = REPLICATED if spread.placement.replicated else CUT
     return take_one(spread, ALL, count, PORTRAIT, mode, "sorted" in name, whole=whole)
 
 
 @cache
 def through_autograd(cells: bool, open_: bool, views: int) -> Outcome:
-    """What one rank does, with all of space or with the same cells."""
+    """Return one rank's results, with all of space or with the same cells."""
     spread = spread_of(World.single(), "pixel, cells" if cells else "single")
     whole = (faint if open_ else convexes)(POINTS, torch.float32)
     return take_step(spread, "convexes", views, POINTS, torch.float32, PORTRAIT, kind=(ALL, whole))
@@ -131,8 +131,8 @@ def through_autograd(cells: bool, open_: bool, views: int) -> Outcome:
 def check_fused(outcomes: list[Outcome], name: str) -> None:
     """Return whether ranks together did what one rank does through autograd."""
     replicated = spread_of(World.single(), name).placement.replicated if "relays" not in name else False
-    views = DEALT if replicated else CUT
-    expected = through_autograd("cells" in name, "ghosts" in name, views)
+    views = REPLICATED if replicated else CUT
+    expected = through_autograd("cells" in name, "boundary" in name, views)
     check_outcomes(outcomes, expected, views, PORTRAIT, replicated=replicated, sized=False)
 
 
@@ -159,7 +159,7 @@ def test_a_picture_is_what_the_functions_render(strategy: str, ranks: int) -> No
         (expected,) = spread.render(ALL, points, [view], spread.plan([view])).pixels
     assert expected.depth is not None and float(expected.depth.std()) > 0.1
     whole = torch.cat([expected.color, expected.alpha, expected.depth], dim=-1)
-    found = stitch([piece for pieces in run_ranks(picture, ranks, strategy) for piece in pieces])
+    found = stitch([piece for parts in run_ranks(picture, ranks, strategy) for piece in parts])
     torch.testing.assert_close(found[0], whole, rtol=1e-5, atol=1e-5)
 
 

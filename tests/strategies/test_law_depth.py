@@ -1,5 +1,5 @@
 """The law for the loss of depth: with it a step's loss, pixels and gradients are those of one rank, in each mode and of
-each kind of points; where kernels have no such loss, of steps through autograd."""
+each primitive; if kernels have no such loss, of steps through autograd."""
 
 from typing import Any
 

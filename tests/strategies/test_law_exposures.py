@@ -1,5 +1,5 @@
 """The law for exposures: with a map of colours for each view pixels, loss and gradients, also those by the maps, are
-those of one rank, in each mode; and steps of other kinds of points have them, too."""
+those of one rank, in each mode; and steps of other primitives have them, too."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.strategies.test_law_convexes import convexes
 from tests.strategies.test_law_steps import MODES, POINTS, PORTRAIT, check_outcomes, count_of, fill, made, take_one
 from tests.strategies.test_law_surfels import surfels
 
-WAYS = [*LIKE_SINGLE, "pixel"]
+STRATEGY_NAMES = [*LIKE_SINGLE, "pixel"]
 
 
 PRIMITIVES = ["gaussians", "4D gaussians", "2dgs", "convex"]
@@ -40,7 +40,7 @@ def step(world: World, strategy: str, name: str, dtype: torch.dtype, exposes: bo
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_equals_single(name: str, strategy: str, ranks: int) -> None:
     expected = step(World.single(), "single", name, torch.float64)
@@ -76,7 +76,7 @@ def check_fused(outcomes: list[Outcome], strategy: str, primitive: str = "gaussi
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_a_fused_step_equals_single(strategy: str, mode: str, ranks: int) -> None:
     check_fused(run_ranks(fused, ranks, strategy, mode), strategy)
 
@@ -92,7 +92,7 @@ def test_a_fused_step_of_other_points_equals_single(primitive: str, strategy: st
 
 @pytest.mark.parametrize(("ranks", "machines"), [(4, 2), (2, 1)])
 def test_a_fused_step_over_machines_equals_single(ranks: int, machines: int) -> None:
-    """What is told of exposures is at the message's end, which others hand on."""
+    """Statistics of exposures are at the end of the step statistics, which other ranks forward."""
     outcomes = run_ranks(fused, ranks, "locality", "captured", "gaussians", machines)
     check_fused(outcomes, "locality")
 
@@ -100,13 +100,13 @@ def test_a_fused_step_over_machines_equals_single(ranks: int, machines: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_a_fused_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int) -> None:
     skip_without_gpus(ranks)
     check_fused(run_ranks(fused, ranks, strategy, mode, device="cuda"), strategy)
 
 
-def test_a_step_that_finds_no_room_leaves_maps_alone() -> None:
+def test_step_beyond_capacity_does_not_change_maps() -> None:
     spread, count = STRATEGIES["single"](World.single()), 3
     kind, held = points_of("gaussians", POINTS, torch.float32)
     views = make_views(count, torch.float32, size=PORTRAIT)
@@ -114,9 +114,11 @@ def test_a_step_that_finds_no_room_leaves_maps_alone() -> None:
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     maps = make_maps(count, torch.float32)
     before, firsts, seconds = maps.clone(), torch.ones_like(maps), torch.ones_like(maps)
-    measured_work = StepExposures(maps, firsts, seconds, count)
+    step_exposures = StepExposures(maps, firsts, seconds, count)
     for rows, done in ((8, 0), (2048, 1)):
-        step = made(spread, kind, views, params, moments, {}, False, None, None, measured_work, room={"rows": rows})
+        step = made(
+            spread, kind, views, params, moments, {}, False, None, None, step_exposures, capacities={"rows": rows}
+        )
         fill(step, views)
         step.scalars[:, 0] = 1e-3
         plan = with_halos(spread.plan_alike(views), *PORTRAIT)

@@ -52,18 +52,18 @@ from tests.strategies.test_law import (
 KERNELS = [name for name, make in PRIMITIVES.items() if isinstance(kind := make(), Gaussians) and kind.sh_degree]
 """The 3D Gaussians that have kernels: those of plain colours take ordinary steps."""
 OTHERS = ["4D gaussians"]
-"""The other kinds of points that have kernels."""
+"""The other primitives that have kernels."""
 MODES = ("step", "captured")
 POINTS, LAMBDA, BACKGROUND = 150, 0.2, 0.3
-DEALT, CUT = 12, 11
-"""Views of a step: as many for each of 1 to 4 ranks where they are dealt out; else so many that some have to be cut."""
+REPLICATED, CUT = 12, 11
+"""Views of a step: divisible by 1 to 4 ranks if distributed round-robin; otherwise some views have to be cut."""
 CAPACITIES = {"rows": 2048, "segment": 2048, "intersections": 65536}
 LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
 
 def count_of(strategy: str) -> int:
     """Return the number of views of a step."""
-    return DEALT if STRATEGIES[strategy](World.single()).placement.replicated else CUT
+    return REPLICATED if STRATEGIES[strategy](World.single()).placement.replicated else CUT
 
 
 def step_of(
@@ -84,8 +84,8 @@ def take_one(
     spread: Strategy, kind: Any, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
     half: bool | None = None, whole: Points | None = None, observes: bool = False, exposes: bool = False, **more: Any,
 ) -> Outcome:  # fmt: skip
-    """What `one_step` returns, of a step that reads nothing back. With `half` given rows travel by collectives. The
-    points are 3D Gaussians, unless given; `observes`, `exposes`: see `take_step`; `more` are options of the kernels."""
+    """Return the results of `one_step` for a fused step. With `half` given rows use collectives. The points are 3D
+    Gaussians, unless given; `observes`, `exposes`: see `take_step`; `more` are options of the kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -97,16 +97,16 @@ def take_one(
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
     spread.observe(kind, held, 0)
     observed = make_observations(count, torch.float32, device) if observes else None
-    measured_work = None
+    step_exposures = None
     if exposes:
         maps = make_maps(count, torch.float32, device)
         begun["exposures"], params["exposures"] = maps.clone(), maps
         moments["exposures"] = torch.zeros_like(maps), torch.zeros_like(maps)
-        measured_work = StepExposures(maps, *moments["exposures"], count)
-    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, measured_work, **more)
+        step_exposures = StepExposures(maps, *moments["exposures"], count)
+    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, step_exposures, **more)
     fill(step, views)
-    if measured_work is not None:
-        measured_work.indices.copy_(torch.tensor([view.index for view in views]))
+    if step_exposures is not None:
+        step_exposures.indices.copy_(torch.tensor([view.index for view in views]))
     plan = with_halos(spread.plan_alike(views), *size)
     targets = []
     for patch in plan.owned[world.rank]:
@@ -122,7 +122,7 @@ def take_one(
     assert status.done == steps
     if step._transport.travels:
         sent = steps * (sum(status.segments) - kept)
-        assert status.sent == sent, "of this rank's rows, those that went elsewhere"
+        assert status.sent == sent, "of this rank's rows, those sent to others"
     gradients = {name: first.cpu() for name, (first, _) in moments.items()}
     counted = torch.zeros(3, POINTS)
     counted[:, places.cpu()] = torch.stack(list(statistics.values())).cpu()
@@ -225,8 +225,8 @@ def check_outcomes(
         for outcome in outcomes:
             assert all(torch.equal(outcome["gradients"][name], together[name]) for name in together), "replicas differ"
     seen = {**expected, "loss": loss, "gradients": together, "statistics": whole[:2], "depths": expected["depths"]}
-    pieces = [piece for outcome in outcomes for piece in outcome["images"]]
-    check([{**seen, "images": pieces}], expected, torch.float32)
+    fragments = [piece for outcome in outcomes for piece in outcome["images"]]
+    check([{**seen, "images": fragments}], expected, torch.float32)
     most = float(whole[2].max())
     assert most > 2 / max(size) if sized else most == 0, "radii are fractions of the longer side"
 
@@ -317,7 +317,7 @@ class RoundRobin(RoundRobinViews):
 
 
 class OtherRows(LocalRows):
-    """Rows of which nobody knows how they go."""
+    """Row leg without a known transport."""
 
 
 class OtherPixels(WholePixels):
@@ -328,7 +328,7 @@ class OtherGradients(SummedGradients):
     """The same of gradients."""
 
 
-def test_a_strategy_that_no_step_does_says_so_before_the_first() -> None:
+def test_unsupported_strategy_is_refused_before_the_first_step() -> None:
     world = replace(World.single(), size=2)
     batch = STRATEGIES["batch"](world)
     assert (
@@ -344,7 +344,7 @@ def test_a_strategy_that_no_step_does_says_so_before_the_first() -> None:
     assert "at least one" in (unsupported_reason(batch, 1) or ""), "the other rank has none"
 
 
-def test_pieces_that_contradict_each_other_are_refused() -> None:
+def test_contradicting_parts_are_refused() -> None:
     world = replace(World.single(), size=2)
     batch, tile = STRATEGIES["batch"](world), STRATEGIES["tile"](world)
     for one, other in ((batch, {"rows": tile.rows}), (batch, {"gradients": tile.gradients})):

@@ -1,4 +1,4 @@
-"""What `locality` learns of each batch: how many splats of each rank reach each patch, in every mode the same."""
+"""Demand of each batch in `locality`: the number of each rank's splats that overlap each patch, equal in all modes."""
 
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ VIEWS = 5
 KIND = "gaussians, antialiased, absgrad"
 
 
-def measured_work(machines: int, world: World, mode: str) -> dict[str, Any]:
-    """What each view's patches need from each rank, as it was learnt and as it is counted, and the plan's figures."""
+def record_demand(machines: int, world: World, mode: str) -> dict[str, Any]:
+    """Return each patch's demand from each rank, as recorded and as counted, and the plan's figures."""
     spread = STRATEGIES["locality"](on_machines(world, machines))
     kind: Any = PRIMITIVES[KIND]()
     views = make_views(VIEWS, torch.float32, world.device, PORTRAIT)
@@ -56,8 +56,8 @@ def target_of(patch: Patch, views: list[View]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("ranks", "machines"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("mode", ["autograd", "step"])
-def test_what_patches_needed_is_learnt(mode: str, ranks: int, machines: int) -> None:
-    found = run_ranks(partial(measured_work, machines), ranks, mode)
+def test_demand_of_patches_is_recorded(mode: str, ranks: int, machines: int) -> None:
+    found = run_ranks(partial(record_demand, machines), ranks, mode)
     counted, plan = found[0]["counted"], found[0]["plan"]
     assert counted.sum() > POINTS and all((one["counted"] == counted).all() for one in found)
     assert all((counted[:, rank] > 0).any() for rank in range(ranks))

@@ -58,10 +58,10 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, *, s
         )
     assert [type(one) for one in made] == [PeerReplicas] and SharedFile.made == 1
     assert world.traffic.sent == sent, "no collective has carried rows"
-    to_put, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
-    line = (to_put.written_bytes(1, 7, 0) - to_put.written_bytes(1, 6, 0)) // (world.size - 1)
-    assert to_put.written_bytes(1, 0, 0) == (world.size - 1) * to_put._messages[0].nbytes
-    lines = len(to_put._replicas.everyone[0]) // world.size
+    transport, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
+    line = (transport.written_bytes(1, 7, 0) - transport.written_bytes(1, 6, 0)) // (world.size - 1)
+    assert transport.written_bytes(1, 0, 0) == (world.size - 1) * transport._messages[0].nbytes
+    lines = len(transport._replicas.everyone[0]) // world.size
     # Of the record of a 3D Gaussian's gradients a quarter means nothing.
     assert line == (most // lines if primitive in OTHERS else 76 if sized else 64)
     return outcome
@@ -76,7 +76,7 @@ def test_a_step_through_each_others_memory_equals_single(tmp_path: Path, mode: s
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_conics_equals_single(tmp_path: Path, mode: str) -> None:
-    """But for sizes on the screen, which nobody counts then."""
+    """Sizes on the screen are excepted, as they are not counted then."""
     outcomes = run_ranks(partial(by_shared_memory, tmp_path, sized=False), 2, KERNELS[1], mode)
     expected = one_step(World.single(), "single", KERNELS[1], count_of("batch"), POINTS, torch.float32, LANDSCAPE)
     for outcome in outcomes:
@@ -85,7 +85,7 @@ def test_a_step_without_conics_equals_single(tmp_path: Path, mode: str) -> None:
 
 
 class Numbers:
-    """Replicas that tell each other one number, the step's."""
+    """Kernels of replicas that put one number, the step's."""
 
     def __init__(self, ranks: int) -> None:
         self.everyone, self.step = [torch.zeros(4 * ranks)], 0.0
@@ -98,7 +98,7 @@ class Numbers:
 
 
 def two_steps(folder: Path, world: World) -> list[list[float]]:
-    """What each rank finds in two steps, where rank 1 is late to look."""
+    """Return each rank's values of two steps, with rank 1 reading late."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated_rows, "PeerBuffer", SharedFile)
@@ -110,15 +110,15 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
             stay=lambda *_: None,
             replicas=lambda _, lines, __: asked.append(lines) or numbers,  # type: ignore[func-returns-value]
         )
-        to_put = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
+        transport = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
         assert asked == [4], "each rank's lines begin at a multiple of 16 bytes"
         found: list[list[float]] = []
         for step in (1, 2):
             numbers.step = float(10 * step + world.rank)
             rows: Any = SimpleNamespace(count=torch.tensor([1]))
             for parts in (
-                to_put.arrive(rows, torch.empty(0), 1, []),
-                to_put.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
+                transport.arrive(rows, torch.empty(0), 1, []),
+                transport.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
             ):
                 with pytest.raises(StopIteration) as end:
                     next(parts)
@@ -128,44 +128,44 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
     return found
 
 
-def test_nobody_writes_what_another_has_still_to_read(tmp_path: Path) -> None:
+def test_no_rank_overwrites_unread_data(tmp_path: Path) -> None:
     assert run_ranks(partial(two_steps, tmp_path), 2) == [[[10.0, 11.0, 1, 1], [20.0, 21.0, 2, 2]]] * 2
 
 
 def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
-    """What is told of a row, and of which arrays there is anything, where nobody counts sizes."""
+    """Return the bytes put for a row, and which arrays are written, without counts of sizes."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated_rows, "PeerBuffer", SharedFile)
-        to_put = PeerReplicas(world, GaussianKernels(degree=0, sized=False), rows=8, capacity=8, words=1)
+        transport = PeerReplicas(world, GaussianKernels(degree=0, sized=False), rows=8, capacity=8, words=1)
         ones = torch.ones(8, 3)
         ids, radii = torch.ones(8, dtype=torch.int32), torch.ones(8, 2, dtype=torch.int32)
         rows = SplatRows(ids, ids, torch.tensor([8]), ones[:, :2], ones, ones[:, 0], ones, ones[:, 0], radii)
-        to_put._table.fill_(1.0)
+        transport._table.fill_(1.0)
         with pytest.raises(StopIteration):
-            next(to_put.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
-        return to_put.written_bytes(1, 1, 0) - to_put.written_bytes(1, 0, 0), [
-            bool(one.any()) for one in to_put._replicas.everyone
+            next(transport.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
+        return transport.written_bytes(1, 1, 0) - transport.written_bytes(1, 0, 0), [
+            bool(one.any()) for one in transport._replicas.everyone
         ]
 
 
-def test_conics_are_told_for_sizes_alone(tmp_path: Path) -> None:
+def test_conics_are_put_for_sizes_only(tmp_path: Path) -> None:
     assert run_ranks(partial(without_sizes, tmp_path), 2) == [(76 - 12, [True, True, True, False, True])] * 2
 
 
-def test_what_is_told_through_memory_is_what_collectives_tell() -> None:
+def test_put_rows_equals_all_gather() -> None:
     """Of the rows that there are, the numbers that mean something; no gradient where a colour is clamped at black."""
-    g, lines, room = torch.Generator().manual_seed(0), 5, 8
-    floats = [torch.randn(room, *shape, generator=g) for shape in ((2,), (3,), (), (3,), ())]
+    g, lines, capacity = torch.Generator().manual_seed(0), 5, 8
+    floats = [torch.randn(capacity, *shape, generator=g) for shape in ((2,), (3,), (), (3,), ())]
     floats[3].clamp_(min=0.0)
     assert 0 < int((floats[3][:lines] == 0).sum()) < 3 * lines
-    ids, radii = torch.arange(room, dtype=torch.int32), torch.ones(room, 2, dtype=torch.int32)
+    ids, radii = torch.arange(capacity, dtype=torch.int32), torch.ones(capacity, 2, dtype=torch.int32)
     rows = SplatRows(ids // 4, ids, torch.tensor([lines]), *floats, radii)
-    records = torch.randn(room, RECORD_FLOATS, generator=g)
-    replicas = GaussianReplicaRows(room, torch.device("cpu"))
-    to_put = replicas.to_put(rows, records, 3)
+    records = torch.randn(capacity, RECORD_FLOATS, generator=g)
+    replicas = GaussianReplicaRows(capacity, torch.device("cpu"))
+    put = replicas.to_put(rows, records, 3)
     places = torch.tensor([[one.data_ptr() for one in replicas.everyone]])
-    put_rows(to_put.arrays, to_put.taken, rows.count, places, to_put.gate, to_put.gate_column, to_put.offset)
+    put_rows(put.arrays, put.taken, rows.count, places, put.gate, put.gate_column, put.offset)
     for there, mine in zip(replicas.everyone, replicas.mine(rows, records.clone(), 3), strict=True):
         wide = there.dim() == 2 and there.shape[1] == RECORD_FLOATS
         expected = mine[:lines, :12] if wide else mine[:lines]

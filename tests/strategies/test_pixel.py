@@ -1,5 +1,5 @@
-"""The law for `pixel` where splats stay in their cells: N ranks do what one rank does with the same cells. And how far
-that is from `single`. With ghosts: `test_crossing`."""
+"""The law for `pixel` with splats clipped to their cells: N ranks equal one rank with the same cells. And the deviation
+from `single`. With boundary splats: `test_boundary_splats`."""
 
 import math
 from dataclasses import replace
@@ -112,15 +112,15 @@ class GivenCells(ByCells):
         return self.tree.of(where)
 
 
-def with_splits(world: World, splits: tuple[Split, ...], crossing: Literal["none", "ghosts"] = "none") -> Strategy:
-    options = PixelOptions(cells=len(splits) + 1, crossing=crossing)
+def with_splits(world: World, splits: tuple[Split, ...], boundary_mode: Literal["none", "ghosts"] = "none") -> Strategy:
+    options = PixelOptions(cells=len(splits) + 1, crossing=boundary_mode)
     space = GivenCells(world, options)
     space.splits = splits
-    ghosts = CellsInViews(space) if crossing == "ghosts" else None
+    cells_in_views = CellsInViews(space) if boundary_mode == "ghosts" else None
     return replace(
         pixel(world, options), placement=space, assignment=CellPixels(space),
-        pixels=CompositePixels(space.local, crossing=ghosts),
-        rows=LocalRows() if ghosts is None else BoundaryRows(ghosts),
+        pixels=CompositePixels(space.local, crossing=cells_in_views),
+        rows=LocalRows() if cells_in_views is None else BoundaryRows(cells_in_views),
     )  # fmt: skip
 
 
@@ -135,14 +135,14 @@ def where_cameras_stand() -> dict[str, tuple[Split, ...]]:
 
 
 def step_within(
-    where: str, world: World, spread_out: float, crossing: Literal["none", "ghosts", "single"] = "none"
+    where: str, world: World, spread_out: float, boundary_mode: Literal["none", "ghosts", "single"] = "none"
 ) -> Outcome:
     """Return a step of points around the cameras."""
     points = make_points(POINTS, torch.float64)
     means = (spread_out * points.params["means"]).detach().requires_grad_()
     kind = Gaussians(depth=True), Points({**points.params, "means": means})
-    single = crossing == "single"
-    spread = STRATEGIES["single"](world) if single else with_splits(world, where_cameras_stand()[where], crossing)
+    single = boundary_mode == "single"
+    spread = STRATEGIES["single"](world) if single else with_splits(world, where_cameras_stand()[where], boundary_mode)
     return take_step(spread, "", VIEWS, POINTS, torch.float64, kind=kind)
 
 
@@ -154,9 +154,9 @@ def test_wherever_cameras_and_points_are(where: str) -> None:
     check(run_ranks(step, 3, 4.0), expected, torch.float64)
 
 
-def test_how_far_it_is_from_single() -> None:
-    """Splats that reach into another cell are blended with their own cell's. Of opaque splats as large as a fifth of
-    the scene that shows; of small ones hardly."""
+def test_deviation_from_single() -> None:
+    """Splats that extend into another cell are blended with their own cell's. The error is visible with opaque splats
+    of a fifth of the scene, and negligible with small ones."""
 
     def psnr(size: float) -> float:
         points = make_points(POINTS, torch.float64)

@@ -80,6 +80,6 @@ def test_a_step_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_stop_alike(ranks: int) -> None:
+def test_stops_are_equal_on_all_ranks(ranks: int) -> None:
     expected = step(World.single(), "pixel")
     check(run_ranks(step, ranks, "pixel"), expected, torch.float64)

@@ -1,4 +1,4 @@
-"""What is particular to `tile`: ranges of points given by hand, one view by all ranks, cuts that move, what travels."""
+"""Properties of `tile`: given ranges of points, one view drawn by all ranks, moving cuts, exchanged rows."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,13 +20,13 @@ from tests.strategies.test_law import check, one_step, take_step
 
 POINTS = 120
 BOUNDS = {2: (0, 120, 120), 3: (0, 0, 100, 120), 4: (0, 7, 7, 7, 120)}
-PRIMITIVES = ("gaussians", "gaussians, antialiased, absgrad")
+CASES = ("gaussians", "gaussians, antialiased, absgrad")
 
 
 def steps(world: World) -> dict[str, Any]:
     """Two steps on one view and two on three, by ranks of which some own nothing; the second of each with new cuts."""
     out: dict[str, Any] = {}
-    for kind in PRIMITIVES:
+    for kind in CASES:
         for views in (1, 3):
             spread = replace(tile(world), placement=Sharded(BOUNDS[world.size]))
             assert isinstance(spread.assignment, TileRanges)
@@ -43,7 +43,7 @@ def steps(world: World) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_uneven_ranges_and_cuts_that_move(size: int) -> None:
     outcomes = run_ranks(steps, size)
-    for kind in PRIMITIVES:
+    for kind in CASES:
         for views in (1, 3):
             expected = one_step(World.single(), "single", kind, views, POINTS, torch.float64)
             for turn in (0, 1):
@@ -57,7 +57,7 @@ def test_uneven_ranges_and_cuts_that_move(size: int) -> None:
 
 
 def travels(world: World) -> dict[str, Any]:
-    """Return the rows that arrive here, beside all ranks' own, and bytes sent both ways."""
+    """Return the received rows, all ranks' own rows, and the bytes sent in both directions."""
     spread = tile(world)
     views = make_views(4, torch.float32)[:3]
     held = spread.placement.hold(make_points(90, torch.float32), world)
@@ -73,8 +73,8 @@ def travels(world: World) -> dict[str, Any]:
     back = world.traffic.since("step")
     with torch.no_grad():
         known = spread.plan(views)
-        elsewhere = [replace(view, viewmat=views[0].viewmat) for view in views]
-        again = spread.render(primitive, held, elsewhere, plan)
+        moved = [replace(view, viewmat=views[0].viewmat) for view in views]
+        again = spread.render(primitive, held, moved, plan)
     mine = {"hits": own.hits, "rows": {k: row.detach() for k, row in own.rows.items()}}
     return {
         "own": all_gather_objects(mine, world),
@@ -89,7 +89,7 @@ def travels(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_rows_arrive_in_order_once_and_only_where_they_touch(size: int) -> None:
+def test_rows_are_received_once_in_order_by_overlapped_patches(size: int) -> None:
     outcomes = run_ranks(travels, size)
     firsts = even_bounds(90, size)
     total = 0

@@ -46,7 +46,7 @@ def check(tmp_path: Path):
         "# Text\n    [a](gone.md)\n      [a](gone.md)",
     ],
 )
-def test_what_resolves_and_what_is_code_is_not_dead(check, link):
+def test_valid_links_and_code_are_not_dead(check, link):
     assert check(link) == (0, "")
 
 

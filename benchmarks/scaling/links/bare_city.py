@@ -1,4 +1,4 @@
-"""A run of `ns-train` on a city that nobody renders: views of it, one random image for all of them, and a whole model.
+"""Run of `ns-train` on a city without rendering: its views, one random image for all of them, and a complete model.
 
 Gaussians are those of `scenes.city_model`, so that views show as many as they would late in training. What a step
 costs and sends depends on them and on the views. It does not depend on what images show: all views have the same noise.
@@ -69,7 +69,7 @@ class BareCity(DataParser):
             capture.c2w[picked], capture.fx, capture.fy, capture.cx, capture.cy, scene.width, scene.height,
             camera_type=CameraType.PERSPECTIVE,
         )  # fmt: skip
-        box = SceneBox(aabb=scene.reach * torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]]))
+        box = SceneBox(aabb=scene.half_size * torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]]))
         return DataparserOutputs([Path(f"{view}.png") for view in picked], cameras, scene_box=box)
 
 
@@ -87,7 +87,7 @@ class GrownModel(SplatModel):
     config: GrownModelConfig
 
     def initial_points(self) -> dict[str, Tensor]:
-        """All points on this rank's device: each rank makes them all, as each reads all seed points elsewhere."""
+        """All points on this rank's device: each rank makes them all, as each reads all seed points of captures."""
         return _points(self.config.scene, torch.cuda.current_device() if torch.cuda.is_available() else None)
 
 

@@ -1,4 +1,4 @@
-"""A slow link between processes of one host, without root: what they send and receive over TCP is held to a rate.
+"""A slow link between processes of one host, without root: their TCP traffic is limited to a rate.
 
 A small library (`limited_link.c`, compiled on first use by cc, gcc or clang) is preloaded into the processes and stands
 before send, recv, read, write and their kin. What it models: each process is a machine with one network interface. All
@@ -7,9 +7,9 @@ busy, so that long messages take their bytes over the rate. All TCP counts: also
 of the rendezvous.
 
 What it does not model:
-- Latency: bytes arrive as soon as the loopback brings them, and the first 64 KB of a message do not wait for the rate.
+- Latency: bytes are received without delay of the loopback, and the first 64 KB of a message ignore the rate.
 - Packets: there are no headers, losses, or windows of congestion. 25 Gbit/s here are 25 Gbit/s of payload.
-- Network cards: processors copy what travels, as with any TCP, but here one host's do it for both ends.
+- Network cards: processors copy all bytes, as with any TCP, but here one host does it for both ends.
 - sendfile, splice, io_uring, UDP and RDMA are not limited. NCCL and gloo use none of them as `variables` sets them.
 """
 

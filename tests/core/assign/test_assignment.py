@@ -24,8 +24,8 @@ def test_deal(ranks: int, count: int, kind: str) -> None:
     plan = RoundRobinViews().assign(views, ranks, holders).drawn
     sizes = [len(patches) for patches in plan]
     assert len(plan) == ranks and max(sizes) - min(sizes) <= 1
-    dealt = sorted(p.view for patches in plan for p in patches)
-    assert dealt == list(range(count))
+    assigned = sorted(p.view for patches in plan for p in patches)
+    assert assigned == list(range(count))
     for patches in plan:
         for patch in patches:
             assert patch.rendered(views[patch.view]) == (0, 0, views[patch.view].width, 30)

@@ -16,14 +16,14 @@ def steps_of(order: list[int], size: int, lead: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [1, 7, 40, 301])
-def test_every_view_comes_once(count: int, size: int) -> None:
+def test_every_view_occurs_once_per_epoch(count: int, size: int) -> None:
     order = random.Random(0).sample(range(count), count)
     work = [random.Random(view).randrange(9) for view in range(count)]
     for lead in range(size):
         assert sorted(alike(order, work, size, lead)) == list(range(count))
 
 
-def test_what_other_epochs_complete_stays_as_drawn() -> None:
+def test_order_of_other_epochs_is_unchanged() -> None:
     order = random.Random(1).sample(range(30), 30)
     found = alike(order, list(range(30)), 4, lead=3)
     assert found[:3] == order[:3] and found[27:] == order[27:] and found[3:27] != order[3:27]
@@ -42,7 +42,7 @@ def test_views_of_a_step_have_like_work_and_a_step_waits_less() -> None:
     assert mixed(alike(order, work, 2)) <= -(-200 // (2 * WINDOW)), "one for each window"
 
 
-def test_steps_come_as_they_were_drawn() -> None:
+def test_order_of_steps_is_the_drawn_one() -> None:
     """Not from the lightest to the heaviest."""
     order = random.Random(3).sample(range(2 * WINDOW), 2 * WINDOW)
     found = steps_of(alike(order, list(range(2 * WINDOW)), 2), 2)
@@ -88,4 +88,4 @@ def test_work_is_by_points_and_by_pixels() -> None:
         [2 / 1.75 + 200 / pixels, 3 / 1.75 + 200 / pixels, 200 / pixels, 2 / 1.75 + 800 / pixels]
     )
     assert sum(works(points, views)) == pytest.approx(2 * 4)
-    assert works(points[:0], views[:2]) == [1, 1], "nobody sees anything"
+    assert works(points[:0], views[:2]) == [1, 1], "no view shows anything"

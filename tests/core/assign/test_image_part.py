@@ -10,7 +10,7 @@ def _image() -> dict[str, torch.Tensor]:
     return {"image": torch.arange(6 * 8 * 3).view(6, 8, 3), "mask": torch.arange(48).view(6, 8, 1) % 3 == 0}
 
 
-def test_what_lies_under_a_rectangle_is_the_image_there() -> None:
+def test_rectangle_of_part_equals_rectangle_of_image() -> None:
     data = _image()
     whole = ImagePart.whole(data)
     assert whole.rectangle == (0, 0, 8, 6)
@@ -26,7 +26,7 @@ def test_what_lies_under_a_rectangle_is_the_image_there() -> None:
     assert whole.under((0, 0, 8, 6)) is whole
 
 
-def test_under_an_empty_rectangle_there_is_nothing() -> None:
+def test_empty_rectangle_has_no_part() -> None:
     for rectangle in ((9, 9, 9, 9), (3, 2, 3, 5), (2, 3, 5, 3)):
         assert is_empty(rectangle) and area(rectangle) == 0
         part = ImagePart.whole(_image()).under(rectangle)
@@ -35,7 +35,7 @@ def test_under_an_empty_rectangle_there_is_nothing() -> None:
 
 
 @pytest.mark.parametrize("beyond", [(1, 2, 6, 5), (2, 1, 6, 5), (2, 2, 7, 5), (2, 2, 6, 6)])
-def test_what_is_not_here_is_refused(beyond: Rectangle) -> None:
+def test_rectangle_outside_of_the_part_is_refused(beyond: Rectangle) -> None:
     part = ImagePart.whole(_image()).under((2, 2, 6, 5))
     assert contains(part.rectangle, (2, 2, 6, 5)) and not contains(part.rectangle, beyond)
     with pytest.raises(ValueError, match=r"is asked for, and \(2, 2, 6, 5\) is here"):

@@ -1,4 +1,4 @@
-"""Where rows stand that lie on any rank, who holds which of a whole model, and what is drawn for a place."""
+"""Positions of rows on any rank, the shard index of a whole model, and random draws by position."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_places_among_all_rows(size: int) -> None:
 
 
 def met(world: World) -> tuple[int, int]:
-    """How often ranks meet to rank some keys, most of which one rank has, and how many of them come here."""
+    """Return the number of collectives that rank keys of one large shard need, and the number of keys received."""
     meetings: list[str] = []
     for name in ("all_gather_into_tensor", "all_to_all_single", "all_gather", "all_reduce"):
         call = getattr(dist, name)
@@ -73,14 +73,14 @@ def met(world: World) -> tuple[int, int]:
     return len(meetings), len(ranking._order)
 
 
-def test_ranks_meet_seldom_to_rank_and_share_the_sorting() -> None:
+def test_ranking_needs_few_collectives_and_shares_sorting() -> None:
     outcomes = run_ranks(met, 3)
     assert [meetings for meetings, _ in outcomes] == [5] * 3
     assert max(rows for _, rows in outcomes) < 1.1 * 61_200 / 3
 
 
 def held(world: World) -> list[list[Tensor]]:
-    """What a holding says of ranges, and of points dealt out like cards."""
+    """Return the results of a shard index of ranges, and of points distributed round-robin."""
     bounds = Sharded().shares(31, lambda: torch.zeros(31, 3), world.size)[world.rank]
     assert isinstance(bounds, range)
     mine = torch.arange(bounds.start, bounds.stop)
@@ -89,16 +89,16 @@ def held(world: World) -> list[list[Tensor]]:
         shard_index = ShardIndex(HalfSpaces(), places)
         where = mine if places is None else places
         chosen = torch.where(where % 3 == 1)[0]
-        told = list(zip(*all_gather_ints([len(chosen), int((where**2).sum())], world), strict=True))
+        totals = list(zip(*all_gather_ints([len(chosen), int((where**2).sum())], world), strict=True))
         found.append([
             where, shard_index.places_of(torch.arange(len(where)), len(where), world), chosen,
-            shard_index.among(chosen, len(where), told[0], world), shard_index.before(where**2, told[1], world),
+            shard_index.among(chosen, len(where), totals[0], world), shard_index.before(where**2, totals[1], world),
         ])  # fmt: skip
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_a_rank_holds_stands_in_the_whole(size: int) -> None:
+def test_shard_rows_map_to_rows_of_the_whole_model(size: int) -> None:
     for outcome in run_ranks(held, size):
         for where, places, chosen, among, before in outcome:
             assert torch.equal(places, where)

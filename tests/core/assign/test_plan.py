@@ -10,7 +10,7 @@ from ns_multigpu.core.types import Patch, View
 from strategies import STRATEGIES
 
 
-def test_plans_that_say_the_same_are_the_same() -> None:
+def test_equal_plans_compare_equal() -> None:
     top, bottom, other = Patch(0, 0, 0, 8, 16, 5), Patch(0, 0, 16, 8, 32, 5), Patch(2, 0, 0, 8, 32)
     plan = Plan.of([[top, other], [bottom]])
     assert plan == Plan.of(iter([(top, other), (bottom,)])) and hash(plan) == hash(Plan.of([[top, other], [bottom]]))
@@ -20,7 +20,7 @@ def test_plans_that_say_the_same_are_the_same() -> None:
     assert len({plan, *others}) == 4
 
 
-def test_who_owns_a_patch_may_be_another_than_who_draws_it() -> None:
+def test_patch_owner_may_differ_from_its_renderer() -> None:
     one, two = Patch(0, 0, 0, 8, 16), Patch(1, 0, 0, 8, 16)
     plan = Plan.of([[one, two], [one]], [[], [one, two]])
     assert plan.drawn == ((one, two), (one,)) and plan.owned == ((), (one, two))
@@ -28,7 +28,7 @@ def test_who_owns_a_patch_may_be_another_than_who_draws_it() -> None:
     assert plan != Plan.of([[one, two], [one]])
 
 
-def test_plans_that_follow_from_sizes_alone_are_made_once() -> None:
+def test_plans_that_depend_on_sizes_only_are_cached() -> None:
     """And never taken for those of views of other sizes."""
     batch = STRATEGIES["batch"](replace(World.single(), size=2))
 

@@ -98,7 +98,7 @@ def test_patches_cover_each_pixel_once(sizes: list[tuple[int, int]], ranks: int)
             assert patch == Patch.whole(patch.view, views[patch.view]) or patch.halo == SSIM_HALO
 
 
-def test_what_was_seen_moves_the_cuts() -> None:
+def test_observed_work_moves_the_cuts() -> None:
     views = [view(160, 160, 3)]
     work = TileWork(empty=1)
     assert [p[0].y1 for p in TileRanges(work).assign(views, 2).drawn] == [80, 160]
@@ -195,7 +195,7 @@ def seen_views(count: int, rows: int) -> tuple[TileWork, list[View]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_plans_alike_are_few_and_nearly_as_even(ranks: int) -> None:
+def test_rounded_plans_are_few_and_nearly_balanced(ranks: int) -> None:
     work, views = seen_views(60, 90)
     ranges = TileRanges(work)
     plans, exact = set[str](), set[str]()
@@ -214,7 +214,7 @@ def test_plans_alike_are_few_and_nearly_as_even(ranks: int) -> None:
     assert ranks == 1 or 3 * len(plans) <= 2 * len(exact)
 
 
-def test_plans_alike_are_those_of_a_run_that_went_on() -> None:
+def test_rounded_plans_equal_those_of_a_resumed_run() -> None:
     work, views = seen_views(30, 90)
     ranges = TileRanges(work)
     for one in views[:20]:
@@ -228,7 +228,7 @@ def test_plans_alike_are_those_of_a_run_that_went_on() -> None:
         assert ranges.assign_alike(batch, ranks) == TileRanges(TileWork(empty=0)).assign(batch, ranks)
 
 
-def test_what_is_known_of_views_goes_through_a_checkpoint() -> None:
+def test_view_costs_survive_a_checkpoint() -> None:
     views = [View(torch.eye(4), torch.eye(3), 64, 40, index=index) for index in (5, 2)]
     one, other = TileRanges(TileWork()), TileRanges(TileWork())
     one.work.learn(views, [9, 1, 1, 4, 4, 7])

@@ -31,7 +31,7 @@ def test_any_position_at_any_time() -> None:
 
 
 def test_the_order_is_that_of_nerfstudio() -> None:
-    """What its datamanager's own method draws, one epoch after the other."""
+    """Return the views that the datamanager's own method draws, one epoch after the other."""
     config = FullImageDatamanagerConfig(train_cameras_sampling_seed=11)
     nerfstudio: Any = SimpleNamespace(config=config, train_dataset=range(9))
     drawn = [view for _ in range(12) for view in FullImageDatamanager.sample_train_cameras(nerfstudio)]

@@ -73,5 +73,5 @@ def _launches_before_finish(world: World) -> int:
     return during
 
 
-def test_buckets_leave_during_backward() -> None:
+def test_buckets_are_sent_during_backward() -> None:
     assert run_ranks(_launches_before_finish, 2) == [4 * 400, 4 * 400]

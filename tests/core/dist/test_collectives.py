@@ -96,12 +96,12 @@ def _together(world: World) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_several_tensors_gathered_together_are_those_gathered_alone(size: int) -> None:
+def test_gathering_several_tensors_equals_single_gathers(size: int) -> None:
     for out in run_ranks(_together, size):
-        counts, ids, split_rule, empty = out["outs"]
+        counts, ids, fractions, empty = out["outs"]
         assert counts.tolist() == [[r, 10 * r] for r in range(size)] and counts.dtype == torch.int64
         assert ids.tolist() == [100 * r + i for r in range(size) for i in range(3)] and ids.dtype == torch.int32
-        assert split_rule.tolist() == [[r + 0.5] * 2 for r in range(size) for _ in range(3)] and empty.shape == (0, 4)
+        assert fractions.tolist() == [[r + 0.5] * 2 for r in range(size) for _ in range(3)] and empty.shape == (0, 4)
         for together, alone in zip(out["outs"], out["alone"], strict=True):
             assert torch.equal(together, alone.view(together.shape))
         assert out["sent"] == ((size - 1) * (16 + 12 + 24),) * 2
@@ -151,5 +151,5 @@ def test_counts_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_a_world_of_one_knows_its_gpu() -> None:
+def test_world_of_one_has_its_gpu() -> None:
     assert World.single("cuda").device == torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Which rank is on which machine, real or pretended; and ranks that meet where an earlier life has left its marks."""
+"""Machines of the ranks, real or pretended; and a rendezvous in a folder with files of an earlier run."""
 
 import re
 import socket
@@ -20,7 +20,7 @@ def _places(groups: str, pretended: int = 1) -> list[Place]:
     return [Place(int(group), f"node{group}", pretended) for group in groups]
 
 
-def test_machines_are_numbered_as_their_ranks_come() -> None:
+def test_machines_are_numbered_in_order_of_ranks() -> None:
     assert layout_of(_places("0011")) == Layout(2, ("node0", "node1"))
     assert layout_of(_places("5")) == Layout(1, ("node5",))
     assert layout_of(_places("773311")) == Layout(2, ("node7", "node3", "node1"))
@@ -62,13 +62,13 @@ def _where(world: World) -> tuple[object, ...]:
 
 def test_one_machine_passes_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     host = socket.gethostname()
-    for rank, told in enumerate(run_ranks(_where, 4)):
-        assert told == (0, 1, rank, 4, 4, [0, 1, 2, 3], 6.0, "rank 3", [4, 5, 6, 7], 0)
+    for rank, located in enumerate(run_ranks(_where, 4)):
+        assert located == (0, 1, rank, 4, 4, [0, 1, 2, 3], 6.0, "rank 3", [4, 5, 6, 7], 0)
     monkeypatch.setenv(PRETEND_MACHINES, "2")
-    for rank, told in enumerate(run_ranks(_where, 4)):
+    for rank, located in enumerate(run_ranks(_where, 4)):
         own = [0, 1] if rank < 2 else [2, 3]
         called = f"rank 3 on machine 1 ({host})"
-        assert told == (rank // 2, 2, rank % 2, 2, 4, own, float(sum(own)), called, [2, 3], 1)
+        assert located == (rank // 2, 2, rank % 2, 2, 4, own, float(sum(own)), called, [2, 3], 1)
 
 
 def _refused(world: World) -> list[str]:
@@ -81,7 +81,7 @@ def test_three_ranks_are_not_two_machines(monkeypatch: pytest.MonkeyPatch, capfd
         run_ranks(_refused, 3)
 
 
-def test_a_world_that_nobody_described_is_one_machine() -> None:
+def test_world_without_description_is_one_machine() -> None:
     world = World.single()
     assert (world.machine, world.machines, world.host_size, world.rank_name(0)) == (0, 1, 1, "rank 0")
 
@@ -112,7 +112,7 @@ def _meet(store: dist.Store, ranks: list[int], size: int, word: str, seconds: fl
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
-def test_each_life_of_a_job_meets_apart_from_the_earlier_ones(order: list[int]) -> None:
+def test_each_restart_has_its_own_rendezvous(order: list[int]) -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
     for word in ("first", "second"):
@@ -123,10 +123,10 @@ def test_each_life_of_a_job_meets_apart_from_the_earlier_ones(order: list[int]) 
     assert _meet(store, order, 3, "last") == {rank: {"last"} for rank in range(3)}
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_missing_rank_is_named() -> None:
     said = _meet(dist.HashStore(), [0, 2], 4, "", seconds=1.0)
     assert said == {0: "ranks 1, 3 did not come.", 2: "rank 0, or another, did not come."}
 
 
-def test_one_rank_meets_nobody() -> None:
+def test_single_rank_needs_no_rendezvous() -> None:
     assert _meet(dist.HashStore(), [0], 1, "alone", seconds=1.0) == {0: {"alone"}}

@@ -1,4 +1,4 @@
-"""Memory that all ranks reach, and the choice of how rows travel."""
+"""Memory that all ranks can access, and the choice of the transport of rows."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -15,7 +15,7 @@ from tests.cuda_ext.routing import route
 from tests.lib.ranks import run_ranks, skip_without_gpus
 
 
-def test_inside_machines_alone_where_rows_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_checked_within_a_machine_if_rows_are_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs of one machine are looked at; others are none of their business."""
     asked: list[tuple[str, bool]] = []
     for name in ("_access_problem", "_trial_problem"):
@@ -72,7 +72,7 @@ def _choose(world: World) -> tuple[list[TransportChoice], list[str]]:
     return chosen, errors
 
 
-def test_without_gpus_there_is_none_and_it_says_why() -> None:
+def test_no_peer_memory_without_gpus_with_a_reason() -> None:
     results = run_ranks(_choose, 2)
     assert results[0] == results[1], "all ranks decide the same"
     (auto, collective), (forced, made) = results[0]

@@ -1,4 +1,4 @@
-"""Which GPU a rank has, and what collectives go through; alone, or shared by ranks."""
+"""GPU of a rank, and backend of collectives, with one GPU per rank and with a shared one."""
 
 import sys
 import time
@@ -37,19 +37,19 @@ def test_ranks_take_turns_on_shared_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _wait_for_a_slow_leader(world: World) -> dict[str, object]:
-    told = {}
+    outcomes = {}
     for name, patience in (("control_timeout", timedelta(seconds=60)), ("timeout", None)):
         slow = World.from_groups(world.device, timedelta(seconds=1), patience)
         if world.is_main:
             time.sleep(2.5)
         try:
-            told[name] = broadcast_object("at last" if world.is_main else None, 0, slow)
+            outcomes[name] = broadcast_object("at last" if world.is_main else None, 0, slow)
         except RuntimeError:
-            told[name] = "given up"
-    return told
+            outcomes[name] = "cancelled"
+    return outcomes
 
 
 def test_a_leader_may_think_longer_than_a_collective_may_take() -> None:
     """The others of `ns-multigpu render` wait while rank 0 writes a video."""
-    told = run_ranks(_wait_for_a_slow_leader, 2)[1]
-    assert told == {"control_timeout": "at last", "timeout": "given up"}
+    outcomes = run_ranks(_wait_for_a_slow_leader, 2)[1]
+    assert outcomes == {"control_timeout": "at last", "timeout": "cancelled"}

@@ -23,7 +23,7 @@ def test_one_for_all_or_each_its_own() -> None:
         pairs_of(-1, 1)
 
 
-def test_what_a_step_sends() -> None:
+def test_bytes_sent_per_step() -> None:
     """Rows there, gradients back, a count for each other rank and a message to it. Not what stays."""
     assert step_bytes(PAIRS, 0, 48, 36, 10) == 48 * (2 + 30) + 36 * (400 + 0) + 2 * 8 * 11
     assert step_bytes(PAIRS, 1, 48, 36, 10) == 48 * (400 + 6) + 36 * (2 + 80) + 2 * 8 * 11
@@ -31,7 +31,7 @@ def test_what_a_step_sends() -> None:
     assert step_bytes(((10**9,),), 0, 48, 36, 10) == 0
 
 
-def travel(world: World) -> dict[str, Any]:
+def exchange_rows(world: World) -> dict[str, Any]:
     """Number s + 10 d of every rank s to every other d, PAIRS of each."""
     me, ranks = world.rank, range(world.size)
     send, receive = ([0 if r == me else (PAIRS[me][r], PAIRS[r][me])[k] for r in ranks] for k in (0, 1))
@@ -47,7 +47,7 @@ def travel(world: World) -> dict[str, Any]:
 
 
 def test_parts_of_their_own_size_for_each_pair() -> None:
-    for rank, found in enumerate(run_ranks(travel, 3)):
+    for rank, found in enumerate(run_ranks(exchange_rows, 3)):
         others = [r for r in range(3) if r != rank]
         expected = [torch.full((PAIRS[r][rank],), r + 10 * rank) for r in others]
         assert torch.equal(found["out"], torch.cat(expected).int())
@@ -55,7 +55,7 @@ def test_parts_of_their_own_size_for_each_pair() -> None:
         assert found["pairs"] == PAIRS and found["refused"] == 3
 
 
-def test_alone_nothing_is_sent() -> None:
+def test_single_rank_sends_nothing() -> None:
     none = torch.zeros(0, dtype=torch.int32)
     world = World.single()
     all_to_all_parts(none, none, [0], [0], world)

@@ -1,4 +1,4 @@
-"""Rows packed for their way, and taken apart where they arrive."""
+"""Rows are packed by the sender and unpacked by the receiver."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from ns_multigpu.core.exchange.row_routes import packed, unpacked
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
 @pytest.mark.parametrize("shapes", [[()], [(4,)], [(2,), (3,), (), (4,)], [(), (2,)], [(3, 2), ()]])
-def test_what_was_packed_is_taken_apart(rows: int, shapes: list[tuple[int, ...]]) -> None:
+def test_unpack_inverts_pack(rows: int, shapes: list[tuple[int, ...]]) -> None:
     g = torch.Generator().manual_seed(rows)
     columns = [torch.randn(rows, *shape, generator=g) for shape in shapes]
     found = unpacked(packed(columns), shapes)
@@ -17,7 +17,7 @@ def test_what_was_packed_is_taken_apart(rows: int, shapes: list[tuple[int, ...]]
 
 
 def test_parts_of_a_single_row_begin_where_kernels_can_read_them() -> None:
-    """They read radii two at once, and there are views of which one splat reaches a rank."""
+    """Kernels read radii in pairs, and some views send one splat to a rank."""
     ids, radii = unpacked(
         packed([torch.tensor([7], dtype=torch.int32), torch.tensor([[3, 4]], dtype=torch.int32)]), [(), (2,)]
     )

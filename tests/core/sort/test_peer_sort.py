@@ -101,7 +101,7 @@ def simulated_world(rank: int, size: int, device: str) -> World:
 def test_equals_torch_sort(device: str, size: int) -> None:
     most = 3000 if device == "cpu" else 400_000
     inputs = {case: shards(case, size, most) for case in CASES}
-    # Every number of lines that a case has is below the room, so also the last block of a kernel is partly empty.
+    # Each case has fewer lines than its capacity, so the last block of a kernel is partly empty, too.
     capacity = most + 13
 
     def run(rank: int, memory: SimulatedMemory) -> dict[str, tuple[Tensor, Tensor, int]]:
@@ -130,7 +130,7 @@ def test_millions_on_one_gpu(size: int) -> None:
         check_sorted([outcome[case] for outcome in outcomes], whole, case)
 
 
-def test_more_than_the_room_is_cut_off(device: str) -> None:
+def test_items_beyond_the_capacity_are_cut_off(device: str) -> None:
     whole = [(torch.arange(50) * 3 + rank, torch.arange(50, dtype=torch.int32)) for rank in range(3)]
 
     def run(rank: int, memory: SimulatedMemory) -> tuple[Tensor, Tensor, int]:

@@ -14,8 +14,7 @@ WIDTH, HEIGHT, SCALE = 19, 14, 2.5
 
 
 def make_view(count: int = 60) -> View:
-    """Return a camera among points: some are behind it, some beside its image; one is seen at each corner of the
-    image."""
+    """Return a camera among points: some are behind it, some outside of its image, and one is at each corner."""
     g = torch.Generator().manual_seed(6)
     viewmat = look_at([2.0, 1.0, 0.5], [0.0, 0.0, 0.0])
     K = torch.tensor([[17.0, 0, 9.2], [0, 18.5, 7.4], [0, 0, 1]]).double()
@@ -89,10 +88,10 @@ def test_the_gradient() -> None:
     hole = make_depth(hole=True).requires_grad_()
     (found,) = torch.autograd.grad(depth_loss(of(hole, whole, view), view), hole)
     assert bool(found.isfinite().all()) and not bool(found[4:9, 5:12].any()) and int(found.count_nonzero()) > 40
-    assert float(found.abs().max()) < 10, "beside a hole it is bounded"
+    assert float(found.abs().max()) < 10, "next to a hole it is bounded"
 
 
-def test_a_plane_that_points_lie_on_costs_nothing() -> None:
+def test_points_on_the_plane_have_zero_loss() -> None:
     """Disparities of a plane are linear on the screen: between pixels, too, they are exact."""
     view = make_view()
     a, b, c = 0.03, -0.02, 0.9  # disparity = a x + b y + c, at pixels' places

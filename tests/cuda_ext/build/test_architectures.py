@@ -59,13 +59,13 @@ def machine(
     return asked
 
 
-def test_gpus_that_are_alike_are_known_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_gpus_need_no_driver_query(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = machine(monkeypatch, [(9, 0)] * 4, [2, 3])
     assert toolkit.visible_architectures() == ("90",) and not asked
 
 
 @pytest.mark.parametrize(("seen", "found"), [([1], ("80",)), ([0, 1], ("80", "120"))])
-def test_where_they_differ_those_count_that_torch_sees(
+def test_devices_that_torch_sees_take_precedence(
     monkeypatch: pytest.MonkeyPatch, seen: list[int], found: tuple[str, ...]
 ) -> None:
     asked = machine(monkeypatch, [(12, 0), (8, 0)], seen)
@@ -73,13 +73,13 @@ def test_where_they_differ_those_count_that_torch_sees(
 
 
 @pytest.mark.parametrize("fails", ["library", "init", "count", "handle", "capability"])
-def test_without_the_library_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_driver_is_queried_without_the_library(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     asked = machine(monkeypatch, [(9, 0)] * 2, [0, 1], fails)
     assert toolkit.visible_architectures() == ("90",)
     assert asked == ["available", "capability", "capability"]
 
 
-def test_a_driver_that_has_started_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialized_driver_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is quicker then."""
     asked = machine(monkeypatch, [(9, 0), (8, 0)], [1])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -93,7 +93,7 @@ def test_gpus_that_torch_does_not_see_do_not_count(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-def test_both_ways_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_methods_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.init()
     by_driver = toolkit.visible_architectures()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

@@ -72,7 +72,7 @@ def bound() -> list[tuple[str, str, str]]:
     return [(name, file, body) for file, text in bindings().items() for name, body in _BOUND.findall(text) if body]
 
 
-def test_what_is_bound_is_in_the_schema_and_bound_once() -> None:
+def test_each_schema_operator_is_bound_once() -> None:
     """By literal names; that all operators are bound, loading the library shows (`test_build_cuda`)."""
     names = [name for text in bindings().values() for name, _ in _BOUND.findall(text)]
     assert len(names) > 60 and len(names) == len(set(names))

@@ -180,7 +180,7 @@ def test_key_covers_what_the_library_depends_on(fresh: Path, monkeypatch: pytest
     assert len(keys) == 6 and library.key() in keys
 
 
-def test_bindings_come_several_in_a_file_and_each_source_once(tmp_path: Path) -> None:
+def test_build_groups_bindings_and_compiles_each_source_once(tmp_path: Path) -> None:
     library = _cuda.library(("90",))
     units = library.units(tmp_path)
     files = [unit for unit in units if unit.parent == tmp_path]

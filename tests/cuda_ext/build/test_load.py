@@ -85,7 +85,7 @@ def start_build(sources: Path, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_builds_once_and_says_so(cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_build_runs_once_with_a_message(cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     library = tiny(tmp_path / "src", answer='extern "C" int answer() { return 42; }', other="int x;")
     path = library.build()
     assert path.parent == cache and ctypes.CDLL(str(path)).answer() == 42
@@ -192,7 +192,7 @@ def test_no_compiler_warns_once_and_the_reference_serves() -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_native_asked_for_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_without_a_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NS_MULTIGPU_OPS", "native")
     assert cuda_ext.backend() == "native" and cuda_ext.compiler_problem() is not None
     with pytest.raises(NativeBuildError, match=r"apt install g\+\+.*CXX.*NS_MULTIGPU_OPS=reference"):
@@ -200,7 +200,7 @@ def test_native_asked_for_without_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_reference_asked_for_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NS_MULTIGPU_OPS", "reference")
     assert cuda_ext.compiler_problem() is None and cuda_ext.backend() == "reference" and cuda_ext.reference_forced()
     with warnings.catch_warnings():

@@ -54,7 +54,7 @@ def test_padding_is_dead(either: str, views: int, antialiased: bool) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_padding_elsewhere_is_refused() -> None:
+def test_padding_at_another_place_is_refused() -> None:
     scene = random_scene(points=10)
     for views, points in (([0, 1], [-1, 3]), ([1, 1], [-1, 3]), ([0, 0], [3, -1])):
         ids = [torch.tensor(ids, dtype=torch.int32) for ids in (views, points)]

@@ -48,7 +48,7 @@ def test_it_is_equation_10_of_the_table(either: str) -> None:
     assert_close(moved(points, seed_from(3, "noise", 40)), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_who_holds_a_gaussian_does_not_matter(either: str) -> None:
+def test_noise_is_independent_of_the_owner(either: str) -> None:
     points = gaussians(90)
     whole = moved(points)
     part = moved([x[30:70] for x in points], first=30)
@@ -57,7 +57,7 @@ def test_who_holds_a_gaussian_does_not_matter(either: str) -> None:
     assert torch.equal(moved([x[places] for x in points], rows=places), whole[places])
 
 
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_independent_of_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
     points = gaussians(60)
     with cuda_ext.use_reference():
         whole = moved(points)
@@ -65,7 +65,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(moved(points), whole)
 
 
-def test_a_step_that_was_not_taken_moves_nothing(either: str) -> None:
+def test_cancelled_step_moves_no_points(either: str) -> None:
     points = gaussians(20)
     assert torch.equal(moved(points, taken=torch.tensor(0.0)), points[0])
     assert torch.equal(moved(points, taken=torch.tensor(1.0)), moved(points))

@@ -32,7 +32,7 @@ def rows(count: int = COUNT) -> list[Tensor]:
     return [(200 * torch.rand(count, *shape, generator=g)).to(kind) for shape, kind in shapes]
 
 
-def test_draws_follow_weights_and_begin_alike_whatever_their_number() -> None:
+def test_draws_follow_weights_and_share_a_prefix() -> None:
     sums, empty = places(20_000)
     sources, copies = cuda_ext.draw_sources(sums, empty, start=START)
     assert sources.dtype == copies.dtype == torch.int32
@@ -61,7 +61,7 @@ def test_nothing_is_drawn(why: str) -> None:
     assert bool((sources == -1).all()) and not bool(copies.any()) and len(sources) == len(copies) == len(sums)
 
 
-def test_who_gets_copies_is_changed_and_cleared_and_nobody_else() -> None:
+def test_only_relocation_targets_are_changed_and_reset() -> None:
     g = torch.Generator().manual_seed(2)
     logits, scales = 3 * torch.randn(COUNT, generator=g), torch.randn(COUNT, 3, generator=g)
     copies = torch.randint(-3, 80, (COUNT,), generator=g).clamp_(min=0).int()

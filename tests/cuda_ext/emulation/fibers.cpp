@@ -24,7 +24,7 @@ struct Fiber {
   std::vector<std::pair<float4*, const float4*>> copies;
 };
 
-// Generations alternate between two places, so that nobody waits twice.
+// Generations alternate between two places, so that no fiber waits twice.
 struct Warp {
   unsigned arrived = 0, generation = 0;
   uint64_t values[2][32];

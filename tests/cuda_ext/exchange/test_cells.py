@@ -1,4 +1,4 @@
-"""Cells in views: what a GPU says is what a CPU says, bit for bit; and what goes where a cell is reached."""
+"""Cells in views: GPU and CPU results are equal bit for bit; and routes of rows that overlap a cell."""
 
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def rows_of(real: int, padding: int) -> tuple[Rows, Tensor]:
     return rows, 1 + 3 * torch.rand(len(rows), generator=torch.Generator().manual_seed(3))
 
 
-def test_a_route_takes_what_a_cell_is_reached_by() -> None:
+def test_route_takes_rows_that_overlap_a_cell() -> None:
     """As if the rows that are in no cell of a patch were not there."""
     rows, _ = rows_of(700, 40)
     g = torch.Generator().manual_seed(1)
@@ -89,7 +89,7 @@ def test_a_route_takes_what_a_cell_is_reached_by() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("real", "padding"), [(1, 0), (20_000, 70), (0, 9)])
 @pytest.mark.parametrize("cells", [2, 7])
-def test_the_twin_says_which_cells_rows_reach(cells: int, real: int, padding: int, dtype: torch.dtype) -> None:
+def test_reference_returns_cells_that_rows_overlap(cells: int, real: int, padding: int, dtype: torch.dtype) -> None:
     scene, (rows, depths) = scene_of(cells), rows_of(real, padding)
     floats = [one.to(dtype) for one in (rows.means2d, depths, scene.viewmats, scene.Ks)]
     if real > 1:
@@ -118,7 +118,7 @@ def test_wrong_arguments_are_named() -> None:
 @pytest.mark.parametrize("cells", [2, 5, 33])
 @pytest.mark.parametrize("many", [False, True])
 def test_windows_on_a_gpu(cells: int, many: bool) -> None:
-    """33 cells of 3 views are more numbers than one launch brings."""
+    """33 cells of 3 views need more than one launch."""
     scene, drawn = scene_of(cells), rectangles(cells, many)
     expected = scene.windows(drawn, drawn)
     # Few cells may lie behind each other whole, so that no tile has a bound between.
@@ -146,18 +146,18 @@ def test_rows_on_a_gpu(cells: int, real: int, padding: int) -> None:
     assert torch.equal(found.cpu(), expected) and (real < 100 or 0.05 < expected.float().mean() < 0.95)
     patches = [n for v in range(VIEWS) for r in range(2) for n in (r, v, 0, 30 * r, 50, 30 + 40 * r)]
     chosen = [k % cells for k in range(len(patches) // 6)]
-    routes = [route(one.view_ids, one.count, one.means2d, one.radii, patches, 2, reach, chosen)
-              for one, reach in ((rows, expected), (there, found))]  # fmt: skip
+    routes = [route(one.view_ids, one.count, one.means2d, one.radii, patches, 2, overlaps, chosen)
+              for one, overlaps in ((rows, expected), (there, found))]  # fmt: skip
     assert all(torch.equal(a, b.cpu()) for a, b in zip(*routes, strict=True))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("room", [40_000, 700])
-def test_clipped_lists_on_a_gpu(room: int) -> None:
+@pytest.mark.parametrize("capacity", [40_000, 700])
+def test_clipped_lists_on_a_gpu(capacity: int) -> None:
     splats = make_splats(3000, 160, 90, views=2)
     given = (splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids)
     given = tuple(one.float() if one.is_floating_point() else one for one in given)
-    offsets, ids, _ = intersect_capacity(*given, splats.patches, 16, room)
+    offsets, ids, _ = intersect_capacity(*given, splats.patches, 16, capacity)
     g = torch.Generator().manual_seed(1)
     windows = torch.sort(1 + 2 * torch.rand(len(offsets) - 1, 2, generator=g), 1).values
     windows[3], windows[5] = torch.tensor([2.0, 1.0]), torch.tensor([-torch.inf, torch.inf])

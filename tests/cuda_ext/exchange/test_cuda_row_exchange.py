@@ -80,7 +80,7 @@ def test_every_operator_is_the_twins(real: int, padding: int, views: int, ranks:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_rows_arrive_as_they_were(ranks: int) -> None:
+def test_rows_are_received_unchanged(ranks: int) -> None:
     rows = [make_rows(3000 + 100 * rank, 50, seed=rank).to("cuda") for rank in range(ranks)]
     done = exchange(rows, patches_of(ranks, 2), 1500)
     assert int(done.counts.sum()) > 1000

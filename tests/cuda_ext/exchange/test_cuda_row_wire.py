@@ -16,14 +16,14 @@ from cuda_ext.ops.exchange.row_wire import (
     unpack_wire,
 )
 from tests.cuda_ext.exchange.test_cuda_row_exchange import assert_same_bits
+from tests.cuda_ext.exchange.test_local_rows import check_kept
 from tests.cuda_ext.exchange.test_row_exchange import Rows, bands, make_rows, numbers
 from tests.cuda_ext.exchange.test_row_wire import Layout, check_arrived, gradients, send, splats, uneven
-from tests.cuda_ext.exchange.test_rows_that_stay import check_kept
 from tests.cuda_ext.graphs import captured
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [  # rows, padding, ranks, room of a pair
+SIZES = [  # rows, padding, ranks, capacity of a pair
     (1, 0, 1, 1),
     (32, 0, 2, 7),
     (1025, 700, 5, 300),
@@ -34,7 +34,7 @@ SIZES = [  # rows, padding, ranks, room of a pair
 ]
 
 
-def of_all_kinds(real: int, padding: int) -> Rows:
+def mixed_rows(real: int, padding: int) -> Rows:
     """Rows as a projection makes them, some of them with numbers that no float16 holds."""
     rows = splats(make_rows(real, padding))
     g = torch.Generator().manual_seed(5)
@@ -47,11 +47,11 @@ def of_all_kinds(real: int, padding: int) -> Rows:
 
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("real", "padding", "ranks", "room"), SIZES)
-def test_rows_there(real: int, padding: int, ranks: int, room: int, half: bool, slots: bool) -> None:
-    rows, patches = of_all_kinds(real, padding), numbers(bands(ranks, 2), 2)
+@pytest.mark.parametrize(("real", "padding", "ranks", "capacity"), SIZES)
+def test_rows_there(real: int, padding: int, ranks: int, capacity: int, half: bool, slots: bool) -> None:
+    rows, patches = mixed_rows(real, padding), numbers(bands(ranks, 2), 2)
     place, counts = rows.route(patches, ranks)
-    capacities = [room // (1 + rank) for rank in range(ranks)]
+    capacities = [capacity // (1 + rank) for rank in range(ranks)]
     layout = Layout.of(capacities, row_words(half=False, slots=slots))
     wires = [torch.full((layout.words,), 7, dtype=torch.int32, device=device) for device in ("cpu", "cuda")]
     for wire, one in zip(wires, (rows, rows.to("cuda")), strict=True):
@@ -70,11 +70,11 @@ def test_rows_there(real: int, padding: int, ranks: int, room: int, half: bool, 
 
 @pytest.mark.parametrize("absgrad", [False, True])
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("real", "padding", "ranks", "room"), SIZES)
-def test_gradients_back(real: int, padding: int, ranks: int, room: int, half: bool, absgrad: bool) -> None:
+@pytest.mark.parametrize(("real", "padding", "ranks", "capacity"), SIZES)
+def test_gradients_back(real: int, padding: int, ranks: int, capacity: int, half: bool, absgrad: bool) -> None:
     rows, patches = make_rows(real, padding), numbers(bands(ranks, 2), 2)
     place, counts = rows.route(patches, ranks)
-    capacities, rank = [room // (1 + rank) for rank in range(ranks)], ranks // 2
+    capacities, rank = [capacity // (1 + rank) for rank in range(ranks)], ranks // 2
     layout = Layout.of(capacities, gradient_words(half=half, absgrad=absgrad))
     grads, found = gradients(sum(capacities), 3), []
     for device in ("cpu", "cuda"):
@@ -89,7 +89,7 @@ def test_gradients_back(real: int, padding: int, ranks: int, room: int, half: bo
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_rows_arrive_as_they_were(half: bool) -> None:
+def test_rows_are_received_unchanged(half: bool) -> None:
     rows = [splats(make_rows(3000 + 100 * rank, 50, seed=rank), rank).to("cuda") for rank in range(4)]
     sent = send(rows, numbers(bands(4, 2), 2), uneven(4), half, True)
     check_arrived(sent, half, True)

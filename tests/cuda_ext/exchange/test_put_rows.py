@@ -1,4 +1,4 @@
-"""Lines that are told to other ranks: what is written where, what is not, and what is refused."""
+"""Rows that are put into the memory of other ranks: written addresses, skipped rows, and refused arguments."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cuda_ext import put_rows
 
-LINES, CAPACITY_FACTOR = 37, 41  # lines there are, and lines there is room for
+LINES, CAPACITY = 37, 41  # number of lines, and their capacity
 WIDTHS = (1, 2, 3, 4, 16)
 TAKEN = (1, 2, 3, 4, 12)
 RANKS = 3
@@ -18,15 +18,14 @@ UNTOUCHED = -7
 def arrays_of(device: str = "cpu") -> list[Tensor]:
     """Integers, and floats in the last one."""
     g = torch.Generator().manual_seed(0)
-    made = [torch.randint(0, 99, (CAPACITY_FACTOR, width), generator=g, dtype=torch.int32) for width in WIDTHS[:-1]]
+    made = [torch.randint(0, 99, (CAPACITY, width), generator=g, dtype=torch.int32) for width in WIDTHS[:-1]]
     return [
-        array.to(device)
-        for array in [made[0].flatten(), *made[1:], torch.randn(CAPACITY_FACTOR, WIDTHS[-1], generator=g)]
+        array.to(device) for array in [made[0].flatten(), *made[1:], torch.randn(CAPACITY, WIDTHS[-1], generator=g)]
     ]
 
 
 def gate_of(device: str = "cpu") -> Tensor:
-    gate = torch.randn(CAPACITY_FACTOR, 3, generator=torch.Generator().manual_seed(1))
+    gate = torch.randn(CAPACITY, 3, generator=torch.Generator().manual_seed(1))
     gate[5, 1], gate[6] = 0.0, torch.nan
     return gate.to(device)
 
@@ -34,7 +33,7 @@ def gate_of(device: str = "cpu") -> Tensor:
 def memory_of(device: str = "cpu") -> tuple[list[list[Tensor]], Tensor]:
     """Return each rank's memory for each array, and the addresses."""
     there = [
-        [torch.full((CAPACITY_FACTOR, width), UNTOUCHED, dtype=torch.int32, device=device) for width in WIDTHS]
+        [torch.full((CAPACITY, width), UNTOUCHED, dtype=torch.int32, device=device) for width in WIDTHS]
         for _ in range(RANKS)
     ]
     return there, torch.tensor([[one.data_ptr() for one in rank] for rank in there], device=device)
@@ -48,14 +47,14 @@ def check(there: list[list[Tensor]], lines: int, *, gated: bool) -> None:
     arrays[-1] = last
     for rank in there:
         for found, array, taken in zip(rank, arrays, TAKEN, strict=True):
-            expected = array.reshape(CAPACITY_FACTOR, -1).view(torch.int32)
+            expected = array.reshape(CAPACITY, -1).view(torch.int32)
             assert torch.equal(found.cpu()[:lines, :taken], expected[:lines, :taken])
             assert bool((found.cpu()[lines:] == UNTOUCHED).all())
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (CAPACITY_FACTOR + 5, CAPACITY_FACTOR), (0, 0)])
-def test_every_rank_gets_the_lines_that_there_are(count: int, lines: int, gated: bool) -> None:
+@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (CAPACITY + 5, CAPACITY), (0, 0)])
+def test_every_rank_receives_the_valid_lines(count: int, lines: int, gated: bool) -> None:
     there, places = memory_of()
     put_rows(arrays_of(), TAKEN, torch.tensor([count]), places, gate_of() if gated else None, 6)
     check(there, lines, gated=gated)
@@ -63,7 +62,7 @@ def test_every_rank_gets_the_lines_that_there_are(count: int, lines: int, gated:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_first_array_is_told_with_an_offset_and_some_are_not_told(device: str) -> None:
+def test_first_array_is_put_with_offset_and_some_are_skipped(device: str) -> None:
     there, places = memory_of(device)
     taken = [*TAKEN[:2], 0, 0, TAKEN[4]]
     put_rows(arrays_of(device), taken, torch.tensor([LINES], device=device), places, offset=5)
@@ -76,7 +75,7 @@ def test_the_first_array_is_told_with_an_offset_and_some_are_not_told(device: st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (CAPACITY_FACTOR + 5, CAPACITY_FACTOR), (0, 0)])
+@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (CAPACITY + 5, CAPACITY), (0, 0)])
 def test_on_a_gpu_too(count: int, lines: int, gated: bool) -> None:
     there, places = memory_of("cuda")
     gate = gate_of("cuda") if gated else None
@@ -115,7 +114,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), BAD)
-def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     given: dict[str, Any] = {
         "arrays": [torch.zeros(4, 2)], "taken": [2], "count": torch.tensor([3]),
         "destinations": torch.zeros(2, 1, dtype=torch.int64),

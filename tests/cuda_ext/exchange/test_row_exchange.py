@@ -122,7 +122,7 @@ def test_route_is_the_rule_of_touches(ranks: int) -> None:
     assert int((place >= 0).sum(0).max()) > 1 or ranks == 1
 
 
-def test_route_is_what_pixels_say() -> None:
+def test_route_equals_overlap_of_pixels() -> None:
     rows = make_rows(300, 0, views=1)
     patches = [0, 0, 0, 0, 20, 70, 1, 0, 20, 30, 50, 31, 1, 0, 49, 69, 50, 70]
     place, _ = rows.route(patches, 2)
@@ -137,7 +137,7 @@ def test_route_is_what_pixels_say() -> None:
             assert (int(place[rank, row]) >= 0) == reached, (rank, row)
 
 
-def test_padding_dead_rows_and_other_views_go_nowhere() -> None:
+def test_padding_dead_rows_and_other_views_are_not_sent() -> None:
     rows = make_rows(40, 10, views=2)
     rows = replace(rows, means2d=torch.full((50, 2), 25.0), radii=torch.full((50, 2), 3, dtype=torch.int32))
     rows.radii[5, 0], rows.radii[6, 1] = 0, 0
@@ -154,7 +154,7 @@ def test_padding_dead_rows_and_other_views_go_nowhere() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_rows_arrive_as_they_were(ranks: int) -> None:
+def test_rows_are_received_unchanged(ranks: int) -> None:
     rows = [make_rows(150 + 30 * rank, 20, seed=rank) for rank in range(ranks)]
     done = exchange(rows, numbers(bands(ranks, 2), 2), 260)
     assert int(done.counts.max()) <= 260 and int(done.counts.sum()) > 60
@@ -162,7 +162,7 @@ def test_rows_arrive_as_they_were(ranks: int) -> None:
 
 
 def check_arrived(done: Exchange, views: int) -> None:
-    """Each segment holds the rows that were routed there, as far as there is room, and padding."""
+    """Each segment holds the rows that were routed there, up to its capacity, and padding."""
     for rank, arrived in enumerate(done.arrived):
         for source, (rows, place) in enumerate(zip(done.rows, done.places, strict=True)):
             slots = (place[rank] >= 0).nonzero().squeeze(-1)[: done.capacity]
@@ -178,16 +178,16 @@ def check_arrived(done: Exchange, views: int) -> None:
             assert bool((mine.slots[len(slots) :] == 0).all())
 
 
-def test_too_little_room_drops_the_last_and_tells() -> None:
+def test_exceeded_capacity_drops_the_last_rows_and_reports() -> None:
     rows = [make_rows(200, 0, seed=rank) for rank in range(2)]
     done = exchange(rows, numbers(bands(2, 2), 2), 30)
     assert bool((done.counts > 30).any())
     check_arrived(done, 2)
     whole = exchange(rows, numbers(bands(2, 2), 2), 200)
-    assert torch.equal(done.counts, whole.counts), "they tell how much room it takes"
+    assert torch.equal(done.counts, whole.counts), "counts are those of an unlimited capacity"
 
 
-def test_pack_writes_its_own_lines_alone() -> None:
+def test_pack_writes_only_its_own_lines() -> None:
     rows = make_rows(160, 5, views=1)
     place, counts = rows.route([0, 0, 0, 0, 30, 70], 1)
     memory = torch.full((200, 16), 3.0)
@@ -199,7 +199,7 @@ def test_pack_writes_its_own_lines_alone() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_gradients_come_back_as_sums(ranks: int) -> None:
+def test_returned_gradients_are_summed(ranks: int) -> None:
     rows = [make_rows(150, 9, seed=rank) for rank in range(ranks)]
     done = exchange(rows, numbers(bands(ranks, 2), 2), 100)
     g = torch.Generator().manual_seed(9)

@@ -55,8 +55,8 @@ def test_wrong_arguments_are_named() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("real", "padding", "views"), [*SIZES, (2_000_000, 77, 40)])
 @pytest.mark.parametrize("factor", [1, 8, 20])
-def test_a_gpu_counts_the_same(real: int, padding: int, views: int, factor: int) -> None:
-    """20 x 20 patches of 40 views are more than a block of threads has room for."""
+def test_gpu_counts_equal_cpu_counts(real: int, padding: int, views: int, factor: int) -> None:
+    """20 x 20 patches of 40 views exceed the capacity of a block of threads."""
     rows, patches = make_rows(real, padding, views), grid(views, factor, 16)
     expected = footprint_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, patches)
     there = rows.to("cuda")

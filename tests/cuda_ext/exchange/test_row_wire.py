@@ -65,7 +65,7 @@ class Sent:
     places: list[Tensor]
     counts: Tensor  # [from, to]
     wires: list[Tensor]  # of each rank, what came
-    come: list[Layout]
+    incoming: list[Layout]
     arrived: list[ArrivedRows]
 
 
@@ -73,38 +73,38 @@ def send(rows: list[Rows], patches: list[int], pairs: list[list[int]], half: boo
     """On the device of the rows. Each rank packs into a buffer of its own; the segments are then carried over."""
     ranks, device, width = len(rows), rows[0].means2d.device, row_words(half=False, slots=slots)
     routed = [one.route(patches, ranks) for one in rows]
-    leave = [Layout.of(pairs[rank], width) for rank in range(ranks)]
-    come = [Layout.of([pairs[source][rank] for source in range(ranks)], width) for rank in range(ranks)]
-    out = [torch.full((layout.words,), 7, dtype=torch.int32, device=device) for layout in leave]
-    wires = [torch.full((layout.words,), 7, dtype=torch.int32, device=device) for layout in come]
+    outgoing = [Layout.of(pairs[rank], width) for rank in range(ranks)]
+    incoming = [Layout.of([pairs[source][rank] for source in range(ranks)], width) for rank in range(ranks)]
+    out = [torch.full((layout.words,), 7, dtype=torch.int32, device=device) for layout in outgoing]
+    wires = [torch.full((layout.words,), 7, dtype=torch.int32, device=device) for layout in incoming]
     for rank, (one, (place, _)) in enumerate(zip(rows, routed, strict=True)):
-        where = (place, out[rank], leave[rank].starts, leave[rank].capacities, rank)
+        where = (place, out[rank], outgoing[rank].starts, outgoing[rank].capacities, rank)
         pack_wire(*one.packed(), *where, half=half, slots=slots)
     for source in range(ranks):
         for rank in range(ranks):
             words = row_words(half=half and source != rank, slots=slots)
-            come[rank].segment(wires[rank], source, words).copy_(leave[source].segment(out[source], rank, words))
+            incoming[rank].segment(wires[rank], source, words).copy_(outgoing[source].segment(out[source], rank, words))
     counts = torch.stack([count for _, count in routed])
     arrived = [
-        unpack_wire(wires[r], come[r].starts, come[r].capacities, counts[:, r], r, 2, half=half, slots=slots)
+        unpack_wire(wires[r], incoming[r].starts, incoming[r].capacities, counts[:, r], r, 2, half=half, slots=slots)
         for r in range(ranks)
     ]
-    return Sent(rows, [place for place, _ in routed], counts, wires, come, arrived)
+    return Sent(rows, [place for place, _ in routed], counts, wires, incoming, arrived)
 
 
 def uneven(ranks: int) -> list[list[int]]:
-    """Room for most rows at home, and for some nowhere."""
+    """Capacities that suffice for most local rows; some rows exceed every capacity."""
     return [[300 if a == b else (37 * a + 11 * b) % 90 for b in range(ranks)] for a in range(ranks)]
 
 
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rows_arrive_as_they_were(ranks: int, half: bool, slots: bool) -> None:
+def test_rows_are_received_unchanged(ranks: int, half: bool, slots: bool) -> None:
     rows = [splats(make_rows(200 + 30 * rank, 20, seed=rank), rank) for rank in range(ranks)]
     pairs = uneven(ranks)
     sent = send(rows, numbers(bands(ranks, 2), 2), pairs, half, slots)
-    assert bool((sent.counts > torch.tensor(pairs)).any()) == (ranks > 1), "some find no room"
+    assert bool((sent.counts > torch.tensor(pairs)).any()) == (ranks > 1), "some exceed the capacity"
     check_arrived(sent, half, slots)
 
 
@@ -113,7 +113,7 @@ def check_arrived(sent: Sent, half: bool, slots: bool) -> None:
     for rank, arrived in enumerate(sent.arrived):
         start = 0
         for source, (rows, place) in enumerate(zip(sent.rows, sent.places, strict=True)):
-            capacity = sent.come[rank].capacities[source]
+            capacity = sent.incoming[rank].capacities[source]
             there = (place[rank] >= 0).nonzero().squeeze(-1)[:capacity]
             mine = ArrivedRows(*(column[start : start + capacity] for column in arrived))
             start += capacity
@@ -129,7 +129,7 @@ def check_arrived(sent: Sent, half: bool, slots: bool) -> None:
         assert start == len(arrived.view_ids)
 
 
-def test_what_is_rounded_on_the_way() -> None:
+def test_wire_format_rounds_to_float16() -> None:
     """By half a unit in the last place of float16; a conic by as much in its factor. Some of it really is."""
     rows = [splats(make_rows(3000, 0, seed=rank), rank) for rank in range(2)]
     full, half = (send(rows, numbers(bands(2, 2), 2), [[3000] * 2] * 2, short, False).arrived[0] for short in (0, 1))
@@ -194,12 +194,12 @@ def gradients(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, 16, generator=g) * sizes * 10.0 ** torch.randint(-12, 12, (rows, 1), generator=g)
 
 
-def bring_back(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool) -> list[Tensor]:
+def return_gradients(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool) -> list[Tensor]:
     """Return the gradients that each owner receives for the lines that it sent to each rank."""
     ranks, words = len(grads), gradient_words(half=half, absgrad=absgrad)
     found = []
     for rank, grad in enumerate(grads):
-        layout = sent.come[rank]
+        layout = sent.incoming[rank]
         before = sent.wires[rank].clone()
         where = (sent.counts[:, rank].contiguous(), sent.wires[rank], layout.starts, layout.capacities, rank)
         pack_gradients(grad, *where, half=half, absgrad=absgrad)
@@ -211,11 +211,11 @@ def bring_back(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool) -> li
             behind = [layout.segment(wire, source, words).view(words, capacity)[:, came:] for wire in (before, after)]
             assert torch.equal(*behind), "nothing is written where nothing came"
     for owner in range(ranks):
-        back = Layout.of([sent.come[rank].capacities[owner] for rank in range(ranks)], words)
+        back = Layout.of([sent.incoming[rank].capacities[owner] for rank in range(ranks)], words)
         wire = torch.full((back.words,), 7, dtype=torch.int32, device=grads[0].device)
         for rank in range(ranks):
-            back.segment(wire, rank, words).copy_(sent.come[rank].segment(sent.wires[rank], owner, words))
-        own = grads[owner].split(sent.come[owner].capacities)[owner]
+            back.segment(wire, rank, words).copy_(sent.incoming[rank].segment(sent.wires[rank], owner, words))
+        own = grads[owner].split(sent.incoming[owner].capacities)[owner]
         found.append(
             collect_wire(sent.places[owner], sent.rows[owner].count, wire, back.starts, back.capacities, own, owner,
                          half=half, absgrad=absgrad)
@@ -230,7 +230,7 @@ def sums(sent: Sent, grads: list[Tensor], absgrad: bool) -> list[Tensor]:
     for owner, (rows, place) in enumerate(zip(sent.rows, sent.places, strict=True)):
         total = torch.zeros(len(rows), 16)
         for rank, grad in enumerate(grads):
-            mine = grad.split(sent.come[rank].capacities)[owner]
+            mine = grad.split(sent.incoming[rank].capacities)[owner]
             for row in ((place[rank] >= 0) & (place[rank] < len(mine))).nonzero().squeeze(-1).tolist():
                 total[row, columns] += mine[int(place[rank, row]), columns]
         found.append(total)
@@ -240,12 +240,12 @@ def sums(sent: Sent, grads: list[Tensor], absgrad: bool) -> list[Tensor]:
 @pytest.mark.parametrize("absgrad", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gradients_come_back_as_sums(ranks: int, half: bool, absgrad: bool) -> None:
+def test_returned_gradients_are_summed(ranks: int, half: bool, absgrad: bool) -> None:
     rows = [splats(make_rows(150, 9, seed=rank), rank) for rank in range(ranks)]
     sent = send(rows, numbers(bands(ranks, 2), 2), uneven(ranks), half, False)
-    grads = [gradients(sum(sent.come[rank].capacities), rank) for rank in range(ranks)]
+    grads = [gradients(sum(sent.incoming[rank].capacities), rank) for rank in range(ranks)]
     expected = sums(sent, grads, absgrad)
-    for rank, (found, wanted) in enumerate(zip(bring_back(sent, grads, half, absgrad), expected, strict=True)):
+    for rank, (found, wanted) in enumerate(zip(return_gradients(sent, grads, half, absgrad), expected, strict=True)):
         assert found.shape == (159, 16) and int(found.any(1).sum()) > 30
         if not half:
             assert torch.equal(found, wanted)
@@ -256,7 +256,7 @@ def test_gradients_come_back_as_sums(ranks: int, half: bool, absgrad: bool) -> N
         assert ranks == 1 or not torch.equal(found, wanted)
 
 
-def test_gradients_that_are_no_numbers_stay_none() -> None:
+def test_nonfinite_gradients_remain_nonfinite() -> None:
     """A step whose gradients are not finite is found out by its owner."""
     rows = [splats(make_rows(60, 0, seed=rank), rank) for rank in range(2)]
     whole = [0, 0, 0, 0, 50, 70, 1, 0, 0, 0, 50, 70]
@@ -266,7 +266,7 @@ def test_gradients_that_are_no_numbers_stay_none() -> None:
             grads = [gradients(120, rank) for rank in range(2)]
             grads[0][60, column] = value
             row = int((sent.places[1][0] == 0).nonzero())
-            found = bring_back(sent, grads, True, False)[1]
+            found = return_gradients(sent, grads, True, False)[1]
             assert not bool(found[row].isfinite().all()) and bool(found[:row].isfinite().all())
 
 
@@ -276,13 +276,13 @@ def test_nothing_to_send() -> None:
     assert [len(arrived.view_ids) for arrived in sent.arrived] == [3, 4, 5]
     assert not any(bool(arrived.radii.any()) for arrived in sent.arrived)
     grads = [torch.ones(len(arrived.view_ids), 16) for arrived in sent.arrived]
-    assert [found.shape[0] for found in bring_back(sent, grads, False, True)] == [0, 8, 0]
+    assert [found.shape[0] for found in return_gradients(sent, grads, False, True)] == [0, 8, 0]
     nowhere = send([make_rows(30, 0)] * 2, numbers(bands(2, 2), 2), [[0, 0], [0, 0]], True, True)
     assert [len(arrived.view_ids) for arrived in nowhere.arrived] == [0, 0]
 
 
 def come_from_many(device: str) -> None:
-    """Rows of as many ranks as there may be arrive, and the gradients of each go where its owner's are wanted."""
+    """Receive rows of the largest number of ranks, and return the gradients of each to its owner."""
     rows, ranks, each = make_rows(3 * MOST_SEGMENTS, 0), MOST_SEGMENTS, 3
     rows = replace(rows, radii=rows.radii.clamp(min=1)).to(device)  # others never leave
     wire = torch.zeros(12 * each * ranks, dtype=torch.int32, device=device)
@@ -305,7 +305,7 @@ def come_from_many(device: str) -> None:
     assert torch.equal(back[there], records[there, :9]) and not back[~there].any()
 
 
-def test_rows_come_from_as_many_ranks_as_may_be() -> None:
+def test_rows_are_received_from_the_largest_number_of_ranks() -> None:
     come_from_many("cpu")
     many = [0] * (MOST_SEGMENTS + 1)
     with pytest.raises(ValueError, match=f"rows of 1 to {MOST_SEGMENTS} ranks, not of {MOST_SEGMENTS + 1}"):
@@ -314,7 +314,7 @@ def test_rows_come_from_as_many_ranks_as_may_be() -> None:
 
 
 @pytest.mark.gpu
-def test_rows_come_from_as_many_ranks_as_may_be_on_a_gpu() -> None:
+def test_rows_are_received_from_the_largest_number_of_ranks_on_a_gpu() -> None:
     come_from_many("cuda")
 
 

@@ -86,7 +86,7 @@ def test_patches_in_any_order_of_views() -> None:
 
 
 def covering(count: int, width: int, height: int) -> Splats:
-    """Splats that reach every pixel of an image."""
+    """Splats that overlap every pixel of an image."""
     base = make_splats(count, width, height, opacities=(0.9, 0.9))
     return replace(
         base,
@@ -124,7 +124,7 @@ def test_depths_of_any_size_and_sign_are_sorted() -> None:
     assert_same_lists(splats)
 
 
-def test_means_on_tile_edges_reach_both_sides() -> None:
+def test_means_on_tile_edges_overlap_both_tiles() -> None:
     splats = replace(
         make_splats(4, 48, 32, opacities=(0.9, 0.9)),
         means2d=torch.tensor([[16.0, 8.0], [16.0, 16.0], [32.0, 16.0], [0.0, 16.0]]),

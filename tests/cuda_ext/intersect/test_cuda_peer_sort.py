@@ -33,9 +33,9 @@ def test_sort_of_millions() -> None:
 def test_lists_of_a_large_image() -> None:
     splats = make_splats(40_000, 1000, 700, sizes=(0.3, 12.0), views=2, seed=7)
     shards = share_out(splats, [k % 3 for k in range(40_000)])
-    told = [int(keys_of(s, 0, 0, "cuda")[2]) for s in shards]
-    assert sum(told) > 200_000
-    keys, values, _ = zip(*(keys_of(s, o, told[o], "cuda") for o, s in enumerate(shards)), strict=True)
+    key_counts = [int(keys_of(s, 0, 0, "cuda")[2]) for s in shards]
+    assert sum(key_counts) > 200_000
+    keys, values, _ = zip(*(keys_of(s, o, key_counts[o], "cuda") for o, s in enumerate(shards)), strict=True)
     keys, order = torch.sort(torch.cat(keys), stable=True)
     values = torch.cat(values)[order]
     where, segment = received(shards, 1)
@@ -57,9 +57,9 @@ def test_a_cuda_graph_holds_them() -> None:
         counts = torch.cat([count, count * 0])
         out = torch.empty_like(keys), torch.empty_like(values)
         at = [keys.data_ptr()] * 2, [values.data_ptr()] * 2  # the right run has nothing
-        split_rule = [merge_level(*at, counts, (0, 1), (1, 2), rank, out) for rank in range(2)]
+        merged = [merge_level(*at, counts, (0, 1), (1, 2), rank, out) for rank in range(2)]
         lists = band_lists([keys.data_ptr()], [values.data_ptr()], count, [26, 100], where, 2000, 50_000)
-        return keys, values, *out, *split_rule, *lists
+        return keys, values, *out, *merged, *lists
 
     graph, kept = captured(step)
     listed = set()

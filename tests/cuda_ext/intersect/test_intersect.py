@@ -103,7 +103,7 @@ def test_depths_of_any_size_and_sign_are_sorted(dtype: torch.dtype) -> None:
     assert len(rows) > 100 and bool((depths[rows.long()].diff() >= 0).all())
 
 
-def test_means_on_tile_edges_reach_both_sides() -> None:
+def test_means_on_tile_edges_overlap_both_tiles() -> None:
     edges = torch.tensor([[16.0, 8.0], [16.0, 16.0], [32.0, 16.0], [0.0, 16.0]])
     base = make_splats(4, 48, 32, opacities=(0.9, 0.9))
     splats = replace(

@@ -9,15 +9,15 @@ from tests.cuda_ext.splats import make_splats
 pytestmark = pytest.mark.usefixtures("native")
 
 
-@pytest.mark.parametrize("room", [None, 4000, 700])
-def test_of_each_list_what_lies_in_the_window_stays(room: int | None) -> None:
-    """Also where a list's room is longer, or was too short for all."""
+@pytest.mark.parametrize("capacity", [None, 4000, 700])
+def test_each_list_keeps_the_entries_in_its_window(capacity: int | None) -> None:
+    """The capacity of lists is unlimited, larger than needed, or exceeded."""
     splats = make_splats(300, 60, 40, views=2)
     given = (splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids)
-    if room is None:
+    if capacity is None:
         offsets, ids = intersect(*given, splats.patches)
     else:
-        offsets, ids, _ = intersect_capacity(*given, splats.patches, 16, room)
+        offsets, ids, _ = intersect_capacity(*given, splats.patches, 16, capacity)
     g = torch.Generator().manual_seed(1)
     windows = torch.sort(1 + torch.rand(len(offsets) - 1, 2, generator=g), 1).values
     windows[3], windows[5] = torch.tensor([2.0, 1.0]), torch.tensor([-torch.inf, torch.inf])

@@ -46,8 +46,8 @@ def test_sort_takes_the_first_pairs_and_keeps_their_order(device: str, count: in
         keys[3], keys[4], keys[5] = LARGEST_KEY, -LARGEST_KEY - 1, LARGEST_KEY
     number = min(count, 1000)
     expected, order = torch.sort(keys[:number], stable=True)
-    told = torch.tensor([count], device=device)
-    got_keys, got_values = (x.cpu() for x in sort_pairs(keys.to(device), values.to(device), told))
+    num_valid = torch.tensor([count], device=device)
+    got_keys, got_values = (x.cpu() for x in sort_pairs(keys.to(device), values.to(device), num_valid))
     assert torch.equal(got_keys[:number], expected) and bool((got_keys[number:] == LARGEST_KEY).all())
     assert torch.equal(got_values[:number], values[order])
 
@@ -60,8 +60,8 @@ def test_sort_by_some_bits(device: str, begin: int, end: int) -> None:
         digits = digits & ((1 << (end - begin)) - 1)
     order = torch.sort(digits[:2900], stable=True).indices
     out = (torch.empty(3000, dtype=torch.int64, device=device), torch.empty(3000, dtype=torch.int32, device=device))
-    told = torch.tensor([2900], device=device)
-    got = sort_pairs(keys.to(device), values.to(device), told, begin, end, out)
+    num_valid = torch.tensor([2900], device=device)
+    got = sort_pairs(keys.to(device), values.to(device), num_valid, begin, end, out)
     assert got[0].data_ptr() == out[0].data_ptr() and got[1].data_ptr() == out[1].data_ptr()
     assert torch.equal(out[0][:2900].cpu(), keys[order]) and torch.equal(out[1][:2900].cpu(), values[order])
 
@@ -75,8 +75,8 @@ def test_sort_of_nothing(device: str) -> None:
 def test_counts_are_published(device: str) -> None:
     tables = [torch.full((4,), -5, device=device) for _ in range(3)]
     for rank, count in enumerate((7, 0, 100)):
-        told = torch.tensor([count], device=device)
-        publish_count(told, [t.data_ptr() + 8 * rank for t in tables], 50)
+        num_valid = torch.tensor([count], device=device)
+        publish_count(num_valid, [t.data_ptr() + 8 * rank for t in tables], 50)
     assert [t.tolist() for t in tables] == [[7, 0, 50, -5]] * 3
 
 
@@ -133,15 +133,15 @@ def test_merge_of_runs_that_do_not_overlap(device: str) -> None:
     values = torch.arange(6000, dtype=torch.int32)
     counts = torch.tensor([6000, 6000], device=device)
     for left, right in ((low, high), (high, low)):
-        pieces = [(k.to(device), (values + 6000 * n).to(device)) for n, k in enumerate((left, right))]
+        fragments = [(k.to(device), (values + 6000 * n).to(device)) for n, k in enumerate((left, right))]
         for rank, first in enumerate((low, high)):
-            out = torch.zeros(6000, dtype=torch.int64, device=device), torch.zeros_like(pieces[0][1])
-            at = ([k.data_ptr() for k, _ in pieces], [v.data_ptr() for _, v in pieces])
+            out = torch.zeros(6000, dtype=torch.int64, device=device), torch.zeros_like(fragments[0][1])
+            at = ([k.data_ptr() for k, _ in fragments], [v.data_ptr() for _, v in fragments])
             merge_level(*at, counts, (0, 1), (1, 2), rank, out)
             assert torch.equal(out[0].cpu(), first)
 
 
-def test_a_piece_is_cut_off_at_its_room(device: str) -> None:
+def test_fragment_is_cut_off_at_its_capacity(device: str) -> None:
     keys = torch.arange(100, device=device)
     out = torch.zeros(30, dtype=torch.int64, device=device), torch.zeros(30, dtype=torch.int32, device=device)
     values = torch.arange(100, dtype=torch.int32, device=device)
@@ -209,13 +209,13 @@ def check_bands(device: str, splats: Splats, ranks: int, seed: int) -> None:
     shards = share_out(splats, [k * 7 % 3 for k in range(len(splats.depths))])
     sizes = view_sizes(splats)
     keys, values, counts = zip(*(keys_of(s, owner, 50_000, device) for owner, s in enumerate(shards)), strict=True)
-    told = [int(count) for count in counts]
-    keys, order = torch.sort(torch.cat([k[:n] for k, n in zip(keys, told, strict=True)]), stable=True)
-    values = torch.cat([v[:n] for v, n in zip(values, told, strict=True)])[order]
-    pieces = [(keys[a:b].clone(), values[a:b].clone()) for a, b in fragments_of(len(keys), ranks)]
+    num_valid = [int(count) for count in counts]
+    keys, order = torch.sort(torch.cat([k[:n] for k, n in zip(keys, num_valid, strict=True)]), stable=True)
+    values = torch.cat([v[:n] for v, n in zip(values, num_valid, strict=True)])[order]
+    fragments = [(keys[a:b].clone(), values[a:b].clone()) for a, b in fragments_of(len(keys), ranks)]
     started = torch.zeros(ranks, dtype=torch.int64, device=device)
     started[seed % ranks] = len(keys)
-    at = [k.data_ptr() for k, _ in pieces], [v.data_ptr() for _, v in pieces]
+    at = [k.data_ptr() for k, _ in fragments], [v.data_ptr() for _, v in fragments]
     where, segment = received(shards, seed)
     bands = [band for of_rank in random_bands(sizes, 6, splats.tile_size, seed) for band in of_rank]
     tiles, patches = bands_of(sizes, bands, splats.tile_size)
@@ -257,7 +257,7 @@ def test_bands_without_tiles_or_pairs(device: str) -> None:
         assert tuple(x.tolist() for x in got) == expected, bands
 
 
-def test_rows_that_have_not_arrived_stay_in_bounds(device: str) -> None:
+def test_rows_not_yet_received_are_kept_in_bounds(device: str) -> None:
     keys = torch.arange(4, device=device) << 32
     values = torch.tensor([0, 1 << OWNER_SHIFT, 3 | 1 << OWNER_SHIFT, -1], dtype=torch.int32, device=device)
     where = torch.tensor([[-1, 0, 0], [7, 99, 6]], dtype=torch.int32, device=device)

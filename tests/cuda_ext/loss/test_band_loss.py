@@ -93,7 +93,7 @@ def assert_bands_add_up(
             found = r.cut(left, top, right, bottom).run((x0 - left, y0 - top, x1 - left, y1 - top))
             assert_near(found.rgb, wanted.rgb[part], min(relative, 1e-6))
             sums += torch.stack([found.l1, found.ssim])
-            # Every pixel's gradient comes from the rectangle that owns it, so what is added elsewhere must be zero.
+            # Every pixel's gradient comes from the rectangle that owns it, so other rectangles must add zero.
             v_out[part] += found.v_out.view(bottom - top, right - left, 3)
             v_alpha[part] += found.v_alpha.view(bottom - top, right - left)
             beyond = torch.ones(bottom - top, right - left, dtype=torch.bool, device=r.out.device)
@@ -131,7 +131,7 @@ def test_rectangles_add_up_to_the_view(cuts_x: tuple[int, ...], cuts_y: tuple[in
     assert_bands_add_up(r, expected(r), cuts_x, cuts_y, halo, 1e-10)
 
 
-def test_the_halo_has_to_reach_ten_pixels() -> None:
+def test_halo_needs_ten_pixels() -> None:
     """Else the sums are still right, and the gradient near the cut is not."""
     r = rendering(40, 30)
     wanted = expected(r)
@@ -144,7 +144,7 @@ def test_the_halo_has_to_reach_ten_pixels() -> None:
 
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("inner", [(0, 0, 0, 0), (5, 9, 5, 14), (0, 20, 22, 20), (22, 20, 22, 20)])
-def test_without_pixels_of_its_own_it_only_shows(inner: Rectangle) -> None:
+def test_rectangle_without_own_pixels_is_composited_only(inner: Rectangle) -> None:
     r = rendering(20, 22)
     found = r.run(inner)
     assert torch.equal(found.rgb.view(-1, 3), composite(*r[:3]))
@@ -168,7 +168,7 @@ def test_is_what_the_other_operators_give() -> None:
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
-def test_what_cannot_be_shown_has_no_gradient() -> None:
+def test_clamped_colours_have_no_gradient() -> None:
     r = rendering(20, 22, torch.float32)
     r.out[100], r.alpha[100] = torch.tensor([-0.1, 1.1, 1.0]), 1.0
     r.out[200], r.alpha[200] = torch.tensor([0.0, 0.5, float("nan")]), 1.0
@@ -182,7 +182,7 @@ def test_what_cannot_be_shown_has_no_gradient() -> None:
 
 
 def results_of(r: Rendering) -> dict[str, Tensor]:
-    """Room for `band_loss_into`."""
+    """Return buffers for `band_loss_into`."""
     return {
         "rgb": torch.empty_like(r.target, dtype=r.out.dtype), "loss": torch.full_like(r.v_l1, 2),
         "v_out": torch.empty_like(r.out), "v_alpha": torch.empty_like(r.alpha),

@@ -27,7 +27,7 @@ def gradients(run: object, out: Tensor, alpha: Tensor, background: Tensor, v_rgb
 
 @pytest.mark.parametrize("channels", [3, 4, 7])
 @pytest.mark.parametrize("run", [composite, OPS.composite], ids=["function", "operator"])
-def test_over_a_background_within_what_can_be_shown(run: object, channels: int) -> None:
+def test_composite_over_background_is_clamped(run: object, channels: int) -> None:
     out, alpha, background = pixels(500, channels)
     rgb = run(out, alpha, background)  # type: ignore[operator]
     wanted = torch.empty(len(out), 3)

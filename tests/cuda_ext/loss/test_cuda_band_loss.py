@@ -91,7 +91,7 @@ def test_bands_of_a_large_view_add_up_to_it() -> None:
 
 
 @pytest.mark.parametrize("inner", [(0, 0, 0, 0), (5, 9, 5, 14), (0, 20, 90, 20), (90, 40, 90, 40)])
-def test_without_pixels_of_its_own_it_only_shows(inner: Rectangle) -> None:
+def test_rectangle_without_own_pixels_is_composited_only(inner: Rectangle) -> None:
     r = on_gpu(40, 90)
     found = r.run(inner)
     assert_near(found.rgb, composed(r, inner).rgb, 1e-6)
@@ -111,7 +111,7 @@ def test_runs_repeat_bit_for_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, r.run((0, 30, 900, 690)), strict=True))
 
 
-def test_how_a_view_is_cut_changes_no_bit_of_the_gradient() -> None:
+def test_gradient_is_bitwise_independent_of_the_cuts() -> None:
     r = on_gpu(400, 500)
     whole, band = r.run(), r.cut(0, 84, 500, 316).run((0, 16, 500, 216))
     own = slice(100 * 500, 300 * 500)
@@ -127,7 +127,7 @@ def test_a_perfect_image() -> None:
     assert found.v_out.abs().max() < 1e-3  # the sign of zero is zero, and SSIM is at its maximum
 
 
-def test_what_cannot_be_shown_has_no_gradient() -> None:
+def test_clamped_colours_have_no_gradient() -> None:
     r = on_gpu(60, 90)
     r.out[2500], r.alpha[2500] = torch.tensor([-0.1, 1.1, 1.0], device="cuda"), 1.0
     r.out[3500], r.alpha[3500] = torch.tensor([0.0, 0.5, float("nan")], device="cuda"), 1.0
@@ -148,16 +148,16 @@ def test_into_given_tensors(inner: Rectangle) -> None:
 
 
 def test_into_slices_of_several_views() -> None:
-    """Slices start anywhere, and what is beside them stays."""
+    """Slices start anywhere, and memory around them is unchanged."""
     r = on_gpu(37, 41)
     wanted = r.run()
-    room = [torch.full((3 * 37 * 41 + 2, 3), 7.0, device="cuda"), torch.full((3 * 37 * 41 + 2,), 7.0, device="cuda")]
+    buffers = [torch.full((3 * 37 * 41 + 2, 3), 7.0, device="cuda"), torch.full((3 * 37 * 41 + 2,), 7.0, device="cuda")]
     for start in (0, 37 * 41 + 1):
-        views = [t[start : start + 37 * 41] for t in room]
+        views = [t[start : start + 37 * 41] for t in buffers]
         results = results_of(r) | {"v_out": views[0], "v_alpha": views[1]}
         band_loss_into(*r[:4], (0, 0, 41, 37), r.v_l1, r.v_ssim, offset=0.0, scale=1.0, **results)
         assert torch.equal(views[0], wanted.v_out) and torch.equal(views[1], wanted.v_alpha)
-    for t in room:
+    for t in buffers:
         assert (t[37 * 41] == 7).all() and (t[2 * 37 * 41 + 1 :] == 7).all()
 
 

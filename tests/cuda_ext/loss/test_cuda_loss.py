@@ -53,7 +53,7 @@ def test_equals_the_reference(height: int, width: int, inner: Rectangle, bytes_:
         assert_near(got, wanted, relative)
         assert_near(got, cpu, 2 * relative)
     assert expected[3].count_nonzero() > 0
-    # Where the reference has no gradient at all (no window reaches), neither have we.
+    # Without any gradient of the reference (no window overlaps), ours is zero, too.
     assert bool((actual[3].cpu()[expected[3] == 0] == 0).all())
 
 

@@ -8,23 +8,23 @@ import pytest
 import torch
 
 from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
-from tests.cuda_ext.adams import SHAPES, assert_same, make_params, schedule
+from tests.cuda_ext.adams import SHAPES, assert_same, make_params, run_steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_same_as_torch(dtype: torch.dtype) -> None:
-    assert_same(*(schedule(kind, "cpu", dtype) for kind in ("torch", "alone")), rtol=2e-6)
+    assert_same(*(run_steps(kind, "cpu", dtype) for kind in ("torch", "alone")), rtol=2e-6)
 
 
-def test_together_as_alone() -> None:
-    assert_same(schedule("together", "cpu"), schedule("alone", "cpu"), rtol=0)
+def test_fused_update_equals_separate_updates() -> None:
+    assert_same(run_steps("together", "cpu"), run_steps("alone", "cpu"), rtol=0)
 
 
-def test_in_two_halves_as_alone() -> None:
-    assert_same(schedule("halves", "cpu"), schedule("alone", "cpu"), rtol=0)
+def test_two_parts_equal_one_update() -> None:
+    assert_same(run_steps("halves", "cpu"), run_steps("alone", "cpu"), rtol=0)
 
 
-def test_state_goes_both_ways() -> None:
+def test_state_converts_in_both_directions() -> None:
     for first, second in ((torch.optim.Adam, FusedAdam), (FusedAdam, torch.optim.Adam)):
         params = make_params("cpu")
         old: Any = first(params, lr=0.1)
@@ -43,7 +43,7 @@ def test_state_goes_both_ways() -> None:
             torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
 
 
-def test_unused_and_empty_parameters_are_left_alone() -> None:
+def test_unused_and_empty_parameters_are_unchanged() -> None:
     used, unused, empty = (torch.nn.Parameter(torch.ones(n)) for n in (3, 3, 0))
     used.grad, empty.grad = torch.ones(3), torch.ones(0)
     optimizer = FusedAdam([used, unused, empty], lr=0.1)
@@ -81,7 +81,7 @@ def test_schedulers_and_hooks_see_the_step(recwarn: pytest.WarningsRecorder) -> 
     torch.testing.assert_close(p.detach(), torch.full((2,), 1 - 0.1 - 0.05))
 
 
-def test_a_replaced_parameter_goes_on_with_its_state() -> None:
+def test_replaced_parameter_keeps_its_state() -> None:
     """Densification replaces parameters and keeps the state of their optimizers."""
     found = []
     for kind in (torch.optim.Adam, FusedAdam):
@@ -114,7 +114,7 @@ def test_scalars() -> None:
     assert line == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_cannot_be_uploaded_within_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_within_a_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     gpu = torch.device("cuda")
     for ring, name in (

@@ -1,4 +1,4 @@
-"""Adam's moments as bfloat16, rounded up or down at random: the rounding itself, and courses of steps with it."""
+"""Adam's moments as bfloat16, rounded up or down at random: the rounding itself, and runs of steps with it."""
 
 import copy
 import ctypes
@@ -17,7 +17,7 @@ from cuda_ext.ops.optim.lazy_adam import splat_flush
 from cuda_ext.reference.compact import as_floats, compacted, flush_salts, step_salts
 from tests.cuda_ext.compact_moments import BF16, a_block, compact, errors, spacing, still_gradients_scalars
 from tests.cuda_ext.fused_steps import make_gradients, make_model
-from tests.cuda_ext.lazy_steps import RATES, Schedule, fresh_model, step_scalars
+from tests.cuda_ext.lazy_steps import RATES, StepRun, fresh_model, step_scalars
 
 native = pytest.mark.usefixtures("native")
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, 1.0, -1.5, 2.0**-133, -(2.0**-126), 3.3895313892515355e38]
@@ -66,7 +66,7 @@ def test_on_average_the_exact_value() -> None:
     apart = errors(first, values)
     assert apart.abs().max() <= 1 and (apart > 0).float().mean() == pytest.approx(0.5, abs=0.01)
     assert abs(float(apart.mean())) < 5 * float(apart.std()) / len(apart) ** 0.5
-    assert float(apart.std()) == pytest.approx((1 / 6) ** 0.5, rel=0.01), "of a coin that is as fair as the place tells"
+    assert float(apart.std()) == pytest.approx((1 / 6) ** 0.5, rel=0.01), "variance of unbiased rounding"
     of_second = errors(second, numbers(400_000, seed=1).abs())
     both = torch.stack([apart, of_second])
     assert abs(float(torch.corrcoef(both)[0, 1])) < 0.01, "a point's moments must be rounded independently"
@@ -76,7 +76,7 @@ def test_on_average_the_exact_value() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_bfloat16_holds_stays_what_it_is(place: int) -> None:
+def test_bfloat16_values_are_not_rounded_again(place: int) -> None:
     held = torch.cat([torch.tensor(SPECIAL), numbers(5000).to(BF16).float()])
     for salt in salts(20):
         rounded = compacted(salt, *((held, held.flip(0)) if place == 0 else (held.flip(0), held)))[place]
@@ -123,7 +123,7 @@ def test_the_kernels_round_as_the_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_moment_without_gradients_decays_as_it_should(late: bool) -> None:
+def test_moment_without_gradients_decays(late: bool) -> None:
     """At 1/1000 a step, which rounding to the nearest would not show; also when Adam's numbers change no more."""
     count, steps, g = 3000, 1200, torch.Generator().manual_seed(2)
     exp_avg_sq = torch.rand(count, generator=g).add(0.5).to(BF16)
@@ -148,22 +148,22 @@ def test_a_moment_without_gradients_decays_as_it_should(late: bool) -> None:
 # ---- steps ----
 
 
-def with_compact(schedule: Schedule) -> Schedule:
-    schedule.model = compact(schedule.model)
-    return schedule
+def with_compact(run: StepRun) -> StepRun:
+    run.model = compact(run.model)
+    return run
 
 
 @native
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_compact_course_is_near_the_full_one(lazy: bool) -> None:
-    full = Schedule(fresh_model(300, dtype=torch.float32), lazy=lazy)
-    ours = with_compact(Schedule(fresh_model(300, dtype=torch.float32), lazy=lazy))
+def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
+    full = StepRun(fresh_model(300, dtype=torch.float32), lazy=lazy)
+    ours = with_compact(StepRun(fresh_model(300, dtype=torch.float32), lazy=lazy))
     before = [p.clone() for p in full.model.params]
     for step in range(30):
-        for schedule in (full, ours):
-            schedule.step(step)
+        for run in (full, ours):
+            run.step(step)
             if lazy and step in (11, 29):
-                schedule.flush()
+                run.flush()
     assert all(m.dtype == BF16 for m in (*ours.model.exp_avgs, *ours.model.exp_avg_sqs))
     assert (full.statistics["seen"] != ours.statistics["seen"]).float().mean() < 0.02, "of points at a rim"
     for i, (a, b, start) in enumerate(zip(full.model.params, ours.model.params, before, strict=True)):
@@ -177,18 +177,18 @@ def test_a_compact_course_is_near_the_full_one(lazy: bool) -> None:
 
 
 @native
-def test_a_step_rounds_once_and_leaves_alone_what_it_does_not_step() -> None:
+def test_step_rounds_once_and_only_its_own_rows() -> None:
     """From the float32 results of the same step, to the bit; the steps that were missed and the one that is taken."""
     for lazy in (False, True):
-        ours = with_compact(Schedule(fresh_model(200, dtype=torch.float32), lazy=lazy))
+        ours = with_compact(StepRun(fresh_model(200, dtype=torch.float32), lazy=lazy))
         for step in range(6):
             ours.step(step)
         exact = copy.deepcopy(ours)
         exact.model.exp_avgs = [m.float() for m in exact.model.exp_avgs]
         exact.model.exp_avg_sqs = [v.float() for v in exact.model.exp_avg_sqs]
         held = [m.clone() for m in (*ours.model.exp_avgs, *ours.model.exp_avg_sqs)]
-        for schedule in (ours, exact):
-            schedule.step(6)
+        for run in (ours, exact):
+            run.step(6)
         salt = step_salts(ours.model.scalars, ours.model.viewmats)
         drawn = torch.zeros(200, dtype=torch.bool)
         drawn[ours.rows.point_ids[ours.rows.radii[:, 0] > 0].unique().long()] = True
@@ -223,7 +223,7 @@ def test_the_place_of_a_point_does_not_matter() -> None:
 
 
 @native
-def test_a_step_that_stands_still_changes_nothing() -> None:
+def test_disabled_step_changes_nothing() -> None:
     model = compact(make_model(50))
     held = [*model.params, *model.exp_avgs, *model.exp_avg_sqs]
     before = [t.clone() for t in held]
@@ -263,7 +263,7 @@ def make_optimizer(kind: type[FusedAdam]) -> tuple[torch.nn.Parameter, FusedAdam
     return param, kind([param], lr=0.1)
 
 
-def test_the_optimizer_takes_no_step_of_its_own() -> None:
+def test_optimizer_step_is_refused() -> None:
     param, ours = make_optimizer(CompactAdam)
     with pytest.raises(RuntimeError, match="takes no steps of its own"):
         ours.step()

@@ -4,20 +4,20 @@ import pytest
 import torch
 
 from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
-from tests.cuda_ext.adams import assert_same, schedule
+from tests.cuda_ext.adams import assert_same, run_steps
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("kind", ["alone", "together", "halves"])
 def test_same_as_torch(kind: str) -> None:
-    found = schedule(kind, "cuda")  # type: ignore[arg-type]
-    assert_same(found, schedule("torch", "cpu"), rtol=5e-6)
-    exact = schedule("torch", "cpu", torch.float64)
+    found = run_steps(kind, "cuda")  # type: ignore[arg-type]
+    assert_same(found, run_steps("torch", "cpu"), rtol=5e-6)
+    exact = run_steps("torch", "cpu", torch.float64)
     assert_same([t.double() for t in found], exact, rtol=2e-5)
 
 
-def test_more_tensors_than_a_launch_takes_and_a_shifted_one() -> None:
+def test_more_tensors_than_one_launch_and_a_misaligned_one() -> None:
     g = torch.Generator().manual_seed(0)
     lists = [[torch.rand(9 + i, generator=g).cuda()[1:] for i in range(150)] for _ in range(4)]
     copies = [[t.cpu().clone() for t in tensors] for tensors in lists]
@@ -26,7 +26,7 @@ def test_more_tensors_than_a_launch_takes_and_a_shifted_one() -> None:
     adam_step(*lists, scalars.cuda(), set_grads_to_zero=True)
     adam_step(*copies, scalars, set_grads_to_zero=True)
     for a, b, old in zip(lists[0], copies[0], before, strict=True):
-        # A parameter that a step of its own size brings near zero keeps the rounding of what it was.
+        # A parameter near zero after a step of its own size keeps the rounding of its old value.
         assert bool(((a.cpu() - b).abs() <= 1e-6 * (old.abs() + (b - old).abs())).all())
     for ours, theirs in zip(lists[1:], copies[1:], strict=True):
         for a, b in zip(ours, theirs, strict=True):

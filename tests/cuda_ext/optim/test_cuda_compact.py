@@ -13,7 +13,7 @@ from tests.cuda_ext.fused_steps import Model, as_records, make_gradients, make_m
 from tests.cuda_ext.lazy_steps import (
     CAPACITY,
     RATES,
-    Schedule,
+    StepRun,
     assert_same_bits,
     differences,
     fresh_model,
@@ -47,7 +47,7 @@ def rounded_as_they_must_be(found: Tensor, exact: Tensor, tolerance: float, name
     exact = exact.double()
     error = (found.double().cpu() - exact).abs()
     assert (error <= 1.001 * spacing(exact) + tolerance * float(exact.abs().max())).all(), name
-    sure = exact.abs() > 0.1 * exact.abs().max()  # elements that float32's sums cannot bring to another neighbour
+    sure = exact.abs() > 0.1 * exact.abs().max()  # elements whose neighbour float32 sums cannot change
     apart = errors(found[sure.to(found.device)], exact[sure])
     if len(apart) > 100:
         assert abs(float(apart.mean())) < 5 * 0.41 / len(apart) ** 0.5 + 0.01, name
@@ -116,11 +116,11 @@ def test_a_lazy_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
     """From one state in the middle of a block: the rows, the update and the table."""
     points, views, degree, bases, antialiased = case
     model = compact(fresh_model(points, views, torch.float32, bases), DEVICE)
-    ours = Schedule(model, True, degree, antialiased=antialiased)
+    ours = StepRun(model, True, degree, antialiased=antialiased)
     for step in range(9):
         ours.step(step)
     assert ours.lazy is not None
-    theirs = Schedule(model.to("cpu", F64), True, degree, antialiased=antialiased)
+    theirs = StepRun(model.to("cpu", F64), True, degree, antialiased=antialiased)
     theirs._viewmats = ours._viewmats.cpu().double()
     held = (ours.lazy.last.to("cpu", copy=True), ours.lazy.table.cpu().double(), ours.lazy.steps.to("cpu", copy=True))
     theirs.lazy = LazyAdam(*held)
@@ -149,15 +149,15 @@ def test_a_lazy_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_compact_course_is_near_the_full_one(lazy: bool) -> None:
-    full = Schedule(fresh_model(900, dtype=torch.float32).to(DEVICE), lazy)
-    ours = Schedule(compact(fresh_model(900, dtype=torch.float32), DEVICE), lazy)
+def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
+    full = StepRun(fresh_model(900, dtype=torch.float32).to(DEVICE), lazy)
+    ours = StepRun(compact(fresh_model(900, dtype=torch.float32), DEVICE), lazy)
     before = full.model.to("cpu")
     for step in range(33):
-        for schedule in (full, ours):
-            schedule.step(step)
+        for run in (full, ours):
+            run.step(step)
             if lazy and step in (19, 32):
-                schedule.flush()
+                run.flush()
     for i, (a, b) in enumerate(zip(full.model.params, ours.model.params, strict=True)):
         apart, moved = (a - b).abs().mean(), (a.cpu() - before.params[i]).abs().mean()
         assert float(apart) < 0.03 * float(moved), PARAMETERS[i]
@@ -168,12 +168,12 @@ def test_a_compact_course_is_near_the_full_one(lazy: bool) -> None:
 
 def test_a_block_in_a_graph() -> None:
     """A step and a flush, each captured once, are those that are launched; and neither waits for the device."""
-    plain, graphed, warm = (Schedule(compact(fresh_model(900, dtype=torch.float32), DEVICE), True) for _ in range(3))
+    plain, graphed, warm = (StepRun(compact(fresh_model(900, dtype=torch.float32), DEVICE), True) for _ in range(3))
     in_graphs(plain, graphed, warm)
     assert_same_bits(plain, graphed)
 
 
-def test_what_kernels_do_not_take_is_named() -> None:
+def test_unsupported_arguments_are_named() -> None:
     ops = torch.ops.ns_multigpu
     lazy = LazyAdam.make(20, DEVICE)
     state = (lazy.last, lazy.table, lazy.steps)

@@ -1,4 +1,4 @@
-"""Steps that are put off, by the CUDA kernels: against the dense kernels, and against what the CPU composes."""
+"""Deferred steps of the CUDA kernels, compared with the dense kernels and with the CPU operators."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from cuda_ext.ops.optim.fused import SplatRows
 from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam
 from tests.cuda_ext.fused_steps import make_gradients, to
 from tests.cuda_ext.lazy_steps import (
-    Schedule,
+    StepRun,
     assert_same_bits,
     differences,
     fresh_model,
@@ -29,10 +29,10 @@ CASES = [
 ]
 
 
-def schedule(case: tuple[Any, ...], lazy: bool) -> Schedule:
+def make_run(case: tuple[Any, ...], lazy: bool) -> StepRun:
     points, views, degree, bases, antialiased = case
     model = fresh_model(points, views, torch.float32, bases).to("cuda")
-    return Schedule(model, lazy, degree, antialiased=antialiased)
+    return StepRun(model, lazy, degree, antialiased=antialiased)
 
 
 def drawn(rows: SplatRows) -> set[tuple[int, int]]:
@@ -40,15 +40,15 @@ def drawn(rows: SplatRows) -> set[tuple[int, int]]:
     return set(zip(rows.view_ids[alive].tolist(), rows.point_ids[alive].tolist(), strict=True))
 
 
-def assert_near(one: Schedule, other: Schedule, limit: float) -> None:
+def assert_near(one: StepRun, other: StepRun, limit: float) -> None:
     """Near in the mean; a gradient that is nothing but rounding moves a single parameter by as much as a step."""
     for name, difference in differences(one, other, mean=True).items():
         assert difference < limit, f"{name}: {difference}"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_lazy_course_is_the_dense_one(case: tuple[Any, ...]) -> None:
-    dense, lazy = schedule(case, False), schedule(case, True)
+def test_lazy_run_equals_the_dense_run(case: tuple[Any, ...]) -> None:
+    dense, lazy = make_run(case, False), make_run(case, True)
     for step in range(33):
         dense.step(step)
         lazy.step(step)
@@ -57,7 +57,7 @@ def test_a_lazy_course_is_the_dense_one(case: tuple[Any, ...]) -> None:
         if step == 19:
             lazy.flush()
     assert lazy.longest_gap >= 8
-    assert max(differences(dense, lazy, mean=True).values()) > 0.05, "nothing was put off"
+    assert max(differences(dense, lazy, mean=True).values()) > 0.05, "no step was deferred"
     lazy.flush()
     assert_near(dense, lazy, 1e-2)
     for ours, theirs in zip(lazy.statistics.values(), dense.statistics.values(), strict=True):
@@ -67,11 +67,11 @@ def test_a_lazy_course_is_the_dense_one(case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
     """From one state in the middle of a block: the rows, the update, the table and the flush."""
-    ours = schedule(case, True)
+    ours = make_run(case, True)
     for step in range(9):
         ours.step(step)
     assert ours.lazy is not None
-    theirs = Schedule(ours.model.to("cpu", torch.float64), True, ours.degree, **ours.settings)
+    theirs = StepRun(ours.model.to("cpu", torch.float64), True, ours.degree, **ours.settings)
     theirs._viewmats = ours._viewmats.cpu().double()
     held = (ours.lazy.last.to("cpu", copy=True), ours.lazy.table.cpu().double(), ours.lazy.steps.to("cpu", copy=True))
     theirs.lazy = LazyAdam(*held)
@@ -90,7 +90,7 @@ def test_a_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
 
 
 def test_flush_twice_is_flush_once() -> None:
-    one = schedule(CASES[0], True)
+    one = make_run(CASES[0], True)
     for step in range(3):
         one.step(step)
     one.flush()
@@ -102,8 +102,8 @@ def test_flush_twice_is_flush_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
 
 
-def test_no_more_than_64_steps_and_none_that_stands_still() -> None:
-    one = schedule(CASES[3], True)
+def test_at_most_64_deferred_steps_and_no_disabled_one() -> None:
+    one = make_run(CASES[3], True)
     assert one.lazy is not None
     for step in range(MOST_STEPS):
         one.step(step)
@@ -123,7 +123,7 @@ def test_no_more_than_64_steps_and_none_that_stands_still() -> None:
 
 def test_a_block_in_a_graph() -> None:
     """A step and a flush, each captured once, are those that are launched; and neither waits for the device."""
-    plain, graphed, warm = (schedule(CASES[0], True) for _ in range(3))
+    plain, graphed, warm = (make_run(CASES[0], True) for _ in range(3))
     in_graphs(plain, graphed, warm)
     assert_same_bits(plain, graphed)
 

@@ -7,7 +7,7 @@ from cuda_ext import RowGradients, step_message
 from cuda_ext.ops.optim.fused import SplatRows
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from tests.cuda_ext.fused_steps import as_records, make_gradients, make_model, to
-from tests.cuda_ext.optim.test_step_control import CASES, REASONS, Gated, make_gated, make_told
+from tests.cuda_ext.optim.test_step_control import CASES, REASONS, Gated, make_gated, make_message_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("ranks", "bands"), [*CASES, (32, 600)])
 def test_message(ranks: int, bands: int, lines: int) -> None:
     for seed in range(3):
-        told = make_told(ranks, bands, lines, columns=1 + 60 * seed, seed=seed)
+        message_inputs = make_message_inputs(ranks, bands, lines, columns=1 + 60 * seed, seed=seed)
         if lines == 5000 and bands == 600:
-            assert len(told.bands) == 3 * 600, "more than one launch takes"
-        there, here = told.on("cuda"), told.on("cpu")
+            assert len(message_inputs.bands) == 3 * 600, "more than one launch takes"
+        there, here = message_inputs.on("cuda"), message_inputs.on("cpu")
         found = step_message(*there)
         assert found.is_cuda and torch.equal(found.cpu(), step_message(*here))
         assert torch.equal(there[3].cpu(), here[3])
@@ -36,8 +36,8 @@ def check(there: Gated, here: Gated) -> None:
 @pytest.mark.parametrize(("ranks", "segments"), [(1, 1), (2, 1), (3, 4), (4, 300), (8, 2), (32, 8)])
 def test_gate(ranks: int, segments: int, why: str) -> None:
     for seed, lines in enumerate((18, 0, 256, 258, 4000)):
-        for primitives in (2, 3):
-            gated = make_gated(ranks, segments, why if why != "over 2" else "over 1", primitives, lines, seed)
+        for num_limits in (2, 3):
+            gated = make_gated(ranks, segments, why if why != "over 2" else "over 1", num_limits, lines, seed)
             check(gated.to("cuda"), gated)
     if why == "over 2":
         gated = make_gated(ranks, segments, why)
@@ -45,8 +45,8 @@ def test_gate(ranks: int, segments: int, why: str) -> None:
 
 
 def test_in_a_graph() -> None:
-    told, gated = make_told(4, 9), make_gated(4, 2, "")
-    there, inputs = gated.to("cuda"), told.on("cuda")
+    message_inputs, gated = make_message_inputs(4, 9), make_gated(4, 2, "")
+    there, inputs = gated.to("cuda"), message_inputs.on("cuda")
     there.to("cuda").run()  # loads the kernels, which a capture must not do
     step_message(*inputs)
     graph = torch.cuda.CUDAGraph()
@@ -64,12 +64,12 @@ def test_in_a_graph() -> None:
             gated.status.zero_()
             there.status.zero_()
         inputs[4].add_(5)
-        told.met.add_(5)
+        message_inputs.met.add_(5)
         graph.replay()
         expected = gated.run()
         assert torch.equal(scalars.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
         assert torch.equal(there.status.cpu(), gated.status) and torch.equal(there.totals.cpu(), gated.totals)
-        assert torch.equal(message.cpu(), step_message(*told.on("cpu")))
+        assert torch.equal(message.cpu(), step_message(*message_inputs.on("cpu")))
         assert bool(counts.any()) == (int(gated.status[4]) == 0)
 
 
@@ -85,15 +85,15 @@ def test_wrong_arguments_are_named() -> None:
         op(*given, rest[0], rest[1], gated.totals.T)
     with pytest.raises(ValueError, match="rows contiguous"):
         op(*given, rest[0], gated.messages.T.contiguous().T[:, 4:], rest[2])
-    told = make_told(2, 1, 2).on("cuda")
+    message_inputs = make_message_inputs(2, 1, 2).on("cuda")
     with pytest.raises(ValueError, match="leaves"):
-        torch.ops.ns_multigpu.step_message(*told[:6], [0, 0, 41], *told[7:])
+        torch.ops.ns_multigpu.step_message(*message_inputs[:6], [0, 0, 41], *message_inputs[7:])
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("degree", [0, 3])
-def test_witness(degree: int, records: bool, lazy: bool) -> None:
+def test_finite_flag(degree: int, records: bool, lazy: bool) -> None:
     model = make_model(200, 3).to("cuda")
     rows = model.forward(700, degree)
     gradients = to(make_gradients(to(rows, "cpu")), "cuda")
@@ -101,7 +101,7 @@ def test_witness(degree: int, records: bool, lazy: bool) -> None:
     drawn = [k for k in range(count) if radii[k, 0] > 0]
     line, dead = drawn[len(drawn) // 3], next(k for k in range(700) if radii[k, 0] <= 0)
 
-    def told(at: int, part: int, value: float, seen: range | None = None, counted: SplatRows = rows) -> float:
+    def flag_value(at: int, part: int, value: float, seen: range | None = None, counted: SplatRows = rows) -> float:
         changed = RowGradients(*(t.clone() for t in gradients))
         changed[part].view(700, -1)[at, -1] = value
         finite_flag = torch.full((5,), 7.0, device="cuda")
@@ -115,11 +115,13 @@ def test_witness(degree: int, records: bool, lazy: bool) -> None:
 
     for part in range(5):
         for value in (float("inf"), -float("inf"), float("nan")):
-            assert told(line, part, value) != 0.0
-            assert told(dead, part, value) == 0.0
-        assert told(line, part, 1e30) == 0.0
+            assert flag_value(line, part, value) != 0.0
+            assert flag_value(dead, part, value) == 0.0
+        assert flag_value(line, part, 1e30) == 0.0
     view = views[line]
-    assert told(line, 2, float("nan"), range(view, view + 1)) != 0.0
-    assert told(line, 2, float("nan"), range(view + 1, 3)) == told(line, 2, float("nan"), range(view)) == 0.0
+    assert flag_value(line, 2, float("nan"), range(view, view + 1)) != 0.0
+    assert (
+        flag_value(line, 2, float("nan"), range(view + 1, 3)) == flag_value(line, 2, float("nan"), range(view)) == 0.0
+    )
     none = rows._replace(count=torch.zeros_like(rows.count))
-    assert told(line, 2, float("nan"), None, none) == 0.0
+    assert flag_value(line, 2, float("nan"), None, none) == 0.0

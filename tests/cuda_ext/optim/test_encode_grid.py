@@ -54,10 +54,10 @@ def test_numbers_of_gradients() -> None:
     assert torch.autograd.gradcheck(lambda p, t: encode_grid(p, t, scalings.double(), size), (inside, leaf), eps=1e-7)
 
 
-def test_nothing_to_look_up() -> None:
+def test_empty_input() -> None:
     positions, table, scalings, size = grid(count=0)
-    out, moved, measured_work = gradients(positions, table, scalings, size)
-    assert out.shape == (0, 8) and moved.shape == (0, 3) and not measured_work.any()
+    out, moved, table_grad = gradients(positions, table, scalings, size)
+    assert out.shape == (0, 8) and moved.shape == (0, 3) and not table_grad.any()
 
 
 def test_wrong_arguments_are_named() -> None:

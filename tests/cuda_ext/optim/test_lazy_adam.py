@@ -1,4 +1,4 @@
-"""Steps that are put off are dense Adam's: composed on CPU, over blocks in which points go in and out of view."""
+"""Deferred steps equal dense Adam: composed on CPU, over blocks in which points enter and leave views."""
 
 import dataclasses
 from typing import Any
@@ -11,15 +11,15 @@ from cuda_ext.ops.optim.adam import adam_step_torch
 from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam, lazy_serves, splat_flush
 from cuda_ext.reference import lazy_adam as reference
 from tests.cuda_ext.fused_steps import make_gradients, make_model
-from tests.cuda_ext.lazy_steps import CAPACITY, Schedule, differences, distances, fresh_model, step_scalars
+from tests.cuda_ext.lazy_steps import CAPACITY, StepRun, differences, distances, fresh_model, step_scalars
 
 F64 = torch.float64
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def schedule(dtype: torch.dtype, *, lazy: bool) -> Schedule:
+def trained(dtype: torch.dtype, *, lazy: bool) -> StepRun:
     """45 steps, in two blocks."""
-    gone = Schedule(fresh_model(400, dtype=dtype), lazy=lazy)
+    gone = StepRun(fresh_model(400, dtype=dtype), lazy=lazy)
     for step in range(45):
         gone.step(step)
         if lazy and step in (17, 44):
@@ -27,8 +27,8 @@ def schedule(dtype: torch.dtype, *, lazy: bool) -> Schedule:
     return gone
 
 
-def test_a_lazy_course_is_the_dense_one() -> None:
-    dense, lazy = schedule(F64, lazy=False), schedule(F64, lazy=True)
+def test_lazy_run_equals_the_dense_run() -> None:
+    dense, lazy = trained(F64, lazy=False), trained(F64, lazy=True)
     assert lazy.longest_gap >= 12, "points must be out of view for long"
     assert 0.2 < lazy.drawn_share < 0.8
     for name, difference in differences(dense, lazy).items():
@@ -37,15 +37,15 @@ def test_a_lazy_course_is_the_dense_one() -> None:
         torch.testing.assert_close(lazy.statistics[name], theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_lazy_course_rounds_as_the_dense_one_does() -> None:
-    """In single precision both are held against the dense course in double.
+def test_lazy_run_rounds_as_the_dense_run() -> None:
+    """Compare both single-precision runs with the dense run in double precision.
 
-    Adam divides by the size of the gradients. Where those are nearly zero, their rounding is a part of a step, and it
-    is another on another processor. So the dense course's own error says how large the lazy one's may be, but for the
-    one number in a hundred that is worst.
+    Adam divides by the size of the gradients. If those are nearly zero, their rounding is a large part of a step, and
+    it depends on the processor. So the error of the dense run bounds that of the lazy run, except for the worst
+    hundredth of all numbers.
     """
-    truth = schedule(F64, lazy=False)
-    dense, lazy = schedule(torch.float32, lazy=False), schedule(torch.float32, lazy=True)
+    truth = trained(F64, lazy=False)
+    dense, lazy = trained(torch.float32, lazy=False), trained(torch.float32, lazy=True)
     theirs, ours = distances(dense, truth), distances(lazy, truth)
     for name, error in ours.items():
         assert float(error.quantile(0.99)) < 1.5 * float(theirs[name].quantile(0.99)) + 1e-6, name
@@ -65,7 +65,7 @@ def test_a_wrong_table_would_show(column: int, monkeypatch: pytest.MonkeyPatch) 
         table[: int(steps), :, column] *= 1.01
 
     monkeypatch.setattr("cuda_ext.ops.optim.fused_composed.extend", wrong)
-    dense, lazy = (Schedule(fresh_model(400), lazy=lazy) for lazy in (False, True))
+    dense, lazy = (StepRun(fresh_model(400), lazy=lazy) for lazy in (False, True))
     for step in range(20):
         dense.step(step)
         lazy.step(step)
@@ -73,8 +73,8 @@ def test_a_wrong_table_would_show(column: int, monkeypatch: pytest.MonkeyPatch) 
     assert max(differences(dense, lazy).values()) > 1e-3
 
 
-def test_rows_are_those_of_the_dense_course_within_a_block() -> None:
-    dense, lazy = (Schedule(fresh_model(400), lazy=lazy) for lazy in (False, True))
+def test_rows_equal_the_dense_run_within_a_block() -> None:
+    dense, lazy = (StepRun(fresh_model(400), lazy=lazy) for lazy in (False, True))
     for step in range(12):
         dense.step(step)
         lazy.step(step)
@@ -83,7 +83,7 @@ def test_rows_are_those_of_the_dense_course_within_a_block() -> None:
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
     seen = lazy.forward(5)
     stale = lazy.model.forward(CAPACITY)
-    assert (stale.opacities - seen.opacities).abs().max() > 1e-3, "nothing was put off"
+    assert (stale.opacities - seen.opacities).abs().max() > 1e-3, "no step was deferred"
 
 
 def test_the_table_bounds_how_far_points_move() -> None:
@@ -120,44 +120,42 @@ def test_eps_counts_for_the_smallest_gradients() -> None:
     assert expected[0].abs() < 0.01 * expected[-1].abs(), "eps has to matter"
 
 
-def test_flush_begins_anew_and_does_nothing_twice() -> None:
-    schedule = Schedule(fresh_model(60), lazy=True)
+def test_flush_resets_and_is_idempotent() -> None:
+    run = StepRun(fresh_model(60), lazy=True)
     for step in range(3):
-        schedule.step(step)
-    assert schedule.lazy is not None
-    assert int(schedule.lazy.steps) == 3 and len(schedule.lazy.last.unique()) > 1
-    schedule.flush()
-    assert int(schedule.lazy.steps) == 0 and not schedule.lazy.last.any()
-    assert torch.equal(schedule.lazy.table, LazyAdam.make(1, "cpu", F64).table)
-    before = [p.clone() for p in schedule.model.params]
-    schedule.flush()
-    assert all(torch.equal(p, q) for p, q in zip(schedule.model.params, before, strict=True))
+        run.step(step)
+    assert run.lazy is not None
+    assert int(run.lazy.steps) == 3 and len(run.lazy.last.unique()) > 1
+    run.flush()
+    assert int(run.lazy.steps) == 0 and not run.lazy.last.any()
+    assert torch.equal(run.lazy.table, LazyAdam.make(1, "cpu", F64).table)
+    before = [p.clone() for p in run.model.params]
+    run.flush()
+    assert all(torch.equal(p, q) for p, q in zip(run.model.params, before, strict=True))
 
 
-def test_a_step_that_does_not_count_leaves_all_as_it_is() -> None:
-    schedule = Schedule(fresh_model(60), lazy=True)
+def test_cancelled_step_leaves_state_unchanged() -> None:
+    run = StepRun(fresh_model(60), lazy=True)
     for step in range(3):
-        schedule.step(step)
-    assert schedule.lazy is not None
-    held = [*schedule.model.params, *schedule.model.exp_avgs, *schedule.model.exp_avg_sqs]
-    held += [schedule.lazy.last, schedule.lazy.table, schedule.lazy.steps]
+        run.step(step)
+    assert run.lazy is not None
+    held = [*run.model.params, *run.model.exp_avgs, *run.model.exp_avg_sqs]
+    held += [run.lazy.last, run.lazy.table, run.lazy.steps]
     before = [t.clone() for t in held]
-    schedule.model.scalars = torch.tensor([0.0, 1, 1, 1, 1, 1, 0, 0], dtype=F64).repeat(6, 1)
-    rows = schedule.forward(3)
-    schedule.model.update(
-        rows._replace(count=torch.zeros(1, dtype=torch.int64)), make_gradients(rows), lazy=schedule.lazy
-    )
+    run.model.scalars = torch.tensor([0.0, 1, 1, 1, 1, 1, 0, 0], dtype=F64).repeat(6, 1)
+    rows = run.forward(3)
+    run.model.update(rows._replace(count=torch.zeros(1, dtype=torch.int64)), make_gradients(rows), lazy=run.lazy)
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
-def test_there_is_room_for_so_many_steps() -> None:
-    schedule = Schedule(fresh_model(8), lazy=True)
+def test_step_buffer_has_a_limit() -> None:
+    run = StepRun(fresh_model(8), lazy=True)
     for step in range(MOST_STEPS):
-        schedule.step(step)
+        run.step(step)
     with pytest.raises(ValueError, match="call splat_flush"):
-        schedule.step(MOST_STEPS)
-    schedule.flush()
-    schedule.step(MOST_STEPS)
+        run.step(MOST_STEPS)
+    run.flush()
+    run.step(MOST_STEPS)
 
 
 def test_points_never_drawn_and_none_at_all() -> None:
@@ -176,7 +174,7 @@ def test_points_never_drawn_and_none_at_all() -> None:
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
 
 
-def test_what_lazy_serves() -> None:
+def test_supported_options_of_lazy_adam() -> None:
     assert lazy_serves((0.9, 0.999), 1e-15) and lazy_serves((0.0, 0.5), 0.0)
     for betas, eps in (((0.9, 0.999), 1e-8), ((0.9, 0.8), 1e-15), ((0.9, 1.0), 1e-15)):
         assert not lazy_serves(betas, eps)

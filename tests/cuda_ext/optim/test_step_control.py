@@ -1,4 +1,4 @@
-"""A step's bookkeeping on the CPU: the message, the gate and the witness of gradients, against plain loops."""
+"""A step's bookkeeping on the CPU: statistics, gate and finite flag of gradients, compared with plain loops."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,7 +18,7 @@ OPS = torch.ops.ns_multigpu
 
 
 @dataclass(frozen=True)
-class Told:
+class MessageInputs:
     """Inputs of the step statistics."""
 
     own_rows: Tensor
@@ -45,7 +45,7 @@ class Told:
         return (*(t.to(device, copy=True) for t in tensors), self.bands, self.rank, self.lines, self.columns)
 
 
-def make_told(ranks: int, bands: int, lines: int = 40, columns: int = 5, seed: int = 0) -> Told:
+def make_message_inputs(ranks: int, bands: int, lines: int = 40, columns: int = 5, seed: int = 0) -> MessageInputs:
     """Bands of 0 to 3 rows of tiles, as far as there are lines, each with a row above and below that is not its own."""
     g = torch.Generator().manual_seed(seed)
     stretches: list[int] = []
@@ -59,21 +59,21 @@ def make_told(ranks: int, bands: int, lines: int = 40, columns: int = 5, seed: i
         line, tile = line + count, tile + (count + 2) * columns
     per_tile = torch.randint(0, 1000, (tile,), generator=g)
     tile_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), per_tile.cumsum(0)]).int()
-    own, counts, room, most, met = (torch.randint(0, 2**40, (n,), generator=g) for n in (1, ranks, ranks, ranks, 1))
-    return Told(own, counts, room, most, met, tile_offsets, stretches, seed % ranks, lines, columns)
+    own, counts, capacity, most, met = (torch.randint(0, 2**40, (n,), generator=g) for n in (1, ranks, ranks, ranks, 1))
+    return MessageInputs(own, counts, capacity, most, met, tile_offsets, stretches, seed % ranks, lines, columns)
 
 
-def message_by_hand(told: Told) -> list[int]:
-    to_ranks, offsets = told.segment_counts.tolist(), told.tile_offsets.tolist()
-    work = [0] * told.lines
-    for k in range(0, len(told.bands), 3):
-        line, tile, count = told.bands[k : k + 3]
+def message_by_hand(message_inputs: MessageInputs) -> list[int]:
+    to_ranks, offsets = message_inputs.segment_counts.tolist(), message_inputs.tile_offsets.tolist()
+    work = [0] * message_inputs.lines
+    for k in range(0, len(message_inputs.bands), 3):
+        line, tile, count = message_inputs.bands[k : k + 3]
         for i in range(count):
-            first = tile + i * told.columns
-            work[line + i] = sum(offsets[t + 1] - offsets[t] for t in range(first, first + told.columns))
-    sent = sum(n for k, n in enumerate(to_ranks) if k != told.rank)
-    lacking = max(n - room for n, room in zip(to_ranks, told.segment_capacity.tolist(), strict=True))
-    return [int(told.own_rows), lacking, int(told.met), sent, *work]
+            first = tile + i * message_inputs.columns
+            work[line + i] = sum(offsets[t + 1] - offsets[t] for t in range(first, first + message_inputs.columns))
+    sent = sum(n for k, n in enumerate(to_ranks) if k != message_inputs.rank)
+    lacking = max(n - capacity for n, capacity in zip(to_ranks, message_inputs.segment_capacity.tolist(), strict=True))
+    return [int(message_inputs.own_rows), lacking, int(message_inputs.met), sent, *work]
 
 
 CASES = [(1, 1), (1, 4), (2, 2), (3, 0), (5, 7), (8, 3), (8, 12)]  # ranks, bands
@@ -82,26 +82,32 @@ CASES = [(1, 1), (1, 4), (2, 2), (3, 0), (5, 7), (8, 3), (8, 12)]  # ranks, band
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("ranks", "bands"), CASES)
 def test_message(ranks: int, bands: int, seed: int) -> None:
-    told = make_told(ranks, bands, seed=seed)
-    given = told.on("cpu")
+    message_inputs = make_message_inputs(ranks, bands, seed=seed)
+    given = message_inputs.on("cpu")
     found = step_message(*given)
-    assert found.dtype == torch.int64 and found.tolist() == message_by_hand(told)
-    before = zip(told.segment_counts.tolist(), told.segment_most.tolist(), strict=True)
+    assert found.dtype == torch.int64 and found.tolist() == message_by_hand(message_inputs)
+    before = zip(message_inputs.segment_counts.tolist(), message_inputs.segment_most.tolist(), strict=True)
     assert given[3].tolist() == [max(pair) for pair in before], "the most of each, kept"
-    for changed, kept in zip(given[:3], (told.own_rows, told.segment_counts, told.segment_capacity), strict=True):
+    for changed, kept in zip(
+        given[:3],
+        (message_inputs.own_rows, message_inputs.segment_counts, message_inputs.segment_capacity),
+        strict=True,
+    ):
         assert torch.equal(changed, kept)
 
 
-def test_one_segment_that_lacks_room_is_enough() -> None:
-    """Whatever room there is in the others, and however small it is."""
-    told = replace(
-        make_told(3, 0), segment_counts=torch.tensor([900, 3, 70]), segment_capacity=torch.tensor([1000, 2, 90])
+def test_one_exceeded_segment_cancels_the_step() -> None:
+    """One exceeded segment is enough, independent of the other segments' capacities."""
+    message_inputs = replace(
+        make_message_inputs(3, 0),
+        segment_counts=torch.tensor([900, 3, 70]),
+        segment_capacity=torch.tensor([1000, 2, 90]),
     )
-    assert step_message(*told.on("cpu"))[1] == 1
-    told.segment_capacity[1] = 3
-    assert step_message(*told.on("cpu"))[1] == 0
-    told.segment_capacity[1] = 50
-    assert step_message(*told.on("cpu"))[1] == -20
+    assert step_message(*message_inputs.on("cpu"))[1] == 1
+    message_inputs.segment_capacity[1] = 3
+    assert step_message(*message_inputs.on("cpu"))[1] == 0
+    message_inputs.segment_capacity[1] = 50
+    assert step_message(*message_inputs.on("cpu"))[1] == -20
 
 
 @dataclass
@@ -129,10 +135,10 @@ class Gated:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """As a tile step does with 3 limits, and as a fused step with 2."""
-        primitives = len(self.limits)
-        counts = [self.messages[:, k] for k in range(primitives)]
+        num_limits = len(self.limits)
+        counts = [self.messages[:, k] for k in range(num_limits)]
         given = (counts, self.limits, self.status, self.scalars, self.still)
-        if primitives == 2:
+        if num_limits == 2:
             return step_gate(*given, row_counts=self.messages[:, 0], lazy=self.lazy)
         sent = self.messages[self.rank, HEAD - 1 : HEAD]
         return step_gate(
@@ -141,16 +147,16 @@ class Gated:
         )  # fmt: skip
 
 
-def make_gated(ranks: int, segments: int, why: str, primitives: int = 3, lines: int = 2 * 9, seed: int = 0) -> Gated:
+def make_gated(ranks: int, segments: int, why: str, num_limits: int = 3, lines: int = 2 * 9, seed: int = 0) -> Gated:
     """Return `why` the step is not to be taken: "", "over <k>", "before" or "lazy"."""
     g = torch.Generator().manual_seed(seed)
     messages = torch.randint(0, 2**35, (ranks, HEAD + lines), generator=g)
     messages[:, 1] -= messages[:, 1].max()  # what is lacking: nothing, or less
-    limits = messages[:, :primitives].amax(0)  # reached, not exceeded
+    limits = messages[:, :num_limits].amax(0)  # equal to the limit, not above
     if why.startswith("over"):
         limits[int(why[-1])] -= 1
-    status = torch.randint(0, 2**35, (primitives + 2 + (primitives == 3),), generator=g)
-    status[primitives + 1] = int(why == "before")
+    status = torch.randint(0, 2**35, (num_limits + 2 + (num_limits == 3),), generator=g)
+    status[num_limits + 1] = int(why == "before")
     lazy = None if why == "" and seed % 2 else LazyAdam.make(3, "cpu")
     if lazy is not None:
         lazy.steps.fill_(MOST_STEPS if why == "lazy" else MOST_STEPS - 1)
@@ -164,19 +170,19 @@ REASONS = ["", "over 0", "over 1", "over 2", "before", "lazy"]
 
 
 def check_gate(gated: Gated, why: str) -> None:
-    primitives, before = len(gated.limits), gated.to("cpu")
+    num_limits, before = len(gated.limits), gated.to("cpu")
     scalars, counts = gated.run()
     full = why != ""
     expected = [before.status[0] + (not full)]
-    expected += [max(int(before.status[1 + k]), *before.messages[:, k].tolist(), 0) for k in range(primitives)]
+    expected += [max(int(before.status[1 + k]), *before.messages[:, k].tolist(), 0) for k in range(num_limits)]
     expected += [int(full)]
-    if primitives == 3:
+    if num_limits == 3:
         expected += [before.status[5] + before.messages[gated.rank, 3]]
         work = before.messages[:, HEAD:].tolist()
         assert gated.totals.view(-1).tolist() == [sum(column) for column in zip(*work, strict=True)]
     assert gated.status.tolist() == [int(n) for n in expected]
     assert torch.equal(scalars, gated.still if full else gated.scalars)
-    rows = before.row_counts if primitives == 3 else before.messages[:, 0]
+    rows = before.row_counts if num_limits == 3 else before.messages[:, 0]
     assert counts.tolist() == ([0] * len(rows) if full else rows.tolist())
     assert torch.equal(gated.messages, before.messages) and torch.equal(gated.limits, before.limits)
 
@@ -187,7 +193,7 @@ def test_gate(ranks: int, segments: int, why: str) -> None:
     for seed in range(4):
         check_gate(make_gated(ranks, segments, why, seed=seed), why)
         if why != "over 2":
-            check_gate(make_gated(ranks, segments, why, primitives=2, seed=seed), why)
+            check_gate(make_gated(ranks, segments, why, num_limits=2, seed=seed), why)
 
 
 def test_a_gate_stays_shut_until_the_status_is_zero() -> None:
@@ -200,7 +206,7 @@ def test_a_gate_stays_shut_until_the_status_is_zero() -> None:
 
 
 @pytest.mark.parametrize("records", [False, True])
-def test_witness(records: bool) -> None:
+def test_finite_flag(records: bool) -> None:
     model = make_model(60, 3)
     rows = model.forward(200)
     drawn = (rows.radii[:, 0] > 0).nonzero().squeeze(-1).tolist()
@@ -209,7 +215,7 @@ def test_witness(records: bool) -> None:
     dead = next(k for k in range(200) if rows.radii[k, 0] <= 0)
     parts = 5
 
-    def told(at: int, part: int, value: float, views: range | None = None, count: Tensor | None = None) -> float:
+    def flag_value(at: int, part: int, value: float, views: range | None = None, count: Tensor | None = None) -> float:
         gradients = make_gradients(rows)
         gradients[part].view(200, -1)[at, -1] = value
         finite_flag = torch.full((1,), 7.0, dtype=F64)
@@ -221,24 +227,28 @@ def test_witness(records: bool) -> None:
 
     for part in range(parts):
         for value in (float("inf"), -float("inf"), float("nan")):
-            assert told(line, part, value) != 0.0
-            assert told(dead, part, value) == 0.0
-        assert told(line, part, 1e30) == 0.0
-    assert told(line, 0, float("nan"), range(view, view + 1)) != 0.0
-    assert told(line, 0, float("nan"), range(view + 1, 3)) == 0.0
-    assert told(line, 0, float("nan"), range(view)) == 0.0
-    assert told(line, 0, float("nan"), None, torch.tensor([0])) == 0.0, "no row counts in a step that is not taken"
+            assert flag_value(line, part, value) != 0.0
+            assert flag_value(dead, part, value) == 0.0
+        assert flag_value(line, part, 1e30) == 0.0
+    assert flag_value(line, 0, float("nan"), range(view, view + 1)) != 0.0
+    assert flag_value(line, 0, float("nan"), range(view + 1, 3)) == 0.0
+    assert flag_value(line, 0, float("nan"), range(view)) == 0.0
+    assert flag_value(line, 0, float("nan"), None, torch.tensor([0])) == 0.0, (
+        "no row counts in a step that is not taken"
+    )
 
 
 def test_wrong_arguments_are_named() -> None:
-    told = make_told(2, 3)
-    inputs: list[Any] = list(told.on("cpu"))
-    lines, tiles = told.lines, len(told.tile_offsets) - 1
+    message_inputs = make_message_inputs(2, 3)
+    inputs: list[Any] = list(message_inputs.on("cpu"))
+    lines, tiles = message_inputs.lines, len(message_inputs.tile_offsets) - 1
     for place, value, error, text in (
-        (0, told.own_rows.int(), TypeError, "own_rows"), (1, told.segment_counts[:0], ValueError, "0 ranks"),
-        (2, told.segment_capacity[1:], ValueError, "segment_capacity"),
-        (3, told.segment_most.int(), TypeError, "segment_most"),
-        (4, told.met[0], ValueError, "met"), (5, told.tile_offsets.long(), TypeError, "tile_offsets"),
+        (0, message_inputs.own_rows.int(), TypeError, "own_rows"),
+        (1, message_inputs.segment_counts[:0], ValueError, "0 ranks"),
+        (2, message_inputs.segment_capacity[1:], ValueError, "segment_capacity"),
+        (3, message_inputs.segment_most.int(), TypeError, "segment_most"),
+        (4, message_inputs.met[0], ValueError, "met"),
+        (5, message_inputs.tile_offsets.long(), TypeError, "tile_offsets"),
         (6, [1, 2], ValueError, "line, tile, count"), (6, [lines, 0, 1], ValueError, "leaves"),
         (6, [0, tiles, 1], ValueError, "leaves"), (6, [-1, 0, 1], ValueError, "leaves"), (7, 2, ValueError, "not of"),
     ):  # fmt: skip
@@ -268,10 +278,10 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_opcheck() -> None:
-    told, gated = make_told(2, 3), make_gated(2, 2, "over 1")
+    message_inputs, gated = make_message_inputs(2, 3), make_gated(2, 2, "over 1")
     assert gated.lazy is not None
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(OPS.step_message, told.on("cpu"), test_utils=tests)
+    torch.library.opcheck(OPS.step_message, message_inputs.on("cpu"), test_utils=tests)
     counts = [gated.messages[:, k] for k in range(3)]
     given = (counts, gated.limits, gated.status, gated.scalars, gated.still, gated.row_counts, gated.lazy.steps)
     rest = (gated.messages[0, 3:4], gated.messages[:, HEAD:], gated.totals)
@@ -281,6 +291,6 @@ def test_opcheck() -> None:
 
 
 def test_the_reference_is_the_same() -> None:
-    told = make_told(3, 5)
+    message_inputs = make_message_inputs(3, 5)
     with cuda_ext.use_reference():
-        assert step_message(*told.on("cpu")).tolist() == message_by_hand(told)
+        assert step_message(*message_inputs.on("cpu")).tolist() == message_by_hand(message_inputs)

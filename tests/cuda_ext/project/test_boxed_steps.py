@@ -11,7 +11,7 @@ from cuda_ext.ops.optim.fused import splat_forward
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.ops.project.boxes import new_boxes, splat_boxes
 from tests.cuda_ext.fused_steps import Model
-from tests.cuda_ext.lazy_steps import CAPACITY, Schedule, assert_same_bits, fresh_model, in_graphs
+from tests.cuda_ext.lazy_steps import CAPACITY, StepRun, assert_same_bits, fresh_model, in_graphs
 
 F32, BF16 = torch.float32, torch.bfloat16
 INF, NAN = torch.inf, torch.nan
@@ -45,23 +45,23 @@ def ordered_model(
 
 def same(found: Tensor, expected: Tensor) -> bool:
     """To the bit, NaN too."""
-    primitives = {4: torch.int32, 2: torch.int16, 8: torch.int64}
-    return torch.equal(*(t.contiguous().view(primitives[t.element_size()]) for t in (found, expected)))
+    int_types = {4: torch.int32, 2: torch.int16, 8: torch.int64}
+    return torch.equal(*(t.contiguous().view(int_types[t.element_size()]) for t in (found, expected)))
 
 
 def pair(
     device: str, lazy: bool, *, points: int = 777, spoilt: bool = False, compact: bool = False, **options: Any
-) -> tuple[Schedule, Schedule]:
-    """Return a course that looks at each point, and one that looks at boxes first."""
+) -> tuple[StepRun, StepRun]:
+    """Return a run that tests each point, and one that tests boxes first."""
     plain, boxed = (
-        Schedule(ordered_model(device, points, spoilt=spoilt, compact=compact), lazy, boxed=boxed, **options)
+        StepRun(ordered_model(device, points, spoilt=spoilt, compact=compact), lazy, boxed=boxed, **options)
         for boxed in (False, True)
     )
     return plain, boxed
 
 
-def follow(plain: Schedule, boxed: Schedule, steps: int = 14, block: int = 7) -> int:
-    """Both courses, step by step; how often a point left its group's box of before the step."""
+def follow(plain: StepRun, boxed: StepRun, steps: int = 14, block: int = 7) -> int:
+    """Compare both runs step by step. Return how often a point left its group's box of before the step."""
     assert boxed.boxes is not None
     left = 0
     for step in range(steps):
@@ -86,7 +86,7 @@ def follow(plain: Schedule, boxed: Schedule, steps: int = 14, block: int = 7) ->
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("speed", [1.0, 100.0])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_course_is_the_same(device: str, speed: float, lazy: bool, compact: bool) -> None:
+def test_run_is_bitwise_the_same(device: str, speed: float, lazy: bool, compact: bool) -> None:
     """At a hundred times the rates points fly through the whole scene, out of all boxes."""
     plain, boxed = pair(device, lazy, compact=compact, speed=speed)
     left = follow(plain, boxed)
@@ -114,8 +114,8 @@ def test_any_number_of_points(device: str, points: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_number_of_views(device: str, views: int) -> None:
     for lazy in (False, True):
-        courses = [Schedule(ordered_model(device, 300, views), lazy, boxed=boxed) for boxed in (False, True)]
-        follow(courses[0], courses[1], 3)
+        runs = [StepRun(ordered_model(device, 300, views), lazy, boxed=boxed) for boxed in (False, True)]
+        follow(runs[0], runs[1], 3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -140,7 +140,7 @@ def test_a_block_in_a_graph() -> None:
     assert_same_bits(plain, graphed)
 
 
-def test_boxes_that_nobody_widens_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_without_widening_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_composed, "widen_boxes", lambda *_: None)
     plain, boxed = pair("cpu", False, speed=100.0)
     with pytest.raises(AssertionError, match=r"step \d+: "):

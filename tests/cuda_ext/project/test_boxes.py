@@ -42,7 +42,7 @@ def test_boxes_hold_their_points() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_points_without_a_position_or_a_size(device: str) -> None:
-    """A position that is not a number is seen by nobody; a size that is not one may reach anywhere."""
+    """A non-finite position is invisible; a non-finite size may overlap everything."""
     means, log_scales = torch.zeros(160, 3), torch.zeros(160, 3)
     means[:32] = NAN
     log_scales[:32] = 5.0
@@ -61,7 +61,7 @@ def test_points_without_a_position_or_a_size(device: str) -> None:
     for table in (None, LazyAdam.make(1, device).table):
         found = shown(boxes.to(device), cameras, table)
         assert not found[:, 0].any(), "no view sees points without a position"
-        assert found[:, 2].all(), "nobody knows where a point at infinity is"
+        assert found[:, 2].all(), "a point at infinity may be anywhere"
 
 
 @pytest.mark.usefixtures("either")
@@ -102,7 +102,7 @@ def test_a_box_shows_where_a_point_that_may_have_moved_is_kept(
 
 
 @pytest.mark.parametrize("way", [0.0, 1e-3])
-def test_hardly_more_than_that_is_shown(way: float) -> None:
+def test_culled_set_is_tight(way: float) -> None:
     cameras = make_cameras(1.0, 0.01, 5.0, F32)
     g = torch.Generator().manual_seed(1)
     means, scales = 2 * torch.randn(20000, 3, generator=g), (torch.randn(20000, generator=g) - 5).exp()
@@ -119,7 +119,7 @@ def test_hardly_more_than_that_is_shown(way: float) -> None:
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_reference_says_the_same(device: str, lazy: bool, compact: bool) -> None:
+def test_kernel_equals_the_reference(device: str, lazy: bool, compact: bool) -> None:
     """But for boxes at the very rim, of which there are one in a thousand at most."""
     cameras = make_cameras(1.0, 0.05, 5.0, F32)
     g = torch.Generator().manual_seed(1)
@@ -143,7 +143,7 @@ def test_the_reference_says_the_same(device: str, lazy: bool, compact: bool) -> 
 
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("side", [0.1, 1.0, 30.0])
-def test_boxes_around_behind_and_beside_the_camera(side: float, table: bool) -> None:
+def test_boxes_around_behind_and_outside_the_camera_view(side: float, table: bool) -> None:
     """Of a camera at the origin that looks along z, with 90 degrees across."""
     K = torch.tensor([[[50.0, 0, 50], [0, 50, 50], [0, 0, 1]]])
     cameras = Cameras(torch.eye(4)[None], K, [100, 100], 0.01, 100.0)

@@ -76,7 +76,7 @@ def test_forward_twice_is_the_same_and_one_view_is_its_part() -> None:
         assert torch.equal(x[:n], y[: int(a.count)][mine])
 
 
-def test_overflow_keeps_the_first_rows_and_tells() -> None:
+def test_overflow_keeps_the_first_rows_and_is_reported() -> None:
     model = make_model(3000, 2).to("cuda")
     whole, part = model.forward(6000), model.forward(333)
     assert int(part.count) == int(whole.count) > 333
@@ -173,7 +173,7 @@ def test_neither_waits_for_the_device() -> None:
 
 
 def test_points_that_are_not_drawn_get_no_gradient() -> None:
-    """Behind the camera, beside the image, too faint, not finite."""
+    """Points behind the camera, outside of the image, too transparent, or not finite."""
     model = make_model(4, 1).to("cuda")
     model.params[0].copy_(torch.tensor([[0.0, 0, -5], [900, 0, 5], [0, 0, 5], [torch.nan, 0, 5]]))
     model.params[3][2] = -9.0

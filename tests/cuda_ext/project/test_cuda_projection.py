@@ -193,7 +193,7 @@ def test_wrong_types_are_named() -> None:
 
 @pytest.mark.parametrize("views", [2, MANY])
 def test_in_a_cuda_graph(views: int) -> None:
-    """Captured on one scene, replayed on another: sizes travel in the graph, everything else is read anew."""
+    """Capture on one scene, replay on another: the graph holds sizes, and reads everything else again."""
     scene, other = random_scene(1000, views, seed=8).on("cuda"), random_scene(1000, views, seed=9).on("cuda")
     names = ("means", "quats", "scales", "opacities", "sh_dc", "sh_rest", "viewmats", "Ks")
     centers = torch.empty(views, 3, device="cuda")

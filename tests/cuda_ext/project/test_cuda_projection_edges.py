@@ -58,7 +58,7 @@ def test_edge_cases_are_those_of_the_cpu(case: str, antialiased: bool) -> None:
 @pytest.mark.parametrize("antialiased", [False, True])
 @pytest.mark.parametrize("case", EDGE_CASES)
 def test_rounding_hides_no_gradient(case: str, antialiased: bool) -> None:
-    """What the test above forgives is small against any gradient that is not zero; outputs' gradients are about 1."""
+    """The tolerance of the test above is far below any nonzero gradient; outputs' gradients are about 1."""
     scene = one_point(torch.float32, **EDGE_CASES[case])
     rows = scene.all_rows()
     _, gradients = projected(scene, rows, antialiased)

@@ -63,7 +63,7 @@ def test_forward_is_the_operators(antialiased: bool, depth: bool, degree: int) -
     assert rows.features.shape[1] == 3 + depth and (not depth or torch.equal(rows.features[:, 3], rows.depths))
 
 
-def test_overflow_keeps_the_first_rows_and_tells() -> None:
+def test_overflow_keeps_the_first_rows_and_is_reported() -> None:
     model = make_model()
     whole, part = model.forward(700), model.forward(50)
     assert int(part.count) == int(whole.count) > 50

@@ -150,7 +150,7 @@ def test_views_without_rows() -> None:
     assert [bool(v.any()) for v in v_viewmats] == [False, True, False]
 
 
-def test_no_kernels_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_error_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gsplat, "import_module", lambda name: SimpleNamespace(_C=None))
     with pytest.raises(cuda_ext.NativeBuildError, match="put `nvcc` on PATH"):
         _gsplat.gsplat_kernels()

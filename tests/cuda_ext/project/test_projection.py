@@ -97,8 +97,8 @@ def test_radii_hold_the_visible_ellipse(either: str) -> None:
         alive = radii[:, 0] > 0
         a, b, c = conics[alive].unbind(-1)
         det = a * c - b * b
-        reach = 2 * torch.log(255 * opacities[alive])
-        exact = torch.sqrt(reach[:, None].clamp_min(0) * torch.stack([c, a], -1) / det[:, None])
+        cutoff = 2 * torch.log(255 * opacities[alive])
+        exact = torch.sqrt(cutoff[:, None].clamp_min(0) * torch.stack([c, a], -1) / det[:, None])
         excess = radii[alive] - exact
         assert (excess >= 0).all() and (excess <= 2 + 1e-3 * exact).all()
         assert ((means2d + radii > 0) & (means2d - radii < 100))[alive].all()
@@ -117,8 +117,8 @@ def test_radii_hold_the_visible_ellipse(either: str) -> None:
         ({"opacities": [1.01 / 255]}, True),
         ({"opacities": [0.99 / 255]}, None),
         ({"opacities": [0.0]}, None),
-        ({"means": [[2.9, 0.0, 5.0]]}, False),  # beside the image
-        ({"means": [[2.6, 0.0, 5.0]]}, True),  # its border reaches in
+        ({"means": [[2.9, 0.0, 5.0]]}, False),  # outside of the image
+        ({"means": [[2.6, 0.0, 5.0]]}, True),  # its border overlaps the image
         ({"means": [[float("nan"), 0.0, 5.0]]}, False),
         ({"scales": [[0.0, 0.0, 0.0]]}, True),  # a speck: the blur alone
         ({"quats": [[0.0, 0.0, 2.0, 0.0]]}, True),  # any length

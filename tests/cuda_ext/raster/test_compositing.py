@@ -15,8 +15,8 @@ from tests.cuda_ext.splats import make_splats
 _CODE = r"""
 #include "common/compositing.h"
 using namespace nsmg;
-// For each of n splats (x, y, a, b, c, opacity): whether it may reach the box, and at how many pixel centres it counts.
-extern "C" void reach(const float* s, int n, const int* box, int* may, int* counts) {
+// For each of n splats (x, y, a, b, c, opacity): whether it may overlap the box, and the pixel centres that it covers.
+extern "C" void overlaps(const float* s, int n, const int* box, int* may, int* counts) {
   for (int i = 0; i < n; ++i, s += 6) {
     const ScaledSplat splat = scale_splat(s[0], s[1], s[2], s[3], s[4], s[5]);
     may[i] = overlaps_box(splat, box[0] + 0.5f, box[2] - 0.5f, box[1] + 0.5f, box[3] - 0.5f);
@@ -45,11 +45,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
-def _reach(library: ctypes.CDLL, splats: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+def _overlaps(library: ctypes.CDLL, splats: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     splats = splats.float().contiguous()
     may, counts = torch.zeros(len(splats), dtype=torch.int32), torch.zeros(len(splats), dtype=torch.int32)
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (splats, may, counts)]
-    library.reach(pointers[0], len(splats), (ctypes.c_int * 4)(*box), *pointers[1:])
+    library.overlaps(pointers[0], len(splats), (ctypes.c_int * 4)(*box), *pointers[1:])
     return may.bool(), counts
 
 
@@ -66,14 +66,14 @@ def test_no_splat_is_lost_and_few_are_kept_in_vain(
     means = splats.means2d + torch.tensor([x - 16, y - 8])
     means[::2] = (means[::2] * 2).round() / 2  # on pixels' centres and edges
     table = torch.cat([means, splats.conics, splats.row_opacities[:, None]], dim=1)
-    may, counts = _reach(library, table, (x, y, x + 8, y + 8))
+    may, counts = _overlaps(library, table, (x, y, x + 8, y + 8))
     assert bool(may[counts > 0].all())
     assert int((counts > 0).sum()) > 500 and bool((~may).any())
     if sizes[0] >= 0.5:  # thin ones pass between the centres
         assert int((may & (counts == 0)).sum()) < 0.1 * int((counts > 0).sum())
 
 
-def test_what_has_no_support_or_no_bounds(library: ctypes.CDLL) -> None:
+def test_splats_without_support_or_bounds(library: ctypes.CDLL) -> None:
     rows = [
         [4, 4, 1, 0, 1, 0.0],  # transparent
         [4, 4, 1, 0, 1, 0.0039],  # below 1/255
@@ -81,6 +81,6 @@ def test_what_has_no_support_or_no_bounds(library: ctypes.CDLL) -> None:
         [400, 4, 0.01, 0, -0.001, 0.5],  # a saddle, along whose other axis sigma < 0
         [400, 4, 0.0, 0, 0.0, 0.5],  # flat: counts everywhere
     ]
-    may, counts = _reach(library, torch.tensor(rows), (0, 0, 8, 8))
+    may, counts = _overlaps(library, torch.tensor(rows), (0, 0, 8, 8))
     assert may.tolist() == [False, False, False, True, True]
     assert counts.tolist() == [0, 0, 0, 0, 64]

@@ -107,7 +107,7 @@ def test_alpha_is_the_papers_indicator() -> None:
     assert shown > 10
 
 
-def test_what_shows_does_not_depend_on_depth_or_resolution() -> None:
+def test_image_is_independent_of_depth_and_resolution() -> None:
     """A convex twice as far and twice as large is the same picture; so is one of twice the pixels."""
     scene = make_scene(24, 1, grad=False)
     rows = project(scene)

@@ -22,7 +22,7 @@ from tests.cuda_ext.splats import Splats, assert_close_but_few, assert_gradient_
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]
 Lists = tuple[Tensor, Tensor]
 
-PIECES = (0, 0, 0, 19, 33, 0, 19, 0, 20, 33, 0, 20, 0, 47, 7, 0, 20, 7, 47, 33)  # as in test_rasterization.py
+PATCHES = (0, 0, 0, 19, 33, 0, 19, 0, 20, 33, 0, 20, 0, 47, 7, 0, 20, 7, 47, 33)  # as in test_rasterization.py
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def _compare(splats: Splats, lists: Lists | None = None, tolerance: float = 2e-5
         for actual, expected in zip(gradients[: 5 if absgrad else 4], gradients_, strict=False):
             assert bool(actual.isfinite().all())
             assert_gradient_close(actual.cpu(), expected, tolerance)
-            none = expected == 0  # rows that reach nothing: exactly zero, on CUDA up to threshold flips
+            none = expected == 0  # rows without overlap: exactly zero, on CUDA up to threshold flips
             assert (actual.cpu()[none] != 0).float().sum() <= differing * max(int(none.sum()), 1)
 
 
@@ -99,7 +99,7 @@ def test_other_tile_sizes(tile_size: int, channels: int) -> None:
 
 def test_several_views_and_patches() -> None:
     splats = make_splats(600, 47, 33, views=3, opacities=(0.02, 1.0))
-    _compare(splats.with_patches(2, 0, 0, 47, 33, *PIECES, 0, 5, 5, 5, 9, 1, 13, 2, 46, 32), tolerance=1e-4)
+    _compare(splats.with_patches(2, 0, 0, 47, 33, *PATCHES, 0, 5, 5, 5, 9, 1, 13, 2, 46, 32), tolerance=1e-4)
 
 
 def test_more_patches_than_one_launch_describes() -> None:
@@ -111,9 +111,9 @@ def test_more_patches_than_one_launch_describes() -> None:
 
 def test_patches_give_the_same_bits_as_the_whole() -> None:
     whole = make_splats(300, 47, 33, opacities=(0.02, 1.0))
-    ids = pixel_ids(PIECES, 47).cuda()
+    ids = pixel_ids(PATCHES, 47).cuda()
     results = []
-    for splats in (whole, whole.with_patches(*PIECES), replace(whole, tile_size=7)):
+    for splats in (whole, whole.with_patches(*PATCHES), replace(whole, tile_size=7)):
         results.append(_forward(splats, splats.intersect(), "cuda", torch.float32)[1])
     for k in (0, 1):
         assert torch.equal(results[1][k], results[0][k][ids]) and torch.equal(results[2][k], results[0][k])
@@ -159,7 +159,7 @@ def test_one_tile_with_a_hundred_thousand_splats() -> None:
 @pytest.mark.parametrize("channels", [3, 4])
 @pytest.mark.parametrize("opacities", [(0.004, 0.006), (0.004, 0.1)], ids=["open", "closing"])
 def test_lists_that_are_split(monkeypatch: pytest.MonkeyPatch, channels: int, opacities: tuple[float, float]) -> None:
-    """Some tiles have longer lists, and some shorter ones; the rounding alone may tell."""
+    """Some tiles have longer lists, and some shorter ones; only rounding may differ."""
     splats = make_splats(60_000, 90, 45, sizes=(0.3, 3.0), opacities=opacities, channels=channels)
     splats = replace(splats, means2d=splats.means2d * torch.rand(60_000, 1, generator=torch.Generator().manual_seed(3)))
     lists = splats.intersect()
@@ -211,8 +211,8 @@ def test_padding_behind_the_lists_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain[:3], with_padding[:3], strict=True))
 
 
-def test_room_for_the_lists_of_no_tiles() -> None:
-    """A rank that draws nothing of a step has room for lists, and no tiles. Nothing has written its state."""
+def test_list_capacity_without_tiles() -> None:
+    """A rank that draws nothing of a step has a capacity of lists, but no tiles. Its state is unwritten."""
     splats = replace(make_splats(500, 47, 33), patches=())
     lists = torch.zeros(1, dtype=torch.int32), torch.full((5_000,), -1, dtype=torch.int32)
     arguments, (out, alpha, last, state) = _forward(splats, lists, "cuda", torch.float32)
@@ -236,7 +236,7 @@ def test_into_two_sinks(system_scope: bool, channels: int, tile_size: int) -> No
     walk = (*arguments, alpha, last, state, out, v_out, v_alpha, True)
     expected = torch.ops.ns_multigpu.rasterize_backward(*walk)
     generator = torch.Generator().manual_seed(1)
-    owners = torch.randint(-1, 2, (500,), generator=generator).int()  # -1: nobody wants the row's gradient
+    owners = torch.randint(-1, 2, (500,), generator=generator).int()  # -1: no rank needs the row's gradient
     slots = torch.randperm(500, generator=generator).int()
     memories = [torch.full((500, 16), float(k + 1), device="cuda") for k in range(2)]
     sinks = torch.tensor([memory.data_ptr() for memory in memories], device="cuda")

@@ -49,8 +49,8 @@ def test_more_patches_than_one_launch_takes() -> None:
     _, cut = draw(scene, strips)
     _, pixels = draw(scene, [1, 0, 0, WIDTH, HEIGHT])
     for found, expected in zip(cut, pixels, strict=True):
-        pieces = found.view(HEIGHT, WIDTH, -1)  # a line's strips follow each other
-        assert torch.equal(pieces, expected.view(HEIGHT, WIDTH, -1))
+        pixels = found.view(HEIGHT, WIDTH, -1)  # a line's strips follow each other
+        assert torch.equal(pixels, expected.view(HEIGHT, WIDTH, -1))
 
 
 def test_more_views_than_one_launch_takes() -> None:

@@ -24,7 +24,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def one_tile(count: int, opacities: tuple[float, float], channels: int = 3, size: int = 16, seed: int = 0) -> Splats:
-    """Splats of which nearly all reach a picture of one tile, or of a few."""
+    """Splats of which nearly all overlap an image of one tile, or of a few."""
     return make_splats(count, size, 16, sizes=(0.5, 4.0), opacities=opacities, channels=channels, seed=seed)
 
 
@@ -79,7 +79,7 @@ def test_a_list_that_is_split(library: ctypes.CDLL, channels: int) -> None:
     assert int(lists[0][1]) > 4 * SEGMENT
     found, whole = compare(library, splats, SPLIT, mark_stops=True), compare(library, splats, NEVER, mark_stops=True)
     assert bool((found.last > int(lists[0][1]) - SEGMENT).all()) and torch.equal(found.last, whole.last)
-    assert not torch.equal(found.out, whole.out), "rounding tells that it was split"
+    assert not torch.equal(found.out, whole.out), "rounding differs because it was split"
     again = Emulated(library, splats, lists, SPLIT, mark_stops=True)
     assert torch.equal(found.out, again.out) and torch.equal(found.alpha, again.alpha), "whatever came first"
 
@@ -106,7 +106,8 @@ def test_pixels_that_close(library: ctypes.CDLL, opacities: list[tuple[int, floa
 
 
 def test_only_lists_above_the_length_are_split(library: ctypes.CDLL) -> None:
-    """Of a tile with exactly as many, and of one with one splat more; a third is short. Whose bits differ tells."""
+    """Of a tile with exactly as many, and of one with one splat more; a third is short. Different bits show which
+    list was split."""
     faint = one_tile(2 * SPLIT, (0.004, 0.006), size=48)
     counts = [SPLIT, SPLIT + 1, 300]
     by_tile = [torch.arange(0, n, dtype=torch.int32) for n in counts]
@@ -147,8 +148,8 @@ def test_state_before_each_chunk(library: ctypes.CDLL) -> None:
         assert torch.allclose(kept[before - 1, 1:] + start, plain[before - 1, 1:], atol=1e-5), before
 
 
-def test_offsets_that_are_no_offsets_write_nowhere_else(library: ctypes.CDLL) -> None:
-    """Lists that overlap have more segments than there is room for, and than there is room behind."""
+def test_invalid_offsets_write_in_bounds(library: ctypes.CDLL) -> None:
+    """Overlapping lists have more segments than the capacity, and than the capacity behind it."""
     splats = one_tile(SPLIT + 1, (0.3, 0.9)).with_patches(0, 0, 0, 16 * 80, 16 * 5)
     rows = torch.arange(SPLIT + 1, dtype=torch.int32)
     offsets = torch.tensor([0, len(rows)] * 200 + [0], dtype=torch.int32)

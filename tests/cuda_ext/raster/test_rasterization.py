@@ -23,7 +23,7 @@ BACKENDS = pytest.mark.parametrize("backend", [nullcontext, use_reference], ids=
 Backend = type[AbstractContextManager[None]]
 
 # Patches that tile a 47x33 view without a halo: odd origins, no side a multiple of 16, one of a single pixel column.
-PIECES = (0, 0, 0, 19, 33, 0, 19, 0, 20, 33, 0, 20, 0, 47, 7, 0, 20, 7, 47, 33)
+PATCHES = (0, 0, 0, 19, 33, 0, 19, 0, 20, 33, 0, 20, 0, 47, 7, 0, 20, 7, 47, 33)
 
 
 @BACKENDS
@@ -108,7 +108,7 @@ def test_probe_gets_the_sum_of_absolute_gradients_over_pixels(backend: Backend) 
 
 
 @BACKENDS
-def test_a_probe_changes_nothing_else(backend: Backend) -> None:
+def test_probe_changes_no_other_output(backend: Backend) -> None:
     splats = make_splats(100, 30, 20).leaves()
     with backend():
         with_probe = splats.render(torch.zeros(100, 2, requires_grad=True))
@@ -122,9 +122,9 @@ def test_a_probe_changes_nothing_else(backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_patches_give_the_whole_views_pixels_and_gradients(backend: Backend, dtype: torch.dtype) -> None:
     whole = make_splats(300, 47, 33, opacities=(0.02, 1.0), dtype=dtype)
-    pieces, ids = whole.with_patches(*PIECES), pixel_ids(PIECES, 47)
+    in_patches, ids = whole.with_patches(*PATCHES), pixel_ids(PATCHES, 47)
     assert sorted(ids.tolist()) == list(range(47 * 33))
-    leaves = [splats.leaves() for splats in (whole, pieces)]
+    leaves = [splats.leaves() for splats in (whole, in_patches)]
     probes = [torch.zeros(300, 2, dtype=dtype, requires_grad=True) for _ in leaves]
     with backend():
         (out, alpha, _), (cut_out, cut_alpha, _) = (s.render(p) for s, p in zip(leaves, probes, strict=True))
@@ -150,7 +150,7 @@ def test_a_patch_with_a_halo_shows_the_same_pixels() -> None:
 
 
 @BACKENDS
-def test_where_alpha_is_capped_only_features_learn(backend: Backend) -> None:
+def test_capped_alpha_has_feature_gradients_only(backend: Backend) -> None:
     splats = make_splats(1, 1, 1, dtype=torch.float64)
     splats = replace(splats, means2d=splats.means2d * 0 + 0.4, row_opacities=torch.full((1,), 0.9999).double())
     splats = replace(splats, conics=torch.tensor([[1e-3, 0.0, 1e-3]]).double())
@@ -242,7 +242,7 @@ def test_conics_that_are_not_positive_definite_follow_the_rule() -> None:
 @pytest.mark.parametrize("channels", [3, 4, 6])
 def test_cuda_equals_reference(channels: int) -> None:
     splats = make_splats(400, 47, 33, channels=channels, views=2, opacities=(0.02, 0.99)).to("cuda")
-    splats = splats.with_patches(1, 0, 0, 47, 33, *PIECES, 0, 5, 5, 5, 9)
+    splats = splats.with_patches(1, 0, 0, 47, 33, *PATCHES, 0, 5, 5, 5, 9)
     (out, alpha, last), gradients = backward(splats)
     _, rows = splats.intersect()
     with use_reference():

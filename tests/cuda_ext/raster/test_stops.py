@@ -1,4 +1,4 @@
-"""`rasterize` with `mark_stops`: the sign of alpha tells where drawing stopped, and nothing else changes."""
+"""`rasterize` with `mark_stops`: the sign of alpha marks where compositing stopped, and nothing else changes."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -51,7 +51,7 @@ def marked(splats: Splats, marks: bool, backend: type[AbstractContextManager[Non
 
 @BACKENDS
 @pytest.mark.parametrize("channels", [3, 2])
-def test_the_sign_tells_where_drawing_stopped(backend: type[AbstractContextManager[None]], channels: int) -> None:
+def test_sign_marks_the_stop_of_compositing(backend: type[AbstractContextManager[None]], channels: int) -> None:
     splats = dense(torch.float64, channels)
     found, plain = marked(splats, True, backend), marked(splats, False, backend)
     wanted = closed(splats)

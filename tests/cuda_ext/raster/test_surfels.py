@@ -33,20 +33,20 @@ def test_rows_are_gsplats() -> None:
     # Seen by gsplat's square of 3 sigma, and not drawn here: counted by its radius.
     counted = rows.radii[:, 0] < 0
     assert bool(counted.any()) and torch.equal(-rows.radii[counted, 0], radii[0][counted])
-    # Whatever gsplat sees is drawn here or counted, but for discs that reach the camera's plane.
+    # All splats of gsplat are drawn here or counted, except discs that touch the camera's plane.
     lost = (radii[0] > 0) & (rows.radii[:, 0] == 0)
-    reaches = (M[0, :, :2, 2].square().sum(-1) - depths[0].square()) >= -1e-6 * depths[0].square()
-    assert bool(reaches[2]) and not bool((lost & ~reaches).any())
+    overlapping = (M[0, :, :2, 2].square().sum(-1) - depths[0].square()) >= -1e-6 * depths[0].square()
+    assert bool(overlapping[2]) and not bool((lost & ~overlapping).any())
 
 
 def test_special_surfels_are_drawn_or_not() -> None:
     rows = project(make_scene(views=1, grad=False))
     assert {k for k in range(7) if int(rows.radii[k, 0]) > 0} == DRAWN
-    # A bound that reaches the camera's plane is the whole view.
+    # A bound that touches the camera's plane is the whole view.
     assert float(rows.means2d[3, 0] - rows.radii[3, 0]) < 0 and float(rows.means2d[3, 0] + rows.radii[3, 0]) > WIDTH
 
 
-def test_the_crossing_is_where_the_ray_meets_the_plane() -> None:
+def test_intersection_lies_on_the_ray_and_the_plane() -> None:
     """By the plane's equation in camera space, not by the transform."""
     scene = make_scene(60, 1, spread=0.8, seed=4, grad=False)
     rows = project(scene)
@@ -94,7 +94,7 @@ def test_a_pixel_does_not_depend_on_its_patch() -> None:
         assert torch.equal(found, cut)
 
 
-def test_distortion_and_median_are_what_they_say() -> None:
+def test_distortion_and_median_equal_their_definitions() -> None:
     scene = make_scene(30, 1, spread=0.7, grad=False)
     rows = project(scene)
     lists = box_lists(rows, scene.view_ids, whole(1))

@@ -33,7 +33,7 @@ def training_of(batch: int, **options: Any) -> Any:
     ids=["usual", "many changes", "mcmc", "flat"],
 )
 @pytest.mark.parametrize("batch", [1, 2, 7, 64])
-def test_a_block_goes_on_until_something_changes(batch: int, options: dict[str, Any]) -> None:
+def test_block_continues_until_an_event(batch: int, options: dict[str, Any]) -> None:
     training = training_of(batch, **options)
     fresh, densifier = Signatures(training._pipeline), training._model.densifier
     first, limits = 0, [1, 30, 41, 100, 333, STEPS]

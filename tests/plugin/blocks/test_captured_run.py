@@ -1,4 +1,4 @@
-"""A course whose steps come from graphs, as on a GPU, is to the bit the course whose steps are launched.
+"""A run of captured steps, as on a GPU, equals the run of launched steps bit for bit.
 
 Graphs are recorded (`tests.lib.recorded`): a replay runs the recorded operators on the memory that they had.
 So it shows if a step takes anything from the host that is not among its inputs.
@@ -18,15 +18,15 @@ from ns_multigpu.plugin.blocks.graphs import StepGraphs
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, Outcome, schedule
+from tests.lib.tile_training_run import MODEL, Outcome, train_model
 from tests.lib.training_run import POINTS, write_capture
-from tests.plugin.blocks.tried_steps import CAPACITY_FACTOR, begin_with_little_room, take_from_graphs
+from tests.plugin.blocks.tried_steps import SMALL_CAPACITY, start_with_small_capacity, take_from_graphs
 
 IMAGES = 84
 VIEWS = {False: 2, True: 3}
 """Of a step; where they are cut, one is by two ranks."""
 # Refinements from image 16 on, an opacity reset at 48, another resolution from 24, harmonics every 12. Adam's eps is so
-# small that steps are put off.
+# small that steps are deferred.
 OPTIONS: dict[str, Any] = {
     "fused_steps": "always", MODEL + "warmup_length": 4, MODEL + "refine_every": 8, MODEL + "reset_alpha_every": 6,
     MODEL + "sh_degree_interval": 12, MODEL + "densify_grad_thresh": 0.001, MODEL + "cull_alpha_thresh": 0.06,
@@ -37,23 +37,23 @@ OPTIONS: dict[str, Any] = {
 
 
 def both(world: World, capture: Path, runs: Path, tile: bool) -> list[dict[str, Any]]:
-    """Return the course as launched and from graphs; with each how many steps were taken in either way and again, and
-    how many plans there were."""
+    """Return the launched run and the captured run, each with its numbers of launched, replayed and retried steps, and
+    of plans."""
     return [_go(world, capture, runs / name, tile, name == "captured") for name in ("launched", "captured")]
 
 
 def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> dict[str, Any]:
-    seen: dict[str, Any] = {"launched": 0, "replayed": 0, "full": 0, "put off": 0, "plans": set()}
+    seen: dict[str, Any] = {"launched": 0, "replayed": 0, "full": 0, "deferred": 0, "plans": set()}
     learn, flush = Training._learn, training.Step.flush
     take, launched, replayed = StepGraphs.take, StepGraphs._as_it_comes, StepGraphs._replay
 
-    def measured_work(self: Training, status: Status, *again: Any) -> None:
+    def recorded(self: Training, status: Status, *again: Any) -> None:
         seen["full"] += status.full
         learn(self, status, *again)
 
     def flushed(self: Any) -> None:
         lazy = self._model.lazy
-        seen["put off"] += int((lazy.last < lazy.steps).sum())
+        seen["deferred"] += int((lazy.last < lazy.steps).sum())
         flush(self)
 
     def counted(kind: str, usual: Any) -> Any:
@@ -70,16 +70,16 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         take_from_graphs(patch, captured)
-        begin_with_little_room(patch)
-        patch.setattr(initial_capacity, "rows_needed", lambda *_: pairs_of(CAPACITY_FACTOR[1], world.size))
-        patch.setattr(Training, "_learn", measured_work)
+        start_with_small_capacity(patch)
+        patch.setattr(initial_capacity, "rows_needed", lambda *_: pairs_of(SMALL_CAPACITY[1], world.size))
+        patch.setattr(Training, "_learn", recorded)
         patch.setattr(training.Step, "flush", flushed)
         patch.setattr(StepGraphs, "take", planned)
         patch.setattr(StepGraphs, "_as_it_comes", counted("launched", launched))
         patch.setattr(StepGraphs, "_replay", counted("replayed", replayed))
         views = VIEWS[tile] if tile else VIEWS[tile] // world.size
         steps = IMAGES // VIEWS[tile]
-        outcome: Outcome = schedule(world, tile, capture, runs, OPTIONS, steps, views, double=False)
+        outcome: Outcome = train_model(world, tile, capture, runs, OPTIONS, steps, views, double=False)
     return {**outcome, **seen, "plans": len(seen["plans"])}
 
 
@@ -88,12 +88,12 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
 def test_replayed_steps_are_the_launched_ones(ranks: int, tile: bool, tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False, taller=24 if tile else 0)
     for launched, captured in run_ranks(both, ranks, tmp_path / "capture", tmp_path / "runs", tile):
-        print({k: (launched[k], captured[k]) for k in ("launched", "replayed", "full", "put off", "plans", "points")})
+        print({k: (launched[k], captured[k]) for k in ("launched", "replayed", "full", "deferred", "plans", "points")})
         assert launched["replayed"] == 0 and captured["replayed"] > IMAGES // VIEWS[tile] // 2, "half of them"
         assert launched["launched"] == captured["launched"] + captured["replayed"]
-        assert launched["launched"] > IMAGES // VIEWS[tile], "some were taken again"
+        assert launched["launched"] > IMAGES // VIEWS[tile], "some were retried"
         assert launched["full"] == captured["full"] > 1, "capacities must have been exceeded, and not at first alone"
-        assert launched["put off"] == captured["put off"] > 0
+        assert launched["deferred"] == captured["deferred"] > 0
         assert launched["plans"] == captured["plans"]
         counts = [count for _, count in captured["points"]]
         assert captured["points"] == launched["points"] and len({POINTS * (1 if tile else ranks), *counts}) > 2

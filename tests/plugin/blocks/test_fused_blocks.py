@@ -110,23 +110,23 @@ def test_blocks_that_log_write_and_no_others(
     _, events = run({})
     assert len(blocks) > 7, "of which most do not log"
     logged = [0, 20, 40, STEPS - 1]
-    assert sorted(events.seen) == [*logged, STEPS], "and how long it took, which nerfstudio tells of the step after"
+    assert sorted(events.seen) == [*logged, STEPS], "and its duration, which nerfstudio logs with the next step"
     ends = [sum(blocks[: k + 1]) - 1 for k in range(len(blocks))]
     behind = dict(zip(ends, [*ends[1:], ends[-1]], strict=True))
     assert all(events.trainer_steps[step] == behind[step] for step in logged), "while the device takes the next block"
     for step in logged:
-        told = events.seen[step]
-        assert next(iter(told)) == TIME, "the terminal goes by the first, and has its columns in this order"
-        assert told[TIME] == paces[step] and told[ETA] == pytest.approx((STEPS - step) * paces[step])
-        assert ("Train Loss" in told and "Step" in told) and (RAYS in told) == (step > 1)
+        scalars = events.seen[step]
+        assert next(iter(scalars)) == TIME, "the terminal goes by the first, and has its columns in this order"
+        assert scalars[TIME] == paces[step] and scalars[ETA] == pytest.approx((STEPS - step) * paces[step])
+        assert ("Train Loss" in scalars and "Step" in scalars) and (RAYS in scalars) == (step > 1)
         if step > 1:
-            assert told[RAYS] == pytest.approx(PIXELS / paces[step])
+            assert scalars[RAYS] == pytest.approx(PIXELS / paces[step])
     said = capsys.readouterr().out
     assert all(f"step {step} of {STEPS} ({100 * step / STEPS:.0f} %), " in said for step in (0, 20, 40))
     assert "(13 %)" not in said, "8 of 60: a block that does not log"
 
 
-def test_looks_and_logs_come_while_the_device_is_busy(
+def test_checks_and_logs_run_while_the_device_is_busy(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But a look that is for a checkpoint, which must not hold NaN; and what follows the last block."""
@@ -160,7 +160,7 @@ def test_looks_and_logs_come_while_the_device_is_busy(
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_nothing_is_decided_ahead_of_steps_that_were_put_off(
+def test_no_refinement_is_prefetched_while_steps_are_deferred(
     run: Callable[..., tuple[DistributedTrainer, Events]], waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Points that wait for a step are not what they will be."""
@@ -172,14 +172,14 @@ def test_nothing_is_decided_ahead_of_steps_that_were_put_off(
     assert bool(asked) == (not waits)
 
 
-def test_what_evaluation_finds_is_written_at_once(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
+def test_evaluation_results_are_written_at_once(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
     _, events = run({"vis": "tensorboard", "steps_per_eval_image": 15})
     for step in (15, 30, 45):
         assert "Eval Images Metrics" in events.seen[step] and events.trainer_steps[step] == step
     assert TIME in events.seen[40] and TIME not in events.seen[48]
 
 
-def test_what_waits_from_the_start_goes_out_with_the_first_block(
+def test_early_scalars_are_written_with_the_first_block(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """As in a run that is resumed: nerfstudio prints a line then, and it is to have its columns."""
@@ -189,15 +189,15 @@ def test_what_waits_from_the_start_goes_out_with_the_first_block(
     assert f"step 16 of {STEPS} (27 %)" in capsys.readouterr().out
 
 
-def test_images_are_there_at_the_resolution_of_the_first_step_before_the_clock_starts(
+def test_images_of_the_first_step_are_loaded_before_timing(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[object] = []
-    load, restart = DeviceImages.load, ProgressLog.restart_clock
+    copy_images, restart = DeviceImages.load, ProgressLog.restart_clock
 
     def brought(self: DeviceImages, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
         happened.append((factor, tuple(shrink(torch.zeros(24, 32, 3)).shape)))
-        load(self, factor, shrink)
+        copy_images(self, factor, shrink)
 
     def restarted(self: ProgressLog, step: int) -> None:
         happened.append("clock")
@@ -214,7 +214,7 @@ def test_images_are_there_at_the_resolution_of_the_first_step_before_the_clock_s
     assert happened[:2] == [(2, (12, 16, 3)), "clock"]
 
 
-def test_what_is_rehearsed_is_waited_for_before_the_first_step(
+def test_warm_up_ends_before_the_first_step(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened, usual = list[object](), Training.run
@@ -233,10 +233,10 @@ def test_what_is_rehearsed_is_waited_for_before_the_first_step(
     assert happened == [(True, 1), "done", "steps"]
 
 
-def test_a_refinement_that_finds_room_leaves_the_step_and_its_adam(
+def test_refinement_within_storage_keeps_the_step_and_adam(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where points lie elsewhere, or were more than there was room for, both are made anew."""
+    """Both are rebuilt if points have moved in memory or exceeded the storage."""
     made, after = list[object](), list[tuple[bool, bool, int]]()
     plain, refine = Training._made, Training.refine
 
@@ -258,11 +258,11 @@ def test_a_refinement_that_finds_room_leaves_the_step_and_its_adam(
         "pipeline.model.stop_split_at": 1000, "pipeline.model.sh_degree_interval": 1000,
     }  # fmt: skip
     trainer, _ = run(eager)
-    stayed = [adam for adam, room, _ in after if room]
+    stayed = [adam for adam, fits, _ in after if fits]
     assert len(stayed) >= 3 and all(stayed), after
     assert len({points for _, _, points in after}) > 2, "the model changes"
     assert trainer.pipeline.model.num_points != after[0][2]
-    assert len(made) < len(after), "steps are not made anew for each"
+    assert len(made) < len(after), "steps are not rebuilt for each"
 
 
 def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:
@@ -276,7 +276,7 @@ def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:
     assert training._adam is None
 
 
-def test_a_viewer_is_told_how_fast_it_goes_after_each_block(
+def test_viewer_gets_the_training_rate_after_each_block(
     run: Callable[..., tuple[DistributedTrainer, Events]],
 ) -> None:
     _, events = run(
@@ -285,13 +285,13 @@ def test_a_viewer_is_told_how_fast_it_goes_after_each_block(
     assert all(RAYS in events.seen[step] for step in range(8, STEPS, 8))
 
 
-def test_a_run_that_ends_between_logs_says_where(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
+def test_run_that_ends_between_logs_writes_its_last_step(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
     trainer, _ = run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: step <= 30))
     assert trainer.step == writer.GLOBAL_BUFFER["step"] == 32
 
 
 @pytest.mark.parametrize("what", ["loss", "parameter"])
-def test_nan_is_found_at_the_next_look_and_named(
+def test_nan_is_named_at_the_next_check(
     run: Callable[..., tuple[DistributedTrainer, Events]], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, views, ends = Training.run, dict[int, int](), list[int]()
@@ -327,7 +327,7 @@ def test_nan_is_found_at_the_next_look_and_named(
     ],
 )
 @pytest.mark.parametrize("training", ["fused", "ordinary"])
-def test_absgrad_is_computed_where_somebody_reads_it(
+def test_absgrad_is_computed_only_if_it_is_used(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch, training: str,
     options: dict[str, Any], expected: list[bool],
 ) -> None:  # fmt: skip

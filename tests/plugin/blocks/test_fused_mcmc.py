@@ -15,13 +15,13 @@ from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, Outcome, furthest, schedule
+from tests.lib.tile_training_run import MODEL, Outcome, furthest, train_model
 from tests.lib.training_run import POINTS, follow, write_capture
 
 pytestmark = pytest.mark.slow
 
 IMAGES, VIEWS, AWAY = 48, 2, 2e-3
-# Picks are made by sums of opacities in units of 2^-24, so that rounding draws others: at first nobody is picked.
+# Picks are made by sums of opacities in units of 2^-24, so rounding changes the draws: at first no point is picked.
 STILL = {
     MODEL + "densifier": "mcmc", MODEL + "max_gaussians": POINTS, MODEL + "mcmc_min_opacity": 1e-5,
     MODEL + "noise_lr": 1e5, MODEL + "warmup_length": 4, MODEL + "refine_every": 8, MODEL + "sh_degree_interval": 12,
@@ -34,7 +34,7 @@ GROWING = {MODEL + "max_gaussians": 70, MODEL + "mcmc_min_opacity": 0.095}
 def train(world: World, folder: Path, name: str, *, tile: bool = False, fused: str = "always", **more: Any) -> Outcome:
     options = {**STILL, "fused_steps": fused, **{MODEL + k: v for k, v in more.items()}}
     views = VIEWS if tile else VIEWS // world.size
-    return schedule(world, tile, folder / "capture", folder / name, options, IMAGES // VIEWS, views, double=False)
+    return train_model(world, tile, folder / "capture", folder / name, options, IMAGES // VIEWS, views, double=False)
 
 
 def train_both(world: World, folder: Path) -> dict[bool, Outcome]:
@@ -58,7 +58,7 @@ def ordinary(folder: Path) -> Outcome:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_course_of_ordinary_steps(ranks: int, folder: Path, ordinary: Outcome) -> None:
+def test_fused_run_equals_autograd_steps(ranks: int, folder: Path, ordinary: Outcome) -> None:
     for outcomes in run_ranks(train_both, ranks, folder):
         assert outcomes.keys() == ({True, False} if VIEWS % ranks == 0 else {True})
         for tile, found in outcomes.items():
@@ -75,18 +75,18 @@ def test_each_part_matters(option: str, folder: Path, ordinary: Outcome) -> None
 
 
 @pytest.mark.parametrize("tile", [False, True])
-def test_noise_comes_once_where_a_step_is_taken_again(
+def test_noise_is_added_once_if_a_step_is_retried(
     tile: bool, folder: Path, ordinary: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(InitialCapacity, "_guess", lambda self, pixels: (16, 16, 64))
     again: list[bool] = []
     learn = Training._learn
 
-    def told(self: Any, status: Any, *feeds: Any) -> None:
+    def recorded(self: Any, status: Any, *feeds: Any) -> None:
         again.append(status.full)
         learn(self, status, *feeds)
 
-    monkeypatch.setattr(Training, "_learn", told)
+    monkeypatch.setattr(Training, "_learn", recorded)
     found = train(World.single(), folder, f"small-{tile}", tile=tile)
     assert any(again), "a capacity must have been exceeded"
     away = furthest(found, ordinary)
@@ -94,14 +94,14 @@ def test_noise_comes_once_where_a_step_is_taken_again(
 
 
 @pytest.mark.parametrize("tile", [False, True])
-def test_a_block_that_is_taken_again_relocates_once(tile: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relocations are ordered before it is known whether their block was taken. To the bit as with room enough."""
+def test_retried_block_relocates_once(tile: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relocations start before their block is known to be valid. Results equal those of large capacities bitwise."""
     options: dict[str, Any] = {"mcmc_min_opacity": GROWING[MODEL + "mcmc_min_opacity"], "mcmc_picks": "both"}
     enough = train(World.single(), folder, f"enough-{tile}", tile=tile, **options)
     learn, again = StepCapacities.learn, list[bool]()
 
     def forgets(self: StepCapacities, needed: Any, full: bool, images: int) -> None:
-        """Each block begins with hardly any room."""
+        """Start each block with small capacities."""
         learn(self, needed, full, images)
         again.append(full)
         if not full:
@@ -117,7 +117,7 @@ def test_a_block_that_is_taken_again_relocates_once(tile: bool, folder: Path, mo
 
 @pytest.mark.parametrize("tile", [False, True])
 def test_relocation_and_growth(tile: bool, folder: Path) -> None:
-    """Who is picked differs by rounding; how many there are, and what they look like, does not."""
+    """Rounding changes which points are picked, but not their number or their statistics."""
     go = partial(train, World.single(), folder, **{name[len(MODEL) :]: value for name, value in GROWING.items()})
     expected, found = go(f"never-{tile}", fused="never"), go(f"always-{tile}", tile=tile)
     counts = [count for _, count in expected["points"]]
@@ -127,7 +127,7 @@ def test_relocation_and_growth(tile: bool, folder: Path) -> None:
 
 
 def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any]:
-    """What has been counted by the end of a course without refinements, of this rank's Gaussians."""
+    """Return the statistics of this rank's Gaussians at the end of a run without refinements."""
     options = {
         **STILL, MODEL + "morton_order": True, MODEL + "mcmc_picks": "gradient", MODEL + "refine_every": 1000,
         "fused_steps": fused,
@@ -142,7 +142,7 @@ def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any
 
 
 @pytest.mark.parametrize("tile", [False, True])
-def test_gradients_that_say_what_is_picked_are_those_of_ordinary_steps(tile: bool, folder: Path) -> None:
+def test_picking_gradients_equal_those_of_autograd_steps(tile: bool, folder: Path) -> None:
     """On one rank, and as the sum over two, or side by side where each has a part."""
     expected = sums_of("never", World.single(), folder, tile)
     assert set(expected) == {"grad2d", "count"} and float(expected["grad2d"].sum()) > 0
@@ -159,7 +159,7 @@ def test_gradients_that_say_what_is_picked_are_those_of_ordinary_steps(tile: boo
 def test_a_refinement_that_adds_none_leaves_the_step(
     tile: bool, spared: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a model that has no room to spare, but for the one at image 40, which makes the order anew."""
+    """The model has no spare storage, except at image 40, where points are sorted again."""
     monkeypatch.setattr(point_storage, "MOST_SPARED", spared)
     made, usual = list[int](), Training._made
 

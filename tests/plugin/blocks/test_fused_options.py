@@ -221,10 +221,10 @@ def test_an_option_of_fused_steps_is_refused_wherever_they_are_not(
     assert asked(run) == (True, "Steps are fused.")
 
 
-def test_what_is_asked_for() -> None:
+def test_requested_options_are_applied() -> None:
     assert asked(make_run("always")) == (True, "Steps are fused.")
     assert asked(make_run("never")) == (False, "Steps are not fused: --fused-steps never.")
-    assert asked(make_run("auto")) == (False, ""), "on a CPU nobody gains by it"
+    assert asked(make_run("auto")) == (False, ""), "no gain on a CPU"
 
 
 def test_without_compiled_operators_they_are_not() -> None:
@@ -263,8 +263,8 @@ def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_steps_of_mcmc_are_never_put_off(noise: bool) -> None:
-    """Where others begin to be, once steps on a GPU draw little of the model."""
+def test_steps_of_mcmc_are_never_deferred(noise: bool) -> None:
+    """Other densifiers defer steps when steps on a GPU draw little of the model."""
     run = make_run()
     run.pipeline.model.total_points = 1000
     training = object.__new__(Training)
@@ -328,7 +328,7 @@ def test_a_run_that_logs_nothing_has_blocks_to_its_end() -> None:
     ("name", "value"),
     [("transport", "peer"), ("tile_lists", "sort")],
 )
-def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value: object) -> None:
+def test_options_of_sharded_fused_steps_are_refused_without_them(name: str, value: object) -> None:
     run = make_run()
     usual = {"tile_lists": "gather", "transport": "collective", "wire": "full"}
     run.pipeline.config = SimpleNamespace(**usual)
@@ -359,7 +359,7 @@ def test_half_a_wire_is_for_shards_fused_or_not() -> None:
             check_wishes(run.pipeline, fused=fused)
 
 
-def test_half_a_wire_is_refused_where_nothing_goes_through_one() -> None:
+def test_half_wire_is_refused_without_exchange() -> None:
     run = make_run()
     run.pipeline.model.sharded = True
     run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", wire="half")
@@ -377,7 +377,7 @@ def test_each_strategy_of_ours_has_a_fused_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("leg", ["rows", "pixels", "gradients"])
-def test_a_strategy_of_other_legs_takes_ordinary_steps(leg: str) -> None:
+def test_strategy_with_other_legs_uses_autograd_steps(leg: str) -> None:
     """It would silently train as one that it only resembles."""
     run = make_run()
     of_tile = STRATEGIES["tile"](World.single())

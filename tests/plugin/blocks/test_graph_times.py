@@ -1,4 +1,4 @@
-"""What a graph exchanges within itself is the exchange's time, though the graph as a whole is the computation's."""
+"""Exchanges within a graph count as exchange time, and the rest of the graph as computation."""
 
 import time
 from typing import Any
@@ -50,7 +50,7 @@ def test_exchanges_in_graphs_are_counted_for_each_replay(collective: bool, sleep
     assert len(sleeps) >= 5 * 2 * 2
     before = dict(timer._seconds)
     graphs.count_exchanges()
-    assert timer._seconds == before, "the device has still to tell"
+    assert timer._seconds == before, "the device's times are pending"
     graphs.count_exchanges()
     assert timer._seconds["exchange"] == pytest.approx(before["exchange"] + 5 * 2 * 2e-3)
     assert timer._seconds["compute"] == pytest.approx(before["compute"] - 5 * 2 * 2e-3)
@@ -65,7 +65,7 @@ def test_exchanges_in_graphs_are_counted_for_each_replay(collective: bool, sleep
     assert timer._seconds["exchange"] == pytest.approx(after + 2 * 2 * 2e-3), "of other graphs, too"
 
 
-def test_graphs_that_exchange_nothing_leave_the_times_alone() -> None:
+def test_graphs_without_exchange_do_not_change_the_times() -> None:
     timer = StepTimer(torch.device("cpu"))
     graphs = StepGraphs(timer, lambda: None, RecordedPool())
     steps(graphs, torch.zeros(1), 4, exchanges=0)

@@ -38,7 +38,7 @@ def test_they_are_those_of_one_camera_after_another(times: bool, monkeypatch: py
         assert np.array_equal(numbers, torch.cat([wanted.viewmat.flatten(), wanted.K.flatten()]).numpy())
 
 
-def test_a_step_is_told_from_the_one_before_it_by_the_size_of_images() -> None:
+def test_image_size_distinguishes_a_step_from_its_predecessor() -> None:
     options = SimpleNamespace(
         sh_degree_interval=10, sh_degree=3, num_downscales=2, resolution_schedule=8, depth_loss=0.0,
         depth_loss_start=0, primitive="3dgs",

@@ -1,4 +1,4 @@
-"""The room that a run's first steps have, beside what such a step then needs."""
+"""Capacities of a run's first steps, compared with the demand of such steps."""
 
 from dataclasses import replace
 from functools import partial
@@ -19,17 +19,17 @@ from strategies.locality import locality
 from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
-from tests.strategies.test_law_steps import CAPACITY_FACTOR, LANDSCAPE, POINTS, fill, made
+from tests.strategies.test_law_steps import CAPACITIES, LANDSCAPE, POINTS, fill, made
 from tests.strategies.test_needs import target_of
 
 VIEWS = 3
 KIND = "gaussians, antialiased, absgrad"
 
 
-def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
-    """What two steps needed; what was counted before them, with room for all rows and for half as many."""
+def counted(machines: int, world: World, forwarding: bool) -> dict[str, Any]:
+    """Return the demand of two steps, and the counts before them with capacity for all rows and for half of them."""
     world = on_machines(world, machines)
-    spread = locality(world, LocalityOptions(relays=relays))
+    spread = locality(world, LocalityOptions(relays=forwarding))
     kind: Any = PRIMITIVES[KIND]()
     views = make_views(2 * VIEWS, torch.float32, world.device, LANDSCAPE)
     batches = [views[:VIEWS], views[VIEWS:]]
@@ -39,18 +39,18 @@ def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     kernels: Any = replace(kind, depth=False).kernels()
     model = kernels.model(params, moments, {}, None)
-    handing = Relays.of(world) if relays else None
+    handing = Relays.of(world) if forwarding else None
     one, all_rows, few = (
         rows_needed(kernels, model, spread, some, rows, handing)
         for some, rows in ((batches[:1], 2048), (batches, 2048), (batches, 64))
     )
     guess = InitialCapacity(_run(spread, len(held)), world, _buffers(world, handing))
     assert guess.due(None)
-    room = guess.capacities(None, views[0], batches, lambda: model, kernels)
-    assert not guess.due(room), "once is enough"
+    capacities = guess.capacities(None, views[0], batches, lambda: model, kernels)
+    assert not guess.due(capacities), "once is enough"
     spread.placement._placings += 1  # type: ignore[attr-defined]
-    assert guess.due(room), "points are elsewhere"
-    redistributed = guess.capacities((7, room[1], 9), views[0], batches[:1], lambda: model, kernels)
+    assert guess.due(capacities), "points have moved"
+    redistributed = guess.capacities((7, capacities[1], 9), views[0], batches[:1], lambda: model, kernels)
     blind = guess.capacities(None, views[0], [], lambda: model, kernels)
     step = made(spread, kind, batches[0], params, moments, {}, False)
     needed = []
@@ -61,8 +61,8 @@ def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
         status = step.status()
         assert status.done == 1
         needed.append(all_gather_counts(status.segments, world))
-    rooms = {"room": room, "anew": redistributed, "blind": blind}
-    return {"needed": needed, "counted": (one, all_rows, few), "rows": status.rows, **rooms}
+    all_capacities = {"room": capacities, "anew": redistributed, "blind": blind}
+    return {"needed": needed, "counted": (one, all_rows, few), "rows": status.rows, **all_capacities}
 
 
 def _run(spread: Any, points: int) -> Any:
@@ -70,22 +70,22 @@ def _run(spread: Any, points: int) -> Any:
     return SimpleNamespace(strategy=spread, batch_size=VIEWS, model=model)
 
 
-def _buffers(world: World, relays: Relays | None, one_for_all: bool = False) -> Any:
-    numbers = relays.numbers if relays else 0
+def _buffers(world: World, forwarding: Relays | None, one_for_all: bool = False) -> Any:
+    numbers = forwarding.numbers if forwarding else 0
     return SimpleNamespace(
-        relays=relays, one_for_all=one_for_all, pairs=lambda segment: pairs_of(segment, world.size, numbers)
+        relays=forwarding, one_for_all=one_for_all, pairs=lambda segment: pairs_of(segment, world.size, numbers)
     )
 
 
-@pytest.mark.parametrize(("ranks", "machines", "relays"), [(4, 2, True), (4, 2, False)])
-def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, relays: bool) -> None:
-    found = run_ranks(partial(counted, machines), ranks, relays)
+@pytest.mark.parametrize(("ranks", "machines", "forwarding"), [(4, 2, True), (4, 2, False)])
+def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, forwarding: bool) -> None:
+    found = run_ranks(partial(counted, machines), ranks, forwarding)
     first, second = found[0]["needed"]
     both = tuple(tuple(map(max, *of_rank)) for of_rank in zip(first, second, strict=True))
     one, all_rows, few = found[0]["counted"]
     assert one == first != second and all_rows == both, "the most of any batch, and of each kind of rows"
     assert sum(map(sum, both)) > 200 and found[0]["rows"] > 64
-    # Where there are more rows than room to count them, what was seen stands for the others.
+    # If rows exceed the capacity of counting, the counted rows are extrapolated.
     assert 0.9 * sum(map(sum, both)) < sum(map(sum, few)) < 1.1 * sum(map(sum, both))
     for outcome in found:
         assert outcome["counted"] == found[0]["counted"], "all ranks know the same"
@@ -93,11 +93,11 @@ def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, relay
         assert pairs == tuple(tuple(map(padded, of_rank)) for of_rank in both)
         assert outcome["anew"] == (7, tuple(tuple(map(padded, of_rank)) for of_rank in first), 9)
         blind, numbers = outcome["blind"], len(both[0])
-        assert blind == (rows, pairs_of(rows, ranks, numbers), intersections), "nobody knows what comes: all of them"
-    assert CAPACITY_FACTOR["segment"] >= max(map(max, both))
+        assert blind == (rows, pairs_of(rows, ranks, numbers), intersections), "unknown views: all rows"
+    assert CAPACITIES["segment"] >= max(map(max, both))
 
 
-def test_nothing_is_counted_where_only_what_is_written_travels() -> None:
+def test_no_count_if_only_written_rows_are_exchanged() -> None:
     """Through peer memory, or where rows stay."""
     world = replace(World.single(), size=2, local_size=2)
     for spread, one_for_all in ((locality(world), True), (locality(World.single()), False)):
@@ -109,10 +109,10 @@ def test_nothing_is_counted_where_only_what_is_written_travels() -> None:
         assert pairs == pairs_of(rows if one_for_all else padded(0), spread.world.size)
 
 
-def test_what_was_needed_before_a_placement_says_nothing_of_later_steps() -> None:
-    room = StepCapacities(10)
-    room.begin((1024, pairs_of(90_000, 2), 1024))
-    room.learn((10, pairs_of(80_000, 2), 10), False, 300)
-    room.begin((1024, pairs_of(90_000, 2), 1024))
-    room.learn((10, pairs_of(10, 2), 10), False, 300)
-    assert room.now is not None and room.now[1] == pairs_of(padded(10) + padded(10) // 8, 2)
+def test_demand_before_a_placement_is_discarded() -> None:
+    capacities = StepCapacities(10)
+    capacities.begin((1024, pairs_of(90_000, 2), 1024))
+    capacities.learn((10, pairs_of(80_000, 2), 10), False, 300)
+    capacities.begin((1024, pairs_of(90_000, 2), 1024))
+    capacities.learn((10, pairs_of(10, 2), 10), False, 300)
+    assert capacities.now is not None and capacities.now[1] == pairs_of(padded(10) + padded(10) // 8, 2)

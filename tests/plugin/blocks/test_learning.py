@@ -1,4 +1,4 @@
-"""What an assignment learns in fused steps is all there when a block is over."""
+"""The assignment has the demand of all fused steps at the end of a block."""
 
 from pathlib import Path
 

@@ -75,7 +75,7 @@ class Model:
         self.sums(len(kept))
 
     def take_in_place(self, kept: Tensor) -> None:
-        """The same refinement, by what leaves points where they have room."""
+        """Refine within the spare storage of points."""
         gather_points(
             self.params, dict(zip(ORDER, self.optimizers, strict=True)), IndexMap(kept, len(kept), torch.empty(0, 3))
         )
@@ -108,13 +108,13 @@ def a_step(points: PointStorage) -> Step:
     return step
 
 
-def schedule(spare: bool, device: str = "cpu", *, graphs: bool = False) -> tuple[dict[str, Tensor], list[bool]]:
+def train(spare: bool, device: str = "cpu", *, graphs: bool = False) -> tuple[dict[str, Tensor], list[bool]]:
     """Step with refinements between them, in graphs or not; and whether each time the step of before could stay."""
-    return _course(spare, device, graphs)[:2]
+    return _train(spare, device, graphs)[:2]
 
 
-def _course(spare: bool, device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], int]:
-    """As `schedule`; and how often a step was begun, to be launched or captured."""
+def _train(spare: bool, device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], int]:
+    """As `train`; and how often a step was begun, to be launched or captured."""
     with pytest.MonkeyPatch.context() as patch:
         if not spare:
             patch.setattr(point_storage, "MOST_SPARED", 0)
@@ -149,20 +149,20 @@ def _steps(device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], 
     return model.values(), stayed, len(begun)
 
 
-def test_the_same_course_with_and_without_room() -> None:
-    """Bit for bit, also with moments of points that are gone in the room behind those that are left."""
-    with_room, stayed = schedule(spare=True)
-    without, never = schedule(spare=False)
+def test_run_is_bitwise_the_same_with_and_without_spare_storage() -> None:
+    """Runs are equal bit for bit, also with moments of removed points in the spare storage."""
+    with_spare, stayed = train(spare=True)
+    without, never = train(spare=False)
     assert stayed == [False, True, True, True, False, False]
     assert never == [False] * 6
-    assert with_room.keys() == without.keys()
-    for name, value in with_room.items():
+    assert with_spare.keys() == without.keys()
+    for name, value in with_spare.items():
         assert torch.equal(value, without[name]), name
-    assert with_room["grad2d"].sum() > 0
+    assert with_spare["grad2d"].sum() > 0
 
 
 def test_a_refinement_in_place_leaves_the_step_and_its_adam() -> None:
-    """The same course, bit for bit, where nothing is brought back: all has stayed, and is as `hold` leaves it."""
+    """The run is the same bit for bit without copying back: all tensors are as `hold` leaves them."""
     model, points = Model(200), PointStorage()
     plan, targets = Plan.of([[Patch.whole(0, VIEW)]]), [torch.full((24, 32, 3), 0.5)]
     graphs = StepGraphs(StepTimer(torch.device("cpu")), lambda: None, None)
@@ -182,12 +182,12 @@ def test_a_refinement_in_place_leaves_the_step_and_its_adam() -> None:
             step.scalars.copy_(torch.tensor(adam.count()))
             graphs.take(plan, lambda step=step: step.parts(plan, targets))
     assert stayed == [False, True, True, True, False, False]
-    expected, _ = schedule(spare=True)
+    expected, _ = train(spare=True)
     for name, value in model.values().items():
         assert torch.equal(value, expected[name]), name
 
 
-def test_what_has_moved_is_noticed() -> None:
+def test_moved_tensors_are_detected() -> None:
     def moment(model: Model) -> None:
         state = model.optimizers[1].state[model.params["quats"]]
         state["exp_avg_sq"] = state["exp_avg_sq"].clone()
@@ -211,16 +211,16 @@ def test_what_has_moved_is_noticed() -> None:
         model, points = Model(200), PointStorage()
         _, adam = model.held(points)
         assert points.follows(model.params, adam, model.state, 200)
-        assert not points.follows(model.params, adam, model.state, 2000), "the longest shard has no room"
+        assert not points.follows(model.params, adam, model.state, 2000), "the longest shard exceeds its storage"
         change(model)
         assert not points.follows(model.params, adam, model.state, 200), change.__name__
 
 
 def test_graphs_that_are_recorded_outlast_refinements() -> None:
     """Bit for bit what steps do that are launched."""
-    expected, _ = schedule(spare=False)
+    expected, _ = train(spare=False)
     for spare, steps in ((True, 3), (False, 6)):
-        found, _, begun = _course(spare, "cpu", True)
+        found, _, begun = _train(spare, "cpu", True)
         assert begun == 2 * steps, "each step that was made was launched once, and captured once"
         for name, value in found.items():
             assert torch.equal(value, expected[name]), name
@@ -229,16 +229,16 @@ def test_graphs_that_are_recorded_outlast_refinements() -> None:
 @pytest.mark.gpu
 def test_graphs_outlast_refinements() -> None:
     """On a GPU the graph that was captured before a refinement does what one does that was captured after it."""
-    with_room, stayed = schedule(spare=True, device="cuda", graphs=True)
-    without, _ = schedule(spare=False, device="cuda", graphs=True)
+    with_spare, stayed = train(spare=True, device="cuda", graphs=True)
+    without, _ = train(spare=False, device="cuda", graphs=True)
     assert stayed == [False, True, True, True, False, False]
-    for name, value in with_room.items():  # the kernels add in an order of their own
+    for name, value in with_spare.items():  # the kernels add in an order of their own
         assert torch.allclose(value, without[name], rtol=1e-3, atol=1e-3 * float(without[name].abs().max())), name
     start = Model(200, "cuda").values()["means"][:90]
-    assert (with_room["means"] - start).abs().max() > 1e-2
+    assert (with_spare["means"] - start).abs().max() > 1e-2
 
 
-def test_tensors_stay_the_model_s_own() -> None:
+def test_tensors_remain_those_of_the_model() -> None:
     model, points = Model(50), PointStorage()
     AdamStep(model.optimizers, with_grads=False)  # makes the moments
     before = model.values()
@@ -252,7 +252,7 @@ def test_tensors_stay_the_model_s_own() -> None:
     assert model.state["scene_scale"] == 1.0
 
 
-def test_larger_models_get_room_where_there_is_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_models_get_spare_storage_if_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_storage, "MOST_SPARED", 50)
     points = PointStorage(cap=190)
     model = Model(180)
@@ -264,7 +264,7 @@ def test_larger_models_get_room_where_there_is_a_cap(monkeypatch: pytest.MonkeyP
     assert not free.keeps(180) and free.rows == 180
 
 
-def test_large_models_get_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_get_no_spare_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_storage, "MOST_SPARED", 100)
     model, points = Model(90), PointStorage()
     model.held(points)
@@ -278,8 +278,8 @@ def test_large_models_get_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(points.params[name].data_ptr() == model.params[name].data_ptr() for name in ORDER)
 
 
-def test_a_model_that_outgrows_its_room_is_never_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was too small goes first, and then each tensor as soon as its values are in the new one."""
+def test_growth_beyond_storage_never_doubles_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exceeded storage is freed first, and then each tensor after its values were copied."""
     model, points = Model(200), PointStorage()
     AdamStep(model.optimizers, with_grads=False)
     model.held(points)
@@ -292,12 +292,12 @@ def test_a_model_that_outgrows_its_room_is_never_there_twice(monkeypatch: pytest
         for x in (model.params[name], adam.exp_avgs[place], adam.exp_avg_sqs[place])
     ]
     gone: list[int] = []
-    with_room = point_storage._with_capacity
+    with_spare = point_storage._with_capacity
 
     def counted(x: Tensor, rows: int) -> Tensor:
         assert all(one.expired() for one in too_small)
         gone.append(sum(one.expired() for one in each))
-        return with_room(x, rows)
+        return with_spare(x, rows)
 
     monkeypatch.setattr(point_storage, "_with_capacity", counted)
     assert not points.has_capacity(500)
@@ -307,7 +307,7 @@ def test_a_model_that_outgrows_its_room_is_never_there_twice(monkeypatch: pytest
     assert all(torch.equal(value, before[name]) for name, value in model.values().items())
 
 
-def test_there_is_no_room_for_more_points_than_there_will_be() -> None:
+def test_storage_is_limited_by_the_cap() -> None:
     assert [point_storage.capacity_for(count, 1000) for count in (100, 490, 790, 1000, 1001)] == [
         256,
         1024,
@@ -327,15 +327,15 @@ def test_there_is_no_room_for_more_points_than_there_will_be() -> None:
     ("count", "rows", "least"), [(500, 1024, 342), (40_000, 72_768, 24_256), (400_000, 500_032, 250_016)]
 )
 def test_small_models_soon_have_twice_as_many_points(count: int, rows: int, least: int) -> None:
-    """Or 32,768 more; large ones a quarter more. Room is given up where far fewer are left."""
+    """Storage has 32,768 spare rows, of large models a quarter. It is released if far fewer points remain."""
     assert point_storage.capacity_for(count) == rows
     points = PointStorage()
     points.params, points._has_capacity = {"means": torch.zeros(rows, 0)}, True
     assert points.has_capacity(least) and not points.has_capacity(least - 1)
 
 
-def test_ranks_with_shards_of_different_lengths_make_their_steps_anew_together() -> None:
-    """All have the room of the longest shard, and ask whether it suffices for the longest."""
+def test_ranks_with_unequal_shards_rebuild_steps_together() -> None:
+    """All ranks have the storage of the longest shard, and check that it suffices for the longest."""
     shards, storages = [Model(50), Model(200)], [PointStorage(), PointStorage()]
     for counts, stays in (
         ((50, 200), False),
@@ -374,7 +374,7 @@ def test_other_sums_or_other_moments_are_another_step() -> None:
     assert points.moments["means"][0].dtype == torch.bfloat16
 
 
-def test_a_checkpoint_has_no_room_in_it(tmp_path: Path) -> None:
+def test_checkpoint_contains_no_spare_storage(tmp_path: Path) -> None:
     whole = torch.full((1000, 3), torch.nan)
     whole[:10] = 1.0
     save_file(tmp_path / "a", {"means": whole[:10], "more": {"opacities": [whole[:10, 0]]}, "step": 3})

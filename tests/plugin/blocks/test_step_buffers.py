@@ -1,4 +1,4 @@
-"""What outlives a step made redistributed: what rows travel through, and the room for images that graphs read."""
+"""Buffers that outlive a rebuilt step: the transport of rows, and the images that graphs read."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def make_buffers(strategy: str, **options: Any) -> StepBuffers:
 
 @pytest.mark.parametrize(("strategy", "kind"), [("tile", CollectiveRows), ("batch", ReplicatedRows)])
 def test_a_transport_serves_as_long_as_its_sizes_do(strategy: str, kind: type) -> None:
-    """Ranks have to meet for another, so it is not made anew for harmonics, or what MCMC weighs its terms with."""
+    """A new one needs a rendezvous, so it is kept for other harmonics and other weights of MCMC's terms."""
     buffers = make_buffers(strategy)
     first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert type(first) is kind
@@ -69,8 +69,8 @@ class OwnMemory:
         return self._bytes[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
-def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it has room, and not far too much. Models grow, and all ranks have to meet for another."""
+def test_replica_memory_is_reused_for_steps_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reused while its capacity suffices and is not far too large. A new one needs a rendezvous."""
     monkeypatch.setattr(replicated_rows, "PeerBuffer", OwnMemory)
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
     OwnMemory.made = 0
@@ -92,7 +92,7 @@ def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.Mon
     assert at((1 << 20) + 1) is not large, "of which three quarters would lie idle"
 
 
-def test_what_travels_with_its_room_has_none_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_messages_have_no_spare_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_buffers("batch").spared() == {"rows": False, "pairs": False}
     assert make_buffers("tile").spared() == {"rows": True, "pairs": False}
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
@@ -103,8 +103,8 @@ def test_what_travels_with_its_room_has_none_to_spare(monkeypatch: pytest.Monkey
     assert StepBuffers(alone, World.single()).spared()["rows"]
 
 
-def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
-    """Before a refinement, and before room is asked for the next step's, of which they are a part."""
+def test_buffers_of_local_rows_are_released_with_the_step() -> None:
+    """They are released before a refinement, and before memory of the next step is checked."""
     for strategy, stays in (("tile", True), ("batch", False)):
         buffers = make_buffers(strategy)
         first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
@@ -113,7 +113,7 @@ def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
 
 
 @pytest.mark.parametrize("peer", [False, True])
-def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
+def test_bytes_written_to_peers_are_counted(peer: bool) -> None:
     """Rows there, and their gradients back, 64 bytes each. Collectives count for themselves."""
     buffers = make_buffers("tile")
     if peer:
@@ -132,41 +132,41 @@ def test_replicas_write_to_each_other_where_gpus_can(name: Any, monkeypatch: pyt
     monkeypatch.setattr(step_buffers, "make_transport", lambda *_, peer, **__: peer)
     buffers = make_buffers("batch", transport="auto")
     assert buffers.tells is buffers.transport(SETTINGS, GaussianKernels(degree=0)) is (name == "peer")
-    assert not buffers.peer, "no rows travel"
+    assert not buffers.peer, "no rows are exchanged"
 
 
-def test_what_replicas_write_to_each_other_is_counted() -> None:
+def test_bytes_written_to_replicas_are_counted() -> None:
     """The rows that there are, in each step, and a message. Ranks meet in its `return`, where there is no collective to
     be measured."""
     buffers = make_buffers("batch")
-    buffers._transport = told = PeerReplicas.__new__(PeerReplicas)
-    told.world, told._line_bytes = World(0, 3, 0, 3, torch.device("cpu")), 76
-    told._messages = torch.zeros(3, 125, dtype=torch.int64)
+    buffers._transport = replicas = PeerReplicas.__new__(PeerReplicas)
+    replicas.world, replicas._line_bytes = World(0, 3, 0, 3, torch.device("cpu")), 76
+    replicas._messages = torch.zeros(3, 125, dtype=torch.int64)
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=3, rows=9, segments=(2, 5), intersections=30, full=False, sent=0))
     assert buffers._world.traffic.sent - before == 3 * 2 * (1000 + 9 * 76)
     buffers.tells = True
     assert [part for part in ("project", "send", "return") if buffers.exchanges_in(part)] == ["return"]
     buffers.forget()
-    assert buffers._transport is told, "ranks have to meet for another"
+    assert buffers._transport is replicas, "ranks have to meet for another"
 
 
-def test_room_is_asked_for_rows_that_arrive() -> None:
-    """A segment from each rank, of 60 bytes a row at least; where rows stay there is nothing to arrive."""
+def test_capacity_is_checked_for_received_rows() -> None:
+    """Each rank sends a segment of at least 60 bytes a row; local rows need none."""
     small, large = (bytes_of_step((1024, pairs_of(size, 4), 4096), 3072, 4, travels=True) for size in (512, 1024))
     assert large - small >= 4 * 512 * 60
     alone = bytes_of_step((1024, pairs_of(512, 1), 4096), 3072, 1, travels=False)
     assert alone == bytes_of_step((1024, pairs_of(9999, 1), 4096), 3072, 1, travels=False)
 
 
-def test_room_is_asked_for_the_rank_that_most_rows_arrive_at() -> None:
+def test_capacity_is_checked_for_the_rank_that_receives_most_rows() -> None:
     uneven = ((1000, 10, 10), (2000, 0, 30), (3000, 40, 0))
     crowded = tuple((2000, 0, 0) for _ in range(3))  # as many in all, at rank 0
     asked = [bytes_of_step((1024, pairs, 4096), 3072, 3, travels=True) for pairs in (uneven, crowded)]
     assert asked[0] == asked[1] > bytes_of_step((1024, pairs_of(1999, 3), 4096), 3072, 3, travels=True)
 
 
-def test_images_lie_where_graphs_read_them() -> None:
+def test_images_are_at_the_addresses_of_graphs() -> None:
     view = View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height)
     image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
     patches = [Patch(0, 0, 0, 32, 16, 16), Patch(1, 0, 16, 32, 48, 16), Patch.whole(2, view)]
@@ -183,10 +183,10 @@ def test_images_lie_where_graphs_read_them() -> None:
             assert new.is_contiguous() and torch.equal(new, image[y0:y1, x0:x1] + 1)
             assert (old.data_ptr() == new.data_ptr()) == captures
     buffers.make_pictures(SETTINGS, torch.uint8)
-    assert buffers.targets(parts, patches, views)[2].data_ptr() == again[2].data_ptr(), "a step made anew finds them"
+    assert buffers.targets(parts, patches, views)[2].data_ptr() == again[2].data_ptr(), "a rebuilt step reuses them"
 
 
-def test_there_is_room_for_the_patches_of_locality() -> None:
+def test_capacity_suffices_for_the_patches_of_locality() -> None:
     """Several patches of a view on one rank, with halos all around."""
     buffers = make_buffers("locality")
     buffers.captures, buffers._world = True, replace(World.single(), size=2)
@@ -207,7 +207,7 @@ def test_lists_by_a_sort_want_bands() -> None:
         make_buffers("locality", tile_lists="sort")
 
 
-def test_what_graphs_cannot_hold_is_launched() -> None:
+def test_steps_that_graphs_cannot_capture_are_launched() -> None:
     assert not make_buffers("tile").captures, "on a CPU"
     gpu = replace(World.single(), device=torch.device("cuda", 0))
     config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
@@ -221,7 +221,7 @@ def test_what_graphs_cannot_hold_is_launched() -> None:
 
 @pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])
 def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one rank nothing goes on a wire, and nobody has to mind."""
+    """With one rank nothing is sent, and no option is refused."""
     choice = TransportChoice("peer" if peer else "collective", "said so")
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, **__: choice)
     world = replace(World.single(), size=ranks)
@@ -236,34 +236,34 @@ def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("strategy", "reach", "options", "handed"),
+    ("strategy", "peer_access", "options", "forwarded"),
     [
         ("tile", True, {}, True), ("tile", False, {}, False), ("locality", False, {}, True),
         ("tile", True, {"tile_lists": "sort"}, False), ("batch", True, {}, False),
     ],
 )  # fmt: skip
-def test_which_rows_are_handed_on(
-    strategy: str, reach: bool, options: dict[str, str], handed: bool, monkeypatch: pytest.MonkeyPatch
+def test_rows_of_locality_are_forwarded(
+    strategy: str, peer_access: bool, options: dict[str, str], forwarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of `locality`; and others where there is peer memory to do it with: it changes the order of sums."""
     names = {True: "mixed", False: "collective"}
     monkeypatch.setattr(
-        step_buffers, "choose_transport", lambda *_, relayed: TransportChoice(names[reach and relayed], "said so")
+        step_buffers, "choose_transport", lambda *_, relayed: TransportChoice(names[peer_access and relayed], "said so")
     )
     world = replace(World.single(), size=4, local_size=2)
     config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
     vars(config).update(options)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
-    assert buffers.relays == (Relays(2, 2) if handed else None)
-    if handed or strategy == "tile":
-        numbers = 8 if handed else 4
-        made = buffers.transport(replace(SETTINGS, segment=16), GaussianKernels(degree=0)) if not reach else None
-        assert made is None or ((type(made) is RelayedRows) == handed and len(made.capacities) == numbers)
+    assert buffers.relays == (Relays(2, 2) if forwarded else None)
+    if forwarded or strategy == "tile":
+        numbers = 8 if forwarded else 4
+        made = buffers.transport(replace(SETTINGS, segment=16), GaussianKernels(degree=0)) if not peer_access else None
+        assert made is None or ((type(made) is RelayedRows) == forwarded and len(made.capacities) == numbers)
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are handed on, and all that ranks count has room; what peers pass each other is counted as it leaves."""
+def test_half_wire_between_machines_works_with_peer_memory(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are forwarded, all counted pairs have a capacity, and bytes between peers are counted by the sender."""
     wanted: list[bool] = []
 
     def choose(*_: Any, relayed: bool) -> TransportChoice:
@@ -276,16 +276,19 @@ def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monk
     wire = "half" if half else "full"
     config = SimpleNamespace(transport="auto", tile_lists="gather", wire=wire)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
-    relays = Relays(2, 2)
-    assert wanted == [True] and buffers.relays == relays
-    assert not buffers.peer and not buffers.one_for_all, "each pair has its own room"
+    hierarchy = Relays(2, 2)
+    assert wanted == [True] and buffers.relays == hierarchy
+    assert not buffers.peer and not buffers.one_for_all, "each pair has its own capacity"
     assert buffers.pairs(7) == pairs_of(7, 4, 8)
     # On rank 2: 2 of its own, and from rank 3; 70 from machine 0, of which its counterpart there is rank 0.
-    arrive = {2: {relays.inside(0): 2, relays.handed(0, 0): 70}, 3: {relays.inside(0): 5, relays.handed(0, 0): 9}}
-    table = tuple(tuple(arrive.get(rank, {}).get(k, 0) for k in range(8)) for rank in range(4))
-    with_relays = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, relays=relays)
+    received = {
+        2: {hierarchy.inside(0): 2, hierarchy.handed(0, 0): 70},
+        3: {hierarchy.inside(0): 5, hierarchy.handed(0, 0): 9},
+    }
+    table = tuple(tuple(received.get(rank, {}).get(k, 0) for k in range(8)) for rank in range(4))
+    with_forwarding = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, relays=hierarchy)
     direct = tuple(tuple((2, 5, 70, 9)[rank] if to == 2 else 0 for to in range(4)) for rank in range(4))
-    assert with_relays == bytes_of_step((1024, direct, 4096), 3072, 4, travels=True)
+    assert with_forwarding == bytes_of_step((1024, direct, 4096), 3072, 4, travels=True)
     made: Any = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert made.peer and made.half == half
     assert RelayedRows.written_bytes(object.__new__(RelayedRows), 1, 9, 7) == 0

@@ -1,4 +1,4 @@
-"""`StepCapacities`: room for what views of one capture need, which differ widely, without taking steps twice."""
+"""`StepCapacities`: capacities for views of very different demand, with few retried steps."""
 
 from itertools import product
 
@@ -17,154 +17,158 @@ def three(rows: int, segment: int, intersections: int) -> Capacities:
 
 
 def taken_again(needs: list[int], views: int) -> tuple[int, StepCapacities]:
-    """Blocks of `BLOCK` steps, each of one image: how many of them met a view that there was no room for."""
-    room, failures = StepCapacities(views), 0
-    room.begin(three(padded(1000), padded(500), padded(2000)))
+    """Return the number of blocks of `BLOCK` steps of one image in which a view exceeded the capacities."""
+    capacities, failures = StepCapacities(views), 0
+    capacities.begin(three(padded(1000), padded(500), padded(2000)))
     for start in range(0, len(needs), BLOCK):
         block = needs[start : start + BLOCK]
         while True:
-            assert room.now is not None
-            fitting = next((k for k, need in enumerate(block) if need > room.now[0]), len(block))
+            assert capacities.now is not None
+            fitting = next((k for k, need in enumerate(block) if need > capacities.now[0]), len(block))
             seen = block[: fitting + 1]
-            room.learn(three(max(seen), max(seen) // 2, 2 * max(seen)), fitting < len(block), fitting)
+            capacities.learn(three(max(seen), max(seen) // 2, 2 * max(seen)), fitting < len(block), fitting)
             if fitting == len(block):
                 break
             failures += 1
             block = block[fitting:]
-    return failures, room
+    return failures, capacities
 
 
 def test_a_rare_large_view_costs_one_step_and_not_one_an_epoch() -> None:
     epoch = [20_000] * 99 + [400_000]
-    failures, room = taken_again(epoch * 60, views=100)
+    failures, capacities = taken_again(epoch * 60, views=100)
     assert failures <= 3
-    assert room.now is not None and room.now[0] >= 400_000
+    assert capacities.now is not None and capacities.now[0] >= 400_000
 
 
 @pytest.mark.parametrize("views", [40, 2000])
-def test_room_that_no_view_needs_is_given_up_once_all_have_been_seen(views: int) -> None:
+def test_unused_capacity_is_released_once_all_views_were_seen(views: int) -> None:
     needs = [400_000] * BLOCK + [40_000] * (2 * max(views, 500))
-    failures, room = taken_again(needs, views)
+    failures, capacities = taken_again(needs, views)
     assert failures <= 3
-    assert room.now is not None and 40_000 <= room.now[0] < 100_000
+    assert capacities.now is not None and 40_000 <= capacities.now[0] < 100_000
     _, early = taken_again(needs[: 10 * BLOCK], views)
     assert early.now is not None and early.now[0] >= 400_000
 
 
-def test_a_first_guess_far_too_large_goes_at_once() -> None:
-    room = StepCapacities(1000)
-    room.begin(three(padded(4_000_000), padded(4_000_000), padded(8_000_000)))
-    room.learn(three(30_000, 15_000, 60_000), False, BLOCK)
-    assert room.now is not None
-    rows, pairs, intersections = room.now
+def test_oversized_initial_capacity_shrinks_at_once() -> None:
+    capacities = StepCapacities(1000)
+    capacities.begin(three(padded(4_000_000), padded(4_000_000), padded(8_000_000)))
+    capacities.learn(three(30_000, 15_000, 60_000), False, BLOCK)
+    assert capacities.now is not None
+    rows, pairs, intersections = capacities.now
     assert max(rows, most_of(pairs), intersections) < 100_000
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_full_capacity_grows_whatever_was_needed_before(which: int) -> None:
+def test_exceeded_capacity_grows_independent_of_earlier_demand(which: int) -> None:
     """And the others stay as they are."""
-    room = StepCapacities(10)
+    capacities = StepCapacities(10)
     begun, needed = [4096, 5120, 6144], [1000, 1500, 3000]
     needed[which] = 10_000
-    room.begin(three(*begun))
-    room.learn(three(*needed), True, 0)
-    assert room.now is not None
-    (rows, pairs, intersections), expected = room.now, list(three(*begun))
+    capacities.begin(three(*begun))
+    capacities.learn(three(*needed), True, 0)
+    assert capacities.now is not None
+    (rows, pairs, intersections), expected = capacities.now, list(three(*begun))
     assert (rows, most_of(pairs), intersections)[which] >= 20_000 and pairs == alike(pairs)
-    expected[which] = room.now[which]
-    assert room.now == tuple(expected)
+    expected[which] = capacities.now[which]
+    assert capacities.now == tuple(expected)
 
 
 def test_each_pair_has_what_it_needs_itself() -> None:
     """A matrix of very unequal pairs: one that is exceeded grows alone; one that is far too large shrinks alone."""
-    room = StepCapacities(10)
+    capacities = StepCapacities(10)
     begun = tuple(tuple(200_000 if a == b else 2048 * (1 + a + b) for b in range(3)) for a in range(3))
-    room.begin((4096, begun, 4096))
+    capacities.begin((4096, begun, 4096))
     needed = [[150_000 if a == b else 1000 for b in range(3)] for a in range(3)]
     needed[2][0] = 50_000
-    room.learn((3000, tuple(map(tuple, needed)), 3000), True, 0)
-    assert room.now is not None
+    capacities.learn((3000, tuple(map(tuple, needed)), 3000), True, 0)
+    assert capacities.now is not None
     for a, b in product(range(3), repeat=2):
-        now = room.now[1][a][b]
+        now = capacities.now[1][a][b]
         assert now >= 100_000 if (a, b) == (2, 0) else now == begun[a][b]
     needed[2][0], needed[1][1] = 60_000, 10_000
     for _ in range(50):  # until all views have been seen, and no block that needed more is remembered
-        room.learn((3000, tuple(map(tuple, needed)), 3000), False, BLOCK)
-    assert room.now[0] == room.now[2] == 4096
+        capacities.learn((3000, tuple(map(tuple, needed)), 3000), False, BLOCK)
+    assert capacities.now[0] == capacities.now[2] == 4096
     for a, b in product(range(3), repeat=2):
-        now = room.now[1][a][b]
+        now = capacities.now[1][a][b]
         assert now < 20_000 if (a, b) == (1, 1) else now >= min(needed[a][b], begun[a][b])
-    assert room.now[1][0][0] == begun[0][0] and room.now[1][2][0] >= 60_000
+    assert capacities.now[1][0][0] == begun[0][0] and capacities.now[1][2][0] >= 60_000
 
 
-def test_where_segments_have_one_size_all_pairs_have_the_room_of_the_largest() -> None:
-    room = StepCapacities(10, one_for_all=True)
-    room.begin((4096, pairs_of(2048, 2), 4096))
-    room.learn((3000, ((500, 9000), (20, 1)), 3000), True, 0)
-    assert room.now is not None and room.now[1] == alike(room.now[1]) and most_of(room.now[1]) >= 18_000
+def test_equal_segments_have_the_capacity_of_the_largest_pair() -> None:
+    capacities = StepCapacities(10, one_for_all=True)
+    capacities.begin((4096, pairs_of(2048, 2), 4096))
+    capacities.learn((3000, ((500, 9000), (20, 1)), 3000), True, 0)
+    assert (
+        capacities.now is not None
+        and capacities.now[1] == alike(capacities.now[1])
+        and most_of(capacities.now[1]) >= 18_000
+    )
 
 
 def test_steps_that_wait_for_a_flush_change_nothing() -> None:
-    room = StepCapacities(10)
-    room.begin(three(10_240, 2048, 40_960))
-    room.learn(three(5000, 1500, 3000), True, 0)
-    assert room.now == three(10_240, 2048, 40_960)
+    capacities = StepCapacities(10)
+    capacities.begin(three(10_240, 2048, 40_960))
+    capacities.learn(three(5000, 1500, 3000), True, 0)
+    assert capacities.now == three(10_240, 2048, 40_960)
 
 
-def test_room_that_is_nearly_used_up_grows_where_steps_are_made_anew() -> None:
-    """Of rows and intersections, not of what travels with its room; and by bounds."""
-    room = StepCapacities(10)
-    room.spare()
-    assert room.now is None, "there is none yet"
-    room.begin(three(padded(10_000), padded(10_000), 9 * padded(20_000) // 8))
-    room.learn(three(10_000, 10_000, 20_000), False, BLOCK)
-    room.spare()
-    assert room.now == (2 * padded(10_000), pairs_of(padded(10_000), 2), 9 * padded(20_000) // 8)
-    room.spare(12, 12)
-    assert room.now[2] == padded(20_000) * 12 // 8 and room.now[1] == pairs_of(padded(10_000), 2)
-    room.spare(pairs=True)
-    assert room.now[1] == pairs_of(12 * padded(10_000) // 8, 2)
-    room.begin(three(padded(10_000), padded(10_000), padded(20_000)))
-    room.learn(three(10_000, 10_000, 20_000), False, BLOCK)
-    room.spare(rows=False)
-    assert room.now == (padded(10_000), pairs_of(padded(10_000), 2), 2 * padded(20_000))
-    room.begin(three(padded(8_000_000), 1024, 9 * padded(100) // 8))
-    room.learn(three(8_000_000, 10, 100), False, BLOCK)
-    room.spare()
-    assert room.now[0] == padded(8_000_000) + (1 << 20)
+def test_nearly_exhausted_capacity_grows_when_steps_are_rebuilt() -> None:
+    """Capacities of rows and intersections grow up to a bound; those of padded messages do not."""
+    capacities = StepCapacities(10)
+    capacities.spare()
+    assert capacities.now is None, "there is none yet"
+    capacities.begin(three(padded(10_000), padded(10_000), 9 * padded(20_000) // 8))
+    capacities.learn(three(10_000, 10_000, 20_000), False, BLOCK)
+    capacities.spare()
+    assert capacities.now == (2 * padded(10_000), pairs_of(padded(10_000), 2), 9 * padded(20_000) // 8)
+    capacities.spare(12, 12)
+    assert capacities.now[2] == padded(20_000) * 12 // 8 and capacities.now[1] == pairs_of(padded(10_000), 2)
+    capacities.spare(pairs=True)
+    assert capacities.now[1] == pairs_of(12 * padded(10_000) // 8, 2)
+    capacities.begin(three(padded(10_000), padded(10_000), padded(20_000)))
+    capacities.learn(three(10_000, 10_000, 20_000), False, BLOCK)
+    capacities.spare(rows=False)
+    assert capacities.now == (padded(10_000), pairs_of(padded(10_000), 2), 2 * padded(20_000))
+    capacities.begin(three(padded(8_000_000), 1024, 9 * padded(100) // 8))
+    capacities.learn(three(8_000_000, 10, 100), False, BLOCK)
+    capacities.spare()
+    assert capacities.now[0] == padded(8_000_000) + (1 << 20)
 
 
-def test_a_growing_model_takes_few_blocks_twice() -> None:
-    """A twentieth more after each block; every fifth makes steps anew, as there is room for a quarter more points."""
+def test_growing_model_retries_few_blocks() -> None:
+    """Demand grows by a twentieth per block. Every fifth block rebuilds steps, as storage has a quarter to spare."""
 
     def again(spares: bool) -> tuple[int, int]:
-        room, failures, need = StepCapacities(100), 0, 20_000.0
+        capacities, failures, need = StepCapacities(100), 0, 20_000.0
         made = set[Capacities]()
-        room.begin(three(padded(20_000), padded(10), padded(40_000)))
+        capacities.begin(three(padded(20_000), padded(10), padded(40_000)))
         for block in range(60):
-            assert room.now is not None
+            assert capacities.now is not None
             needed = three(int(need), 5, 2 * int(need))
-            full = needed[0] > room.now[0] or needed[2] > room.now[2]
+            full = needed[0] > capacities.now[0] or needed[2] > capacities.now[2]
             failures += full
-            room.learn(needed, full, 0 if full else BLOCK)
+            capacities.learn(needed, full, 0 if full else BLOCK)
             if spares and block % 5 == 4:
-                room.spare()
-            made.add(room.now)
+                capacities.spare()
+            made.add(capacities.now)
             need *= 1.05
         return failures, len(made)
 
     (without, _), (failures, made) = again(spares=False), again(spares=True)
     assert without >= 3 and failures == 0
-    assert made <= 8, "buffers that all GPUs reach take long to make: a model that grows 18 times as large has few"
+    assert made <= 8, "shared buffers are slow to make: a model that grows by a factor of 18 makes few"
 
 
-def test_there_is_a_least_room_of_rows_and_intersections() -> None:
-    room = StepCapacities(10, least=(5_000, 70_000))
-    assert room.now is None
-    room.begin(three(1024, 1024, 100_000))
-    assert room.now == (5_000, pairs_of(1024, 2), 100_000)
+def test_rows_and_intersections_have_a_minimum_capacity() -> None:
+    capacities = StepCapacities(10, least=(5_000, 70_000))
+    assert capacities.now is None
+    capacities.begin(three(1024, 1024, 100_000))
+    assert capacities.now == (5_000, pairs_of(1024, 2), 100_000)
     for _ in range(20):
-        room.learn(three(10, 10, 20), False, 2 * BLOCK)
-    assert room.now == (5_000, pairs_of(1024, 2), 70_000), "what is given up, too"
-    room.learn(three(6_000, 10, 20), True, BLOCK)
-    assert room.now[0] == 2 * padded(6_000)
+        capacities.learn(three(10, 10, 20), False, 2 * BLOCK)
+    assert capacities.now == (5_000, pairs_of(1024, 2), 70_000), "also when capacities shrink"
+    capacities.learn(three(6_000, 10, 20), True, BLOCK)
+    assert capacities.now[0] == 2 * padded(6_000)

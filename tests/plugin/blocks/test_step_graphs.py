@@ -19,10 +19,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Step:
-    """Notes what is called; its numbers show how often it ran on the device.
+    """Step that records its calls; its numbers count its runs on the device.
 
     Args:
-        notes: told of each part that is launched, and of each collective.
+        notes: called for each launched part and each collective.
         cuts: collectives, with a part before each and one behind them.
     """
 
@@ -53,12 +53,12 @@ class Step:
 
 
 class Pool(RecordedPool):
-    """Records, and says how much room there is.
+    """Pool that records, and reports given amounts of free memory.
 
     Attributes:
         family: this pool and those that took its place, in order.
         prepared, captured: how often it was made ready for the graphs of a step, and its graphs.
-        spare, full: what it answers.
+        spare, full: its answers.
     """
 
     def __init__(self, family: "list[Pool] | None" = None) -> None:
@@ -87,7 +87,7 @@ class Pool(RecordedPool):
 
     @property
     def alive(self) -> int:
-        """Graphs that somebody holds."""
+        """Return the graphs that are referenced."""
         return sum(graph() is not None for graph in self.captured)
 
 
@@ -149,7 +149,7 @@ def test_steps_are_replayed_until_they_change(device: str, cuts: int) -> None:
 
 @pytest.mark.parametrize("cuts", [0, CUT])
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_plan_has_a_chain_of_its_own(device: str, cuts: int) -> None:
+def test_each_plan_has_its_own_graphs(device: str, cuts: int) -> None:
     notes: list[str] = []
     graphs, _ = make_graphs(device, notes)
     step = Step(notes, cuts, device)
@@ -212,7 +212,7 @@ def test_several_steps_are_taken_where_no_graph_can_hold_them() -> None:
     assert pool.captured == [] and notes.count("computed") == 1 and notes.count("meets") == 3 * CUT
 
 
-def test_a_step_that_is_captured_is_taken_once() -> None:
+def test_captured_step_runs_once() -> None:
     """A capture runs nothing; and one that fails leaves the next step as it comes."""
     notes: list[str] = []
     graphs, _ = make_graphs("cpu", notes)
@@ -237,7 +237,7 @@ def test_a_step_that_is_captured_is_taken_once() -> None:
     ("free", "peak", "spare", "hoards"),
     [(9 << 30, 58, True, False), (9 << 30, 19, True, True), (3 << 30, 58, False, False)],
 )
-def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
+def test_graphs_need_memory_for_two_sets_of_buffers(
     free: int, peak: int, spare: bool, hoards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes as the allocator gives them; memory is hoarded that is three times what was ever in use (`peak`)."""
@@ -249,8 +249,8 @@ def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
     assert (pool.has_spare_capacity(), pool.hoards()) == (spare, hoards)
 
 
-def test_what_is_retired_goes_when_the_next_is_there() -> None:
-    """And its pool with it, only where that is full of what nobody uses, or there is no room for more."""
+def test_retired_graph_is_released_when_the_next_exists() -> None:
+    """Its pool is released only if it is full of unused blocks, or if memory is exhausted."""
     notes, first = list[str](), Pool()
     graphs, _ = make_graphs("cpu", notes, first)
     step = Step(notes, CUT)
@@ -277,7 +277,7 @@ def test_what_is_retired_goes_when_the_next_is_there() -> None:
     second.spare = False
     notes.clear()
     take(times=1)
-    assert "part 0" not in notes, "what is there needs no more room"
+    assert "part 0" not in notes, "captured parts need no more memory"
     take("other")
     assert second.alive == len(second.captured) == CUT + 1 and len(first.family) == 2
     graphs.forget()
@@ -287,7 +287,7 @@ def test_what_is_retired_goes_when_the_next_is_there() -> None:
     assert step.total.tolist() == [step.expected(runs)] * 3
 
 
-def test_graphs_of_plans_that_are_not_made_any_more_go() -> None:
+def test_graphs_of_obsolete_plans_are_released() -> None:
     notes, pool = list[str](), Pool()
     graphs, _ = make_graphs("cpu", notes, pool)
     step, captures, taken = Step(notes), list[int](), 0
@@ -310,7 +310,7 @@ def test_graphs_of_plans_that_are_not_made_any_more_go() -> None:
 
 
 @pytest.mark.gpu
-def test_pieces_that_fit_no_graph_any_more_are_given_back() -> None:
+def test_memory_blocks_too_small_for_graphs_are_released() -> None:
     """Steps that need a little more each time, as those of a growing model do."""
     graphs, _ = make_graphs("cuda", [])
 

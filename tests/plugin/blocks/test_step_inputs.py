@@ -16,7 +16,7 @@ from ns_multigpu.plugin.blocks.step_inputs import StepInputsMaker
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from tests.lib.training_run import follow, write_capture
-from tests.plugin.blocks.tried_steps import begin_with_little_room, take_from_graphs
+from tests.plugin.blocks.tried_steps import start_with_small_capacity, take_from_graphs
 
 OPTIONS = {
     "fused_steps": "always",
@@ -28,7 +28,7 @@ OPTIONS = {
 }
 
 
-def schedule(
+def train(
     folder: Path,
     together: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -37,12 +37,12 @@ def schedule(
     captured: bool = False,
     tight: bool = False,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Step of two views: the model, and what the host did, D to draw a step and T to take it. F is a look at the
-    device behind a block that lacked room from some step on, and the number of that.
+    """Train with steps of two views. Return the model and the host's actions: D draws a step, T takes it. F reads the
+    device's status after a block that exceeded its capacity, with the number of that step.
 
     Args:
         captured: take steps from graphs, which are recorded here, and several at once if one was replayed twice.
-        tight: there is room for what steps needed so far, and no more.
+        tight: capacities are the demand so far, without spare.
     """
     done: list[str] = []
     draw, take, learn = StepInputsMaker.draw, Training._take, Training._learn
@@ -56,7 +56,7 @@ def schedule(
         done.append(f"T{feeds[0].step}" + (f"-{feeds[0].step + count - 1}" if count > 1 else ""))
         return count
 
-    def measured_work(self: Training, status: Status) -> None:
+    def recorded(self: Training, status: Status) -> None:
         done.extend(["F"] if status.full else [])
         learn(self, status)
 
@@ -70,10 +70,10 @@ def schedule(
             take_from_graphs(patched)
             patched.setattr(graphs, "WORTH_SEVERAL", 2)
         if tight:
-            begin_with_little_room(patched)
+            start_with_small_capacity(patched)
             patched.setattr(StepCapacities, "spare", lambda *args, **spared: None)
             patched.setattr(StepCapacities, "learn", fitted)
-        patched.setattr(Training, "_learn", measured_work)
+        patched.setattr(Training, "_learn", recorded)
         patched.setattr(step_inputs, "TOGETHER", together)
         patched.setattr(StepInputsMaker, "draw", drawn)
         patched.setattr(Training, "_take", taken)
@@ -82,12 +82,10 @@ def schedule(
     return {name: value.detach().clone() for name, value in trainer.pipeline.model.gauss_params.items()}, done
 
 
-def test_steps_that_are_drawn_together_are_those_that_are_drawn_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_drawn_together_equal_steps_drawn_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
-    alone, usual = schedule(tmp_path, 1, monkeypatch)
-    together, done = schedule(tmp_path, 3, monkeypatch)
+    alone, usual = train(tmp_path, 1, monkeypatch)
+    together, done = train(tmp_path, 3, monkeypatch)
     assert usual == [word for step in range(15) for word in (f"D{step}", f"T{step}")]
     assert done == [
         *("D0", "T0"),  # a block of one step, for the log
@@ -99,12 +97,10 @@ def test_steps_that_are_drawn_together_are_those_that_are_drawn_alone(
     assert alone.keys() == together.keys() and all(torch.equal(alone[name], together[name]) for name in alone)
 
 
-def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_launched_together_equal_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
-    alone, usual = schedule(tmp_path, 1, monkeypatch, steps=17, captured=True)
-    at_once, done = schedule(tmp_path, 3, monkeypatch, steps=17, captured=True)
+    alone, usual = train(tmp_path, 1, monkeypatch, steps=17, captured=True)
+    at_once, done = train(tmp_path, 3, monkeypatch, steps=17, captured=True)
     assert usual == [word for step in range(17) for word in (f"D{step}", f"T{step}")]
     assert done == [
         *("D0", "T0"),  # it is launched
@@ -117,13 +113,13 @@ def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
     assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
 
 
-def test_steps_of_a_graph_that_lack_room_are_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_steps_beyond_capacity_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     # All steps look at one view but the second of a graph of three, whose view meets more tiles.
     views = lambda self, step, size: [3 if step == 14 else 0] * size  # noqa: E731
     monkeypatch.setattr(DistributedDataManager, "train_batch", views)
-    alone, _ = schedule(tmp_path, 1, monkeypatch, steps=17)
-    at_once, done = schedule(tmp_path, 3, monkeypatch, steps=17, captured=True, tight=True)
+    alone, _ = train(tmp_path, 1, monkeypatch, steps=17)
+    at_once, done = train(tmp_path, 3, monkeypatch, steps=17, captured=True, tight=True)
     taken = done.index("T13-15")
     assert done[taken:] == ["T13-15", "D16", "T16", "F", "T14", "T15", "T16"], "13 has been taken, the others not"
     assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
@@ -134,17 +130,15 @@ def test_steps_of_a_graph_that_lack_room_are_taken_again(tmp_path: Path, monkeyp
     [({}, True), ({"noise": True}, False), ({"observed": True}, False), ({"shows": False}, False), ({"plan": 2}, False),
      ({"count": 7}, False)],
 )  # fmt: skip
-def test_steps_are_taken_one_by_one_where_the_host_has_to_do_something_between_them(
-    between: dict[str, Any], follow_each_other: bool
-) -> None:
+def test_steps_with_host_work_between_run_one_by_one(between: dict[str, Any], follow_each_other: bool) -> None:
     given = {"noise": False, "observed": None, "shows": True, "plan": 1, "count": 8} | between
-    served = SimpleNamespace(shows=lambda buffers: given["shows"])
+    queue = SimpleNamespace(shows=lambda buffers: given["shows"])
     model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))
     fed = StepInputsMaker(SimpleNamespace(model=model), None, 0, SimpleNamespace())  # type: ignore[arg-type]
     one: Any = SimpleNamespace(
         _noise=SimpleNamespace(active=given["noise"]),
         _observed=given["observed"],
-        _queue=served,
+        _queue=queue,
         _buffers=None,
         _inputs_maker=fed,
     )
@@ -154,7 +148,7 @@ def test_steps_are_taken_one_by_one_where_the_host_has_to_do_something_between_t
 
 @pytest.mark.parametrize("learns", list(Feedback))
 @pytest.mark.parametrize("lookahead", [0, 3])
-def test_what_plans_or_images_wait_for_is_drawn_alone(learns: Feedback, lookahead: int) -> None:
+def test_steps_waiting_for_plans_or_images_run_alone(learns: Feedback, lookahead: int) -> None:
     model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))
     pipeline = SimpleNamespace(
         model=model,
@@ -165,8 +159,8 @@ def test_what_plans_or_images_wait_for_is_drawn_alone(learns: Feedback, lookahea
     assert drawn == ([1, 1, 2, 5, 8, 8] if learns is Feedback.NOTHING and lookahead == 0 else [1] * 6)
 
 
-def test_each_batch_is_foreseen_once_at_the_size_that_it_will_have() -> None:
-    told: list[list[list[tuple[int, int]]]] = []
+def test_each_batch_is_prefetched_once_at_its_final_size() -> None:
+    prefetched: list[list[list[tuple[int, int]]]] = []
     known = [True]
 
     def coming(steps: range, size: int) -> list[list[int]]:
@@ -174,7 +168,7 @@ def test_each_batch_is_foreseen_once_at_the_size_that_it_will_have() -> None:
 
     pipeline: Any = SimpleNamespace(
         model=SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random")),
-        strategy=SimpleNamespace(assignment=SimpleNamespace(prefetch_plans=told.append)),
+        strategy=SimpleNamespace(assignment=SimpleNamespace(prefetch_plans=prefetched.append)),
         datamanager=SimpleNamespace(coming=coming),
         batch_size=2,
     )
@@ -183,7 +177,7 @@ def test_each_batch_is_foreseen_once_at_the_size_that_it_will_have() -> None:
     for steps in (range(3), range(3, 6), range(6, 8)):
         fed.prefetch_plans(steps, 2, lambda step: 4 if step < 7 else 1)
     batches = [[(2 * step, 4 if step < 7 else 1), (2 * step + 1, 4 if step < 7 else 1)] for step in range(10)]
-    assert told == [batches[:5], batches[5:8], batches[8:]]
+    assert prefetched == [batches[:5], batches[5:8], batches[8:]]
     known[0] = False  # a sequence that is drawn as it comes
     fed.prefetch_plans(range(8, 10), 2, lambda step: 1)
-    assert told[3:] == [[]]
+    assert prefetched[3:] == [[]]

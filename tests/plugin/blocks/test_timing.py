@@ -9,10 +9,10 @@ from ns_multigpu.plugin.blocks.timing import ONE_OF, StepTimer
 
 
 class Gpu:
-    """Stands for a GPU whose time passes when a test says so.
+    """GPU with a clock that tests advance.
 
     Attributes:
-        made, recorded, waits: how many events were, and how often somebody waited.
+        made, recorded, waits: numbers of events made and recorded, and of waits.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Event:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("what comes behind is nobody's to wait for"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("the timer waits for later work"))
     return gpu
 
 
@@ -57,13 +57,13 @@ def take_steps(timer: StepTimer, gpu: Gpu, steps: int, slower: float = 1.0) -> N
             for part, seconds in (("data", 0.25), ("data", 0.5), ("compute", 2.0), ("exchange", 1.0), ("compute", 4.0)):
                 with timer.measure(part):
                     gpu.now += factor * seconds
-                gpu.now += 0.125  # between parts, which nobody counts
+                gpu.now += 0.125  # between parts, not counted
     with timer.measure("waiting"):
         gpu.now += 0.001
 
 
 @pytest.mark.parametrize("windows", [[1, 249, 250, 250], [10] * 7, [3] * 9, [1] * 20])
-def test_few_steps_stand_for_all_and_what_is_outside_for_itself(gpu: Gpu, windows: list[int]) -> None:
+def test_sampled_steps_are_extrapolated_to_the_block(gpu: Gpu, windows: list[int]) -> None:
     timer, names = StepTimer(torch.device("cuda", 0)), list[str]()
     timer.listener = names.append
     for steps in windows:
@@ -88,7 +88,7 @@ def test_steps_that_are_taken_at_once_stand_for_as_many(gpu: Gpu, groups: list[i
     assert gpu.recorded == 2 * measured, "those among which is one that is measured in any case"
 
 
-def test_nothing_is_made_that_is_there_or_waited_for_twice(gpu: Gpu) -> None:
+def test_events_are_reused_and_awaited_once(gpu: Gpu) -> None:
     timer = StepTimer(torch.device("cuda", 0))
     take_steps(timer, gpu, 50)
     assert gpu.waits == 0
@@ -101,19 +101,19 @@ def test_nothing_is_made_that_is_there_or_waited_for_twice(gpu: Gpu) -> None:
     assert timer.take() == {} and gpu.waits == 21
 
 
-def test_what_was_measured_may_be_asked_for_later(gpu: Gpu) -> None:
+def test_measurements_can_be_read_later(gpu: Gpu) -> None:
     timer, other = StepTimer(torch.device("cuda", 0)), StepTimer(torch.device("cuda", 0))
     answers = []
     for count in (50, 21):
         for one in (timer, other):
             take_steps(one, gpu, count)
         answers.append((timer.cut(), other.take()))
-    assert gpu.waits == 2, "nobody has asked the first"
+    assert gpu.waits == 2, "the first was not read"
     assert all(later() == at_once for later, at_once in answers) and gpu.waits == 4 and timer.take() == {}
 
 
 @pytest.mark.parametrize("block", [25, 50, 10])
-def test_a_slow_first_step_of_each_block_counts_like_one_of_them(gpu: Gpu, block: int) -> None:
+def test_slow_first_step_of_a_block_counts_once(gpu: Gpu, block: int) -> None:
     timer = StepTimer(torch.device("cuda", 0))
     for _ in range(ONE_OF):
         take_steps(timer, gpu, block, slower=11.0)
@@ -128,7 +128,7 @@ def test_steps_that_are_not_enclosed_are_all_measured(gpu: Gpu) -> None:
     assert timer.take() == {"compute": 7.0}
 
 
-def test_a_step_that_fails_leaves_the_timer_as_it_was(gpu: Gpu) -> None:
+def test_failed_step_does_not_change_the_timer(gpu: Gpu) -> None:
     timer = StepTimer(torch.device("cuda", 0))
     take_steps(timer, gpu, 1)
     with pytest.raises(ValueError), timer.step(), timer.measure("compute"):

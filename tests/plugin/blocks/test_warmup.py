@@ -1,4 +1,4 @@
-"""What is launched while a run starts, so that its code is on the GPU: what a refinement does, on points of its own."""
+"""Kernels of a refinement are loaded onto the GPU while a run starts, with points of their own."""
 
 import threading
 from types import SimpleNamespace
@@ -84,17 +84,17 @@ def test_mcmc_relocates_grows_and_moves(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen == {"_relocate", "_rearrange", "move"}
 
 
-def test_looks_at_steps_are_rehearsed() -> None:
+def test_warm_up_covers_numerics_checks() -> None:
     warmup._look(CPU)
 
 
-def test_on_a_cpu_there_is_nothing_to_load() -> None:
+def test_cpu_needs_no_warm_up() -> None:
     before = threading.active_count()
     warm_up(SimpleNamespace(), World.single())()
     assert threading.active_count() == before
 
 
-def test_what_it_fails_with_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_the_warm_up_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("no such kernel")
 
@@ -106,7 +106,7 @@ def test_what_it_fails_with_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"densifier": "mcmc"}, {"optimizer_state": "compact"}])
-def test_on_a_gpu_it_goes_on_beside_the_run(options: dict[str, Any]) -> None:
+def test_gpu_warm_up_overlaps_the_run(options: dict[str, Any]) -> None:
     model = model_of(1000, "cuda", **options)
     before = copied(model)
     wait = warm_up(model, World.single("cuda:0"))

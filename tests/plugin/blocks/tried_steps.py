@@ -1,4 +1,4 @@
-"""Courses of fused steps on a CPU as a GPU takes them: from graphs, which are recorded, and with hardly any room."""
+"""Runs of fused steps on a CPU as on a GPU: from recorded graphs, and with small capacities."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from tests.lib.recorded import RecordedPool
 
-CAPACITY_FACTOR = (24, 12, 96)
-"""Rows, a segment and intersections that the first step has room for: too few."""
+SMALL_CAPACITY = (24, 12, 96)
+"""Capacities of the first step (rows, segment, intersections), which it exceeds."""
 
 
 def take_from_graphs(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
@@ -32,8 +32,8 @@ def take_from_graphs(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
     patch.setattr(training, "GraphPool", lambda _: RecordedPool())
 
 
-def begin_with_little_room(patch: pytest.MonkeyPatch) -> None:
-    """From now on first steps have `CAPACITY_FACTOR`, and later ones what was needed, without more beside it."""
-    patch.setattr(InitialCapacity, "_guess", lambda self, pixels: CAPACITY_FACTOR)
+def start_with_small_capacity(patch: pytest.MonkeyPatch) -> None:
+    """Start first steps with `SMALL_CAPACITY`, and give later ones the measured demand without spare."""
+    patch.setattr(InitialCapacity, "_guess", lambda self, pixels: SMALL_CAPACITY)
     for module in (step_capacities, initial_capacity):
         patch.setattr(module, "padded", lambda count: max(count, 16))

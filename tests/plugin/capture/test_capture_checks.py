@@ -147,7 +147,7 @@ def test_headers_of_whole_and_of_truncated_files(tmp_path: Path, suffix: str) ->
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 3), ("RGBA", 4), ("P", 0), ("LA", 0), ("1", 0), ("I;16", 0)])
-def test_kinds_of_pixels(tmp_path: Path, mode: str, channels: int) -> None:
+def test_pixel_formats(tmp_path: Path, mode: str, channels: int) -> None:
     path = tmp_path / "photo.png"
     Image.new(mode, (24, 16)).save(path)
     header = read_header(path, None, (24, 16))

@@ -29,7 +29,7 @@ def test_outputs_follow_nerfstudios_conventions(config: CityDataParserConfig) ->
     every = torch.cat([train.cameras.camera_to_worlds, test.cameras.camera_to_worlds])[:, :, 3]
     assert every.abs().max() == pytest.approx(1.0, abs=1e-5)
     assert every.mean(dim=0).abs().max() < 1e-4
-    # The transform and scale tell the way back to metres, for cameras and points alike.
+    # The transform and scale convert cameras and points back to metres.
     back = test.transform_poses_to_original_space(test.cameras.camera_to_worlds, camera_convention="opengl")
     torch.testing.assert_close(back, capture.c2w[[0, 8, 16]], atol=1e-3, rtol=0)
     seeds = capture.seed_points(300)
@@ -54,7 +54,7 @@ def test_items_are_the_captures_pictures(config: CityDataParserConfig) -> None:
     assert torch.equal(dataset.get_data(1, image_type="uint8")["image"], rgb)
 
 
-def test_rays_of_the_cameras_end_where_the_depth_says(config: CityDataParserConfig) -> None:
+def test_camera_rays_end_at_the_depth(config: CityDataParserConfig) -> None:
     """Camera, picture size, scale and depth fit together: neighbouring views agree on where surfaces are."""
     outputs = config.setup().get_dataparser_outputs("train")
     dataset = CityDataset(outputs)
@@ -83,9 +83,7 @@ def test_a_config_is_enough_to_make_the_same_again(config: CityDataParserConfig)
     assert torch.equal(CityDataset(one)[4]["image"], CityDataset(two)[4]["image"])
 
 
-def test_nothing_is_rendered_before_it_is_asked_for(
-    config: CityDataParserConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_rendered_on_demand(config: CityDataParserConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("rendered too early")
 

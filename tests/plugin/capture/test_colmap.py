@@ -14,7 +14,7 @@ FOX = Path(__file__).parents[4] / "shared" / "data" / "fox" / "sparse" / "0"
 
 
 @pytest.mark.parametrize("write", [write_binary, write_text])
-def test_what_is_whole_has_no_problem(tmp_path: Path, write: object) -> None:
+def test_complete_reconstruction_has_no_problem(tmp_path: Path, write: object) -> None:
     images = [Shot(7, 1, "b.jpg"), Shot(3, 1, "a.jpg"), Shot(9, 1, "c.jpg")]
     write(tmp_path, images)  # type: ignore[operator]
     found = look_at(tmp_path)
@@ -78,7 +78,7 @@ def test_a_model_without_points(tmp_path: Path) -> None:
     assert look_at(tmp_path).points == 20 == point_count(tmp_path), "as nerfstudio does, where there is no .bin"
 
 
-def test_what_cannot_be_is_named(tmp_path: Path) -> None:
+def test_invalid_values_are_named(tmp_path: Path) -> None:
     write_binary(tmp_path, [*shots(3), Shot(9, 77, "lost.jpg")], model=6)
     problems = look_at(tmp_path).problems
     assert any("FULL_OPENCV" in line and "SIMPLE_RADIAL" in line for line in problems)

@@ -39,7 +39,7 @@ def _images(data: DistributedDataManager, steps: int, size: int) -> list[tuple[i
     return seen
 
 
-def _course(world: World, folder: Path, gigabytes: float | None) -> list[tuple[int, ImageData]]:
+def _load(world: World, folder: Path, gigabytes: float | None) -> list[tuple[int, ImageData]]:
     data = manager(folder, world, image_memory_gb=gigabytes)
     data.check_capture()
     assert data.train_share.store.complete == (gigabytes is None) and data.eval_share.own
@@ -54,8 +54,8 @@ def _course(world: World, folder: Path, gigabytes: float | None) -> list[tuple[i
     return [(index, {name: part.clone() for name, part in image.items()}) for index, image in seen]
 
 
-def _both_courses(world: World, folder: Path, gigabytes: float) -> list[list[tuple[int, ImageData]]]:
-    return [_course(world, folder, None), _course(world, folder, gigabytes)]
+def _load_both(world: World, folder: Path, gigabytes: float) -> list[list[tuple[int, ImageData]]]:
+    return [_load(world, folder, None), _load(world, folder, gigabytes)]
 
 
 @pytest.mark.parametrize(("size", "distorted"), [(1, False), (1, True), (2, True)])
@@ -63,7 +63,7 @@ def test_images_decoded_on_demand_are_those_of_memory(tmp_path: Path, size: int,
     lens: dict[str, Any] = {"k1": 0.05, "p1": 0.01} if distorted else {}
     folder = write_capture(tmp_path / "capture", masks=True, **lens)
     little = 5 * (WIDTH * HEIGHT * 4 + 128) / 1e9  # of 9 training and 3 held-out images, two of each
-    for one, other in run_ranks(_both_courses, size, folder, little):
+    for one, other in run_ranks(_load_both, size, folder, little):
         assert [index for index, _ in one] == [index for index, _ in other]
         for (_, a), (_, b) in zip(one, other, strict=True):
             assert torch.equal(a["image"], b["image"]) and torch.equal(a["mask"], b["mask"])
@@ -75,7 +75,7 @@ def test_images_decoded_on_demand_are_those_of_memory(tmp_path: Path, size: int,
     ids=["pinhole", "opencv", "fisheye"],
 )
 def test_cameras_and_images_are_nerfstudios(tmp_path: Path, lens: dict[str, Any]) -> None:
-    """What is known before an image is read equals what nerfstudio learns by reading all of them."""
+    """Sizes known before an image is read equal those that nerfstudio finds by reading all images."""
     folder = write_capture(tmp_path / "capture", masks=True, **lens)
     data = manager(folder, World.single())
     data.check_capture()
@@ -135,8 +135,8 @@ def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: 20_000)
     data = manager(folder, World.single())
     assert data.image_memory == 10_000 and not data.train_share.store.complete
-    beside_another = manager(folder, replace(World.single(), local_size=2))
-    assert beside_another.image_memory == 5_000, "workers of one machine share its memory"
+    sharing = manager(folder, replace(World.single(), local_size=2))
+    assert sharing.image_memory == 5_000, "workers of one machine share its memory"
     monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: None)
     assert manager(folder, World.single()).image_memory is None
 
@@ -150,7 +150,7 @@ print(*(now - then for now, then in zip(own_memory(), before)))
 
 
 def test_own_memory() -> None:
-    """In a process where nobody else takes memory or gives it back."""
+    """Run in a process of its own, where nothing else allocates or frees memory."""
     grown = subprocess.run([sys.executable, "-c", A_BLOCK_MORE], capture_output=True, text=True, check=True).stdout
     found = [int(word) for word in grown.split()]
     assert len(found) == 2 and all(60 << 20 < more < 80 << 20 for more in found), found
@@ -180,7 +180,7 @@ def _held(world: World, folder: Path) -> None:
     own = [[2, 3, 4, 5, 6, 7], [1, 8], [0]][world.rank]
     assert data.train_share.own == own and data.train_share.store.decoded == len(own)
     assert data.train_share.holder(0) == 2
-    assert data.eval_share.own == [world.rank], "held-out views are dealt out as ever"
+    assert data.eval_share.own == [world.rank], "held-out views are distributed round-robin"
     with pytest.raises(RuntimeError, match="hold_by: the training images are held already"):
         data.hold_by([0] * 9)
     assert manager(folder, world).train_share.own == [world.rank, world.rank + 3, world.rank + 6]
@@ -190,5 +190,5 @@ def _held(world: World, folder: Path) -> None:
         _ = data.train_share
 
 
-def test_images_are_held_where_it_is_said(tmp_path: Path) -> None:
+def test_images_are_held_by_the_given_owners(tmp_path: Path) -> None:
     run_ranks(_held, 3, write_capture(tmp_path / "capture"))

@@ -1,4 +1,4 @@
-"""The images of a fused step's views: kept on every GPU, or brought from the ranks that hold them."""
+"""The images of a fused step's views: kept on every GPU, or received from the ranks that hold them."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def _brought(world: World, budget: int | None) -> int:
 
 
 @pytest.mark.parametrize(("size", "budget"), [(1, None), (2, None), (2, 128)])
-def test_images_come_from_the_ranks_that_hold_them(size: int, budget: int | None) -> None:
+def test_images_are_received_from_their_owners(size: int, budget: int | None) -> None:
     sent = run_ranks(_brought, size, budget)
     # Rank 0 holds the even views. Of the batches' second halves it is 2; 0; none; 8, 0, 2 that rank 1 gets from it.
     assert sum(sent) == 0 if size == 1 else sent[0] >= 5 * SHAPE.nbytes
@@ -78,7 +78,7 @@ def _at_home(world: World) -> int:
     return world.traffic.sent
 
 
-def test_nobody_waits_where_every_image_is_where_it_is_needed() -> None:
+def test_no_wait_if_every_image_is_local() -> None:
     assert run_ranks(_at_home, 2) == [0, 0]
 
 
@@ -100,13 +100,13 @@ def _all_here(world: World) -> int:
     return len(met)
 
 
-def test_many_images_travel_in_one_message() -> None:
+def test_many_images_are_sent_in_one_message() -> None:
     assert run_ranks(_all_here, 2) == [3, 3], "four, four and one"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.1, 0.0], ids=["kept", "brought"])
-def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_kept_on_the_gpu_if_they_fit(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_images, "_SHARE", share)
     world = World.single("cuda:0")
     images = _images(world)
@@ -118,8 +118,8 @@ def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.Mon
 
 
 def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole: bool = False) -> dict[str, int]:
-    """How often images were made smaller, decoded, and what is kept at two resolutions and at the full one. `whole`:
-    there is room for whole ones beside them."""
+    """Return the numbers of downscaled and decoded images, and of those kept at two resolutions and at the full one.
+    `whole`: memory suffices for full images in addition."""
     device_images._SHARE = 0.1 if fits else -1.0
     if not whole:
         device_images._WHOLE = 0.0
@@ -151,7 +151,7 @@ def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole:
             mine = [batch[patch.view] for patch in plan.owned[world.rank]]
             expected = [_image(index).float()[::2, ::2] for index in mine]
             assert all(torch.equal(a.data["image"], b) for a, b in zip(found, expected, strict=True))
-        if fits:  # whole ones beside them would double what images take
+        if fits:  # full images in addition would double the memory
             assert images.kept is not None and images.kept.shape == (COUNT, 2, 3, 3)
     plan = RoundRobinViews().assign(_views(4), world.size)
     for part, patch in zip(images.get(BATCHES[0], plan, _views(4)), plan.owned[world.rank], strict=True):
@@ -163,12 +163,12 @@ def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_images_that_are_on_the_gpu_are_made_smaller_once_and_whole_ones_make_room(size: int) -> None:
+def test_gpu_images_are_downscaled_once_and_originals_freed(size: int) -> None:
     for found in run_ranks(_made_smaller, size, True):
         assert found == {"shrunk": 2 * COUNT, "decoded": 0, "originals": 0}
 
 
-def test_whole_images_stay_beside_smaller_ones_where_there_is_room() -> None:
+def test_full_images_are_kept_with_smaller_ones_if_memory_allows() -> None:
     """Then a change of resolution takes no other rank, and no host."""
     for found in run_ranks(partial(_made_smaller, whole=True), 2, True):
         assert found == {"shrunk": 2 * COUNT, "decoded": 0, "originals": COUNT}
@@ -179,8 +179,8 @@ def test_images_that_do_not_fit_are_made_smaller_in_each_step() -> None:
     assert found["shrunk"] == 4 * sum(map(len, BATCHES))
 
 
-def test_images_that_would_have_to_be_decoded_again_stay() -> None:
-    """A host with no room for its share decodes an image whenever it is asked for one: that is done once."""
+def test_images_that_cannot_be_cached_on_the_host_are_kept() -> None:
+    """A host without memory for its share decodes images on demand, so decoded ones are kept."""
     found = run_ranks(_made_smaller, 2, True, 128)
     assert [one["shrunk"] for one in found] == [2 * COUNT] * 2
     assert [one["originals"] for one in found] == [COUNT] * 2
@@ -191,7 +191,7 @@ def test_images_that_would_have_to_be_decoded_again_stay() -> None:
     ("memory", "complete", "kept", "again"),
     [
         ([1 << 30, 1 << 30], [1, 1], True, True),
-        ([1 << 30, 1000], [1, 1], False, True),  # one GPU has too little memory: images travel to both
+        ([1 << 30, 1000], [1, 1], False, True),  # one GPU has too little memory: images are sent to both
         ([1 << 30, 1 << 30], [0, 1], True, False),  # one rank would have to decode its images again
     ],
 )

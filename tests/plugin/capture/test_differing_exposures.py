@@ -95,12 +95,12 @@ def test_each_photograph_has_a_thread_and_torch_its_own_number_behind_it() -> No
         torch.set_num_threads(before)
 
 
-def test_what_all_have_alike_does_not_count() -> None:
+def test_common_brightness_does_not_count() -> None:
     found = of_wall(more=0.4)
     assert found is not None and found.stops == pytest.approx(STOPS, abs=0.05)
 
 
-def test_what_the_wall_hides_does_not_count() -> None:
+def test_points_behind_the_wall_do_not_count() -> None:
     """Three points of four are behind the wall, far brighter than it."""
     points, colours = wall()
     behind, _ = wall(12000, depth=3.0, seed=1)
@@ -125,7 +125,7 @@ def test_pixels_that_are_white_or_black_do_not_count(value: int) -> None:
     assert found is not None and found.stops == pytest.approx(STOPS, abs=0.05)
 
 
-def test_too_little_to_tell() -> None:
+def test_too_few_points_give_no_estimate() -> None:
     points, colours = wall()
     images = [photograph(view, points, colours, 0.0) for view in VIEWS]
     assert measured(points[:20], colours[:20], VIEWS, lambda k: images[k]) is None, "points"

@@ -70,7 +70,7 @@ def test_sizes_are_rounded_as_nerfstudio_rounds_them(tmp_path: Path, mode: str, 
     assert (int(data.train_dataset.cameras.width[0]), int(data.train_dataset.cameras.height[0])) == size
 
 
-def test_where_the_reconstruction_is(tmp_path: Path) -> None:
+def test_reconstruction_folder_is_found(tmp_path: Path) -> None:
     write_capture(tmp_path)
     parser = ColmapDataParserConfig(data=tmp_path)
     (problem,) = first_look(DistributedDataManagerConfig(dataparser=parser)).problems
@@ -114,7 +114,7 @@ def test_no_reconstruction_is_looked_for_without_colmap(tmp_path: Path) -> None:
     assert find_reconstruction(config) == "" and config.dataparser == NerfstudioDataParserConfig()
 
 
-def test_points_are_missed_only_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_missing_points_matter_only_if_requested(tmp_path: Path) -> None:
     write_capture(tmp_path)
     (tmp_path / "sparse/0/points3D.bin").unlink()
     (problem,) = look(tmp_path).problems
@@ -124,7 +124,7 @@ def test_points_are_missed_only_where_they_are_asked_for(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_damage_is_found_by_workers_too(tmp_path: Path, count: int) -> None:
-    """Where nobody has looked before them: a program of one's own that makes a datamanager."""
+    """A user's program makes a datamanager without earlier checks of the capture."""
     write_capture(tmp_path)
     path = tmp_path / "sparse/0/images.bin"
     path.write_bytes(path.read_bytes()[: -count or None][: None if count else 0])
@@ -132,7 +132,7 @@ def test_damage_is_found_by_workers_too(tmp_path: Path, count: int) -> None:
         manager(tmp_path, downscale_factor=1)
 
 
-def test_a_dataparser_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+def test_dataparser_failure_is_reported_in_its_own_words(tmp_path: Path) -> None:
     write_capture(tmp_path)
     (tmp_path / "test_list.txt").write_text("none.jpg\n")
     with pytest.raises(InputError, match="train is missing"):
@@ -208,7 +208,7 @@ def test_a_wrong_size_is_not_blamed_on_exif(tmp_path: Path) -> None:
     assert "33x44" in problem and "EXIF" not in problem
 
 
-def test_masks_are_looked_at(tmp_path: Path) -> None:
+def test_masks_are_checked(tmp_path: Path) -> None:
     write_capture(tmp_path)
     assert len(look(tmp_path, masks_path=Path("masks")).problems) == 10
     for shot in shots():
@@ -249,7 +249,7 @@ def test_nerfstudios_format_with_another_factor(tmp_path: Path) -> None:
     assert "images_2: there is no such folder" in problem and "images_4 (--downscale-factor 4)" in problem
 
 
-def test_what_the_parser_says_is_told(tmp_path: Path) -> None:
+def test_parser_output_is_reported(tmp_path: Path) -> None:
     captures.write_capture(tmp_path)
     captures.edit(tmp_path, None, train_filenames=["images/photo_00.png"], val_filenames=["images/other.png"])
     (problem,) = look_at_transforms(tmp_path).problems

@@ -78,8 +78,8 @@ def _deliver(world: World, budget: int | None) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("size", "budget"), [(1, None), (1, 640), (2, 640), (4, None)])
-def test_images_reach_their_readers(size: int, budget: int | None) -> None:
-    """The same with all images in memory as with room for two."""
+def test_images_are_received_by_their_readers(size: int, budget: int | None) -> None:
+    """Images are the same with all images in memory and with memory for two."""
     sent = [r["sent"] for r in run_ranks(_deliver, size, budget)]
     total = [sum(column) for column in zip(*sent, strict=True)]
     assert total[0] == 0, "four views held by different ranks are rendered where they are held"
@@ -158,9 +158,9 @@ def _large(index: int) -> ImageData:
     return data
 
 
-@pytest.mark.parametrize("homes", [None, [2] * 8, [0, 1, 2, 0, 1, 2, 2, 1]], ids=["dealt", "one holder", "given"])
-def test_only_the_rectangles_that_are_rendered_travel(owners: list[int] | None) -> None:
-    """The same on demand, with room for two images: each is then decoded once, though several ranks want some of it."""
+@pytest.mark.parametrize("owners", [None, [2] * 8, [0, 1, 2, 0, 1, 2, 2, 1]], ids=["dealt", "one holder", "given"])
+def test_only_rendered_rectangles_are_sent(owners: list[int] | None) -> None:
+    """Images decoded on demand, with memory for two, are the same. Each is decoded once, even for several ranks."""
     kept = run_ranks(_cut, 3, None, owners)
     late = run_ranks(_cut, 3, 2 * 24 * 40 * 16, owners)
     assert [sent for sent, _ in kept] == [sent for sent, _ in late] and sum(sent for sent, _ in kept) > 0
@@ -168,12 +168,12 @@ def test_only_the_rectangles_that_are_rendered_travel(owners: list[int] | None) 
     assert all(decoded == 0 for _, decoded in kept)
     for rank, (_, decoded) in enumerate(late):
         held = [view for view in range(8) if holders[view] == rank]
-        room = sum(-(-SHAPE_OF_LARGE[view % 4].nbytes // 64) * 64 for view in held) <= 2 * 24 * 40 * 16
-        assert decoded == (0 if room else len({6, 1, 4, 3} & set(held)))
+        fits = sum(-(-SHAPE_OF_LARGE[view % 4].nbytes // 64) * 64 for view in held) <= 2 * 24 * 40 * 16
+        assert decoded == (0 if fits else len({6, 1, 4, 3} & set(held)))
 
 
 def _owned(world: World) -> int:
-    """Where pixels travel, who draws a patch need not own it. Of the last view no rank owns a pixel."""
+    """With exchanged pixels the rank that draws a patch need not own it. No rank owns a pixel of the last view."""
     share = ImageShare(_shapes(4), _image, world, label="test", owners=[0, 1, 0, 1])
     batch, views = [0, 1, 2, 3], _views([0, 1, 2, 3])
     whole = [Patch.whole(position, view) for position, view in enumerate(views)]
@@ -190,7 +190,7 @@ def _owned(world: World) -> int:
     return world.traffic.sent - before
 
 
-def test_images_go_to_the_owners_of_pixels() -> None:
+def test_images_are_sent_to_owners_of_pixels() -> None:
     assert run_ranks(_owned, 2) == [_shapes(1)[0].nbytes, 0]
 
 
@@ -205,7 +205,7 @@ def _lower(world: World) -> None:
         assert part.rectangle == ImagePart.whole(_image(batch[patch.view])).rectangle
 
 
-def test_of_a_smaller_view_the_whole_image_comes() -> None:
+def test_downscaled_view_gets_the_complete_image() -> None:
     run_ranks(_lower, 2)
 
 
@@ -261,11 +261,11 @@ def _plain(index: int) -> ImageData:
     return {"image": torch.full((4, 4, 3), index, dtype=torch.uint8)}
 
 
-def test_a_store_decodes_only_what_is_asked_for_and_keeps_what_fits() -> None:
+def test_store_decodes_on_demand_and_caches() -> None:
     """In a second epoch, a store for half of the images decodes only the other half again, whatever the order."""
-    count, room = 40, 20
-    store = ImageStore(dict.fromkeys(range(count), PLAIN), _plain, budget=room * 64, threads=2)
-    assert store.capacity == room and store.nbytes == room * 64 and not store.complete and store.decoded == 0
+    count, capacity = 40, 20
+    store = ImageStore(dict.fromkeys(range(count), PLAIN), _plain, budget=capacity * 64, threads=2)
+    assert store.capacity == capacity and store.nbytes == capacity * 64 and not store.complete and store.decoded == 0
     sequence = ViewSequence(count, seed=3)
     for epoch in range(4):
         before = store.decoded
@@ -274,7 +274,7 @@ def test_a_store_decodes_only_what_is_asked_for_and_keeps_what_fits() -> None:
             store.expect([sequence.at(place + i) for i in range(store.depth)])
             assert int(store.read(index, torch.device("cpu"))[0]) == index
         if epoch:
-            assert store.decoded - before <= count - room + store.depth
+            assert store.decoded - before <= count - capacity + store.depth
 
 
 def test_a_copy_on_the_host_outlives_its_place_in_memory() -> None:
@@ -300,7 +300,7 @@ def test_rows_of_an_image_are_all_that_is_copied(budget: int | None) -> None:
         store.rows(8, torch.device("cpu"), 0, 1)
 
 
-def test_what_is_expected_is_decoded_meanwhile() -> None:
+def test_expected_images_are_decoded_in_the_background() -> None:
     done = threading.Event()
 
     def decode(index: int) -> ImageData:
@@ -312,7 +312,7 @@ def test_what_is_expected_is_decoded_meanwhile() -> None:
     store = ImageStore(dict.fromkeys(range(9), PLAIN), decode, budget=8 * 64, threads=1)
     store.expect([1, 2, 3, 1, 4, 5, 6])
     assert store.decoded == store.depth == 4
-    assert done.wait(10), "nobody has read anything, and view 3 has been decoded"
+    assert done.wait(10), "view 3 is decoded before any read"
     assert int(store.read(1, torch.device("cpu"))[0]) == 1 and store.waited < 0.02
     store.expect([7, 8, 7, 2])
     for index in (7, 8, 7, 2, 0, 5):
@@ -338,7 +338,7 @@ def test_an_image_lost_on_the_way_is_named_and_leaves_its_place() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_streamed_and_page_locked_images_arrive_whole() -> None:
+def test_gpu_receives_streamed_and_page_locked_images_complete() -> None:
     """Slots are refilled while copies to the device may still be under way."""
     device = torch.device("cuda:0")
     shape = ImageShape(512, 512, 3, torch.uint8, False)

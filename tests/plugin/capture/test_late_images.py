@@ -17,7 +17,7 @@ from ns_multigpu.plugin.train.late_images import LateImages, quick_checksums, wr
 
 
 class Slow:
-    """A writer that begins an image when it is told to."""
+    """A writer that begins an image when the test allows it."""
 
     def __init__(self) -> None:
         self.may = threading.Semaphore(0)
@@ -32,7 +32,7 @@ class Slow:
         self.scalars.append(name)
 
 
-def test_nobody_waits_for_an_image_and_the_newest_is_written() -> None:
+def test_writing_images_never_blocks_and_keeps_the_newest() -> None:
     slow = Slow()
     late = LateImages(slow)
     began = time.monotonic()

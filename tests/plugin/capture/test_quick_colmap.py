@@ -36,8 +36,8 @@ def _written(folder: Path, count: int = 50) -> Path:
 
 def _parsers(folder: Path, **more: Any) -> tuple[ColmapDataParser, ColmapDataParser]:
     """Return nerfstudio's, and ours."""
-    primitives: tuple[Any, ...] = (ColmapDataParser, QuickColmap)
-    theirs, ours = (ColmapDataParserConfig(_target=kind, data=folder, **more).setup() for kind in primitives)
+    parsers: tuple[Any, ...] = (ColmapDataParser, QuickColmap)
+    theirs, ours = (ColmapDataParserConfig(_target=kind, data=folder, **more).setup() for kind in parsers)
     return theirs, ours
 
 
@@ -84,7 +84,7 @@ def _text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "more"), [(_text, {}), (lambda _: None, {"max_2D_matches_per_3D_point": -1})])
-def test_all_else_is_for_nerfstudio(
+def test_other_formats_are_left_to_nerfstudio(
     tmp_path: Path, change: Callable[[Path], None], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(_written(tmp_path))
@@ -101,7 +101,7 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, cut: int) -> Non
         quick_colmap.read_points(file)
 
 
-def test_it_takes_the_place_of_nerfstudios_own_alone(tmp_path: Path) -> None:
+def test_quick_parser_replaces_only_the_colmap_parser(tmp_path: Path) -> None:
     class Another(ColmapDataParser):
         pass
 

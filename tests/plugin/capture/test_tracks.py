@@ -1,4 +1,4 @@
-"""What views observe, of COLMAP's tracks: each keypoint is where the file has it, and its depth is the point's."""
+"""Observations of views from COLMAP's tracks: keypoints have the file's positions and their points' depths."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +72,7 @@ def check_views(data: DistributedDataManager, scene: Scene, factor: int) -> None
         scale = float(data.train_dataparser_outputs.dataparser_scale)
         np.testing.assert_allclose(depths[ahead], far[ahead] * scale, rtol=1e-5)
         counted += int(ahead.sum())
-    assert 60 < counted < len(tracks.ids) - 10, "some are behind a camera, or beside its image"
+    assert 60 < counted < len(tracks.ids) - 10, "some are behind a camera, or outside of its image"
 
 
 @pytest.mark.parametrize(("text", "factor", "method"), [(False, 1, "up"), (True, 2, "none")])
@@ -92,7 +92,7 @@ def test_a_capture_of_nerfstudios_with_colmaps_model(tmp_path: Path, applied: An
     check_views(manager(of_nerfstudio(tmp_path)), scene, 1)
 
 
-def test_what_a_step_is_given(tmp_path: Path) -> None:
+def test_step_inputs_of_tracks(tmp_path: Path) -> None:
     """Ids of the batch's views, filled up: also of views that observe fewer than those of the step before."""
     scene = make_scene(points=30)
     for track in scene.tracks:  # the second view observes nothing
@@ -178,7 +178,7 @@ EARLY = [
     (_cut_short, "images.bin: it is truncated"),
     (_no_tracks, "no point has a track.*give the model as COLMAP wrote it"),
 ]
-"""What is seen before any worker starts, too."""
+"""Faults that are also found before any worker starts."""
 
 
 @pytest.mark.parametrize(("spoil", "said"), [*EARLY, *LATE])

@@ -73,7 +73,7 @@ def _train(world: World, capture: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_training_goes_on(capture: Path, tmp_path: Path, size: int) -> None:
+def test_training_continues_during_a_save(capture: Path, tmp_path: Path, size: int) -> None:
     reports = run_ranks(_train, size, capture, tmp_path)
     for rank, report in enumerate(reports):
         assert report["steps"] == [4, 8, 9] and report["written in"] >= 7
@@ -106,7 +106,7 @@ def test_interrupted_while_one_is_on_its_way(capture: Path, tmp_path: Path, save
     assert steps_in(trainer.checkpoint_dir) == ([4, 5] if save_on_interrupt else [4])
 
 
-def test_a_run_that_fails_alone_finishes_its_save(capture: Path, tmp_path: Path) -> None:
+def test_failing_run_finishes_its_save(capture: Path, tmp_path: Path) -> None:
     trainer = start(ALONE, capture, tmp_path, 50, steps_per_save=4)
     failed = threading.Event()
     usual = trainer._may_go_on
@@ -165,7 +165,7 @@ class Config:
 
 
 @pytest.mark.parametrize(("what", "said"), [("SIGKILL", "Worker 1 was killed by SIGKILL"), ("raise", "broken")])
-def test_a_dying_rank_keeps_nobody(
+def test_dying_rank_does_not_block_others(
     capture: Path, tmp_path: Path, what: str, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from nerfstudio.configs.method_configs import all_methods

@@ -26,7 +26,7 @@ from tests.plugin.checkpoint.test_checkpoint_faults import _count, in_another_pr
 
 
 def content_of(step: int, world: World) -> Content:
-    """What `saving.write` writes, and rows of which each rank holds some."""
+    """Return the state that `saving.write` writes, with rows sharded over the ranks."""
     model = {"_model.gauss_params.means": torch.full((20, 3), float(step))}
     rows = Rows(torch.full((3, 2), float(step)), 3 * world.rank, 3 * world.size)
     return Content(lambda: model, {**tensors_of(step, world.rank), "rows": rows}, {"images": step, "list": [step]})
@@ -34,8 +34,8 @@ def content_of(step: int, world: World) -> Content:
 
 def _changed_meanwhile(world: World, models: Path) -> list[str]:
     """Everything is changed as soon as `save` has returned; nothing is written before that."""
-    told: list[str] = []
-    writer = CheckpointWriter(models, 0, world, told.append)
+    messages: list[str] = []
+    writer = CheckpointWriter(models, 0, world, messages.append)
     changed = threading.Event()
 
     def wait(_: str) -> None:
@@ -65,7 +65,7 @@ def _changed_meanwhile(world: World, models: Path) -> list[str]:
         for name, value in opened.tensors.read(opened.tensors.names).items():
             assert torch.equal(value, expected[name]), name
     assert writer.save(2, lambda: pytest.fail("there is one"), background=True)
-    return told
+    return messages
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -74,7 +74,7 @@ def test_nothing_that_training_changes_is_written(tmp_path: Path, size: int) -> 
 
 
 def _no_capacity(world: World, models: Path) -> list[bool]:
-    """Return whether the checkpoint is there when `save` returns, with room and without."""
+    """Return whether the checkpoint exists when `save` returns, with memory for a copy and without."""
     writer = CheckpointWriter(models, 0, world, pytest.fail)
     available, apart = training_copy.available_memory, training_copy.apart
     there: list[bool] = []
@@ -103,10 +103,10 @@ def _no_capacity(world: World, models: Path) -> list[bool]:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_one_file_after_the_other_while_training_goes_on(
+def test_files_are_written_in_sequence_during_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    """Who waits for a save has all threads at it."""
+    """A synchronous save uses all threads."""
     as_large_ones(monkeypatch)
     models, writing = tmp_path / "nerfstudio_models", set[str]()
 
@@ -130,8 +130,8 @@ def test_one_rank_without_memory_makes_all_write_at_once(tmp_path: Path, size: i
 
 
 def _full(world: World, models: Path) -> tuple[list[str], list[int]]:
-    told: list[str] = []
-    writer = CheckpointWriter(models, 2, world, told.append)
+    messages: list[str] = []
+    writer = CheckpointWriter(models, 2, world, messages.append)
     saved: list[int] = []
 
     def full(name: str) -> None:
@@ -141,19 +141,19 @@ def _full(world: World, models: Path) -> tuple[list[str], list[int]]:
     with disk(full):
         for step in (1, 2, 3):
             assert writer.save(step, lambda step=step: content_of(step, world), background=True)
-            if step == 2:  # told by whoever looks, without a word from the others
-                until(lambda: (writer.look(), bool(told))[1])
+            if step == 2:  # reported by any rank that polls, without communication
+                until(lambda: (writer.look(), bool(messages))[1])
             writer.finish()
             saved.append(writer.saved_step)
-    return told, saved
+    return messages, saved
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_full_disk_is_told_and_leaves_the_old_ones(tmp_path: Path, size: int) -> None:
+def test_full_disk_is_reported_and_keeps_old_checkpoints(tmp_path: Path, size: int) -> None:
     models = tmp_path / "nerfstudio_models"
-    for told, saved in run_ranks(_full, size, models):
-        assert saved == [1, 1, 3] and len(told) == 1
-        assert "step 2 could not be written" in told[0] and "No space left on device" in told[0]
+    for messages, saved in run_ranks(_full, size, models):
+        assert saved == [1, 1, 3] and len(messages) == 1
+        assert "step 2 could not be written" in messages[0] and "No space left on device" in messages[0]
     assert steps_in(models) == [1, 3] and len(list(states_folder(models).iterdir())) == 2
 
 
@@ -167,7 +167,7 @@ def _bug(world: World, models: Path) -> str:
         return "whole"
     with pytest.raises(KeyError) as caught:
         writer.finish()
-    writer.finish()  # it is told once
+    writer.finish()  # it is reported once
     return str(caught.value)
 
 

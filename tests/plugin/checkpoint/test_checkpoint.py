@@ -43,7 +43,7 @@ def models(tmp_path: Path) -> Path:
     return folder
 
 
-def test_comes_back_as_it_was(models: Path) -> None:
+def test_round_trip(models: Path) -> None:
     assert newest_as_nerfstudio_finds_it(models) == 2
     opened = open_checkpoint(models / "step-000000002.ckpt", ALONE)
     assert opened.values == {"images": 2} and opened.tensors is not None
@@ -97,10 +97,10 @@ def test_fifty_damaged_ones_are_refused_and_named(models: Path, tmp_path: Path) 
         with pytest.raises(InputError, match=victim.name.replace(".", "[.]")) as caught:
             open_checkpoint(place / "step-000000002.ckpt", ALONE)
         assert "--load-step 1" in str(caught.value), "says which one is whole"
-        told: list[str] = []
-        newest = latest_checkpoint(place, told.append)
+        messages: list[str] = []
+        newest = latest_checkpoint(place, messages.append)
         assert newest == place / "step-000000001.ckpt"
-        assert told == [] if trial == 0 else victim.name in told[0]
+        assert messages == [] if trial == 0 else victim.name in messages[0]
         shutil.rmtree(place.parent)
     assert latest_checkpoint(models) == models / "step-000000002.ckpt"
 
@@ -123,7 +123,7 @@ class _Bad:
         return os.mkdir, ("opened",)
 
 
-def test_nothing_is_run_that_a_file_asks_for(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_of_a_checkpoint_is_executed(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = models / "step-000000002.ckpt"
     folder = files_of(models, 2)[1].parent
@@ -192,13 +192,13 @@ def test_the_last_two_are_kept(models: Path) -> None:
             assert check_checkpoint(path) is not None
 
 
-def test_what_was_written_last_is_kept_whatever_its_step(models: Path) -> None:
+def test_last_written_checkpoint_is_kept_at_any_step(models: Path) -> None:
     """A run that goes on from an early checkpoint in its old folder writes steps below those that it finds there."""
     for step in (9, 3, 4):
         assert write(models, step) == ""
         for path in checkpoints_in(models):  # a second goes by
-            told = path.stat()
-            os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns - 10**9))
+            stat = path.stat()
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
     remove_old(models, 2, ALONE)
     assert [step_of(p) for p in checkpoints_in(models)] == [3, 4]
     assert len(list(states_folder(models).iterdir())) == 2
@@ -210,8 +210,8 @@ def test_a_clock_that_is_ahead_keeps_no_checkpoint_too_long(models: Path, keep: 
     for step in (1, 2):
         assert write(models, step) == ""
         for path in checkpoints_in(models):
-            told = path.stat()
-            os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns + 3600 * 10**9))
+            stat = path.stat()
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 3600 * 10**9))
     for step in (3, 4):
         assert write(models, step) == ""
         remove_old(models, keep, ALONE)
@@ -219,7 +219,7 @@ def test_a_clock_that_is_ahead_keeps_no_checkpoint_too_long(models: Path, keep: 
     assert [step_of(p) for p in checkpoints_in(models)] == [3, 4][-keep:]
 
 
-def test_manifest_says_what_it_says(models: Path) -> None:
+def test_manifest_contents(models: Path) -> None:
     manifest = read_manifest(files_of(models, 1)[1].parent)
     assert isinstance(manifest, Manifest) and manifest.values == {"images": 1}
     assert set(manifest.files) == {".metadata", "__0_0.distcp"}

@@ -49,7 +49,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def _count(calls: Callable[[bool], None]) -> Iterator[tuple[Any, str, Any]]:
-    """What a save does to the disk, each preceded by `calls`, which is told whether it is a write."""
+    """Record a save's disk operations. `calls` runs before each, with whether it is a write."""
     places = [
         (checkpoint_storage, "write_bytes"), (os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "unlink"),
         (os, "rename"), (os, "rmdir"), (Path, "rename"), (Path, "mkdir"), (Path, "unlink"), (shutil, "rmtree"),
@@ -138,7 +138,7 @@ def _write_with_full_disk(world: World, models: Path, full_on: int, after: int) 
 def test_full_disk_on_one_rank(models: Path, full_on: int, after: int) -> None:
     (said, then), (said_1, then_1) = run_ranks(_write_with_full_disk, 2, models, full_on, after)
     assert said == said_1 and "No space left on device" in said
-    assert then == then_1 == "", "the next save finds room"
+    assert then == then_1 == "", "the next save succeeds"
     assert [step_of(p) for p in checkpoints_in(models)] == [1, 2, 4]
     for path in checkpoints_in(models):
         assert check_checkpoint(path) is not None
@@ -163,7 +163,7 @@ def _write_with_loss(world: World, models: Path, lost_on: int, left: int | None)
 
 
 @pytest.mark.parametrize(("lost_on", "left"), [(0, 10), (1, 10), (1, None)])
-def test_a_rank_whose_file_does_not_arrive(models: Path, lost_on: int, left: int | None) -> None:
+def test_missing_file_of_a_rank_fails_the_checkpoint(models: Path, lost_on: int, left: int | None) -> None:
     """On a folder that machines do not share, say: there is no checkpoint then, on any rank."""
     (said, then), (said_1, then_1) = run_ranks(_write_with_loss, 2, models, lost_on, left)
     assert said == said_1 and f"__{lost_on}_0.distcp does not reach the machine of rank 0" in said
@@ -199,7 +199,7 @@ def test_state_in_several_files(models: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_full_disk_in_any_file(
     models: Path, full: str, opens: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in one that a thread of torch's writes, which tells nobody of its errors."""
+    """The file is written by a thread of torch that does not report errors."""
     as_large_ones(monkeypatch)
     with monkeypatch.context() as patched:
         if opens:
@@ -220,7 +220,7 @@ def test_full_disk_in_any_file(
     assert write(models, 4) == "" and check_checkpoint(files_of(models, 4)[0]) is not None
 
 
-def test_every_file_is_brought_to_the_disk(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_synced_to_disk(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its last byte, and before the checkpoint has its name."""
     as_large_ones(monkeypatch)
     usual, synced = os.fsync, dict[str, int]()
@@ -237,7 +237,7 @@ def test_every_file_is_brought_to_the_disk(models: Path, monkeypatch: pytest.Mon
     assert synced == {path.name: path.stat().st_size for path in files_of(models, 3)}
 
 
-def test_the_model_is_written_beside_the_state(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_written_in_the_folder_of_the_state(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     met, usual, waited = threading.Barrier(2), checkpoint_storage.write_bytes, set[str]()
 
     def write_bytes(file: Any, data: Any) -> None:
@@ -253,17 +253,17 @@ def test_the_model_is_written_beside_the_state(models: Path, monkeypatch: pytest
 
 def test_a_gpu_has_done_its_work_before_threads_copy_from_it(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their streams do not wait for the one that training uses; and they begin with the first GPU for theirs."""
-    told: list[tuple[str, Any, bool]] = []
+    recorded: list[tuple[str, Any, bool]] = []
 
     def note(name: str) -> Callable[[Any], None]:
-        return lambda device: told.append((name, device, threading.current_thread() is threading.main_thread()))
+        return lambda device: recorded.append((name, device, threading.current_thread() is threading.main_thread()))
 
     monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
     monkeypatch.setattr(torch.cuda, "set_device", note("set_device"))
     device = torch.device("cuda:1")
-    with disk(lambda _: told.append(("write", None, False))):
+    with disk(lambda _: recorded.append(("write", None, False))):
         assert write(models, 3, replace(ALONE, device=device)) == ""
-    assert told[0] == ("synchronize", device, True) and ("set_device", device, False) in told[1:]
+    assert recorded[0] == ("synchronize", device, True) and ("set_device", device, False) in recorded[1:]
 
 
 @pytest.mark.parametrize(
@@ -287,15 +287,15 @@ def test_files_at_once(megabytes: int, cores: int, ranks: int, files: int, monke
 
 
 @pytest.mark.parametrize(
-    ("room", "ranks", "files"), [(None, 1, 4), (8000, 1, 4), (6000, 1, 3), (6000, 3, 1), (10, 1, 1)]
+    ("memory_mib", "ranks", "files"), [(None, 1, 4), (8000, 1, 4), (6000, 1, 3), (6000, 3, 1), (10, 1, 1)]
 )
 @pytest.mark.parametrize("rows", [False, True])
-def test_copies_from_a_gpu_leave_half_of_the_memory(
-    room: int | None, ranks: int, files: int, rows: bool, monkeypatch: pytest.MonkeyPatch
+def test_gpu_copies_use_at_most_half_of_host_memory(
+    memory_mib: int | None, ranks: int, files: int, rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file holds one tensor of 1000 MiB, or one block of rows of as many."""
     monkeypatch.setattr(saved_tensors, "cores", lambda: 64)
-    monkeypatch.setattr(saved_tensors, "available_memory", lambda: None if room is None else room << 20)
+    monkeypatch.setattr(saved_tensors, "available_memory", lambda: None if memory_mib is None else memory_mib << 20)
     one = torch.empty(1 << 20, 250, device="meta")
     more = torch.empty(3 << 20, 250, device="meta")
     tensors = {"small": one[:5], "large": Rows(more, 0, len(more)) if rows else one}
@@ -328,7 +328,7 @@ def _write_with_bug(world: World, models: Path) -> str:
     return str(caught.value)
 
 
-def test_who_is_interrupted_tells_nobody() -> None:
+def test_interrupted_rank_sends_no_report() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -336,6 +336,6 @@ def test_who_is_interrupted_tells_nobody() -> None:
         checkpoint.together(interrupted, World.single(), OSError)
 
 
-def test_a_bug_is_not_taken_for_a_full_disk(models: Path) -> None:
+def test_bug_is_not_reported_as_a_full_disk(models: Path) -> None:
     first, second = run_ranks(_write_with_bug, 2, models)
     assert second == "a mistake in the code" and "rank 1 failed: TypeError" in first

@@ -53,7 +53,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Clock:
-    """Time that passes while somebody sleeps, and only then."""
+    """Clock that advances only during sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -79,7 +79,7 @@ def set_up(capture: Path, out: Path, world: World = ALONE, **options: Any) -> An
     return trainer
 
 
-def test_a_disk_that_has_room_again_in_time(capture: Path, tmp_path: Path, clock: Clock, capsys: Any) -> None:
+def test_disk_that_is_freed_in_time_is_used(capture: Path, tmp_path: Path, clock: Clock, capsys: Any) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(trainer.base_dir, times=2)):
         assert save_last(trainer, 1, seconds=300, give_up=never) == trainer.base_dir
@@ -88,7 +88,7 @@ def test_a_disk_that_has_room_again_in_time(capture: Path, tmp_path: Path, clock
     assert said.count("is tried again for 300 s") == 1 and FULL in said and "Ctrl-C gives it up" in said
 
 
-@pytest.mark.parametrize("why", ["its time is over", "somebody gives up"])
+@pytest.mark.parametrize("why", ["timeout", "cancelled"])
 def test_a_disk_that_stays_full(capture: Path, tmp_path: Path, clock: Clock, why: str) -> None:
     trainer = set_up(capture, tmp_path / "my runs")
     assert trainer.checkpoints.write(0) == ""
@@ -96,11 +96,11 @@ def test_a_disk_that_stays_full(capture: Path, tmp_path: Path, clock: Clock, why
 
     def give_up() -> bool:
         asked.append(1)
-        return why == "somebody gives up" and len(asked) == 3
+        return why == "cancelled" and len(asked) == 3
 
     with disk(full(trainer.base_dir)), pytest.raises(SaveFailed) as caught:
-        save_last(trainer, 1, seconds=8.0 if why == "its time is over" else 60.0, give_up=give_up)
-    assert (len(asked), clock.now) == ((4, 9.0) if why == "its time is over" else (3, 6.0))
+        save_last(trainer, 1, seconds=8.0 if why == "timeout" else 60.0, give_up=give_up)
+    assert (len(asked), clock.now) == ((4, 9.0) if why == "timeout" else (3, 6.0))
     said = str(caught.value)
     models = tmp_path / "my runs" / RUN / "nerfstudio_models"
     assert f"could not be written to {models}: {FULL}." in said
@@ -115,7 +115,7 @@ def test_a_disk_that_stays_full(capture: Path, tmp_path: Path, clock: Clock, why
 
 
 @pytest.mark.parametrize(("degree", "state", "size"), [(3, "full", "7,200 MB"), (1, "compact", "1,960 MB")])
-def test_it_says_how_much_is_lost(
+def test_lost_work_is_reported(
     capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: int, state: str, size: str
 ) -> None:
     trainer = set_up(capture, tmp_path)
@@ -126,7 +126,7 @@ def test_it_says_how_much_is_lost(
         save_last(trainer, 1, seconds=0, give_up=never)
 
 
-def test_without_an_earlier_checkpoint_there_is_no_way_on(capture: Path, tmp_path: Path) -> None:
+def test_no_resume_command_without_a_checkpoint(capture: Path, tmp_path: Path) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(tmp_path)), pytest.raises(SaveFailed) as caught:
         save_last(trainer, 1, seconds=0, give_up=never)
@@ -135,7 +135,7 @@ def test_without_an_earlier_checkpoint_there_is_no_way_on(capture: Path, tmp_pat
     assert "ns-train" not in said
 
 
-def test_the_other_folder_takes_it(capture: Path, tmp_path: Path, capsys: Any) -> None:
+def test_fallback_folder_gets_the_checkpoint(capture: Path, tmp_path: Path, capsys: Any) -> None:
     place = tmp_path / "other disk"
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=place)
     with disk(full(trainer.base_dir)):
@@ -145,7 +145,7 @@ def test_the_other_folder_takes_it(capture: Path, tmp_path: Path, capsys: Any) -
     assert f"({FULL}): it is in {place / RUN}." in capsys.readouterr().out
 
 
-def test_the_other_folder_is_left_alone_where_it_is_not_needed(capture: Path, tmp_path: Path) -> None:
+def test_fallback_folder_is_unused_if_not_needed(capture: Path, tmp_path: Path) -> None:
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=tmp_path / "other")
     assert save_last(trainer, 1, seconds=0, give_up=never) == trainer.base_dir
     assert not (tmp_path / "other").exists()
@@ -182,7 +182,7 @@ def test_a_run_ends_with_it(capture: Path, tmp_path: Path, clock: Clock, capsys:
     assert resumed._start_step == 2
 
 
-def test_a_run_that_is_stopped_looks_for_room_once(capture: Path, tmp_path: Path, capsys: Any) -> None:
+def test_stopped_run_checks_disk_space_once(capture: Path, tmp_path: Path, capsys: Any) -> None:
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=tmp_path / "other")
     trainer.config.max_num_iterations = 10**6
     trainer._may_go_on = lambda step: step < 3 or setattr(trainer.guards.signals, "agreed", 15) is not None
@@ -193,14 +193,14 @@ def test_a_run_that_is_stopped_looks_for_room_once(capture: Path, tmp_path: Path
     assert f"--load-dir {path.parent}" in capsys.readouterr().out
 
 
-def test_what_the_disk_said_in_short() -> None:
+def test_disk_error_is_summarized() -> None:
     said = "rank 0: [Errno 28] No space left on device: '/a/b'; rank 1: [Errno 28] No space left on device: '/a/c'"
     assert in_short(said) == "No space left on device"
     assert in_short(said + "; [Errno 122] Disk quota exceeded") == "No space left on device; Disk quota exceeded"
     assert in_short("") == "" and in_short("it does not reach rank 0") == "it does not reach rank 0"
 
 
-def test_places_with_room() -> None:
+def test_folders_with_free_space() -> None:
     assert last_save._places(10**18) == []
     assert all(path.is_dir() and free > 1 for path, free in last_save._places(1))
     assert len({path.stat().st_dev for path, _ in last_save._places(1)}) == len(last_save._places(1)) > 0
@@ -230,18 +230,18 @@ def _two(world: World, capture: Path, out: Path) -> dict[str, Any]:
     return report
 
 
-def test_two_ranks_go_the_same_way(capture: Path, tmp_path: Path) -> None:
+def test_two_ranks_take_the_same_decision(capture: Path, tmp_path: Path) -> None:
     first, second = run_ranks(_two, 2, capture, tmp_path)
     assert first == second and first["lost"].count(FULL) == 2
     assert "Lost: the model after 4 images (60 Gaussians" in first["lost"]
     assert (first["other"], first["there"], first["again"], first["here"]) == (True, [1], True, [1])
 
 
-# ---- held-out views are looked at meanwhile: whatever comes of that, the checkpoint is there ----
+# ---- held-out views are evaluated during the save: the checkpoint exists with any outcome ----
 
 
 class Held:
-    """A disk whose first write waits until somebody lets it go on."""
+    """A disk whose first write waits until it is released."""
 
     def __init__(self) -> None:
         self.asked, self.goes_on = threading.Event(), threading.Event()
@@ -251,7 +251,7 @@ class Held:
         assert self.goes_on.wait(60), "the look waits for the save"
 
 
-def test_views_are_looked_at_while_it_is_written(capture: Path, tmp_path: Path) -> None:
+def test_views_are_evaluated_during_the_write(capture: Path, tmp_path: Path) -> None:
     trainer, held, there = set_up(capture, tmp_path), Held(), list[Any]()
 
     def look() -> None:
@@ -268,7 +268,7 @@ def test_views_are_looked_at_while_it_is_written(capture: Path, tmp_path: Path) 
     assert there == [[], 2] and not written, "it is there"
 
 
-def test_no_thread_writes_where_that_is_not_wanted(capture: Path, tmp_path: Path) -> None:
+def test_no_background_write_if_disabled(capture: Path, tmp_path: Path) -> None:
     trainer, threads, there = set_up(capture, tmp_path, save_in_background=False), set[str](), list[Any]()
 
     def look() -> None:
@@ -279,7 +279,7 @@ def test_no_thread_writes_where_that_is_not_wanted(capture: Path, tmp_path: Path
     assert there == [[1]] and "checkpoint" not in threads
 
 
-def test_a_disk_that_takes_nothing_meanwhile_is_asked_again(
+def test_failing_disk_is_tried_again(
     capture: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -291,14 +291,16 @@ def test_a_disk_that_takes_nothing_meanwhile_is_asked_again(
     assert steps_in(trainer.checkpoint_dir) == [1] and "could not be written" not in said.out + said.err
 
 
-def test_a_run_says_what_either_took(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reports_times_of_save_and_evaluation(
+    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, parts, done = set_up(capture, tmp_path), list[str](), RunParts.done
     monkeypatch.setattr(RunParts, "done", lambda self, part: parts.append(part) or done(self, part))
     trainer.train()
-    told = json.loads((trainer.base_dir / "training_summary.json").read_text())
+    summary = json.loads((trainer.base_dir / "training_summary.json").read_text())
     look, save = "last look at held-out views", "last save"
-    assert parts.index(look) < parts.index(save) and {look, save} <= set(told["startup_ms"])
-    assert told["psnr"] > 0 and told["held_out_views"] == 1 and steps_in(trainer.checkpoint_dir) == [1]
+    assert parts.index(look) < parts.index(save) and {look, save} <= set(summary["startup_ms"])
+    assert summary["psnr"] > 0 and summary["held_out_views"] == 1 and steps_in(trainer.checkpoint_dir) == [1]
 
 
 def _one_fails(world: World, capture: Path, out: Path) -> tuple[list[int], str]:
@@ -319,12 +321,12 @@ def _one_fails(world: World, capture: Path, out: Path) -> tuple[list[int], str]:
     return steps_in(trainer.checkpoint_dir), said
 
 
-def test_a_look_that_fails_on_one_rank_costs_no_checkpoint(capture: Path, tmp_path: Path) -> None:
+def test_evaluation_failing_on_one_rank_keeps_the_checkpoint(capture: Path, tmp_path: Path) -> None:
     (there, nothing), (there_too, said) = run_ranks(_one_fails, 2, capture, tmp_path)
     assert there == there_too == [1] and (nothing, said) == ("", "no memory for a picture")
 
 
-def test_a_look_that_fails_alone_costs_no_checkpoint(capture: Path, tmp_path: Path) -> None:
+def test_failing_evaluation_keeps_the_checkpoint(capture: Path, tmp_path: Path) -> None:
     trainer, held = set_up(capture, tmp_path, ALONE), Held()
 
     def look() -> None:

@@ -73,12 +73,12 @@ def test_as_many_ranks_with_it_take_what_they_had(saved: tuple[Path, list[list[i
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_others_are_dealt_the_points_anew(saved: tuple[Path, list[list[int]]], size: int) -> None:
+def test_other_world_size_distributes_points_again(saved: tuple[Path, list[list[int]]], size: int) -> None:
     slabs = [_slabs(World(rank, size, rank, size, ALONE.device)).tolist() for rank in range(size)]
     assert run_ranks(_load, size, saved[0], HalfSpaces()) == [(places, places) for places in slabs]
 
 
-def test_another_placement_deals_them_anew(saved: tuple[Path, list[list[int]]]) -> None:
+def test_another_placement_distributes_points_again(saved: tuple[Path, list[list[int]]]) -> None:
     bounds = [0, 12, 24, 37]
     ranges = [(list(range(a, b)), None) for a, b in pairwise(bounds)]
     assert run_ranks(_load, 3, saved[0], Sharded()) == ranges
@@ -95,7 +95,7 @@ def _save_ranges(world: World, models: Path) -> None:
     assert save_sharded(world, models, 1, rows, whole_model(), whole_state()) == ""
 
 
-def test_it_goes_on_from_ranges(tmp_path: Path) -> None:
+def test_resume_from_ranges(tmp_path: Path) -> None:
     """Although there are as many ranks as wrote them."""
     models = tmp_path / "nerfstudio_models"
     run_ranks(_save_ranges, 3, models)

@@ -48,7 +48,7 @@ def _same_size(world: World, capture: Path, out: Path) -> Report:
     report["generators"] = torch.equal(torch.get_rng_state(), generators)
     report["files"] = sorted(step_of(p) for p in checkpoints_in(resumed.checkpoint_dir))
 
-    # The launcher starts the job anew, in the same folder; the newest checkpoint has suffered.
+    # The launcher restarts the job in the same folder; the newest checkpoint is damaged.
     if world.is_main:
         shutil.copytree(out / "whole", out / "again")
         victim = out / "again" / models.relative_to(out / "whole") / "step-000000009.ckpt"
@@ -202,7 +202,7 @@ def test_restarted_by_a_launcher(reports: list[Report], rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_training_goes_on_without_a_disk(reports: list[Report], rank: int) -> None:
+def test_training_continues_without_a_disk(reports: list[Report], rank: int) -> None:
     assert reports[rank]["full"] == [] and reports[rank]["full files"] == []
 
 
@@ -232,7 +232,7 @@ def test_nerfstudio_reads_it(reports: list[Report]) -> None:
     assert reports[0]["eval"] == (9, True)
 
 
-def test_goes_on_from_nerfstudios_own(reports: list[Report]) -> None:
+def test_resume_from_a_nerfstudio_checkpoint(reports: list[Report]) -> None:
     start_step, rate, differences = reports[0]["plain"]
     assert start_step == 7 and differences == []
     assert rate == pytest.approx(1.6e-4 * 0.01 ** (7 / 30000), rel=1e-6)

@@ -1,4 +1,4 @@
-"""What a run goes on with besides its model: random generators, and what `tile` knows of each view's work."""
+"""State that a run resumes besides its model: random generators, and the work of each view in `tile`."""
 
 import random
 from pathlib import Path
@@ -25,7 +25,7 @@ def _draws() -> list[float]:
     return [*torch.rand(2).tolist(), random.random(), float(np.random.rand())]  # noqa: NPY002 - nerfstudio draws so
 
 
-def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_generators_resume_their_state(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture")
     before = start(ALONE, tmp_path / "capture", tmp_path / "before", 10)
     _draws()
@@ -36,7 +36,7 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert _draws() == expected
 
 
-LEARNT = [[0, 700, 30], [3, 40, 500], [-1, 0, 1, 2]]
+VIEW_COSTS = [[0, 700, 30], [3, 40, 500], [-1, 0, 1, 2]]
 """The work of the rows of tiles of two views, and cuts that were made."""
 OTHERS = "Its training views, or the way they are drawn, were others"
 
@@ -46,20 +46,20 @@ OTHERS = "Its training views, or the way they are drawn, were others"
     [(8, {}, True), (7, {}, False), (8, {"train_cameras_sampling_seed": 5}, False)],
     ids=["the same", "another capture", "another seed"],
 )
-def test_what_is_known_of_views_is_learnt_again(
+def test_unknown_views_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: int, options: dict[str, Any], same: bool
 ) -> None:
-    """Of other views, or in another order, nothing is known; and the user is told."""
+    """Other views, or another order, have no recorded costs, and a message says so."""
     for name, count in (("one", 8), ("other", train)):
         write_capture(tmp_path / name, train=count)
     tile: dict[str, Any] = {"method": "splatfacto-tile", "camera_optimizer": CameraOptimizerConfig(mode="off")}
     before = start(ALONE, tmp_path / "one", tmp_path / "before", 10, **tile)
-    before.pipeline.strategy.assignment.load_state(LEARNT)
+    before.pipeline.strategy.assignment.load_state(VIEW_COSTS)
     assert before.checkpoints.save(4)
     said: list[str] = []
     monkeypatch.setattr(resume, "_tell", lambda line, _="": said.append(line))
     after = start(ALONE, tmp_path / "other", tmp_path / "after", 10, **tile, load_dir=before.checkpoint_dir, **options)
-    assert after.pipeline.strategy.assignment.state() == (LEARNT if same else [])
+    assert after.pipeline.strategy.assignment.state() == (VIEW_COSTS if same else [])
     assert any(OTHERS in line for line in said) != same
     assert said[0].startswith("Resuming at step 5 from ") and said[0].endswith(" 1 image per step.")
     assert not any("written by" in line for line in said), "by as many workers, with as many images per step"
@@ -100,8 +100,8 @@ def _tile(world: World, capture: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_tile_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Views are of six rows of tiles, the lower ones empty: who renders which follows from what was learnt of them."""
+def test_tile_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Views are of six rows of tiles, the lower ones empty: the assignment follows from their measured work."""
     write_capture(tmp_path / "capture", wide=False, taller=72)
     for report in run_ranks(_tile, 2, tmp_path / "capture", tmp_path):
         assert report == {"differing": [], "start": 5, "known": 5}

@@ -88,7 +88,7 @@ def _spread(world: World, models: Path) -> None:
 
 
 def test_from_shards_to_replicas_and_back(tmp_path: Path) -> None:
-    """The sum of the replicas' statistics is what one has; nobody's are counted twice."""
+    """The statistics summed over replicas equal those of one; none is counted twice."""
     run_ranks(carried, 3, tmp_path / "a" / "nerfstudio_models", [3, 0, 34], 1)
     run_ranks(_replicated, 2, tmp_path / "a" / "nerfstudio_models")
     run_ranks(_save_replicas, 2, tmp_path / "b" / "nerfstudio_models")
@@ -158,8 +158,8 @@ def test_only_the_files_of_own_rows_are_read(tmp_path: Path) -> None:
         saved.read_rows({"model/means": into}, 30)
 
 
-def test_rows_come_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What of a file is in the host's memory at a time is a block, although a rank wrote all rows."""
+def test_rows_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one block of a file is in host memory at a time, although one rank wrote all rows."""
     models = tmp_path / "nerfstudio_models"
     monkeypatch.setattr(checkpoint_rows, "BLOCK", 5)
     carried(ALONE, models, [37], 1)

@@ -49,9 +49,9 @@ def test_damaged_shards_are_refused_and_named(models: Path) -> None:
         SavedPoints.of(pipeline, models)
     with pytest.raises(InputError, match=r"__1_0[.]distcp has been truncated.* --load-step 1"):
         open_checkpoint(path, ALONE)
-    told: list[str] = []
-    newest = latest_checkpoint(models, told.append)
-    assert newest is not None and step_of(newest) == 1 and "__1_0.distcp" in told[0]
+    messages: list[str] = []
+    newest = latest_checkpoint(models, messages.append)
+    assert newest is not None and step_of(newest) == 1 and "__1_0.distcp" in messages[0]
     shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(InputError, match=r"__1_0[.]distcp has been altered"):
         open_checkpoint(path, ALONE)
@@ -91,13 +91,13 @@ def test_a_full_disk_on_one_rank_leaves_the_old_ones(models: Path) -> None:
     assert latest_checkpoint(models) == models / "step-000000002.ckpt"
 
 
-def test_beside_ordinary_ones(models: Path) -> None:
+def test_sharded_with_ordinary_checkpoints(models: Path) -> None:
     assert write(models, 3) == ""
     assert counts_in(read_checkpoint_file(models / "step-000000003.ckpt")["pipeline"]) == [20]
     assert latest_checkpoint(models) == models / "step-000000003.ckpt"
 
 
-def test_what_the_ckpt_says(models: Path) -> None:
+def test_contents_of_the_ckpt_file(models: Path) -> None:
     pipeline = read_checkpoint_file(models / "step-000000001.ckpt")["pipeline"]
     assert set(pipeline) == {"_model.pose", SHARDS}
     assert pipeline[SHARDS]["counts"] == [30, 7]

@@ -1,4 +1,4 @@
-"""What a checkpoint's file says of itself is what was written into it, whoever takes the checksum."""
+"""A checkpoint file's checksum is that of its content, computed by any thread."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ns_multigpu.plugin.checkpoint.verify import Digest, Stamp, stamp_of
 SIZES = [3, 1 << 20, 0, 7, (1 << 17) - 1, 1 << 17, 12]
 
 
-def test_pieces_of_all_sizes_are_in_the_checksum(tmp_path: Path) -> None:
+def test_writes_of_all_sizes_enter_the_checksum(tmp_path: Path) -> None:
     file = StampedFile(tmp_path / "some")
     for number, size in enumerate(SIZES):
         assert file.write(bytes([number]) * size) == size
@@ -41,7 +41,7 @@ def test_a_piece_is_its_owners_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_piece_that_cannot_be_written_is_the_owners_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a piece is written: nobody may read it any longer when its memory goes."""
+    """After Ctrl-C during a write no thread may read the buffer once it is freed."""
     taken: list[Any] = []
 
     def interrupted(*_: Any) -> None:

@@ -55,8 +55,7 @@ class Clones:
 
 
 def _where(world: World, spare: list[int], fails_at: int | None) -> tuple[str, int]:
-    """Where a rank's copy lies if its GPU, which all of them share, has so much to spare; and how many clones there
-    were."""
+    """Return the place of a rank's copy for given free memory on the shared GPU, and the number of clones."""
     last = world.rank == world.size - 1
     usual = (training_copy._gpu, training_copy._on_its_device)
     clones = Clones(fails_at if last else None)
@@ -79,7 +78,7 @@ NEEDED = 4 * (MODEL + SHARED + ROWS)
 @pytest.mark.parametrize(
     ("spare", "fails_at", "place"), [(NEEDED, None, "gpu"), (NEEDED - 1, None, "host"), (NEEDED, 3, "host")]
 )
-def test_a_copy_lies_on_the_gpu_if_that_has_four_times_the_room(spare: int, fails_at: int | None, place: str) -> None:
+def test_copy_is_on_the_gpu_if_memory_is_four_times_its_size(spare: int, fails_at: int | None, place: str) -> None:
     found, clones = _where(ALONE, [spare], fails_at)
     assert found == place and clones == {"gpu": 5, "host": fails_at or 0}[place], "the model, its moments, rows"
 
@@ -88,12 +87,12 @@ def test_a_copy_lies_on_the_gpu_if_that_has_four_times_the_room(spare: int, fail
     ("less", "fails_at", "place"), [(0, None, "gpu"), (1, None, "host"), (0, 0, "host"), (0, 1, "host")]
 )
 def test_all_ranks_have_their_copies_in_one_kind_of_memory(less: int, fails_at: int | None, place: str) -> None:
-    """They share a GPU: what both copy counts. One of them that has no room, or finds that it had none, is enough."""
+    """Ranks share a GPU, so both copies count. One rank with too little memory, or a failed copy, is enough."""
     needed = 4 * (MODEL + SHARED + 2 * ROWS)
-    told = run_ranks(_where, 2, [needed, needed - less], fails_at)
-    assert [found for found, _ in told] == [place] * 2
+    results = run_ranks(_where, 2, [needed, needed - less], fails_at)
+    assert [found for found, _ in results] == [place] * 2
     if place == "gpu":
-        assert sum(clones for _, clones in told) == 6, "the model and what both have are copied once, rows by each"
+        assert sum(clones for _, clones in results) == 6, "the model and what both have are copied once, rows by each"
 
 
 def test_without_a_gpu_copies_are_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +136,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_is_brought_to_the_host_is_the_same_bits(source: str, device: str) -> None:
+def test_host_copy_is_bitwise_equal(source: str, device: str) -> None:
     value = SOURCES[source](device)
     found = to_host(value)
     assert (found.device.type, found.dtype, found.shape) == ("cpu", value.dtype, value.shape)
@@ -150,7 +149,7 @@ def test_what_is_brought_to_the_host_is_the_same_bits(source: str, device: str) 
 
 
 @pytest.mark.gpu
-def test_what_the_stream_was_given_before_is_brought_too() -> None:
+def test_host_copy_follows_earlier_work_of_the_stream() -> None:
     value = torch.zeros(4 << 20, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -176,7 +175,7 @@ def test_a_copy_to_the_host_leaves_other_threads_their_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_thread_that_has_brought_something_stays_with_its_gpu() -> None:
+def test_copying_thread_keeps_its_gpu() -> None:
     """Threads begin with GPU 0. With one GPU in sight this says nothing."""
     last = torch.cuda.device_count() - 1
     value = torch.ones(1 << 20, device=f"cuda:{last}")
@@ -188,11 +187,11 @@ def test_a_thread_that_has_brought_something_stays_with_its_gpu() -> None:
 # ---- checkpoints from a GPU ----
 
 
-def _saved(world: World, models: Path, gpu_has_room: bool) -> tuple[bool, list[str]]:
+def _saved(world: World, models: Path, gpu_has_memory: bool) -> tuple[bool, list[str]]:
     """Save in the background, changes everything at once, and compares what is read; whether the copy was on a GPU."""
     where: list[bool] = []
     usual = training_copy.training_copy, training_copy.free_bytes
-    if not gpu_has_room:
+    if not gpu_has_memory:
         training_copy.free_bytes = lambda _: 0
 
     def noted(content: Content, within: World) -> Content | None:
@@ -229,11 +228,11 @@ def _saved(world: World, models: Path, gpu_has_room: bool) -> tuple[bool, list[s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("gpu_has_room", [True, False])
-def test_a_checkpoint_from_a_gpu_is_of_its_step(tmp_path: Path, ranks: int, gpu_has_room: bool) -> None:
+@pytest.mark.parametrize("gpu_has_memory", [True, False])
+def test_a_checkpoint_from_a_gpu_is_of_its_step(tmp_path: Path, ranks: int, gpu_has_memory: bool) -> None:
     skip_without_gpus(ranks)
-    found = run_ranks(_saved, ranks, tmp_path / "nerfstudio_models", gpu_has_room, device="cuda")
-    assert found == [(gpu_has_room, [])] * ranks
+    found = run_ranks(_saved, ranks, tmp_path / "nerfstudio_models", gpu_has_memory, device="cuda")
+    assert found == [(gpu_has_memory, [])] * ranks
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -241,7 +240,7 @@ def test_a_checkpoint_from_a_gpu_is_of_its_step(tmp_path: Path, ranks: int, gpu_
 def test_files_are_written_from_the_host_s_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, background: bool
 ) -> None:
-    """Several files at once, and one after the other: torch brings nothing to the host by itself."""
+    """Files are written in parallel and one by one: torch itself copies nothing to the host."""
     as_large_ones(monkeypatch)
     written: list[int] = []
     resolve = saved_tensors.RowsPlanner.resolve_data

@@ -1,4 +1,4 @@
-"""What a run remembers, taken and put back; and the name of a job's run folder."""
+"""State of a run, saved and restored; and the name of a job's run folder."""
 
 import copy
 import os
@@ -47,9 +47,7 @@ from ns_multigpu.plugin.model.batch_scaling import RateSchedule, ScalingRule, sc
 )
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("rule", "at_end"), [("sqrt", 1.0), ("sqrt-to-none", 0.1)])
-def test_moved_schedulers_stand_where_they_would_have_walked_to(
-    config: Any, batch: int, rule: ScalingRule, at_end: float
-) -> None:
+def test_advanced_schedulers_equal_stepped_ones(config: Any, batch: int, rule: ScalingRule, at_end: float) -> None:
     schedule = RateSchedule(rule, batch, 80, at_end)
 
     def fresh() -> tuple[torch.optim.Optimizer, Any]:
@@ -72,7 +70,7 @@ def test_moved_schedulers_stand_where_they_would_have_walked_to(
     assert mover.param_groups[0]["lr"] == walker.param_groups[0]["lr"]
 
 
-def test_optimizers_go_on_with_other_parameters() -> None:
+def test_optimizers_resume_with_other_parameters() -> None:
     def fresh() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         param = torch.nn.Parameter(torch.ones(4))
         return param, torch.optim.Adam([param], lr=0.1)
@@ -196,8 +194,8 @@ def test_a_restarted_job_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_agent_is_one_process() -> None:
     mine = agent()
     assert mine == agent() and str(os.getppid()) in mine.split()
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", "from ns_multigpu.plugin.launch.ranks import agent; print(agent())"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    assert told.split()[1] == str(os.getpid()) and told != mine
+    assert output.split()[1] == str(os.getpid()) and output != mine

@@ -1,4 +1,4 @@
-"""What is shown of an error that nobody caught, and of a run that is stopped before it trains."""
+"""Output for an uncaught error, and for a run that is stopped before it trains."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def uncaught(what: str, before: str = "", **variables: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("kind", "title"), [("InputError", "Cannot start"), ("SaveFailed", "The model is not saved")])
 def test_a_plain_error_is_its_message(kind: str, title: str) -> None:
-    sentence = "There is no room for what this run has learned, " + "and so it goes " * 6
+    sentence = "The disk is too full for the model of this run, " + "and so it goes " * 6
     status, said = uncaught(f"raise errors.{kind}({sentence!r} + '\\n\\n  ' + {COMMAND!r})")
     lines = said.splitlines()
     assert status == 1 and "Traceback" not in said
@@ -40,7 +40,7 @@ def test_a_plain_error_is_its_message(kind: str, title: str) -> None:
     assert " ".join(" ".join(lines[1:-1]).split()).startswith(sentence.strip())
 
 
-def test_a_workers_error_is_its_own_traceback_and_not_ours() -> None:
+def test_worker_error_shows_the_worker_traceback_only() -> None:
     status, said = uncaught("raise errors.WorkerFailed('Worker 1 failed', 'Traceback of worker 1')")
     assert status == 1 and "Traceback of worker 1" in said and "Traceback (most" not in said
     assert said.index("Traceback of worker 1") < said.index("Worker 1 failed")
@@ -56,7 +56,7 @@ def test_ctrl_c_is_a_line() -> None:
     assert status in (1, 130, -signal.SIGINT) and said == "Stopped by Ctrl-C.\n"
 
 
-def test_a_hook_of_somebody_elses_stays() -> None:
+def test_foreign_exception_hook_is_kept() -> None:
     theirs = "import sys; sys.excepthook = lambda kind, error, trace: print('theirs', file=sys.stderr)"
     _, said = uncaught("raise errors.InputError('ours')", theirs)
     assert said == "theirs\n"
@@ -94,12 +94,12 @@ def test_before_training_one_rank_speaks() -> None:
     assert run(STOPPED.format(before="", how="SIGTERM"), RANK="1") == (128 + signal.SIGTERM, "")
 
 
-def test_what_was_to_be_ignored_still_is() -> None:
+def test_ignored_signals_remain_ignored() -> None:
     """As nohup asks for."""
     before = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     assert run(STOPPED.format(before=before, how="SIGHUP")) == (0, "went on\n")
 
 
-def test_a_handler_of_somebody_elses_stays() -> None:
+def test_foreign_signal_handler_is_kept() -> None:
     before = "signal.signal(signal.SIGTERM, lambda *_: sys.stderr.write('theirs, '))"
     assert run(STOPPED.format(before=before, how="SIGTERM")) == (0, "theirs, went on\n")

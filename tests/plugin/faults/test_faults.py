@@ -1,4 +1,4 @@
-"""Faults of every kind in a run of several workers: who is told what, how soon, and what is left behind."""
+"""Faults in a run of several workers: messages, delays, and files and processes that remain."""
 
 import contextlib
 import os
@@ -75,7 +75,7 @@ def start(folder: Path, workers: int, *launcher: str, **fields: Any) -> subproce
 
 
 def started(folder: Path, process: subprocess.Popen[str], workers: int) -> float:
-    """Wait until a run that was just started has saved; returns the seconds that took, which tell how busy this is."""
+    """Wait until a run that was just started has saved; return the seconds that took, as a measure of the load."""
     begin = time.monotonic()
     ready = wait_until(
         lambda: (
@@ -96,7 +96,7 @@ def started(folder: Path, process: subprocess.Popen[str], workers: int) -> float
         ("SIGKILL", "Worker 1 was killed by SIGKILL"),
     ],
 )
-def test_a_dying_worker_brings_the_others_down(tmp_path: Path, what: str, said: str) -> None:
+def test_dying_worker_ends_the_others(tmp_path: Path, what: str, said: str) -> None:
     """Ranks 0 and 2 sit in a collective by then. They are down within 10 s (a second, where nothing else runs), or
     within the time that the start took, if this machine is so busy that it took longer."""
     run = start(tmp_path, 3, steps=10**6, pace=0.01, faults=((1, 100, what),))
@@ -181,7 +181,7 @@ def test_a_signal_saves_and_leaves_nothing(
         assert run.returncode == 128 + how and "Traceback" not in output
 
 
-def test_a_signal_saves_nothing_when_asked_not_to(tmp_path: Path) -> None:
+def test_signal_saves_nothing_if_disabled(tmp_path: Path) -> None:
     run = start(tmp_path, 2, steps=10**6, pace=0.01, save_on_interrupt=False)
     started(tmp_path, run, 2)
     os.kill(run.pid, signal.SIGTERM)

@@ -15,7 +15,7 @@ from tests.lib.training_run import follow, write_capture
 BAD = 5
 
 
-def _course(world: World, capture: Path, runs: Path, options: dict[str, Any], what: str) -> tuple[str, bool, list[int]]:
+def _train(world: World, capture: Path, runs: Path, options: dict[str, Any], what: str) -> tuple[str, bool, list[int]]:
     """Train over all 8 views, and return the error, whether parameters are finite, and the steps Adam has counted."""
     usual = splat_model.photometric_loss
 
@@ -53,7 +53,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_bad_view_is_named(capture: Path, tmp_path: Path, size: int) -> None:
-    results = run_ranks(_course, size, capture, tmp_path, {"steps_per_numeric_check": 4}, "nan")
+    results = run_ranks(_train, size, capture, tmp_path, {"steps_per_numeric_check": 4}, "nan")
     said = results[0][0]
     assert all(result[0] == said for result in results)
     assert f"loss of view {BAD} ({BAD}.png); gradient of" in said and "gauss_params.means" in said
@@ -63,11 +63,11 @@ def test_a_bad_view_is_named(capture: Path, tmp_path: Path, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_bad_view_is_skipped(capture: Path, tmp_path: Path, size: int) -> None:
     options = {"steps_per_numeric_check": 8 // size, "on_nonfinite": "skip"}
-    for said, finite, counts in run_ranks(_course, size, capture, tmp_path, options, "nan"):
+    for said, finite, counts in run_ranks(_train, size, capture, tmp_path, options, "nan"):
         assert said == "" and finite
         assert set(counts) == {8 // size - 1}, "one step was left out, on every rank"
 
 
 def test_lack_of_memory_names_its_circumstances(capture: Path, tmp_path: Path) -> None:
-    ((said, _, _),) = run_ranks(_course, 1, capture, tmp_path, {}, "memory")
+    ((said, _, _),) = run_ranks(_train, 1, capture, tmp_path, {}, "memory")
     assert "Rank 0 ran out of memory" in said and "60 Gaussians" in said and "images of up to 36x26" in said

@@ -50,7 +50,7 @@ def place_of(name: str) -> World:
 
 @device
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_bad_gradient_is_named_at_the_next_look(place: str, value: float) -> None:
+def test_nonfinite_gradient_is_named_at_the_next_check(place: str, value: float) -> None:
     run = Run(place_of(place), every=4)
     run.step(0)
     run.look(0)
@@ -76,7 +76,7 @@ def test_huge_but_finite_numbers_are_fine(place: str) -> None:
 
 
 @device
-def test_a_bad_parameter_is_found_although_nothing_else_shows_it(place: str) -> None:
+def test_nonfinite_parameter_alone_is_found(place: str) -> None:
     run = Run(place_of(place), every=2)
     run.step(0)
     run.look(0)
@@ -88,7 +88,7 @@ def test_a_bad_parameter_is_found_although_nothing_else_shows_it(place: str) -> 
         run.look(2)
 
 
-def test_a_look_now_comes_before_a_save_and_is_not_repeated() -> None:
+def test_check_precedes_a_save_and_is_not_repeated() -> None:
     run = Run(World.single(), every=100)
     run.step(3, loss=NAN)
     with pytest.raises(NonFiniteError, match=r"frame_31\.png"):
@@ -129,7 +129,7 @@ def _skip_on_shards(world: World) -> list[torch.Tensor]:
     return [*(run.params[name].detach() for name in ("means", "quats")), *(v for s in states for v in s.values())]
 
 
-def test_ranks_with_shards_leave_the_same_steps_out() -> None:
+def test_sharded_ranks_skip_the_same_steps() -> None:
     plain = Run(World.single(), 5, "skip")
     for step in (0, 1, 3, 4):
         plain.step(step)
@@ -173,7 +173,7 @@ def test_all_ranks_raise_what_one_has_seen() -> None:
 
 
 def _blocks_on_two_ranks(world: World) -> list[str]:
-    """What a look says of a block after which all is well, a loss is not, or a parameter is not, on rank 1 alone."""
+    """Return the check's result after a block: all finite, or a loss or a parameter of rank 1 nonfinite."""
     said: list[str] = []
     for where in ("nowhere", "loss", "parameter"):
         run = Run(world, every=5)
@@ -199,7 +199,7 @@ def test_all_ranks_raise_what_a_block_of_one_has_left() -> None:
     assert "parameter quats" not in loss and "step 3" not in parameter
 
 
-def test_whether_a_look_is_due_is_known_without_the_parameters() -> None:
+def test_due_check_needs_no_parameters() -> None:
     run = Run(World.single(), every=4)
     assert not run.guard.due(4, now=True), "nothing has been noted"
     run.step(1)
@@ -211,7 +211,7 @@ def test_whether_a_look_is_due_is_known_without_the_parameters() -> None:
 
 
 @pytest.mark.gpu
-def test_a_look_waits_once(recwarn: pytest.WarningsRecorder) -> None:
+def test_check_synchronizes_once(recwarn: pytest.WarningsRecorder) -> None:
     run = Run(World.single("cuda:0"), 1)
     run.step(0)
     run.look(0)
@@ -253,7 +253,7 @@ def test_skipping_on_a_gpu_needs_an_adam() -> None:
 
 @device
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_noted_step_is_named_by_what_was_bad_in_it(place: str, value: float) -> None:
+def test_recorded_step_names_its_nonfinite_value(place: str, value: float) -> None:
     run = Run(place_of(place), every=4)
     report = torch.ones(5, 3, device=run.world.device)  # of each step two views' losses, and what shows the gradients
     report[1, 1] = value
@@ -271,7 +271,7 @@ def test_a_noted_step_is_named_by_what_was_bad_in_it(place: str, value: float) -
     assert "step 2: gradient of the rows (views of the step: frame_20.png, frame_21.png)" in text
 
 
-def test_noted_steps_that_are_fine_leave_nothing() -> None:
+def test_finite_recorded_steps_report_nothing() -> None:
     run = Run(World.single(), every=2)
     for step in range(7):
         run.guard.note([step], [[step]], ("the rows",), torch.tensor([[-1e38, NAN, 1e38]]))
@@ -298,7 +298,7 @@ NOW = Circumstances(2, 130, torch.device("cpu"), ["1,234,567 Gaussians"], GPU, H
         RuntimeError("CUDA error: out of memory"),
     ],
 )
-def test_lack_of_memory_says_what_to_change(error: Exception) -> None:
+def test_out_of_memory_error_has_a_remedy(error: Exception) -> None:
     text = str(explain(error, NOW))
     for word in ("Rank 2", "in step 130", "1,234,567", "kept as bytes", "step-000000100.ckpt", "GiB"):
         assert word in text
@@ -311,20 +311,20 @@ def test_a_real_lack_of_memory_is_recognised() -> None:
     assert "before the first step" in str(explain(caught.value, Circumstances(0, None, NOW.device)))
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     for error in (KeyError("x"), RuntimeError("shape mismatch"), OSError(errno.ENOSPC, "No space left on device")):
         assert explain(error, NOW) is None
 
 
 @pytest.mark.gpu
-def test_a_gpu_tells_how_full_it_is() -> None:
+def test_gpu_error_reports_memory_use() -> None:
     with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     text = str(explain(caught.value, Circumstances(0, 3, torch.device("cuda", 0), [], GPU, HOST)))
     assert "its GPU (cuda:0)" in text and "GiB free of" in text and "kept on the host" in text
 
 
-def test_what_steps_in_flight_have_left_is_named_when_they_are_noted() -> None:
+def test_nonfinite_values_of_pending_steps_are_named_later() -> None:
     """A look that comes when the device has been given more: their numbers are not there yet; what they do may be."""
     guard, params = NumericGuard(World.single(), every=4), {"scales": torch.zeros(3, 2)}
     guard.note([0, 1], [[5], [6]], ("the rows",), torch.zeros(2, 2))
@@ -341,7 +341,7 @@ def test_what_steps_in_flight_have_left_is_named_when_they_are_noted() -> None:
         guard.look(4, params, now=True, pending=True)
 
 
-def test_a_look_while_steps_are_in_flight_leaves_nothing_where_all_is_well() -> None:
+def test_check_during_pending_steps_reports_nothing_if_finite() -> None:
     guard, params = NumericGuard(World.single(), every=4), {"scales": torch.zeros(3, 2)}
     guard.note([0], [[5]], ("the rows",), torch.zeros(1, 2))
     guard.look(4, params, pending=True)

@@ -116,7 +116,7 @@ def test_the_step_before_is_saved(capture: Path, tmp_path: Path, where: str, siz
             assert torch.equal(saved[name.replace("model/", "_model.")], value)
 
 
-def test_it_can_be_gone_on_from(capture: Path, tmp_path: Path) -> None:
+def test_out_of_memory_checkpoint_can_be_resumed(capture: Path, tmp_path: Path) -> None:
     """On one rank, for it is the same bits as a run that did not run out."""
     _, folder, _, _ = _run_out(World.single(), capture, tmp_path / "out", "forward", {})
     undisturbed = start(World.single(), capture, tmp_path / "undisturbed", 12)
@@ -156,7 +156,7 @@ def _block_runs_out(world: World, capture: Path, run: Path, how: str) -> tuple[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(out_of_memory.memory, "free_bytes", free)
         patch.setattr(PatchLosses, "add", losses)
-        patch.setattr(point_storage, "MOST_SPARED", 0)  # as with a large model, each refinement asks for room
+        patch.setattr(point_storage, "MOST_SPARED", 0)  # as with a large model, each refinement checks free memory
         try:
             trainer.train()
         except RanOutOfMemory as error:
@@ -167,7 +167,7 @@ def _block_runs_out(world: World, capture: Path, run: Path, how: str) -> tuple[s
 
 
 @pytest.mark.parametrize(("how", "size"), [("room", 1), ("room", 2), ("step", 1)])
-def test_a_block_goes_back_to_its_last_whole_step(capture: Path, tmp_path: Path, how: str, size: int) -> None:
+def test_block_reverts_to_its_last_complete_step(capture: Path, tmp_path: Path, how: str, size: int) -> None:
     results = run_ranks(_block_runs_out, size, capture, tmp_path / "out", how)
     said, folder, step, found = results[0]
     assert all(result[0] == said for result in results) and "ran out of memory" in said
@@ -177,19 +177,21 @@ def test_a_block_goes_back_to_its_last_whole_step(capture: Path, tmp_path: Path,
     rates, counters = found.pop("rate"), {n: v for n, v in found.items() if n.endswith("/step")}
     assert set(rates.values()) == {step + 1} and counters
     assert all(float(value) == step + 1 for value in counters.values())
-    # The same course, ended there.
+    # The same run, ended there.
     options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4, "exposure": "affine"}
-    again = run_ranks(_course_of, size, capture, tmp_path / "again", step + 1, options)
+    again = run_ranks(_trained_parameters, size, capture, tmp_path / "again", step + 1, options)
     assert differing(again[0], found, 1e-6) == []
 
 
-def _course_of(world: World, capture: Path, run: Path, steps: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _trained_parameters(
+    world: World, capture: Path, run: Path, steps: int, options: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     trainer = start(world, capture, run, steps, camera_optimizer=_no_poses(options), **options)
     trainer.train()
     return everything(trainer)
 
 
-def test_room_is_asked_for_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_checked_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 10)
     out_of_memory.check_memory(10, "x", World.single())
     with pytest.raises(CapacityExceeded, match="needed for x") as caught:
@@ -199,7 +201,7 @@ def test_room_is_asked_for_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     out_of_memory.check_memory(1 << 60, "x", World.single())
 
 
-def test_counts_can_be_taken_back() -> None:
+def test_counts_can_be_reverted() -> None:
     params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
     adam = {"a": torch.optim.Adam([params[0]], lr=0.1), "b": torch.optim.Adam([params[1]], lr=0.2)}
     schedules = {"a": torch.optim.lr_scheduler.ExponentialLR(adam["a"], 0.5)}
@@ -222,7 +224,7 @@ def test_counts_can_be_taken_back() -> None:
 
 
 def _sums(world: World) -> list[float]:
-    """Rank 1 gives up at another place each time; rank 0 gets its sums all the same."""
+    """Rank 1 fails at another place each time; rank 0 completes its collectives."""
     buckets, found = GradientBuckets(world, bucket_bytes=8), []
     for stage in range(3):
         params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
@@ -238,7 +240,7 @@ def _sums(world: World) -> list[float]:
     return found
 
 
-def test_a_rank_that_gives_up_keeps_nobody_waiting() -> None:
+def test_failing_rank_does_not_block_others() -> None:
     assert run_ranks(_sums, 2)[0] == [12.0, 12.0, 20.0]
 
 

@@ -1,4 +1,4 @@
-"""Who is late, told by the ranks' notes; the watchdog's own thread, with ranks that are threads."""
+"""Late ranks, found by the ranks' progress records; the watchdog's own thread, with ranks that are threads."""
 
 import re
 import threading
@@ -42,7 +42,7 @@ def test_the_device_that_is_behind_is_late() -> None:
     assert [note.rank for note in late] == [1] and "its GPU has not finished step 6" in describe(notes, late)
 
 
-def test_a_device_tells_its_steps_by_events_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_progress_uses_recycled_events(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         made: ClassVar[list["Event"]] = []
 
@@ -80,7 +80,7 @@ def test_a_device_tells_its_steps_by_events_that_come_again(monkeypatch: pytest.
     assert heart.note(0).device_step == 3
 
 
-def test_nobody_is_late_where_all_stand() -> None:
+def test_no_rank_is_late_if_all_stopped() -> None:
     notes = [HERE, replace(HERE, rank=1, age=127.0)]
     assert late_ranks(notes) == []
     assert "All ranks are in step 7, phase exchange, for 127 s" in describe(notes, [])
@@ -203,8 +203,8 @@ def _stall(world: World, file: Path, skew: float) -> tuple[list[str], list[str]]
 def test_clocks_of_machines_need_not_agree(tmp_path: Path, skew: float) -> None:
     """Clocks a day off, of the day and since the start: each rank says for how long it stands, by its own."""
     # On a busy machine a rank may be slow to answer, and others then say that it does not: not three times.
-    told = (run_ranks(_stall, 2, tmp_path / f"store-{number}", skew) for number in range(3))
-    assert any(all(_agree(said, aborted) for said, aborted in of_ranks) for of_ranks in told)
+    outcomes = (run_ranks(_stall, 2, tmp_path / f"store-{number}", skew) for number in range(3))
+    assert any(all(_agree(said, aborted) for said, aborted in of_ranks) for of_ranks in outcomes)
 
 
 def _agree(said: list[str], aborted: list[str]) -> bool:

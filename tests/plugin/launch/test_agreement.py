@@ -59,7 +59,7 @@ def test_a_manifest_of_the_real_configuration_is_the_same_after_pickling() -> No
     ]
 
 
-def test_what_machines_may_have_of_their_own_does_not_differ() -> None:
+def test_machine_specific_options_are_ignored() -> None:
     first = manifest_of(Config())
     assert differences([first, manifest_of(Config(Inner(data=Path("/b")), timestamp="later"))]) == []
     assert differences([first, manifest_of(Config(load_dir=Path("/c")))]) == [
@@ -91,7 +91,7 @@ def test_every_rank_refuses_different_options() -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return a port on which somebody else listens, given as the ranks' meeting place."""
+    """Return a port on which another program listens, given as the ranks' rendezvous."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -108,7 +108,7 @@ def test_a_port_in_use_is_named_with_the_remedy(taken: int) -> None:
         agree(Ranks(0, 2, 0, 2, 1), lambda _: "folder", timedelta(seconds=3))
 
 
-def test_a_rank_that_meets_a_stranger_says_where(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_connects_to_another_program_names_the_address(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(InputError, match=f"Rank 1 cannot meet the others at 127.0.0.1:{taken}"):
         agree(Ranks(1, 2, 1, 2, 1), lambda _: "folder", timedelta(seconds=2))

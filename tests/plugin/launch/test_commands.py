@@ -1,4 +1,4 @@
-"""Command lines that a user is told to paste, and what stands beside `--load-config`."""
+"""Command lines that messages suggest to users, and options with `--load-config`."""
 
 import copy
 import os
@@ -45,7 +45,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**ONE_MACHINE, OWN_LAUNCHER: "1"}, "ns-train"),
     ],
 )
-def test_a_run_is_started_again_as_it_was(
+def test_run_restarts_with_its_options(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], start: str
 ) -> None:
     for name, value in environment.items():
@@ -56,7 +56,7 @@ def test_a_run_is_started_again_as_it_was(
     assert shlex.split(command) == [*start.split(), "splatfacto-tile", "--data", "/my captures/it's"]
 
 
-def test_the_command_to_go_on_survives_spaces() -> None:
+def test_resume_command_quotes_spaces() -> None:
     folder = Path("/my runs/fox")
     command = resume_command("splatfacto-batch", folder, folder / "my models", "--max-num-images", "60000")
     assert shlex.split(command) == [
@@ -97,37 +97,39 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def told(saved: Path, *words: str) -> Any:
+def loaded_config(saved: Path, *words: str) -> Any:
     config: Any = with_options(read_config(saved), ["splatfacto-batch", "--load-config", str(saved), *words])
     assert type(config) is DistributedTrainerConfig
     return config
 
 
-def test_options_beside_a_file_are_applied(saved: Path) -> None:
-    config = told(saved, "--max-num-images", "900", "--pipeline.views_per_rank", "3", "--load-dir=/my models")
+def test_options_with_a_file_are_applied(saved: Path) -> None:
+    config = loaded_config(saved, "--max-num-images", "900", "--pipeline.views_per_rank", "3", "--load-dir=/my models")
     assert (config.max_num_images, config.pipeline.views_per_rank) == (900, 3)
     assert (config.load_dir, config.load_step) == (Path("/my models"), None)
-    assert told(saved, "--start-over", "True").start_over
-    assert told(saved, "--load-step", "3", "colmap", "--downscale-factor", "2").load_step == 3
-    assert told(saved, "colmap", "--downscale-factor", "2").pipeline.datamanager.dataparser.downscale_factor == 2
+    assert loaded_config(saved, "--start-over", "True").start_over
+    assert loaded_config(saved, "--load-step", "3", "colmap", "--downscale-factor", "2").load_step == 3
+    assert (
+        loaded_config(saved, "colmap", "--downscale-factor", "2").pipeline.datamanager.dataparser.downscale_factor == 2
+    )
 
 
-def test_what_is_not_given_beside_a_file_stays(saved: Path) -> None:
-    config = told(saved, "--vis", "tensorboard")
+def test_options_not_given_with_a_file_are_unchanged(saved: Path) -> None:
+    config = loaded_config(saved, "--vis", "tensorboard")
     assert (config.max_num_images, config.pipeline.model.sh_degree, config.timestamp) == (500, 2, "now")
     assert config.pipeline.datamanager.dataparser.downscale_factor == 4
     assert config.pipeline.datamanager.data == Path("/captures/fox")
     assert config.optimizers["means"]["optimizer"].lr == 1.6e-4 and config.optimizers["means"]["scheduler"] is not None
 
 
-def test_a_file_does_not_say_how_the_next_run_begins(saved: Path) -> None:
-    config = told(saved)
+def test_config_file_does_not_set_start_options(saved: Path) -> None:
+    config = loaded_config(saved)
     assert (config.load_dir, config.load_step, config.load_checkpoint) == (None, None, None)
     assert config.start_over is False and config.load_config is None
 
 
 def test_another_place_of_the_capture_is_applied(saved: Path) -> None:
-    assert told(saved, "--data", "/moved/fox").pipeline.datamanager.data == Path("/moved/fox")
+    assert loaded_config(saved, "--data", "/moved/fox").pipeline.datamanager.data == Path("/moved/fox")
 
 
 @pytest.mark.parametrize(
@@ -138,11 +140,11 @@ def test_another_place_of_the_capture_is_applied(saved: Path) -> None:
         (("colmap", "--downscale", "2"), "--downscale"),
     ],
 )
-def test_what_is_not_understood_beside_a_file_ends_it(
+def test_unknown_option_with_a_file_is_an_error(
     saved: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        told(saved, *words)
+        loaded_config(saved, *words)
     assert caught.value.code == 2
     captured = capsys.readouterr()
     assert said in captured.out + captured.err

@@ -50,7 +50,7 @@ def compiled(source: str, library: Path) -> None:
     subprocess.run([*required_compiler(), "-shared", "-fPIC", str(file), "-o", str(library)], check=True)
 
 
-def test_workers_alone_start_the_driver(tmp_path: Path) -> None:
+def test_only_workers_start_the_driver(tmp_path: Path) -> None:
     for source, name in ((DRIVER, "libcuda.so.1"), (MANAGEMENT, "libnvidia-ml.so.1")):
         compiled(source, tmp_path / name)
     kernels, calls = tmp_path / "operators.so", tmp_path / "calls"

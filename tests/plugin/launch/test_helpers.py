@@ -18,7 +18,7 @@ from tests.lib.with_helpers import done, helpers_of, killed, same_images, start,
 
 TIMING = {"num_rays_per_sec", "fps", "num_rays_per_sec_std", "fps_std"}
 SPREAD = {RENDER_MEMORY: "0.0000125"}
-"""Room for 12.5 kB of the 90 points of 236 bytes (they have all harmonics): two processes."""
+"""Memory for 12.5 kB of the 90 points of 236 bytes (they have all harmonics): two processes."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_evaluation_with_helpers_is_that_of_one_process(run: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_every_mode_of_ns_render_with_helpers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside nerfstudio's own in this process, without helpers."""
+    """nerfstudio's own viewer in this process, without helpers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path, ffmpeg = write_path(tmp_path / "path.json", 2), with_ffmpeg(tmp_path / "bin")
     monkeypatch.setenv("PATH", ffmpeg["PATH"])
@@ -69,7 +69,7 @@ def test_every_mode_of_ns_render_with_helpers(run: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("victim", ["parent", "helper", "nobody"])
-def test_nothing_is_left_whatever_dies(run: Path, victim: str) -> None:
+def test_no_process_remains_after_any_death(run: Path, victim: str) -> None:
     killed(run, 2 if victim == "helper" else 1, victim)
 
 
@@ -85,7 +85,7 @@ def test_a_helper_dies_while_it_starts(run: Path) -> None:
     assert "Helper 1 of 1 was killed by SIGKILL" in done(process, 1)
 
 
-def test_how_many_processes_a_model_takes() -> None:
+def test_number_of_processes_for_a_model() -> None:
     gb = 1e9
     assert size_for(1000, 236, "cuda", 4, 10 * gb, None) == Size(1, True), "a small model gains nothing"
     assert size_for(GAINS_FROM, 236, "cuda", 4, 10 * gb, None) == Size(4, True)
@@ -99,7 +99,7 @@ def test_how_many_processes_a_model_takes() -> None:
 
 
 @pytest.mark.parametrize("text", ["many", "0", "", "nan"])
-def test_what_the_environment_may_say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_environment_variable_values(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(RENDER_RANKS, text)
     with pytest.raises(InputError, match=f"{RENDER_RANKS}={text}: give a number from 1"):
         asked_for(RENDER_RANKS, int, 1)

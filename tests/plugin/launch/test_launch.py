@@ -63,7 +63,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_workers_meet_and_share_seed_and_cores(tmp_path: Path, clean_environment: pytest.MonkeyPatch) -> None:
+def test_workers_share_seed_and_cores(tmp_path: Path, clean_environment: pytest.MonkeyPatch) -> None:
     run_workers(ToyConfig(str(tmp_path)), 3)
     seen = reports(tmp_path)
     assert [tuple(one["place"]) for one in seen] == [(rank, 3, rank, 3) for rank in range(3)]
@@ -92,7 +92,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("kind", "times"), [("other", 1), ("own", 3)])
 def test_workers_run_the_main_module_only_if_they_need_it(tmp_path: Path, kind: str, times: int) -> None:
-    """That of `ns-train` takes seconds; but a configuration may be one of its classes."""
+    """Importing `ns-train` takes seconds; but a configuration may be one of its classes."""
     (tmp_path / "main.py").write_text(MAIN)
     words = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), kind]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=HANG, check=False)
@@ -146,8 +146,8 @@ def test_no_process_stays_behind(tmp_path: Path, how: signal.Signals) -> None:
 
 
 def check_one_run_folder(output: Path, workers: int, machines: int = 1) -> list[Mapping[str, Any]]:
-    """Return one config.yml, which loads as `ns-eval` loads it and says what was asked for; the ranks' reports beside
-    it."""
+    """Return one config.yml, which loads as `ns-eval` loads it and has the requested options; and the ranks'
+    reports."""
     from nerfstudio.engine.trainer import TrainerConfig
 
     configs = list(output.glob("**/config.yml"))
@@ -173,7 +173,7 @@ def test_ns_train_starts_cpu_workers(tmp_path: Path) -> None:
     assert done.stdout.count("─ Config ─") == 1, "all options, once"
 
 
-def test_ns_train_alone_is_a_world_of_one(tmp_path: Path) -> None:
+def test_ns_train_without_workers_is_a_world_of_one(tmp_path: Path) -> None:
     done = ns_train("--machine.device-type", "cpu", "--output-dir", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     check_one_run_folder(tmp_path, 1)
@@ -222,7 +222,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("refuse", [False, True])
 @pytest.mark.parametrize("launcher", ["torchrun", "bare"])
-def test_ranks_agree_before_there_is_a_group(tmp_path: Path, launcher: str, refuse: bool) -> None:
+def test_ranks_agree_before_the_process_group_exists(tmp_path: Path, launcher: str, refuse: bool) -> None:
     """Under torchrun, whose agent serves the rendezvous, and where rank 0 has to serve it itself."""
     script = tmp_path / "agreeing.py"
     script.write_text(AGREEING)

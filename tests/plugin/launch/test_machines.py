@@ -1,6 +1,6 @@
-"""What machines must have in common: the run folder, the capture, GPUs; each refusal names the machine and the remedy.
+"""Machines must share the run folder, the capture and the type of GPU; refusals name the machine and the remedy.
 
-The machines are pretended: the ranks of this one, dealt out to two.
+The machines are pretended: the ranks of this one, distributed round-robin to two.
 """
 
 import re
@@ -36,7 +36,7 @@ def two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PRETEND_MACHINES, "2")
 
 
-def _told(work: Callable[[], Any]) -> str:
+def _message_of(work: Callable[[], Any]) -> str:
     try:
         work()
     except InputError as error:
@@ -48,10 +48,10 @@ def _told(work: Callable[[], Any]) -> str:
 
 
 def _share(world: World, folders: list[Path]) -> str:
-    return _told(lambda: check_shared_folder(folders[world.machine], world, patience=1.0))
+    return _message_of(lambda: check_shared_folder(folders[world.machine], world, patience=1.0))
 
 
-def test_a_folder_that_all_machines_see_passes_and_stays_as_it_was(tmp_path: Path) -> None:
+def test_shared_folder_passes_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.yml").touch()
     (tmp_path / "elsewhere").symlink_to(tmp_path)  # mounted in another place
     assert run_ranks(_share, 4, [tmp_path, tmp_path / "elsewhere"]) == [""] * 4
@@ -90,13 +90,13 @@ def _one_way(world: World, mine: Path, copy: Path) -> str:
     return _share(world, [mine, copy])
 
 
-def test_a_folder_must_be_shared_both_ways(tmp_path: Path) -> None:
+def test_folder_must_be_shared_in_both_directions(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     [message] = set(run_ranks(_one_way, 4, tmp_path / "mine", tmp_path / "copy"))
     assert f"rank 0 does not see in {tmp_path / 'mine'} what {SECOND} writes there" in message
 
 
-def test_one_machine_asks_for_nothing(tmp_path: Path) -> None:
+def test_one_machine_needs_no_check(tmp_path: Path) -> None:
     check_shared_folder(tmp_path / "none", World.single())
     assert list(tmp_path.iterdir()) == [] and machines_named(World.single()) == ""
 
@@ -104,24 +104,24 @@ def test_one_machine_asks_for_nothing(tmp_path: Path) -> None:
 # ---- GPUs ----
 
 
-def _gpus(world: World, primitives: list[str]) -> tuple[str, str, str]:
-    return different_devices(primitives[world.rank], world), machines_named(world), at_another_machine(world)
+def _gpus(world: World, models: list[str]) -> tuple[str, str, str]:
+    return different_devices(models[world.rank], world), machines_named(world), at_another_machine(world)
 
 
 def test_gpus_that_are_unlike_are_named_by_machine() -> None:
     h200, a100 = "NVIDIA H200 (151 GB)", "NVIDIA A100 (85 GB)"
     alike = run_ranks(_gpus, 4, [h200] * 4)
-    assert {told[0] for told in alike} == {""}
+    assert {row[0] for row in alike} == {""}
     assert alike[0][1] == f"2 machines (pretended): machine 0 ({HOST}) has ranks 0 to 1; {SECOND} has ranks 2 to 3."
     shown = f"This is {SECOND}, with ranks 2 to 3 of 4. Progress is shown by rank 0 on machine 0 ({HOST})."
-    assert [told[2] for told in alike] == ["", "", shown, ""]
+    assert [row[2] for row in alike] == ["", "", shown, ""]
     [(_, pair, _), (_, _, second)] = run_ranks(_gpus, 2, [h200] * 2)
     assert f"machine 0 ({HOST}) has rank 0; {SECOND} has rank 1." in pair and f"{SECOND}, with rank 1 of 2." in second
     [(unlike, _, _), *_] = run_ranks(_gpus, 4, [h200, h200, h200, a100])
     assert f"machine 0 ({HOST}) has 2 x {h200}; {SECOND} has 1 x {h200}, 1 x {a100}" in unlike
 
 
-def test_restarts_that_cannot_be_are_told_of() -> None:
+def test_impossible_restarts_are_reported() -> None:
     asked = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine" in restarts_in_vain(asked)
     for name, value in (
@@ -135,7 +135,7 @@ def test_restarts_that_cannot_be_are_told_of() -> None:
 
 
 def _read(world: World, folders: list[Path]) -> str:
-    return _told(lambda: manager(folders[world.machine], world).check_capture())
+    return _message_of(lambda: manager(folders[world.machine], world).check_capture())
 
 
 def test_a_capture_that_is_on_one_machine_only(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def _renamed(folder: Path) -> None:
 
 
 def _moved(folder: Path) -> None:
-    """Two views change places: no sum over all tells."""
+    """Two views are swapped, which changes no sum over all views."""
     import json
 
     frames = json.loads((folder / "transforms.json").read_text())["frames"]
@@ -208,7 +208,7 @@ def _points(world: World, changed: str) -> str:
         points = {"moved": points + 0.1, "fewer": points[1:], "rounded": points * (1 + 1e-6)}.get(changed, points)
         colours = {"fewer": colours[1:], "coloured": colours + 1}.get(changed, colours)
     given = None if changed == "none" and world.machine else (points, colours)
-    return _told(lambda: raise_together(different_points(given, world), world, DIFFERENT))
+    return _message_of(lambda: raise_together(different_points(given, world), world, DIFFERENT))
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,6 @@ def _points(world: World, changed: str) -> str:
     ],
 )
 def test_other_seed_points_on_one_machine(changed: str, said: str) -> None:
-    """Where points are sharded each rank takes its own from those that it has read."""
+    """With sharded points each rank takes its own from those that it has read."""
     [message] = set(run_ranks(_points, 4, changed))
     assert said in message and bool(message) == bool(said)

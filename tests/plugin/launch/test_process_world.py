@@ -63,7 +63,7 @@ def _pause(done: threading.Event) -> None:
     done.set()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process's threads do")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows what a process's threads do")
 @pytest.mark.parametrize("work", [_compute, _pause])
 def test_threads_of_gloo_that_have_something_to_do_are_waited_for(work: Callable[[threading.Event], None]) -> None:
     """A thread by their name stands for them: theirs hold tensors for a moment only."""
@@ -88,5 +88,5 @@ def test_threads_of_gloo_that_have_something_to_do_are_waited_for(work: Callable
         thread.join()
 
 
-def test_no_thread_of_gloo_is_waited_for_where_nobody_tells_of_them(tmp_path: Path) -> None:
+def test_gloo_threads_are_not_awaited_if_not_listed(tmp_path: Path) -> None:
     assert process_world.wait_for_gloo(limit=HANG, tasks=tmp_path / "none")

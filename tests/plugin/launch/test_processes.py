@@ -54,7 +54,7 @@ def _misbehave(folder: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("fork", [True, False])
-def test_ranks_meet_with_their_threads_and_this_environment(fork: bool, tmp_path: Path) -> None:
+def test_ranks_have_their_threads_and_this_environment(fork: bool, tmp_path: Path) -> None:
     with environment({"A_TEST": str(fork)}):
         ranks = RankProcesses(_meet, (str(tmp_path),), 2, threads=3, fork=fork)
     assert "RANK" not in os.environ and "A_TEST" not in os.environ
@@ -78,7 +78,7 @@ def test_this_process_may_be_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("how", "code", "said"),
     [("raise", 1, "KeyError: 'broken'"), ("exit", 7, "ended with exit code 7"), ("kill", -9, "was killed by SIGKILL")],
 )
-def test_the_first_failure_ends_all_and_is_told(how: str, code: int, said: str, tmp_path: Path) -> None:
+def test_first_failure_ends_all_and_is_reported(how: str, code: int, said: str, tmp_path: Path) -> None:
     """Also one that takes no notice of SIGTERM."""
     ranks = RankProcesses(_misbehave, (str(tmp_path), how), 2)
     with pytest.raises(RankFailed, match=said) as failed:
@@ -111,9 +111,7 @@ def test_ranks_are_ended(tmp_path: Path) -> None:
         ([], False),
     ],
 )
-def test_which_command_lines_start_the_server(
-    words: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_lines_that_start_the_server(words: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert starts_workers([NS_TRAIN, *words]) == expected
     assert not starts_workers(["/somewhere/bin/ns-eval", *words])

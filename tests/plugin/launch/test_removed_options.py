@@ -49,7 +49,7 @@ def gone(method: str) -> list[str]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_with_defaults_goes_on_and_says_what_is_gone(method: str) -> None:
+def test_run_with_defaults_resumes_and_lists_removed_options(method: str) -> None:
     config, expected = old(method), gone(method)
     line = account_for(config)
     assert (line is None) == (not expected), line
@@ -79,20 +79,22 @@ def test_a_run_that_they_changed_is_refused(method: str, changes: dict[str, str]
         account_for(old(method, **changes))
 
 
-def test_it_is_said_where_the_run_resumes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_options_are_reported_on_resume(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     named = OLD / "splatfacto-locality.yml"
     monkeypatch.setattr(sys, "argv", ["ns-train", "splatfacto-locality", "--load-config", str(named)])
     config = old("splatfacto-locality")
     config._follow(named)
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("options that are gone and changed nothing of its results: ") == 1
-    assert "pipeline.locality.placement, pipeline.locality.within" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("options that are gone and changed nothing of its results: ") == 1
+    assert "pipeline.locality.placement, pipeline.locality.within" in output
     with pytest.raises(InputError, match="within metis: the strategy always uses its default"):
         old("splatfacto-locality", within="metis")._follow(named)
 
 
 @pytest.mark.parametrize(("densifier", "cap"), [("default", None), ("mcmc", 5000)])
-def test_the_cap_of_mcmc_goes_over(densifier: str, cap: int | None) -> None:
+def test_cap_of_mcmc_is_migrated(densifier: str, cap: int | None) -> None:
     model = old("splatfacto-batch", densifier=densifier, max_gs_num="5000").pipeline.model
     assert model.max_gaussians == cap and not hasattr(model, "max_gs_num")
 
@@ -105,12 +107,12 @@ def test_the_cap_of_mcmc_goes_over(densifier: str, cap: int | None) -> None:
         ("--pipeline.model.spread block", "--pipeline.model.spread block is gone: it is a baseline"),
     ],
 )
-def test_a_command_line_hears_what_takes_their_place(words: str, said: str) -> None:
+def test_command_line_error_names_the_replacement(words: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         refuse_removed(words.split())
 
 
-def test_what_is_there_is_not_refused() -> None:
+def test_existing_options_are_not_refused() -> None:
     refuse_removed(["--pipeline.model.spread", "ddp", "--pipeline.model.max-gs-num", "5", "--pipeline.stage", "--x"])
 
 

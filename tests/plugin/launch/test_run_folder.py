@@ -107,7 +107,7 @@ def test_a_run_that_would_replace_checkpoints_is_refused_with_the_command(captur
     assert steps_in(folder / MODELS) == [3, 9]
 
 
-def test_it_may_start_over_go_on_or_begin_beside_it(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch) -> None:
+def test_run_may_restart_resume_or_use_a_new_folder(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch) -> None:
     models = trained(tmp_path, capture, 3) / MODELS
     asked(capture, tmp_path, start_over=True).set_timestamp()
     asked(capture, tmp_path, load_dir=models).set_timestamp()
@@ -137,9 +137,7 @@ def loaded(process: pytest.MonkeyPatch, named: Path, *words: str) -> Distributed
 
 
 @pytest.mark.parametrize("original", ["gone", "there"])
-def test_a_run_goes_on_where_its_folder_is(
-    capture: Path, tmp_path: Path, process: pytest.MonkeyPatch, original: str
-) -> None:
+def test_run_resumes_in_its_folder(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch, original: str) -> None:
     folder, moved = trained(tmp_path / "runs", capture, 3), tmp_path / "another disk" / "fox"
     shutil.copytree(folder, moved)
     if original == "gone":
@@ -153,9 +151,7 @@ def test_a_run_goes_on_where_its_folder_is(
     assert (tmp_path / "runs").exists() is (original == "there")
 
 
-def test_a_moved_run_that_would_begin_anew_is_refused_there(
-    capture: Path, tmp_path: Path, process: pytest.MonkeyPatch
-) -> None:
+def test_moved_run_that_would_start_over_is_refused(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch) -> None:
     moved = tmp_path / "moved"
     shutil.move(trained(tmp_path / "runs", capture, 3), moved)
     with pytest.raises(InputError) as caught:
@@ -163,12 +159,12 @@ def test_a_moved_run_that_would_begin_anew_is_refused_there(
     assert f"The run folder {moved} holds checkpoints up to step 3" in str(caught.value)
 
 
-def test_a_run_goes_where_the_command_line_says(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch) -> None:
+def test_command_line_sets_the_run_folder(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch) -> None:
     folder = trained(tmp_path, capture, 3)
     begun = loaded(process, folder / "config.yml", "--timestamp", "later")
     assert begun.get_base_dir() == folder.with_name("later")
-    elsewhere = loaded(process, folder / "config.yml", "--output-dir", str(tmp_path / "out"))
-    assert elsewhere.get_base_dir() == tmp_path / "out" / RUN
+    redirected = loaded(process, folder / "config.yml", "--output-dir", str(tmp_path / "out"))
+    assert redirected.get_base_dir() == tmp_path / "out" / RUN
 
 
 def test_a_file_alone_is_no_run_folder(capture: Path, tmp_path: Path, process: pytest.MonkeyPatch) -> None:
@@ -193,9 +189,7 @@ def test_a_file_alone_is_no_run_folder(capture: Path, tmp_path: Path, process: p
         ({"save_fallback_dir": Path("/proc/nowhere")}, "--save-fallback-dir /proc/nowhere cannot be written"),
     ],
 )
-def test_what_is_seen_to_be_wrong_makes_no_folder(
-    capture: Path, tmp_path: Path, options: dict[str, Any], said: str
-) -> None:
+def test_invalid_options_create_no_folder(capture: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
     config = asked(capture, tmp_path / "out")
     for name, value in options.items():
         place = next(one for one in (config, config.pipeline, config.machine) if hasattr(one, name))
@@ -213,7 +207,7 @@ def test_a_capture_that_is_seen_to_be_wrong_makes_no_folder(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_is_refused_later_takes_its_folder_with_it(capture: Path, tmp_path: Path) -> None:
+def test_refused_run_removes_its_folder(capture: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "another" / "capture").mkdir(parents=True)
     config = asked(capture, tmp_path / "out", mixed_precision=True)
     config.set_timestamp()
@@ -241,7 +235,7 @@ def test_a_run_that_has_saved_is_not_abandoned(capture: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("kind", "kept"), [(InputError, False), (SystemExit, False), (KeyError, True)])
-def test_what_ends_a_run_before_its_first_step(
+def test_errors_before_the_first_step_remove_the_folder(
     capture: Path, tmp_path: Path, kind: type[BaseException], kept: bool
 ) -> None:
     """A mistake of ours leaves what there is, to be looked into."""

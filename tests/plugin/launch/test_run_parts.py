@@ -35,7 +35,7 @@ def test_they_begin_with_the_process(tmp_path: Path) -> None:
     assert float(said[1]) >= 300
 
 
-def test_threads_are_told_beside_them() -> None:
+def test_threads_are_listed_with_processes() -> None:
     parts = RunParts.of_this_process()
 
     def work() -> None:
@@ -45,12 +45,12 @@ def test_threads_are_told_beside_them() -> None:
     thread = Thread(target=work)
     thread.start()
     thread.join()
-    as_dict = parts.as_dict()
-    assert as_dict["pictures (meanwhile)"] >= 20
+    times = parts.as_dict()
+    assert times["pictures (meanwhile)"] >= 20
     assert "pictures" not in parts.parts
 
 
-def test_a_worker_goes_on_where_its_launcher_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_continues_the_launcher_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_state", [RunParts.of_this_process()])
     theirs = RunParts(1.0, 2.0, {"imports": 1000.0})
     module.go_on_with(theirs)
@@ -61,7 +61,7 @@ def test_a_worker_goes_on_where_its_launcher_was(monkeypatch: pytest.MonkeyPatch
 def test_the_exit_is_added_to_the_runs_sum(tmp_path: Path) -> None:
     file, parts = tmp_path / "training_summary.json", RunParts.of_this_process()
     file.write_text(json.dumps({"steps": 3, "startup_ms": parts.as_dict()}))
-    parts.write_exit()  # nobody has asked for it
+    parts.write_exit()  # it is not enabled
     assert "exit" not in json.loads(file.read_text())["startup_ms"]
     parts.add_exit(file, "exit")
     time.sleep(0.01)
@@ -73,7 +73,7 @@ def test_the_exit_is_added_to_the_runs_sum(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-def test_a_sum_that_is_gone_does_not_end_a_run_badly(tmp_path: Path) -> None:
+def test_missing_summary_does_not_fail_a_run(tmp_path: Path) -> None:
     parts = RunParts.of_this_process()
     parts.add_exit(tmp_path / "absent" / "training_summary.json", "exit")
     parts.write_exit()

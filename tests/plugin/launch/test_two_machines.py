@@ -1,6 +1,6 @@
 """Training on two machines under torchrun, as a user starts it: network namespaces with a link between them.
 
-It takes Linux and root: elsewhere these tests are skipped, and say why.
+It takes Linux and root: otherwise these tests are skipped with a reason.
 """
 
 import contextlib
@@ -48,9 +48,9 @@ def _variables() -> dict[str, str]:
     return {**kept, **names, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
-def _torchrun(meeting: tuple[str, ...], words: list[str], workers: int = 1) -> list[str]:
+def _torchrun(rendezvous: tuple[str, ...], words: list[str], workers: int = 1) -> list[str]:
     """Return a machine's part of a job, with so many workers on each."""
-    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(workers), *meeting]
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(workers), *rendezvous]
     return [sys.executable, "-W", "ignore", *launcher, *words]
 
 
@@ -135,7 +135,7 @@ def test_two_machines_end_with_the_bits_of_one(machines: TwoMachines, tmp_path: 
     assert [name for name in one if not _same_bits(one[name], two[name])] == []
 
 
-def test_a_machine_that_is_lost_and_comes_again_goes_on(machines: TwoMachines, tmp_path: Path) -> None:
+def test_lost_machine_rejoins_and_resumes(machines: TwoMachines, tmp_path: Path) -> None:
     """The one with rank 0: nothing that it knew of the job has outlived it."""
     method = "splatfacto-tile"  # the other takes as long, and the same way back
     logs = [tmp_path / name for name in ("node0.log", "node1.log", "node0-again.log")]

@@ -112,7 +112,7 @@ def test_rates_fall_by_themselves_where_views_are_seen_often() -> None:
     assert scaling_rule("linear", 15000, 140) == "linear" and scaling_rule("sqrt-to-none", 8, 9) == "sqrt-to-none"
 
 
-def test_what_a_run_says_of_its_rates() -> None:
+def test_learning_rates_are_reported() -> None:
     said = {rule: RateSchedule(rule, 16, 100).described() for rule in ("sqrt-to-none", "sqrt", "linear", "none")}
     begin = "Learning rates: x4 for 16 images per step"
     assert said["sqrt-to-none"] == f"{begin}, decaying to x1 by the end (--batch-scaling sqrt-to-none)."
@@ -127,7 +127,7 @@ def test_what_a_run_says_of_its_rates() -> None:
     assert RateSchedule("sqrt", 1, 100).described(views=40) == "Learning rates: x1 for 1 image per step."
 
 
-def test_one_view_a_step_is_left_alone() -> None:
+def test_one_view_a_step_is_not_scaled() -> None:
     optimizer = _optimizer()
     scheduler = SCHEDULES[1].setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
     schedules = list(scheduler.lr_lambdas)
@@ -138,7 +138,7 @@ def test_one_view_a_step_is_left_alone() -> None:
         assert scaled_scheduler(optimizer, None, schedule) is None
 
 
-def test_a_run_that_goes_on_beyond_its_length_keeps_its_last_rates() -> None:
+def test_extended_run_keeps_its_last_rates() -> None:
     schedule = RateSchedule("sqrt-to-none", 4, 102)  # of 26 steps the last sees more than 102 images
     assert schedule.at(26) == schedule.at(1000) == 0.5
 
@@ -153,7 +153,7 @@ def test_unknown_scheduler() -> None:
 
 @pytest.mark.parametrize("config", SCHEDULES)
 @pytest.mark.parametrize("at_end", [1.0, 0.1])
-def test_rates_go_on_as_torch_has_it(config: Any, at_end: float) -> None:
+def test_rates_equal_those_of_torch(config: Any, at_end: float) -> None:
     """Bit for bit, with what a checkpoint holds of them."""
     schedulers: list[Any] = []
     for _ in range(2):

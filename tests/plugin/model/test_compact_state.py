@@ -20,7 +20,7 @@ from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import everything, start
 from tests.lib.sharding import POINTS, load, rows_of, save_sharded, whole_model, whole_state
-from tests.lib.tile_training_run import MODEL, Outcome, schedule
+from tests.lib.tile_training_run import MODEL, Outcome, train_model
 from tests.lib.training_run import write_capture
 
 
@@ -54,7 +54,7 @@ def fill_moments(optimizers: BatchOptimizers) -> None:
 
 
 @pytest.mark.parametrize("compact", [False, True])
-def test_points_alone_have_compact_moments(compact: bool) -> None:
+def test_only_points_have_compact_moments(compact: bool) -> None:
     _, optimizers = make_optimizers(compact)
     fill_moments(optimizers)
     assert types_of(optimizers.optimizers) == {COMPACT if compact else torch.float32}
@@ -129,7 +129,7 @@ def _trained_in_tiles(world: World, capture: Path, runs: Path, state: str, steps
         MODEL + "stop_screen_size_at": 0, MODEL + "num_downscales": 0, MODEL + "optimizer_state": state,
         "fused_steps": "always", **{f"optimizers.{name}.optimizer.eps": 1e-13 for name in ORDER},
     }  # fmt: skip
-    return schedule(world, True, capture, runs / f"{state}-{world.size}", options, steps, 1, double=False)
+    return train_model(world, True, capture, runs / f"{state}-{world.size}", options, steps, 1, double=False)
 
 
 @pytest.mark.slow
@@ -141,8 +141,8 @@ def test_a_run_on_shards(tmp_path: Path) -> None:
     for ranks in (1, 2):
         found = run_ranks(_trained_in_tiles, ranks, tmp_path / "capture", tmp_path, "compact", 50)[0]
         assert len(found["shards"]) == ranks and len({count for _, count in found["points"]}) >= 3
-        primitives = {name: v.dtype for name, v in found["moments"].items() if not name.endswith(".step")}
-        assert {name: kind for name, kind in primitives.items() if kind != COMPACT} == {}
+        dtypes = {name: v.dtype for name, v in found["moments"].items() if not name.endswith(".step")}
+        assert {name: kind for name, kind in dtypes.items() if kind != COMPACT} == {}
         assert all(torch.isfinite(v).all() for v in (*found["moments"].values(), *found["parameters"].values()))
         assert found["points"][-1][1] == pytest.approx(full["points"][-1][1], rel=0.25)
         assert found["metrics"]["psnr"] == pytest.approx(full["metrics"]["psnr"], abs=0.5)
@@ -174,7 +174,7 @@ def test_shards_are_saved_and_read_in_their_type(tmp_path: Path) -> None:
     run_ranks(_load, 2, tmp_path / "nerfstudio_models")
 
 
-def test_a_run_goes_on_from_either_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_resumes_from_compact_and_full_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From its own checkpoint with the same bits; from the other kind's with moments of its own."""
     write_capture(tmp_path / "capture", wide=False)
     world = World.single()

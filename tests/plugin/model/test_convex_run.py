@@ -19,7 +19,7 @@ from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.primitives.convexes.kernels import ConvexKernels
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import camera
-from tests.lib.training_run import follow, single_course, sums_over_points, write_capture
+from tests.lib.training_run import follow, sums_over_points, train_single, write_capture
 
 OPTIONS: dict[str, Any] = {
     "pipeline.views_per_step": 2, "pipeline.model.num_downscales": 0, "pipeline.model.primitive": "convex",
@@ -51,7 +51,7 @@ def train(
     return found, trainer._start_step
 
 
-def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
+def test_run_equals_one_worker_and_resumes(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     expected, start = train(World.single(), tmp_path, "tile")
     assert start == 0 and expected["count"] > 80, "it has been densified"
@@ -72,28 +72,28 @@ def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_fused_steps_are_the_ordinary_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a refinement between, and with steps that had no room and were taken again."""
+    """Runs include a refinement, and steps that exceeded their capacities and were retried."""
     write_capture(tmp_path / "tiny", wide=False)
     full: list[bool] = []
     learn = Training._learn
 
-    def measured_work(self: Training, status: Status, *rest: Any) -> None:
+    def recorded(self: Training, status: Status, *rest: Any) -> None:
         full.append(status.full)
         learn(self, status, *rest)
 
     for strategy, ranks in (("tile", 2), ("batch", 1)):
-        expected = single_course(World.single(), tmp_path, OPTIONS, strategy, "never")
+        expected = train_single(World.single(), tmp_path, OPTIONS, strategy, "never")
         assert expected["count"] > 80
         with monkeypatch.context() as patch:
-            patch.setattr(Training, "_learn", measured_work)
+            patch.setattr(Training, "_learn", recorded)
             patch.setattr(InitialCapacity, "_guess", lambda self, pixels: (24, 12, 96))
-            found = run_ranks(single_course, ranks, tmp_path, OPTIONS, strategy, "always")
+            found = run_ranks(train_single, ranks, tmp_path, OPTIONS, strategy, "always")
         for one in found:
             torch.testing.assert_close(one, expected, rtol=1e-4, atol=2e-3)
     assert full.count(True) == 1 and full.count(False) > 1
 
 
-def test_what_is_not_finite_is_named_by_fused_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_steps_name_nonfinite_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     usual, steps = ConvexKernels.draw_back, list[bool]()
 
@@ -116,7 +116,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED)
-def test_what_convexes_cannot_do_is_refused(options: dict[str, Any], said: str) -> None:
+def test_options_unsupported_by_convexes_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         check_primitive(SplatModelConfig(primitive="convex", **options), "tile")
     check_primitive(SplatModelConfig(primitive="convex"), "pixel")

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("primitive", ["2dgs", "3dgs"])
-def test_it_is_logged_and_counts_from_its_start_on(folder: Path, primitive: str) -> None:
+def test_depth_loss_is_logged_from_its_start(folder: Path, primitive: str) -> None:
     trainer = begin(folder, "run", 1, primitive)
     pipeline = trainer.pipeline
     pipeline.train()
@@ -50,7 +50,7 @@ def test_it_is_logged_and_counts_from_its_start_on(folder: Path, primitive: str)
 
 
 @pytest.mark.parametrize("fused", ["always", "never"])
-def test_a_run_goes_on_bit_for_bit(folder: Path, fused: str) -> None:
+def test_run_resumes_bit_for_bit(folder: Path, fused: str) -> None:
     whole, resumed = went_on(partial(begin, folder), fused_steps=fused)
     assert differing(everything(whole), everything(resumed)) == []
     saved = middle_of(whole)

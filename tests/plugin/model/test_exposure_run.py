@@ -49,7 +49,7 @@ def test_fused_steps_learn_what_others_do(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fused", ["always", "never"])
-def test_a_run_goes_on_bit_for_bit(folder: Path, fused: str) -> None:
+def test_run_resumes_bit_for_bit(folder: Path, fused: str) -> None:
     whole, resumed = went_on(partial(begin, folder), fused_steps=fused)
     assert "model/exposures" in everything(whole) and differing(everything(whole), everything(resumed)) == []
     with pytest.raises(InputError, match=r"--pipeline\.model\.exposure"):
@@ -86,7 +86,7 @@ def test_a_model_that_is_looked_at_takes_maps_as_the_checkpoint_has_them(folder:
         (None, "too few seed points"),
     ],
 )
-def test_auto_goes_by_the_photographs(
+def test_auto_depends_on_the_photographs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, spread: float | None, said: str
 ) -> None:
     found = None if spread is None else Exposures([], spread)

@@ -1,4 +1,4 @@
-"""Boxes by which training culls groups of points: before each step they hold the points, whoever changed these."""
+"""Boxes by which training culls groups of points: before each step they contain the points, after any change."""
 
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,10 @@ def test_boxes_hold_what_training_makes_of_points(method: str, tmp_path: Path, m
     follow(World.single(), tmp_path / "tiny", tmp_path / "runs", OPTIONS, 40, 1, method=method, double=False)
     assert len(watched.boxes) >= 40 and all(watched.boxes)
     assert len(set(watched.counts)) > 2, "refinements must have changed the points"
-    assert 0 < watched.widened < len(watched.boxes), "made anew for each block, and wider within it"
+    assert 0 < watched.widened < len(watched.boxes), "made again for each block, and wider within it"
 
 
-def test_noise_would_make_boxes_anew_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_culling_boxes_with_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     watched = Watched(monkeypatch)
     options = {**OPTIONS, MODEL + "densifier": "mcmc", MODEL + "reset_alpha_every": 100}

@@ -54,19 +54,19 @@ def sums(trainer: Any, world: World) -> dict[str, torch.Tensor]:
     return {name: torch.cat([value.new_tensor([len(value)]), value.sum(0).flatten()]) for name, value in found.items()}
 
 
-def schedule(world: World, scene: Path, runs: Path, strategy: str) -> dict[str, torch.Tensor]:
+def train_strategy(world: World, scene: Path, runs: Path, strategy: str) -> dict[str, torch.Tensor]:
     return sums(follow(world, scene, runs, options(scene, strategy), 14, 1), world)
 
 
-def test_it_trains_and_densifies_alike_on_any_number_of_ranks(scene: Path, tmp_path: Path) -> None:
-    (expected,) = run_ranks(schedule, 1, scene, tmp_path / "one", "tile")
+def test_training_is_equal_on_any_number_of_ranks(scene: Path, tmp_path: Path) -> None:
+    (expected,) = run_ranks(train_strategy, 1, scene, tmp_path / "one", "tile")
     assert set(expected) == set(names(SCHEMA)) and float(expected["means"][0]) > 320  # it has grown
-    for found in run_ranks(schedule, 2, scene, tmp_path / "two", "tile"):
+    for found in run_ranks(train_strategy, 2, scene, tmp_path / "two", "tile"):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
 
 
-def fused_course(world: World, scene: Path, runs: Path, fused: str) -> list[dict[str, torch.Tensor]]:
-    """Courses with `tile` and `batch` in single precision, whose rounding Adam's eps is to be far from."""
+def train_fused(world: World, scene: Path, runs: Path, fused: str) -> list[dict[str, torch.Tensor]]:
+    """Train with `tile` and `batch` in single precision, with an Adam eps far above rounding."""
     more = {"fused_steps": fused, **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in names(SCHEMA)}}
     found = []
     for strategy in ("tile", "batch"):
@@ -76,9 +76,9 @@ def fused_course(world: World, scene: Path, runs: Path, fused: str) -> list[dict
 
 
 def test_fused_steps_are_the_ordinary_ones(scene: Path, tmp_path: Path) -> None:
-    (expected,) = run_ranks(fused_course, 1, scene, tmp_path / "one", "never")
+    (expected,) = run_ranks(train_fused, 1, scene, tmp_path / "one", "never")
     for ranks in (1, 2):
-        for found in run_ranks(fused_course, ranks, scene, tmp_path / f"fused-{ranks}", "always"):
+        for found in run_ranks(train_fused, ranks, scene, tmp_path / f"fused-{ranks}", "always"):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -99,7 +99,7 @@ def train(world: World, scene: Path, runs: Path, saved: Path, strategy: str, ste
     return sums(trainer, world), trainer._start_step, pictures
 
 
-def test_it_goes_on_from_its_checkpoints_on_other_ranks(scene: Path, tmp_path: Path) -> None:
+def test_checkpoints_resume_on_other_world_sizes(scene: Path, tmp_path: Path) -> None:
     ((expected, start, pictures),) = run_ranks(train, 1, scene, tmp_path / "a", tmp_path / "whole", "batch", 8, None)
     assert start == 0 and float((pictures[0] - pictures[1]).abs().max()) > 0.003
     assert float(pictures[2].max()) < 1e-6 < float(pictures[0].max())  # nothing is there long after the capture

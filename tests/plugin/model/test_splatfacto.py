@@ -5,8 +5,8 @@ gsplat's rasterizer needs a GPU, so our CPU operators draw for both (see `stock_
 own: clocks, schedules, cameras, targets, losses, optimizers, and all of densification, with what it counts as seen.
 
 Without refinement the bits are the same, if the loss is too. Splits rotate their noise in another order of operations,
-and SSIM is summed in another: so whole courses are in double precision, where what differs by rounding alone stays
-below 1e-11, and what differs by a rule is far above the tolerance.
+and SSIM is summed in another. So complete runs are in double precision: differences by rounding are below 1e-11, and
+differences by a rule are far above the tolerance.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.methods import splatfacto_batch
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
-from tests.lib.stock_splatfacto import STATISTICS, StockCourse, follow_stock
+from tests.lib.stock_splatfacto import STATISTICS, StockRun, follow_stock
 from tests.lib.training_run import follow, write_capture
 
 STILL = {
@@ -34,7 +34,7 @@ STILL = {
 }  # fmt: skip
 """Everything but refinement: opacities are reset every 30 steps."""
 
-COURSE = {
+SCHEDULE = {
     "warmup_length": 20, "refine_every": 10, "reset_alpha_every": 8, "stop_split_at": 180, "stop_screen_size_at": 140,
     "num_downscales": 1, "resolution_schedule": 60, "sh_degree_interval": 50,
     "densify_grad_thresh": 0.01, "densify_size_thresh": 0.1, "split_screen_size": 0.5,
@@ -43,9 +43,9 @@ COURSE = {
 """Every rule of refinement has its turn, and the number of Gaussians stays below a thousand."""
 
 REFINED = [30, 40, 50, 60, 70, 100, 110, 120, 130, 140, 150]
-"""When COURSE refines: after the warm-up, not in the pause that follows a reset at 80, nor from the stop at 180 on."""
+"""Images at which SCHEDULE refines: after the warm-up, not in the pause after a reset at 80, nor from 180 on."""
 
-OTHER_WAYS = {
+OTHER_OPTIONS = {
     "rasterize_mode": "antialiased", "use_absgrad": False, "densify_grad_thresh": 0.004, "background_color": "white",
     "sh_degree": 2, "use_scale_regularization": True, "max_gauss_ratio": 1.5,
 }  # fmt: skip
@@ -67,19 +67,19 @@ DIFFERENT = {
 
 @dataclasses.dataclass
 class Both:
-    """A course as we went it and as nerfstudio did.
+    """A run by our trainer and by nerfstudio's.
 
     Attributes:
         ours: our trainer, after it.
         start: our parameters before it.
         refined: of each of our refinements, the step and the statistics [N] that decided it.
-        stock: nerfstudio's course.
+        stock: nerfstudio's run.
     """
 
     ours: DistributedTrainer
     start: dict[str, Tensor]
     refined: list[tuple[int, dict[str, Tensor]]]
-    stock: StockCourse
+    stock: StockRun
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def go(
     folder: Path, options: Mapping[str, Any], steps: int, *,
     eps: float, double: bool, our_loss: bool = False, fused: bool = False,
 ) -> Both:  # fmt: skip
-    """Both courses, ours in fused steps or not; for the other arguments see `follow_stock`."""
+    """Train both runs, ours in fused steps or not; for the other arguments see `follow_stock`."""
     write_capture(folder / "capture", wide=not fused)
     start: dict[str, Tensor] = {}
     refined: list[tuple[int, dict[str, Tensor]]] = []
@@ -165,16 +165,16 @@ def test_the_same_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, OTHER_WAYS, {**OTHER_WAYS, **MORE_PARAMETERS}],
+    [{}, OTHER_OPTIONS, {**OTHER_OPTIONS, **MORE_PARAMETERS}],
     ids=["defaults", "other ways", "poses and colours"],
 )
-def test_the_same_whole_course(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_complete_run_equals_splatfacto(tmp_path: Path, options: dict[str, Any]) -> None:
     """With nerfstudio's own loss: warm-up, resolution, harmonics, refinement by every rule, resets, stop."""
-    options = {**COURSE, **options}
+    options = {**SCHEDULE, **options}
     both = go(tmp_path, options, 200, eps=1e-7, double=True)
     stock = both.stock
 
-    # The course is the one that is meant: all that can happen did.
+    # The run is the intended one: every event has happened.
     assert [r.step for r in stock.refinements] == REFINED
     for what in ("duplicated", "split", "pruned"):
         assert sum(getattr(r, what) for r in stock.refinements) > 100, what
@@ -200,9 +200,9 @@ def test_the_same_whole_course(tmp_path: Path, options: dict[str, Any]) -> None:
         )
 
 
-def test_the_same_whole_course_in_fused_steps(tmp_path: Path) -> None:
+def test_complete_fused_run_equals_splatfacto(tmp_path: Path) -> None:
     """In single precision, as they are. Rounding may one day lead to another decision: so far not in the beginning."""
-    both = go(tmp_path, COURSE, 200, eps=1e-7, double=False, fused=True)
+    both = go(tmp_path, SCHEDULE, 200, eps=1e-7, double=False, fused=True)
     stock = both.stock
     assert [r.step for r in stock.refinements] == [step for step, _ in both.refined] == REFINED
     for (step, ours), theirs in zip(both.refined, stock.refinements, strict=True):

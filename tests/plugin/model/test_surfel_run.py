@@ -19,7 +19,7 @@ from ns_multigpu.plugin.model.surfaces import check_primitive, weights
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss, normals_of_depth
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import add_model
-from tests.lib.training_run import follow, single_course, sums_over_points, write_capture
+from tests.lib.training_run import follow, sums_over_points, train_single, write_capture
 
 OPTIONS: dict[str, Any] = {
     "pipeline.views_per_step": 2, "pipeline.model.num_downscales": 0, "pipeline.model.primitive": "2dgs",
@@ -48,7 +48,7 @@ def train(
     return sums, trainer._start_step
 
 
-def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
+def test_run_equals_one_worker_and_resumes(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     add_model(tmp_path / "tiny")
     expected, start = train(World.single(), tmp_path, "tile")
@@ -82,9 +82,9 @@ def test_fused_steps_are_the_ordinary_ones(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     add_model(tmp_path / "tiny")
     for strategy, ranks in (("tile", 2), ("batch", 1)):
-        expected = single_course(World.single(), tmp_path, OPTIONS, strategy, "never")
+        expected = train_single(World.single(), tmp_path, OPTIONS, strategy, "never")
         assert expected["count"] > 80
-        for found in run_ranks(single_course, ranks, tmp_path, OPTIONS, strategy, "always"):
+        for found in run_ranks(train_single, ranks, tmp_path, OPTIONS, strategy, "always"):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
 
 
@@ -109,7 +109,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "strategy", "said"), REFUSED)
-def test_what_2d_gaussians_cannot_do_is_refused(options: dict[str, Any], strategy: str, said: str) -> None:
+def test_options_unsupported_by_2d_gaussians_are_refused(options: dict[str, Any], strategy: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         check_primitive(SplatModelConfig(primitive="2dgs", **options), strategy)
     if options.get("normal_loss", 0) == 0:  # what these options are for

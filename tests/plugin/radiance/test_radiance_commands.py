@@ -82,7 +82,7 @@ def test_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_torchrun_restarts_after_a_killed_worker_and_goes_on_from_there(tmp_path: Path) -> None:
     """Every rank is a program of its own, and reads its options itself. A worker is killed once there is a checkpoint:
-    all of them start anew, and go on from there."""
+    all workers restart, and resume from there."""
     write_capture(tmp_path / "capture", wide=False)
     torchrun = "torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone -m nerfstudio.scripts.train"
     small = "--pipeline.model.log2-hashmap-size 10 --pipeline.model.num-levels 2 --pipeline.model.max-res 32"

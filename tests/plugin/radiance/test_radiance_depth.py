@@ -9,7 +9,7 @@ from ns_multigpu.radiance.segments import Segments
 
 # Three rays through cells 0 and 1, which meet at 2: what each sample of length 1 takes of the light that is left.
 TAKEN = {0: [[0.1, 0.2], [0.0, 0.3], [0.0, 0.0]], 1: [[0.1, 0.0], [0.9, 0.0], [0.0, 0.0]]}
-LEFT = [0.72, 0.7, 1.0]  # that reaches cell 1
+LEFT = [0.72, 0.7, 1.0]  # that extends into cell 1
 """The first ray is seen through for the most part: its weights are 0.1, 0.18, 0.072 and 0. Those of the second are 0,
 0.3, 0.63 and 0. Nothing is in the way of the third."""
 

@@ -179,7 +179,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _fast(trainer: DistributedTrainer, **options: Any) -> FastSteps:
-    """What takes the steps on GPUs, here without a graph unless one is given."""
+    """Return the step runner of GPUs, without a graph unless one is given."""
     step_inputs = trainer.pipeline.datamanager.step_inputs()
     assert step_inputs is not None
     guard, what = trainer.guards.numbers, {"skips": False, "mixed": False, "graphs": None, **options}
@@ -240,20 +240,20 @@ def test_the_watch_over_a_step_sees() -> None:
 STEPS = 30
 
 
-def _courses(
+def _train_variants(
     world: World, capture: Path, out: Path, *, recorded: bool = False, **options: Any
 ) -> list[dict[str, torch.Tensor]]:
-    """What two trainers have after some steps: one whose steps are fed and taken as on GPUs, and one whose are not.
+    """Return the models of two trainers after some steps: one with the inputs and steps of GPUs, and one without.
 
     Args:
-        recorded: whether the former's are noted and run again, as by a graph.
+        recorded: whether the former's steps are recorded and replayed, as by a graph.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shape_buckets, "LEARNT", 4)
-        return _both_courses(world, capture, out, recorded, options)
+        return _train_both(world, capture, out, recorded, options)
 
 
-def _both_courses(
+def _train_both(
     world: World, capture: Path, out: Path, recorded: bool, options: dict[str, Any]
 ) -> list[dict[str, torch.Tensor]]:
     ends: list[dict[str, torch.Tensor]] = []
@@ -283,8 +283,8 @@ def _both_courses(
             if (recorded or world.device.type == "cuda") and name == "fast":
                 graphs = None if trainer.objective.fast is None else trainer.objective.fast._graphs
                 assert graphs is not None
-                primitives = [kind for (kind, _), _ in graphs._captured]
-                steps = {kind[2] for kind in primitives if kind[0] == "step"}
+                keys = [kind for (kind, _), _ in graphs._captured]
+                steps = {kind[2] for kind in keys if kind[0] == "step"}
                 assert steps == {True, False}, "one that learns proposals, one that does not"
             found = {n: p.detach().cpu().clone() for n, p in trainer.pipeline.model.named_parameters()}
             ends.append({**found, "losses": torch.tensor(losses)})
@@ -301,29 +301,27 @@ def _compare(ends: list[dict[str, torch.Tensor]]) -> None:
 
 
 class _AsOperators:
-    """Grids by one operator each way, as on a GPU: what it does within is nobody's business."""
+    """Grids by one operator each way, as on a GPU: its implementation is not tested here."""
 
     encode_grid = staticmethod(torch.ops.ns_multigpu.encode_grid)
     encode_grid_backward = staticmethod(torch.ops.ns_multigpu.encode_grid_backward)
 
 
-def _recorded_courses(world: World, *args: Any, **options: Any) -> list[dict[str, torch.Tensor]]:
+def _train_recorded(world: World, *args: Any, **options: Any) -> list[dict[str, torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("cuda_ext.ops.common.encode_grid.composed", _AsOperators)
         norms = lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf))  # noqa: E731
         patched.setattr(fast_steps, "finite_flags", norms)
-        return _courses(world, *args, recorded=True, **options)
+        return _train_variants(world, *args, recorded=True, **options)
 
 
 @pytest.mark.parametrize("samples_per", ["segment", "ray"])
 def test_recorded_steps_are_the_steps(capture: Path, tmp_path: Path, samples_per: str) -> None:
-    for ends in run_ranks(partial(_recorded_courses, samples_per=samples_per), 2, capture, tmp_path):
+    for ends in run_ranks(partial(_train_recorded, samples_per=samples_per), 2, capture, tmp_path):
         _compare(ends)
 
 
-def test_a_rank_whose_cells_no_ray_meets_takes_its_step(
-    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_without_rays_takes_its_step(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Else what keeps poses near where they were has a gradient on rank 0.
     with _trainer(capture, tmp_path, camera_optimizer=CameraOptimizerConfig(mode="off")) as trainer:
         spread = trainer.pipeline.model.spread
@@ -344,7 +342,7 @@ def test_a_rank_whose_cells_no_ray_meets_takes_its_step(
 
 
 def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
-    for ends in run_ranks(_courses, 2, capture, tmp_path):
+    for ends in run_ranks(_train_variants, 2, capture, tmp_path):
         _compare(ends)
 
 
@@ -352,11 +350,11 @@ def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "samples_per"), [(1, "segment"), (2, "segment"), (2, "ray")])
 def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, ranks: int, samples_per: str) -> None:
     skip_without_gpus(ranks)
-    for ends in run_ranks(partial(_courses, samples_per=samples_per), ranks, capture, tmp_path, device="cuda"):
+    for ends in run_ranks(partial(_train_variants, samples_per=samples_per), ranks, capture, tmp_path, device="cuda"):
         _compare(ends)
 
 
-def test_where_steps_have_no_fixed_shapes_it_is_said(
+def test_steps_without_fixed_shapes_are_reported(
     capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with _trainer(capture, tmp_path / "a", sampling="occupancy") as trainer:

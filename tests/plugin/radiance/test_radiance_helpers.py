@@ -56,7 +56,7 @@ def loaded(world: World, run: Path) -> Any:
 
 
 def looked(pipeline: Any) -> dict[str, Any]:
-    """What rank 0 asks for: images and rays, from this thread and from others."""
+    """Return rank 0's results for images and rays, requested from this thread and from others."""
     model, seen = pipeline.model, dict[str, Any]()
     camera = pipeline.datamanager.eval_dataset.cameras[0:1]
     crop = OrientedBox.from_params((0.0, 0.0, 0.0), (0.0, 0.0, 0.3), (1.0, 1.0, 1.0))
@@ -89,8 +89,8 @@ def led(world: World, run: Path) -> tuple[list[int], dict[str, Any], bool]:
     pipeline = loaded(world, run)
     cells = [int(number) for number in pipeline.model.cells]
     if not world.is_main:
-        while (told := broadcast_object(None, 0, world)) is not None:
-            obey(pipeline, told)
+        while (request := broadcast_object(None, 0, world)) is not None:
+            obey(pipeline, request)
         return cells, {}, False
     pipeline.team = SimpleNamespace(tell=lambda what, *args: broadcast_object((what, args, {}), 0, world))
     pipeline.renders.lead_always()
@@ -121,12 +121,12 @@ def test_helpers_render_what_one_process_renders(run: Path, ranks: int) -> None:
     found = run_ranks(led, ranks, run)
     _near(found[0][1], expected, "seen")
     assert all(torch.equal(found[0][1][there]["rgb"], found[0][1]["here"]["rgb"]) for there in ("there", "there too"))
-    assert found[0][2], "how fast it is tells the viewer how large a moving picture may be"
+    assert found[0][2], "the viewer scales moving pictures by the rate"
     assert [cells for cells, *_ in found] == ([[0], [1], [2]] if ranks == 3 else [[0], [1, 2]])
 
 
 def _failing(world: World, run: Path) -> list[str]:
-    """What rank 0 is told of an image that fails on it half way, and of the next."""
+    """Return rank 0's results for an image that fails half way, and for the next one."""
     pipeline = loaded(world, run)
     if not world.is_main:
         obey(pipeline, broadcast_object(None, 0, world))
@@ -137,7 +137,7 @@ def _failing(world: World, run: Path) -> list[str]:
 
     def fail(rays: RayBundle) -> Any:
         usual(rays)  # so that no rank waits for this one
-        raise MemoryError("no room")
+        raise MemoryError("out of memory")
 
     pipeline.model.get_outputs = fail
     for _ in range(2):
@@ -148,17 +148,19 @@ def _failing(world: World, run: Path) -> list[str]:
     return said
 
 
-def test_after_an_image_that_failed_half_way_nobody_waits(run: Path) -> None:
+def test_failed_image_does_not_block_helpers(run: Path) -> None:
     said = run_ranks(_failing, 2, run)[0]
-    assert said[0] == "no room" and "failed half way" in said[1]
+    assert said[0] == "out of memory" and "failed half way" in said[1]
 
 
 # ---- how many processes, and who holds what ----
 
 
-def test_how_many_processes_a_field_takes() -> None:
-    def ranks(cells: list[int], kind: Any = "cuda", count: int = 4, room: float | None = 10, asked: int | None = None):
-        memory = None if room is None else room * GB
+def test_number_of_processes_for_a_field() -> None:
+    def ranks(
+        cells: list[int], kind: Any = "cuda", count: int = 4, free_gb: float | None = 10, asked: int | None = None
+    ):
+        memory = None if free_gb is None else free_gb * GB
         return ranks_for([cell * GB for cell in cells], GB, Devices(kind, count, memory, asked))
 
     assert ranks([1, 1]) == 2, "no more than there are cells"
@@ -177,7 +179,7 @@ def test_how_many_processes_a_field_takes() -> None:
         ranks([9, 10], asked=2)
 
 
-def test_who_holds_what_is_said(run: Path, tmp_path: Path) -> None:
+def test_owners_of_cells_are_reported(run: Path, tmp_path: Path) -> None:
     def line(of: Path, asked: int, memory: float | None = None) -> str:
         checkpoint = checkpoint_of(of)
         state = read_checkpoint_file(checkpoint)["pipeline"]

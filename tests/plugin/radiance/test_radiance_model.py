@@ -132,7 +132,7 @@ def compare(one: dict[str, Any], found: list[dict[str, Any]], exact: bool) -> No
         (1, {"background_color": "mean"}, "mean"), (2, {"background_color": "random"}, "random"),
     ],
 )  # fmt: skip
-def test_what_is_behind_cells(cells: int, options: dict[str, Any], background: str) -> None:
+def test_background_behind_cells(cells: int, options: dict[str, Any], background: str) -> None:
     """With several cells the ray's own mean. What is random is so in training; in pictures it is black."""
     ours = model(World.single(), cells, **options)
     bundle, losses = rays(), list[float]()
@@ -222,8 +222,8 @@ def test_data_parallel_is_one_field() -> None:
     torch.testing.assert_close(one["rgb_loss"], together["rgb_loss"], rtol=0, atol=0)
 
 
-def test_grids_leave_out_what_is_empty() -> None:
-    """Where only half of a cell has fog, its grid finds so; pixels are the same with half the samples."""
+def test_grids_skip_empty_space() -> None:
+    """The grid of a cell with fog in one half skips the other; pixels are the same with half the samples."""
     grids = {"sampling": "occupancy", "grid_resolution": 16, "march_steps": 200}
     ours = model(World.single(), 1, **grids, average_init_density=1.0, background_color="white")
     cell = ours.cells["0"]
@@ -267,7 +267,7 @@ def test_segments_share_the_samples_of_a_ray_or_have_as_many_each(asked: str | N
     assert asked != "segment" or four % 8 == 0  # each segment has a ray's 8
 
 
-def test_proposals_learn_from_what_light_reaches() -> None:
+def test_proposal_loss_is_weighted_by_transmittance() -> None:
     """A segment's part of the proposal loss is that of its samples in a whole ray: twice the light, twice the loss."""
     ours = model(World.single(), 4)
     bundle = ours.collider(rays(2.0))
@@ -292,7 +292,7 @@ def test_distortion_is_measured_along_the_whole_ray() -> None:
 
 
 def test_no_seam_at_faces() -> None:
-    """Samples reach up to the faces between cells: of a fog of density 1, only a ray's own two ends are left out."""
+    """Samples extend to the faces between cells: in fog of density 1, only a ray's two ends are not sampled."""
     left_out: list[torch.Tensor] = []
     for cells in (1, 4):
         ours = model(World.single(), cells, average_init_density=1.0, far_plane=0.9)

@@ -74,7 +74,7 @@ def transparent(folder: Path) -> Path:
 
 
 def wide_masks(folder: Path) -> Path:
-    """Has masks let through a rectangle that leaves room for patches."""
+    """Write masks with a rectangle that is large enough for patches."""
     for number, file in enumerate(sorted((folder / "images").glob("mask*"))):
         mask = np.zeros((HEIGHT, WIDTH), dtype=np.uint8)
         mask[2 : 9 + number % 4, 3 : 12 + number] = 255
@@ -140,7 +140,7 @@ def draws(world: World, captures: dict[str, Path]) -> dict[str, Any]:
     return found
 
 
-def test_what_is_drawn_does_not_depend_on_the_number_of_ranks(captures: dict[str, Path]) -> None:
+def test_sampled_rays_are_independent_of_the_world_size(captures: dict[str, Path]) -> None:
     expected = draws(World.single(), captures)
     for size in (2, 3):
         for rank, found in enumerate(run_ranks(draws, size, captures)):
@@ -243,7 +243,7 @@ def test_numbers_of_pixels_within_masks() -> None:
         masks.put(0, given[0][:, 1:])
 
 
-def test_which_images_are_drawn_from(captures: dict[str, Path]) -> None:
+def test_images_in_memory_follow_from_the_step(captures: dict[str, Path]) -> None:
     """Some at a time, which follow from the step: also where a run goes on."""
 
     def views(data: RadianceDataManager, step: int) -> set[int]:
@@ -267,8 +267,8 @@ def test_which_images_are_drawn_from(captures: dict[str, Path]) -> None:
     assert all(len(one) == 1 for one in seen) and seen[0::2] == seen[1::2] and len(set().union(*seen)) > 1
 
 
-def test_nothing_is_read_where_a_model_is_looked_at(captures: dict[str, Path], monkeypatch: Any) -> None:
-    """Until somebody asks for rays, as ns-export does: by himself, and for as many as he likes."""
+def test_viewing_a_model_reads_no_images(captures: dict[str, Path], monkeypatch: Any) -> None:
+    """Rays are not drawn before a request. Like ns-export, one rank requests any number of rays."""
     made: list[World] = []
     usual = held_images.HeldImages.__init__
 
@@ -297,7 +297,7 @@ def _refused(world: World, folder: Path, more: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_used_is_named_on_every_rank(tmp_path: Path, captures: dict[str, Path]) -> None:
+def test_unusable_images_are_named_on_every_rank(tmp_path: Path, captures: dict[str, Path]) -> None:
     broken = write_capture(tmp_path / "broken")
     file = broken / "images/photo_05.png"
     file.write_bytes(file.read_bytes()[:100])

@@ -71,7 +71,7 @@ def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def courses(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch.Tensor]]:
+def train_modes(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Return this rank's final parameters of each run."""
     ends: dict[str, dict[str, torch.Tensor]] = {}
     for name, size, begun in (
@@ -103,7 +103,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
-    ends = run_ranks(courses, 3, capture, tmp_path)
+    ends = run_ranks(train_modes, 3, capture, tmp_path)
     whole = ends[0]["alone"]
     assert sum(".field." in name for name in whole) > 20 and len({n[:7] for n in whole if n.startswith("cells.")}) == 3
     for rank, end in enumerate(ends):
@@ -166,7 +166,7 @@ def test_evaluation_in_one_process_shows_what_was_trained(
         loaded.load_pipeline(state["pipeline"], state["step"])
 
 
-def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
+def _train_all_modes(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
     """Of each way: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
     ends: dict[str, tuple[dict[str, torch.Tensor], ...]] = {}
     for way in ("ddp", "xl occupancy", "ddp occupancy", "xl sky"):
@@ -185,8 +185,8 @@ def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[st
     return ends
 
 
-def test_all_ways_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Path) -> None:
-    ends = run_ranks(_all_ways, 2, capture, tmp_path)
+def test_all_modes_resume_with_other_world_sizes(capture: Path, tmp_path: Path) -> None:
+    ends = run_ranks(_train_all_modes, 2, capture, tmp_path)
     for spread, (two, again) in ends[0].items():
         assert near(two, again) == [], spread
         theirs = ends[1][spread][0]
@@ -253,7 +253,7 @@ def test_networks_in_bfloat16(capture: Path, tmp_path: Path) -> None:
         assert float((found[weight] - half[weight]).abs().max()) < 2e-2
 
 
-def test_a_viewer_looks_while_two_ranks_train(capture: Path, tmp_path: Path) -> None:
+def test_viewer_renders_while_two_ranks_train(capture: Path, tmp_path: Path) -> None:
     (asked, end, one), (none, same, _) = run_ranks(_looked_at, 2, capture, tmp_path)
     assert len(asked) == 2 and none == []
     for _, seen in asked:
@@ -295,7 +295,7 @@ def test_more_cells_than_points(capture: Path, tmp_path: Path, capfd: pytest.Cap
     assert len(pipeline.model.cells) == 64
 
 
-def test_one_field_wants_no_more_views(capture: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_field_needs_no_more_views(capture: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     configured(capture, tmp_path, cells=4, spread="ddp").pipeline.setup(device="cpu", test_mode="val")
     assert "training views for" not in capfd.readouterr().out
 

@@ -40,7 +40,7 @@ def test_a_run_is_as_long_as_its_images_have_pixels(capture: Path, tmp_path: Pat
     assert "ns-viewer --load-config" in said
 
 
-def test_checkpoints_are_written_while_training_goes_on(
+def test_checkpoints_are_written_during_training(
     capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[bool] = []
@@ -58,7 +58,7 @@ def test_checkpoints_are_written_while_training_goes_on(
     assert copies == [True] and steps_in(trainer.checkpoint_dir) == [4, 7]
 
 
-def test_the_last_checkpoint_lies_where_there_is_room(capture: Path, tmp_path: Path, capsys: Any) -> None:
+def test_last_checkpoint_is_written_to_a_disk_with_space(capture: Path, tmp_path: Path, capsys: Any) -> None:
     config, other = configured(capture, tmp_path / "runs"), tmp_path / "other"
     config.save_fallback_dir, config.save_retry_seconds = other, 0.0
     with disk(full(tmp_path / "runs")):
@@ -70,7 +70,7 @@ def test_the_last_checkpoint_lies_where_there_is_room(capture: Path, tmp_path: P
     assert trained(World.single(), config)._start_step == 3
 
 
-def test_what_is_lost_is_said(capture: Path, tmp_path: Path) -> None:
+def test_unsaved_steps_are_reported(capture: Path, tmp_path: Path) -> None:
     config = configured(capture, tmp_path)
     config.save_retry_seconds = 0.0
     with disk(full(tmp_path)), pytest.raises(SaveFailed, match=r"Lost: the field after 3 steps \(3 cells, \d+ MB\)"):
@@ -96,7 +96,7 @@ def test_a_config_of_an_older_run_is_read(capture: Path, tmp_path: Path) -> None
     assert config._target is DistributedTrainer and type(config) is type(configured(capture, tmp_path))
 
 
-def test_older_checkpoints_without_generators_leave_them_as_they_are() -> None:
+def test_checkpoints_without_generators_keep_the_present_ones() -> None:
     before = torch.get_rng_state()
     put_generators(["model/cells.0.x"], lambda names: pytest.fail(f"reads {names}"), World.single())
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,4 +1,4 @@
-"""The sky behind radiance cells: colours by direction, the same on every rank, and learnt once."""
+"""The sky behind radiance cells: colours by direction, the same on every rank, and trained once."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def _directions(count: int) -> torch.Tensor:
     return torch.nn.functional.normalize(drawn, dim=1)
 
 
-def test_it_follows_from_the_runs_seed_and_draws_from_nobody_else() -> None:
+def test_sky_depends_on_the_seed_and_uses_its_own_generator() -> None:
     torch.manual_seed(1)
     one, state = Sky(7), torch.get_rng_state()
     torch.rand(5)

@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def works(run: Path, folder: Path) -> list[Any]:
-    """What is done with it."""
+    """Run the tools on it."""
     path = write_path(run.parent / "path.json")
     around = write_path(run.parent / "around.json", 1, camera_type="equirectangular", crop=None)
     outputs = Look(("rgb", "depth", "expected_depth"))
@@ -81,9 +81,9 @@ def test_several_write_what_one_writes(run: Path, tmp_path: Path) -> None:
     cells, written = zip(*run_ranks(use, 2, run, two), strict=True)
     assert written == (5, 3), "they take turns: 3, 1, 2 and 2 frames"
     assert [number for some in cells for number in some] == list(range(CELLS)) and all(cells)
-    told, expected = (json.loads((folder / "results.json").read_text())["results"] for folder in (two, one))
-    assert told.keys() == expected.keys()
-    assert told["psnr"] == pytest.approx(expected["psnr"], rel=1e-5)
+    reported, expected = (json.loads((folder / "results.json").read_text())["results"] for folder in (two, one))
+    assert reported.keys() == expected.keys()
+    assert reported["psnr"] == pytest.approx(expected["psnr"], rel=1e-5)
     names = sorted(str(file.relative_to(one)) for file in one.rglob("*.png"))
     counts = {name: len([n for n in names if n.startswith(name)]) for name in ("images", "path", "around", "spiral")}
     assert counts == {"images": 6, "path": 3, "around": 1, "spiral": 2}
@@ -100,7 +100,7 @@ def test_several_write_what_one_writes(run: Path, tmp_path: Path) -> None:
         assert pixels[:, :25].std() > 5
 
 
-def test_what_cannot_be_done_is_said(run: Path, tmp_path: Path) -> None:
+def test_unsupported_requests_are_reported(run: Path, tmp_path: Path) -> None:
     def refused(work: Any, devices: int = 1) -> str:
         with pytest.raises(InputError) as caught:
             run_tool(run, None, work, devices, "cpu")
@@ -118,7 +118,7 @@ def test_what_cannot_be_done_is_said(run: Path, tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_cells_are_refused_by_the_pipeline(run: Path) -> None:
-    """As under torchrun, where nobody has counted before."""
+    """As under torchrun, without an earlier count of ranks."""
     (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
     config = read_config(run)
     pipeline: Any = load_model(config, checkpoint, World.single(), "inference")

@@ -25,7 +25,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.rendering import make_pipeline
 
 SOAK = float(os.environ.get("NS_MULTIGPU_SOAK_SECONDS", "10"))
-"""How long three browsers are restless."""
+"""Seconds during which three browsers move their cameras."""
 SEEN = (slice(10, -70), slice(70, -10))
 """Of a page's scene what nothing covers: rows and columns."""
 pytestmark = [
@@ -46,8 +46,8 @@ def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
 
     def render(self: Any, state: CameraState) -> Any:
         outputs = usual_render(self, state)
-        told = {"c2w": state.c2w.tolist(), "fov": state.fov, "aspect": state.aspect, "step": self.viewer.step}
-        np.savez(folder / "new.npz", image=outputs["rgb"].numpy(), told=json.dumps(told))
+        details = {"c2w": state.c2w.tolist(), "fov": state.fov, "aspect": state.aspect, "step": self.viewer.step}
+        np.savez(folder / "new.npz", image=outputs["rgb"].numpy(), details=json.dumps(details))
         (folder / "new.npz").replace(folder / "last.npz")  # at once, so that a camera always has its own picture
         return outputs
 
@@ -84,7 +84,7 @@ def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
 
 
 class Run:
-    """Two workers that train beside this process."""
+    """Two workers that train while this process runs."""
 
     def __init__(self, folder: Path, strategy: str) -> None:
         self.folder, self.strategy = folder, strategy
@@ -132,9 +132,9 @@ class Run:
     def last(self) -> tuple[CameraState, np.ndarray[Any, Any], int]:
         """Of the last picture sent to a page the camera, the colours, and the step."""
         with np.load(self.folder / "last.npz") as file:
-            image, told = file["image"], json.loads(str(file["told"]))
-        c2w = torch.tensor(told["c2w"])
-        return CameraState(told["fov"], told["aspect"], c2w, CameraType.PERSPECTIVE), image, told["step"]
+            image, details = file["image"], json.loads(str(file["details"]))
+        c2w = torch.tensor(details["c2w"])
+        return CameraState(details["fov"], details["aspect"], c2w, CameraType.PERSPECTIVE), image, details["step"]
 
     def stop(self) -> list[list[int]]:
         (self.folder / "stop").touch()
@@ -169,7 +169,7 @@ def model(tmp_path: Path) -> Any:
 
 
 def _seen(page: browser.Page, folder: Path) -> np.ndarray[Any, Any]:
-    """What the page shows of the scene; empty while it loads."""
+    """Return the page's image of the scene; empty while it loads."""
     boxes = page.run("[...document.querySelectorAll('canvas')].map(c => c.getBoundingClientRect())"
                      ".map(b => [b.left, b.top, b.right, b.bottom])")  # fmt: skip
     page.screenshot(folder / "page.png")

@@ -1,4 +1,4 @@
-"""Where splats travel inside a step, that time is the exchange's, and not the computation's."""
+"""The time of an exchange within a step counts as exchange time, not as computation."""
 
 import json
 import time
@@ -31,12 +31,12 @@ def _train(world: World, capture: Path, runs: Path) -> dict[str, Any]:
         pipeline, log = trainer.pipeline, trainer._log
 
         def slowed(number: int) -> Any:
-            def travel(*args: Any) -> Any:
+            def delayed_exchange(*args: Any) -> Any:
                 calls.append((f"{places[number][0].__name__}.{number}", pipeline.timer.part, pipeline.model.training))
                 time.sleep(SLOW)
                 return usual[number](*args)
 
-            return travel
+            return delayed_exchange
 
         for number, (place, name) in enumerate(places):
             setattr(place, name, slowed(number))
@@ -59,14 +59,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_train, 2, folder / "tiny", folder / "runs")
 
 
-def test_all_that_travels_is_measured(reports: list[dict[str, Any]]) -> None:
+def test_all_exchanges_are_measured(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         parts = {(place, part) for place, part, training in report["calls"] if training}
         assert {part for _, part in parts} == {"exchange"}, parts
         assert len(parts) == len(PLACES), "counts and rows of splats, and gradients of halos"
 
 
-def test_what_evaluations_ask_for_is_nobodys(reports: list[dict[str, Any]]) -> None:
+def test_evaluation_exchanges_are_not_attributed(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         parts = {part for _, part, training in report["calls"] if not training}
         assert parts and "exchange" not in parts

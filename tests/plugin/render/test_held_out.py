@@ -14,11 +14,11 @@ from tests.lib.rendering import make_pipeline, write_capture
 HELD_OUT, RANKS, STRATEGIES = 5, (1, 2), ("batch", "tile")
 MOST = (HELD_OUT, 3, 1)
 BOUNDS = {1: (0, 90), 2: (0, 50, 90)}
-PRIMITIVES = ({}, {"alpha": True, "masks": True})
+CAPTURE_OPTIONS = ({}, {"alpha": True, "masks": True})
 
 
 def _looked_at(world: World, captures: list[Path]) -> dict[Any, Any]:
-    """By capture, strategy and number of views, what a rank is told; and by view what ns-eval computes of it."""
+    """Return a rank's metrics by capture, strategy and number of views; and by view those of ns-eval."""
     found: dict[Any, Any] = {}
     for number, capture in enumerate(captures):
         for strategy in STRATEGIES:
@@ -42,13 +42,13 @@ def _looked_at(world: World, captures: list[Path]) -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, Any]]]:
     folder = tmp_path_factory.mktemp("captures")
-    captures = [write_capture(folder / str(number), HELD_OUT, **kind) for number, kind in enumerate(PRIMITIVES)]
+    captures = [write_capture(folder / str(number), HELD_OUT, **kind) for number, kind in enumerate(CAPTURE_OPTIONS)]
     return {size: run_ranks(_looked_at, size, captures) for size in RANKS}
 
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("number", range(len(PRIMITIVES)))
+@pytest.mark.parametrize("number", range(len(CAPTURE_OPTIONS)))
 def test_it_is_the_mean_of_ns_evals(
     found: dict[int, list[dict[Any, Any]]], number: int, strategy: str, size: int
 ) -> None:

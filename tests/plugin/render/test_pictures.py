@@ -1,4 +1,4 @@
-"""Pictures by the forward half of a step: in bands by all ranks, with too little room, in parts, without memory."""
+"""Pictures by the forward half of a step: in bands by all ranks, with exceeded capacities, in parts, without memory."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def _pipeline(world: World, capture: Path, strategy: str) -> Any:
     return pipeline
 
 
-def _courses(world: World, capture: Path, strategy: str) -> dict[str, Any]:
+def _render_all(world: World, capture: Path, strategy: str) -> dict[str, Any]:
     pipeline = _pipeline(world, capture, strategy)
     renders, made = pipeline.renders, pipeline.renders.pictures
     found: dict[str, Any] = {"rank": world.rank}
@@ -47,9 +47,9 @@ def _courses(world: World, capture: Path, strategy: str) -> dict[str, Any]:
     made._forward._capacities = forward._Capacities(1024, pairs_of(0, world.size), 1024)
     tries: list[int] = []
     attempt = forward._Try.run
-    forward._Try.run = lambda self, room: tries.append(room.rows) or attempt(self, room)  # type: ignore[method-assign]
+    forward._Try.run = lambda self, capacities: tries.append(capacities.rows) or attempt(self, capacities)  # type: ignore[method-assign]
     made._forward._capacities = forward._Capacities(7, pairs_of(1, world.size), 9)
-    found["too little room"] = renders.render(camera(*SIZE), roots=every)
+    found["exceeded capacity"] = renders.render(camera(*SIZE), roots=every)
     found["tries"] = len(tries)
     made._passes = {SIZE: 3}
     found["in parts"] = renders.render(camera(*SIZE), roots=every)
@@ -64,7 +64,7 @@ def _courses(world: World, capture: Path, strategy: str) -> dict[str, Any]:
 
 
 def _fail(*_: Any) -> None:
-    raise AssertionError("nobody asked for it")
+    raise AssertionError("not requested")
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "batch"), (3, "batch"), (2, "tile"), (3, "tile")])
@@ -93,11 +93,11 @@ def _check(capture: Path, size: int, strategy: str, device: str) -> None:
     with torch.no_grad():
         expected = _pipeline(World.single(device), capture, "single").model.get_outputs_for_camera(camera(*SIZE))
     assert float(expected["rgb"].std()) > 0.05
-    for found in run_ranks(_courses, size, capture, strategy, device=device, seconds=60):
-        for name in ("first", "again", "too little room", "in parts", "own"):
+    for found in run_ranks(_render_all, size, capture, strategy, device=device, seconds=60):
+        for name in ("first", "again", "exceeded capacity", "in parts", "own"):
             for output, value in expected.items():
                 torch.testing.assert_close(found[name][output].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)
-        assert found["tries"] == 2, "drawn again, and only once, where there was too little room"
+        assert found["tries"] == 2, "drawn again once if a capacity was exceeded"
         assert len(found["learned"]) == 11 and sum(found["learned"]) > 20
         first, again, third, parts, *_ = found["drawn"]
         assert all(count == 1 for count in first) and sum(again) == sum(third) == size
@@ -172,7 +172,7 @@ def test_bands_follow_the_work() -> None:
     assert sum(p.y1 > p.y0 for p in many) == 2 and {p.y1 for p in many if p.y1 > p.y0} == {16, 20}
 
 
-def test_who_else_draws_goes_another_way(capture: Path) -> None:
+def test_derived_leg_does_not_use_the_operators(capture: Path) -> None:
     """A leg that is derived may do something else: the operators do not take its place."""
     strategy = make_pipeline(World.single(), capture, "tile").strategy
     assert Forward.serves(strategy)

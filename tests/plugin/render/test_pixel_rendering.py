@@ -1,4 +1,4 @@
-"""What `pixel` shows: the same images on any number of ranks, whoever asks, with a crop, and who owns what."""
+"""Images of `pixel`: the same on any number of ranks, for any caller, with a crop, and colours by owner."""
 
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ def looked_at(world: World, capture: Path) -> dict[str, Any]:
     pipeline.eval()
     own = pipeline.model.get_outputs_for_camera(camera(*SIZES[0]))
     owners = None
-    if world.size > 1:  # of one rank there is nothing to tell apart
+    if world.size > 1:  # one rank has one colour
         owners = pipeline.renders.run_leading(
             lambda: pipeline.model.get_outputs_for_camera(camera(*SIZES[0]), CROPS["a part"])["rank"]
         )
@@ -102,7 +102,7 @@ def test_operators_draw_what_functions_do(capture: Path) -> None:
     close(found, wanted)
 
 
-def test_who_does_not_train_blends_by_depth(capture: Path) -> None:
+def test_process_without_training_blends_by_depth(capture: Path) -> None:
     """A process that holds the whole model, as nerfstudio's own commands do."""
     one = make_pipeline(World.single(), capture, "single", background_color="white")
     other = make_pipeline(World.single(), capture, "pixel", background_color="white")

@@ -126,7 +126,7 @@ def _owners(world: World, capture: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_who_owns_what_is_seen_is_rendered_when_it_is_looked_at(capture: Path, size: int) -> None:
+def test_owner_image_is_rendered_while_it_is_shown(capture: Path, size: int) -> None:
     results = run_ranks(_owners, size, capture)
     assert [rendered for rendered, _ in results] == [[False, True, False, True]] * size, "two images, each looked at"
     names, before, there, outputs, crop = results[0][1]

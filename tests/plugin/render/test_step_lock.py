@@ -1,4 +1,4 @@
-"""The lock that the main thread lends: who has it when, and that nobody waits for ever."""
+"""The step lock of the main thread: its order, and that no thread waits for ever."""
 
 import sys
 import threading
@@ -24,7 +24,7 @@ def _until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.001)
 
 
-def test_it_is_lent_in_turn_and_questions_are_answered() -> None:
+def test_lock_is_granted_in_order_and_requests_are_answered() -> None:
     lock, said = StepLock(), list[Any]()
 
     def borrow(name: str, questions: list[int]) -> None:
@@ -42,10 +42,10 @@ def test_it_is_lent_in_turn_and_questions_are_answered() -> None:
     lock.lend(lambda question: 10 * question)
     first.join(5), second.join(5)
     assert said[1] == ("second", []) and not lock.wanted
-    lock.lend(lambda question: pytest.fail("nobody asks"))  # returns at once
+    lock.lend(lambda question: pytest.fail("no request was made"))  # returns at once
 
 
-def test_who_asks_without_it_borrows_it() -> None:
+def test_request_without_the_lock_acquires_it() -> None:
     lock, said = StepLock(), list[Any]()
     thread = _thread(lambda: said.append(lock.ask("what")))
     lock.wait_until_wanted(5)
@@ -71,7 +71,7 @@ def test_an_error_of_the_borrower_gives_it_back() -> None:
     assert said == ["failed"] and not thread.is_alive()
 
 
-def test_nobody_waits_when_answering_fails_or_it_is_closed() -> None:
+def test_failure_or_close_releases_waiting_threads() -> None:
     lock, ends = StepLock(), list[type[BaseException]]()
 
     def ask() -> None:

@@ -58,14 +58,14 @@ def viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Visitor:
-    """What a page does, without its looks."""
+    """Client with the actions of a page, without its display."""
 
     def __init__(self, viewer: Any) -> None:
         address = f"ws://127.0.0.1:{viewer.viser_server.get_port()}"
         self.connection: ClientConnection = connect(address, max_size=None, compression=None).__enter__()
 
     def look(self, x: float = 0.0) -> None:
-        """Tells where the camera is."""
+        """Send the camera's pose."""
         self.connection.send(msgspec.msgpack.encode({**CAMERA, "position": (x, 0.0, -3.0)}))
 
     def sees(self, seconds: float = 60.0) -> bool:
@@ -84,7 +84,7 @@ class Visitor:
 
 
 def test_pages_that_are_closed_while_they_are_dragged(viewer: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Some before viser has told anybody that they are open, some while they are drawn, some when they stand still."""
+    """Pages close before viser reports them as open, while they are drawn, or when they stand still."""
     for number in range(40):
         page = Visitor(viewer)
         for x in range(number % 5):
@@ -127,13 +127,13 @@ def test_messages_keep_their_order_while_the_lock_is_held(viewer: Any) -> None:
         with viewer.viser_server.atomic():
             for number in range(3):
                 server.queue_message(number)
-            assert not any(isinstance(one, int) for one in sent), "they leave together"
+            assert not any(isinstance(one, int) for one in sent), "they are sent together"
         assert until(lambda: [one for one in sent if isinstance(one, int)] == [0, 1, 2])
     finally:
         server.unsafe_send_message = usual
 
 
-def test_a_page_that_cannot_be_drawn_is_told_of_once_and_drawn_again(viewer: Any, capfd: Any) -> None:
+def test_failing_page_is_reported_once_and_drawn_again(viewer: Any, capfd: Any) -> None:
     model, failed = viewer.pipeline.model, list[int]()
     usual = model.get_outputs_for_camera
 
@@ -159,7 +159,7 @@ def test_a_page_that_cannot_be_drawn_is_told_of_once_and_drawn_again(viewer: Any
     assert capfd.readouterr().out.count("nothing to see") == 1
 
 
-def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_occupied_port(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         other.listen()

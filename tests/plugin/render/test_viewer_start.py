@@ -1,4 +1,4 @@
-"""nerfstudio's viewer at a run's start: icons are read once, and nobody waits for the scene's pictures."""
+"""nerfstudio's viewer at a run's start: icons are read once, and training does not wait for the scene's pictures."""
 
 import subprocess
 import sys
@@ -74,7 +74,7 @@ def _finish() -> None:
             thread.join()
 
 
-def test_nobody_waits_for_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewer_starts_without_waiting_for_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     may, half = threading.Event(), threading.Event()
 
     def draw(self: Any, capture: Any, state: Any, held_out: Any) -> None:
@@ -87,7 +87,7 @@ def test_nobody_waits_for_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     bare = _begin(monkeypatch, draw)
     assert half.wait(20) and bare.train_util == 0.9 and bare.train_state == "training"
-    for key in bare.camera_handles:  # as a page's button does, while pictures arrive
+    for key in bare.camera_handles:  # as a page's button does, while pictures load
         may.set()
         _finish()
         bare.camera_handles[key].visible = False

@@ -37,7 +37,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Viewer:
-    """As much of nerfstudio's viewer as its render thread touches, and somebody who moves the camera all the time."""
+    """The parts of nerfstudio's viewer that its render thread uses, with a camera that moves all the time."""
 
     def __init__(self, pipeline: Any) -> None:
         self.train_lock, self.pipeline = pipeline.renders.lock, pipeline
@@ -129,7 +129,7 @@ def _settle(world: World, folder: Path) -> list[bool]:
     viewing.settle(trainer, 10)
     found += [guards.has_settled(10), guards.has_settled(11)]
     guards.may_go_on, usual = None, guards.may_go_on  # type: ignore[assignment, method-assign]
-    found.append(not guards.has_settled(10) or viewing.may_go_on(trainer, 10))  # asks nobody
+    found.append(not guards.has_settled(10) or viewing.may_go_on(trainer, 10))  # no collective
     guards.may_go_on = usual  # type: ignore[method-assign]
     if world.is_main:
         trainer.viewer_state = SimpleNamespace(render_statemachines={0: None})
@@ -146,7 +146,7 @@ def _settle(world: World, folder: Path) -> list[bool]:
 
 def test_steps_are_settled_while_the_device_works(tmp_path: Path) -> None:
     assert run_ranks(_settle, 2, tmp_path) == [[True, False, True, False, False, False, False]] * 2
-    assert _settle(World.single(), tmp_path) == [False, False, True, False, False, False, False], "alone, nobody waits"
+    assert _settle(World.single(), tmp_path) == [False, False, True, False, False, False, False], "one rank: no wait"
 
 
 def _visit(world: World, capture: Path, folder: Path) -> dict[str, Any]:
@@ -217,7 +217,7 @@ STEP = 0.005
 
 
 def _granted(world: World, capture: Path, folder: Path) -> list[int]:
-    """How many steps all may take: with nobody there, with a page open, and when it is closed again."""
+    """Return the allowed number of steps without a page, with one open, and after it is closed."""
     trainer, pages = _trainer(world, capture, folder), dict[int, Any]()
     if trainer.viewer_state is not None:
         trainer.viewer_state.thread.running = False
@@ -267,7 +267,7 @@ def test_strides_fit_the_time_that_a_page_waits(monkeypatch: pytest.MonkeyPatch)
 
 
 def _owners_seen(world: World, capture: Path, folder: Path) -> Any:
-    """How often all ranks rendered while a page showed rgb, and then rank; how many images it got; the last one."""
+    """Return the ranks' renders while a page showed rgb, and then rank; its number of images; and the last one."""
     trainer = _trainer(world, capture, folder)
     viewer, renders, asked = trainer.viewer_state, trainer.pipeline.renders, list[bool]()
     render = renders._render
@@ -283,11 +283,11 @@ def _owners_seen(world: World, capture: Path, folder: Path) -> Any:
     return before, asked[len(before) :], [] if viewer is None else viewer.images
 
 
-def test_a_page_that_shows_owners_takes_a_rendering_more_and_others_none(capture: Path, tmp_path: Path) -> None:
+def test_owner_page_costs_one_more_rendering(capture: Path, tmp_path: Path) -> None:
     results = run_ranks(_owners_seen, 2, capture, tmp_path)
     before, after, images = results[0]
     assert [result[:2] for result in results] == [(before, after)] * 2, "all ranks rendered the same"
-    assert len(before) >= 3 and not any(before), "nobody asked for owners"
+    assert len(before) >= 3 and not any(before), "no request for owners"
     assert after.count(True) >= 2 and abs(after.count(True) - after.count(False)) <= 1
     assert len(images) >= len(before) + after.count(True) - 1
     assert not torch.allclose(images[0], images[-1], atol=0.05), "the last one shows owners"

@@ -64,14 +64,14 @@ def test_a_film_has_all_frames_in_order(
     video = tmp_path / "films" / "a.mp4"
     drawn = run_ranks(render_run, size, run, Rendering(CameraPath(path), video), whole)
     names = sorted(name for one in drawn for name in one)
-    assert names == sorted([f"{n:05d}" for n in range(FRAMES)] * (1 if whole else size)), "nobody draws what others do"
-    assert not whole or size == 3 or all(drawn), "everybody draws"
+    assert names == sorted([f"{n:05d}" for n in range(FRAMES)] * (1 if whole else size)), "no frame is drawn twice"
+    assert not whole or size == 3 or all(drawn), "every rank draws"
     found = _frames(video)
     assert found.shape == images.shape and [file.name for file in video.parent.iterdir()] == ["a.mp4"]
     error = np.abs(found.astype(float) - images).mean((1, 2, 3))
     assert error.max() < 4.0, error
     for other in (np.roll(images, 1, 0), images[::-1]):
-        assert np.abs(found.astype(float) - other).mean() > 1.02 * error.mean(), "the order can be told"
+        assert np.abs(found.astype(float) - other).mean() > 1.02 * error.mean(), "frames differ by their order"
 
 
 def test_parts_have_equal_shares() -> None:
@@ -96,7 +96,7 @@ class _Full:
 
 
 @pytest.mark.parametrize("kind", ["film", "images"])
-def test_a_disk_that_fills_keeps_what_was_written_and_the_render_goes_on(
+def test_full_disk_keeps_frames_and_rendering_resumes(
     run: Path, path: Path, images: np.ndarray[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     output = tmp_path / ("a.mp4" if kind == "film" else "a")
@@ -120,7 +120,7 @@ def test_a_disk_that_fills_keeps_what_was_written_and_the_render_goes_on(
 
 
 @pytest.mark.parametrize("other", [{"look": Look(("depth",))}, {"nearest": True}, {"jpeg_quality": 90}])
-def test_another_render_takes_nothing_of_one_that_was_interrupted(
+def test_another_render_does_not_reuse_interrupted_frames(
     run: Path, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
     output = tmp_path / "a"
@@ -241,11 +241,11 @@ def test_a_panorama_shows_what_pinholes_show(tmp_path: Path) -> None:
     assert compared > 200 and float(outputs["rgb"].std()) > 0.05
 
 
-def test_a_panoramic_film_says_that_it_is_one(run: Path, tmp_path: Path) -> None:
-    told = write_path(
+def test_panoramic_film_has_its_metadata(run: Path, tmp_path: Path) -> None:
+    path_file = write_path(
         tmp_path / "path.json", 2, camera_type="equirectangular", render_width=64, render_height=32, crop=None
     )
-    work = Rendering(CameraPath(told), tmp_path / "a.mp4")
+    work = Rendering(CameraPath(path_file), tmp_path / "a.mp4")
     assert work.what.check() == (64, 32)  # type: ignore[union-attr]
     run_ranks(render_run, 2, run, work, False)
     assert _frames(tmp_path / "a.mp4").shape == (2, 32, 64, 3)

@@ -32,7 +32,7 @@ class Silent:
 
 @pytest.mark.parametrize("encoders", [1, 3])
 def test_frames_wait_for_their_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoders: int) -> None:
-    """So many bytes of frames, and no more, are between who draws and who writes; an encoder that dies is told of."""
+    """The queue between drawing and writing has a limit of bytes; a dead encoder is reported."""
     monkeypatch.setattr(film, "_MOST_WAITING", 6 * 16 * 16 * 3)
     rendering.mediapy.set_ffmpeg(film.ffmpeg())
     parts = Parts(tmp_path, 10.0, encoders)
@@ -81,7 +81,7 @@ def test_parts_are_encoded_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_slow_part_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first part is encoded until six others have been: drawing goes on meanwhile."""
+    """Drawing continues while the first part is encoded, which ends after six others."""
     others = threading.Semaphore(0)
 
     class Writer(Silent):
@@ -100,7 +100,9 @@ def test_a_slow_part_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: py
     assert all(parts.path(number).is_file() for number in range(8))
 
 
-def test_what_is_whole_is_finished_before_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_parts_are_finished_before_a_failure_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = threading.Event()
 
     class Writer(Silent):

@@ -1,4 +1,4 @@
-"""`ns-multigpu export-mesh`: a mesh of a sphere is that sphere, whoever draws it; and what cannot be done is said."""
+"""`ns-multigpu export-mesh`: a mesh of a sphere is that sphere, on any ranks; and unsupported requests are refused."""
 
 import os
 import sys
@@ -157,7 +157,7 @@ def test_fusion_of_exact_depths_is_exact() -> None:
     np.testing.assert_allclose(np.asarray(mesh.vertex_colors), 0.5, atol=0.01)
 
 
-def test_fine_voxels_of_coarse_images_leave_no_holes() -> None:
+def test_fine_voxels_of_coarse_images_give_no_holes() -> None:
     """Blocks of voxels are smaller here than the four pixels by which open3d looks for them."""
     K = torch.tensor([[25.0, 0, 16], [0, 25, 12], [0, 0, 1]]).double()
     fused = Fusion(0.005, 0.02, 1.0)
@@ -169,7 +169,7 @@ def test_fine_voxels_of_coarse_images_leave_no_holes() -> None:
     assert 0.9 * whole < mesh.get_surface_area() < whole
 
 
-def test_what_views_look_at() -> None:
+def test_common_point_of_views() -> None:
     poses = torch.stack(
         [torch.linalg.inv(view) @ torch.diag(torch.tensor([1.0, -1, -1, 1])).double() for view in ring(5)]
     )
@@ -200,7 +200,7 @@ def test_sizes_follow_from_the_views(capture: Path) -> None:
             Meshing(Path("a.ply"), **wrong).sizes(cameras)
 
 
-def test_what_is_seen_through_is_no_surface() -> None:
+def test_transparent_regions_are_no_surface() -> None:
     alpha, depth = torch.tensor([0.4, 0.8, 1.0]).view(1, 3, 1), torch.tensor([1.0, 2.0, 0.0]).view(1, 3, 1)
     pixels = Pixels(Patch(0, 0, 0, 3, 1), alpha * torch.tensor([0.5, 0.25, 1.0]), alpha, depth)
     color, seen = surface_of(pixels, 0.5)
@@ -208,7 +208,7 @@ def test_what_is_seen_through_is_no_surface() -> None:
     torch.testing.assert_close(color[0, 1], torch.tensor([0.5, 0.25, 1.0]))
 
 
-def test_the_largest_parts_stay() -> None:
+def test_largest_components_are_kept() -> None:
     sizes = [(6, 20), (5, 12), (4, 10), (1, 3)]  # radius; how fine
     whole, counts = o3d.geometry.TriangleMesh(), []
     for radius, fine in sizes:
@@ -236,19 +236,19 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED)
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: path.name == "test_meshing.ply")
     with pytest.raises(InputError, match=said):
         Meshing(**{"output": Path("a.ply"), **options}).check()
 
 
-def test_without_open3d_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_open3d_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "open3d", None)
     with pytest.raises(InputError, match=r"made by open3d, which cannot be loaded .*pip install open3d"):
         Meshing(tmp_path / "a.ply").check()
 
 
-def test_kinds_of_points(tmp_path: Path) -> None:
+def test_mesh_of_each_primitive(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"4D Gaussians \(4dgs\): they move.*2dgs or 3dgs"):
         Meshing(tmp_path / "a.ply").check_points("4dgs")
     with pytest.raises(InputError, match=r"--depth median: 3D Gaussians \(3dgs\) have expected depth alone"):
@@ -256,7 +256,7 @@ def test_kinds_of_points(tmp_path: Path) -> None:
     Meshing(tmp_path / "a.ply", depth="median").check_points("2dgs")
 
 
-def test_an_empty_mesh_and_a_full_disk_are_said(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_mesh_and_full_disk_are_reported(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = replace(SPHERE, output=tmp_path / "a.ply", max_depth=0.3)
     with pytest.raises(InputError, match=r"step-7.ckpt: there would be nothing.*0 and 0.3 \(--max-depth\)"):
         make(World.single(), capture, nothing, "single", "2dgs")
@@ -267,7 +267,7 @@ def test_an_empty_mesh_and_a_full_disk_are_said(capture: Path, tmp_path: Path, m
 
 
 def test_the_command_makes_a_mesh_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run's checkpoint; and its options reach the work."""
+    """The command reads a run's checkpoint and applies its options."""
     run, output = write_run(tmp_path), tmp_path / "mesh.ply"
     options = "--max-depth 3 --voxel-size 0.05 --min-opacity 0.2 --downscale-factor 0.5 --parts 2 --truncation 0.2"
     words = ["export-mesh", "--load-config", str(run), "--output-path", str(output), *options.split()]

@@ -64,13 +64,13 @@ def _works(folder: Path, path: Path) -> list[Any]:
 
 
 def _compare(many: Path, one: Path, images: int = 8) -> None:
-    """What two tools have written; `many` so many images."""
-    told, expected = (json.loads((folder / "results" / "all.json").read_text()) for folder in (many, one))
-    assert told.keys() == {"experiment_name", "method_name", "checkpoint", "results"} == expected.keys()
-    assert told["method_name"] == "splatfacto-tile" and told["checkpoint"].endswith("step-000000007.ckpt")
-    assert told["results"].keys() == expected["results"].keys() >= {"psnr", "ssim", "psnr_std", "fps"}
+    """Compare the output of two tools; `many` is the number of images."""
+    reported, expected = (json.loads((folder / "results" / "all.json").read_text()) for folder in (many, one))
+    assert reported.keys() == {"experiment_name", "method_name", "checkpoint", "results"} == expected.keys()
+    assert reported["method_name"] == "splatfacto-tile" and reported["checkpoint"].endswith("step-000000007.ckpt")
+    assert reported["results"].keys() == expected["results"].keys() >= {"psnr", "ssim", "psnr_std", "fps"}
     for name in expected["results"].keys() - TIMING:
-        assert told["results"][name] == pytest.approx(expected["results"][name], rel=1e-5), name
+        assert reported["results"][name] == pytest.approx(expected["results"][name], rel=1e-5), name
     names = sorted(str(file.relative_to(many)) for file in many.rglob("*.png"))
     assert len(names) == images
     for name in names:
@@ -110,7 +110,9 @@ def test_one_process_writes_what_nerfstudio_writes(
         assert ours["results"][name] == pytest.approx(theirs["results"][name], rel=1e-6)
 
 
-def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_requests_are_reported(
+    run: Path, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(work: Evaluation | Rendering, config: Path = run, step: int | None = None, devices: int = 1) -> str:
         with pytest.raises(InputError) as caught:
             run_tool(config, step, work, devices, "cpu")
@@ -142,10 +144,10 @@ def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> Non
     shown = ["--colormap-options.colormap", "gray", "--render-nearest-camera"]
     main(["render", *common, "--camera-path-filename", str(path), "--output-path", str(video), *shown])
     shape = iio.imread(video).shape
-    assert shape[1] == 34 and shape[2] > 60, "a photograph is beside the frames"
+    assert shape[1] == 34 and shape[2] > 60, "a photograph is next to the frames"
 
 
-def test_options_of_the_command_reach_the_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_options_are_passed_to_the_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the names that they have in ns-render."""
     from ns_multigpu.plugin.tools import models
 
@@ -161,7 +163,7 @@ def test_options_of_the_command_reach_the_render(tmp_path: Path, monkeypatch: py
     assert usual.look == Look() and not usual.nearest and usual.what == Spiral()
 
 
-def test_a_capture_that_lies_elsewhere_now(
+def test_moved_capture_is_named(
     run: Path, path: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path is named, and how to give the new one; then results are the same."""

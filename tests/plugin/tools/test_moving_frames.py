@@ -1,4 +1,4 @@
-"""Frames have times: between views, on paths, in panoramas, and in what one film is told from another by."""
+"""Frames have times: between views, on paths, in panoramas, and in the key that distinguishes films."""
 
 import json
 from pathlib import Path
@@ -61,8 +61,8 @@ def path(file: Path, times: list[object]) -> CameraPath:
     frames = [
         {"camera_to_world": torch.eye(4).flatten().tolist(), "fov": 60, "aspect": 1, "render_time": t} for t in times
     ]
-    told = {"camera_type": "perspective", "render_width": 8, "render_height": 8, "seconds": 1, "camera_path": frames}
-    file.write_text(json.dumps(told), "utf8")
+    content = {"camera_type": "perspective", "render_width": 8, "render_height": 8, "seconds": 1, "camera_path": frames}
+    file.write_text(json.dumps(content), "utf8")
     return CameraPath(file)
 
 

@@ -1,4 +1,4 @@
-"""The training photograph that is nearest to a frame, beside it."""
+"""The training photograph that is nearest to a frame, shown next to it."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_a_photograph_is_shown_whole() -> None:
 
 
 @pytest.mark.parametrize("kind", ["film", "images"])
-def test_the_nearest_photograph_is_beside_a_frame(tmp_path: Path, kind: str) -> None:
+def test_nearest_photograph_is_next_to_a_frame(tmp_path: Path, kind: str) -> None:
     run, path = write_run(tmp_path / "runs"), write_path(tmp_path / "path.json", 20)
     output = tmp_path / ("a.mp4" if kind == "film" else "a")
     what, look = CameraPath(path) if kind == "film" else Interpolated("train", 2), Look(("rgb", "depth"))

@@ -1,4 +1,4 @@
-"""Pictures of 2D Gaussians have an image of normals, whoever draws them."""
+"""Pictures of 2D Gaussians have an image of normals, on any ranks."""
 
 from pathlib import Path
 from typing import Any

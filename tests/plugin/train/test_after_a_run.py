@@ -1,4 +1,4 @@
-"""What a short run says and leaves: the box at its end, the way on, and nerfstudio's commands on its folder."""
+"""Output of a short run: the summary at its end, the suggested commands, and nerfstudio's commands on its folder."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ from tests.lib.saving import ALONE
 from tests.lib.training_run import write_capture
 
 STEPS = 3
-Told = tuple[DistributedTrainer, str]
+FinishedRun = tuple[DistributedTrainer, str]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,9 @@ def made(begin: Callable[..., DistributedTrainer]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(made: dict[str, Any], begin: Callable[..., DistributedTrainer], capfd: pytest.CaptureFixture[str]) -> Told:
+def run(
+    made: dict[str, Any], begin: Callable[..., DistributedTrainer], capfd: pytest.CaptureFixture[str]
+) -> FinishedRun:
     """Return a run that has ended, and what it said; one for all tests."""
     if not made:
         trainer = begin()
@@ -77,12 +79,12 @@ def box(said: str) -> dict[str, str]:
 
 
 def commands(said: str) -> dict[str, list[str]]:
-    """What is to be pasted, by what for."""
+    """Return the suggested commands by purpose."""
     found = re.findall(r"^([A-Z][^\n:]*):\n  (ns-\S+ .*)$", said, re.MULTILINE)
     return {name: shlex.split(command) for name, command in found}
 
 
-def test_the_box_at_the_end(run: Told) -> None:
+def test_the_box_at_the_end(run: FinishedRun) -> None:
     trainer, said = run
     rows = box(said)
     quality = trainer.pipeline.held_out_quality(10)
@@ -95,14 +97,14 @@ def test_the_box_at_the_end(run: Told) -> None:
     assert "Warning" not in rows
 
 
-def test_the_box_is_also_in_a_file(run: Told) -> None:
+def test_the_box_is_also_in_a_file(run: FinishedRun) -> None:
     trainer, said = run
     summary = json.loads((trainer.base_dir / "training_summary.json").read_text())
     assert box(said)["PSNR"].startswith(f"{summary['psnr']:.2f} dB (SSIM {summary['ssim']:.3f}")
     assert (summary["held_out_views"], summary["steps"]) == (1, STEPS)
 
 
-def test_what_can_be_done_next_can_be_pasted(run: Told) -> None:
+def test_next_commands_can_be_pasted(run: FinishedRun) -> None:
     trainer, said = run
     config, models = str(trainer.base_dir / "config.yml"), str(trainer.checkpoint_dir)
     assert " " in config
@@ -116,17 +118,17 @@ def test_what_can_be_done_next_can_be_pasted(run: Told) -> None:
     }
 
 
-def test_the_command_to_go_on_goes_on(run: Told, begin: Callable[..., DistributedTrainer], capfd: Any) -> None:
+def test_resume_command_resumes(run: FinishedRun, begin: Callable[..., DistributedTrainer], capfd: Any) -> None:
     trainer, said = run
     argv = commands(said)["Go on, for twice as long"][1:]
     config = with_options(read_config(trainer.base_dir / "config.yml"), argv)
     resumed = begin(config.max_num_iterations, load_dir=config.load_dir)
-    told = finish(resumed, capfd)
+    finished = finish(resumed, capfd)
     assert resumed._start_step == STEPS and resumed.step == 2 * STEPS - 1
-    assert box(told)["Images"] == "6 (3 since resuming)"
+    assert box(finished)["Images"] == "6 (3 since resuming)"
 
 
-def test_a_quality_that_fell_stands_in_the_box(begin: Callable[..., DistributedTrainer], capfd: Any) -> None:
+def test_dropped_quality_is_in_the_summary(begin: Callable[..., DistributedTrainer], capfd: Any) -> None:
     trainer = begin()
     finish(trainer, capfd)
     trainer.progress.psnr.now, trainer.progress.psnr.best = 11.0, (25.0, 7)
@@ -142,7 +144,7 @@ def test_a_quality_that_fell_stands_in_the_box(begin: Callable[..., DistributedT
 
 
 def resumed_lines(begin: Callable[..., DistributedTrainer], capfd: Any, models: Path, **options: Any) -> list[str]:
-    """What a run that goes on says of its options."""
+    """Return a resumed run's messages about its options."""
     capfd.readouterr()
     begin(2 * STEPS, load_dir=models, **options)
     lines = capfd.readouterr().out.splitlines()
@@ -152,7 +154,7 @@ def resumed_lines(begin: Callable[..., DistributedTrainer], capfd: Any, models: 
 
 
 def test_options_that_differ_from_the_checkpoints_are_listed(
-    run: Told, begin: Callable[..., DistributedTrainer], capfd: Any
+    run: FinishedRun, begin: Callable[..., DistributedTrainer], capfd: Any
 ) -> None:
     models = run[0].checkpoint_dir
     more = {"max_num_iterations": 2 * STEPS, "refine_every": 7, "ssim_lambda": 0.3, "batch_scaling": "linear"}
@@ -165,7 +167,9 @@ def test_options_that_differ_from_the_checkpoints_are_listed(
     ]
 
 
-def test_options_that_are_the_same_are_not(run: Told, begin: Callable[..., DistributedTrainer], capfd: Any) -> None:
+def test_options_that_are_the_same_are_not(
+    run: FinishedRun, begin: Callable[..., DistributedTrainer], capfd: Any
+) -> None:
     lines = resumed_lines(begin, capfd, run[0].checkpoint_dir)
     assert lines == [f"--max-num-iterations {2 * STEPS} (was {STEPS})"]
 
@@ -174,26 +178,26 @@ def test_options_that_are_the_same_are_not(run: Told, begin: Callable[..., Distr
 
 
 @pytest.fixture
-def moved(run: Told, tmp_path: Path) -> Path:
+def moved(run: FinishedRun, tmp_path: Path) -> Path:
     """Return a copy of the run's folder; the original is still there."""
     place = tmp_path / "another disk" / "fox"
     shutil.copytree(run[0].base_dir, place)
     return place
 
 
-def test_a_copy_is_looked_at_and_not_its_original(run: Told, moved: Path) -> None:
+def test_copy_is_viewed_instead_of_its_original(run: FinishedRun, moved: Path) -> None:
     config, _, checkpoint, step = eval_setup(moved / "config.yml", test_mode="inference")
     assert checkpoint == moved / "nerfstudio_models" / f"step-{STEPS - 1:09d}.ckpt" and step == STEPS - 1
     assert config.get_base_dir() == moved
     assert eval_setup(run[0].base_dir / "config.yml", test_mode="inference")[2].parent == run[0].checkpoint_dir
 
 
-def test_a_config_without_checkpoints_finds_the_originals(run: Told, moved: Path) -> None:
+def test_a_config_without_checkpoints_finds_the_originals(run: FinishedRun, moved: Path) -> None:
     shutil.rmtree(moved / "nerfstudio_models")
     assert eval_setup(moved / "config.yml", test_mode="inference")[2].parent == run[0].checkpoint_dir
 
 
-def test_a_config_that_is_alone_in_the_world(moved: Path, tmp_path: Path) -> None:
+def test_config_without_run_folder(moved: Path, tmp_path: Path) -> None:
     lost = read_config(moved / "config.yml")
     lost.output_dir = tmp_path / "nowhere"
     (moved / "config.yml").write_text(yaml.dump(dataclasses.replace(lost)))

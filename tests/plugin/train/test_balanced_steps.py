@@ -58,7 +58,7 @@ def test_the_order_may_be_splatfactos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("points", [None, 0])
-def test_without_seed_points_there_is_nothing_to_tell_by(tmp_path: Path, points: int | None) -> None:
+def test_balanced_views_need_seed_points(tmp_path: Path, points: int | None) -> None:
     write_capture(tmp_path / "capture", wide=False)
     pipeline: Any = start(World.single(), tmp_path / "capture", tmp_path / "run", 8, BATCH).pipeline
     assert pipeline._arranged() is not None
@@ -66,7 +66,7 @@ def test_without_seed_points_there_is_nothing_to_tell_by(tmp_path: Path, points:
     assert pipeline._arranged() is None
 
 
-def courses(world: World, capture: Path, out: Path) -> dict[str, Any]:
+def train_all(world: World, capture: Path, out: Path) -> dict[str, Any]:
     """Return the views of each step on each rank, where only the first rank knows what views see."""
     if not world.is_main:
         pipelines.works = lambda *_: 1 / 0  # type: ignore[assignment]
@@ -81,5 +81,5 @@ def test_ranks_and_strategies_agree(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False)
     alone = start(World.single(), tmp_path / "capture", tmp_path / "alone", 8, BATCH)
     steps = views_of(alone, 12)
-    for found in run_ranks(courses, BATCH, tmp_path / "capture", tmp_path):
+    for found in run_ranks(train_all, BATCH, tmp_path / "capture", tmp_path):
         assert found == {"splatfacto-batch": steps, "splatfacto-tile": steps}

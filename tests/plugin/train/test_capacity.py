@@ -19,7 +19,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
 from tests.lib.training_run import write_capture
 
-COURSE = Schedule(1000, 640, 480, views=2, gpus=2)
+RUN = Schedule(1000, 640, 480, views=2, gpus=2)
 
 
 @pytest.mark.parametrize(
@@ -47,39 +47,39 @@ def test_a_refinement_beyond_the_cap_only_prunes() -> None:
     rules = {"prune_opa": 0.3, "grow_grad2d": 0.5, "refine_scale2d_stop_iter": 0}
     grown = decide(DefaultStrategy(**rules), params, state, 200)
     assert grown.total > 400 and 0 < faint.sum() < 400
-    told: list[int] = []
-    densifier = ReplicatedDensifier(**rules, cap=grown.total - 1, held_back=told.append)
+    reported: list[int] = []
+    densifier = ReplicatedDensifier(**rules, cap=grown.total - 1, held_back=reported.append)
     before = params["means"].detach().clone()
     densifier._refine(params, {}, state, 200)
-    assert told == [grown.total]
+    assert reported == [grown.total]
     assert torch.equal(params["means"].detach(), before[~faint]), "in their order, and as they were"
     params, state = _points(400)
-    ReplicatedDensifier(**rules, cap=grown.total, held_back=told.append)._refine(params, {}, state, 200)
-    assert len(params["means"]) == grown.total and len(told) == 1
+    ReplicatedDensifier(**rules, cap=grown.total, held_back=reported.append)._refine(params, {}, state, 200)
+    assert len(params["means"]) == grown.total and len(reported) == 1
 
 
-def test_the_line_says_what_there_is_fits_and_becomes() -> None:
-    found = Capacity(1000, 2_000_000, 64 << 30, COURSE, on_gpu=True)
+def test_line_has_present_possible_and_final_points() -> None:
+    found = Capacity(1000, 2_000_000, 64 << 30, RUN, on_gpu=True)
     text, worrying = describe(found, "tile", 2_000_000)
     assert not worrying
     assert text == (
         "Gaussians: 1,000 at the start, cap 2,000,000 (what fits in memory; --pipeline.model.max-gaussians). About 2.0 "
         "million fit in memory (64.00 GiB per GPU, strategy tile)."
     )
-    text, _ = describe(Capacity(1000, 999_999, 64 << 30, COURSE, on_gpu=True), "tile", 9000, "9 for each of 1,000")
+    text, _ = describe(Capacity(1000, 999_999, 64 << 30, RUN, on_gpu=True), "tile", 9000, "9 for each of 1,000")
     assert "cap 9,000 (9 for each of 1,000; --pipeline.model.max-gaussians). About 999,999 fit" in text
     text, worrying = describe(found, "tile", 3_000_000)
     assert worrying and "cap 3,000,000 (--pipeline.model.max-gaussians)" in text
-    text, worrying = describe(Capacity(3_000_000, 2_000_000, 64 << 30, COURSE, True), "batch", 2_000_000)
+    text, worrying = describe(Capacity(3_000_000, 2_000_000, 64 << 30, RUN, True), "batch", 2_000_000)
     assert worrying and "may not fit" in text
-    text, worrying = describe(Capacity(1000, None, -1, COURSE, False), "pixel", None)
+    text, worrying = describe(Capacity(1000, None, -1, RUN, False), "pixel", None)
     assert not worrying and "1,000 at the start, no cap" in text and "memory" not in text
 
 
 def test_gpus_cap_by_what_fits_and_processors_do_not() -> None:
-    assert cap_of(Capacity(1, 50, 1, COURSE, True), None) == 50
-    assert cap_of(Capacity(1, 50, 1, COURSE, False), None) is None
-    assert cap_of(Capacity(1, 50, 1, COURSE, True), 70) == cap_of(Capacity(1, 50, 1, COURSE, False), 70) == 70
+    assert cap_of(Capacity(1, 50, 1, RUN, True), None) == 50
+    assert cap_of(Capacity(1, 50, 1, RUN, False), None) is None
+    assert cap_of(Capacity(1, 50, 1, RUN, True), 70) == cap_of(Capacity(1, 50, 1, RUN, False), 70) == 70
 
 
 def test_workers_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_run_keeps_its_cap_on_any_number_of_ranks(tmp_path: Path, cap: int) ->
     for _, said, _, fits in (alone, first):
         assert f"About {fits / 1e6:,.1f} million fit in memory (8.00 GiB per worker" in said[0]
         assert f"cap {cap:,} (--pipeline.model.max-gaussians)" in said[0]
-        told = [text for text in said if "cap is 70" in text]
-        assert len(told) == (cap == 70) and all("--pipeline.model.max-gaussians" in text for text in told)
+        reported = [text for text in said if "cap is 70" in text]
+        assert len(reported) == (cap == 70) and all("--pipeline.model.max-gaussians" in text for text in reported)
     assert first[3] == second[3], "the rank with the least memory decides"
     assert second[1] == [], "rank 0 speaks"

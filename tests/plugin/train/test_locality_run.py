@@ -23,8 +23,8 @@ STEPS, SAVED, VIEWS = 24, 12, 2
 OTHERS = {"three machines": (3, 3, "locality"), "ranges": (2, 1, "tile"), "replicas": (1, 1, "batch")}
 
 
-def courses(world: World, capture: Path, out: Path, densifier: str, fused: str) -> dict[str, Any]:
-    """What differs between courses; on the first rank. `points` are those of each rank in the end."""
+def train_all(world: World, capture: Path, out: Path, densifier: str, fused: str) -> dict[str, Any]:
+    """Return differences between runs, on rank 0. `points` are the final numbers of each rank."""
     checkpoint_rows.BLOCK = 7
     report: dict[str, Any] = {}
     models: dict[str, Model] = {}
@@ -66,14 +66,14 @@ def courses(world: World, capture: Path, out: Path, densifier: str, fused: str) 
 @pytest.mark.parametrize("densifier", ["splits", "mcmc by gradients"])
 def test_locality_trains_the_model_of_ranges(tmp_path: Path, densifier: str) -> None:
     write_capture(tmp_path / "capture", wide=False)
-    reports = run_ranks(courses, 3, tmp_path / "capture", tmp_path, densifier, "never")
+    reports = run_ranks(train_all, 3, tmp_path / "capture", tmp_path, densifier, "never")
     assert [report["again"] for report in reports[:2]] == [[], []], "as many ranks go on bit for bit"
     for name in ("ranges from the start", *OTHERS):
         assert reports[0][name] == [], name
     points = {name: reports[0][f"points {name}"] for name in ("ranges from the start", "machines", *OTHERS)}
     assert len({sum(counts) for counts in points.values()}) == 1 and sum(points["machines"]) != 60
-    elsewhere = reports[0]["held machines"] ^ reports[0]["held ranges from the start"]
-    assert len(elsewhere) > 8, "who owns what is not said by ranges"
+    moved = reports[0]["held machines"] ^ reports[0]["held ranges from the start"]
+    assert len(moved) > 8, "who owns what is not said by ranges"
     assert reports[0]["homes again"] == reports[0]["homes machines"], "groups' owners were saved, and read"
     assert set(reports[0]["homes three machines"][1]) == {0, 1, 2}
 

@@ -95,7 +95,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize(("how", "said"), [("quickly", ["closed"]), ("usually", ["closed", "searched for"])])
-def test_a_process_ends_quickly_but_as_it_should(how: str, said: list[str]) -> None:
+def test_process_exits_quickly_with_its_status(how: str, said: list[str]) -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDS, how], capture_output=True, text=True)
     first, *others = done.stdout.splitlines()
     assert (done.returncode, first, sorted(others)) == (3, "at exit", said), done.stderr

@@ -1,6 +1,6 @@
 """`--help` of each method: the options of ours that have an effect, frozen; and the optimizers of what the run has.
 
-An option is ours if nerfstudio's splatfacto or nerfacto does not show it. Whoever adds one changes a list here.
+An option is ours if nerfstudio's splatfacto or nerfacto does not show it. Add new options to a list here.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ def shown(config: Any, *words: str) -> list[str]:
 
 @pytest.fixture
 def ours() -> Iterator[Any]:
-    """What of a method's `--help` is ours, with what else its command line says.
+    """Return our options in a method's `--help`, and the rest of its output.
 
     The process of a real `--help` ends with it. Here the classes' annotations are put back.
     """
-    primitives = {
+    expected_hints = {
         kind: dict(kind.__annotations__)
         for config in SPECS.values()
         for part in (config.pipeline, config.pipeline.model)
@@ -54,7 +54,7 @@ def ours() -> Iterator[Any]:
     }
 
     def put_back() -> None:
-        for kind, hints in primitives.items():
+        for kind, hints in expected_hints.items():
             kind.__annotations__.update(hints)
 
     def of(method: str, *words: str) -> list[str]:
@@ -120,7 +120,7 @@ def test_the_recipe_is_first(method: str, ours: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ONLY)
-def test_what_another_option_makes_apply_is_shown_with_it(value: str, ours: Any) -> None:
+def test_help_shows_the_option_that_an_option_depends_on(value: str, ours: Any) -> None:
     option, chosen = value.split()
     usual, found = ours("splatfacto-batch"), ours("splatfacto-batch", f"--pipeline.model.{option}", chosen)
     more = [name.removeprefix("pipeline.model.") for name in found if name not in usual]
@@ -128,7 +128,7 @@ def test_what_another_option_makes_apply_is_shown_with_it(value: str, ours: Any)
     assert set(usual) <= set(found)
 
 
-def test_what_applies_by_strategy_is_shown_with_it(ours: Any) -> None:
+def test_help_shows_the_strategies_of_an_option(ours: Any) -> None:
     found = ours("splatfacto-batch", "--pipeline.strategy=tile")
     assert set(FROZEN["splatfacto-tile"].split()) <= set(found)
 

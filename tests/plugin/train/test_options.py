@@ -116,7 +116,7 @@ SILENT = {"output-depth-during-training", "color-corrected-metrics", "cache-imag
 Outcome = dict[str, Any]
 
 
-def one_course(world: World, folder: Path, number: int, options: dict[str, Any]) -> Outcome:
+def train_options(world: World, folder: Path, number: int, options: dict[str, Any]) -> Outcome:
     """Train with a row of the table, and return everything trained and what shows that the option was at work."""
     options = {**COMMON, **options}
     capture = folder / options.pop("capture", "plain").replace(" ", "-")
@@ -140,18 +140,18 @@ def one_course(world: World, folder: Path, number: int, options: dict[str, Any])
     }
 
 
-def all_courses(world: World, folder: Path) -> dict[str, Outcome]:
+def train_all(world: World, folder: Path) -> dict[str, Outcome]:
     """Every row of the table, one after the other: starting workers costs more than training."""
-    return {name: one_course(world, folder, i, options) for i, (name, options) in enumerate(OPTIONS.items())}
+    return {name: train_options(world, folder, i, options) for i, (name, options) in enumerate(OPTIONS.items())}
 
 
 @pytest.fixture(scope="module")
-def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[str, Outcome]]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[str, Outcome]]]]:
     """World size -> what each rank had in the end, by row."""
     folder = tmp_path_factory.mktemp("options")
     for name, kind in CAPTURES.items():
         write_capture(folder / name.replace(" ", "-"), **kind)
-    yield {size: run_ranks(all_courses, size, folder) for size in RANKS}
+    yield {size: run_ranks(train_all, size, folder) for size in RANKS}
 
 
 def close(value: torch.Tensor, expected: torch.Tensor, name: str) -> None:
@@ -162,12 +162,12 @@ def close(value: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_same_model_on_any_number_of_workers(courses: dict[int, list[dict[str, Outcome]]], name: str) -> None:
-    expected = courses[1][0][name]
+def test_same_model_on_any_number_of_workers(runs: dict[int, list[dict[str, Outcome]]], name: str) -> None:
+    expected = runs[1][0][name]
     count = len(expected["parameters"]["gauss_params.means"])
-    assert count != POINTS, "the course must have changed the number of points"
+    assert count != POINTS, "the run must change the number of points"
     for size in RANKS[1:]:
-        for outcome in (ranks[name] for ranks in courses[size]):
+        for outcome in (ranks[name] for ranks in runs[size]):
             assert len(outcome["parameters"]["gauss_params.means"]) == count
             assert outcome["without gradient"] == expected["without gradient"] == []
             for kind in ("parameters", "moments"):
@@ -181,9 +181,9 @@ def test_same_model_on_any_number_of_workers(courses: dict[int, list[dict[str, O
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in SILENT and OPTIONS[name]])
-def test_the_option_was_at_work(courses: dict[int, list[dict[str, Outcome]]], name: str) -> None:
-    base = courses[1][0][next(iter(OPTIONS))]["parameters"]
-    outcome = courses[1][0][name]["parameters"]
+def test_the_option_was_at_work(runs: dict[int, list[dict[str, Outcome]]], name: str) -> None:
+    base = runs[1][0][next(iter(OPTIONS))]["parameters"]
+    outcome = runs[1][0][name]["parameters"]
     same = [
         key for key, value in base.items() if key in outcome and torch.equal(outcome[key], value) and value.numel() > 0
     ]
@@ -191,8 +191,8 @@ def test_the_option_was_at_work(courses: dict[int, list[dict[str, Outcome]]], na
 
 
 @pytest.mark.slow
-def test_silent_options(courses: dict[int, list[dict[str, Outcome]]]) -> None:
-    outcomes = courses[2][1]
+def test_silent_options(runs: dict[int, list[dict[str, Outcome]]]) -> None:
+    outcomes = runs[2][1]
     assert [name for name in OPTIONS if outcomes[name]["depth"]] == ["output-depth-during-training"]
     assert [name for name in OPTIONS if "cc_psnr" in outcomes[name]["metrics"]] == ["color-corrected-metrics"]
 

@@ -103,7 +103,7 @@ def test_a_partition_into_ranges_is_drawn_once(capture: Path, tmp_path: Path) ->
     assert {_rounded(color) for color in rank_colors(2, 1)} <= colors and (250, 250, 250) in colors, "no homes"
 
 
-def test_where_all_points_are_on_every_rank_there_is_no_picture(capture: Path, tmp_path: Path) -> None:
+def test_replicated_points_have_no_partition_picture(capture: Path, tmp_path: Path) -> None:
     main, _ = run_ranks(_run, 2, capture, tmp_path, "splatfacto-batch", 2)
     assert not (main["folder"] / PARTITION).exists()
 
@@ -128,16 +128,16 @@ def _of_other_views(world: World, capture: Path, folder: Path) -> None:
     splats.PartitionPicture(pipeline.model, poses, world, folder).draw()
 
 
-def test_homes_of_other_views_than_the_captures_are_not_shown(capture: Path, tmp_path: Path) -> None:
+def test_owners_of_foreign_views_are_not_shown(capture: Path, tmp_path: Path) -> None:
     run_ranks(_of_other_views, 2, capture, tmp_path)
     assert (250, 250, 250) in _colors(tmp_path / PARTITION)
 
 
-def test_a_disk_that_takes_nothing_does_not_end_a_run(capture: Path, tmp_path: Path) -> None:
+def test_failing_disk_does_not_end_a_run(capture: Path, tmp_path: Path) -> None:
     run_ranks(_nowhere_to_write, 2, capture, tmp_path)
 
 
-def test_what_was_not_placed_as_asked_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_placement_than_requested_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = torch.rand(8, 3)
     placement = ByViews(replace(World.single(), size=2), LocalityOptions(), Access(16, 2))
     placement.look(lambda: [View(torch.eye(4), torch.eye(3), 64, 64)])  # shows none of them

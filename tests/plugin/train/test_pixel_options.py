@@ -20,7 +20,7 @@ from ns_multigpu.plugin.train import strategy
         ("imbalance", 1.0, r"^--pipeline\.pixel\.imbalance 1\.0: give a factor above 1"),
     ],
 )
-def test_what_cannot_be_had_is_refused(option: str, value: Any, said: str) -> None:
+def test_unsupported_combinations_are_refused(option: str, value: Any, said: str) -> None:
     config: Any = copy.deepcopy(splatfacto_pixel.config.pipeline)
     assert config.options is config.pixel
     setattr(config.pixel, option, value)
@@ -28,7 +28,7 @@ def test_what_cannot_be_had_is_refused(option: str, value: Any, said: str) -> No
         strategy.strategy_of(config, replace(World.single(), size=2))
 
 
-def test_what_is_asked_for_is_made() -> None:
+def test_requested_parts_are_made() -> None:
     config: Any = copy.deepcopy(splatfacto_pixel.config.pipeline)
     config.pixel.cells, config.pixel.wire, config.pixel.hide = 3, "half", True
     made: Any = strategy.strategy_of(config, replace(World.single(), size=2))

@@ -23,8 +23,8 @@ STEPS, SAVED, VIEWS, CELLS = 24, 12, 2, 3
 OTHERS = {"two ranks": (2, "pixel"), "one rank": (1, "pixel"), "ranges": (2, "tile")}
 
 
-def courses(world: World, capture: Path, out: Path, densifier: str, crossing: Any) -> dict[str, Any]:
-    """What differs between courses; on the first rank. `points` are those of each rank in the end."""
+def train_all(world: World, capture: Path, out: Path, densifier: str, boundary_mode: Any) -> dict[str, Any]:
+    """Return differences between runs, on rank 0. `points` are the final numbers of each rank."""
     checkpoint_rows.BLOCK = 7
     report: dict[str, Any] = {}
     models: dict[str, Model] = {}
@@ -36,7 +36,7 @@ def courses(world: World, capture: Path, out: Path, densifier: str, crossing: An
             options = {"views_per_step": VIEWS, "morton_order": True, "fused_steps": "never", "keep_checkpoints": 0}
             options |= {**DENSIFIERS[densifier], **more}
             if strategy == "pixel":
-                options["pixel"] = PixelOptions(cells=CELLS, imbalance=1.05, hide=True, crossing=crossing)
+                options["pixel"] = PixelOptions(cells=CELLS, imbalance=1.05, hide=True, crossing=boundary_mode)
             trainer = in_double(part, capture, out / name, STEPS, method=f"splatfacto-{strategy}", **options)
             models[name], own[name] = whole(trainer, part), everything(trainer)
             report[f"points {name}"] = all_gather_objects(trainer.pipeline.model.num_points, part)
@@ -61,10 +61,10 @@ def courses(world: World, capture: Path, out: Path, densifier: str, crossing: An
     return report
 
 
-@pytest.mark.parametrize(("densifier", "crossing"), [("splits", "none"), ("mcmc", "ghosts")])
-def test_any_number_of_ranks_trains_the_model_of_one(tmp_path: Path, densifier: str, crossing: str) -> None:
+@pytest.mark.parametrize(("densifier", "boundary_mode"), [("splits", "none"), ("mcmc", "ghosts")])
+def test_any_number_of_ranks_trains_the_model_of_one(tmp_path: Path, densifier: str, boundary_mode: str) -> None:
     write_capture(tmp_path / "capture", wide=False)
-    reports = run_ranks(courses, 3, tmp_path / "capture", tmp_path, densifier, crossing)
+    reports = run_ranks(train_all, 3, tmp_path / "capture", tmp_path, densifier, boundary_mode)
     for name, size in (("three", 3), ("alone", 1), ("pair", 2)):
         assert [report[f"{name} again"] for report in reports[:size]] == [[]] * size, "as many ranks go on bit for bit"
     for name in ("alone", "pair", "one rank"):
@@ -73,13 +73,13 @@ def test_any_number_of_ranks_trains_the_model_of_one(tmp_path: Path, densifier: 
     assert len({sum(points[name]) for name in ("three", "alone", "pair")}) == 1 and sum(points["three"]) != 60
     assert min(points["three"]) > 0, "every cell has points"
     placings = {reports[0][f"placings {name}"] for name in ("three", "alone", "pair")}
-    assert len(placings) == 1 and placings.pop() > 1, "cells were cut anew, after the same refinements"
+    assert len(placings) == 1 and placings.pop() > 1, "cells were cut again, after the same refinements"
 
 
-def fused(world: World, capture: Path, out: Path, crossing: str) -> dict[str, Any]:
+def fused(world: World, capture: Path, out: Path, boundary_mode: str) -> dict[str, Any]:
     """Fused steps on these ranks, and what is logged of them."""
     options: dict[str, Any] = {"fused_steps": "always", "pipeline.views_per_step": VIEWS}
-    options |= {"pipeline.pixel.cells": CELLS, "pipeline.pixel.crossing": crossing}
+    options |= {"pipeline.pixel.cells": CELLS, "pipeline.pixel.crossing": boundary_mode}
     options |= {"logging.steps_per_log": 6, MODEL + "morton_order": True, MODEL + "num_downscales": 1}
     options |= {MODEL + "resolution_schedule": 20, MODEL + "warmup_length": 2, MODEL + "refine_every": 6}
     options |= {
@@ -95,10 +95,10 @@ def fused(world: World, capture: Path, out: Path, crossing: str) -> dict[str, An
     }
 
 
-@pytest.mark.parametrize("crossing", ["none", "ghosts"])
-def test_fused_steps(tmp_path: Path, crossing: str) -> None:
+@pytest.mark.parametrize("boundary_mode", ["none", "ghosts"])
+def test_fused_steps(tmp_path: Path, boundary_mode: str) -> None:
     write_capture(tmp_path / "capture", wide=False)
-    alone, several = (run_ranks(fused, n, tmp_path / "capture", tmp_path / str(n), crossing)[0] for n in (1, 2))
+    alone, several = (run_ranks(fused, n, tmp_path / "capture", tmp_path / str(n), boundary_mode)[0] for n in (1, 2))
     assert len(alone["rows"]) == len(several["rows"]) > 4
     for one, other in zip(several["rows"], alone["rows"], strict=True):
         assert one["main_loss"] == pytest.approx(other["main_loss"], rel=0.02), one["step"]

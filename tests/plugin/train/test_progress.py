@@ -26,9 +26,9 @@ SECONDS = (
 
 def _log(world: World, folder: Path, seconds: Any) -> list[tuple[str, Any]]:
     """Logs the steps 0 and 10; returns what nerfstudio's writers were handed."""
-    told: list[tuple[str, Any]] = []
-    writer.put_scalar = lambda name, scalar, step: told.append((name, scalar))  # type: ignore[method-assign]
-    writer.put_dict = lambda name, scalar_dict, step: told.append((name, scalar_dict))  # type: ignore[method-assign]
+    scalars: list[tuple[str, Any]] = []
+    writer.put_scalar = lambda name, scalar, step: scalars.append((name, scalar))  # type: ignore[method-assign]
+    writer.put_dict = lambda name, scalar_dict, step: scalars.append((name, scalar_dict))  # type: ignore[method-assign]
     progress.peak_memory = lambda world: 2.0 + world.rank  # type: ignore[method-assign]
     log = ProgressLog(world, folder)
     log.restart_clock()
@@ -40,7 +40,7 @@ def _log(world: World, folder: Path, seconds: Any) -> list[tuple[str, Any]]:
         row = {"gaussians": 77.0, **changes_of(SimpleNamespace(changes=changes))}
         entry = LogEntry(measured, 4, row, {"gaussian_count": 77}, {"means": 0.25}, {"own": 3.0 + world.rank}, dict)
         log.log(step, timer, entry, {"save_ms": 5.0})()
-    return told
+    return scalars
 
 
 def _rows(folder: Path) -> list[dict[str, float]]:
@@ -52,7 +52,7 @@ def test_a_process_on_a_cpu_knows_its_memory() -> None:
 
 
 def test_two_ranks_are_put_together(tmp_path: Path) -> None:
-    told, _ = run_ranks(_log, 2, tmp_path, SECONDS)
+    scalars, _ = run_ranks(_log, 2, tmp_path, SECONDS)
     first, row = _rows(tmp_path)
     assert first["step"] == 0 and row["step"] == 10 and first["data_ms"] == first["waiting_ms"] == 0.0
     assert row["data_ms"] == pytest.approx(20.0) and row["compute_ms"] == pytest.approx(60.0)
@@ -61,17 +61,17 @@ def test_two_ranks_are_put_together(tmp_path: Path) -> None:
     assert row["loss"] == 1.5 and row["main_loss"] == row["scale_reg"] == 0.75
     assert row["psnr"] == pytest.approx(30.0) and "mse" not in row
     assert row["gaussians"] == 77 and row["save_ms"] == 5.0
-    assert first["split"] == 3 and "split" not in row, "told once"
+    assert first["split"] == 3 and "split" not in row, "reported once"
     assert row["own"] == [3.0, 4.0], "of each rank"
     assert row["memory_gib"] == 3.0, "of the fullest"
-    assert not any("own" in values for name, values in told if name == "Step"), "writers take numbers alone"
+    assert not any("own" in values for name, values in scalars if name == "Step"), "writers take numbers alone"
     assert row["images_per_s"] == pytest.approx(4e3 / row["step_ms"], rel=1e-3)
-    assert ("Train Loss", 1.5) in told and ("learning_rate/means", 0.25) in told
-    losses = [values for name, values in told if name == "Train Loss Dict"]
+    assert ("Train Loss", 1.5) in scalars and ("learning_rate/means", 0.25) in scalars
+    losses = [values for name, values in scalars if name == "Train Loss Dict"]
     assert losses == [{"main_loss": 0.75, "scale_reg": 0.75}] * 2
 
 
-def test_alone_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("put_scalar", "put_dict"):
         monkeypatch.setattr(writer, name, getattr(writer, name))  # put back afterwards
     _log(World.single(), tmp_path, SECONDS)
@@ -80,7 +80,7 @@ def test_alone_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert row["loss"] == 0.5
 
 
-def test_a_fall_of_a_thousand_steps_is_told_however_often_a_run_logs(tmp_path: Path) -> None:
+def test_drop_within_1000_steps_is_reported_at_any_log_interval(tmp_path: Path) -> None:
     for period, after in ((10, 100), (50, 20), (500, 20)):
         watch = ProgressLog(World.single(), tmp_path, period).psnr
         said = [bool(watch.look(25.0 if log < 200 else 5.0, log * period)) for log in range(400)]

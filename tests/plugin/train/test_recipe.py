@@ -57,7 +57,7 @@ def test_every_method_has_it(method: str) -> None:
 
 
 @pytest.mark.parametrize("primitive", ["2dgs", "4dgs"])
-def test_points_that_cannot_follow_it_keep_their_densifier_and_that_is_said(primitive: Any) -> None:
+def test_primitives_without_mcmc_keep_their_densifier_with_a_message(primitive: Any) -> None:
     config, plain = (given(*words, "--pipeline.model.primitive", primitive) for words in (("--recipe", "best"), ()))
     assert config.pipeline.model == plain.pipeline.model and config.pipeline.model.densifier == "default"
     title = PRIMITIVES[primitive].title
@@ -80,7 +80,7 @@ def test_of_the_optimizers_only_the_rate_of_higher_harmonics_is_another() -> Non
     assert best_ones == plain, "and nothing else of them"
 
 
-def test_what_the_command_line_names_counts_more() -> None:
+def test_command_line_overrides_the_recipe() -> None:
     """Also where it names the value that is the option's own default."""
     words = ("--pipeline.model.max-gs-num", "5000", "--pipeline.model.stop_split_at=15000")
     config = given("--recipe", "best", *words, "--pipeline.model.refine-every", "77")
@@ -112,7 +112,7 @@ def test_all_rates_fall_over_the_last_part_of_the_run_and_not_before(views: int)
     assert given(*words).rate_schedule(views, 50).at(steps) == 1, "splatfacto's do not"
 
 
-def test_a_run_that_goes_on_keeps_what_it_has() -> None:
+def test_resumed_run_keeps_its_options() -> None:
     config: Any = deepcopy(splatfacto_batch.config)
     config.recipe = "best"  # as its file says
     before = deepcopy(config)
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_keeps_what_it_has() -> None:
         apply_recipe(config, 1, ["splatfacto-batch", "--load_config=config.yml", "--recipe", "best"])
 
 
-def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cap_is_chosen_from_the_capture_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pixels decide here: 8 views of 28 x 24; the model grows up to that, and no further."""
     write_capture(tmp_path / "capture", wide=False)
     said: list[str] = []
@@ -162,7 +162,7 @@ def test_gaussians_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, A
         start(World.single(), tmp_path / "capture", tmp_path / "run", 1, **wrong)
 
 
-def test_gaussians_begin_as_asked(tmp_path: Path) -> None:
+def test_gaussians_have_the_requested_initial_size(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False)
     cases: list[tuple[str, dict[str, Any]]] = [("a", {}), ("b", {"initial_opacity": 0.5, "initial_scale": 0.25})]
     usual, other = (

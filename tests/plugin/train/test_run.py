@@ -1,4 +1,4 @@
-"""A batch of B views follows the course of B steps of one view: optimizers, clocks, and three workers as one."""
+"""A batch of B views follows the trajectory of B steps of one view: optimizers, clocks, and three workers as one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_refused_before_training() -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
-    """What the clocks did during training, by image: refinements, and each image's harmonics and downscaling."""
+    """Return the schedule of training by image: refinements, and each image's harmonics and downscaling."""
     record: dict[str, list[Any]] = {"refined": [], "clock": []}
     refine, training_views = ReplicatedDensifier._refine, SplatModel.training_views
 
@@ -174,20 +174,20 @@ def test_a_scaled_batch_stays_nearer_to_one_view_a_step(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture")
     still = {**SMALL, MODEL + "warmup_length": 10**6, MODEL + "reset_alpha_every": 10**6, **SAME_ORDER}
 
-    def schedule(batch: int, rule: ScalingRule) -> dict[str, Tensor]:
+    def train_batches(batch: int, rule: ScalingRule) -> dict[str, Tensor]:
         options = {**still, "batch_scaling": rule}
         folder = tmp_path / f"{rule}-{batch}"
         trainer = follow(World.single(), tmp_path / "capture", folder, options, IMAGES // batch, batch)
         return {name: value.detach() for name, value in trainer.pipeline.model.gauss_params.items()}
 
-    one, scaled, plain = schedule(1, "sqrt"), schedule(4, "sqrt"), schedule(4, "none")
+    one, scaled, plain = train_batches(1, "sqrt"), train_batches(4, "sqrt"), train_batches(4, "none")
     for name in ("means", "opacities", "scales", "features_dc"):
         near, far = (float((other[name] - one[name]).norm()) for other in (scaled, plain))
         assert near < 0.75 * far, (name, near, far)
 
 
 def three_or_one(world: World, folder: Path) -> list[dict[str, Tensor]]:
-    """Courses of three views a step, with growth by either densifier and a view that sees nothing."""
+    """Train with three views a step, with growth by either densifier and a view that sees nothing."""
     outcomes = []
     for number, options in enumerate(({}, MCMC)):
         options = {**SMALL, MODEL + "num_downscales": 0, **options}

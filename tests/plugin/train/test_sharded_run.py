@@ -145,7 +145,7 @@ def ns_export(monkeypatch: pytest.MonkeyPatch, config: Path, folder: Path, *opti
 pytestmark = pytest.mark.slow
 
 
-def test_any_number_of_ranks_goes_on(runs: tuple[Path, Report]) -> None:
+def test_any_world_size_resumes(runs: tuple[Path, Report]) -> None:
     _, report = runs
     assert report["total"] == 60
     assert [report[n][0] for n in range(5)] == [0, 5, 5, 5, 5]

@@ -22,7 +22,7 @@ RULES = {"prune_scale3d": 0.5, "reset_every": 3000, "refine_stop_iter": 15000}
 
 
 def _said(world: World, part: float, images: int, **rules: Any) -> list[str]:
-    """What is said of 100 points, a part of which is large, dealt to ranks such that the first has all of these."""
+    """Return the message for 100 points of which some are large, all of them on the first rank."""
     sizes = torch.full((100, 3), 0.1)
     sizes[: round(100 * part), 1] = 0.6
     mine = sizes[world.rank * 100 // world.size : (world.rank + 1) * 100 // world.size]
@@ -37,7 +37,7 @@ def _said(world: World, part: float, images: int, **rules: Any) -> list[str]:
     return said
 
 
-def test_it_is_said_once_and_only_where_it_matters() -> None:
+def test_size_message_appears_once_if_relevant() -> None:
     alone = World.single()
     (said,) = _said(alone, 0.77, 7000)
     assert said.startswith("77 % of the Gaussians are larger than --pipeline.model.cull-scale-thresh 0.5")
@@ -59,7 +59,7 @@ def test_a_limit_that_is_no_size_is_refused(limit: float) -> None:
         make_densifier(options, 10, World.single(), 1)
 
 
-def test_a_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_the_size_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_capture(tmp_path / "capture", wide=False)
     for limit, expected in ((1e-4, 1), (1e4, 0)):
         options = {"cull_scale_thresh": limit, "reset_alpha_every": 1}  # a reset with each refinement, by image 6

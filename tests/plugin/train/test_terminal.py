@@ -32,7 +32,7 @@ NUMBERS = {
 }  # fmt: skip
 
 
-def test_a_line_says_how_far_a_run_is() -> None:
+def test_line_has_the_progress() -> None:
     begin = "step 12,000 of 30,000 (40 %)"
     assert line(12000, 30000, numbers_of(NUMBERS)) == (
         f"{begin}, loss 0.1235, 97.2 images/s, 54,275 Gaussians, 3.2 GiB memory, 23.46 dB on held-out views, "
@@ -60,7 +60,7 @@ def test_all_views_count_more_than_one() -> None:
         (90000, "25 h 0 min"),
     ],
 )
-def test_durations_as_people_say_them(seconds: float, said: str) -> None:
+def test_durations_are_readable(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
@@ -179,10 +179,10 @@ def test_viewers_without_evaluations_are_no_matter_for_a_note(capsys: pytest.Cap
     assert capsys.readouterr().out == ""
 
 
-def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
+def watched(patience: int, *evaluations: tuple[int, float]) -> tuple[PsnrWatch, list[tuple[int, str]]]:
     """Return a watch that has seen so many logs of each PSNR, and what it said at which log."""
     watch, said, step = PsnrWatch(patience), list[tuple[int, str]](), 0
-    for count, psnr in courses:
+    for count, psnr in evaluations:
         for _ in range(count):
             if warning := watch.look(psnr, 10 * step):
                 said.append((step, warning))
@@ -190,7 +190,7 @@ def watched(patience: int, *courses: tuple[int, float]) -> tuple[PsnrWatch, list
     return watch, said
 
 
-def test_a_quality_that_collapses_is_told_once() -> None:
+def test_quality_collapse_is_reported_once() -> None:
     watch, said = watched(20, (30, 25.0), (200, 12.0))
     assert len(said) == 1 and watch.fallen
     step, warning = said[0]
@@ -199,24 +199,24 @@ def test_a_quality_that_collapses_is_told_once() -> None:
     assert watch.best[0] == pytest.approx(25.0) and watch.now == pytest.approx(12.0, abs=0.1)
 
 
-def test_little_or_short_falls_are_not_told() -> None:
+def test_small_or_short_drops_are_not_reported() -> None:
     """A reset of opacities, a noisy start, and noise."""
-    for courses in (
+    for evaluations in (
         ((100, 25.0), (500, 25.0 - FAR_BELOW + 0.1)),
         ((100, 25.0), (15, 8.0), (100, 25.0)),
         ((3, 40.0), (500, 20.0)),
         ((500, 10.0), (500, 25.0)),
     ):
-        _, said = watched(20, *courses)
-        assert said == [], courses
+        _, said = watched(20, *evaluations)
+        assert said == [], evaluations
 
 
-def test_a_fall_just_beyond_is_told() -> None:
+def test_drop_just_beyond_the_limit_is_reported() -> None:
     watch, said = watched(20, (100, 25.0), (500, 25.0 - FAR_BELOW - 0.2))
     assert len(said) == 1 and watch.fallen
 
 
-def test_before_its_first_log_a_watch_knows_nothing() -> None:
+def test_watch_is_silent_before_the_first_log() -> None:
     watch = PsnrWatch()
     assert watch.now is None and not watch.fallen and math.isinf(watch.best[0])
 

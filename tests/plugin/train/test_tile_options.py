@@ -14,7 +14,7 @@ import pytest
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import Outcome, furthest, schedule
+from tests.lib.tile_training_run import Outcome, furthest, train_model
 from tests.lib.training_run import POINTS, follow, write_capture
 from tests.plugin.train.test_options import BATCH, CAPTURES, COMMON, MODEL, OPTIONS, STEPS
 
@@ -78,7 +78,7 @@ def train(world: World, folder: Path, name: str, *, tile: bool) -> Outcome:
     options = {**COMMON, **ROWS[name]}
     capture = folder / options.pop("capture", "plain").replace(" ", "-")
     runs = folder / f"{'tile' if tile else 'batch'}-{list(ROWS).index(name)}"
-    return schedule(world, tile, capture, runs, options, STEPS, BATCH)
+    return train_model(world, tile, capture, runs, options, STEPS, BATCH)
 
 
 def refusal(world: World, folder: Path, name: str) -> str:
@@ -93,16 +93,16 @@ def refusal(world: World, folder: Path, name: str) -> str:
 
 
 def train_all(world: World, folder: Path) -> tuple[dict[str, Outcome], dict[str, str]]:
-    """Return the courses, and what was said where there is none, by row: starting workers costs more than training."""
+    """Return all runs, or the error messages, by row: starting workers costs more than training."""
     outcomes = {name: train(world, folder, name, tile=True) for name in ROWS}
     return outcomes, {name: refusal(world, folder, name) for name in REFUSED}
 
 
-Courses = tuple[dict[str, Outcome], list[tuple[dict[str, Outcome], dict[str, str]]]]
+Runs = tuple[dict[str, Outcome], list[tuple[dict[str, Outcome], dict[str, str]]]]
 
 
 @pytest.fixture(scope="module")
-def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Courses]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Yield `batch`'s outcomes by row, and of each rank with `tile` its outcomes and what it refused."""
     folder = tmp_path_factory.mktemp("tile-options")
     for name, kind in CAPTURES.items():
@@ -113,8 +113,8 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Courses]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
-def test_two_ranks_follow_one_with_batch(courses: Courses, name: str) -> None:
-    batch, ranks = courses
+def test_two_ranks_follow_one_with_batch(runs: Runs, name: str) -> None:
+    batch, ranks = runs
     expected = batch[name]
     assert expected["points"] and expected["points"][-1][1] != POINTS, "the number of points must have changed"
     for outcomes, _ in ranks:
@@ -128,18 +128,18 @@ def test_two_ranks_follow_one_with_batch(courses: Courses, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_options_of_our_own_were_at_work(courses: Courses) -> None:
-    (outcomes, _), (usual, *_) = courses[1][0], TABLE
+def test_options_of_our_own_were_at_work(runs: Runs) -> None:
+    (outcomes, _), (usual, *_) = runs[1][0], TABLE
     assert outcomes[usual]["points"][-1][1] > 150 >= outcomes["max-gaussians"]["points"][-1][1]
     left, cut = outcomes[usual], outcomes["rebalance-above"]
     assert cut["points"] == left["points"]
-    assert sum(cut["rebalanced"]) > sum(left["rebalanced"]), "ranges were to be cut anew"
+    assert sum(cut["rebalanced"]) > sum(left["rebalanced"]), "ranges were to be cut again"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_on_every_rank(courses: Courses, name: str) -> None:
-    for _, said in courses[1]:
+def test_invalid_options_are_refused_on_every_rank(runs: Runs, name: str) -> None:
+    for _, said in runs[1]:
         assert re.search(REFUSED[name][1], said[name]), said[name]
 
 

@@ -1,8 +1,8 @@
-"""A course of training with `tile`, on any number of ranks, is one rank's with `batch` and points in Morton order.
+"""A training run with `tile` on any number of ranks equals one rank's with `batch` and points in Morton order.
 
-Ordinary steps are compared in double precision, to rounding; fused ones, whose records are in single precision, to
-ordinary ones with room for it. With three ranks one has no pixels where a step has one view, which is two rows of tiles
-high.
+Ordinary steps are compared in double precision, to rounding. Fused ones have records in single precision, so they are
+compared with a larger tolerance. A view is two rows of tiles high: with one view a step, one of three ranks has no
+pixels.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import pytest
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, Outcome, furthest, schedule
+from tests.lib.tile_training_run import MODEL, Outcome, furthest, train_model
 from tests.lib.training_run import write_capture
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def train(world: World, folder: Path, name: str, *, tile: bool) -> Outcome:
         options["fused_steps"] = "never"
     runs = folder / f"{'tile' if tile else 'batch'}-{world.size}" / name.replace(" ", "-")
     capture = folder / ("one-size" if case.fused else "mixed")
-    return schedule(world, tile, capture, runs, options, IMAGES // case.views, case.views, double=not case.fused)
+    return train_model(world, tile, capture, runs, options, IMAGES // case.views, case.views, double=not case.fused)
 
 
 def train_all(world: World, folder: Path) -> dict[str, Outcome]:
@@ -79,7 +79,7 @@ def train_all(world: World, folder: Path) -> dict[str, Outcome]:
 
 
 @pytest.fixture(scope="module")
-def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[str, Outcome]]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[str, Outcome]]]]:
     """World size -> what each rank had in the end, by case; 0 -> `batch`'s."""
     folder = tmp_path_factory.mktemp("tile")
     write_capture(folder / "mixed")
@@ -91,11 +91,11 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list
 
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("name", CASES)
-def test_same_course(courses: dict[int, list[dict[str, Outcome]]], name: str, size: int) -> None:
-    case, expected = CASES[name], courses[0][0][name]
+def test_run_equals_single(runs: dict[int, list[dict[str, Outcome]]], name: str, size: int) -> None:
+    case, expected = CASES[name], runs[0][0][name]
     counts = [count for _, count in expected["points"]]
     assert len(set(counts)) >= 3, "the number of points must have changed, and again"
-    for found in (ranks[name] for ranks in courses[size]):
+    for found in (ranks[name] for ranks in runs[size]):
         assert found["points"] == expected["points"]
         away = furthest(found, expected)
         assert max(away.values()) < case.away, away
@@ -103,13 +103,13 @@ def test_same_course(courses: dict[int, list[dict[str, Outcome]]], name: str, si
         assert len(found["shards"]) == size and sum(found["shards"]) == counts[-1]
 
 
-def test_shards_are_of_nearly_equal_work(courses: dict[int, list[dict[str, Outcome]]]) -> None:
+def test_shards_are_of_nearly_equal_work(runs: dict[int, list[dict[str, Outcome]]]) -> None:
     for size in RANKS[1:]:
-        shards = courses[size][0]["one view"]["shards"]
+        shards = runs[size][0]["one view"]["shards"]
         assert max(shards) < 1.5 * sum(shards) / size, shards
 
 
-def test_lists_of_tiles_change_nothing(courses: dict[int, list[dict[str, Outcome]]]) -> None:
+def test_lists_of_tiles_change_nothing(runs: dict[int, list[dict[str, Outcome]]]) -> None:
     for size in RANKS:
-        outcomes = courses[size][0]
+        outcomes = runs[size][0]
         assert max(furthest(outcomes[SORTED], outcomes[GATHERED]).values()) == 0

@@ -24,7 +24,7 @@ from tests.strategies.scene import make_views
 from tests.strategies.test_law_convexes import ALL, convexes
 
 
-def test_the_schema_says_what_a_point_is() -> None:
+def test_schema_describes_a_point() -> None:
     kind, points = PRIMITIVES["convex"], convexes(5, torch.float64)
     assert set(names(kind.schema)) == set(points.params)
     assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)

@@ -16,7 +16,7 @@ from ns_multigpu.primitives.gaussians.cap import (
 MANY = 10**9
 
 
-def test_seed_points_say_how_much_there_is_to_see() -> None:
+def test_cap_depends_on_seed_points() -> None:
     for each in (PER_SEED[0], 11):
         found = chosen_cap(1000, 1000, MANY, each)
         assert found.points == each * 1000 and f"{each} for each of 1,000 seed points" in found.why
@@ -41,7 +41,7 @@ def test_few_pixels_allow_fewer() -> None:
     assert found.points == 5500 and f"one for {PIXELS_EACH} pixels" in found.why
 
 
-def test_few_views_leave_room_to_grow() -> None:
+def test_few_views_allow_growth() -> None:
     found = chosen_cap(1000, 1000, 1500 * PIXELS_EACH)
     assert found.points == LEAST_PER_SEED * 1000 > 1500 and "few pixels" in found.why
 
@@ -57,7 +57,7 @@ def test_never_fewer_than_there_are() -> None:
         assert found.points == 50_000 and "begins with" in found.why
 
 
-def test_memory_may_have_room_for_fewer() -> None:
+def test_memory_may_allow_fewer_points() -> None:
     chosen = ChosenCap(1000, "why")
     assert chosen.within(None, 10) == chosen.within(1000, 10) == chosen
     assert chosen.within(700, 10).points == 700 and "memory" in chosen.within(700, 10).why

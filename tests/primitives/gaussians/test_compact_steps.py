@@ -20,7 +20,7 @@ from tests.primitives.training_runs import (
     LAMBDA,
     RATES,
     WIDTH,
-    Schedule,
+    TrainingRun,
     batch_of,
     ordinary,
     scalars,
@@ -46,12 +46,12 @@ def assert_near(ours: dict[str, Tensor], full: dict[str, Tensor], points: int) -
         assert (w.float() - v).norm() < 0.03 * v.norm(), name
 
 
-def check(schedule: Schedule, ranks: int, device: str = "cpu") -> None:
-    assert_near(together(schedule, take(schedule, ranks, device)), ordinary(schedule, device), schedule.points)
+def check(run: TrainingRun, ranks: int, device: str = "cpu") -> None:
+    assert_near(together(run, take(run, ranks, device)), ordinary(run, device), run.points)
 
 
-def of(strategy: str, batch: int, lazy: bool, **options: Any) -> Schedule:
-    return Schedule(strategy, batch, STEPS, lazy=lazy, moment=BF16, **options)
+def of(strategy: str, batch: int, lazy: bool, **options: Any) -> TrainingRun:
+    return TrainingRun(strategy, batch, STEPS, lazy=lazy, moment=BF16, **options)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -64,16 +64,16 @@ def test_replicas(ranks: int, lazy: bool) -> None:
     ("ranks", "transport", "lazy"), [(1, "own", True), (2, "collective", True), (2, "collective", False)]
 )
 def test_shards(ranks: int, transport: str, lazy: bool) -> None:
-    check(of("tile", 2, lazy, room=(1024, 1024, 4096), transport=transport), ranks)
+    check(of("tile", 2, lazy, capacities=(1024, 1024, 4096), transport=transport), ranks)
 
 
-def test_a_capacity_exceeded_while_steps_are_put_off() -> None:
-    """A step that is taken again, and nothing else, between the same roundings: the same bits."""
-    schedule = of("batch", 1, True)
-    (plenty,) = take(schedule, 1)
+def test_capacity_exceeded_while_steps_are_deferred() -> None:
+    """Only a retried step lies between the same roundings: results are bitwise the same."""
+    run = of("batch", 1, True)
+    (plenty,) = take(run, 1)
     rows, _, intersections = plenty["first"].tolist()
-    (tight,) = take(replace(schedule, room=(rows, 1024, intersections)), 1)
-    assert int(tight["redone"]) >= 1 and int(tight["put off"]) >= 1
+    (tight,) = take(replace(run, capacities=(rows, 1024, intersections)), 1)
+    assert int(tight["redone"]) >= 1 and int(tight["deferred"]) >= 1
     for name in (*RATES, *(f"v of {name}" for name in RATES)):
         assert torch.equal(tight[name], plenty[name]), name
 
@@ -93,7 +93,7 @@ def test_replicas_on_gpus(ranks: int, lazy: bool) -> None:
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "own"), (2, "collective"), (2, "peer")])
 def test_shards_on_gpus(ranks: int, transport: str) -> None:
     skip_without_gpus(ranks)
-    check(of("tile", 2, True, room=(1024, 1024, 4096), points=3000, transport=transport), ranks, "cuda")
+    check(of("tile", 2, True, capacities=(1024, 1024, 4096), points=3000, transport=transport), ranks, "cuda")
 
 
 def _made(device: torch.device) -> Step:
@@ -106,12 +106,12 @@ def _made(device: torch.device) -> Step:
 
 @pytest.mark.gpu
 def test_a_step_in_a_graph() -> None:
-    """Captured once and replayed, it goes on rounding anew in every step, as the step that is launched does."""
+    """Captured once and replayed, every step draws new rounding, as launched steps do."""
     device = torch.device("cuda")
     plain, graphed, warm = _made(device), _made(device), _made(device)
     target = torch.zeros(HEIGHT, WIDTH, 3, device=device)
 
-    def step_inputs(one: Step, step: int) -> None:
+    def set_inputs(one: Step, step: int) -> None:
         view = batch_of(step, 1, device)[0]
         one.viewmats[0], one.Ks[0] = view.viewmat, view.K
         target.copy_(make_image(view).to(device).float() / 255)
@@ -121,7 +121,7 @@ def test_a_step_in_a_graph() -> None:
         one.take(Plan.of([[Patch(0, 0, 0, WIDTH, HEIGHT)]]), [target])
 
     for one in (warm, graphed):
-        step_inputs(one, 0)
+        set_inputs(one, 0)
     take_one(warm)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -129,7 +129,7 @@ def test_a_step_in_a_graph() -> None:
         take_one(graphed)
     for step in range(STEPS):
         for one in (plain, graphed):
-            step_inputs(one, step)
+            set_inputs(one, step)
         take_one(plain)
         graph.replay()
     for one in (plain, graphed):

@@ -1,4 +1,4 @@
-"""Counts are learnt late, in order, and all of them where that is asked for."""
+"""Counts are read back late, in order, and all of them on request."""
 
 import pytest
 import torch
@@ -25,9 +25,9 @@ def expected(views: list[View]) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_last_steps_counts_stay_on_their_way(device: str) -> None:
+def test_counts_of_the_last_step_remain_pending(device: str) -> None:
     work, late = sent(device)
-    assert work.counts == {}, "nothing is learnt before somebody asks"
+    assert work.counts == {}, "no readback before a request"
     late.learn()
     assert work.counts == expected(VIEWS[:3])
     late.learn()

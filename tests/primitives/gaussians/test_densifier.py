@@ -1,4 +1,4 @@
-"""Densification: gsplat's rules on a clock of images, and the same points whoever rendered what."""
+"""Densification: gsplat's rules on a clock of images, and the same points for any assignment of views."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ def model() -> tuple[torch.nn.ParameterDict, dict[str, torch.optim.Optimizer]]:
 
 
 def rows_of(image: int, count: int) -> dict[str, Tensor]:
-    """What an image shows: most points, with random gradients and radii."""
+    """Return an image's visible points: most of them, with random gradients and radii."""
     g = torch.Generator().manual_seed(100 + image)
     return {
         "ids": torch.randperm(count, generator=g)[: 3 * count // 4].sort().values,
@@ -61,8 +61,8 @@ def rows_of(image: int, count: int) -> dict[str, Tensor]:
     }
 
 
-def schedule(world: World, batch: int, images: int) -> dict[str, Tensor]:
-    """Densifies through `images` images, `batch` a step, dealt out to the ranks."""
+def train(world: World, batch: int, images: int) -> dict[str, Tensor]:
+    """Densify over `images` images, `batch` a step, distributed round-robin to the ranks."""
     params, optimizers = model()
     densifier = ReplicatedDensifier(**RULES, world=world, seed=7)
     state = densifier.initialize_state()
@@ -76,16 +76,16 @@ def schedule(world: World, batch: int, images: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_same_points_on_any_number_of_ranks(size: int) -> None:
-    expected = schedule(World.single(), 6, 60)
+    expected = train(World.single(), 6, 60)
     assert len(expected["means"]) != COUNT
-    for outcome in run_ranks(schedule, size, 6, 60):
+    for outcome in run_ranks(train, size, 6, 60):
         for name, value in expected.items():
             torch.testing.assert_close(outcome[name], value)
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_becomes_of_points_may_be_decided_ahead(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The points are the same. A block that is taken again counts anew, and is decided anew."""
+def test_refinement_may_be_decided_ahead(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The points are the same. A retried block restores its counts and is decided again."""
     outcomes: list[dict[str, Tensor]] = []
     for ahead in (False, True):
         params, optimizers = model()
@@ -153,7 +153,7 @@ def _asked_ahead(world: World) -> bool:
     return len(same) == 5 and all(same)
 
 
-def test_a_block_that_is_taken_again_has_counted_what_it_had() -> None:
+def test_retried_block_restores_its_statistics() -> None:
     assert run_ranks(_asked_ahead, 2) == [True, True]
 
 
@@ -173,7 +173,7 @@ def test_one_image_a_step_is_gsplat() -> None:
         info = {"width": 2.0, "height": 2.0, "n_cameras": 1, "radii": 2 * radii, "gaussian_ids": None}
         torch.manual_seed(seed_from(7, "densify", image))
         peer.step_post_backward(expected, optimizers, state, image, {**info, "means2d": means2d})
-    found = schedule(World.single(), 1, 60)
+    found = train(World.single(), 1, 60)
     assert len(found["means"]) == len(expected["means"]) != COUNT
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.detach())
@@ -226,7 +226,7 @@ def test_the_clock_counts_images(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5, 7, 16, 40])
-def test_nothing_is_due_at_or_behind_the_stop_although_a_step_reaches_beyond_it(batch: int) -> None:
+def test_no_refinement_at_or_after_the_stop_step(batch: int) -> None:
     """Opacities that are reset in the last step of a run stay so: 6 dB were lost to that, with 16 views a step."""
     params, optimizers = model()
     rules = {**RULES, "refine_stop_iter": 48, "refine_every": 12, "pause_refine_after_reset": 0}
@@ -246,7 +246,7 @@ def test_nothing_is_due_at_or_behind_the_stop_although_a_step_reaches_beyond_it(
 
 def test_draws_do_not_touch_the_default_generator() -> None:
     torch.manual_seed(0)
-    schedule(World.single(), 4, 20)
+    train(World.single(), 4, 20)
     after = torch.rand(1)
     torch.manual_seed(0)
     model()

@@ -1,4 +1,4 @@
-"""A step tells on its own, and without a look at all gradients, which rank's were not finite."""
+"""A step reports the rank of nonfinite gradients, without reading all gradients."""
 
 from itertools import pairwise
 
@@ -18,9 +18,9 @@ from tests.strategies.scene import make_image, make_points
 POINTS = 200
 
 
-def told(world: World, strategy: str, rows: int) -> list[tuple[float, bool]]:
-    """What the report of a step ends with, and whether the step was taken: of one with a whole image for each replica,
-    or with a part of one for each shard, and of the same with a broken image on the last rank."""
+def flags_of(world: World, strategy: str, rows: int) -> list[tuple[float, bool]]:
+    """Return the finite flag of a step's report, and whether the step was taken. Each replica has a whole image, each
+    shard a part of one. A second step has a broken image on the last rank."""
     replicas = strategy == "batch"
     views = batch_of(0, world.size if replicas else 1, world.device)
     whole = make_points(POINTS, torch.float32, world.device).params
@@ -51,20 +51,20 @@ def told(world: World, strategy: str, rows: int) -> list[tuple[float, bool]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_rank_that_drew_it(ranks: int) -> None:
-    for rank, (fine, broken) in enumerate(run_ranks(told, ranks, "batch", 301)):  # odd, which moves what travels
+    for rank, (fine, broken) in enumerate(run_ranks(flags_of, ranks, "batch", 301)):  # odd: another alignment
         assert fine == (0.0, True)
         assert broken[1] and (broken[0] != broken[0]) == (rank == ranks - 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_shard_tells_of_what_came_back(ranks: int) -> None:
-    outcomes = run_ranks(told, ranks, "tile", 400)
+def test_shard_reports_nonfinite_returned_gradients(ranks: int) -> None:
+    outcomes = run_ranks(flags_of, ranks, "tile", 400)
     assert all(fine == (0.0, True) for fine, _ in outcomes)
     assert all(taken for _, (_, taken) in outcomes) and any(number != number for _, (number, _) in outcomes)
 
 
 @pytest.mark.parametrize("strategy", ["batch", "tile"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_is_not_taken_tells_nothing(ranks: int, strategy: str) -> None:
-    for found in run_ranks(told, ranks, strategy, 11):
+def test_cancelled_step_reports_nothing(ranks: int, strategy: str) -> None:
+    for found in run_ranks(flags_of, ranks, strategy, 11):
         assert found == [(0.0, False), (0.0, False)]

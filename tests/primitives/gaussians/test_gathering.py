@@ -16,22 +16,22 @@ from tests.primitives.gaussians.test_densifier import COUNT, RULES, model, rows_
 STATE = ("grad2d", "count", "radii")
 
 
-def with_room(x: Tensor, rows: int) -> Tensor:
+def with_spare(x: Tensor, rows: int) -> Tensor:
     """Return the same values at the front of memory for so many rows."""
     made = torch.full((rows, *x.shape[1:]), 77.0)
     made[: len(x)] = x
     return made[: len(x)]
 
 
-def give_room(params: Any, optimizers: Any, rows: int) -> dict[str, Tensor]:
-    """Put a model where there is room for so many points, and return its tensors."""
+def add_spare_storage(params: Any, optimizers: Any, rows: int) -> dict[str, Tensor]:
+    """Move a model into storage for `rows` points, and return its tensors."""
     tensors: dict[str, Tensor] = {}
     for name, param in params.items():
         state = optimizers[name].state[param]
-        param.data = with_room(param.detach(), rows)
+        param.data = with_spare(param.detach(), rows)
         tensors[name] = param
         for key in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{name} {key}"] = state[key] = with_room(state[key], rows)
+            tensors[f"{name} {key}"] = state[key] = with_spare(state[key], rows)
     return tensors
 
 
@@ -48,16 +48,16 @@ def values(params: Any, optimizers: Any, state: Any) -> dict[str, Tensor]:
 def refined(
     rows: int | None, ahead: bool = False, between: Callable[[Any, Any], None] = lambda *_: None
 ) -> tuple[dict[str, Tensor], bool]:
-    """Return a refinement of points that have room for `rows`, or none; what it leaves, and whether all objects and
-    places stayed."""
+    """Refine points with storage for `rows`, or without. Return the result, and whether all objects and addresses are
+    unchanged."""
     params: Any = None
     params, optimizers = model()
     densifier = ReplicatedDensifier(**RULES, seed=7)
     state = densifier.initialize_state()
     densifier._count(params, state, rows_of(0, COUNT))
-    before = give_room(params, optimizers, rows) if rows else {}
+    before = add_spare_storage(params, optimizers, rows) if rows else {}
     if rows:
-        state.update({name: with_room(state[name], rows) for name in STATE})
+        state.update({name: with_spare(state[name], rows) for name in STATE})
     sums = {name: state[name].data_ptr() for name in STATE}
     places = {name: x.data_ptr() for name, x in before.items()}
     if ahead:
@@ -78,7 +78,7 @@ def refined(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_with_room_points_stay_where_they_are_and_are_the_same(ahead: bool) -> None:
+def test_refinement_within_storage_keeps_addresses_and_values(ahead: bool) -> None:
     expected, _ = refined(None)
     assert len(expected["means"]) > COUNT, "it grows"
     enough, stayed = refined(len(expected["means"]), ahead)
@@ -90,19 +90,19 @@ def test_with_room_points_stay_where_they_are_and_are_the_same(ahead: bool) -> N
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_what_is_found_ahead_is_found_where_there_is_room() -> None:
+def test_refinement_is_found_ahead_within_storage() -> None:
     for rows in (None, 2 * COUNT):
         params: Any = None
         params, optimizers = model()
         if rows:
-            give_room(params, optimizers, rows)
+            add_spare_storage(params, optimizers, rows)
         densifier = ReplicatedDensifier(**RULES)
         densifier.refine_ahead(params, optimizers, densifier.initialize_state(), 16, 1, torch.tensor(True))
         assert densifier._ahead is not None
         assert (densifier._ahead[2] is not None) == bool(rows)
 
 
-def test_what_was_decided_for_another_image_is_not_done() -> None:
+def test_decision_for_another_image_is_discarded() -> None:
     outcomes: list[dict[str, Tensor]] = []
     params: Any = None
     for earlier in (False, True):
@@ -118,7 +118,7 @@ def test_what_was_decided_for_another_image_is_not_done() -> None:
     assert all(torch.equal(outcomes[1][name], value) for name, value in outcomes[0].items())
 
 
-def test_memory_without_room_goes_with_what_lay_in_it() -> None:
+def test_exceeded_storage_is_freed_with_its_contents() -> None:
     """A model that is pruned would else keep the memory of what it was."""
     params: Any = None
     params, optimizers = model()
@@ -129,8 +129,8 @@ def test_memory_without_room_goes_with_what_lay_in_it() -> None:
         assert param.untyped_storage().nbytes() == param.nbytes
 
 
-def test_what_was_found_ahead_is_not_used_for_other_tensors() -> None:
-    """Whatever has put other parameters, or the same ones elsewhere, in between."""
+def test_index_map_found_ahead_is_not_used_for_other_tensors() -> None:
+    """Parameters were replaced or moved in memory in between."""
 
     def replaced(params: Any, optimizers: Any) -> None:
         for name, old in list(params.items()):
@@ -139,11 +139,11 @@ def test_what_was_found_ahead_is_not_used_for_other_tensors() -> None:
             optimizers[name].state[new] = optimizers[name].state.pop(old)
 
     def moved(params: Any, optimizers: Any) -> None:
-        give_room(params, optimizers, 4 * COUNT)
+        add_spare_storage(params, optimizers, 4 * COUNT)
 
     def other_moments(params: Any, optimizers: Any) -> None:
         state = optimizers["quats"].state[params["quats"]]
-        state["exp_avg"] = with_room(state["exp_avg"], 4 * COUNT)
+        state["exp_avg"] = with_spare(state["exp_avg"], 4 * COUNT)
 
     expected, _ = refined(None)
     for between in (replaced, moved, other_moments):
@@ -151,11 +151,11 @@ def test_what_was_found_ahead_is_not_used_for_other_tensors() -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_a_large_model_and_one_without_room_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_search_ahead_for_large_or_full_models(monkeypatch: pytest.MonkeyPatch) -> None:
     params: Any = None
     params, optimizers = model()
-    assert Gathering.of(params, optimizers) is None, "no room"
-    give_room(params, optimizers, 2 * COUNT)
+    assert Gathering.of(params, optimizers) is None, "no spare storage"
+    add_spare_storage(params, optimizers, 2 * COUNT)
     found = Gathering.of(params, optimizers)
     assert found is not None and found.serves(params, optimizers, 2 * COUNT)
     assert not found.serves(params, optimizers, 2 * COUNT + 1)
@@ -165,23 +165,23 @@ def test_a_large_model_and_one_without_room_are_not_looked_through(monkeypatch: 
     assert alone is not None and alone.serves(params, {}, COUNT)
     other: Any = {**dict(params.items()), "quats": torch.nn.Parameter(params["quats"].data)}
     assert not alone.serves(other, {}, COUNT), "another object, in the same place"
-    params["quats"].data = with_room(params["quats"].detach(), 2 * COUNT)
+    params["quats"].data = with_spare(params["quats"].detach(), 2 * COUNT)
     assert not found.serves(params, optimizers, COUNT), "the same object, in another place"
     state = optimizers["scales"].state[params["scales"]]
     state["exp_avg"] = state["exp_avg"].clone()
     assert Gathering.of(params, optimizers) is None, "one has none"
-    give_room(params, optimizers, 2 * COUNT)
+    add_spare_storage(params, optimizers, 2 * COUNT)
     monkeypatch.setattr(gathering, "_TOGETHER", COUNT - 1)
     assert Gathering.of(params, optimizers) is None, "large"
 
 
-def test_zeros_lie_where_there_is_room() -> None:
-    x = with_room(torch.ones(5), 8)
+def test_zeros_are_allocated_in_spare_storage() -> None:
+    x = with_spare(torch.ones(5), 8)
     here = zeros_there(x, 7)
     assert here.data_ptr() == x.data_ptr()
     assert torch.equal(here, torch.zeros(7))
     assert torch.equal(zeros_there(x, 9), torch.zeros(9))
     plain = torch.ones(5)
     assert zeros_there(plain, 4).data_ptr() != plain.data_ptr(), "its memory is to go"
-    behind = with_room(torch.ones(8), 16)[2:]
+    behind = with_spare(torch.ones(8), 16)[2:]
     assert zeros_there(behind, 6).data_ptr() != behind.data_ptr(), "not at the front of its memory"

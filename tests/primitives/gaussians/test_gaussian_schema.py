@@ -20,7 +20,7 @@ def test_operators_take_the_parameters_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2, 3])
-def test_points_are_as_it_says(degree: int) -> None:
+def test_points_match_the_schema(degree: int) -> None:
     made = initial_gaussians(None, sh_degree=degree, count=7, extent=1.0, generator=torch.Generator())
     assert made.keys() == set(ORDER) and ORDER[0] == POSITION
     assert [parameter.floats(degree) for parameter in SCHEMA] == [made[name].numel() // 7 for name in ORDER]
@@ -28,7 +28,7 @@ def test_points_are_as_it_says(degree: int) -> None:
     assert degree_of(harmonics(degree)) == degree
 
 
-def test_rows_are_as_it_says() -> None:
+def test_rows_match_the_schema() -> None:
     points, views = make_points(20, torch.float32), make_views(2, torch.float32)
     kind = Gaussians(sh_degree=3)
     rows = kind.splat(points, kind.cull(points, views, [0, 1]), views).rows

@@ -19,15 +19,15 @@ from tests.primitives.training_runs import (
     LAMBDA,
     WIDTH,
     Outcome,
-    Schedule,
-    assert_same_course,
+    TrainingRun,
+    assert_same_run,
     ordinary,
     step_of,
     taken,
 )
 from tests.strategies.scene import make_points
 
-CAPACITY_FACTOR, TIGHT = (2048, 2048, 16384), (64, 16, 64)
+CAPACITIES, TIGHT = (2048, 2048, 16384), (64, 16, 64)
 
 
 def make_row(count: int, dtype: torch.dtype, device: torch.device) -> Points:
@@ -65,50 +65,50 @@ class Hidden:
         GaussianKernels.project = self._project  # type: ignore[method-assign]
 
 
-def both(world: World, schedule: Schedule) -> tuple[Outcome, Outcome, float]:
+def both(world: World, run: TrainingRun) -> tuple[Outcome, Outcome, float]:
     """With and without boxes; and which part of the pairs of a view and a group was culled."""
-    plain = taken(world, schedule)
-    if schedule.captured:
-        return taken(world, replace(schedule, grouped=True)), plain, 1.0
+    plain = taken(world, run)
+    if run.captured:
+        return taken(world, replace(run, grouped=True)), plain, 1.0
     with Hidden() as hidden:
-        boxed = taken(world, replace(schedule, grouped=True))
+        boxed = taken(world, replace(run, grouped=True))
     return boxed, plain, hidden.of / max(hidden.all, 1)
 
 
-PRIMITIVES = [
+CASES = [
     ("single", 1, 2, {}),
     ("batch", 1, 2, {"lazy": True, "room": TIGHT}),
     ("batch", 2, 2, {"speed": 1000.0}),
     ("batch", 2, 2, {"lazy": True, "moment": torch.bfloat16}),
-    ("tile", 1, 3, {"lazy": True, "speed": 50.0, "room": CAPACITY_FACTOR}),
-    ("tile", 2, 1, {"room": CAPACITY_FACTOR}),
+    ("tile", 1, 3, {"lazy": True, "speed": 50.0, "capacities": CAPACITIES}),
+    ("tile", 2, 1, {"capacities": CAPACITIES}),
     ("tile", 2, 2, {"lazy": True, "room": TIGHT, "bounds": (0, 70, 700)}),
-    ("tile", 3, 2, {"room": CAPACITY_FACTOR, "bounds": (0, 0, 690, 700)}),
+    ("tile", 3, 2, {"capacities": CAPACITIES, "bounds": (0, 0, 690, 700)}),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "batch", "options"), PRIMITIVES)
-def test_a_course_is_the_same(strategy: str, ranks: int, batch: int, options: dict[str, Any]) -> None:
-    schedule = Schedule(strategy, batch, 6, points=700, scene=make_row, **options)
+@pytest.mark.parametrize(("strategy", "ranks", "batch", "options"), CASES)
+def test_run_is_bitwise_the_same(strategy: str, ranks: int, batch: int, options: dict[str, Any]) -> None:
+    run = TrainingRun(strategy, batch, 6, points=700, scene=make_row, **options)
     culled = 0.0
-    for boxed, plain, share in run_ranks(both, ranks, schedule):
+    for boxed, plain, share in run_ranks(both, ranks, run):
         assert all(torch.equal(boxed[name], plain[name]) for name in plain)
-        assert int(boxed["redone"] > 0) == (schedule.capacities == TIGHT)
+        assert int(boxed["redone"] > 0) == (run.capacities == TIGHT)
         culled = max(culled, share)
     assert culled > 0.3, "hardly a group was culled"
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("batch", 1), ("batch", 2), ("tile", 1), ("tile", 2)])
-def test_a_course_of_what_was_recorded(strategy: str, ranks: int) -> None:
-    schedule = Schedule(
+def test_run_of_captured_graphs(strategy: str, ranks: int) -> None:
+    run = TrainingRun(
         strategy, 2, 12, capacities=TIGHT, lazy=True, points=700, scene=make_row, captured=True, speed=20.0
     )  # fmt: skip
-    for boxed, plain, _ in run_ranks(both, ranks, schedule):
+    for boxed, plain, _ in run_ranks(both, ranks, run):
         assert int(boxed["replayed"]) > 4, "hardly a step came from what was recorded"
         assert all(torch.equal(boxed[name], plain[name]) for name in plain)
 
 
-def test_large_models_are_culled_by_groups_unless_told() -> None:
+def test_large_models_are_culled_by_groups_by_default() -> None:
     world, settings = World.single(torch.device("cpu")), StepSettings(WIDTH, HEIGHT, 8, LAMBDA, 64, 1, 64)
     for count in (GROUPS_FROM // 8 - 32, GROUPS_FROM // 8):  # of eight views
         widths = {"means": (3,), "quats": (4,), "scales": (3,), "opacities": (1,), "features_dc": (3,)}
@@ -155,7 +155,7 @@ def test_a_flush_moves_points_and_their_boxes(monkeypatch: pytest.MonkeyPatch) -
         looked.append((bool((means != before).any()), torch.equal(boxes, fresh)))
 
     monkeypatch.setattr(Step, "flush", watched)
-    taken(World.single(), Schedule("single", 2, 6, points=700, scene=make_row, lazy=True, grouped=True))
+    taken(World.single(), TrainingRun("single", 2, 6, points=700, scene=make_row, lazy=True, grouped=True))
     assert looked == [(True, True)]
 
 
@@ -167,15 +167,15 @@ def test_a_flush_moves_points_and_their_boxes(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("strategy", "ranks", "batch"), [("batch", 1, 3), ("batch", 2, 2), ("tile", 1, 3), ("tile", 2, 2)]
 )
-def test_a_course_on_gpus(strategy: str, ranks: int, batch: int, captured: bool) -> None:
-    """Sums have another order each time there: rows are the same, and the course is the ordinary one."""
+def test_run_on_gpus(strategy: str, ranks: int, batch: int, captured: bool) -> None:
+    """Sums have another order each time there: rows are the same, and the run equals the ordinary one."""
     skip_without_gpus(ranks)
-    schedule = Schedule(
+    run = TrainingRun(
         strategy, batch, 4, lazy=True, points=3000, scene=make_row, captured=captured, transport="peer"
     )  # fmt: skip
-    outcomes = run_ranks(both, ranks, schedule, device="cuda")
+    outcomes = run_ranks(both, ranks, run, device="cuda")
     for boxed, plain, share in outcomes:
         assert share > 0.5, "hardly a group was culled"
         assert all(torch.equal(boxed[name], plain[name]) for name in ("first", "redone"))
         torch.testing.assert_close(boxed["losses"], plain["losses"], rtol=1e-5, atol=1e-7)
-    assert_same_course(schedule, [boxed for boxed, _, _ in outcomes], ordinary(schedule, "cpu"))
+    assert_same_run(run, [boxed for boxed, _, _ in outcomes], ordinary(run, "cpu"))

@@ -95,8 +95,8 @@ def test_dead_gaussians_move_onto_living_ones() -> None:
     assert bool((moments[kept] != 0).all())
 
 
-def test_gradients_may_say_where_gaussians_go() -> None:
-    """Onto living ones of steep gradients, relocated and new ones alike; then sums begin anew."""
+def test_gradients_may_guide_relocation() -> None:
+    """Points are relocated and added at living ones with large gradients; then sums are reset."""
     params, optimizers = model(200)
     densifier = McmcDensifier(
         cap_max=210, noise_lr=0.0, refine_start_iter=0, refine_every=10, refine_stop_iter=50, min_opacity=0.3,
@@ -132,7 +132,7 @@ def test_both_are_multiplied() -> None:
     torch.testing.assert_close(McmcDensifier()._weights(opacities, None), torch.tensor([0.9, 0.5, 0.0]))
 
 
-def test_what_a_step_draws_is_counted() -> None:
+def test_random_draws_of_a_step_are_counted() -> None:
     params, optimizers = model(4)
     densifier = McmcDensifier(picks="gradient", refine_start_iter=10**9, noise_lr=0.0)
     state: dict[str, Any] = {}
@@ -188,7 +188,7 @@ def test_a_refinement_that_adds_none_changes_tensors_in_place(morton: bool) -> N
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_refinement_may_be_ordered_before_its_step_is_known_to_have_been_taken(taken: bool) -> None:
+def test_refinement_may_start_before_its_step_is_validated(taken: bool) -> None:
     """Only one that moves points alone; what it does is what it does later, or nothing."""
     outcomes: list[list[Tensor]] = []
     for ahead in (False, True):
@@ -236,14 +236,14 @@ def test_a_model_that_grows_relocates_ahead_as_well(tries: int, images: int) -> 
             assert not densifier.refine_ahead(*given, torch.tensor(True))
             assert not torch.equal(params["means"], before) and len(params["means"]) == 100
         densifier.refine_when_due(*given)
-        assert densifier._begun is None, "nobody holds what is done with"
+        assert densifier._begun is None, "finished work is released"
         outcomes.append([x.detach().clone() for x in (*params.values(), *state.values())])
         densifier.refine_when_due(params, optimizers, state, 50, 1)  # what was done ahead is done with
         outcomes[-1] += [x.detach() for x in params.values()]
     assert all(torch.equal(x, y) for x, y in zip(*outcomes, strict=True)) and len(outcomes[0][0]) > 104
 
 
-def test_what_was_begun_in_a_block_that_was_given_up_is_done_anew() -> None:
+def test_work_begun_in_a_cancelled_block_is_repeated() -> None:
     outcomes: list[Tensor] = []
     for given_up in (False, True):
         params, optimizers = model(100)
@@ -271,7 +271,7 @@ def test_no_refinement_outside_its_time() -> None:
         assert len(params["means"]) == expected
 
 
-def test_a_model_without_living_gaussians_is_left_alone() -> None:
+def test_model_without_living_gaussians_is_unchanged() -> None:
     params, optimizers = model(10)
     params["opacities"].data.fill_(-100.0)
     densifier = McmcDensifier(refine_start_iter=0, refine_every=10)

@@ -1,5 +1,4 @@
-"""Steps of ranks that have room of its own for each pair of them: what is too little costs a step, and what stays costs
-no byte."""
+"""Steps with a capacity for each pair of ranks: an exceeded one costs a step, and local rows cost no bytes."""
 
 from dataclasses import replace
 
@@ -8,9 +7,9 @@ import torch
 
 from ns_multigpu.core.exchange.hierarchy import Relays
 from ns_multigpu.core.exchange.pair_capacities import Pairs
-from tests.primitives.training_runs import RATES, Outcome, Schedule, assert_same_course, ordinary, take
+from tests.primitives.training_runs import RATES, Outcome, TrainingRun, assert_same_run, ordinary, take
 
-CAPACITY_FACTOR = (1024, 1024, 4096)
+CAPACITIES = (1024, 1024, 4096)
 
 
 def pairs_needed(outcome: Outcome) -> list[list[int]]:
@@ -22,10 +21,10 @@ def as_pairs(table: list[list[int]]) -> Pairs:
 
 
 @pytest.mark.parametrize(("ranks", "bounds"), [(2, None), (3, (0, 20, 290, 300)), (3, (0, 0, 100, 300))])
-def test_each_pair_of_ranks_has_room_of_its_own(ranks: int, bounds: tuple[int, ...] | None) -> None:
+def test_each_pair_of_ranks_has_its_own_capacity(ranks: int, bounds: tuple[int, ...] | None) -> None:
     """Just what it needs is enough, one row less for one pair costs a step, and the result is the same to the bit."""
-    schedule = Schedule("tile", 2, 3, bounds=bounds, room=CAPACITY_FACTOR, lazy=True)
-    plenty = take(schedule, ranks)
+    run = TrainingRun("tile", 2, 3, bounds=bounds, capacities=CAPACITIES, lazy=True)
+    plenty = take(run, ranks)
     needed = pairs_needed(plenty[0])
     off = [(a, b) for a in range(ranks) for b in range(ranks) if needed[a][b] > 0 and a != b]
     assert len({n for row in needed for n in row}) > 2, "pairs differ"
@@ -35,44 +34,40 @@ def test_each_pair_of_ranks_has_room_of_its_own(ranks: int, bounds: tuple[int, .
         table = [[*row] for row in needed]
         if lacking is not None:
             table[lacking[0]][lacking[1]] -= 1
-        tight = take(replace(schedule, room=(CAPACITY_FACTOR[0], as_pairs(table), CAPACITY_FACTOR[2])), ranks)
+        tight = take(replace(run, capacities=(CAPACITIES[0], as_pairs(table), CAPACITIES[2])), ranks)
         for one, other in zip(tight, plenty, strict=True):
             assert int(one["redone"]) == (lacking is not None), "on every rank"
             for name in (*RATES, "losses", "count", "grad2d"):
                 assert torch.equal(one[name], other[name]), (lacking, name)
-            assert lacking is not None or int(one["bytes"]) < int(other["bytes"]) // 5, "and little travels"
+            assert lacking is not None or int(one["bytes"]) < int(other["bytes"]) // 5, "and few rows are exchanged"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_rank_draws_of_its_own_does_not_travel(ranks: int) -> None:
-    """Room for it costs no byte. (That all bytes are those foretold is asserted of every course.)"""
-    schedule = Schedule("tile", 2, 2, room=CAPACITY_FACTOR)
+def test_local_rows_are_not_exchanged(ranks: int) -> None:
+    """Capacity for local rows costs no bytes. (Every run asserts that all bytes are the predicted ones.)"""
+    run = TrainingRun("tile", 2, 2, capacities=CAPACITIES)
     roomy = tuple(tuple(9000 if a == b else 1024 for b in range(ranks)) for a in range(ranks))
     for usual, other in zip(
-        take(schedule, ranks),
-        take(replace(schedule, room=(CAPACITY_FACTOR[0], roomy, CAPACITY_FACTOR[2])), ranks),
-        strict=True,
+        take(run, ranks), take(replace(run, capacities=(CAPACITIES[0], roomy, CAPACITIES[2])), ranks), strict=True
     ):
         assert int(usual["bytes"]) == int(other["bytes"]) and (int(usual["bytes"]) > 0) == (ranks > 1)
 
 
-def test_each_number_of_rows_on_their_way_over_machines_has_room_of_its_own() -> None:
-    """Four ranks on two machines: own rows inside, rows across, and rows that are handed on. The bytes of every step
-    are those foretold, which `taken` asserts."""
-    schedule = Schedule("tile", 2, 3, room=CAPACITY_FACTOR, lazy=True, machines=2, captured=True)
-    plenty, relays = take(schedule, 4), Relays(2, 2)
-    assert_same_course(schedule, plenty, ordinary(schedule))
+def test_each_stage_between_machines_has_its_own_capacity() -> None:
+    """Four ranks on two machines exchange rows within machines, across, and forwarded. `taken` asserts that each
+    step's bytes are the predicted ones."""
+    run = TrainingRun("tile", 2, 3, capacities=CAPACITIES, lazy=True, machines=2, captured=True)
+    plenty, hierarchy = take(run, 4), Relays(2, 2)
+    assert_same_run(run, plenty, ordinary(run))
     needed = pairs_needed(plenty[0])
     assert all(int(one["replayed"]) > 0 for one in plenty)
-    inside, across, handed = (0, relays.inside(1)), (3, relays.across(0)), (1, relays.handed(1, 0))
-    assert all(needed[rank][number] > 0 for rank, number in (inside, across, handed))
-    for lacking in (None, across, handed):
+    inside, across, forwarded = (0, hierarchy.inside(1)), (3, hierarchy.across(0)), (1, hierarchy.handed(1, 0))
+    assert all(needed[rank][number] > 0 for rank, number in (inside, across, forwarded))
+    for lacking in (None, across, forwarded):
         table = [[*row] for row in needed]
         if lacking is not None:
             table[lacking[0]][lacking[1]] -= 1
-        tight = take(
-            replace(schedule, room=(CAPACITY_FACTOR[0], as_pairs(table), CAPACITY_FACTOR[2]), captured=False), 4
-        )
+        tight = take(replace(run, capacities=(CAPACITIES[0], as_pairs(table), CAPACITIES[2]), captured=False), 4)
         for one, other in zip(tight, plenty, strict=True):
             assert int(one["redone"]) == (lacking is not None), "on every rank"
             for name in (*RATES, "losses", "count", "grad2d"):

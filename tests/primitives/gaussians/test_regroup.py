@@ -118,11 +118,11 @@ def test_the_order_keeps_the_points() -> None:
         assert torch.equal(theirs[name], value[order]), name
 
 
-def test_new_points_stand_beside_those_that_they_come_from() -> None:
+def test_children_stand_next_to_their_parents() -> None:
     """SplitRule, in their order, where the whole stood; a copy behind what it is a copy of."""
     rules = DefaultStrategy(**RULES)
-    plain, beside = model(), model()
-    for each, by in ((plain, "as listed"), (beside, "beside")):
+    plain, reordered = model(), model()
+    for each, by in ((plain, "as listed"), (reordered, "beside")):
         each[0]["number"] = torch.nn.Parameter(torch.arange(float(COUNT)))
         torch.manual_seed(3)
         done = grow_and_prune(rules, *each, 200, order=by)
@@ -130,13 +130,13 @@ def test_new_points_stand_beside_those_that_they_come_from() -> None:
     numbers = plain[0]["number"].detach()
     assert not torch.equal(numbers, numbers.sort().values)
     order = numbers.sort(stable=True).indices
-    theirs = lines(beside)
+    theirs = lines(reordered)
     for name, value in lines(plain).items():
         assert torch.equal(theirs[name], value[order]), name
-    assert torch.equal(beside[0]["number"].detach(), numbers[order])
+    assert torch.equal(reordered[0]["number"].detach(), numbers[order])
 
 
-def test_optimizers_go_on() -> None:
+def test_optimizers_keep_their_state() -> None:
     params, optimizers, state = model()
     torch.manual_seed(3)
     grow_and_prune(DefaultStrategy(**RULES), params, optimizers, state, 200)
@@ -146,7 +146,7 @@ def test_optimizers_go_on() -> None:
     assert (params["means"] != before).all()
 
 
-def test_what_is_spent_counts_anew() -> None:
+def test_counters_restart_after_refinement() -> None:
     for rules in (DefaultStrategy(**RULES), DefaultStrategy(grow_grad2d=1e9, prune_opa=0.0, reset_every=1000)):
         params, optimizers, state = model()
         state["number"] = torch.arange(COUNT)

@@ -25,7 +25,7 @@ RULES: dict[str, Any] = {
     "order_every": 2,
 }  # fmt: skip
 REFINED = 4  # at images 8, 16, 32 and 40, then 56, but after a reset all is pruned that is faint
-ORDERED = 2  # at 16 and 32; at the others new points stand beside old ones
+ORDERED = 2  # at 16 and 32; at the others children follow their parents
 CASES: dict[str, dict[str, Any]] = {
     "even": {},
     "few places": {},
@@ -40,7 +40,7 @@ Outcome = tuple[dict[str, Tensor], list[Reordering], dict[str, int]]
 
 
 def seen(image: int, count: int) -> dict[str, Tensor]:
-    """What an image shows: three quarters of the points of its part of the model, gradients and radii at random."""
+    """Return an image's visible points: three quarters of its part of the model, with random gradients and radii."""
     g = torch.Generator().manual_seed(100 + image)
     ids = torch.randperm(count, generator=g)[: 3 * count // 4].sort().values
     ids = ids[ids < count // 3] if image % 3 else ids
@@ -51,7 +51,7 @@ def seen(image: int, count: int) -> dict[str, Tensor]:
 
 
 def initial(case: str) -> dict[str, Tensor]:
-    """Return the whole model that a course starts from."""
+    """Return the whole model that a run starts from."""
     values = whole_model(COUNT)
     values["opacities"] += 2.0
     if case == "a rank is pruned":
@@ -59,7 +59,7 @@ def initial(case: str) -> dict[str, Tensor]:
     return values
 
 
-def schedule(world: World, case: str, sharded: bool, shard_index: ShardIndex | None = None) -> Outcome:
+def train(world: World, case: str, sharded: bool, shard_index: ShardIndex | None = None) -> Outcome:
     """Train through IMAGES images, a step of Adam for each batch, and densifies. `shard_index` is changed."""
     values = initial(case)
     kind = ShardedDensifier if sharded else ReplicatedDensifier
@@ -84,28 +84,28 @@ def schedule(world: World, case: str, sharded: bool, shard_index: ShardIndex | N
         for name in ("grad2d", "count"):
             assert len(state[name]) == len(params["means"])
         if sharded:
-            held.of_ranks(len(params["means"]), world)  # an error if the holding was told wrong
+            held.of_ranks(len(params["means"]), world)  # an error if the shard index is wrong
         if isinstance(densifier, ShardedDensifier) and densifier.reordering is not None:
             records.append(densifier.reordering)
             densifier.reordering = None
     return lines((params, optimizers)), records, densifier.changes
 
 
-def all_courses(world: World) -> dict[str, Outcome]:
-    return {case: schedule(world, case, sharded=True) for case in CASES}
+def train_all(world: World) -> dict[str, Outcome]:
+    return {case: train(world, case, sharded=True) for case in CASES}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_rank(size: int) -> None:
-    outcomes = run_ranks(all_courses, size)
+    outcomes = run_ranks(train_all, size)
     for case in CASES:
-        expected, _, changes = schedule(World.single(), case, sharded=False)
+        expected, _, changes = train(World.single(), case, sharded=False)
         assert len(expected["means"]) == COUNT + changes["duplicated"] + changes["split"] - changes["pruned"]
         assert all(outcome[case][2] == changes for outcome in outcomes)
         assert len(expected["means"]) > 50 and len(expected) == 4 * 6
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         records = outcomes[0][case][1]
-        # Those that are out of balance are dealt out at others, too.
+        # Unbalanced shards are distributed at other refinements, too.
         assert len(records) >= ORDERED and (size > 1 or len(records) == ORDERED)
         for k, record in enumerate(records):
             assert len({(o[case][1][k].counts_after, o[case][1][k].moved) for o in outcomes}) == 1
@@ -117,7 +117,7 @@ def test_equals_one_rank(size: int) -> None:
 
 def test_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "order_every", 1)
-    expected, _, _ = schedule(World.single(), "even", sharded=False)
+    expected, _, _ = train(World.single(), "even", sharded=False)
     means = expected["means"]
     codes = interleaved_codes(means, Grid.of(census(means).tolist()))
     assert float((codes.diff() >= 0).double().mean()) > 0.75  # but for the steps since the last refinement
@@ -127,12 +127,12 @@ def test_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_gpu(size: int) -> None:
     skip_without_gpus(size)
-    outcomes = run_ranks(all_courses, size, device="cuda")
+    outcomes = run_ranks(train_all, size, device="cuda")
     for case in CASES:
-        expected, _, _ = schedule(World.single("cuda"), case, sharded=False)
+        expected, _, _ = train(World.single("cuda"), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
 
 
-def test_refuses_to_go_without_the_order() -> None:
+def test_unordered_points_are_refused() -> None:
     with pytest.raises(ValueError, match="ranges of an order"):
         ShardedDensifier(morton=False)

@@ -35,7 +35,7 @@ Outcome = tuple[dict[str, Tensor], list[Reordering], list[int]]
 
 
 def initial(case: str) -> dict[str, Tensor]:
-    """Return the whole model that a course starts from."""
+    """Return the whole model that a run starts from."""
     values = whole_model(COUNT)
     if case == "a rank is dead":
         values["opacities"][: COUNT // 3 + 20] = -9.0
@@ -46,7 +46,7 @@ def initial(case: str) -> dict[str, Tensor]:
     return values
 
 
-def schedule(world: World, case: str, sharded: bool, shard_index: ShardIndex | None = None) -> Outcome:
+def train(world: World, case: str, sharded: bool, shard_index: ShardIndex | None = None) -> Outcome:
     """Step of one to eleven images: the last refines more than once. `shard_index` is changed."""
     values = initial(case)
     held = ShardIndex(Sharded()) if shard_index is None else shard_index
@@ -75,19 +75,19 @@ def schedule(world: World, case: str, sharded: bool, shard_index: ShardIndex | N
     return lines(model), records, totals
 
 
-def all_courses(world: World) -> dict[str, Outcome]:
-    return {case: schedule(world, case, sharded=True) for case in CASES}
+def train_all(world: World) -> dict[str, Outcome]:
+    return {case: train(world, case, sharded=True) for case in CASES}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_rank(size: int) -> None:
-    outcomes = run_ranks(all_courses, size)
+    outcomes = run_ranks(train_all, size)
     for case in CASES:
-        expected, _, totals = schedule(World.single(), case, sharded=False)
+        expected, _, totals = train(World.single(), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         assert outcomes[0][case][2] == totals and totals[-1] == (COUNT if case == "all are dead" else 340), totals
         records = outcomes[0][case][1]
-        # After images 6, 12 and 18 it grows; after 12, 24 and 36 it is ordered; out of balance, dealt out at once.
+        # After images 6, 12 and 18 it grows; after 12, 24 and 36 it is ordered; out of balance, distributed at once.
         uneven = size > 1 and case in ("a rank owns all", "a rank owns nothing")
         assert len(records) == 3 + uneven
         if case != "few places":  # of which each is on one rank
@@ -100,9 +100,9 @@ def test_equals_one_rank(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_gpu(size: int) -> None:
     skip_without_gpus(size)
-    outcomes = run_ranks(all_courses, size, device="cuda")
+    outcomes = run_ranks(train_all, size, device="cuda")
     for case in CASES:
-        expected, _, _ = schedule(World.single("cuda"), case, sharded=False)
+        expected, _, _ = train(World.single("cuda"), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
 
 
@@ -116,6 +116,6 @@ def test_a_model_replaced_behind_its_back_is_noticed() -> None:
     densifier.step_post_backward(*shard(values, [0, 12], 0), step=1, images=1, rate=1e-3)
 
 
-def test_refuses_to_go_without_the_order() -> None:
+def test_unordered_points_are_refused() -> None:
     with pytest.raises(ValueError, match="ranges of an order"):
         ShardedMcmc(morton=False)

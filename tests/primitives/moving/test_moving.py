@@ -80,7 +80,7 @@ def test_it_culls_what_is_not_there_and_nothing_else_that_shows() -> None:
     assert float(moment.opacities.detach().min()) >= 1 / 255
 
 
-def test_they_come_move_and_go() -> None:
+def test_points_appear_move_and_disappear() -> None:
     """A point with a velocity: it is drawn where it is by then, and not at all long before and after."""
     motion = torch.tensor([[1.0, 0.0, 0.3, 0.0]], dtype=F64)
     params = {name: value.detach()[:1].clone() for name, value in make_moving_points(1, F64).params.items()}
@@ -154,7 +154,7 @@ def test_drawing_is_that_of_3d_gaussians() -> None:
         assert torch.equal(one.color, other.color) and torch.equal(one.depth, other.depth)  # type: ignore[arg-type]
 
 
-def test_halves_lie_in_space_and_time_and_are_smaller() -> None:
+def test_split_children_are_smaller_in_space_and_time() -> None:
     torch.manual_seed(0)
     points = make_moving_points(6, torch.float32, seed=2)
     params = {name: torch.nn.Parameter(value.detach()) for name, value in points.params.items()}
@@ -183,22 +183,22 @@ def test_halves_lie_in_space_and_time_and_are_smaller() -> None:
     assert 0.01 < float(drawn.abs().max()) < 5
 
 
-def test_halves_of_what_lasts_longer_than_the_capture_keep_their_time() -> None:
+def test_children_of_permanent_points_keep_their_time() -> None:
     points = make_moving_points(5, torch.float32, seed=2)
     still = torch.tensor([[1.0, 0, 0, 0]]).repeat(5, 1)
     params = {name: value.detach() for name, value in points.params.items()} | {"motions": still}
     params["durations"] = torch.tensor([-0.1, 0.0, 0.1, -2.0, 2.0])[:, None]
-    split_rule, drawn = MovingSplitRule(), torch.ones(2, 5, 4)
-    offsets = split_rule.offsets(params, drawn)
+    rule, drawn = MovingSplitRule(), torch.ones(2, 5, 4)
+    offsets = rule.offsets(params, drawn)
     assert (offsets[..., 3].abs() > 1e-3).tolist() == [[True, False, False, True, False]] * 2
     assert bool((offsets[..., :3].norm(dim=-1) > 0.01).all())
     durations = params["durations"].clone()
-    split_rule.move("durations", durations, offsets[0])
+    rule.move("durations", durations, offsets[0])
     shrunk = torch.tensor([True, False, False, True, False])
     torch.testing.assert_close((params["durations"] - durations).exp()[:, 0], torch.where(shrunk, SHRINK, 1.0))
 
 
-def test_what_they_cannot_do_is_refused() -> None:
+def test_options_unsupported_by_moving_points_are_refused() -> None:
     usual = {"optimizer_state": "full", "depth_loss": 0.0}
     check_primitive(SimpleNamespace(primitive="4dgs", densifier="default", **usual), "tile")  # type: ignore[arg-type]
     wanted: Any = SimpleNamespace(primitive="4dgs", densifier="mcmc", **usual)
@@ -213,7 +213,7 @@ def cameras(times: list[float] | None) -> Cameras:
     return Cameras(poses, fx=1.0, fy=1.0, cx=2.0, cy=2.0, width=4, height=4, times=moments)
 
 
-def test_what_is_said_of_times() -> None:
+def test_invalid_times_are_reported() -> None:
     assert times_note("4dgs", cameras([0.0, 0.5, 1.0])) == "" == times_note("3dgs", cameras(None))
     assert "stands still: its views have no times" in times_note("4dgs", cameras(None))
     assert "stands still: its views all have the same time" in times_note("4dgs", cameras([0.5, 0.5]))
@@ -222,7 +222,7 @@ def test_what_is_said_of_times() -> None:
         times_note("4dgs", cameras([0.0, 30.0]))
 
 
-def test_what_is_said_of_frames() -> None:
+def test_frame_times_are_reported() -> None:
     assert frames_note("4dgs", [cameras([0.2])]) == "" == frames_note("3dgs", [cameras([4.0])])
     assert "have no times: all show the moment 0" in frames_note("4dgs", [cameras(None)[:1]])
     assert "1 of 2 frames have times outside of 0 to 1 (0.5 to 1.5)" in frames_note(

@@ -22,7 +22,7 @@ from tests.strategies.scene import make_views
 from tests.strategies.test_law_surfels import ALL, surfels
 
 
-def test_the_schema_says_what_a_point_is() -> None:
+def test_schema_describes_a_point() -> None:
     kind, points = PRIMITIVES["2dgs"], surfels(5, torch.float64)
     assert (
         names(kind.schema) == tuple(name for name in names(PRIMITIVES["3dgs"].schema)) and Surfels.schema is kind.schema
@@ -117,7 +117,7 @@ def test_each_kind_has_its_threshold() -> None:
         assert made.grow_grad2d == threshold
 
 
-def test_steps_have_no_rows_of_what_is_beside_the_camera() -> None:
+def test_discs_outside_of_the_frustum_give_no_rows() -> None:
     """A disc that crosses the camera's plane has no box on the screen: were it not culled, it would be looked for in
     every tile."""
     view = View(torch.eye(4), torch.tensor([[30.0, 0, 24], [0, 30.0, 16], [0, 0, 1]]), 48, 32)
@@ -126,9 +126,9 @@ def test_steps_have_no_rows_of_what_is_beside_the_camera() -> None:
     params = {name: 0.1 * torch.randn(40, *shape, generator=g) for name, shape in shapes.items()}
     params["means"] = torch.randn(40, 3, generator=g) * torch.tensor([0.3, 0.3, 0.1]) + torch.tensor([0.0, 0, 3])
     params["scales"] -= 2.0
-    beside = torch.arange(10)  # as deep as the camera's plane, and to its left
-    params["means"][beside] = torch.tensor([-4.0, 0.0, 0.05])
-    params["scales"][beside] = -3.5  # one standard deviation lies before the plane, three of most reach across it
+    outside = torch.arange(10)  # as deep as the camera's plane, and to its left
+    params["means"][outside] = torch.tensor([-4.0, 0.0, 0.05])
+    params["scales"][outside] = -3.5  # one standard deviation lies before the plane, three of most extend across it
     params["opacities"] += 4.0
     kind = Surfels(sh_degree=1)
     points = Points(params)
@@ -138,7 +138,7 @@ def test_steps_have_no_rows_of_what_is_beside_the_camera() -> None:
         points, torch.zeros(40, dtype=torch.int32), torch.arange(40, dtype=torch.int32), view.viewmat[None],
         view.K[None], [48, 32],
     ).radii  # fmt: skip
-    assert (everywhere[beside] >= 48).any(1).sum() > 3, "without culling they would be everywhere"
+    assert (everywhere[outside] >= 48).any(1).sum() > 3, "without culling they would be everywhere"
     kernels = kind.kernels()
     assert kernels is not None
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
@@ -146,4 +146,4 @@ def test_steps_have_no_rows_of_what_is_beside_the_camera() -> None:
     rows = kernels.project(kernels.model(params, moments, {}, None), cameras, 64)
     count = int(rows.count)
     shown = hits.point_ids[(drawn != 0).any(1)]
-    assert torch.equal(rows.point_ids[:count], shown) and not set(shown.tolist()) & set(beside.tolist())
+    assert torch.equal(rows.point_ids[:count], shown) and not set(shown.tolist()) & set(outside.tolist())

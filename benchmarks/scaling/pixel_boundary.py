@@ -1,15 +1,15 @@
 """Difference between `pixel` and one GPU without cells, for each treatment of splats that overlap other cells.
 
-    python -m benchmarks.scaling.pixel_crossing --config RUN/config.yml --cells 2 4 8 --json FILE
+    python -m benchmarks.scaling.pixel_boundary --config RUN/config.yml --cells 2 4 8 --json FILE
 
-A trained model is drawn in its capture's held-out views: blended by depth, as one GPU does it, and cell by cell. What
-is told is the PSNR of one picture against the other, in the mean over views, and of each against the photograph. And
-what GPUs would send of a view: rows that cross, and pixels. Rows are 48 bytes there and 36 back; the number of those
-that travel is counted by the code that trains. In one process: nothing travels.
+A trained model is drawn in its capture's held-out views: blended by depth, as on one GPU, and cell by cell. Results are
+mean PSNRs over views: of one picture against the other, and of each against the photograph. And the bytes that GPUs
+would send of a view: boundary rows, and pixels. Rows are 48 bytes, and 36 of gradients. The code of training counts the
+sent rows. It runs in one process, so nothing is sent.
 
-`filter` is Splaxel's (appendix 8.1), by tiles instead of pixels: of two neighbouring cells, a splat that reaches from
-one into the other is left out where both are in sight, if its depth lies where both have some. It is here alone, to be
-measured.
+`filter` is Splaxel's (appendix 8.1), by tiles instead of pixels: of two neighbouring cells, a splat that extends
+from one into the other is skipped where both are visible, if its depth lies where both have some. It exists only here,
+for this measurement.
 """
 
 import argparse
@@ -51,10 +51,10 @@ ROW_BYTES = 48 + 36
 
 @dataclass(frozen=True)
 class Filtered(Gaussians):
-    """Gaussians that are left out where they cross.
+    """Gaussians that are skipped where they overlap other cells.
 
     Attributes:
-        crosses: [N, cells] into which other cells each point reaches.
+        crosses: [N, cells] other cells that each point overlaps.
         overlaps: [view][cell][other] tiles' rectangle x0, y0, x1, y1 in pixels and depths in which both have something.
     """
 
@@ -98,8 +98,8 @@ def filtered(kind: Gaussians, space: ByCells, points: Points, views: Sequence[Vi
     """The filter of cells, points and views."""
     assert space.tree is not None and space.boxes is not None
     means, extents, bounds = points.params["means"], kind.extents(points), space.tree.boxes().float()
-    reaches = [((means + extents >= low) & (means - extents <= high)).all(1) for low, high in bounds]
-    crosses = torch.stack(reaches, 1)
+    touched = [((means + extents >= low) & (means - extents <= high)).all(1) for low, high in bounds]
+    crosses = torch.stack(touched, 1)
     crosses[torch.arange(len(means)), space.tree.of(means)] = False
     overlaps: list[list[dict[int, Any]]] = []
     for view in views:
@@ -148,7 +148,7 @@ def rows_that_cross(spread: Strategy, kind: Gaussians, points: Points, views: Se
     """Of so many GPUs and each view: rows, those that are sent, and bytes of these and of pixels, of all together."""
     space = spread.placement
     assert isinstance(space, ByCells) and space.tree is not None
-    told = []
+    counts = []
     sizes = ByCells(replace(World.single(), size=gpus), PixelOptions(cells=space.cells, crossing="ghosts"))
     sizes.tree, sizes.boxes = space.tree, space.boxes
     ranks = torch.tensor([sizes.rank_of(cell) for cell in range(space.cells)])
@@ -162,8 +162,8 @@ def rows_that_cross(spread: Strategy, kind: Gaussians, points: Points, views: Se
         tile = len(own) * (gpus - 1) / gpus  # bands: about one of them needs a row
         routes = [routes_of(plan, [view], rank) for rank in range(gpus)]
         pixels = 16 * sum(sum(r.receive) + sum(r.receive_back) for r in routes)
-        told.append([len(own), sent, sent * ROW_BYTES, pixels, tile * ROW_BYTES, int(everywhere.sum())])
-    return np.mean(told, 0).tolist()
+        counts.append([len(own), sent, sent * ROW_BYTES, pixels, tile * ROW_BYTES, int(everywhere.sum())])
+    return np.mean(counts, 0).tolist()
 
 
 @torch.no_grad()
@@ -217,8 +217,8 @@ def main() -> None:
     for name in ("cells", "none", "filter", "ghosts", "to photographs", "", "", "rows sent", "MB rows", "MB pixels"):
         table.add_column(name, justify="right")
     for row in rows:
-        ways = [row[way] for way in ("none", "filter", "ghosts")]
-        near, true = ([f"{way[name]:.2f}" for way in ways] for name in ("to single", "to photograph"))
+        variants = [row[way] for way in ("none", "filter", "ghosts")]
+        near, true = ([f"{way[name]:.2f}" for way in variants] for name in ("to single", "to photograph"))
         sent = [
             f"{row['rows sent'] / max(row['rows'], 1):.1%}",
             *(f"{row[f'bytes of {n}'] / 1e6:.2f}" for n in ("rows", "pixels")),

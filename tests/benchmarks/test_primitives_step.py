@@ -1,11 +1,11 @@
-"""The benchmark of a training step of each kind of point: both of its ways draw something, and train."""
+"""The benchmark of a training step of each primitive: both variants draw and train."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.kernels import kinds_step, surfels
+from benchmarks.kernels import primitives_step, surfels
 from benchmarks.scenes.cloud import make_scene
 from benchmarks.scenes.garden import TINY, Scene
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS
@@ -14,9 +14,9 @@ from tests.lib.recorded import RecordedPool
 
 
 @pytest.mark.parametrize("kind", PRIMITIVES)
-def test_both_ways_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds_step, "GraphPool", lambda _: RecordedPool())
-    both = kinds_step.Both(kind, 60, (48, 40), torch.device("cpu"))
+def test_both_variants_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(primitives_step, "GraphPool", lambda _: RecordedPool())
+    both = primitives_step.Both(kind, 60, (48, 40), torch.device("cpu"))
     work, step = both.captured()
     step.status()
     for way, turns in ((both.ordinary(), 1), (work, 3)):
@@ -30,11 +30,11 @@ def test_both_ways_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_whole_step_of_2d_gaussians_counts_for_densification(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds_step, "GraphPool", lambda _: RecordedPool())
+    monkeypatch.setattr(primitives_step, "GraphPool", lambda _: RecordedPool())
     kept = []
 
     def spied(*given: Any) -> Any:
-        kept.append((given, kinds_step.captured_step(*given)))
+        kept.append((given, primitives_step.captured_step(*given)))
         return kept[0][1]
 
     monkeypatch.setattr(surfels, "captured_step", spied)
@@ -54,7 +54,7 @@ def test_a_whole_step_of_2d_gaussians_counts_for_densification(monkeypatch: pyte
 def test_convexes_are_as_training_begins_with_them() -> None:
     """Whatever their number: less dense, and larger."""
     for count in (100, 6400):
-        params = kinds_step.make("convex", count, torch.device("cpu"))
+        params = primitives_step.make("convex", count, torch.device("cpu"))
         size = params["corners"].view(count, 6, 3).norm(dim=-1).mean()
         assert abs(float(size) / (SIZE * 0.4 * (count / 144) ** (-1 / 3)) - 1) < 0.05
         steep = (params["deltas"] + params["sigmas"]).exp() * (size / SIZE) ** 2

@@ -9,11 +9,11 @@ from tests.cuda_ext.exchange.test_row_wire import Sent, gradients, send, splats,
 
 
 def check_kept(sent: Sent, half: bool, slots: bool) -> None:
-    """What a rank keeps, and what does not fit, is where it would have come through the buffer, bit for bit; there is
-    no room for it in the buffer."""
+    """Local rows, and rows beyond the capacity, are where the buffer would have put them, bit for bit. The buffer
+    has no capacity for local rows."""
     width = row_words(half=False, slots=slots)
     for rank, (rows, place, wire) in enumerate(zip(sent.rows, sent.places, sent.wires, strict=True)):
-        come = sent.come[rank]
+        come = sent.incoming[rank]
         starts = [start if source != rank else STAYS for source, start in enumerate(come.starts)]
         wire = wire.clone()
         come.segment(wire, rank, width).fill_(9)
@@ -39,12 +39,12 @@ def check_kept(sent: Sent, half: bool, slots: bool) -> None:
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_rows_that_stay_are_where_they_would_have_come(ranks: int, half: bool, slots: bool) -> None:
+def test_local_rows_have_the_order_of_exchanged_rows(ranks: int, half: bool, slots: bool) -> None:
     rows = [splats(make_rows(200 + 30 * rank, 20, seed=rank), rank) for rank in range(ranks)]
     pairs = uneven(ranks)
     pairs[0][0] = 11
     sent = send(rows, numbers(bands(ranks, 2), 2), pairs, half, slots)
-    assert int(sent.counts[0, 0]) > 11, "some find no room"
+    assert int(sent.counts[0, 0]) > 11, "some exceed the capacity"
     check_kept(sent, half, slots)
 
 

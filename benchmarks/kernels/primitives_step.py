@@ -1,11 +1,10 @@
-"""A training step of each kind of point on one GPU: captured in a CUDA graph, and through autograd.
+"""Time a training step of each primitive on one GPU: captured in a CUDA graph, and through autograd.
 
-    python -m benchmarks.kernels.kinds_step [--points 1000000] [--size 1920 1080] [--steps 20] [--profile]
+    python -m benchmarks.kernels.primitives_step [--points 1000000] [--size 1920 1080] [--steps 20] [--profile]
 
-Points are random in a box before the camera, and so is the image. The captured step has no stage that the ordinary one
-has not: projection, lists, compositing, loss, the way back, Adam. 2D Gaussians have their normal loss in both, convexes
-the shape that training starts from. Nothing is densified. --profile says which kernels take the time of a captured
-step.
+Points are random in a box before the camera, and so is the image. The captured step has the stages of the autograd
+step: projection, lists, compositing, loss, backward pass, Adam. 2D Gaussians have their normal loss in both, convexes
+the shape that training starts from. Nothing is densified. --profile lists the times of a captured step's kernels.
 """
 
 import argparse
@@ -115,19 +114,19 @@ def captured_step(
     strategy = STRATEGIES["single"](world)
     plan = strategy.plan([view])
     moments = dict(zip(params, zip(adam.exp_avgs, adam.exp_avg_sqs, strict=True), strict=True))
-    room = (count, 16 * count)
+    capacity = (count, 16 * count)
     while True:
-        settings = StepSettings(view.width, view.height, 1, LAMBDA, room[0], 0, room[1])
-        transport = OwnRows(world, kernels, room[0], 0, settings.words(strategy.assignment))
+        settings = StepSettings(view.width, view.height, 1, LAMBDA, capacity[0], 0, capacity[1])
+        transport = OwnRows(world, kernels, capacity[0], 0, settings.words(strategy.assignment))
         step = Step(kernels, params, moments, statistics, settings, strategy, transport)
         step.viewmats[0], step.Ks[0], step.times[0] = view.viewmat, view.K, view.time
         adam.upload()
         step.scalars.copy_(adam.scalars)
         step.take(plan, [image])
         status = step.status()
-        if not status.full and room != (count, 16 * count):
+        if not status.full and capacity != (count, 16 * count):
             break
-        room = (padded(status.rows), padded(status.intersections))  # as a run learns it
+        capacity = (padded(status.rows), padded(status.intersections))  # as a run learns it
     graphs = StepGraphs(StepTimer(device), lambda: None, GraphPool(device))
     return lambda: graphs.take(plan, lambda: step.parts(plan, [image])), step
 
@@ -166,7 +165,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="and which kernels take the time")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("kinds_step times CUDA graphs, and torch sees no GPU here. Run it on a machine with one.")
+        raise SystemExit("primitives_step times CUDA graphs, and torch sees no GPU here. Run it on a machine with one.")
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, {options.points} points, {options.size[0]}x{options.size[1]}")
     for kind in PRIMITIVES:

@@ -1,4 +1,4 @@
-"""The benchmark of kinds of points and strategies: what it types, what it reads, and its table of sizes."""
+"""The benchmark of primitives and strategies: its commands, the metrics that it reads, and its table of sizes."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from benchmarks.scaling import primitives
 OPTIONS = Namespace(device="cpu", steps=8, city=["--blocks", "1"], capture=None)
 
 
-def test_a_run_is_what_was_asked_for() -> None:
+def test_run_has_the_requested_options() -> None:
     words = primitives.command("2dgs", "pixel", 2, OPTIONS, Path("runs"))
     assert "splatfacto-pixel" in words and words[-2:] == ["--blocks", "1"]
     assert (
@@ -26,7 +26,7 @@ def test_a_run_is_what_was_asked_for() -> None:
     assert words[words.index("--time-varying") + 1] == "True" and "--pipeline.views-per-step" not in words
 
 
-def test_a_capture_takes_the_place_of_the_city() -> None:
+def test_capture_replaces_the_city() -> None:
     options = Namespace(device="cpu", steps=8, city=[], capture=Path("aerial"))
     words = primitives.command("4dgs", "batch", 2, options, Path("runs"))
     assert words[words.index("--data") + 1] == "aerial" and "colmap" in words and "city" not in words

@@ -1,15 +1,16 @@
-"""One trained model, gsplat 1.4.0's operators and ours: what densification counts, and 2,000 images from there.
+"""Compare gsplat 1.4.0's operators with ours on one trained model: densification's counts, and 2,000 more images.
 
-    python -m benchmarks.captures.beside_gsplat --images 6050 --more 2000 -- colmap --data fox --downscale-factor 1
+    python -m benchmarks.captures.against_gsplat --images 6050 --more 2000 -- colmap --data fox --downscale-factor 1
 
-The model is trained by `splatfacto-batch`, refining up to its last fifty images. Then the views that see each Gaussian
-and the sums of its gradients are counted by both. From the same model and Adam's moments training goes on without
-refinement, with the same views and backgrounds: in a plain torch loop with gsplat's rasterization, pytorch_msssim and
-torch's Adam; in the same loop with our operators and loss; in fused and in ordinary steps of the trainer. Whole runs
-part with the first split that rounding decides; these stay together, so that 0.01 dB shows.
+`splatfacto-batch` trains the model, with refinements up to its last fifty images. Then both count the views that see
+each Gaussian, and the sums of its gradients. Training resumes from this model and Adam's moments without refinement,
+with the same views and backgrounds: in a plain torch loop with gsplat's rasterization, pytorch_msssim and torch's Adam;
+in the same loop with our operators and loss; in fused and in autograd steps of the trainer. Complete runs diverge at
+the first split that rounding decides. These runs do not, so differences of 0.01 dB are visible.
 
-With --images 6052 --more 148 the model's opacities have just been reset, at image 6,000, and courses end where the next
-refinement would prune: `to_prune` says how many. (With 6050 refining stops at 6,000, and nothing is reset.)
+With --images 6052 --more 148 the model's opacities have just been reset, at image 6,000, and runs end before the next
+refinement: `to_prune` is the number of points that it would prune. (With 6050 refining stops at 6,000, and nothing is
+reset.)
 """
 
 import argparse
@@ -189,11 +190,11 @@ def main() -> None:
     if options.more < 0:
         parser.error(f"--more {options.more}: 0, to count only, or a number of images")
     bench = Bench(options, Path(mkdtemp(prefix="beside-")))
-    ways: dict[str, Way] = {"gsplat": by_gsplat, "ours": by_ours}
+    variants: dict[str, Way] = {"gsplat": by_gsplat, "ours": by_ours}
     if options.device == "cpu":
-        del ways["gsplat"]
+        del variants["gsplat"]
     counted: dict[str, Any] = {}
-    for name, way in ways.items():
+    for name, way in variants.items():
         for said, loss, tf32 in (
             ("our loss", bench.our_loss, True),
             ("nerfstudio's loss", bench.nerfstudios, True),
@@ -204,11 +205,11 @@ def main() -> None:
             above = int((sums / seen.clamp_min(1) > options.threshold).sum())
             counted[f"{name}, {said}"] = {"gradients": float(sums.sum()), "seen": float(seen.sum()), "above": above}
     torch.backends.cudnn.allow_tf32 = True
-    courses: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
     if options.more:
-        courses = {f"loop, {name}": bench.loop(way) for name, way in ways.items()}
-        courses |= {f"{wish} fused": bench.go_on(wish) for wish in ("always", "never")}
-    result = {"gaussians": len(bench.start["means"]), "counted": counted, "courses": courses}
+        runs = {f"loop, {name}": bench.loop(way) for name, way in variants.items()}
+        runs |= {f"{wish} fused": bench.go_on(wish) for wish in ("always", "never")}
+    result = {"gaussians": len(bench.start["means"]), "counted": counted, "courses": runs}
     Console(soft_wrap=True).print(result)
     if options.json:
         options.json.write_text(json.dumps({**describe(), **result}, indent=2) + "\n")

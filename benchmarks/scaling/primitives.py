@@ -1,15 +1,15 @@
-"""Each kind of point with each strategy: images a second, and bytes that a step sends (after Gaian's figure 10), and
-the bytes of a point and of what it becomes in a view (its table 3).
+"""Measure each primitive with each strategy: images a second, bytes sent by a step (as Gaian's figure 10), and bytes of
+a point and of its splat (as its table 3).
 
-    python -m benchmarks.scaling.kinds [--devices 1 2] [--kinds 3dgs 2dgs convex 4dgs] [--json FILE]
+    python -m benchmarks.scaling.primitives [--devices 1 2] [--kinds 3dgs 2dgs convex 4dgs] [--json FILE]
         [--device cpu] [--capture FOLDER] [-- OPTIONS of the city]
 
 A run is `ns-train splatfacto-STRATEGY --pipeline.model.primitive KIND` on the procedural city, a view a device and
 step, without densification, so that all runs have as many points. Images a second are those between the first row of
-metrics and the last, bytes those that a rank says it has sent, means over the same steps: bytes of images that ranks
-pass on to each other are among them. With 4dgs cars move, but not in a capture that --capture names: a folder in
-COLMAP's layout, in the place of the city, which each run would render anew. Normal losses of 2dgs count from the first
-image on, but not with `pixel`, which cannot have them.
+metrics and the last, bytes are the mean of a rank's sent bytes over the same steps, including forwarded images. With
+4dgs cars move, but not in a capture that --capture names: a folder in COLMAP's layout, instead of the city, which each
+run would render again. Normal losses of 2dgs count from the first image on, but not with `pixel`, which does not
+support them.
 
 On one device nothing is sent. Speeds on a CPU say nothing of GPUs: there `--device cpu` is for the bytes.
 """
@@ -140,7 +140,7 @@ def main() -> int:
     console, done = Console(width=None if sys.stdout.isatty() else 140), list[Measured]()
     console.print(sizes_table())
     for devices in options.devices:
-        for kind in options.kinds:
+        for kind in options.primitives:
             for strategy in options.strategies if devices > 1 else options.strategies[:1]:
                 done.append(measure(kind, strategy, devices, options))
                 if options.json:

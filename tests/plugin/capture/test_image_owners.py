@@ -24,7 +24,7 @@ def _held(owners: list[int], shapes: list[ImageShape], ranks: int) -> list[int]:
     return held
 
 
-def test_a_machines_images_lie_evenly_on_its_ranks() -> None:
+def test_images_of_a_machine_are_spread_evenly_over_its_ranks() -> None:
     """By bytes: a rank with large images has few of them."""
     g = torch.Generator().manual_seed(2)
     heights = [int(h) for h in torch.randint(1, 40, (200,), generator=g)]
@@ -39,13 +39,13 @@ def test_a_machines_images_lie_evenly_on_its_ranks() -> None:
     assert owners == image_owners_of(machines, shapes, 3, 4, budget=max(held)), "a budget that is kept changes nothing"
 
 
-def test_images_of_one_size_are_dealt_in_turn() -> None:
+def test_images_of_one_size_are_distributed_round_robin() -> None:
     machines = [0, 0, 0, 0, 1, 1, 0]
     assert image_owners_of(machines, [SMALL] * 7, 2, 2) == [0, 1, 0, 1, 2, 3, 0]
     assert image_owners_of([], [], 2, 2) == [] and image_owners_of([0] * 3, [SMALL] * 3, 1, 1) == [0, 0, 0]
 
 
-def test_what_a_machine_has_no_room_for_goes_where_there_is_room() -> None:
+def test_images_beyond_memory_go_to_machines_with_memory() -> None:
     machines = [0] * 9 + [1]
     owners = image_owners_of(machines, [SMALL] * 10, 3, 2, budget=2 * 64)
     assert _held(owners, [SMALL] * 10, 6) == [128, 128, 128, 128, 64, 64], "no rank has more than it may hold"
@@ -54,7 +54,7 @@ def test_what_a_machine_has_no_room_for_goes_where_there_is_room() -> None:
     large = replace(SMALL, height=8)
     shapes = [SMALL, large, SMALL, large]
     assert image_owners_of([0] * 4, shapes, 2, 1, budget=256) == [1, 0, 1, 0]
-    # There is no room anywhere for two of ten: they are at home, and decoded on demand.
+    # Two of ten exceed the memory of all machines: their machine owns them, and decodes them on demand.
     owners = image_owners_of([0] * 10, [SMALL] * 10, 2, 2, budget=128)
     assert _held(owners, [SMALL] * 10, 4) == [192, 192, 128, 128]
 
@@ -132,7 +132,7 @@ def _refused(world: World, how: str) -> str:
 
 
 def _never(index: int) -> ImageData:
-    raise AssertionError(f"view {index} is decoded though nobody knows who holds it")
+    raise AssertionError(f"view {index} is decoded although its owner is unknown")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def _never(index: int) -> ImageData:
         ("other", "homes of the training images differ between ranks"),
     ],
 )
-def test_wrong_homes_are_refused_on_every_rank(how: str, message: str) -> None:
+def test_invalid_owners_are_refused_on_every_rank(how: str, message: str) -> None:
     assert all(message in found for found in run_ranks(_refused, 2, how))
 
 
@@ -157,8 +157,8 @@ def _little(world: World, owners: list[int]) -> tuple[str, bool, int]:
     return said.get(), share.store.complete, share.lookahead
 
 
-def test_what_is_said_of_memory_is_of_the_ranks_that_lack_it() -> None:
-    """Rank 0, which speaks, has room for its own."""
+def test_memory_message_names_the_ranks_that_lack_it() -> None:
+    """Rank 0, which prints the message, has memory for its own images."""
     (said, complete, ahead), (silent, incomplete, far) = run_ranks(_little, 2, [0, 0] + [1] * 8)
     assert complete and not incomplete and silent == ""
     assert "1 of 2 rank(s) cannot keep all of theirs" in said and "rank 1 keeps" in said

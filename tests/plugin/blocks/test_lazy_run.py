@@ -1,7 +1,7 @@
-"""Steps that are put off, with Adam's eps as it is trained with: the course of steps that are all taken at once.
+"""A run with deferred steps equals the run without, at the eps of training.
 
-With an eps of 1e-15 Adam makes a full step of a gradient that is rounding and nothing else. So both courses here sum in
-the same order, and differ by nothing but when the steps of points that no view shows are taken.
+With an eps of 1e-15 Adam turns a gradient of pure rounding into a full step. So both runs sum in the same order. They
+differ only in when invisible points are updated.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks import training
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
-from tests.lib.tile_training_run import MODEL, furthest, schedule
+from tests.lib.tile_training_run import MODEL, furthest, train_model
 from tests.lib.training_run import write_capture
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def both(world: World, capture: Path, runs: Path, tile: bool) -> tuple[Any, Any, list[int]]:
-    """Return the courses with steps put off and without, and how many points were behind at the ends of blocks."""
+    """Return the runs with deferred steps and without, and the numbers of deferred points at the ends of blocks."""
     views = 2 if tile else 2 // world.size
     behind: list[int] = []
     flush = training.Step.flush
@@ -39,17 +39,17 @@ def both(world: World, capture: Path, runs: Path, tile: bool) -> tuple[Any, Any,
         flush(step)
 
     with patch.object(training.Step, "flush", watched):
-        found = [schedule(world, tile, capture, runs / "lazy", OPTIONS, STEPS, views, double=False)]
+        found = [train_model(world, tile, capture, runs / "lazy", OPTIONS, STEPS, views, double=False)]
         with patch.object(training, "lazy_serves", lambda *_: False):
-            found.append(schedule(world, tile, capture, runs / "dense", OPTIONS, STEPS, views, double=False))
+            found.append(train_model(world, tile, capture, runs / "dense", OPTIONS, STEPS, views, double=False))
     return found[0], found[1], behind
 
 
 @pytest.mark.parametrize("tile", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_put_off_are_those_taken_at_once(ranks: int, tile: bool, tmp_path: Path) -> None:
+def test_deferred_steps_equal_immediate_steps(ranks: int, tile: bool, tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False)
     for lazy, dense, behind in run_ranks(both, ranks, tmp_path / "capture", tmp_path / "runs", tile):
-        assert max(behind) > 0 and len(behind) < STEPS, "nothing was put off, or blocks had one step each"
+        assert max(behind) > 0 and len(behind) < STEPS, "no step was deferred, or blocks had one step each"
         away = furthest(lazy, dense)
         assert max(away.values()) < AWAY, away

@@ -1,14 +1,14 @@
-"""Times what splats that reach into other cells cost on one GPU: steps of `pixel` with 4 cells beside `single`, and the
-operators of ghosts, by our kernels and made of torch's operators.
+"""Time boundary splats on one GPU: steps of `pixel` with 4 cells compared with `single`, and the operators of boundary
+splats, by our kernels and composed of torch's operators.
 
-    python -m benchmarks.kernels.ghosts [--points 500000 2000000 8000000] [--views N] [--json FILE]
+    python -m benchmarks.kernels.boundary_splats [--points 500000 2000000 8000000] [--views N] [--json FILE]
 
 The scene is the procedural city from the air at 1920 x 1080. Steps are launched one kernel after the other, as steps of
-`pixel` are in training; those of `single` also replay a CUDA graph, as in training. One GPU draws all 4 cells, and each
-from the lists of all splats in its rectangle: with `ghosts` it sorts what 4 GPUs would share. The operators are given
-all rows of the model, and route them to 4 GPUs; of 4 GPUs each has a quarter.
+`pixel` are in training; those of `single` also replay a CUDA graph, as in training. One GPU draws all 4 cells, each
+from the lists of all splats in its rectangle. With `ghosts` it sorts the work of 4 GPUs. The operators get all rows of
+the model, and route them to 4 GPUs; each of 4 GPUs has a quarter.
 
-Splaxel's filter is no way to train here (docs/methods/pixel.md): it has no step to time.
+Splaxel's filter is not available for training (docs/methods/pixel.md), so it has no step to time.
 """
 
 import argparse
@@ -72,15 +72,15 @@ def launches(work: Callable[[], Any]) -> int:
     return counted.count
 
 
-def step_of(spread: Strategy, points: Points, views: Sequence[View], room: tuple[int, int]) -> Callable[[], Step]:
-    """Takes a step each time that it is called. `room` is for rows and intersections."""
+def step_of(spread: Strategy, points: Points, views: Sequence[View], capacities: tuple[int, int]) -> Callable[[], Step]:
+    """Takes a step each time that it is called. `capacities` is for rows and intersections."""
     world = spread.world
     spread.placement.look(lambda: list(views))
     params = {name: value.clone() for name, value in spread.placement.hold(points, world).params.items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     sums = {name: torch.zeros(len(points), device=world.device) for name in _NAMES}
     spread.observe(_KIND, Points(params), 0)
-    settings = StepSettings(WIDTH, HEIGHT, len(views), 0.2, rows=room[0], segment=1, intersections=room[1])
+    settings = StepSettings(WIDTH, HEIGHT, len(views), 0.2, rows=capacities[0], segment=1, intersections=capacities[1])
     kernels = _KIND.kernels()
     assert kernels is not None
     rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words(spread.assignment))
@@ -107,8 +107,8 @@ def step_of(spread: Strategy, points: Points, views: Sequence[View], room: tuple
 def time_step(spread: Strategy, points: Points, views: Sequence[View], iterations: int, *, graph: bool = False) -> Any:
     """Milliseconds, and intersections."""
     device, rows = spread.world.device, padded(len(points) * len(views))
-    room = rows, padded(2 * len(points) * len(views) + 200_000)
-    take = step_of(spread, points, views, room)
+    capacities = rows, padded(2 * len(points) * len(views) + 200_000)
+    take = step_of(spread, points, views, capacities)
     status = take().status()
     if status.full:
         take = step_of(spread, points, views, (rows, padded(status.intersections)))
@@ -135,7 +135,7 @@ def space_of(points: Points, world: World) -> ByCells:
 def operators(points: Points, views: Sequence[View], world: World, iterations: int) -> list[dict[str, Any]]:
     """Of each operator milliseconds and launches, by kernels and by torch."""
     space = space_of(points, world)
-    crossing, device = CellsInViews(space), world.device
+    cells_in_views, device = CellsInViews(space), world.device
     plan: Plan = with_halos(CellPixels(space).assign(views, CELLS), WIDTH, HEIGHT)
     kernels = _KIND.kernels()
     assert kernels is not None
@@ -152,15 +152,15 @@ def operators(points: Points, views: Sequence[View], world: World, iterations: i
     counts = torch.zeros(CELLS, dtype=torch.int64, device=device)
     drawn = rectangles(plan, views, range(CELLS))
     cells = [patch.cell for patches in plan.drawn for patch in patches]
-    arrived = kernels.receive_local(rows, torch.zeros(real, dtype=torch.int32, device=device),
+    arrived = kernels.stay(rows, torch.zeros(real, dtype=torch.int32, device=device),
                            torch.arange(real, dtype=torch.int32, device=device))  # fmt: skip
     mine = [n for p in plan.drawn[0] for n in (p.view, *p.rendered(views[p.view]))]
     offsets, ids, met = kernels.intersect(arrived, mine, padded(8 * real))
-    windows, reached = crossing.windows(plan, views, 0).float(), crossing.reached_by(rows, views)
+    windows, reached = cells_in_views.windows(plan, views, 0).float(), cells_in_views.reached_by(rows, views)
     where = rows.view_ids, rows.count, rows.means2d, rows.radii
     works: dict[str, Callable[[], Any]] = {
-        "windows of all tiles": lambda: crossing.windows(plan, views, 0),
-        "reach": lambda: crossing.reached_by(rows, views),
+        "windows of all tiles": lambda: cells_in_views.windows(plan, views, 0),
+        "reach": lambda: cells_in_views.reached_by(rows, views),
         "routes": lambda: route_lines(*where, drawn, 0, real, place, counts, reached, cells),
         "lists cut to windows": lambda: clip_lists(offsets, ids, arrived.depths, windows),
     }
@@ -201,13 +201,13 @@ def measure(points: int, views: int, device: torch.device, iterations: int, cons
     for column in ("step", "ms", "intersections"):
         table.add_column(column)
     steps: dict[str, Any] = {}
-    ways: dict[str, tuple[Callable[[], Strategy], bool]] = {
+    variants: dict[str, tuple[Callable[[], Strategy], bool]] = {
         "single, a graph": (lambda: single(world), True),
         "single, launched": (lambda: single(world), False),
-        "pixel, crossing none": (lambda: pixel(world, PixelOptions(cells=CELLS, crossing="none")), False),
-        "pixel, crossing ghosts": (lambda: pixel(world, PixelOptions(cells=CELLS, crossing="ghosts")), False),
+        "pixel, clipped splats": (lambda: pixel(world, PixelOptions(cells=CELLS, crossing="none")), False),
+        "pixel, boundary splats": (lambda: pixel(world, PixelOptions(cells=CELLS, crossing="ghosts")), False),
     }
-    for name, (make, graph) in ways.items():
+    for name, (make, graph) in variants.items():
         ms, intersections = time_step(make(), model, seen, iterations, graph=graph)
         steps[name] = {"ms": ms, "intersections": intersections}
         table.add_row(name, f"{ms:.2f}", f"{intersections:,}")

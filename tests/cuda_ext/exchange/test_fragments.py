@@ -80,18 +80,18 @@ def test_gradients_are_autograds() -> None:
     torch.testing.assert_close(some, torch.cat([expected[:44], expected[79:]]))
 
 
-PIECES = [9, 7, 3, 2, 0, 6, 35, 4, 4, 3, 6, -1, 0, 7, 2, 1, 18, 0]
+FRAGMENTS = [9, 7, 3, 2, 0, 6, 35, 4, 4, 3, 6, -1, 0, 7, 2, 1, 18, 0]
 """Within the first patch; all of the second, without gradients; the first pixels."""
 
 
-def test_rectangles_go_and_come_back() -> None:
+def test_gather_and_scatter_are_inverse() -> None:
     color, alpha = torch.arange(177.0).view(59, 3), torch.arange(59.0) / 100
     out = torch.full((20, 4), -1.0)
-    gather_fragments(color, alpha, PIECES, out)
+    gather_fragments(color, alpha, FRAGMENTS, out)
     rows = [9, 10, 11, 16, 17, 18, *range(35, 47), 0, 1]
     assert torch.equal(out, torch.cat([color, alpha[:, None]], 1)[rows])
     v_color, v_alpha, gradients = torch.zeros(59, 3), torch.zeros(59), torch.randn(12, 4)
-    numbers = [n if k != 17 else 6 for k, n in enumerate(PIECES)]
+    numbers = [n if k != 17 else 6 for k, n in enumerate(FRAGMENTS)]
     numbers[5] = 0
     scatter_fragments(gradients, numbers, v_color, v_alpha)
     assert torch.equal(v_color[rows[:6]], gradients[:6, :3]) and torch.equal(v_alpha[[0, 1]], gradients[6:8, 3])
@@ -101,14 +101,14 @@ def test_rectangles_go_and_come_back() -> None:
 def test_wrong_arguments_are_named() -> None:
     color, alpha, out = torch.zeros(59, 3), torch.zeros(59), torch.zeros(20, 4)
     for k, value in ((0, 50), (2, 9), (4, 15), (3, 0)):
-        numbers = list(PIECES)
+        numbers = list(FRAGMENTS)
         numbers[k] = value
         with pytest.raises(ValueError, match="piece 0 is"):
             gather_fragments(color, alpha, numbers, out)
     with pytest.raises(ValueError, match="piece 0 is"):
         scatter_fragments(out, [0, 7, 2, 1, 0, 19], color, alpha)
     with pytest.raises(ValueError, match="contiguous"):
-        gather_fragments(torch.zeros(3, 59).T, alpha, PIECES, out)
+        gather_fragments(torch.zeros(3, 59).T, alpha, FRAGMENTS, out)
     for k, value in ((0, 3), (3, 8), (5, 70), (2, 4)):
         numbers = list(LAYERS)
         numbers[k] = value
@@ -127,8 +127,10 @@ def test_opcheck() -> None:
     v = torch.rand(PIXELS, 3).double(), torch.rand(PIXELS).double()
     rest = (received()[:, 0].contiguous(), *v, LAYERS, SIZES, BACK)
     torch.library.opcheck(OPS.composite_fragments_backward.default, (given.detach(), *rest))
-    torch.library.opcheck(OPS.gather_fragments.default, (torch.rand(59, 3), torch.rand(59), PIECES, torch.zeros(20, 4)))
-    numbers = [n if k != 17 else 6 for k, n in enumerate(PIECES)]
+    torch.library.opcheck(
+        OPS.gather_fragments.default, (torch.rand(59, 3), torch.rand(59), FRAGMENTS, torch.zeros(20, 4))
+    )
+    numbers = [n if k != 17 else 6 for k, n in enumerate(FRAGMENTS)]
     given_back = torch.rand(20, 4), numbers, torch.zeros(59, 3), torch.zeros(59)
     torch.library.opcheck(OPS.scatter_fragments.default, given_back)
 
@@ -168,14 +170,14 @@ def many(device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     pixels = sum(w * h for w, h in zip(sizes[::2], sizes[1::2], strict=True))
     v = torch.randn(pixels, 3, generator=g).to(device, dtype), torch.randn(pixels, generator=g).to(device, dtype)
     corners = [0, *(sum(w * h for w, h in zip(sizes[:k:2], sizes[1:k:2], strict=True)) for k in range(2, 80, 2))]
-    pieces = [n for k in range(40) for n in (corners[k], sizes[2 * k], sizes[2 * k], 1, 100 * k, 100 * k)]
+    fragments = [n for k in range(40) for n in (corners[k], sizes[2 * k], sizes[2 * k], 1, 100 * k, 100 * k)]
 
     def run() -> tuple[Tensor, ...]:
         out, alpha, before = composite_fragments(given, layers, sizes)
         back = composite_fragments_backward(given, before, *v, layers, sizes, rows)
         gathered, v_color, v_alpha = out.new_zeros(4000, 4), torch.zeros_like(out), torch.zeros_like(alpha)
-        gather_fragments(out, alpha, pieces, gathered)
-        scatter_fragments(gathered, pieces, v_color, v_alpha)
+        gather_fragments(out, alpha, fragments, gathered)
+        scatter_fragments(gathered, fragments, v_color, v_alpha)
         watched = [n for k in range(40) for n in (k % 3, corners[k], 7, 9, sizes[2 * k], sizes[2 * k + 1])]
         boxes = live_boxes(alpha, watched, 4, 0.9)
         return out, alpha, before, back, gathered, v_color, v_alpha, boxes

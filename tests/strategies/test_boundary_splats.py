@@ -1,4 +1,4 @@
-"""Splats that reach into other cells as ghosts: any cells, on any number of ranks, are `single`."""
+"""Splats that overlap other cells as boundary splats: any cells, on any number of ranks, equal `single`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ VIEWS, POINTS = 5, 150
 
 
 def strategy_of(cells: int, world: World) -> Strategy:
-    return pixel(world, PixelOptions(cells=cells, regions="ghosts"))
+    return pixel(world, PixelOptions(cells=cells, crossing="ghosts"))
 
 
 def step_of(
@@ -66,16 +66,16 @@ def windows_of(where: str) -> tuple[CellsInViews, Plan, list[View]]:
     spread = with_splits(World.single(), where_cameras_stand()[where], "ghosts")
     spread.placement.hold(points, World.single())
     spread.observe(Gaussians(), points, 0)
-    assert isinstance(spread.rows, BoundaryRows) and isinstance(spread.rows.regions, CellsInViews)
-    return spread.rows.regions, spread.plan(views), views
+    assert isinstance(spread.rows, BoundaryRows) and isinstance(spread.rows.crossing, CellsInViews)
+    return spread.rows.crossing, spread.plan(views), views
 
 
 @pytest.mark.parametrize("where", where_cameras_stand())
 def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
     """And as near as possible that in which it lies: the ray through the tile's middle says so where all draw."""
-    regions, plan, views = windows_of(where)
-    windows, start = regions.windows(plan, views, 0), 0
-    tree = regions._space.tree
+    cells_in_views, plan, views = windows_of(where)
+    windows, start = cells_in_views.windows(plan, views, 0), 0
+    tree = cells_in_views._space.tree
     assert tree is not None
     counted = {view: torch.zeros(-(-v.height // TILE), -(-v.width // TILE), 200) for view, v in enumerate(views)}
     depths = torch.linspace(0.02, 9.0, 200, dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
 
 
 def bytes_of(world: World, cross: bool) -> int:
-    """What a step sends, of rows to where they reach a cell, or to where they reach a rectangle."""
+    """Return the bytes of a step with rows sent to overlapped cells, or to overlapped rectangles."""
     spread = strategy_of(2, world)
     spread = spread if cross else replace(spread, rows=ExchangedRows(relays=False))
     world.traffic.since("step")
@@ -116,31 +116,31 @@ def bytes_of(world: World, cross: bool) -> int:
     return world.traffic.since("step")
 
 
-def test_rows_go_where_they_reach_a_cell() -> None:
+def test_rows_are_sent_to_cells_that_they_overlap() -> None:
     few, many = (run_ranks(bytes_of, 2, cross) for cross in (True, False))
     assert all(a < 0.75 * b for a, b in zip(few, many, strict=True))
-    regions, _, views = windows_of("in a cell")
+    cells_in_views, _, views = windows_of("in a cell")
     view, places = views[0], torch.tensor([[10.0, 5.0], [25, 21], [19, 27], [29, 5]], dtype=torch.float64)
     depths = torch.tensor([4.0, 4.0, 2.0, 2.5], dtype=torch.float64)
-    middles = (places / TILE).floor() * TILE + TILE / 2  # each reaches one tile, and goes by its middle
+    middles = (places / TILE).floor() * TILE + TILE / 2  # each overlaps one tile, and counts at its middle
     rays = torch.cat([(middles - view.K[:2, 2]) / view.K[[0, 1], [0, 1]], torch.ones(4, 1)], 1)
-    tree = regions._space.tree
+    tree = cells_in_views._space.tree
     assert tree is not None
     cells = tree.of((rays * depths[:, None] - view.viewmat[:3, 3]) @ view.viewmat[:3, :3])
     assert len(cells.unique()) == 3
-    overlaps_cells = regions.overlaps_cells(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view])
-    assert torch.equal(overlaps_cells.T, torch.nn.functional.one_hot(cells, 3).bool())
+    overlaps = cells_in_views.reach(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view])
+    assert torch.equal(overlaps.T, torch.nn.functional.one_hot(cells, 3).bool())
 
 
 @pytest.mark.gpu
 def test_cameras_may_be_on_the_host() -> None:
-    """As they are where a run first asks how much room its rows need."""
+    """Rows before a run's first capacities are computed."""
     skip_without_gpus(1)
-    regions, _, views = windows_of("in a cell")
+    cells_in_views, _, views = windows_of("in a cell")
     places = torch.tensor([[10.0, 5.0], [25, 21], [19, 27]], dtype=torch.float64)
     given = torch.zeros(3).int(), places, torch.full((3, 2), 2).int(), torch.tensor([4.0, 2, 3], dtype=torch.float64)
     there = (x.cuda().float() if x.is_floating_point() else x.cuda() for x in given)
-    assert torch.equal(regions.overlaps_cells(*there, views[:1]).cpu(), regions.overlaps_cells(*given, views[:1]))
+    assert torch.equal(cells_in_views.reach(*there, views[:1]).cpu(), cells_in_views.reach(*given, views[:1]))
 
 
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
@@ -177,7 +177,7 @@ def test_single_on_gpus(mode: str, ranks: int, cells: int) -> None:
 
 
 class _Near(CellRegions):
-    """One cell, which what is nearer than 1 reaches; counts how often it is asked."""
+    """One cell, overlapped by rows nearer than 1; counts its queries."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -185,7 +185,7 @@ class _Near(CellRegions):
     def windows(self, plan: Plan, views: Sequence[View], rank: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def overlaps_cells(
+    def reach(
         self, view_ids: torch.Tensor, means2d: torch.Tensor, radii: torch.Tensor, depths: torch.Tensor,
         views: Sequence[View],
     ) -> torch.Tensor:  # fmt: skip
@@ -193,10 +193,10 @@ class _Near(CellRegions):
         return depths[None] < 1
 
 
-def test_boundary_rows_touch_what_the_crossing_says() -> None:
+def test_boundary_rows_overlap_the_listed_cells() -> None:
     """Each batch is asked about once, and earlier batches do not matter."""
-    regions, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
-    leg = BoundaryRows(regions)
+    cells_in_views, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
+    leg = BoundaryRows(cells_in_views)
     plan = Plan(((Patch(0, 0, 0, 32, 32, cell=0),),), ((),))
     for turn, depths in enumerate(([0.5, 0.5, 2.0], [2.0, 2.0, 0.5])):
         ids = torch.zeros(3, dtype=torch.int32)
@@ -205,4 +205,4 @@ def test_boundary_rows_touch_what_the_crossing_says() -> None:
         own = Splats(Hits(ids, torch.arange(3, dtype=torch.int32)), rows)
         near = torch.tensor(depths) < 1
         assert torch.equal(leg.touched(own, [view], plan)[0], near)
-        assert regions.asked == turn + 1
+        assert cells_in_views.asked == turn + 1

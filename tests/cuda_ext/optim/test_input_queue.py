@@ -21,7 +21,7 @@ def tables_of(device: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_line_that_is_next_is_taken(device: str) -> None:
+def test_next_line_is_read(device: str) -> None:
     tables = tables_of(device)
     into = [torch.full((300,), -1.0, device=device), torch.full((3,), -1, dtype=torch.int32, device=device)]
     for line in (3, 0, LINES - 1):
@@ -33,12 +33,12 @@ def test_the_line_that_is_next_is_taken(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_reports_stay_line_by_line(device: str) -> None:
+def test_reports_are_kept_line_by_line(device: str) -> None:
     table, at = torch.zeros(2, 300, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     lines = torch.rand(3, 300, device=device)
     for line in lines:
         keep_line(line, table, at)
-    assert int(at) == 3 and torch.equal(table, lines[:2]), "for the third there is no room"
+    assert int(at) == 3 and torch.equal(table, lines[:2]), "the third exceeds the capacity"
 
 
 def images_of(device: str, kind: torch.dtype) -> Tensor:
@@ -58,19 +58,19 @@ PATCHES = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("name", PATCHES)
-def test_patches_of_chosen_images_are_shown(device: str, kind: torch.dtype, name: str) -> None:
+def test_patches_of_chosen_images_are_copied(device: str, kind: torch.dtype, name: str) -> None:
     images, patches = images_of(device, kind), PATCHES[name]
     numbers = [number for patch in patches for number in patch]
     sizes = [3 * (x1 - x0) * (y1 - y0) for _, x0, y0, x1, y1 in patches]
-    room = torch.full((sum(sizes) + 5,), 7, dtype=kind, device=device)
+    buffer = torch.full((sum(sizes) + 5,), 7, dtype=kind, device=device)
     for chosen in ([2, 0], [3, 3]):
-        show_patches(images, torch.tensor(chosen, dtype=torch.int32, device=device), numbers, room)
-        for found, (place, x0, y0, x1, y1) in zip(room[:-5].split(sizes), patches, strict=True):
+        show_patches(images, torch.tensor(chosen, dtype=torch.int32, device=device), numbers, buffer)
+        for found, (place, x0, y0, x1, y1) in zip(buffer[:-5].split(sizes), patches, strict=True):
             assert torch.equal(found.view(y1 - y0, x1 - x0, 3), images[chosen[place], y0:y1, x0:x1])
-    assert bool((room[-5:] == 7).all())
-    before = room.clone()
-    show_patches(images, torch.tensor([4, -1], dtype=torch.int32, device=device), numbers, room)
-    assert torch.equal(room, before), "there are no such images"
+    assert bool((buffer[-5:] == 7).all())
+    before = buffer.clone()
+    show_patches(images, torch.tensor([4, -1], dtype=torch.int32, device=device), numbers, buffer)
+    assert torch.equal(buffer, before), "there are no such images"
 
 
 @pytest.mark.gpu
@@ -81,12 +81,12 @@ def test_a_graph_serves_step_after_step() -> None:
     images = torch.randint(0, 256, (64, 540, 960, 3), dtype=torch.uint8, device="cuda")
     at, chosen = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     inputs, reports = torch.zeros(130, device="cuda"), torch.zeros(64, 131, device="cuda")
-    room = torch.zeros(540 * 960 * 3, dtype=torch.uint8, device="cuda")
+    buffer = torch.zeros(540 * 960 * 3, dtype=torch.uint8, device="cuda")
 
     def step() -> None:
         take_lines([numbers, indices], at, [inputs, chosen])
-        show_patches(images, chosen, [0, 0, 0, 960, 540], room)
-        keep_line(torch.cat([inputs * 2, room.sum(dtype=torch.int64).float()[None]]), reports, at)
+        show_patches(images, chosen, [0, 0, 0, 960, 540], buffer)
+        keep_line(torch.cat([inputs * 2, buffer.sum(dtype=torch.int64).float()[None]]), reports, at)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -106,13 +106,13 @@ def test_a_graph_serves_step_after_step() -> None:
 
 def test_schemas_are_right() -> None:
     tables, at = tables_of("cpu"), torch.tensor([2])
-    ops, primitives = torch.ops.ns_multigpu, ("test_schema", "test_faketensor")
+    ops, checks = torch.ops.ns_multigpu, ("test_schema", "test_faketensor")
     into = [torch.zeros(300), torch.zeros(3, dtype=torch.int32)]
-    torch.library.opcheck(ops.take_lines.default, (tables, at, into), test_utils=primitives)
-    torch.library.opcheck(ops.keep_line.default, (torch.ones(3), torch.zeros(4, 3), at), test_utils=primitives)
+    torch.library.opcheck(ops.take_lines.default, (tables, at, into), test_utils=checks)
+    torch.library.opcheck(ops.keep_line.default, (torch.ones(3), torch.zeros(4, 3), at), test_utils=checks)
     images = images_of("cpu", torch.uint8)
     shown = (images, torch.tensor([1], dtype=torch.int32), [0, 0, 0, 4, 4], torch.zeros(48, dtype=torch.uint8))
-    torch.library.opcheck(ops.show_patches.default, shown, test_utils=primitives)
+    torch.library.opcheck(ops.show_patches.default, shown, test_utils=checks)
 
 
 AT, INTS = torch.tensor([0]), torch.zeros(2, dtype=torch.int32)
@@ -136,12 +136,12 @@ BAD: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("what", "given", "error", "message"), BAD)
-def test_what_is_refused(what: Any, given: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_refused(what: Any, given: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         what(*given)
 
 
 @pytest.mark.gpu
-def test_a_table_that_a_gpu_does_not_reach_is_refused() -> None:
+def test_table_without_gpu_access_is_refused() -> None:
     with pytest.raises(TypeError, match="page-locked"):
         take_lines([torch.zeros(2, 3)], AT.cuda(), [torch.zeros(3, device="cuda")])

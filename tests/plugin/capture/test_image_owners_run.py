@@ -1,4 +1,4 @@
-"""Who holds the images changes nothing about a course of training, bit for bit: neither do masks, alpha, or memory."""
+"""Owners of images do not change a training run, bit for bit; nor does memory, also with masks and alpha."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fused": {"fused_steps": "always"},
 }  # fmt: skip
-HOMES = {"dealt": None, "one holder": [2] * TRAIN, "given": [1, 1, 0, 2, 0, 0, 2, 1]}
+OWNERS = {"dealt": None, "one holder": [2] * TRAIN, "given": [1, 1, 0, 2, 0, 0, 2, 1]}
 RANKS = 3
 
 
@@ -53,13 +53,13 @@ def _train(world: World, folder: Path, case: str, owners: list[int] | None, runs
 
 def _all(world: World, folder: Path) -> dict[str, dict[str, dict[str, Tensor]]]:
     return {
-        case: {name: _train(world, folder, case, owners, f"{case}-{name}") for name, owners in HOMES.items()}
+        case: {name: _train(world, folder, case, owners, f"{case}-{name}") for name, owners in OWNERS.items()}
         for case in CASES
     }
 
 
 @pytest.fixture(scope="module")
-def courses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, dict[str, Tensor]]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, dict[str, Tensor]]]]:
     """By rank, what it had in the end, by case and owners: starting workers costs more than training."""
     folder = tmp_path_factory.mktemp("homes")
     write_capture(folder / "both", alpha=True, masks=True)
@@ -68,15 +68,15 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_wherever_images_are_held(courses: list[dict[str, dict[str, dict[str, Tensor]]]], case: str) -> None:
-    for rank in courses:
+def test_the_same_wherever_images_are_held(trained: list[dict[str, dict[str, dict[str, Tensor]]]], case: str) -> None:
+    for rank in trained:
         expected = rank[case]["dealt"]
-        for found in (rank[case][name] for name in HOMES):
+        for found in (rank[case][name] for name in OWNERS):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_memory_and_floats_change_nothing(courses: list[dict[str, dict[str, dict[str, Tensor]]]]) -> None:
-    for rank in courses:
+def test_memory_and_floats_change_nothing(trained: list[dict[str, dict[str, dict[str, Tensor]]]]) -> None:
+    for rank in trained:
         kept, late = (rank[case]["given"] for case in ("masks and alpha", "floats, on demand"))
         assert all(torch.equal(late[name], value) for name, value in kept.items())

@@ -1,4 +1,4 @@
-"""What crosses between machines, with and without ranks that hand rows on: the bytes, beside the rows that need to."""
+"""Bytes between machines, with and without forwarding ranks, compared with the rows that must cross."""
 
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,10 @@ ROW, GRADIENT = 4 * (10 + 3), 4 * (10 + 2)
 """Bytes of a row through autograd: ten floats, an id and radii; and of its gradients, the absolute ones too."""
 
 
-def crossed(machines: int, world: World, mode: str, relays: bool) -> dict[str, Any]:
-    """Bytes of a step between machines and in all, those foretold, and how many rows had to cross."""
+def crossed(machines: int, world: World, mode: str, hierarchy: bool) -> dict[str, Any]:
+    """Return the bytes of a step between machines and in total, the predicted ones, and the rows that must cross."""
     world = on_machines(world, machines)
-    spread = locality(world, LocalityOptions(relays=relays))
+    spread = locality(world, LocalityOptions(relays=hierarchy))
     kind: Any = PRIMITIVES[KIND]()
     views = make_views(VIEWS, torch.float32, world.device, LANDSCAPE)
     spread.placement.look(lambda: views)
@@ -43,10 +43,10 @@ def crossed(machines: int, world: World, mode: str, relays: bool) -> dict[str, A
     plan = with_halos(spread.plan(views), *LANDSCAPE)
     own = kind.splat(held, kind.cull(held, views, list(range(VIEWS))), views)
     touched = torch.stack([touches(own, views, patches) for patches in plan.drawn])
-    elsewhere = [k for k in range(machines) if k != world.machine]
-    whole = torch.stack([touched[list(world.ranks_of(k))].any(0) for k in elsewhere])
-    counts = int(sum(touched[rank].sum() for k in elsewhere for rank in world.ranks_of(k))), int(whole.sum())
-    foretold = None
+    other_machines = [k for k in range(machines) if k != world.machine]
+    whole = torch.stack([touched[list(world.ranks_of(k))].any(0) for k in other_machines])
+    counts = int(sum(touched[rank].sum() for k in other_machines for rank in world.ranks_of(k))), int(whole.sum())
+    predicted = None
     params = {name: value.detach().clone().requires_grad_() for name, value in held.params.items()}
     if mode == "autograd":
         splats = spread.rows.bring(own, held, views, plan, world)
@@ -62,14 +62,16 @@ def crossed(machines: int, world: World, mode: str, relays: bool) -> dict[str, A
         targets = [target_of(patch, views) for patch in plan.owned[world.rank]]
         world.traffic.since("step"), world.traffic.between_since("step")
         step.take(plan, targets)
-        foretold = step._transport.step_bytes
+        predicted = step._transport.step_bytes
     sent, between = world.traffic.since("step"), world.traffic.between_since("step")
-    return {"sent": sent, "between": between, "foretold": foretold, "rows": all_gather_objects(counts, world)}
+    return {"sent": sent, "between": between, "predicted": predicted, "rows": all_gather_objects(counts, world)}
 
 
 @pytest.mark.parametrize(("ranks", "machines"), [(6, 3)])
 def test_a_row_that_several_ranks_of_a_machine_need_crosses_once(ranks: int, machines: int) -> None:
-    relayed, direct = (run_ranks(partial(crossed, machines), ranks, "autograd", relays) for relays in (True, False))
+    relayed, direct = (
+        run_ranks(partial(crossed, machines), ranks, "autograd", hierarchy) for hierarchy in (True, False)
+    )
     for by_relay, other in zip(relayed, direct, strict=True):
         assert by_relay["rows"] == other["rows"]
     each, once = (sum(counts) for counts in zip(*relayed[0]["rows"], strict=True))
@@ -79,16 +81,16 @@ def test_a_row_that_several_ranks_of_a_machine_need_crosses_once(ranks: int, mac
     assert sum(one["between"] for one in relayed) == once * (ROW + 1 + GRADIENT)
 
 
-def test_fused_steps_send_what_is_foretold() -> None:
-    relayed, direct = (run_ranks(partial(crossed, 2), 4, "step", relays) for relays in (True, False))
+def test_fused_steps_send_the_predicted_bytes() -> None:
+    relayed, direct = (run_ranks(partial(crossed, 2), 4, "step", hierarchy) for hierarchy in (True, False))
     for one in relayed:
-        assert one["foretold"] == (one["sent"] - one["between"], one["between"])
+        assert one["predicted"] == (one["sent"] - one["between"], one["between"])
     for one in direct:
-        assert one["foretold"] == one["sent"]
-    assert sum(one["between"] for one in relayed) < 0.6 * sum(one["between"] for one in direct), "room for half as much"
+        assert one["predicted"] == one["sent"]
+    assert sum(one["between"] for one in relayed) < 0.6 * sum(one["between"] for one in direct), "about half as many"
 
 
-def both_ways(machines: int, world: World, half: bool) -> Any:
+def send_and_return(machines: int, world: World, half: bool) -> Any:
     kind: Any = PRIMITIVES[KERNELS[0]]()
     return take_one(locality(on_machines(world, machines)), kind, 11, LANDSCAPE, "step", False, half)
 
@@ -97,8 +99,8 @@ def autograd(machines: int, world: World, half: bool) -> Any:
     return autograd_step(on_machines(world, machines), "locality", half)
 
 
-@pytest.mark.parametrize("mode", [both_ways, autograd])
-def test_halves_between_machines_are_nearly_whole(mode: Any) -> None:
+@pytest.mark.parametrize("mode", [send_and_return, autograd])
+def test_float16_between_machines_is_close_to_float32(mode: Any) -> None:
     """Between machines alone: within one nothing is rounded. Sums of gradients there are rounded once."""
     whole, half = (run_ranks(partial(mode, 2), 4, h) for h in (False, True))
     check_half(half, whole, 4)
@@ -123,25 +125,25 @@ def test_a_step_through_memory_that_ranks_of_a_machine_share(tmp_path: Path) -> 
     check_step(found, "locality", KERNELS[0], LANDSCAPE)
 
 
-def test_relays_know_where_each_number_stands() -> None:
-    relays = Relays(3, 2)
-    places = [relays.inside(local) for local in range(2)] + [relays.across(k) for k in range(3)]
-    places += [relays.handed(k, local) for k in range(3) for local in range(2)]
-    assert places == list(range(relays.numbers)) and relays.directions == 5
-    assert relays.ways(2) == (2, 2, 0, 1, 4, 4), "rank 2 is the first of machine 1"
+def test_hierarchical_exchange_locates_each_count() -> None:
+    hierarchy = Relays(3, 2)
+    places = [hierarchy.inside(local) for local in range(2)] + [hierarchy.across(k) for k in range(3)]
+    places += [hierarchy.handed(k, local) for k in range(3) for local in range(2)]
+    assert places == list(range(hierarchy.numbers)) and hierarchy.directions == 5
+    assert hierarchy.ways(2) == (2, 2, 0, 1, 4, 4), "rank 2 is the first of machine 1"
     # Rank r counts 100 r + k of its k-th number.
     pairs = tuple(tuple(100 * rank + k for k in range(11)) for rank in range(6))
-    assert relays.passed(pairs, 3, 2) == [305, 300, 309] and relays.passed(pairs, 3, 3) == [306, 301, 310]
-    assert relays.arriving(pairs, 2) == [205, 305, 200, 300, 209, 309]
-    assert [relays.crossing(pairs, 4, k) for k in range(3)] == [402, 403, 0]
-    inside, between = relays.step_bytes(pairs, 2, (48, 36), (44, 20), 10)
+    assert hierarchy.passed(pairs, 3, 2) == [305, 300, 309] and hierarchy.passed(pairs, 3, 3) == [306, 301, 310]
+    assert hierarchy.arriving(pairs, 2) == [205, 305, 200, 300, 209, 309]
+    assert [hierarchy.crossing(pairs, 4, k) for k in range(3)] == [402, 403, 0]
+    inside, between = hierarchy.step_bytes(pairs, 2, (48, 36), (44, 20), 10)
     # To its neighbour: its rows and what it hands on; from counterparts 0 and 4 came 3 and 403 rows.
     assert inside == 48 * (206 + 201 + 210) + 44 * (305 + 300 + 309) + 4 * 3 + 80 * 5
     assert between == 36 * (202 + 204) + 20 * (3 + 403) + 2 * 4
-    assert relays.step_bytes(pairs, 3, (48, 36), (44, 20), 10)[1] == 36 * (302 + 304) + 20 * (103 + 503) + 8 + 80 * 5
+    assert hierarchy.step_bytes(pairs, 3, (48, 36), (44, 20), 10)[1] == 36 * (302 + 304) + 20 * (103 + 503) + 8 + 80 * 5
 
 
-def test_who_needs_a_row_goes_with_it_in_bits() -> None:
+def test_readers_of_a_row_are_sent_as_bits() -> None:
     flags = torch.rand(50, 11, generator=torch.Generator().manual_seed(1)) < 0.4
     packed = exchanged_rows._bits(flags)
     assert packed.shape == (50, 2) and packed.dtype == torch.uint8
@@ -149,13 +151,13 @@ def test_who_needs_a_row_goes_with_it_in_bits() -> None:
 
 
 def test_all_ranks_of_a_machine_know_where_things_are_in_each_others_memory() -> None:
-    """However uneven pairs are: what one has room for there, the other leaves room for."""
-    relays, g = Relays(3, 2), torch.Generator().manual_seed(2)
-    table = tuple(tuple(row) for row in torch.randint(0, 90, (6, relays.numbers), generator=g).tolist())
+    """Sender and receiver have the same capacity, however uneven pairs are."""
+    hierarchy, g = Relays(3, 2), torch.Generator().manual_seed(2)
+    table = tuple(tuple(row) for row in torch.randint(0, 90, (6, hierarchy.numbers), generator=g).tolist())
     worlds = [World(rank, 6, rank % 2, 2, torch.device("cpu")) for rank in range(6)]
     made = [RelayedRows(world, GaussianKernels(degree=0), 10, table, 4) for world in worlds]
     sizes = [len(one._inside.memory) for one in made]
-    assert max(sizes) == most_words(relays, table, made[0]._within.row_words) > min(sizes)
+    assert max(sizes) == most_words(hierarchy, table, made[0]._within.row_words) > min(sizes)
     for one, other in (made[:2], made[2:4], made[4:]):
         assert one._parts == other._parts and one._out_at == other._out_at and one._passed == other._passed
         for me, there in ((one, other), (other, one)):
@@ -180,6 +182,6 @@ def test_more_ranks_than_kernels_know_are_refused(ranks: int, machines: int) -> 
 
 
 @pytest.mark.parametrize(("ranks", "machines"), [(1, 1), (4, 1), (3, 3)])
-def test_nothing_is_handed_on_where_nobody_else_is(ranks: int, machines: int) -> None:
+def test_no_forwarding_with_one_rank_per_machine(ranks: int, machines: int) -> None:
     world = World(0, ranks, 0, ranks // machines, torch.device("cpu"))
     assert Relays.of(world) is None
