@@ -197,12 +197,13 @@ def test_boundary_rows_touch_what_the_crossing_says() -> None:
     """Each batch is asked about once, and earlier batches do not matter."""
     crossing, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
     leg = BoundaryRows(crossing)
-    plan = Plan(((Patch(0, 0, 0, 32, 32, cell=0),),), ((),))
+    drawn = [(0, Patch(0, 0, 0, 32, 32, cell=0))]
     for turn, depths in enumerate(([0.5, 0.5, 2.0], [2.0, 2.0, 0.5])):
         ids = torch.zeros(3, dtype=torch.int32)
         rows = {"means2d": torch.full((3, 2), 16.0), "depths": torch.tensor(depths)}
         rows["radii"] = torch.full((3, 2), 2, dtype=torch.int32)
         own = Splats(Hits(ids, torch.arange(3, dtype=torch.int32)), rows)
         near = torch.tensor(depths) < 1
-        assert torch.equal(leg.touched(own, [view], plan)[0], near)
+        place, counts = leg.route(own, [view], drawn, 1)
+        assert torch.equal(place[0] >= 0, near) and counts.tolist() == [int(near.sum())]
         assert crossing.asked == turn + 1

@@ -9,14 +9,14 @@ import torch
 
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange import exchanged_rows, intra_node
-from ns_multigpu.core.exchange.exchanged_rows import touches
+from ns_multigpu.core.exchange import intra_node
 from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows, most_words
 from ns_multigpu.core.exchange.hierarchy import Relays
 from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from strategies.locality import locality
+from tests.lib.overlaps import overlaps
 from tests.lib.ranks import run_ranks
 from tests.strategies import test_law_steps
 from tests.strategies.scene import make_points, make_views
@@ -28,8 +28,8 @@ from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, POINTS, check_st
 from tests.strategies.test_needs import target_of
 
 VIEWS, KIND = 5, "gaussians, antialiased, absgrad"
-ROW, GRADIENT = 4 * (10 + 3), 4 * (10 + 2)
-"""Bytes of a row through autograd: ten floats, an id and radii; and of its gradients, the absolute ones too."""
+ROW, GRADIENT = 4 * (10 + 4), 4 * (10 + 2)
+"""Bytes of a row through autograd: ten floats, view, id and radii; and of its gradients, the absolute ones too."""
 
 
 def crossed(machines: int, world: World, mode: str, relays: bool) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def crossed(machines: int, world: World, mode: str, relays: bool) -> dict[str, A
     held, _ = held_at(spread, make_points(POINTS, torch.float32, world.device))
     plan = with_halos(spread.plan(views), *LANDSCAPE)
     own = kind.splat(held, kind.cull(held, views, list(range(VIEWS))), views)
-    touched = torch.stack([touches(own, views, patches) for patches in plan.drawn])
+    touched = torch.stack([overlaps(own, views, patches) for patches in plan.drawn])
     elsewhere = [k for k in range(machines) if k != world.machine]
     whole = torch.stack([touched[list(world.ranks_of(k))].any(0) for k in elsewhere])
     counts = int(sum(touched[rank].sum() for k in elsewhere for rank in world.ranks_of(k))), int(whole.sum())
@@ -74,9 +74,10 @@ def test_a_row_that_several_ranks_of_a_machine_need_crosses_once(ranks: int, mac
         assert by_relay["rows"] == other["rows"]
     each, once = (sum(counts) for counts in zip(*relayed[0]["rows"], strict=True))
     assert once < 0.8 * each, "many rows are needed by several ranks of a machine"
-    # Gradients come the same way back. With each row goes a byte that says which ranks need it.
-    assert sum(one["between"] for one in direct) == each * (ROW + GRADIENT)
-    assert sum(one["between"] for one in relayed) == once * (ROW + 1 + GRADIENT)
+    # Gradients return on the same path. Each rank sends its counts: 8 bytes to a rank, or 4 to a machine.
+    others = ranks - ranks // machines
+    assert sum(one["between"] for one in direct) == each * (ROW + GRADIENT) + 8 * ranks * others
+    assert sum(one["between"] for one in relayed) == once * (ROW + GRADIENT) + 4 * ranks * (machines - 1)
 
 
 def test_fused_steps_send_what_is_foretold() -> None:
@@ -139,13 +140,6 @@ def test_relays_know_where_each_number_stands() -> None:
     assert inside == 48 * (206 + 201 + 210) + 44 * (305 + 300 + 309) + 4 * 3 + 80 * 5
     assert between == 36 * (202 + 204) + 20 * (3 + 403) + 2 * 4
     assert relays.step_bytes(pairs, 3, (48, 36), (44, 20), 10)[1] == 36 * (302 + 304) + 20 * (103 + 503) + 8 + 80 * 5
-
-
-def test_who_needs_a_row_goes_with_it_in_bits() -> None:
-    flags = torch.rand(50, 11, generator=torch.Generator().manual_seed(1)) < 0.4
-    packed = exchanged_rows._bits(flags)
-    assert packed.shape == (50, 2) and packed.dtype == torch.uint8
-    assert torch.equal(torch.stack([exchanged_rows._bit(packed, k) for k in range(11)], dim=1), flags)
 
 
 def test_all_ranks_of_a_machine_know_where_things_are_in_each_others_memory() -> None:

@@ -25,8 +25,8 @@ from ns_multigpu.core.exchange.hierarchy import Relays
 from ns_multigpu.core.exchange.intra_node import ByCollectives, ByPeerMemory
 from ns_multigpu.core.exchange.pair_capacities import Pairs
 from ns_multigpu.core.exchange.transport import Collective, Parts, Returned, Transport
-from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
-from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
+from ns_multigpu.core.kernels import Arrived, Rows, Sinks
+from ns_multigpu.core.row_wire import STAYS, RowFormat, RowWire, WireSegments
 
 
 class RelayedRows(Transport):
@@ -43,7 +43,7 @@ class RelayedRows(Transport):
     """
 
     def __init__(
-        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, half: bool = False,
+        self, world: World, kernels: RowFormat, rows: int, capacity: int | Pairs, words: int, *, half: bool = False,
         peer: bool = False,
     ) -> None:  # fmt: skip
         relays = Relays.of(world)
@@ -105,12 +105,12 @@ class RelayedRows(Transport):
         self._gives = torch.zeros(shape, dtype=torch.int64, device=device)
         self._met = torch.zeros(world.machines, dtype=torch.int64, device=device)
         self._places = [torch.empty(world.local_size, n, dtype=torch.int32, device=device) for n in self._meeting]
-        lines = sum(self._coming)
-        self._sums = torch.zeros(lines, kernels.record_floats, device=device)
+        lines = sum(self._coming) if words else 0  # without step statistics there is no backward
+        self.records = torch.zeros(lines, kernels.record_floats, device=device)
         self._ends = [0, *accumulate(self._coming)]
         self._lines = torch.arange(lines, dtype=torch.int32, device=device)
         self._here = torch.zeros(lines, dtype=torch.int32, device=device)
-        self._at = torch.tensor([self._sums.data_ptr()], dtype=torch.int64, device=device)
+        self._at = torch.tensor([self.records.data_ptr()], dtype=torch.int64, device=device)
         self._everyone = torch.zeros(world.size, words, dtype=torch.int64, device=device)
 
     @property
@@ -145,7 +145,7 @@ class RelayedRows(Transport):
         for k, place in enumerate(self._places):
             if k == own:
                 continue
-            some = type(met)(*(column[ends[k] : ends[k + 1]] for column in met))
+            some = self._between.lines(met, ends[k], ends[k + 1])
             size, count = ends[k + 1] - ends[k], self._met[k : k + 1]
             route_lines(some.view_ids, count, some.means2d, some.radii, mine, 0, size, place, self._gives[k])
             starts = tuple(starts[k] for starts, _ in self._to)
@@ -166,7 +166,7 @@ class RelayedRows(Transport):
         return arrived
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        self._sums.zero_()
+        self.records.zero_()
         return Sinks(self._at, self._here, self._lines, system_scope=False)
 
     def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
@@ -178,7 +178,7 @@ class RelayedRows(Transport):
         ]  # [who drew][who gave]
         out = list(accumulate(back[own], initial=0))
         drew = [self._passing(of[own], out[a], a, words, 0) for a, of in enumerate(self._passed)]
-        self._within.pack_gradients(self._sums, self._arrived.view(-1), memory, self._by_owner(drew))
+        self._within.pack_gradients(self.records, self._arrived.view(-1), memory, self._by_owner(drew))
         yield from self._inside.exchange(back, [0] * world.local_size, self._out_at)
         into = list(accumulate((row[own] for row in back), initial=self._out_at[own]))
         gave = [self._passing(of, into[b], b, words, 0) for b, of in enumerate(self._passed[own])]
@@ -200,7 +200,7 @@ class RelayedRows(Transport):
         yield Collective(send)
         inside, across = place.split([world.local_size, world.machines])
         records = self._collected(world.machine, inside, rows.count, gave)
-        none = self._sums[:0]
+        none = self.records[:0]
         return Returned(
             rows, records.add_(self._between.collect(across, rows.count, self._wire, come, none)), self._everyone
         )
@@ -231,7 +231,7 @@ class RelayedRows(Transport):
         """Return gradient sums of a machine's rows that this rank has forwarded, over the ranks that drew them."""
         own, rank = self.world.local_rank, machine * self.world.local_size + self.world.local_rank
         starts, sizes = zip(*((starts[machine], rows[machine]) for starts, rows in gave), strict=True)
-        mine = self._sums[self._ends[rank] : self._ends[rank + 1]]
+        mine = self.records[self._ends[rank] : self._ends[rank + 1]]
         return self._within.collect(place, count, self._inside.memory, WireSegments(starts, sizes, own), mine)
 
     def _cross(

@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.pair_capacities import Pairs, most_of, pairs_of
-from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
+from ns_multigpu.core.kernels import Arrived, Rows, Sinks
+from ns_multigpu.core.row_wire import RowFormat
 
 T = TypeVar("T")
 
@@ -30,14 +32,15 @@ Parts = Generator[Collective, None, T]
 work between two of them can be captured in a CUDA graph. T is its result."""
 
 
-def launched(parts: Parts[T]) -> T:
-    """Run work without capture; return its result."""
+def launched(parts: Parts[T], measured: Callable[[], AbstractContextManager[Any]] = nullcontext) -> T:
+    """Run work without capture; return its result. `measured` encloses each collective."""
     while True:
         try:
             collective = next(parts)
         except StopIteration as end:
             return end.value
-        collective.launch()
+        with measured():
+            collective.launch()
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Transport(ABC):
     `leave` only if rows are exchanged.
 
     Args:
-        world: the ranks. kernels: they lay records out.
+        world: the ranks. kernels: of the primitive, or for collectives the rows' format.
         rows: lines of this rank's own rows.
         capacity: rows of the segment of each pair of ranks, or one number for all of them.
         numbers: counts per rank, if not one for each rank.
@@ -83,9 +86,10 @@ class Transport(ABC):
     lasts: ClassVar[bool] = True
 
     def __init__(
-        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, numbers: int = 0
+        self, world: World, kernels: RowFormat, rows: int, capacity: int | Pairs, words: int, *, numbers: int = 0
     ) -> None:
-        self.world, self.kernels, self.rows, self.words = world, kernels, rows, words
+        self.world, self.rows, self.words = world, rows, words
+        self.kernels: Any = kernels
         self.pairs = pairs_of(capacity, world.size, numbers)
         self.capacity = most_of(self.pairs)
         self.lines = self.capacity

@@ -23,7 +23,7 @@ from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of, step_byte
 from ns_multigpu.core.exchange.replicated_rows import OwnRows
 from ns_multigpu.core.exchange.transport import Collective, Parts, Returned, Transport
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
-from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
+from ns_multigpu.core.row_wire import STAYS, RowFormat, RowWire, WireSegments
 
 _ALIGN = 256
 
@@ -39,7 +39,7 @@ class CollectiveRows(Transport):
     """
 
     def __init__(
-        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, half: bool = False,
+        self, world: World, kernels: RowFormat, rows: int, capacity: int | Pairs, words: int, *, half: bool = False,
         slots: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(world, kernels, rows, capacity, words)
@@ -60,14 +60,14 @@ class CollectiveRows(Transport):
         self._leave_at = self._segments(self._leaving, 0, wire.row_words)
         self._come_at = self._segments(self._coming, self._out, wire.row_words)
         lines = sum(coming) if words else 0  # without step statistics there is no backward
-        self._sums = torch.zeros(lines, kernels.record_floats, device=device)
+        self.records = torch.zeros(lines, kernels.record_floats, device=device)
         own = sum(coming[:here])
-        self._own = self._sums[own : own + coming[here]]
+        self._own = slice(own, own + coming[here])
         self._arrived = torch.zeros(world.size, dtype=torch.int64, device=device)
         self._everyone = torch.zeros(world.size, words, dtype=torch.int64, device=device)
-        self._lines = torch.arange(sum(coming), dtype=torch.int32, device=device)
-        self._here = torch.zeros(sum(coming), dtype=torch.int32, device=device)
-        self._at = torch.tensor([self._sums.data_ptr()], dtype=torch.int64, device=device)
+        self._lines = torch.arange(lines, dtype=torch.int32, device=device)
+        self._here = torch.zeros(lines, dtype=torch.int32, device=device)
+        self._at = torch.tensor([self.records.data_ptr()], dtype=torch.int64, device=device)
 
     @property
     def step_bytes(self) -> int:
@@ -97,14 +97,14 @@ class CollectiveRows(Transport):
         return arrived
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        self._sums.zero_()
+        self.records.zero_()
         return Sinks(self._at, self._here, self._lines, system_scope=False)
 
     def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         wire = self._format
         words = wire.gradient_words
         back = self._segments(self._coming, self._out, words)
-        wire.pack_gradients(self._sums, self._arrived, self._wire, back)
+        wire.pack_gradients(self.records, self._arrived, self._wire, back)
 
         def send() -> None:
             out, end = words * sum(self._leaving), self._out + words * sum(self._coming)
@@ -113,7 +113,8 @@ class CollectiveRows(Transport):
             all_gather_into(self._everyone, message, self.world)
 
         yield Collective(send)
-        records = wire.collect(place, rows.count, self._wire, self._segments(self._leaving, 0, words), self._own)
+        come, own = self._segments(self._leaving, 0, words), self.records[self._own]
+        records = wire.collect(place, rows.count, self._wire, come, own)
         return Returned(rows, records, self._everyone)
 
     def _exchange(self, into: Tensor, coming: list[int], out: Tensor, leaving: list[int], words: int) -> None:

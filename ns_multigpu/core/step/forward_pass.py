@@ -3,7 +3,7 @@
 `Step` adds the loss, the way back and the update; `Forward` draws pictures with it. Nothing is read back to the host.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,9 +16,6 @@ from ns_multigpu.core.kernels import Arrived, Cameras, Drawn, Kernels, Lists, Mo
 from ns_multigpu.core.step.tile_lists import TileLists
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
-
-MOST_GROUPS = 32
-"""Destinations that rows are routed to at once, at most."""
 
 
 class Drawing(NamedTuple):
@@ -124,25 +121,6 @@ def rows_by_group(
     sizes = [side for view in views for side in (view.width, view.height)]
     times = viewmats.new_tensor([view.time for view in views], dtype=torch.float32)
     rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes, times), capacity, (), None)
-    found: list[int] = []
-    for some in _disjoint(groups):
-        place = torch.empty(len(some), capacity, dtype=torch.int32, device=device)
-        counts = torch.zeros(len(some), dtype=torch.int64, device=device)
-        number = {rank: k for k, ranks in enumerate(some) for rank in ranks}
-        ways = [number.get(rank) for rank in range(len(plan.drawn))]
-        strategy.rows.operators().route(rows, views, plan, ways, place, counts)
-        found += counts.tolist()
-    return int(rows.count), found
-
-
-def _disjoint(groups: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Split groups, in order, into runs of at most `MOST_GROUPS` in which no rank is twice."""
-    some, seen = list[Sequence[int]](), set[int]()
-    for ranks in groups:
-        if len(some) == MOST_GROUPS or not seen.isdisjoint(ranks):
-            yield some
-            some, seen = [], set()
-        some.append(ranks)
-        seen.update(ranks)
-    if some:
-        yield some
+    drawn = [(k, patch) for k, ranks in enumerate(groups) for rank in ranks for patch in plan.drawn[rank]]
+    counts = strategy.rows.operators().count(rows, views, drawn, len(groups))
+    return int(rows.count), counts.tolist()
