@@ -45,7 +45,7 @@ class RowWire(ABC):
 
     @abstractmethod
     def pack(self, rows: Any, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
-        """Write lines first to end of the rows to the lines `place` [ranks, M]; see `Kernels.pack`.
+        """Write lines first to end of the rows to the lines `place` [ranks, M] of the other ranks' segments.
 
         Args:
             wire: [words] int32.

@@ -110,7 +110,7 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
 def bytes_of(world: World, cross: bool) -> int:
     """What a step sends, of rows to where they reach a cell, or to where they reach a rectangle."""
     spread = strategy_of(2, world)
-    spread = spread if cross else replace(spread, rows=ExchangedRows(relays=False))
+    spread = spread if cross else replace(spread, rows=ExchangedRows(hierarchical=False))
     world.traffic.since("step")
     take_step(spread, "gaussians", VIEWS, 1500, torch.float64)
     return world.traffic.since("step")

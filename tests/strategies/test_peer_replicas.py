@@ -117,8 +117,8 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
             numbers.step = float(10 * step + world.rank)
             rows: Any = SimpleNamespace(count=torch.tensor([1]))
             for parts in (
-                told.arrive(rows, torch.empty(0), 1, []),
-                told.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
+                told.receive(rows, torch.empty(0), 1, []),
+                told.return_gradients(rows, torch.empty(0), torch.tensor([step]), range(1)),
             ):
                 with pytest.raises(StopIteration) as end:
                     next(parts)
@@ -143,7 +143,7 @@ def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
         rows = SplatRows(ids, ids, torch.tensor([8]), ones[:, :2], ones, ones[:, 0], ones, ones[:, 0], radii)
         told._table.fill_(1.0)
         with pytest.raises(StopIteration):
-            next(told.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
+            next(told.return_gradients(rows, torch.empty(0), torch.tensor([8]), range(1)))
         return told.written_bytes(1, 1, 0) - told.written_bytes(1, 0, 0), [
             bool(one.any()) for one in told._replicas.everyone
         ]

@@ -65,7 +65,7 @@ def travels(world: World) -> dict[str, Any]:
     primitive = Gaussians(sh_degree=1, absgrad=True)
     own = primitive.splat(held, primitive.cull(held, views, [0, 1, 2]), views)
     world.traffic.since("step")
-    splats = spread.rows.bring(own, held, views, plan, world)
+    splats = spread.rows.exchange(own, held, views, plan, world)
     there = world.traffic.since("step")
     assert splats.probe is not None and own.probe is not None
     weight = 1.0 + world.rank

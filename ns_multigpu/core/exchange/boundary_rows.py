@@ -56,7 +56,7 @@ class BoundaryRows(ExchangedRows):
     """
 
     def __init__(self, crossing: Crossing) -> None:
-        super().__init__(relays=False)
+        super().__init__(hierarchical=False)
         self.crossing = crossing
 
     def operators(self) -> RowOperators:
@@ -64,7 +64,7 @@ class BoundaryRows(ExchangedRows):
 
 
 class BoundaryRowOperators(RowOperators):
-    """Operators that route rows to the ranks whose drawn cells and patches they touch."""
+    """Rows are sent to each rank that draws a cell which they may touch, if they overlap the cell's patch."""
 
     def __init__(self, crossing: Crossing) -> None:
         self._crossing = crossing

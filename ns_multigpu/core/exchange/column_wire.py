@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.row_wire import RowFormat, RowWire, WireSegments
+from ns_multigpu.core.row_wire import STAYS, RowFormat, RowWire, WireSegments
 from ns_multigpu.core.types import Splats
 
 WHOLE = ("means2d", "depths", "transforms", "lines")
@@ -145,14 +145,11 @@ class ColumnWire(RowWire):
     def pack(self, rows: ColumnRows, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
         words = self._write({name: column[first:end] for name, column in rows.columns.items()})
         for other, lines in enumerate(place[:, first:end]):
-            if other != to.rank:
+            if to.starts[other] != STAYS:
                 self._segment(wire, to, other, words.shape[1]).copy_(words[_rows_at(lines, to.capacities[other])])
 
     def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> ColumnRows:
-        words = self.row_words
-        own = wire.new_zeros(come.capacities[come.rank], words)
-        sources = range(len(come.capacities))
-        segments = [own if k == come.rank else self._segment(wire, come, k, words) for k in sources]
+        segments = [self._segment(wire, come, source, self.row_words) for source in range(len(come.capacities))]
         return ColumnRows(self._read(torch.cat(segments)))
 
     def keep(self, rows: ColumnRows, place: Tensor, arrived: ColumnRows, come: WireSegments, source: int) -> None:
@@ -165,7 +162,7 @@ class ColumnWire(RowWire):
 
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         for source, some in enumerate(records.split(list(to.capacities))):
-            if source != to.rank:
+            if to.starts[source] != STAYS:
                 self._segment(wire, to, source, self.gradient_words).copy_(self._write_gradients(some))
 
     def collect(self, place: Tensor, count: Tensor, wire: Tensor, come: WireSegments, own: Tensor) -> Tensor:
@@ -179,8 +176,10 @@ class ColumnWire(RowWire):
         return sums
 
     def _segment(self, wire: Tensor, segments: WireSegments, rank: int, words: int) -> Tensor:
-        """Return the rows of a segment, [capacity, words]."""
+        """Return the rows of a segment, [capacity, words]; zeros for a local one."""
         start, capacity = segments.starts[rank], segments.capacities[rank]
+        if start == STAYS:
+            return wire.new_zeros(capacity, words)
         return wire[start : start + capacity * words].view(capacity, words)
 
     def _is_rounded(self, name: str) -> bool:

@@ -323,7 +323,7 @@ class CompositeOperators(PixelOperators):
     def live(self) -> Tensor:
         return self._live
 
-    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+    def return_gradients(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         assert self._now is not None
         routes, wire, received, before, alpha = self._now
         self._now = None

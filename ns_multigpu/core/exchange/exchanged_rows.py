@@ -15,8 +15,8 @@ from ns_multigpu.core.assign.plan import Plan, rectangles
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.column_wire import ColumnFormat, ColumnRows
-from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.legs import RowLeg
 from ns_multigpu.core.exchange.row_operators import PatchDestinations, RowOperators
 from ns_multigpu.core.exchange.transport import launched
@@ -50,21 +50,21 @@ class ExchangedRows(RowLeg):
 
     Args:
         counts: counters of exchanged rows; None for none.
-        relays: over several machines, send rows to each machine once (`Relays`), or to each rank that needs them; see
-            `RowLeg`.
-        half: if there are gradients, round to float16 what is sent off a rank, or with `relays` off its machine
-            (`ColumnWire`).
+        hierarchical: over several machines send a row to each machine once, not to each rank that needs it (`RowLeg`).
+        half: if there are gradients, round what is sent to float16 (`ColumnWire`); if hierarchical, between machines.
     """
 
-    travels = True
+    is_exchanged = True
 
-    def __init__(self, counts: RowCounts | None = None, *, relays: bool | None = None, half: bool = False) -> None:
-        self._counts, self.relays, self.half = counts, relays, half
+    def __init__(
+        self, counts: RowCounts | None = None, *, hierarchical: bool | None = None, half: bool = False
+    ) -> None:
+        self._counts, self.hierarchical, self.half = counts, hierarchical, half
 
     def operators(self) -> RowOperators:
         return RowOperators()
 
-    def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
+    def exchange(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         probe = own.probe if own.probe_rendered else None
         floats = [row for row in own.rows.values() if row.is_floating_point()]
         gradients = floats if probe is None else [probe, *floats]
@@ -96,10 +96,10 @@ class ExchangedRows(RowLeg):
         *, learn: bool,
     ) -> "_Exchange":  # fmt: skip
         """Return the exchange of this rank's splats, once all ranks have gathered its sizes."""
-        relays = Relays.of(world) if self.relays else None
+        hierarchy = Hierarchy.of(world) if self.hierarchical else None
         drawn: list[tuple[int, Patch]] = [(rank, patch) for rank, patches in enumerate(plan.drawn) for patch in patches]
         destinations = world.size
-        if relays is not None:
+        if hierarchy is not None:
             machines = [(world.machine_of(rank), patch) for rank, patch in drawn]
             drawn += [(world.size + machine, patch) for machine, patch in machines if machine != world.machine]
             destinations += world.machines
@@ -113,13 +113,13 @@ class ExchangedRows(RowLeg):
         rows = ColumnRows.of(own, first_point=sum(row[0] for row in table[: world.rank]))
         pairs = tuple(tuple(row[1 : 1 + destinations]) for row in table)
         shape, half = (world, ColumnFormat.of(rows.columns, gradients), len(own)), self.half and learn
-        if relays is None:
+        if hierarchy is None:
             transport = CollectiveRows(*shape, pairs, 0, half=half)
         else:
-            here, pairs = world.ranks_of(world.machine), relays.numbers_of(pairs)
+            here, pairs = world.ranks_of(world.machine), hierarchy.counts_of(pairs)
             place = torch.cat([place[here.start : here.stop], place[world.size :]])
             counts = counts.new_tensor(pairs[world.rank])
-            transport = RelayedRows(*shape, pairs, 0, half=half)
+            transport = HierarchicalRows(*shape, pairs, 0, half=half)
         return _Exchange(transport, rows, place, counts, len(views), rectangles(plan, views, range(world.size)))
 
 
@@ -133,7 +133,7 @@ class _Exchange:
         order: [K] int64, the transport's line of each received row.
     """
 
-    transport: CollectiveRows | RelayedRows
+    transport: CollectiveRows | HierarchicalRows
     rows: ColumnRows
     place: Tensor
     counts: Tensor
@@ -144,8 +144,8 @@ class _Exchange:
     def columns(self) -> Mapping[str, Tensor]:
         """Exchange the rows; return the columns of those received, by (view, owner, row there)."""
         transport = self.transport
-        transport.leave(self.rows, self.place)
-        parts = transport.arrive(self.rows, self.counts, self.views, self.patches)
+        transport.send(self.rows, self.place)
+        parts = transport.receive(self.rows, self.counts, self.views, self.patches)
         received: ColumnRows = launched(parts, transport.world.traffic.measured)
         self.order = received.view_ids.argsort(stable=True)
         return {name: column[self.order] for name, column in received.columns.items()}
@@ -156,7 +156,7 @@ class _Exchange:
         assert self.order is not None, "rows are exchanged before their gradients"
         transport.records = torch.empty_like(gradients).index_copy_(0, self.order, gradients)
         nothing = self.counts.new_empty(0)
-        parts = transport.bring_back(self.rows, self.place, nothing, range(self.views))
+        parts = transport.return_gradients(self.rows, self.place, nothing, range(self.views))
         return launched(parts, transport.world.traffic.measured).records
 
 

@@ -1,4 +1,4 @@
-"""Interface of transports: exchange of rows and their gradients in fused steps, which read nothing back to the host."""
+"""Interface of transports: exchange of rows and of their gradients without readback to the host."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -61,29 +61,29 @@ class Returned:
 
 
 class Transport(ABC):
-    """One rank's side of the exchange. Every rank makes one and calls its methods in the order below, once a step;
-    `leave` only if rows are exchanged.
+    """One rank's side of the exchange. Every rank creates one and calls its methods in the order below, once a step;
+    `send` only if rows are exchanged.
 
     Args:
-        world: the ranks. kernels: of the primitive, or for collectives the rows' format.
+        world: the ranks. kernels: the primitive's; collectives need the rows' format only.
         rows: lines of this rank's own rows.
         capacity: rows of the segment of each pair of ranks, or one number for all of them.
         numbers: counts per rank, if not one for each rank.
         words: int64 numbers of a rank's step statistics; 0 for none.
 
     Attributes:
-        travels: True if rows are exchanged.
-        lasts: True if it is reused when a step is rebuilt: a new one needs a rendezvous of all ranks.
+        is_exchanged: True if rows are exchanged.
+        is_reusable: True if it is reused when a step is rebuilt: a new one needs a rendezvous of all ranks.
         pairs: capacities by pair. capacity: the largest of them.
         lines: received lines per source; the maximum, if they differ.
-        directions: number of destinations of its rows. ways: by rank, the index of its destination; ranks may share
-            one.
-        room: capacity of each number that a step counts, first of the rows per destination.
-        stays: index of the local rows among these numbers.
+        num_destinations: number of destinations of own rows.
+        destinations: by rank, the index of its destination; ranks may share one.
+        capacities: of each number that a step counts, first of the rows per destination.
+        local_index: index of the local rows among these numbers.
     """
 
-    travels: ClassVar[bool] = True
-    lasts: ClassVar[bool] = True
+    is_exchanged: ClassVar[bool] = True
+    is_reusable: ClassVar[bool] = True
 
     def __init__(
         self, world: World, kernels: RowFormat, rows: int, capacity: int | Pairs, words: int, *, numbers: int = 0
@@ -93,9 +93,9 @@ class Transport(ABC):
         self.pairs = pairs_of(capacity, world.size, numbers)
         self.capacity = most_of(self.pairs)
         self.lines = self.capacity
-        self.directions, self.ways = world.size, tuple(range(world.size))
-        self.room: Sequence[int] = self.pairs[world.rank]
-        self.stays = world.rank
+        self.num_destinations, self.destinations = world.size, tuple(range(world.size))
+        self.capacities: Sequence[int] = self.pairs[world.rank]
+        self.local_index = world.rank
 
     def fit(self, rows: int) -> bool:
         """Adapt to `rows` rows of this rank from now on, if the buffers allow it; return True on success."""
@@ -110,11 +110,11 @@ class Transport(ABC):
         return 0
 
     @abstractmethod
-    def leave(self, rows: Rows, place: Tensor) -> None:
-        """Send the rows to the lines `place` [ways, rows]."""
+    def send(self, rows: Rows, place: Tensor) -> None:
+        """Send the rows to the lines `place` [destinations, rows]."""
 
     @abstractmethod
-    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         """Wait for all ranks' rows and return those that this rank received.
 
         Args:
@@ -129,11 +129,11 @@ class Transport(ABC):
         """Return the destinations of the received rows' gradients, zeroed."""
 
     @abstractmethod
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+    def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         """Return gradients to the rows' owners.
 
         Args:
-            rows, place: as given to `leave`.
+            rows, place: as given to `send`.
             message: [words] int64, step statistics gathered on all ranks.
             views: positions in the batch of the rows' views.
         """

@@ -42,8 +42,8 @@ class ForwardPass:
 
     Attributes:
         pixels: operators of the pixel leg.
-        place: [ways, capacity] int32, the line that each row has in the segment of each way; -1 for none.
-        counts: [numbers] int64, rows that went each way, then what the transport counts besides.
+        place: [destinations, capacity] int32, each row's line in the segment of each destination; -1 for none.
+        counts: [numbers] int64, rows sent to each destination, then the transport's other counts.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class ForwardPass:
         self._kernels, self._transport, self._lists = kernels, transport, lists
         self._world, self._capacity, self._measure = strategy.world, capacity, measure
         self._rows, self.pixels = strategy.rows.operators(), strategy.pixels.operators(strategy.world)
-        device, shape = strategy.world.device, (transport.directions, capacity if transport.travels else 0)
+        device, shape = strategy.world.device, (transport.num_destinations, capacity if transport.is_exchanged else 0)
         self.place = torch.empty(shape, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(len(transport.room), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(len(transport.capacities), dtype=torch.int64, device=device)
 
     def project(self, model: Model, cameras: Cameras, views: Sequence[View]) -> Rows:
         """Return the rows of this rank's points.
@@ -85,12 +85,12 @@ class ForwardPass:
         layers = [(self.pixels.layer(patch, projected.start), patch) for patch in plan.drawn[rank]]
         patches = [n for layer, patch in layers for n in (layer, *patch.rendered(views[patch.view]))]
         with self._measure("send"):
-            if transport.travels:
-                ways = self.counts[: transport.directions]
-                self._rows.route(rows, views, plan, transport.ways, self.place, ways)
-                transport.leave(rows, self.place)
+            if transport.is_exchanged:
+                sent = self.counts[: transport.num_destinations]
+                self._rows.route(rows, views, plan, transport.destinations, self.place, sent)
+                transport.send(rows, self.place)
             everyones = rectangles(plan, views, range(self._world.size))
-            arrived = yield from transport.arrive(rows, self.counts, len(projected), everyones)
+            arrived = yield from transport.receive(rows, self.counts, len(projected), everyones)
             arrived = self.pixels.layered(arrived, rows)
         with self._measure("sort"):
             lists = self._lists.finish(arrived, patches, plan, views)
