@@ -195,7 +195,7 @@ class ColumnWire(RowWire):
         types = self.layout.columns
         flat = {name: column.reshape(len(column), types[name].numbers) for name, column in columns.items()}
         words = [column.contiguous().view(torch.int32) for name, column in flat.items() if not self._is_rounded(name)]
-        parts = [_halves(_factor(flat[name]) if name == CONICS else flat[name]) for name in self._rounded]
+        parts = [_rounded_bytes(_factor(flat[name]) if name == CONICS else flat[name]) for name in self._rounded]
         return torch.cat([*words, *_packed(parts)], dim=1)
 
     def _read(self, words: Tensor) -> dict[str, Tensor]:
@@ -211,7 +211,7 @@ class ColumnWire(RowWire):
             words[:, start:].contiguous().view(torch.uint8).split([*rounded.values(), -sum(rounded.values()) % 4], 1)
         )
         for name, some in zip(rounded, coded, strict=False):
-            column = _read_halves(some)
+            column = _unrounded(some)
             columns[name] = (_conic(column) if name == CONICS else column).to(self.layout.columns[name].dtype)
         return {name: columns[name].view(len(words), *one.shape) for name, one in self.layout.columns.items()}
 
@@ -219,7 +219,7 @@ class ColumnWire(RowWire):
         """Return the words of gradient records, [K, gradient_words] int32."""
         if not self.half:
             return records.contiguous().view(torch.int32)
-        return _packed([_halves(column) for column in records.split(list(self.layout.gradients), dim=1)])[0]
+        return _packed([_rounded_bytes(column) for column in records.split(list(self.layout.gradients), dim=1)])[0]
 
     def _read_gradients(self, words: Tensor) -> Tensor:
         """Return gradient records [K, record_floats]."""
@@ -227,7 +227,7 @@ class ColumnWire(RowWire):
             return _of_type(words, self.layout.dtype)
         sizes = [2 * numbers + 1 for numbers in self.layout.gradients]
         coded = words.contiguous().view(torch.uint8)[:, : sum(sizes)].split(sizes, dim=1)
-        return torch.cat([_read_halves(some) for some in coded], dim=1).to(self.layout.dtype)
+        return torch.cat([_unrounded(some) for some in coded], dim=1).to(self.layout.dtype)
 
 
 def _rows_at(lines: Tensor, capacity: int) -> Tensor:
@@ -236,7 +236,7 @@ def _rows_at(lines: Tensor, capacity: int) -> Tensor:
     Args:
         lines: [M] the line of each row, ascending; -1 for none.
     """
-    # The k-th row that is sent is the first at which the running count reaches k. Sizes are known: no readback.
+    # The k-th row that is sent is the first whose running count is k. Sizes are known: no readback.
     return torch.searchsorted((lines >= 0).cumsum(0), torch.arange(1, capacity + 1, device=lines.device))
 
 
@@ -254,7 +254,7 @@ def _of_type(coded: Tensor, dtype: torch.dtype) -> Tensor:
     return coded.flatten().clone().view(dtype).view(len(coded), coded.shape[1] * coded.itemsize // dtype.itemsize)
 
 
-def _halves(column: Tensor) -> Tensor:
+def _rounded_bytes(column: Tensor) -> Tensor:
     """Return numbers [M, n] as float16 and the exponent of their scale, [M, 2 n + 1] uint8."""
     column = column.float()
     most = column.abs().amax(dim=1, keepdim=True)
@@ -264,8 +264,8 @@ def _halves(column: Tensor) -> Tensor:
     return torch.cat([scaled.view(torch.uint8), scale.to(torch.int8).view(torch.uint8)], dim=1)
 
 
-def _read_halves(coded: Tensor) -> Tensor:
-    """Return the numbers [M, n] float32 that `_halves` encoded."""
+def _unrounded(coded: Tensor) -> Tensor:
+    """Return the numbers [M, n] float32 that `_rounded_bytes` encoded."""
     exponents = _of_type(coded[:, -1:], torch.int8).int()
     return torch.ldexp(_of_type(coded[:, :-1], torch.float16).float(), -exponents)
 

@@ -136,12 +136,12 @@ class PeerReplicas(OwnRows):
 
     def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         # After this barrier no rank reads the last step's rows. Drawing does not wait for it.
-        with self._beside():
+        with self._on_side_stream():
             self._buffer.barrier(_BEGUN)
         return (yield from super().receive(rows, counts, views, patches))
 
     @contextmanager
-    def _beside(self) -> Generator[None]:
+    def _on_side_stream(self) -> Generator[None]:
         """Run on a side stream that forks from the current one; `return_gradients` joins them again."""
         if self._side is None:
             yield
