@@ -19,7 +19,7 @@ from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows
 from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.legs import RowLeg
 from ns_multigpu.core.exchange.row_operators import PatchDestinations, RowOperators
-from ns_multigpu.core.exchange.transport import launched
+from ns_multigpu.core.exchange.transport import RecordTransport, launched
 from ns_multigpu.core.exchange.transports import CollectiveRows
 from ns_multigpu.core.types import Hits, Patch, Points, Splats, View
 
@@ -133,7 +133,7 @@ class _Exchange:
         order: [K] int64, the transport's line of each received row.
     """
 
-    transport: CollectiveRows | HierarchicalRows
+    transport: RecordTransport
     rows: ColumnRows
     place: Tensor
     counts: Tensor

@@ -24,12 +24,12 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.intra_node import IntraNodeCollectives, IntraNodePeerMemory
 from ns_multigpu.core.exchange.pair_capacities import Pairs
-from ns_multigpu.core.exchange.transport import Collective, Parts, Returned, Transport
-from ns_multigpu.core.kernels import Arrived, Rows, Sinks
+from ns_multigpu.core.exchange.transport import Collective, Parts, RecordTransport, Returned
+from ns_multigpu.core.kernels import Arrived, Rows
 from ns_multigpu.core.row_wire import STAYS, RowFormat, RowWire, WireSegments
 
 
-class HierarchicalRows(Transport):
+class HierarchicalRows(RecordTransport):
     """Transport over several machines; see the module. Rows and gradients within a machine are not rounded.
 
     Capacities are [ranks][`Hierarchy.num_counts`]: of own rows by destination, and of forwarded rows.
@@ -104,13 +104,8 @@ class HierarchicalRows(Transport):
         self._forward_counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._in_counts = torch.zeros(world.machines, dtype=torch.int64, device=device)
         self._places = [torch.empty(world.local_size, n, dtype=torch.int32, device=device) for n in self._in_rows]
-        lines = sum(self._received_rows) if words else 0  # without step statistics there is no backward
-        self.records = torch.zeros(lines, kernels.record_floats, device=device)
+        self._allocate_records(sum(self._received_rows))
         self._ends = [0, *accumulate(self._received_rows)]
-        self._lines = torch.arange(lines, dtype=torch.int32, device=device)
-        self._here = torch.zeros(lines, dtype=torch.int32, device=device)
-        self._at = torch.tensor([self.records.data_ptr()], dtype=torch.int64, device=device)
-        self._everyone = torch.zeros(world.size, words, dtype=torch.int64, device=device)
 
     @property
     def step_bytes(self) -> tuple[int, int]:
@@ -164,10 +159,6 @@ class HierarchicalRows(Transport):
             self._within.keep(some, place, arrived, self._received_segments, k * world.local_size + world.local_rank)
         return arrived
 
-    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        self.records.zero_()
-        return Sinks(self._at, self._here, self._lines, system_scope=False)
-
     def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         world, memory, own = self.world, self._intra_node.memory, self.world.local_rank
         words = self._within.gradient_words
@@ -194,15 +185,14 @@ class HierarchicalRows(Transport):
 
         def send() -> None:
             self._exchange_between(home, got, there, sent, back)
-            all_gather_into(self._everyone, message, world)
+            all_gather_into(self._messages, message, world)
 
         yield Collective(send)
         inside, across = place.split([world.local_size, world.machines])
         records = self._collected(world.machine, inside, rows.count, gave)
         none = self.records[:0]
-        return Returned(
-            rows, records.add_(self._between.collect(across, rows.count, self._wire, come, none)), self._everyone
-        )
+        records.add_(self._between.collect(across, rows.count, self._wire, come, none))
+        return Returned(rows, records, self._messages)
 
     @property
     def _within(self) -> RowWire:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
@@ -137,3 +138,27 @@ class Transport(ABC):
             message: [words] int64, step statistics gathered on all ranks.
             views: positions in the batch of the rows' views.
         """
+
+
+class RecordTransport(Transport):
+    """Transport that returns gradient records from one tensor of this rank, by collectives.
+
+    Attributes:
+        records: [lines, record_floats] gradients of the received rows, in their order: written through `sinks`, or set
+            by autograd. Empty without step statistics, because there is no backward in a fused step then.
+    """
+
+    records: Tensor
+
+    def _allocate_records(self, lines: int) -> None:
+        """Allocate the records of `lines` received rows, and the step statistics of all ranks."""
+        device, lines = self.world.device, lines if self.words else 0
+        self.records = torch.zeros(lines, self.kernels.record_floats, device=device)
+        self._slots = torch.arange(lines, dtype=torch.int32, device=device)
+        self._owners = torch.zeros(lines, dtype=torch.int32, device=device)
+        self._address = torch.tensor([self.records.data_ptr()], dtype=torch.int64, device=device)
+        self._messages = torch.zeros(self.world.size, self.words, dtype=torch.int64, device=device)
+
+    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
+        self.records.zero_()
+        return Sinks(self._address, self._owners, self._slots, system_scope=False)

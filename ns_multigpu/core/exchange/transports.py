@@ -21,14 +21,14 @@ from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.legs import GradientLeg, RowLeg
 from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of, step_bytes
 from ns_multigpu.core.exchange.replicated_rows import OwnRows
-from ns_multigpu.core.exchange.transport import Collective, Parts, Returned, Transport
+from ns_multigpu.core.exchange.transport import Collective, Parts, RecordTransport, Returned, Transport
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.row_wire import STAYS, RowFormat, RowWire, WireSegments
 
 _ALIGN = 256
 
 
-class CollectiveRows(Transport):
+class CollectiveRows(RecordTransport):
     """All-to-all with sizes per pair of ranks: between machines, and on CPU. Rows that a rank owns and draws bypass the
     buffer.
 
@@ -59,15 +59,10 @@ class CollectiveRows(Transport):
         self._local_place = torch.empty(0)  # [rows] lines of local rows, set by `send`
         self._out_segments = self._segments(self._out_rows, 0, wire.row_words)
         self._received_segments = self._segments(self._received_rows, self._out, wire.row_words)
-        lines = sum(received) if words else 0  # without step statistics there is no backward
-        self.records = torch.zeros(lines, kernels.record_floats, device=device)
+        self._allocate_records(sum(received))
         own = sum(received[:here])
         self._own_lines = slice(own, own + received[here])
         self._received_counts = torch.zeros(world.size, dtype=torch.int64, device=device)
-        self._everyone = torch.zeros(world.size, words, dtype=torch.int64, device=device)
-        self._lines = torch.arange(lines, dtype=torch.int32, device=device)
-        self._here = torch.zeros(lines, dtype=torch.int32, device=device)
-        self._at = torch.tensor([self.records.data_ptr()], dtype=torch.int64, device=device)
 
     @property
     def step_bytes(self) -> int:
@@ -96,10 +91,6 @@ class CollectiveRows(Transport):
         wire.keep(rows, self._local_place, arrived, self._received_segments, self.world.rank)
         return arrived
 
-    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        self.records.zero_()
-        return Sinks(self._at, self._here, self._lines, system_scope=False)
-
     def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         wire = self._format
         words = wire.gradient_words
@@ -110,12 +101,12 @@ class CollectiveRows(Transport):
             out, end = words * sum(self._out_rows), self._out + words * sum(self._received_rows)
             home, there = self._wire[:out], self._wire[self._out : end]
             self._exchange(home, self._out_rows, there, self._received_rows, words)
-            all_gather_into(self._everyone, message, self.world)
+            all_gather_into(self._messages, message, self.world)
 
         yield Collective(send)
         come, own = self._segments(self._out_rows, 0, words), self.records[self._own_lines]
         records = wire.collect(place, rows.count, self._wire, come, own)
-        return Returned(rows, records, self._everyone)
+        return Returned(rows, records, self._messages)
 
     def _exchange(self, into: Tensor, received: list[int], out: Tensor, sent: list[int], words: int) -> None:
         parts = ([words * rows for rows in received], [words * rows for rows in sent])
