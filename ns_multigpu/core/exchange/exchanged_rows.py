@@ -100,8 +100,8 @@ class ExchangedRows(RowLeg):
         drawn: list[tuple[int, Patch]] = [(rank, patch) for rank, patches in enumerate(plan.drawn) for patch in patches]
         destinations = world.size
         if hierarchy is not None:
-            machines = [(world.machine_of(rank), patch) for rank, patch in drawn]
-            drawn += [(world.size + machine, patch) for machine, patch in machines if machine != world.machine]
+            # Those for its own machine have no segment: `counts_of` gives them no capacity.
+            drawn += [(world.size + world.machine_of(rank), patch) for rank, patch in drawn]
             destinations += world.machines
         place, counts = self.route(own, views, drawn, destinations)
         demand = [self._counts.count(own, views, plan)] if self._counts is not None else []
