@@ -110,7 +110,7 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
 def bytes_of(world: World, cross: bool) -> int:
     """What a step sends, of rows to where they reach a cell, or to where they reach a rectangle."""
     spread = strategy_of(2, world)
-    spread = spread if cross else replace(spread, rows=ExchangedRows(relays=False))
+    spread = spread if cross else replace(spread, rows=ExchangedRows(hierarchical=False))
     world.traffic.since("step")
     take_step(spread, "gaussians", VIEWS, 1500, torch.float64)
     return world.traffic.since("step")
@@ -197,12 +197,13 @@ def test_boundary_rows_touch_what_the_crossing_says() -> None:
     """Each batch is asked about once, and earlier batches do not matter."""
     regions, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
     leg = BoundaryRows(regions)
-    plan = Plan(((Patch(0, 0, 0, 32, 32, cell=0),),), ((),))
+    drawn = [(0, Patch(0, 0, 0, 32, 32, cell=0))]
     for turn, depths in enumerate(([0.5, 0.5, 2.0], [2.0, 2.0, 0.5])):
         ids = torch.zeros(3, dtype=torch.int32)
         rows = {"means2d": torch.full((3, 2), 16.0), "depths": torch.tensor(depths)}
         rows["radii"] = torch.full((3, 2), 2, dtype=torch.int32)
         own = Splats(Hits(ids, torch.arange(3, dtype=torch.int32)), rows)
         near = torch.tensor(depths) < 1
-        assert torch.equal(leg.touched(own, [view], plan)[0], near)
+        place, counts = leg.route(own, [view], drawn, 1)
+        assert torch.equal(place[0] >= 0, near) and counts.tolist() == [int(near.sum())]
         assert regions.asked == turn + 1

@@ -117,8 +117,8 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
             numbers.step = float(10 * step + world.rank)
             rows: Any = SimpleNamespace(count=torch.tensor([1]))
             for parts in (
-                to_put.arrive(rows, torch.empty(0), 1, []),
-                to_put.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
+                to_put.receive(rows, torch.empty(0), 1, []),
+                to_put.return_gradients(rows, torch.empty(0), torch.tensor([step]), range(1)),
             ):
                 with pytest.raises(StopIteration) as end:
                     next(parts)
@@ -143,7 +143,7 @@ def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
         rows = SplatRows(ids, ids, torch.tensor([8]), ones[:, :2], ones, ones[:, 0], ones, ones[:, 0], radii)
         to_put._table.fill_(1.0)
         with pytest.raises(StopIteration):
-            next(to_put.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
+            next(to_put.return_gradients(rows, torch.empty(0), torch.tensor([8]), range(1)))
         return to_put.written_bytes(1, 1, 0) - to_put.written_bytes(1, 0, 0), [
             bool(one.any()) for one in to_put._replicas.everyone
         ]

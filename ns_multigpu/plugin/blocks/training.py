@@ -115,7 +115,7 @@ class Training:
 
     @property
     def _travels(self) -> bool:
-        return self._pipeline.strategy.rows.travels and self._world.size > 1
+        return self._pipeline.strategy.rows.is_exchanged and self._world.size > 1
 
     def block(self, first: int, limit: int) -> range:
         """Return the steps from `first` on, before `limit`, between which no property of the step changes."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import all_gather_counts, pairs_of
 from ns_multigpu.core.step.step_settings import padded, with_halos
 from ns_multigpu.locality.options import LocalityOptions
@@ -26,10 +26,10 @@ VIEWS = 3
 KIND = "gaussians, antialiased, absgrad"
 
 
-def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
+def counted(machines: int, world: World, hierarchy: bool) -> dict[str, Any]:
     """What two steps needed; what was counted before them, with room for all rows and for half as many."""
     world = on_machines(world, machines)
-    spread = locality(world, LocalityOptions(relays=relays))
+    spread = locality(world, LocalityOptions(relays=hierarchy))
     kind: Any = PRIMITIVES[KIND]()
     views = make_views(2 * VIEWS, torch.float32, world.device, LANDSCAPE)
     batches = [views[:VIEWS], views[VIEWS:]]
@@ -39,7 +39,7 @@ def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     kernels: Any = replace(kind, depth=False).kernels()
     model = kernels.model(params, moments, {}, None)
-    handing = Relays.of(world) if relays else None
+    handing = Hierarchy.of(world) if hierarchy else None
     one, all_rows, few = (
         rows_needed(kernels, model, spread, some, rows, handing)
         for some, rows in ((batches[:1], 2048), (batches, 2048), (batches, 64))
@@ -70,16 +70,16 @@ def _run(spread: Any, points: int) -> Any:
     return SimpleNamespace(strategy=spread, batch_size=VIEWS, model=model)
 
 
-def _buffers(world: World, relays: Relays | None, one_for_all: bool = False) -> Any:
-    numbers = relays.numbers if relays else 0
+def _buffers(world: World, hierarchy: Hierarchy | None, one_for_all: bool = False) -> Any:
+    numbers = hierarchy.num_counts if hierarchy else 0
     return SimpleNamespace(
-        relays=relays, one_for_all=one_for_all, pairs=lambda segment: pairs_of(segment, world.size, numbers)
+        hierarchy=hierarchy, one_for_all=one_for_all, pairs=lambda segment: pairs_of(segment, world.size, numbers)
     )
 
 
-@pytest.mark.parametrize(("ranks", "machines", "relays"), [(4, 2, True), (4, 2, False)])
-def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, relays: bool) -> None:
-    found = run_ranks(partial(counted, machines), ranks, relays)
+@pytest.mark.parametrize(("ranks", "machines", "hierarchy"), [(4, 2, True), (4, 2, False)])
+def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, hierarchy: bool) -> None:
+    found = run_ranks(partial(counted, machines), ranks, hierarchy)
     first, second = found[0]["needed"]
     both = tuple(tuple(map(max, *of_rank)) for of_rank in zip(first, second, strict=True))
     one, all_rows, few = found[0]["counted"]

@@ -12,8 +12,8 @@ from ns_multigpu.core.assign.image_part import ImagePart
 from ns_multigpu.core.dist.peer_memory import TransportChoice
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange import replicated_rows
-from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import pairs_of
 from ns_multigpu.core.exchange.replicated_rows import PeerReplicas, ReplicatedRows
 from ns_multigpu.core.exchange.transports import CollectiveRows, PeerRows
@@ -254,11 +254,11 @@ def test_which_rows_are_handed_on(
     config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
     vars(config).update(options)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
-    assert buffers.relays == (Relays(2, 2) if handed else None)
+    assert buffers.hierarchy == (Hierarchy(2, 2) if handed else None)
     if handed or strategy == "tile":
         numbers = 8 if handed else 4
         made = buffers.transport(replace(SETTINGS, segment=16), GaussianKernels(degree=0)) if not reach else None
-        assert made is None or ((type(made) is RelayedRows) == handed and len(made.capacities) == numbers)
+        assert made is None or ((type(made) is HierarchicalRows) == handed and len(made.capacities) == numbers)
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -276,16 +276,19 @@ def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monk
     wire = "half" if half else "full"
     config = SimpleNamespace(transport="auto", tile_lists="gather", wire=wire)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
-    relays = Relays(2, 2)
-    assert wanted == [True] and buffers.relays == relays
+    hierarchy = Hierarchy(2, 2)
+    assert wanted == [True] and buffers.hierarchy == hierarchy
     assert not buffers.peer and not buffers.one_for_all, "each pair has its own room"
     assert buffers.pairs(7) == pairs_of(7, 4, 8)
     # On rank 2: 2 of its own, and from rank 3; 70 from machine 0, of which its counterpart there is rank 0.
-    arrive = {2: {relays.inside(0): 2, relays.handed(0, 0): 70}, 3: {relays.inside(0): 5, relays.handed(0, 0): 9}}
+    arrive = {
+        2: {hierarchy.to_rank(0): 2, hierarchy.forwarded(0, 0): 70},
+        3: {hierarchy.to_rank(0): 5, hierarchy.forwarded(0, 0): 9},
+    }
     table = tuple(tuple(arrive.get(rank, {}).get(k, 0) for k in range(8)) for rank in range(4))
-    with_relays = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, relays=relays)
+    with_relays = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, hierarchy=hierarchy)
     direct = tuple(tuple((2, 5, 70, 9)[rank] if to == 2 else 0 for to in range(4)) for rank in range(4))
     assert with_relays == bytes_of_step((1024, direct, 4096), 3072, 4, travels=True)
     made: Any = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert made.peer and made.half == half
-    assert RelayedRows.written_bytes(object.__new__(RelayedRows), 1, 9, 7) == 0
+    assert HierarchicalRows.written_bytes(object.__new__(HierarchicalRows), 1, 9, 7) == 0

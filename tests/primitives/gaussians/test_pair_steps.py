@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import Pairs
 from tests.primitives.training_runs import RATES, Outcome, Schedule, assert_same_course, ordinary, take
 
@@ -60,11 +60,11 @@ def test_each_number_of_rows_on_their_way_over_machines_has_room_of_its_own() ->
     """Four ranks on two machines: own rows inside, rows across, and rows that are handed on. The bytes of every step
     are those foretold, which `taken` asserts."""
     schedule = Schedule("tile", 2, 3, room=CAPACITY_FACTOR, lazy=True, machines=2, captured=True)
-    plenty, relays = take(schedule, 4), Relays(2, 2)
+    plenty, hierarchy = take(schedule, 4), Hierarchy(2, 2)
     assert_same_course(schedule, plenty, ordinary(schedule))
     needed = pairs_needed(plenty[0])
     assert all(int(one["replayed"]) > 0 for one in plenty)
-    inside, across, handed = (0, relays.inside(1)), (3, relays.across(0)), (1, relays.handed(1, 0))
+    inside, across, handed = (0, hierarchy.to_rank(1)), (3, hierarchy.to_machine(0)), (1, hierarchy.forwarded(1, 0))
     assert all(needed[rank][number] > 0 for rank, number in (inside, across, handed))
     for lacking in (None, across, handed):
         table = [[*row] for row in needed]
