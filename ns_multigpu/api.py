@@ -207,8 +207,10 @@ class Step:
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._params.items()}
         self._rates = {p.name: p.rate for p in SCHEMA} | {_OURS[key]: rate for key, rate in (lr or {}).items()}
         self._peer = world.size > 1 and choose_transport(world).peer
-        travels = self._strategy.rows.travels and world.size > 1
-        rows, segment, intersections = first_capacities(len(held), width * height, batch_size, travels=travels)
+        is_exchanged = self._strategy.rows.is_exchanged and world.size > 1
+        rows, segment, intersections = first_capacities(
+            len(held), width * height, batch_size, is_exchanged=is_exchanged
+        )
         self._settings = StepSettings(width, height, batch_size, ssim_lambda, rows, segment, intersections)
         self._taken = 0
         self._plan: Plan | None = None

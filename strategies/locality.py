@@ -24,5 +24,5 @@ def locality(world: World, options: LocalityOptions | None = None) -> Strategy:
         raise ValueError(f"locality: {problem}.")
     access = Access(options.patches**2, world.size)
     patches = LocalPatches(world, options, access)
-    legs = ExchangedRows(patches, relays=options.relays), WholePixels(), GradientsToOwner(world)
+    legs = ExchangedRows(patches, hierarchical=options.relays), WholePixels(), GradientsToOwner(world)
     return Strategy("locality", ByViews(world, options, access), patches, *legs, world)

@@ -179,7 +179,7 @@ def identifiers(root: Path, allowed: Sequence[str] = ()) -> Iterator[Finding]:
     """Find names that are defined or used with a word of `NAMES`, each once a file, and files named so.
 
     Args:
-        allowed: `file:name` of names that are another library's, or mean what the word means.
+        allowed: names, or `file:name`, that another library or an option has, or that mean what the word means.
     """
     for package, file in files(root, (".py", *NATIVE)):
         where, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
@@ -194,7 +194,7 @@ def identifiers(root: Path, allowed: Sequence[str] = ()) -> Iterator[Finding]:
                 for name in NAME.findall(line):
                     names.setdefault(name, number)
         for name, number in names.items():
-            if f"{where}:{name}" in allowed:
+            if name in allowed or f"{where}:{name}" in allowed:
                 continue
             for word in dict.fromkeys(ANY_NAME.findall(" ".join(parts(name)))):
                 yield Finding(package, f"{where}:{number}", word, f"{name}: {NAMES[word]}")

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from ns_multigpu.locality.assign import BETWEEN, Assigner
 from ns_multigpu.locality.graph import SeenGraph
-from ns_multigpu.locality.partition import IMBALANCE, Partition, Place, by_metis, dealt, partition, ranges
+from ns_multigpu.locality.partition import IMBALANCE, Partition, Place, by_metis, partition, ranges, round_robin
 
 Ints = NDArray[np.int64]
-Way = Literal["metis", "dealt", "random", "ranges"]
+Way = Literal["metis", "round_robin", "random", "ranges"]
 UNBALANCED = 1.5
 """The most points of a machine over the mean where balance is left out."""
 
@@ -23,7 +23,7 @@ def at_random(graph: SeenGraph, parts: int, notes: list[str], seed: int = 0) -> 
 
 
 def partitioned(
-    graph: SeenGraph, machines: int, per_machine: int, across: Way = "metis", within: Way = "dealt",
+    graph: SeenGraph, machines: int, per_machine: int, across: Way = "metis", within: Way = "round_robin",
     *, hierarchical: bool = True, balance: bool = True,
 ) -> Partition:  # fmt: skip
     """Place groups as `locality.partition.partition` does, with other ways, or on all ranks at once.
@@ -36,7 +36,7 @@ def partitioned(
     """
     places: dict[Way, Place] = {
         "metis": partial(by_metis, imbalance=IMBALANCE if balance else UNBALANCED),
-        "dealt": dealt, "ranges": ranges, "random": at_random,
+        "round_robin": round_robin, "ranges": ranges, "random": at_random,
     }  # fmt: skip
     if hierarchical:
         return partition(graph, machines, per_machine, places[across], places[within])

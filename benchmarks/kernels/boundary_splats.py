@@ -152,7 +152,7 @@ def operators(points: Points, views: Sequence[View], world: World, iterations: i
     counts = torch.zeros(CELLS, dtype=torch.int64, device=device)
     drawn = rectangles(plan, views, range(CELLS))
     cells = [patch.cell for patches in plan.drawn for patch in patches]
-    arrived = kernels.stay(rows, torch.zeros(real, dtype=torch.int32, device=device),
+    arrived = kernels.receive_local(rows, torch.zeros(real, dtype=torch.int32, device=device),
                            torch.arange(real, dtype=torch.int32, device=device))  # fmt: skip
     mine = [n for p in plan.drawn[0] for n in (p.view, *p.rendered(views[p.view]))]
     offsets, ids, met = kernels.intersect(arrived, mine, padded(8 * real))

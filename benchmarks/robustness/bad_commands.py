@@ -133,7 +133,7 @@ def _(place: Place) -> tuple[list[str], int, tuple[str, ...]]:
 def _(place: Place) -> tuple[list[str], int, tuple[str, ...]]:
     shutil.copy(place.run / "config.yml", place.folder / "config.yml")
     out = ("--output-path", str(place.folder / "eval.json"))
-    words = ("Note: there are no checkpoints beside", "where the run began")
+    words = ("Note: there are no checkpoints next to", "where the run began")
     return ["ns-eval", "--load-config", str(place.folder / "config.yml"), *out], 0, words
 
 
@@ -142,7 +142,7 @@ def _(place: Place) -> tuple[list[str], int, tuple[str, ...]]:
     text = (place.run / "config.yml").read_text().replace("- whole\n", "- gone\n")
     (place.folder / "config.yml").write_text(text)
     out = ("--output-path", str(place.folder / "eval.json"))
-    return ["ns-eval", "--load-config", str(place.folder / "config.yml"), *out], 1, ("no checkpoints beside it",)
+    return ["ns-eval", "--load-config", str(place.folder / "config.yml"), *out], 1, ("no checkpoints next to it",)
 
 
 @case("ns-render spiral")

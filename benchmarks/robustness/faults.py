@@ -137,7 +137,7 @@ def run(words: list[str], output: Path, victim: int | None = None, phase: str = 
             process.wait(60)
     said = " ".join(log.read_text(errors="replace").split())  # whatever the width of the terminal was
     resumed = re.findall(r"Resuming at step ([\d,]+)", said)
-    step = int(resumed[-1].replace(",", "")) if resumed else 0 if "it starts anew" in said else None
+    step = int(resumed[-1].replace(",", "")) if resumed else 0 if "it starts from image 0" in said else None
     return Outcome(victim, phase, moment, step, first - start, time.monotonic() - start, status)
 
 

@@ -35,7 +35,7 @@ from ns_multigpu.cells.seen import tiles_seen
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.boundary_rows import BoundaryRows
-from ns_multigpu.core.exchange.exchanged_rows import touches
+from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
 from ns_multigpu.core.exchange.fragments import routes_of
 from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.core.strategy import Strategy
@@ -156,9 +156,10 @@ def rows_that_cross(spread: Strategy, kind: Gaussians, points: Points, views: Se
         plan = with_halos(CellPixels(sizes).assign([view], gpus), view.width, view.height)
         own = kind.splat(points, kind.cull(points, [view], [0]), [view])
         owner = ranks[space.tree.of(points.params["means"])][own.hits.point_ids.long()]
-        goes = torch.stack(BoundaryRows(CellsInViews(sizes)).touched(own, [view], plan))
-        sent = int((goes & (torch.arange(gpus)[:, None] != owner)).sum())
-        everywhere = torch.stack([touches(own, [view], plan.drawn[rank]) for rank in range(gpus)])
+        drawn = [(rank, patch) for rank, patches in enumerate(plan.drawn) for patch in patches]
+        lines, _ = BoundaryRows(CellsInViews(sizes)).route(own, [view], drawn, gpus)
+        sent = int(((lines >= 0) & (torch.arange(gpus)[:, None] != owner)).sum())
+        _, everywhere = ExchangedRows().route(own, [view], drawn, gpus)
         tile = len(own) * (gpus - 1) / gpus  # bands: about one of them needs a row
         routes = [routes_of(plan, [view], rank) for rank in range(gpus)]
         pixels = 16 * sum(sum(r.receive) + sum(r.receive_back) for r in routes)

@@ -96,8 +96,9 @@ def boundary_bytes_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View
     own = gaussians.splat(held, gaussians.cull(held, batch, range(len(batch))), batch)
     owners = torch.tensor([space.rank_of(cell) for cell in range(space.cells)])[tree.of(scene.means)]
     owner = owners[own.hits.point_ids.long()]
-    touched = BoundaryRows(CellsInViews(space)).touched(own, batch, plan)
-    into = [int((touch & (owner != rank)).sum()) for rank, touch in enumerate(touched)]
+    drawn = [(rank, patch) for rank, patches in enumerate(plan.drawn) for patch in patches]
+    lines, _ = BoundaryRows(CellsInViews(space)).route(own, batch, drawn, len(plan.drawn))
+    into = [int(((there >= 0) & (owner != rank)).sum()) for rank, there in enumerate(lines)]
     return BOUNDARY_BYTES * max(into) * points / len(scene.means)
 
 

@@ -108,7 +108,7 @@ class TileRun(Run):
 
     def flush(self) -> None:
         super().flush()
-        self._counts.learn(leave=0)
+        self._counts.learn(pending=0)
 
     def settle(self) -> None:
         super().settle()

@@ -23,7 +23,7 @@ class PixelOptions:
 
     crossing: Literal["none", "ghosts"] = "ghosts"
     """Splats that overlap another cell. none: drawn with their own cell only, so that the image depends on the cells.
-    ghosts: sent to the GPUs of all cells that they overlap, which gives the image of one GPU."""
+    `ghosts`: sent to the GPUs of all cells that they overlap, which gives the image of one GPU."""
 
     hide: bool = False
     """Skip a cell in the part of a view where less than 1/1000 of its light was visible when the view was drawn last.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
-from ns_multigpu.core.row_wire import RowWire
+from ns_multigpu.core.row_wire import RowFormat
 from ns_multigpu.core.types import Patch, View
 
 Rows = Any
@@ -149,21 +149,19 @@ class ReplicaRows(ABC):
         """
 
 
-class Kernels(ABC):
+class Kernels(RowFormat):
     """Operators of a primitive: parameters to rows, rows to pixels, and gradients to an Adam step.
 
     No operator reads anything back to the host, so that CUDA graphs can capture them.
 
     Attributes:
         parameters: the names of the parameters in the order that operators take them.
-        record_floats: numbers of a row's record on the wire, and of its gradients.
         sized: True if `update` counts the points' sizes on the screen on any rank.
         puts_off: True if `model` takes `lazy`. supports_half: True if `wire` takes `half`.
         terms: names of the losses that `more_losses` can take.
     """
 
     parameters: tuple[str, ...]
-    record_floats: int
     sized: bool = True
     puts_off: bool = True
     supports_half: bool = True
@@ -209,14 +207,6 @@ class Kernels(ABC):
     @abstractmethod
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Arrived:
         """Return the rows of records [ranks, capacity, record_floats], of which `counts` [ranks] are valid."""
-
-    @abstractmethod
-    def wire(self, *, half: bool, slots: bool) -> RowWire:
-        """Return the format of rows and gradients in collectives.
-
-        Args:
-            half: send as float16 where possible. slots: rows carry their line at their owner.
-        """
 
     @abstractmethod
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "ReplicaRows":

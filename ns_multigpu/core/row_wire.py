@@ -1,4 +1,4 @@
-"""Wire format of rows and their gradients, for collectives between ranks without peer memory."""
+"""Interfaces of wire formats: rows and their gradients in collectives between ranks without peer memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class RowWire(ABC):
 
     @abstractmethod
     def pack(self, rows: Any, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
-        """Write lines first to end of the rows to the lines `place` [ranks, M]; see `Kernels.pack`.
+        """Write lines first to end of the rows to the lines `place` [ranks, M] of the other ranks' segments.
 
         Args:
             wire: [words] int32.
@@ -64,6 +64,10 @@ class RowWire(ABC):
     def keep(self, rows: Any, place: Tensor, arrived: Any, come: WireSegments, source: int) -> None:
         """Copy this rank's rows to the lines `place` [M] of a source's segment of the received rows."""
 
+    def lines(self, arrived: Any, first: int, end: int) -> Any:
+        """Return lines first to end of received rows."""
+        return type(arrived)(*(column[first:end] for column in arrived))
+
     @abstractmethod
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         """Write the gradient records [lines, record_floats] of received rows to the segments of their sources.
@@ -78,4 +82,22 @@ class RowWire(ABC):
 
         Args:
             place: [ranks, M]. count: [1] int64, number of valid lines. own: the records computed on this rank.
+        """
+
+
+class RowFormat(ABC):
+    """Formats of rows and of their gradients.
+
+    Attributes:
+        record_floats: numbers of a row's record in peer memory, and of its gradient record.
+    """
+
+    record_floats: int
+
+    @abstractmethod
+    def wire(self, *, half: bool, slots: bool) -> RowWire:
+        """Return the format of rows and gradients in collectives.
+
+        Args:
+            half: send as float16 where possible. slots: rows carry their line at their owner.
         """

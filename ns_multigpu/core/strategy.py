@@ -43,7 +43,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         several = self.world.size > 1
-        if several and self.placement.replicated and (self.rows.travels or not self.gradients.summed):
+        if several and self.placement.replicated and (self.rows.is_exchanged or not self.gradients.summed):
             raise ValueError(
                 f"strategy {self.name}: where every rank holds every point, rows stay and gradients are summed "
                 "(LocalRows, SummedGradients)."
@@ -110,6 +110,6 @@ class Strategy:
         self.gradients.render_begins(points)
         hits = primitive.cull(points, views, self.placement.views_to_splat(plan, self.world))
         own = primitive.splat(points, hits, views)
-        splats = self.rows.bring(own, points, views, plan, self.world)
+        splats = self.rows.exchange(own, points, views, plan, self.world)
         pixels = self.pixels.draw(primitive, splats, views, plan, self.world)
         return self.pixels.settle(Rendering(pixels, own), splats, views, plan, self.world)

@@ -7,7 +7,6 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,7 +14,8 @@ from ns_multigpu.core.assign.assignment import Assignment, Feedback
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.exchanged_rows import touches
+from ns_multigpu.core.exchange.column_wire import ColumnRows
+from ns_multigpu.core.exchange.row_operators import RowOperators
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, Splats, View
 from ns_multigpu.locality.assign import Assigner, Volume, in_runs
 from ns_multigpu.locality.options import LocalityOptions
@@ -168,12 +168,12 @@ class LocalPatches(Assignment):
         table = np.array(counts, dtype=np.float64).reshape(self._world.size, -1)
         self._record(views, table.T)
 
-    # ---- of rows on their way through autograd: `RowCounts` ----
+    # ---- of rows that autograd exchanges: `RowCounts` ----
 
     def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
         """[patches] int64, number of this rank's splats that touch each patch of the plan."""
-        counts = [touches(splats, views, [patch]).sum(0, keepdim=True) for patch in plan.patches()]
-        return torch.cat([splats.hits.view_ids.new_zeros(0, dtype=torch.int64), *counts])
+        drawn = list(enumerate(plan.patches()))
+        return RowOperators().count(ColumnRows.of(splats), views, drawn, len(drawn))
 
     def record(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
         """Store what each rank has counted."""

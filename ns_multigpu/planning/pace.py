@@ -80,8 +80,8 @@ def traffic(strategy: str, schedule: Schedule) -> Traffic:
     inside = one.traffic_padded - between
     if schedule.machines == 1 or schedule.per_machine == 1 or strategy not in RELAYED:
         return Traffic(inside, between * schedule.per_machine)
-    handed = between * (schedule.per_machine - 1) / schedule.per_machine
-    return Traffic(inside + handed, between * schedule.per_machine * (1 - RELAYED[strategy]))
+    forwarded = between * (schedule.per_machine - 1) / schedule.per_machine
+    return Traffic(inside + forwarded, between * schedule.per_machine * (1 - RELAYED[strategy]))
 
 
 def pace(

@@ -6,7 +6,7 @@ import torch
 from benchmarks.baselines.overlap import camera_weights, focuses, tiles, weight_in_tile, whole_rays, widened
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.partition import partition
-from ns_multigpu.radiance.segments import cell_of, clip, dealt
+from ns_multigpu.radiance.segments import cell_of, clip, round_robin
 
 UNIT = Domain.box(torch.tensor([[0.0, 0, 0], [1, 1, 1]]))
 
@@ -74,5 +74,5 @@ def test_whole_rays_and_shares() -> None:
         ends,
         torch.tensor([[[0.0, 0, 0], [1, 1, 1]]], dtype=torch.float64),
     )
-    shares = dealt(one, 3)
+    shares = round_robin(one, 3)
     assert shares.begins == (0, 2, 4, 7) and torch.equal(shares.order, one.order) and shares.near is one.near

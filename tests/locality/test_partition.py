@@ -9,10 +9,10 @@ from benchmarks.baselines.placements import at_random, partitioned
 from ns_multigpu.locality import metis
 from ns_multigpu.locality import partition as module
 from ns_multigpu.locality.graph import SeenGraph
-from ns_multigpu.locality.partition import Partition, Place, by_metis, dealt, partition, ranges
+from ns_multigpu.locality.partition import Partition, Place, by_metis, partition, ranges, round_robin
 from tests.locality.towns import plain
 
-PLACERS: dict[str, Place] = {"metis": by_metis, "ranges": ranges, "random": at_random, "dealt": dealt}
+PLACERS: dict[str, Place] = {"metis": by_metis, "ranges": ranges, "random": at_random, "round_robin": round_robin}
 
 
 def shares(values: np.ndarray) -> float:
@@ -54,7 +54,7 @@ def test_dealing_levels_each_view_and_metis_does_not() -> None:
         big = shown[shown.sum(2) > 0.3 * shown.sum((1, 2))[:, None]]
         return float((big.max(1) / big.mean(1)).mean())
 
-    level, random, regions = worst(dealt), worst(at_random), worst(by_metis)
+    level, random, regions = worst(round_robin), worst(at_random), worst(by_metis)
     assert level < 1.35
     assert level < random < regions
     assert regions > 1.8

@@ -154,7 +154,7 @@ def test_row_exchange_buffers_are_counted(transport: str) -> None:
         world = replace(World.single(), size=ranks)
         own = tuple(tuple(0 if a == b else rows * ranks // (ranks - 1) for b in range(ranks)) for a in range(ranks))
         through = CollectiveRows(world, KERNELS, rows * ranks, own, 100)
-        held = through._wire.nbytes + through._sums.nbytes + through._lines.nbytes + through._here.nbytes
+        held = through._wire.nbytes + through.records.nbytes + through._slots.nbytes + through._owners.nbytes
     one = Share(300, 1, 0, rows * ranks, rows, 4096, 64 * 48, rows, 0.0, 0.0)
     planned = step_buffers(one, 1, capacity=1.0)["exchange"]
     assert planned == pytest.approx(held * (1.32 if transport == "peer" else 1.0), rel=0.02)

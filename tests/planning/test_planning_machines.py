@@ -192,15 +192,15 @@ def test_the_command_compares_strategies_over_machines(capsys: pytest.CaptureFix
 def test_command_reports_unsimulated_values(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "--gpus", "36", "--machines", "3", "--strategy", "locality", "--scene", "aerial")
     assert "simulated with 16 views a step, not with 1. Fewer views save less" in text
-    assert "3 machines were not simulated" in text and "rows travel" not in text, "12 + 3 are few enough"
+    assert "3 machines were not simulated" in text and "rows are exchanged" not in text, "12 + 3 are few enough"
     assert "a view here shows 21.9% of the points, and there 0.9%" in text
     assert "32 machines are the most" in planned(capsys, "--gpus", "64", "--machines", "64")
     for gpus, machines, words in (
-        (33, 1, "these travel between 32 GPUs at most"), (64, 64, "these travel between 32 GPUs at most"),
-        (136, 8, "rows travel between 128 GPUs at most"), (93, 3, "may be 32 together at most"),
+        (33, 1, "rows are exchanged between 32 GPUs at most"), (64, 64, "rows are exchanged between 32 GPUs at most"),
+        (136, 8, "rows are exchanged between 128 GPUs at most"), (93, 3, "may be 32 together at most"),
     ):  # fmt: skip
         assert words in planned(capsys, "--gpus", str(gpus), "--machines", str(machines))
-    assert "travel between" not in planned(capsys, "--gpus", "128", "--machines", "16")
+    assert "exchanged between" not in planned(capsys, "--gpus", "128", "--machines", "16")
 
 
 def test_one_machine_is_planned_as_before(capsys: pytest.CaptureFixture[str]) -> None:

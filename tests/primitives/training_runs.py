@@ -13,8 +13,8 @@ from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from ns_multigpu.core.assign.assignment import Feedback
 from ns_multigpu.core.assign.placement import Sharded
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import Pairs, all_gather_counts, most_of, pairs_of
 from ns_multigpu.core.exchange.replicated_rows import OwnRows, ReplicatedRows
 from ns_multigpu.core.exchange.transports import CollectiveRows, PeerRows, Transport
@@ -147,9 +147,9 @@ def transport_of(
     """
     world = spread.world
     shape = (world, kernels, settings.rows, settings.segment, settings.words(spread.assignment))
-    if spread.rows.relays is not False and Relays.of(world) is not None:
-        return RelayedRows(*shape, half=wire.get("half", False), peer=name != "collective")
-    if not spread.rows.travels:
+    if spread.rows.hierarchical is not False and Hierarchy.of(world) is not None:
+        return HierarchicalRows(*shape, half=wire.get("half", False), peer=name != "collective")
+    if not spread.rows.is_exchanged:
         return OwnRows(*shape) if world.size == 1 else ReplicatedRows(*shape)
     if name == "peer":
         return PeerRows(*shape)
@@ -180,8 +180,8 @@ def fill(one: Step, views: Sequence[View], run: TrainingRun, step: int) -> None:
 def check_counts(one: Step, status: Status) -> None:
     """Fail unless the status has the counts of this step."""
     to_others = (
-        one._forward.counts.sum() - one._forward.counts[one._transport.stays]
-        if one._transport.travels
+        one._forward.counts.sum() - one._forward.counts[one._transport.local_index]
+        if one._transport.is_exchanged
         else torch.zeros(())
     )
     assert status.sent == int(to_others), "of this rank's rows, those that went to others"
@@ -192,7 +192,7 @@ def check_traffic(one: Step, world: World, reported: int, run: TrainingRun) -> N
     """Fail unless a step by collectives has sent the bytes of its messages."""
     if isinstance(one._transport, CollectiveRows):
         assert run.by_sort or reported == (one._transport.step_bytes if world.size > 1 else 0)
-    if isinstance(one._transport, RelayedRows):
+    if isinstance(one._transport, HierarchicalRows):
         crossed = world.traffic.between_since("step")
         assert (reported - crossed, crossed) == one._transport.step_bytes
 
@@ -213,7 +213,9 @@ def taken(world: World, run: TrainingRun) -> Outcome:
     put_off_here = LazyAdam.make(len(held), device) if run.lazy else None
     width, height = run.size
     here = spread.assignment.most_views(run.batch, world.size)
-    capacities = run.capacities or first_capacities(run.points, width * height, here, travels=spread.rows.travels)
+    capacities = run.capacities or first_capacities(
+        run.points, width * height, here, is_exchanged=spread.rows.is_exchanged
+    )
     settings = StepSettings(width, height, run.batch, LAMBDA, *capacities)
     kernels = kernels_of(run.antialiased)
 

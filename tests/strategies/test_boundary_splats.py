@@ -66,8 +66,8 @@ def windows_of(where: str) -> tuple[CellsInViews, Plan, list[View]]:
     spread = with_splits(World.single(), where_cameras_stand()[where], "ghosts")
     spread.placement.hold(points, World.single())
     spread.observe(Gaussians(), points, 0)
-    assert isinstance(spread.rows, BoundaryRows) and isinstance(spread.rows.crossing, CellsInViews)
-    return spread.rows.crossing, spread.plan(views), views
+    assert isinstance(spread.rows, BoundaryRows) and isinstance(spread.rows.regions, CellsInViews)
+    return spread.rows.regions, spread.plan(views), views
 
 
 @pytest.mark.parametrize("where", where_cameras_stand())
@@ -110,7 +110,7 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
 def bytes_of(world: World, cross: bool) -> int:
     """Return the bytes of a step with rows sent to overlapped cells, or to overlapped rectangles."""
     spread = strategy_of(2, world)
-    spread = spread if cross else replace(spread, rows=ExchangedRows(relays=False))
+    spread = spread if cross else replace(spread, rows=ExchangedRows(hierarchical=False))
     world.traffic.since("step")
     take_step(spread, "gaussians", VIEWS, 1500, torch.float64)
     return world.traffic.since("step")
@@ -128,7 +128,7 @@ def test_rows_are_sent_to_cells_that_they_overlap() -> None:
     assert tree is not None
     cells = tree.of((rays * depths[:, None] - view.viewmat[:3, 3]) @ view.viewmat[:3, :3])
     assert len(cells.unique()) == 3
-    overlaps = cells_in_views.reach(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view])
+    overlaps = cells_in_views.overlaps_cells(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view])
     assert torch.equal(overlaps.T, torch.nn.functional.one_hot(cells, 3).bool())
 
 
@@ -140,7 +140,8 @@ def test_cameras_may_be_on_the_host() -> None:
     places = torch.tensor([[10.0, 5.0], [25, 21], [19, 27]], dtype=torch.float64)
     given = torch.zeros(3).int(), places, torch.full((3, 2), 2).int(), torch.tensor([4.0, 2, 3], dtype=torch.float64)
     there = (x.cuda().float() if x.is_floating_point() else x.cuda() for x in given)
-    assert torch.equal(cells_in_views.reach(*there, views[:1]).cpu(), cells_in_views.reach(*given, views[:1]))
+    there_cells = cells_in_views.overlaps_cells(*there, views[:1]).cpu()
+    assert torch.equal(there_cells, cells_in_views.overlaps_cells(*given, views[:1]))
 
 
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
@@ -185,7 +186,7 @@ class _Near(CellRegions):
     def windows(self, plan: Plan, views: Sequence[View], rank: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def reach(
+    def overlaps_cells(
         self, view_ids: torch.Tensor, means2d: torch.Tensor, radii: torch.Tensor, depths: torch.Tensor,
         views: Sequence[View],
     ) -> torch.Tensor:  # fmt: skip
@@ -195,14 +196,15 @@ class _Near(CellRegions):
 
 def test_boundary_rows_overlap_the_listed_cells() -> None:
     """Each batch is asked about once, and earlier batches do not matter."""
-    cells_in_views, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
-    leg = BoundaryRows(cells_in_views)
-    plan = Plan(((Patch(0, 0, 0, 32, 32, cell=0),),), ((),))
+    regions, view = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0)
+    leg = BoundaryRows(regions)
+    drawn = [(0, Patch(0, 0, 0, 32, 32, cell=0))]
     for turn, depths in enumerate(([0.5, 0.5, 2.0], [2.0, 2.0, 0.5])):
         ids = torch.zeros(3, dtype=torch.int32)
         rows = {"means2d": torch.full((3, 2), 16.0), "depths": torch.tensor(depths)}
         rows["radii"] = torch.full((3, 2), 2, dtype=torch.int32)
         own = Splats(Hits(ids, torch.arange(3, dtype=torch.int32)), rows)
         near = torch.tensor(depths) < 1
-        assert torch.equal(leg.touched(own, [view], plan)[0], near)
-        assert cells_in_views.asked == turn + 1
+        place, counts = leg.route(own, [view], drawn, 1)
+        assert torch.equal(place[0] >= 0, near) and counts.tolist() == [int(near.sum())]
+        assert regions.asked == turn + 1

@@ -8,7 +8,6 @@ import torch
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
-from ns_multigpu.core.exchange.fp16_rows import HalfGradients, HalfRows
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.test_law import Outcome, stitch, take_step
@@ -53,35 +52,6 @@ def autograd_step(world: World, strategy: str, half: bool) -> Outcome:
 def test_half_a_wire_is_nearly_a_whole_one_through_autograd(ranks: int) -> None:
     whole, half = (run_ranks(autograd_step, ranks, "tile", h) for h in (False, True))
     check(half, whole, ranks)
-
-
-def test_numbers_of_any_size_keep_their_bits() -> None:
-    """As `cuda_ext.ops.exchange.row_wire`: what is not rounded is bit-identical; zero, NaN and infinity stay."""
-    g = torch.Generator().manual_seed(1)
-    rows = torch.randn(4000, 10, generator=g) * 10.0 ** torch.randint(-37, 37, (4000, 1), generator=g)
-    needle = torch.tensor([[1.0, 0.99999994, 1.0], [1e4, 99.0, 1.0], [0.0, 0.0, 0.0]])
-    rows[:3, 2:5], rows[3, 5:9] = needle, 0.0
-    rows[4, 6], rows[5, 7] = torch.inf, torch.nan
-    names, widths = ("means2d", "conics", "opacities", "features", "depths"), (2, 3, 1, 3, 1)
-    code = HalfRows(names, widths)
-    written = code.write(rows)
-    assert written.dtype == torch.uint8 and written.shape[1] == 8 + 7 + 3 + 7 + 4
-    back = code.read(written, rows)
-    assert torch.equal(back[:, :2], rows[:, :2]) and torch.equal(back[:, 9], rows[:, 9])
-    torch.testing.assert_close(back[6:, 5], rows[6:, 5], rtol=UNIT, atol=0)
-    size = rows[6:, 6:9].abs().amax(1, keepdim=True)
-    assert ((back[6:, 6:9] - rows[6:, 6:9]).abs() <= UNIT * rows[6:, 6:9].abs() + size * 2.0**-38).all()
-    assert (back[3, 5:9] == 0).all() and back[4, 6] == torch.inf and back[5, 7].isnan()
-    conics = back[:3, 2:5]
-    assert (conics[:, 0] * conics[:, 2] - conics[:, 1] ** 2 >= 0).all(), "however long, an ellipse"
-    torch.testing.assert_close(conics, needle, rtol=4 * UNIT, atol=0)
-    grads = HalfGradients(widths)
-    returned = grads.read(grads.write(rows), rows.double())
-    assert returned.dtype == torch.float64
-    torch.testing.assert_close(returned[6:, 9], rows[6:, 9].double(), rtol=UNIT, atol=0)
-    for few in (rows[:0], rows[9:10]):
-        assert torch.equal(code.read(code.write(few), few), back[9 : 9 + len(few)])
-        assert grads.write(few).shape == (len(few), 2 * 10 + 5)
 
 
 def check(half: list[Outcome], whole: list[Outcome], ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Bytes between machines, with and without forwarding ranks, compared with the rows that must cross."""
+"""Bytes between machines, with and without forwarding ranks, compared with the rows that must be sent."""
 
 from functools import partial
 from pathlib import Path
@@ -9,14 +9,14 @@ import torch
 
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange import exchanged_rows, intra_node
-from ns_multigpu.core.exchange.exchanged_rows import touches
-from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows, most_words
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange import intra_node
+from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows, most_words
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from strategies.locality import locality
+from tests.lib.overlaps import overlaps
 from tests.lib.ranks import run_ranks
 from tests.strategies import test_law_steps
 from tests.strategies.scene import make_points, make_views
@@ -28,30 +28,30 @@ from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, POINTS, check_st
 from tests.strategies.test_needs import target_of
 
 VIEWS, KIND = 5, "gaussians, antialiased, absgrad"
-ROW, GRADIENT = 4 * (10 + 3), 4 * (10 + 2)
-"""Bytes of a row through autograd: ten floats, an id and radii; and of its gradients, the absolute ones too."""
+ROW, GRADIENT = 4 * (10 + 4), 4 * (10 + 2)
+"""Bytes of a row through autograd: ten floats, view, id and radii; and of its gradients, the absolute ones too."""
 
 
-def crossed(machines: int, world: World, mode: str, hierarchy: bool) -> dict[str, Any]:
+def crossed(machines: int, world: World, mode: str, relays: bool) -> dict[str, Any]:
     """Return the bytes of a step between machines and in total, the predicted ones, and the rows that must cross."""
     world = on_machines(world, machines)
-    spread = locality(world, LocalityOptions(relays=hierarchy))
+    spread = locality(world, LocalityOptions(relays=relays))
     kind: Any = PRIMITIVES[KIND]()
     views = make_views(VIEWS, torch.float32, world.device, LANDSCAPE)
     spread.placement.look(lambda: views)
     held, _ = held_at(spread, make_points(POINTS, torch.float32, world.device))
     plan = with_halos(spread.plan(views), *LANDSCAPE)
     own = kind.splat(held, kind.cull(held, views, list(range(VIEWS))), views)
-    touched = torch.stack([touches(own, views, patches) for patches in plan.drawn])
+    touched = torch.stack([overlaps(own, views, patches) for patches in plan.drawn])
     other_machines = [k for k in range(machines) if k != world.machine]
     whole = torch.stack([touched[list(world.ranks_of(k))].any(0) for k in other_machines])
     counts = int(sum(touched[rank].sum() for k in other_machines for rank in world.ranks_of(k))), int(whole.sum())
     predicted = None
     params = {name: value.detach().clone().requires_grad_() for name, value in held.params.items()}
     if mode == "autograd":
-        splats = spread.rows.bring(own, held, views, plan, world)
+        splats = spread.rows.exchange(own, held, views, plan, world)
         world.traffic.since("step"), world.traffic.between_since("step")
-        splats = spread.rows.bring(own, held, views, plan, world)
+        splats = spread.rows.exchange(own, held, views, plan, world)
         assert splats.probe is not None
         (sum(row.sum() for row in splats.rows.values() if row.requires_grad) + splats.probe.sum()).backward()
     else:
@@ -69,20 +69,19 @@ def crossed(machines: int, world: World, mode: str, hierarchy: bool) -> dict[str
 
 @pytest.mark.parametrize(("ranks", "machines"), [(6, 3)])
 def test_a_row_that_several_ranks_of_a_machine_need_crosses_once(ranks: int, machines: int) -> None:
-    relayed, direct = (
-        run_ranks(partial(crossed, machines), ranks, "autograd", hierarchy) for hierarchy in (True, False)
-    )
+    relayed, direct = (run_ranks(partial(crossed, machines), ranks, "autograd", relays) for relays in (True, False))
     for by_relay, other in zip(relayed, direct, strict=True):
         assert by_relay["rows"] == other["rows"]
     each, once = (sum(counts) for counts in zip(*relayed[0]["rows"], strict=True))
     assert once < 0.8 * each, "many rows are needed by several ranks of a machine"
-    # Gradients come the same way back. With each row goes a byte that says which ranks need it.
-    assert sum(one["between"] for one in direct) == each * (ROW + GRADIENT)
-    assert sum(one["between"] for one in relayed) == once * (ROW + 1 + GRADIENT)
+    # Gradients return on the same path. Each rank sends its counts: 8 bytes to a rank, or 4 to a machine.
+    others = ranks - ranks // machines
+    assert sum(one["between"] for one in direct) == each * (ROW + GRADIENT) + 8 * ranks * others
+    assert sum(one["between"] for one in relayed) == once * (ROW + GRADIENT) + 4 * ranks * (machines - 1)
 
 
 def test_fused_steps_send_the_predicted_bytes() -> None:
-    relayed, direct = (run_ranks(partial(crossed, 2), 4, "step", hierarchy) for hierarchy in (True, False))
+    relayed, direct = (run_ranks(partial(crossed, 2), 4, "step", relays) for relays in (True, False))
     for one in relayed:
         assert one["predicted"] == (one["sent"] - one["between"], one["between"])
     for one in direct:
@@ -126,16 +125,20 @@ def test_a_step_through_memory_that_ranks_of_a_machine_share(tmp_path: Path) -> 
 
 
 def test_hierarchical_exchange_locates_each_count() -> None:
-    hierarchy = Relays(3, 2)
-    places = [hierarchy.inside(local) for local in range(2)] + [hierarchy.across(k) for k in range(3)]
-    places += [hierarchy.handed(k, local) for k in range(3) for local in range(2)]
-    assert places == list(range(hierarchy.numbers)) and hierarchy.directions == 5
-    assert hierarchy.ways(2) == (2, 2, 0, 1, 4, 4), "rank 2 is the first of machine 1"
+    hierarchy = Hierarchy(3, 2)
+    places = [hierarchy.to_rank(local) for local in range(2)] + [hierarchy.to_machine(k) for k in range(3)]
+    places += [hierarchy.forwarded(k, local) for k in range(3) for local in range(2)]
+    assert places == list(range(hierarchy.num_counts)) and hierarchy.num_destinations == 5
+    assert hierarchy.destinations(2) == (2, 2, 0, 1, 4, 4), "rank 2 is the first of machine 1"
     # Rank r counts 100 r + k of its k-th number.
     pairs = tuple(tuple(100 * rank + k for k in range(11)) for rank in range(6))
-    assert hierarchy.passed(pairs, 3, 2) == [305, 300, 309] and hierarchy.passed(pairs, 3, 3) == [306, 301, 310]
-    assert hierarchy.arriving(pairs, 2) == [205, 305, 200, 300, 209, 309]
-    assert [hierarchy.crossing(pairs, 4, k) for k in range(3)] == [402, 403, 0]
+    assert hierarchy.sent_within(pairs, 3, 2) == [305, 300, 309] and hierarchy.sent_within(pairs, 3, 3) == [
+        306,
+        301,
+        310,
+    ]
+    assert hierarchy.received(pairs, 2) == [205, 305, 200, 300, 209, 309]
+    assert [hierarchy.sent_between(pairs, 4, k) for k in range(3)] == [402, 403, 0]
     inside, between = hierarchy.step_bytes(pairs, 2, (48, 36), (44, 20), 10)
     # To its neighbour: its rows and what it hands on; from counterparts 0 and 4 came 3 and 403 rows.
     assert inside == 48 * (206 + 201 + 210) + 44 * (305 + 300 + 309) + 4 * 3 + 80 * 5
@@ -143,26 +146,23 @@ def test_hierarchical_exchange_locates_each_count() -> None:
     assert hierarchy.step_bytes(pairs, 3, (48, 36), (44, 20), 10)[1] == 36 * (302 + 304) + 20 * (103 + 503) + 8 + 80 * 5
 
 
-def test_readers_of_a_row_are_sent_as_bits() -> None:
-    flags = torch.rand(50, 11, generator=torch.Generator().manual_seed(1)) < 0.4
-    packed = exchanged_rows._bits(flags)
-    assert packed.shape == (50, 2) and packed.dtype == torch.uint8
-    assert torch.equal(torch.stack([exchanged_rows._bit(packed, k) for k in range(11)], dim=1), flags)
-
-
 def test_all_ranks_of_a_machine_know_where_things_are_in_each_others_memory() -> None:
     """Sender and receiver have the same capacity, however uneven pairs are."""
-    hierarchy, g = Relays(3, 2), torch.Generator().manual_seed(2)
-    table = tuple(tuple(row) for row in torch.randint(0, 90, (6, hierarchy.numbers), generator=g).tolist())
+    hierarchy, g = Hierarchy(3, 2), torch.Generator().manual_seed(2)
+    table = tuple(tuple(row) for row in torch.randint(0, 90, (6, hierarchy.num_counts), generator=g).tolist())
     worlds = [World(rank, 6, rank % 2, 2, torch.device("cpu")) for rank in range(6)]
-    made = [RelayedRows(world, GaussianKernels(degree=0), 10, table, 4) for world in worlds]
-    sizes = [len(one._inside.memory) for one in made]
+    made = [HierarchicalRows(world, GaussianKernels(degree=0), 10, table, 4) for world in worlds]
+    sizes = [len(one._intra_node.memory) for one in made]
     assert max(sizes) == most_words(hierarchy, table, made[0]._within.row_words) > min(sizes)
     for one, other in (made[:2], made[2:4], made[4:]):
-        assert one._parts == other._parts and one._out_at == other._out_at and one._passed == other._passed
+        assert (
+            one._within_words == other._within_words
+            and one._out_at == other._out_at
+            and one._within_rows == other._within_rows
+        )
         for me, there in ((one, other), (other, one)):
             number = me.world.local_rank
-            assert len(me._inside.memory) == me._out_at[number] + sum(me._parts[number])
+            assert len(me._intra_node.memory) == me._out_at[number] + sum(me._within_words[number])
             # Rows that come stand behind their counts, in the order in which they were put to leave.
             starts = [me._from[there.world.local_rank][0][k] for k in range(3)]
             left = [there._to[number][0][k] for k in range(3)]
@@ -178,10 +178,10 @@ def test_more_ranks_than_kernels_know_are_refused(ranks: int, machines: int) -> 
     with pytest.raises(
         ValueError, match=f"{machines} machines of {ranks // machines} ranks: .*32 together.*128 in all"
     ):
-        RelayedRows(world, kernels, 1, 1, 1)
+        HierarchicalRows(world, kernels, 1, 1, 1)
 
 
 @pytest.mark.parametrize(("ranks", "machines"), [(1, 1), (4, 1), (3, 3)])
 def test_no_forwarding_with_one_rank_per_machine(ranks: int, machines: int) -> None:
     world = World(0, ranks, 0, ranks // machines, torch.device("cpu"))
-    assert Relays.of(world) is None
+    assert Hierarchy.of(world) is None

@@ -10,7 +10,7 @@ import torch
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
-from ns_multigpu.core.exchange.transports import RelayedRows, make_transport
+from ns_multigpu.core.exchange.transports import HierarchicalRows, make_transport
 from ns_multigpu.core.step.forward import Forward
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Points
@@ -114,7 +114,7 @@ def fused_step(world: World, name: str, mode: str) -> Outcome:
         kernels: Any = Convexes(sh_degree=3).kernels()
         parts = (spread.rows, spread.gradients, spread.world)
         transport = make_transport(*parts, kernels, 8, 8, 8, peer=False)
-        assert isinstance(transport, RelayedRows)
+        assert isinstance(transport, HierarchicalRows)
     whole = (faint if "boundary" in name else convexes)(POINTS, torch.float32, world.device)
     count = REPLICATED if spread.placement.replicated else CUT
     return take_one(spread, ALL, count, PORTRAIT, mode, "sorted" in name, whole=whole)

@@ -118,9 +118,9 @@ def take_one(
     else:
         parts = partial(step.parts, plan, targets)
         replay(step, parts, plan, [*moments.values()], statistics, params, begun, steps)
-    status, kept = step.status(), int(step._forward.counts[step._transport.stays])
+    status, kept = step.status(), int(step._forward.counts[step._transport.local_index])
     assert status.done == steps
-    if step._transport.travels:
+    if step._transport.is_exchanged:
         sent = steps * (sum(status.segments) - kept)
         assert status.sent == sent, "of this rank's rows, those sent to others"
     gradients = {name: first.cpu() for name, (first, _) in moments.items()}

@@ -9,10 +9,10 @@ import torch
 
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.exchanged_rows import touches
 from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.core.types import Patch, View
 from strategies import STRATEGIES
+from tests.lib.overlaps import overlaps
 from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_image, make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
@@ -32,7 +32,7 @@ def record_demand(machines: int, world: World, mode: str) -> dict[str, Any]:
     plan = with_halos(spread.plan(views), *PORTRAIT)
     hits = kind.cull(held, views, list(range(VIEWS)))
     own = kind.splat(held, hits, views)
-    counted = all_gather_ints([int(touches(own, views, [patch]).sum()) for patch in plan.patches()], world)
+    counted = all_gather_ints([int(overlaps(own, views, [patch]).sum()) for patch in plan.patches()], world)
     spread.assignment._access.forget()  # type: ignore[attr-defined]
     if mode == "autograd":
         spread.render(kind, held, views, plan)

@@ -107,7 +107,7 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
         kernels: Any = SimpleNamespace(
             record_floats=1,
             sized=True,
-            stay=lambda *_: None,
+            receive_local=lambda *_: None,
             replicas=lambda _, lines, __: asked.append(lines) or numbers,  # type: ignore[func-returns-value]
         )
         transport = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
@@ -117,8 +117,8 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
             numbers.step = float(10 * step + world.rank)
             rows: Any = SimpleNamespace(count=torch.tensor([1]))
             for parts in (
-                transport.arrive(rows, torch.empty(0), 1, []),
-                transport.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
+                transport.receive(rows, torch.empty(0), 1, []),
+                transport.return_gradients(rows, torch.empty(0), torch.tensor([step]), range(1)),
             ):
                 with pytest.raises(StopIteration) as end:
                     next(parts)
@@ -143,7 +143,7 @@ def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
         rows = SplatRows(ids, ids, torch.tensor([8]), ones[:, :2], ones, ones[:, 0], ones, ones[:, 0], radii)
         transport._table.fill_(1.0)
         with pytest.raises(StopIteration):
-            next(transport.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
+            next(transport.return_gradients(rows, torch.empty(0), torch.tensor([8]), range(1)))
         return transport.written_bytes(1, 1, 0) - transport.written_bytes(1, 0, 0), [
             bool(one.any()) for one in transport._replicas.everyone
         ]

@@ -10,10 +10,10 @@ from ns_multigpu.core.assign.assignment import TileRanges
 from ns_multigpu.core.assign.placement import Sharded, even_bounds
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.exchanged_rows import touches
 from ns_multigpu.core.types import Points
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.tile import tile
+from tests.lib.overlaps import overlaps
 from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import check, one_step, take_step
@@ -56,7 +56,7 @@ def test_uneven_ranges_and_cuts_that_move(size: int) -> None:
                 assert before != after, "the scene must be one whose work is not spread as its area"
 
 
-def travels(world: World) -> dict[str, Any]:
+def is_exchanged(world: World) -> dict[str, Any]:
     """Return the received rows, all ranks' own rows, and the bytes sent in both directions."""
     spread = tile(world)
     views = make_views(4, torch.float32)[:3]
@@ -65,7 +65,7 @@ def travels(world: World) -> dict[str, Any]:
     primitive = Gaussians(sh_degree=1, absgrad=True)
     own = primitive.splat(held, primitive.cull(held, views, [0, 1, 2]), views)
     world.traffic.since("step")
-    splats = spread.rows.bring(own, held, views, plan, world)
+    splats = spread.rows.exchange(own, held, views, plan, world)
     there = world.traffic.since("step")
     assert splats.probe is not None and own.probe is not None
     weight = 1.0 + world.rank
@@ -80,7 +80,7 @@ def travels(world: World) -> dict[str, Any]:
         "own": all_gather_objects(mine, world),
         "hits": splats.hits,
         "rows": {k: row.detach() for k, row in splats.rows.items()},
-        "touch": torch.stack([touches(own, views, patches) for patches in plan.drawn]),
+        "touch": torch.stack([overlaps(own, views, patches) for patches in plan.drawn]),
         "probe": own.probe.grad,
         "bytes": (there, back),
         "plans": (known, spread.plan(views)),
@@ -90,7 +90,7 @@ def travels(world: World) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_rows_are_received_once_in_order_by_overlapped_patches(size: int) -> None:
-    outcomes = run_ranks(travels, size)
+    outcomes = run_ranks(is_exchanged, size)
     firsts = even_bounds(90, size)
     total = 0
     for rank, outcome in enumerate(outcomes):
@@ -112,8 +112,9 @@ def test_rows_are_received_once_in_order_by_overlapped_patches(size: int) -> Non
         assert torch.equal(outcome["probe"], outcome["touch"].sum(0)[:, None].expand(-1, 2).float())
         sent = sum(int(outcome["touch"][other].sum()) for other in range(size) if other != rank)
         kept = sum(1 for _, _, owner, _ in wanted if owner != rank)
-        # There: mean, conic, opacity, colour, depth; radii, id. Back: the gradients of the former and of the probe.
-        assert outcome["bytes"] == (sent * 4 * (10 + 3), kept * 4 * (10 + 2))
+        # Sent: mean, conic, opacity, colour, depth; radii, id, view; and a count to each rank. Returned: gradients of
+        # the former and of the probe.
+        assert outcome["bytes"] == (sent * 4 * (10 + 4) + 8 * (size - 1), kept * 4 * (10 + 2))
         assert outcome["plans"][0] == outcome["plans"][1], "rendering without gradients moves the cuts of training"
         total += sent
     assert sum(outcome["pixels"] for outcome in outcomes) >= sum(

@@ -130,7 +130,7 @@ def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = Fals
     Args:
         world: the ranks.
         wanted: `peer`, `collective`, or `auto`: peer where there is any. The same on every rank.
-        relayed: over several machines rows are handed on inside each (`Relays`), for which peer memory serves.
+        relayed: over several machines rows are forwarded inside each (`Hierarchy`), for which peer memory serves.
 
     Raises:
         ValueError: `wanted` is something else.

@@ -9,18 +9,16 @@ exchanged. Gradients return to the owner, which counts statistics.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from cuda_ext.ops.exchange.row_exchange import route_lines
 from cuda_ext.ops.raster.list_windows import clip_lists
 from ns_multigpu.core.assign.plan import Plan
-from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows, touches
+from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
 from ns_multigpu.core.exchange.row_operators import RowOperators
 from ns_multigpu.core.kernels import Arrived, Lists, Rows
-from ns_multigpu.core.types import Patch, Splats, View
+from ns_multigpu.core.types import View
 
 
 class CellRegions(ABC):
@@ -60,49 +58,21 @@ class BoundaryRows(ExchangedRows):
     """
 
     def __init__(self, regions: CellRegions) -> None:
-        super().__init__(relays=False)
+        super().__init__(hierarchical=False)
         self.regions = regions
 
     def operators(self) -> RowOperators:
         return BoundaryRowOperators(self.regions)
 
-    def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
-        overlaps_cells = self.regions.reached_by(_Rows.of(own), views)
-        found = [torch.zeros_like(own.hits.view_ids, dtype=torch.bool) for _ in plan.drawn]
-        for there, patches in zip(found, plan.drawn, strict=True):
-            for patch in patches:
-                there |= touches(own, views, [patch]) & overlaps_cells[patch.cell]
-        return found
-
 
 class BoundaryRowOperators(RowOperators):
-    """Operators that route rows to the ranks whose drawn cells and patches they touch."""
+    """Rows are sent to each rank that draws a cell which they may touch, if they overlap the cell's patch."""
 
     def __init__(self, regions: CellRegions) -> None:
         self._regions = regions
 
-    def _route(
-        self, rows: Rows, views: Sequence[View], numbers: list[int], patches: Sequence[Patch], place: Tensor,
-        counts: Tensor,
-    ) -> None:  # fmt: skip
-        in_cells = self._regions.reached_by(rows, views)
-        where = rows.view_ids, rows.count, rows.means2d, rows.radii
-        cells = [patch.cell for patch in patches]
-        route_lines(*where, numbers, 0, place.shape[1], place, counts, in_cells, cells)
-
-
-class _Rows(NamedTuple):
-    """Geometry of splats."""
-
-    view_ids: Tensor
-    means2d: Tensor
-    radii: Tensor
-    depths: Tensor
-
-    @staticmethod
-    def of(splats: Splats) -> "_Rows":
-        rows = splats.rows
-        return _Rows(splats.hits.view_ids, rows["means2d"].detach(), rows["radii"], rows["depths"].detach())
+    def _overlaps(self, rows: Rows, views: Sequence[View]) -> Tensor | None:
+        return self._regions.reached_by(rows, views)
 
 
 def clipped(

@@ -177,7 +177,7 @@ class CompositePixels(PixelLeg):
             empty = splats.rows[named[0]][:0].reshape(0, 4 + deep)
         drawn = torch.cat([empty, *flat])
         wire = PixelWire.of(views, half=self.half)
-        tied: Any = _Exchanged.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
+        tied: Any = _ExchangedPixels.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
         received = torch.cat([tied[0], anchor.new_zeros(routes.dark, 4 + deep)])
         out, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
         if self.feedback is not None and torch.is_grad_enabled():
@@ -209,7 +209,7 @@ def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:
     slots = len(plan.order) * len(plan.order[0])
     boxes = live_boxes(before, routes.watched, slots, LIVE)
     dark = [n for k in range(0, len(routes.watched), 6) for n in routes.watched[k : k + 6]
-            if routes.watched[k + 1] >= routes.arrived]  # fmt: skip
+            if routes.watched[k + 1] >= routes.received]  # fmt: skip
     if dark:
         boxes[:, 4] = live_boxes(before, dark, slots, LIVE)[:, 4]
     else:
@@ -230,7 +230,7 @@ def _flat(pixels: Pixels) -> Tensor:
     return torch.cat(parts, -1).flatten(0, 1)
 
 
-class _Exchanged(torch.autograd.Function):
+class _ExchangedPixels(torch.autograd.Function):
     """Exchange from pixels that this rank drew to those that it composites; backward sums the gradients of pixels sent
     to two patches. It is once in the graph of each rank's loss, through the splats' rows if the rank owns no pixels.
     So all ranks take part in its backward."""
@@ -256,7 +256,7 @@ class _Exchanged(torch.autograd.Function):
         routes, wire, world = ctx.routes, ctx.wire, ctx.world
         got = grads[0]
         if got is None:
-            got = like.new_zeros(routes.arrived, ctx.shape[1])
+            got = like.new_zeros(routes.received, ctx.shape[1])
         there = sum(routes.receive)
         with world.traffic.measured():
             returned = exchange_rows(wire.pack_gradients(got[:there]), routes.receive, routes.send, world)
@@ -269,7 +269,7 @@ class _Exchanged(torch.autograd.Function):
 
 def _rows_of(routes: Routes, device: torch.device) -> Tensor:
     """Return the drawn pixels in the order of sending, then the local ones, [N] int64."""
-    numbers = (*routes.leaving, *routes.local)
+    numbers = (*routes.sent_fragments, *routes.local_fragments)
     found = [torch.empty(0, dtype=torch.int64, device=device)]
     for k in range(0, len(numbers), 6):
         corner, stride, width, height = numbers[k : k + 4]
@@ -307,11 +307,11 @@ class CompositeOperators(PixelOperators):
         wire = PixelWire.of(views, half=self._half)
         width = color.shape[1] + 1
         out = color.new_empty(sum(routes.send), width)
-        received = color.new_empty(routes.arrived + routes.dark, width)
-        received[routes.arrived :].zero_()
+        received = color.new_empty(routes.received + routes.dark, width)
+        received[routes.received :].zero_()
         others = sum(routes.receive)
-        gather_fragments(color, drawn.alpha, routes.leaving, out)
-        gather_fragments(color, drawn.alpha, routes.local, received[others : routes.arrived])
+        gather_fragments(color, drawn.alpha, routes.sent_fragments, out)
+        gather_fragments(color, drawn.alpha, routes.local_fragments, received[others : routes.received])
         arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
         received[:others].copy_(arrived)
         settled, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
@@ -323,7 +323,7 @@ class CompositeOperators(PixelOperators):
     def live(self) -> Tensor:
         return self._live
 
-    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+    def return_gradients(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         assert self._now is not None
         routes, wire, received, before, alpha = self._now
         self._now = None
@@ -332,12 +332,12 @@ class CompositeOperators(PixelOperators):
         )
         del received, before
         others = sum(routes.send_back)
-        leaving = wire.pack_gradients(gradients[:others])
-        back = yield from self._exchange(leaving, routes.receive_back, routes.send_back)
+        sent = wire.pack_gradients(gradients[:others])
+        back = yield from self._exchange(sent, routes.receive_back, routes.send_back)
         back = wire.unpack_gradients(back, gradients)
         v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
-        scatter_fragments(back, routes.leaving, *v_drawn)
-        scatter_fragments(gradients[others:], routes.local, *v_drawn)
+        scatter_fragments(back, routes.sent_fragments, *v_drawn)
+        scatter_fragments(gradients[others:], routes.local_fragments, *v_drawn)
         # A negative sign only marks stopped pixels: the gradient is by the absolute value.
         return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
 

@@ -1,27 +1,26 @@
-"""Exchange of splats from the owners of points to the ranks whose patches they touch, and of gradients back."""
+"""Differentiable exchange of splats, from the owners of points to the ranks whose patches they overlap.
 
-from collections.abc import Sequence
+Operators, transports and wires are those of fused steps. What differs: rows have any columns (`ColumnRows`), and the
+host knows the sizes of all segments, because autograd reads counts back once a step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.assign.plan import Plan, rectangles
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.fp16_rows import HalfGradients, HalfRows
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.column_wire import ColumnFormat, ColumnRows
+from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.legs import RowLeg
-from ns_multigpu.core.exchange.row_operators import RowOperators
-from ns_multigpu.core.exchange.row_routes import (
-    DirectRoute,
-    RelayedRoute,
-    Route,
-    chosen_rows,
-    cross,
-    packed,
-    unpacked,
-)
+from ns_multigpu.core.exchange.row_operators import PatchDestinations, RowOperators
+from ns_multigpu.core.exchange.transport import RecordTransport, launched
+from ns_multigpu.core.exchange.transports import CollectiveRows
 from ns_multigpu.core.types import Hits, Patch, Points, Splats, View
 
 
@@ -45,151 +44,144 @@ class ExchangedRows(RowLeg):
     this holds for the splats of one owner; those of two are ordered by the owners' ranks.
 
     A row is sent once to each rank that has a patch, halo included, with a pixel centre within the row's `radii`. Rows
-    carry `means2d` [M, 2] and `radii` [M, 2] in pixels, as `Gaussians.splat` returns them, and any other columns. One
+    have `means2d` [M, 2] and `radii` [M, 2] in pixels, as `Gaussians.splat` returns them, and any other columns. One
     small all-gather of integers a step exchanges the sizes and the assignment's counts; for it the counts are read back
     once.
 
     Args:
         counts: counters of exchanged rows; None for none.
-        relays: over several machines, send rows to each machine once (`Relays`), or to each rank that needs them; see
-            `RowLeg`.
-        half: if there are gradients, round to float16 what is sent off a rank, or with `relays` off its machine
-            (`HalfRows`).
+        hierarchical: over several machines send a row to each machine once, not to each rank that needs it (`RowLeg`).
+        half: if there are gradients, round what is sent to float16 (`ColumnWire`); if hierarchical, between machines.
     """
 
-    travels = True
+    is_exchanged = True
 
-    def __init__(self, counts: RowCounts | None = None, *, relays: bool | None = None, half: bool = False) -> None:
-        self._counts, self.relays, self.half = counts, relays, half
+    def __init__(
+        self, counts: RowCounts | None = None, *, hierarchical: bool | None = None, half: bool = False
+    ) -> None:
+        self._counts, self.hierarchical, self.half = counts, hierarchical, half
 
     def operators(self) -> RowOperators:
         return RowOperators()
 
-    def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
-        learn = torch.is_grad_enabled()
-        route = self._route(own, len(points), views, plan, world, learn=learn)
-        floats = {name: row for name, row in own.rows.items() if row.is_floating_point()}
-        integers = {name: row for name, row in own.rows.items() if not row.is_floating_point()}
+    def exchange(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         probe = own.probe if own.probe_rendered else None
-        split_rule = list(floats) if self.half and learn else None
-        exchanged = _ExchangedRows.apply(route, world, split_rule, probe, *floats.values())
-        arrived_probe, *arrived = cast(tuple[Tensor, ...], exchanged)
-        ids = [own.hits.point_ids + route.first_id, *integers.values()]
-        numbers, *rest = unpacked(route.there(packed(ids), world), [row.shape[1:] for row in ids])
-        rows = {**dict(zip(floats, arrived, strict=True)), **dict(zip(integers, rest, strict=True))}
-        per_view = torch.tensor([sum(of) for of in zip(*route.arriving, strict=True)], dtype=torch.int64)
-        view_ids = torch.arange(len(views), dtype=torch.int32).repeat_interleave(per_view).to(numbers.device)
-        named = {name: rows[name] for name in own.rows}
-        return Splats(Hits(view_ids, numbers), named, arrived_probe, own.probe_rendered)
+        floats = [row for row in own.rows.values() if row.is_floating_point()]
+        gradients = floats if probe is None else [probe, *floats]
+        exchange = self._prepared(own, len(points), gradients, views, plan, world, learn=torch.is_grad_enabled())
+        received_probe, *received = cast(tuple[Tensor, ...], _Exchanged.apply(exchange, probe, *floats))
+        columns = dict(zip(exchange.rows.columns, received, strict=True))
+        hits = Hits(columns["view_ids"], columns["point_ids"])
+        return Splats(hits, {name: columns[name] for name in own.rows}, received_probe, own.probe_rendered)
 
     @torch.no_grad()
-    def _route(self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, learn: bool) -> Route:
-        """Return the rows' route."""
-        relays = Relays.of(world) if self.relays else None
-        place = own.hits.view_ids.long()
-        touch = self.touched(own, views, plan)
-        ways = [*touch, *(_by_machine(touch, world) if relays else [])]
-        counts = [torch.zeros(len(views), dtype=torch.int64, device=place.device) for _ in ways]
-        for count, taken in zip(counts, ways, strict=True):
-            count.index_add_(0, place, taken.long())
-        more = [self._counts.count(own, views, plan)] if self._counts is not None else []
-        record = cast(list[int], torch.cat([*counts, *more]).tolist())
+    def route(
+        self, own: Splats, views: Sequence[View], drawn: PatchDestinations, destinations: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return each row's line in the segment of each destination, [destinations, M] int32, -1 for none; and the
+        number of rows for each, [destinations] int64. Nothing is read back.
+
+        Args:
+            drawn: patches of the plan, each with its destination.
+        """
+        rows = ColumnRows.of(own)
+        place = rows.view_ids.new_empty(destinations, len(own))
+        counts = place.new_zeros(destinations, dtype=torch.int64)
+        self.operators().route_patches(rows, views, drawn, place, counts)
+        return place, counts
+
+    @torch.no_grad()
+    def _prepared(
+        self, own: Splats, points: int, gradients: Sequence[Tensor], views: Sequence[View], plan: Plan, world: World,
+        *, learn: bool,
+    ) -> "_Exchange":  # fmt: skip
+        """Return the exchange of this rank's splats, once all ranks have gathered its sizes."""
+        hierarchy = Hierarchy.of(world) if self.hierarchical else None
+        drawn: list[tuple[int, Patch]] = [(rank, patch) for rank, patches in enumerate(plan.drawn) for patch in patches]
+        destinations = world.size
+        if hierarchy is not None:
+            # Those for its own machine have no segment: `counts_of` gives them no capacity.
+            drawn += [(world.size + world.machine_of(rank), patch) for rank, patch in drawn]
+            destinations += world.machines
+        place, counts = self.route(own, views, drawn, destinations)
+        demand = [self._counts.count(own, views, plan)] if self._counts is not None else []
+        sizes = cast(list[int], torch.cat([counts, *demand]).tolist())
         with world.traffic.measured():
-            table = all_gather_ints([points, *record], world)
-        cells = len(ways) * len(views)
+            table = all_gather_ints([points, *sizes], world)
         if learn and self._counts is not None:
-            self._counts.record(views, plan, [row[1 + cells :] for row in table])
-        sent = [[row[1 + way * len(views) : 1 + (way + 1) * len(views)] for way in range(len(ways))] for row in table]
-        first = sum(row[0] for row in table[: world.rank])
-        chosen = [chosen_rows(taken, sum(of)) for taken, of in zip(ways, sent[world.rank], strict=True)]
-        if relays is not None:
-            return self._relayed(first, chosen, touch, sent, world)
-        return DirectRoute([row[world.rank] for row in sent], first, chosen)
-
-    def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
-        """Return by rank the rows that it needs, [M] bool each."""
-        return [touches(own, views, patches) for patches in plan.drawn]
-
-    def _relayed(
-        self, first: int, chosen: list[Tensor], touch: list[Tensor], sent: list[list[list[int]]], world: World
-    ) -> RelayedRoute:
-        """Return the route over relays, after sending each relay the flags of the ranks that need its rows."""
-        here, machines = world.ranks_of(world.machine), range(world.machines)
-        across = chosen[world.size :]
-        needed = [
-            torch.stack([touch[rank][rows] for rank in world.ranks_of(k)], dim=1) for k, rows in enumerate(across)
-        ]
-        counterparts = [k * world.local_size + world.local_rank for k in machines]
-        meeting = [sum(sent[rank][world.size + world.machine]) for rank in counterparts]
-        record = cross([_bits(one) for one in needed], meeting, world, None)
-        handed = [
-            [chosen_rows(_bit(one, local), sum(sent[rank][taker])) for local, taker in enumerate(here)]
-            for rank, one in zip(counterparts, record, strict=True)
-        ]
-        handed[world.machine] = [across[world.machine]] * world.local_size
-        inside = chosen[here.start : here.stop]
-        return RelayedRoute([row[world.rank] for row in sent], first, inside, across, handed, meeting)
+            self._counts.record(views, plan, [row[1 + destinations :] for row in table])
+        rows = ColumnRows.of(own, first_point=sum(row[0] for row in table[: world.rank]))
+        pairs = tuple(tuple(row[1 : 1 + destinations]) for row in table)
+        shape, half = (world, ColumnFormat.of(rows.columns, gradients), len(own)), self.half and learn
+        if hierarchy is None:
+            transport = CollectiveRows(*shape, pairs, 0, half=half)
+        else:
+            here, pairs = world.ranks_of(world.machine), hierarchy.counts_of(pairs)
+            place = torch.cat([place[here.start : here.stop], place[world.size :]])
+            counts = counts.new_tensor(pairs[world.rank])
+            transport = HierarchicalRows(*shape, pairs, 0, half=half)
+        return _Exchange(transport, rows, place, counts, len(views), rectangles(plan, views, range(world.size)))
 
 
-class _ExchangedRows(torch.autograd.Function):
-    """Exchange of a probe and differentiable rows to the ranks that draw them; backward returns gradients to the
-    owners."""
+@dataclass
+class _Exchange:
+    """Exchange of one step's rows.
+
+    Attributes:
+        transport: for exactly these rows.
+        rows: this rank's. place, counts, views, patches: see `Transport`.
+        order: [K] int64, the transport's line of each received row.
+    """
+
+    transport: RecordTransport
+    rows: ColumnRows
+    place: Tensor
+    counts: Tensor
+    views: int
+    patches: Sequence[int]
+    order: Tensor | None = None
+
+    def columns(self) -> Mapping[str, Tensor]:
+        """Exchange the rows; return the columns of those received, by (view, owner, row there)."""
+        transport = self.transport
+        transport.send(self.rows, self.place)
+        parts = transport.receive(self.rows, self.counts, self.views, self.patches)
+        received: ColumnRows = launched(parts, transport.world.traffic.measured)
+        self.order = received.view_ids.argsort(stable=True)
+        return {name: column[self.order] for name, column in received.columns.items()}
+
+    def sums(self, gradients: Tensor) -> Tensor:
+        """Return received rows' gradients [K, numbers] to their owners; return the sums of this rank's [M, numbers]."""
+        transport = self.transport
+        assert self.order is not None, "rows are exchanged before their gradients"
+        transport.records = torch.empty_like(gradients).index_copy_(0, self.order, gradients)
+        nothing = self.counts.new_empty(0)
+        parts = transport.return_gradients(self.rows, self.place, nothing, range(self.views))
+        return launched(parts, transport.world.traffic.measured).records
+
+
+class _Exchanged(torch.autograd.Function):
+    """Exchange of a probe and of rows; backward returns the gradients of both to the rows' owners."""
 
     @staticmethod
-    def forward(
-        ctx: Any, route: Route, world: World, split_rule: Sequence[str] | None, probe: Tensor | None, *rows: Tensor
-    ) -> tuple[Any, ...]:
-        ctx.route, ctx.world, ctx.split_rule, ctx.count = route, world, split_rule, len(rows[0])
-        ctx.shapes = [row.shape[1:] for row in ([] if probe is None else [probe]) + list(rows)]
-        ctx.probed = probe is not None
-        shapes = [row.shape[1:] for row in rows]
-        code = None if split_rule is None else HalfRows(split_rule, [shape.numel() for shape in shapes])
-        arrived = unpacked(route.there(packed(rows), world, code), shapes)
+    def forward(ctx: Any, exchange: _Exchange, probe: Tensor | None, *floats: Tensor) -> tuple[Any, ...]:
+        columns = list(exchange.columns().values())
+        ctx.mark_non_differentiable(*(column for column in columns if not column.is_floating_point()))
+        ctx.exchange, ctx.probed = exchange, probe is not None
+        ctx.shapes = [like.shape for like in (probe, *floats) if like is not None]
         # A probe is zero everywhere: only its gradient is exchanged.
-        return None if probe is None else arrived[0].new_zeros(len(arrived[0]), probe.shape[1]), *arrived
+        return None if probe is None else probe.new_zeros(len(columns[0]), probe.shape[1]), *columns
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        columns = packed(grads if ctx.probed else grads[1:])
-        total = columns.new_zeros(ctx.count, columns.shape[1])
-        code = None if ctx.split_rule is None else HalfGradients([shape.numel() for shape in ctx.shapes])
-        ctx.route.back(columns, total, ctx.world, code)
-        back = unpacked(total, ctx.shapes)
-        return None, None, None, *(back if ctx.probed else [None, *back])
-
-
-def touches(splats: Splats, views: Sequence[View], patches: Sequence[Patch]) -> Tensor:
-    """Return the rows that touch a pixel centre of the patches, halo included: [M] bool. The test of
-    `cuda_ext.intersect`."""
-    means, radii = splats.rows["means2d"].detach(), splats.rows["radii"]
-    touch = torch.zeros(len(splats), dtype=torch.bool, device=means.device)
-    for patch in patches:
-        x0, y0, x1, y1 = patch.rendered(views[patch.view])
-        corner, size = means.new_tensor([x0, y0]), means.new_tensor([x1 - x0, y1 - y0])
-        zero = torch.zeros_like(size)
-        first = torch.ceil(means - radii - corner - 0.5).clamp(zero, size)
-        end = torch.floor(means + radii - corner + 0.5).clamp(zero, size)
-        touch |= (first < end).all(-1) & (splats.hits.view_ids == patch.view)
-    return touch & (radii > 0).all(-1)
-
-
-def _by_machine(touch: Sequence[Tensor], world: World) -> list[Tensor]:
-    """Return by machine the rows that any rank of another machine needs; none for this machine."""
-    none = torch.zeros_like(touch[0])
-    return [
-        none if k == world.machine else torch.stack([touch[rank] for rank in world.ranks_of(k)]).any(0)
-        for k in range(world.machines)
-    ]
-
-
-def _bits(flags: Tensor) -> Tensor:
-    """Pack [M, n] bool into [M, bytes] uint8, eight flags per byte."""
-    packed = -(-flags.shape[1] // 8)
-    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[1] % 8)).view(len(flags), packed, 8)
-    weights = torch.tensor([1 << k for k in range(8)], dtype=torch.uint8, device=flags.device)
-    return (padded * weights).sum(2, dtype=torch.uint8)
-
-
-def _bit(bits: Tensor, k: int) -> Tensor:
-    """Return [M] bool, the k-th flag that `_bits` packed."""
-    return (bits[:, k // 8] >> (k % 8)) & 1 > 0
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        exchange: _Exchange = ctx.exchange
+        layout: ColumnFormat = exchange.transport.kernels
+        columns = zip(exchange.rows.columns.values(), grads[1:], strict=True)
+        given = [*grads[: ctx.probed], *(grad for column, grad in columns if column.is_floating_point())]
+        widths = list(layout.gradients)
+        flat = [cast(Tensor, grad).reshape(-1, width) for grad, width in zip(given, widths, strict=True)]
+        sums = exchange.sums(torch.cat(flat, dim=1).to(layout.dtype)).split(widths, dim=1)
+        # Each with memory of its own, from an aligned address on.
+        alone = (some.clone(memory_format=torch.contiguous_format) for some in sums)
+        back = [some.view(shape) for some, shape in zip(alone, ctx.shapes, strict=True)]
+        return None, *(back if ctx.probed else [None, *back])

@@ -92,9 +92,9 @@ class Routes:
     Attributes:
         send, receive: to, and from, each rank; 0 for this one. kept: of this rank's local fragments.
         send_back, receive_back, kept_back: the same of gradients, which receivers send.
-        leaving, local: 6 ints per fragment that this rank drew, for others and for itself: the first drawn pixel, the
-            width of that patch, the fragment's width and height, its first pixel in the send buffer (or among local
-            ones), and its first pixel among returned (or local) gradients, or -1 for a halo's.
+        sent_fragments, local_fragments: 6 ints per fragment that this rank drew, for others and for itself. These are
+            the first drawn pixel, the width of that patch, the fragment's width and height, its first pixel in the
+            send buffer (or among local ones), and its first pixel among returned (or local) gradients, -1 for a halo's.
         layers: 7 ints per received fragment, by patch, front to back: the patch, x0, y0, x1, y1 there, the first pixel
             in the receive buffer, the first pixel of its gradients or -1.
         watched: 6 ints per fragment of the patch's own pixels, drawn or not: its view and cell as one number (view *
@@ -110,8 +110,8 @@ class Routes:
     send_back: tuple[int, ...]
     receive_back: tuple[int, ...]
     kept_back: int
-    leaving: tuple[int, ...]
-    local: tuple[int, ...]
+    sent_fragments: tuple[int, ...]
+    local_fragments: tuple[int, ...]
     layers: tuple[int, ...]
     watched: tuple[int, ...]
     dark: int
@@ -119,7 +119,7 @@ class Routes:
     drawn: int
 
     @property
-    def arrived(self) -> int:
+    def received(self) -> int:
         """Pixels that this rank composites, its own included, without those that no rank draws."""
         return sum(self.receive) + self.kept
 
@@ -168,8 +168,8 @@ def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
             numbers += [corner, right - left, x1 - x0, y1 - y0, first, back]
         return tuple(numbers)
 
-    arriving = [*(p for _, p in into), *kept]
-    places = dict(zip([*arriving, *dark], _places([*arriving, *dark]), strict=True))
+    received = [*(p for _, p in into), *kept]
+    places = dict(zip([*received, *dark], _places([*received, *dark]), strict=True))
     cells = max((len(order) for order in plan.order), default=1)
     layers: list[int] = []
     watched: list[int] = []

@@ -1,8 +1,8 @@
-"""Hierarchical all-to-all: relays that forward rows to the ranks of their machine, and each rank's counts.
+"""Hierarchical all-to-all: who forwards rows, and what each rank counts.
 
-A row needed on another machine is sent there once: to the rank with its owner's local number, its *relay*, which
-forwards it. Gradients return the same way, and are summed on that machine first. So each rank exchanges rows with one
-rank of each other machine, and with all of its own.
+A row needed on another machine is sent there once: to the rank with its owner's local number, its *relay*. The relay
+forwards it to the ranks of its machine. Gradients return on the same path, and are summed on that machine first. So
+each rank exchanges rows with one rank of each other machine, and with all of its own.
 
 Traffic between machines never exceeds that of direct sends: the union of a machine's needs, not the sum.
 """
@@ -15,118 +15,119 @@ from ns_multigpu.core.exchange.pair_capacities import Pairs
 
 
 @dataclass(frozen=True)
-class Relays:
-    """The numbers that a rank counts in a step, by what they are of:
+class Hierarchy:
+    """Layout of the counts of a rank in a step:
 
-    - `inside`: its own rows for each rank of its machine;
-    - `across`: its own rows for each machine (none for its own);
-    - `handed`: the rows of its counterpart on each machine that it hands on to each rank of its own (none of its own).
+    - `to_rank`: own rows for each rank of its machine;
+    - `to_machine`: own rows for each machine (none for its own);
+    - `forwarded`: rows of the counterpart on each machine, for each rank of its own machine (none of its own machine).
 
     Attributes:
-        machines, per_machine: ranks are machines * per_machine; those of a machine follow one another.
+        machines, per_machine: ranks are machines * per_machine; those of a machine are consecutive.
     """
 
     machines: int
     per_machine: int
 
     @staticmethod
-    def of(world: World) -> "Relays | None":
-        """Those of a world, or None where there is nothing to hand on: one machine, or machines of one rank."""
+    def of(world: World) -> "Hierarchy | None":
+        """Return the layout of a world; None for one machine, or machines of one rank, which forward nothing."""
         several = world.machines > 1 and world.local_size > 1
-        return Relays(world.machines, world.local_size) if several else None
+        return Hierarchy(world.machines, world.local_size) if several else None
 
     @property
     def ranks(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.machines * self.per_machine
 
     @property
-    def directions(self) -> int:
-        """Ways that a rank's own rows can take: the first of its numbers."""
+    def num_destinations(self) -> int:
+        """Number of destinations of own rows; their counts come first."""
         return self.per_machine + self.machines
 
     @property
-    def numbers(self) -> int:
+    def num_counts(self) -> int:
         """Number of counts per rank."""
-        return self.directions + self.ranks
+        return self.num_destinations + self.ranks
 
-    def inside(self, local: int) -> int:
+    def to_rank(self, local: int) -> int:
         """Return the index of the count of own rows for a rank of the own machine."""
         return local
 
-    def across(self, machine: int) -> int:
+    def to_machine(self, machine: int) -> int:
         """Return the index of the count of own rows for a machine."""
         return self.per_machine + machine
 
-    def handed(self, machine: int, local: int) -> int:
+    def forwarded(self, machine: int, local: int) -> int:
         """Return the index of the count of a machine's rows that are forwarded to a rank of the own one."""
-        return self.directions + machine * self.per_machine + local
+        return self.num_destinations + machine * self.per_machine + local
 
-    def ways(self, rank: int) -> tuple[int, ...]:
-        """By rank, the way that rows of `rank` take to it."""
+    def destinations(self, rank: int) -> tuple[int, ...]:
+        """Return the destination of rows of `rank` to each rank."""
         own = rank // self.per_machine
         return tuple(
-            self.inside(other % self.per_machine) if other // self.per_machine == own
-            else self.across(other // self.per_machine)
+            self.to_rank(other % self.per_machine) if other // self.per_machine == own
+            else self.to_machine(other // self.per_machine)
             for other in range(self.ranks)
         )  # fmt: skip
 
-    def passed(self, pairs: Pairs, giver: int, taker: int) -> list[int]:
-        """By machine, rows that one rank gives another of its machine: its own, and those that it hands on.
+    def sent_within(self, pairs: Pairs, source: int, target: int) -> list[int]:
+        """Return by machine the rows that one rank sends to another of its machine: its own, and forwarded ones.
 
         Args:
             pairs: [ranks][numbers].
         """
-        own, local, row = giver // self.per_machine, taker % self.per_machine, pairs[giver]
-        return [row[self.inside(local) if k == own else self.handed(k, local)] for k in range(self.machines)]
+        own, local, row = source // self.per_machine, target % self.per_machine, pairs[source]
+        return [row[self.to_rank(local) if k == own else self.forwarded(k, local)] for k in range(self.machines)]
 
-    def crossing(self, pairs: Pairs, rank: int, machine: int) -> int:
-        """Rows that a rank sends to its counterpart on a machine: 0 to its own."""
-        return 0 if rank // self.per_machine == machine else pairs[rank][self.across(machine)]
+    def sent_between(self, pairs: Pairs, rank: int, machine: int) -> int:
+        """Return the rows that a rank sends to its counterpart on a machine; 0 for its own."""
+        return 0 if rank // self.per_machine == machine else pairs[rank][self.to_machine(machine)]
 
-    def arriving(self, pairs: Pairs, rank: int) -> list[int]:
+    def received(self, pairs: Pairs, rank: int) -> list[int]:
         """Return by owner the rows that a rank receives to draw, its own included."""
         first = rank // self.per_machine * self.per_machine
-        givers = [self.passed(pairs, first + local, rank) for local in range(self.per_machine)]
-        return [givers[local][machine] for machine in range(self.machines) for local in range(self.per_machine)]
+        sources = [self.sent_within(pairs, first + local, rank) for local in range(self.per_machine)]
+        return [sources[local][machine] for machine in range(self.machines) for local in range(self.per_machine)]
 
-    def numbers_of(self, table: Pairs) -> Pairs:
+    def counts_of(self, table: Pairs) -> Pairs:
         """Return all ranks' counts, from each one's rows for each rank, and then for all ranks of each machine.
 
         Args:
             table: [ranks][ranks + machines].
         """
-        return tuple(self._numbers_of(table, rank) for rank in range(self.ranks))
+        return tuple(self._counts_of(table, rank) for rank in range(self.ranks))
 
-    def _numbers_of(self, table: Pairs, rank: int) -> tuple[int, ...]:
+    def _counts_of(self, table: Pairs, rank: int) -> tuple[int, ...]:
         own, local = divmod(rank, self.per_machine)
         here = slice(own * self.per_machine, (own + 1) * self.per_machine)
         across = [0 if k == own else table[rank][self.ranks + k] for k in range(self.machines)]
         none = (0,) * self.per_machine
-        handed = [none if k == own else table[k * self.per_machine + local][here] for k in range(self.machines)]
-        return (*table[rank][here], *across, *(n for numbers in handed for n in numbers))
+        forwarded = [none if k == own else table[k * self.per_machine + local][here] for k in range(self.machines)]
+        return (*table[rank][here], *across, *(n for numbers in forwarded for n in numbers))
 
     def step_bytes(
         self, pairs: Pairs, rank: int, rows: Sequence[int], gradients: Sequence[int], words: int
     ) -> tuple[int, int]:
-        """Bytes that a rank sends in a step to ranks of its machine, and to other machines.
+        """Return the bytes that a rank sends in a step to ranks of its machine, and to other machines.
 
         Args:
-            pairs: rows that go on the wire: capacities.
+            pairs: rows on the wire: capacities.
             rows, gradients: bytes of a row, and of its gradients: inside a machine, and between two.
-            words: int64 numbers of a rank's message. All go around a ring: the last rank of a machine sends to another.
+            words: int64 numbers of a rank's step statistics. They are sent around a ring: the last rank of a machine
+                sends to the next machine.
         """
         own, local = divmod(rank, self.per_machine)
         inside = between = 0
         for machine in range(self.machines):
             if machine != own:
-                there = self.crossing(pairs, rank, machine)
-                back = self.crossing(pairs, machine * self.per_machine + local, own)
+                there = self.sent_between(pairs, rank, machine)
+                back = self.sent_between(pairs, machine * self.per_machine + local, own)
                 between += rows[1] * there + gradients[1] * back + 4
         for other in range(self.per_machine):
             if other != local:
                 peer = own * self.per_machine + other
-                there, back = sum(self.passed(pairs, rank, peer)), sum(self.passed(pairs, peer, rank))
+                there, back = sum(self.sent_within(pairs, rank, peer)), sum(self.sent_within(pairs, peer, rank))
                 inside += rows[0] * there + gradients[0] * back + 4 * self.machines
         messages = 8 * words * (self.ranks - 1)
         return (inside, between + messages) if local == self.per_machine - 1 else (inside + messages, between)

@@ -1,7 +1,7 @@
-"""Exchange within one machine in a fused step, which reads nothing back: through peer memory, or by collectives.
+"""Exchange within one machine without readback: through peer memory, or by collectives.
 
-Each rank has one memory of words of 4 bytes. An exchange moves parts of it into the memories of the machine's other
-ranks: of each rank the parts for the others follow one another, and so do those that come to it.
+Each rank has a buffer of 4-byte words. An exchange copies parts of it into the buffers of the machine's other ranks. A
+rank's sent parts are consecutive, and so are its received parts.
 """
 
 from abc import ABC, abstractmethod
@@ -17,33 +17,33 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transport import Collective, Parts
 
 
-def machine_world(world: World) -> World:
-    """The ranks of this machine as a world of their own; what it sends counts as the whole's traffic."""
+def intra_node_world(world: World) -> World:
+    """Return the ranks of this machine as a world of its own; it shares the traffic counter."""
     alone = world.local_size == 1
     group = None if alone else world.local_group
     return replace(world, rank=world.local_rank, size=world.local_size, group=group, control=None)
 
 
-class Inside(ABC):
+class IntraNodeExchange(ABC):
     """One rank's side.
 
     Attributes:
-        memory: [words] int32, with anything in it at first: another rank may be ahead, and have written there already.
+        memory: [words] int32, not initialized: a rank that is ahead may have written to it already.
     """
 
     memory: Tensor
 
     @abstractmethod
     def exchange(self, sizes: Sequence[Sequence[int]], out_at: Sequence[int], in_at: Sequence[int]) -> Parts[None]:
-        """Move parts to where they belong. Every rank of the machine calls it with the same.
+        """Exchange parts. All ranks of the machine call it with the same arguments.
 
         Args:
-            sizes: [from][to] words, by the machine's own numbers of its ranks; none from a rank to itself.
-            out_at, in_at: by rank, where in its memory what leaves begins, and what comes.
+            sizes: [source][destination] words, by local rank; 0 from a rank to itself.
+            out_at, in_at: by local rank, the first word of its sent, and of its received parts.
         """
 
 
-class ByCollectives(Inside):
+class IntraNodeCollectives(IntraNodeExchange):
     """All-to-all in the group of the machine's ranks.
 
     Args:
@@ -51,25 +51,25 @@ class ByCollectives(Inside):
     """
 
     def __init__(self, world: World, words: int) -> None:
-        self._world = machine_world(world)
+        self._world = intra_node_world(world)
         self.memory = torch.empty(words, dtype=torch.int32, device=world.device)
 
     def exchange(self, sizes: Sequence[Sequence[int]], out_at: Sequence[int], in_at: Sequence[int]) -> Parts[None]:
         me = self._world.rank
-        leaves, comes = list(sizes[me]), [row[me] for row in sizes]
-        out = self.memory[out_at[me] : out_at[me] + sum(leaves)]
-        into = self.memory[in_at[me] : in_at[me] + sum(comes)]
-        yield Collective(lambda: all_to_all_parts(into, out, comes, leaves, self._world))
+        sent, received = list(sizes[me]), [row[me] for row in sizes]
+        out = self.memory[out_at[me] : out_at[me] + sum(sent)]
+        into = self.memory[in_at[me] : in_at[me] + sum(received)]
+        yield Collective(lambda: all_to_all_parts(into, out, received, sent, self._world))
 
 
-class ByPeerMemory(Inside):
-    """Each rank copies its parts into the others' memories, and all wait, on their devices, until all have.
+class IntraNodePeerMemory(IntraNodeExchange):
+    """Copies into the other ranks' peer memory, followed by a barrier on the devices.
 
-    An exchange may overwrite data of the one before last: no rank still reads it, because all have passed
-    the barrier of the last one since.
+    An exchange may overwrite data of the one before last. No rank still reads these: all have passed the last one's
+    barrier.
 
     Args:
-        world: all ranks, which make it together. words: of the largest memory of any rank: the same on all.
+        world: all ranks; they create it together. words: of the largest memory of any rank, the same on all.
     """
 
     def __init__(self, world: World, words: int) -> None:

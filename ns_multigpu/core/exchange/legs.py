@@ -1,8 +1,8 @@
 """Legs of a step: the exchanges between points and pixels, forward and backward.
 
 A strategy names one of each: rows (splats) local or exchanged, pixels drawn by their owner or composited, gradients
-returned to a point's owner or summed over replicas. Each has a differentiable form, and `operators` for fused steps,
-which read nothing back. A leg without operators gives its `unsupported_reason`.
+returned to a point's owner or summed over replicas. Each has a differentiable form, and `operators`, which read nothing
+back, for fused steps. A leg without operators gives its `unsupported_reason`.
 """
 
 import weakref
@@ -50,11 +50,11 @@ class RowLeg(Leg):
     carries = "rows"
     survives_giving_up: ClassVar[bool] = False
     """True if the other ranks can continue after a rank failed while rendering or in backward."""
-    travels: ClassVar[bool]
+    is_exchanged: ClassVar[bool]
     """True if rows are sent to ranks other than their points' owner."""
-    relays: bool | None = False
-    """True if a row is sent once to each other machine and forwarded there (see `Relays`). None for fused steps only,
-    if the ranks of each machine share peer memory."""
+    hierarchical: bool | None = False
+    """True if a row is sent once to each other machine and forwarded there (see `Hierarchy`). None: in fused steps, if
+    the ranks of each machine share peer memory."""
 
     def operators(self) -> RowOperators:
         """Return the operators that route rows.
@@ -65,7 +65,7 @@ class RowLeg(Leg):
         raise NotImplementedError(self.unsupported_reason)
 
     @abstractmethod
-    def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
+    def exchange(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         """Return the splats of this rank's patches, from those of its points (`own`, of `points`)."""
 
 
@@ -73,12 +73,12 @@ class LocalRows(RowLeg):
     """Row leg of ranks that draw their own points."""
 
     survives_giving_up = True
-    travels = False
+    is_exchanged = False
 
     def operators(self) -> RowOperators:
         return RowOperators()
 
-    def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
+    def exchange(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         return own
 
 
@@ -105,7 +105,7 @@ class PixelLeg(Leg):
     def draw(
         self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
     ) -> list[Pixels]:
-        """Draw this rank's patches of the plan from the splats of `RowLeg.bring`."""
+        """Draw this rank's patches of the plan from the splats of `RowLeg.exchange`."""
         return primitive.render(splats, plan.drawn[world.rank], views)
 
     @abstractmethod
@@ -116,7 +116,7 @@ class PixelLeg(Leg):
 
         Args:
             rendering: this rank's drawing, and the splats of its points.
-            splats: the drawn splats: `RowLeg.bring`'s.
+            splats: the drawn splats: `RowLeg.exchange`'s.
             views, plan, world: as there.
         """
 

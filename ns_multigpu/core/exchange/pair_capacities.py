@@ -19,7 +19,7 @@ def pairs_of(capacity: int | Pairs, ranks: int, numbers: int = 0) -> Pairs:
 
     Args:
         capacity: one for all pairs, or [source][destination].
-        numbers: per source, if not one for each rank (`Relays.numbers`).
+        numbers: per source, if not one for each rank (`Hierarchy.num_counts`).
 
     Raises:
         ValueError: the table's shape is wrong, or a number is negative.

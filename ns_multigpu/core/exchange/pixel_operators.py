@@ -30,7 +30,7 @@ class PixelOperators(ABC):
 
     Attributes:
         exchanged: True if pixels are exchanged between ranks.
-        marks_stops: True if drawing marks stopped pixels by negative alphas, which `bring_back` then handles.
+        marks_stops: True if drawing marks stopped pixels by negative alphas, which `return_gradients` then handles.
     """
 
     exchanged = False
@@ -57,7 +57,7 @@ class PixelOperators(ABC):
         raise NotImplementedError("nothing is hidden where patches are whole")
 
     @abstractmethod
-    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+    def return_gradients(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         """Return the gradients of the drawn colours and coverage, from those [P, 3] and [P] of the owned patches, which
         are zero in halos."""
 
@@ -69,6 +69,6 @@ class WholePixelOperators(PixelOperators):
         yield from ()
         return Settled(drawn.color, drawn.alpha, drawn.last)
 
-    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+    def return_gradients(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         yield from ()
         return v_color, v_alpha

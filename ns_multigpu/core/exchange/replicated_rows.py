@@ -29,8 +29,8 @@ _MOST_SPARE = 1 << 20
 class OwnRows(Transport):
     """Local rows of a single rank."""
 
-    travels = False
-    lasts = False
+    is_exchanged = False
+    is_reusable = False
 
     def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)
@@ -46,10 +46,10 @@ class OwnRows(Transport):
         self._slots = torch.arange(rows, dtype=torch.int32, device=device)
         self._here = torch.zeros(rows, dtype=torch.int32, device=device)
 
-    def leave(self, rows: Rows, place: Tensor) -> None:
+    def send(self, rows: Rows, place: Tensor) -> None:
         return
 
-    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         yield from ()
         return self.kernels.receive_local(rows, self._here, self._slots)
 
@@ -57,7 +57,7 @@ class OwnRows(Transport):
         self._table.zero_()
         return Sinks(self._at, owners, slots, system_scope=False)
 
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+    def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         yield from ()
         return Returned(rows, self._table, message[None])
 
@@ -69,7 +69,7 @@ class KeptRows(OwnRows):
         super().__init__(world, kernels, rows, capacity, words)
         self._messages = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
 
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+    def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         yield Collective(lambda: all_gather_into(self._messages, message, self.world))
         return Returned(rows, self._table, self._messages)
 
@@ -83,7 +83,7 @@ class ReplicatedRows(OwnRows):
         self._replicas = kernels.replicas(world.size, rows, world.device)
         self._messages = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
 
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+    def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         mine = [message, *self._replicas.mine(rows, self._table, views.start)]
         yield Collective(lambda: all_gather_together([self._messages, *self._replicas.everyone], mine, self.world))
         everyone, records = self._replicas.rows(self._messages[:, 0])
@@ -101,7 +101,7 @@ class PeerReplicas(OwnRows):
         RuntimeError: there is no peer memory (see `PeerBuffer`).
     """
 
-    lasts = True
+    is_reusable = True
 
     def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)
@@ -134,15 +134,15 @@ class PeerReplicas(OwnRows):
         self._grow_capacity(rows)
         return True
 
-    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         # After this barrier no rank reads the last step's rows. Drawing does not wait for it.
         with self._on_side_stream():
             self._buffer.barrier(_BEGUN)
-        return (yield from super().arrive(rows, counts, views, patches))
+        return (yield from super().receive(rows, counts, views, patches))
 
     @contextmanager
     def _on_side_stream(self) -> Generator[None]:
-        """Run on a side stream that forks from the current one; `bring_back` joins them again."""
+        """Run on a side stream that forks from the current one; `return_gradients` joins them again."""
         if self._side is None:
             yield
             return
@@ -150,7 +150,7 @@ class PeerReplicas(OwnRows):
         with torch.cuda.stream(self._side):
             yield
 
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+    def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         yield from ()
         if self._side is not None:
             torch.cuda.current_stream(self.world.device).wait_stream(self._side)

@@ -1,15 +1,18 @@
-"""Interface of transports: exchange of rows and their gradients in fused steps, which read nothing back to the host."""
+"""Interface of transports: exchange of rows and of their gradients without readback to the host."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.pair_capacities import Pairs, most_of, pairs_of
-from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
+from ns_multigpu.core.kernels import Arrived, Rows, Sinks
+from ns_multigpu.core.row_wire import RowFormat
 
 T = TypeVar("T")
 
@@ -30,14 +33,15 @@ Parts = Generator[Collective, None, T]
 work between two of them can be captured in a CUDA graph. T is its result."""
 
 
-def launched(parts: Parts[T]) -> T:
-    """Run work without capture; return its result."""
+def launched(parts: Parts[T], measured: Callable[[], AbstractContextManager[Any]] = nullcontext) -> T:
+    """Run work without capture; return its result. `measured` encloses each collective."""
     while True:
         try:
             collective = next(parts)
         except StopIteration as end:
             return end.value
-        collective.launch()
+        with measured():
+            collective.launch()
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,11 @@ class Returned:
 
 
 class Transport(ABC):
-    """One rank's side of the exchange. Every rank makes one and calls its methods in the order below, once a step;
-    `leave` only if rows are exchanged.
+    """One rank's side of the exchange. Every rank creates one and calls its methods in the order below, once a step;
+    `send` only if rows are exchanged.
 
     Args:
-        world: the ranks. kernels: they lay records out.
+        world: the ranks. kernels: the primitive's; collectives need the rows' format only.
         rows: lines of this rank's own rows.
         capacity: rows of the segment of each pair of ranks, or one number for all of them.
         numbers: counts per rank, if not one for each rank.
@@ -70,28 +74,29 @@ class Transport(ABC):
 
     Attributes:
         is_exchanged: True if rows are exchanged.
-        lasts: True if it is reused when a step is rebuilt: a new one needs a rendezvous of all ranks.
+        is_reusable: True if it is reused when a step is rebuilt: a new one needs a rendezvous of all ranks.
         pairs: capacities by pair. capacity: the largest of them.
         lines: received lines per source; the maximum, if they differ.
-        directions: number of destinations of its rows. ways: by rank, the index of its destination; ranks may share
-            one.
-        capacities: capacity of each number that a step counts, first of the rows per destination.
-        stays: index of the local rows among these numbers.
+        num_destinations: number of destinations of own rows.
+        destinations: by rank, the index of its destination; ranks may share one.
+        capacities: of each number that a step counts, first of the rows per destination.
+        local_index: index of the local rows among these numbers.
     """
 
-    travels: ClassVar[bool] = True
-    lasts: ClassVar[bool] = True
+    is_exchanged: ClassVar[bool] = True
+    is_reusable: ClassVar[bool] = True
 
     def __init__(
-        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, numbers: int = 0
+        self, world: World, kernels: RowFormat, rows: int, capacity: int | Pairs, words: int, *, numbers: int = 0
     ) -> None:
-        self.world, self.kernels, self.rows, self.words = world, kernels, rows, words
+        self.world, self.rows, self.words = world, rows, words
+        self.kernels: Any = kernels
         self.pairs = pairs_of(capacity, world.size, numbers)
         self.capacity = most_of(self.pairs)
         self.lines = self.capacity
-        self.directions, self.ways = world.size, tuple(range(world.size))
+        self.num_destinations, self.destinations = world.size, tuple(range(world.size))
         self.capacities: Sequence[int] = self.pairs[world.rank]
-        self.stays = world.rank
+        self.local_index = world.rank
 
     def fit(self, rows: int) -> bool:
         """Adapt to `rows` rows of this rank from now on, if the buffers allow it; return True on success."""
@@ -106,11 +111,11 @@ class Transport(ABC):
         return 0
 
     @abstractmethod
-    def leave(self, rows: Rows, place: Tensor) -> None:
-        """Send the rows to the lines `place` [ways, rows]."""
+    def send(self, rows: Rows, place: Tensor) -> None:
+        """Send the rows to the lines `place` [destinations, rows]."""
 
     @abstractmethod
-    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         """Wait for all ranks' rows and return those that this rank received.
 
         Args:
@@ -125,11 +130,35 @@ class Transport(ABC):
         """Return the destinations of the received rows' gradients, zeroed."""
 
     @abstractmethod
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+    def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         """Return gradients to the rows' owners.
 
         Args:
-            rows, place: as given to `leave`.
+            rows, place: as given to `send`.
             message: [words] int64, step statistics gathered on all ranks.
             views: positions in the batch of the rows' views.
         """
+
+
+class RecordTransport(Transport):
+    """Transport that returns gradient records from one tensor of this rank, by collectives.
+
+    Attributes:
+        records: [lines, record_floats] gradients of the received rows, in their order: written through `sinks`, or set
+            by autograd. Empty without step statistics, because there is no backward in a fused step then.
+    """
+
+    records: Tensor
+
+    def _allocate_records(self, lines: int) -> None:
+        """Allocate the records of `lines` received rows, and the step statistics of all ranks."""
+        device, lines = self.world.device, lines if self.words else 0
+        self.records = torch.zeros(lines, self.kernels.record_floats, device=device)
+        self._slots = torch.arange(lines, dtype=torch.int32, device=device)
+        self._owners = torch.zeros(lines, dtype=torch.int32, device=device)
+        self._address = torch.tensor([self.records.data_ptr()], dtype=torch.int64, device=device)
+        self._messages = torch.zeros(self.world.size, self.words, dtype=torch.int64, device=device)
+
+    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
+        self.records.zero_()
+        return Sinks(self._address, self._owners, self._slots, system_scope=False)

@@ -3,8 +3,8 @@
 Rows are sent in segments, one for each pair of ranks. Capacities are known beforehand, so no counts are exchanged
 before the rows. The counts are sent with them and stay on the device.
 
-A transport implements the legs of a fused step (see `legs` for their differentiable form). `make_transport` chooses it
-by a strategy's legs and the machine.
+A transport implements the legs of a fused step. `make_transport` chooses it by a strategy's legs and the machine. Steps
+through autograd use the collective ones (`exchanged_rows`).
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import all_gather_into, all_to_all_into, all_to_all_parts
 from ns_multigpu.core.dist.peer_memory import PeerBuffer
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.legs import GradientLeg, RowLeg
 from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of, step_bytes
 from ns_multigpu.core.exchange.replicated_rows import OwnRows
-from ns_multigpu.core.exchange.transport import Collective, Parts, Returned, Transport
+from ns_multigpu.core.exchange.transport import Collective, Parts, RecordTransport, Returned, Transport
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
-from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
+from ns_multigpu.core.row_wire import STAYS, RowFormat, RowWire, WireSegments
 
 _ALIGN = 256
 
 
-class CollectiveRows(Transport):
+class CollectiveRows(RecordTransport):
     """All-to-all with sizes per pair of ranks: between machines, and on CPU. Rows that a rank owns and draws bypass the
     buffer.
 
@@ -39,7 +39,7 @@ class CollectiveRows(Transport):
     """
 
     def __init__(
-        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, half: bool = False,
+        self, world: World, kernels: RowFormat, rows: int, capacity: int | Pairs, words: int, *, half: bool = False,
         slots: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(world, kernels, rows, capacity, words)
@@ -47,27 +47,22 @@ class CollectiveRows(Transport):
             self.pairs = pairs_of(self.capacity, world.size)
         self.half, self.slots = half, slots
         device, here, ranks = world.device, world.rank, range(world.size)
-        leaving = [self.pairs[here][rank] for rank in ranks]
-        coming = [self.pairs[rank][here] for rank in ranks]
-        self.lines = max(coming)
+        sent = [self.pairs[here][rank] for rank in ranks]
+        received = [self.pairs[rank][here] for rank in ranks]
+        self.lines = max(received)
         # Sent, then received segments. Gradients use the same memory in the reverse direction.
         wire = kernels.wire(half=half, slots=slots)
-        self._leaving, self._coming = _but(leaving, here), _but(coming, here)
-        self._out = wire.row_words * sum(self._leaving)
-        self._end = self._out + wire.row_words * sum(self._coming)
+        self._out_rows, self._received_rows = _but(sent, here), _but(received, here)
+        self._out = wire.row_words * sum(self._out_rows)
+        self._end = self._out + wire.row_words * sum(self._received_rows)
         self._wire = torch.zeros(self._end, dtype=torch.int32, device=device)
-        self._stay = torch.empty(0)  # [rows] lines of local rows, set by `leave`
-        self._leave_at = self._segments(self._leaving, 0, wire.row_words)
-        self._come_at = self._segments(self._coming, self._out, wire.row_words)
-        lines = sum(coming) if words else 0  # without step statistics there is no backward
-        self._sums = torch.zeros(lines, kernels.record_floats, device=device)
-        own = sum(coming[:here])
-        self._own = self._sums[own : own + coming[here]]
-        self._arrived = torch.zeros(world.size, dtype=torch.int64, device=device)
-        self._everyone = torch.zeros(world.size, words, dtype=torch.int64, device=device)
-        self._lines = torch.arange(sum(coming), dtype=torch.int32, device=device)
-        self._here = torch.zeros(sum(coming), dtype=torch.int32, device=device)
-        self._at = torch.tensor([self._sums.data_ptr()], dtype=torch.int64, device=device)
+        self._local_place = torch.empty(0)  # [rows] lines of local rows, set by `send`
+        self._out_segments = self._segments(self._out_rows, 0, wire.row_words)
+        self._received_segments = self._segments(self._received_rows, self._out, wire.row_words)
+        self._allocate_records(sum(received))
+        own = sum(received[:here])
+        self._own_lines = slice(own, own + received[here])
+        self._received_counts = torch.zeros(world.size, dtype=torch.int64, device=device)
 
     @property
     def step_bytes(self) -> int:
@@ -79,45 +74,42 @@ class CollectiveRows(Transport):
     def _format(self) -> RowWire:
         return self.kernels.wire(half=self.half, slots=self.slots)
 
-    def leave(self, rows: Rows, place: Tensor) -> None:
-        self._stay = place[self.world.rank]
-        self._format.pack(rows, place, self._wire, self._leave_at, 0, self.rows)
+    def send(self, rows: Rows, place: Tensor) -> None:
+        self._local_place = place[self.world.rank]
+        self._format.pack(rows, place, self._wire, self._out_segments, 0, self.rows)
 
-    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         wire = self._format
         out, into = self._wire[: self._out], self._wire[self._out : self._end]
 
         def send() -> None:
-            self._exchange(into, self._coming, out, self._leaving, wire.row_words)
-            all_to_all_into(self._arrived, counts, self.world)
+            self._exchange(into, self._received_rows, out, self._out_rows, wire.row_words)
+            all_to_all_into(self._received_counts, counts, self.world)
 
         yield Collective(send)
-        arrived = wire.unpack(self._wire, self._come_at, self._arrived, views)
-        wire.keep(rows, self._stay, arrived, self._come_at, self.world.rank)
+        arrived = wire.unpack(self._wire, self._received_segments, self._received_counts, views)
+        wire.keep(rows, self._local_place, arrived, self._received_segments, self.world.rank)
         return arrived
 
-    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        self._sums.zero_()
-        return Sinks(self._at, self._here, self._lines, system_scope=False)
-
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+    def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         wire = self._format
         words = wire.gradient_words
-        back = self._segments(self._coming, self._out, words)
-        wire.pack_gradients(self._sums, self._arrived, self._wire, back)
+        back = self._segments(self._received_rows, self._out, words)
+        wire.pack_gradients(self.records, self._received_counts, self._wire, back)
 
         def send() -> None:
-            out, end = words * sum(self._leaving), self._out + words * sum(self._coming)
+            out, end = words * sum(self._out_rows), self._out + words * sum(self._received_rows)
             home, there = self._wire[:out], self._wire[self._out : end]
-            self._exchange(home, self._leaving, there, self._coming, words)
-            all_gather_into(self._everyone, message, self.world)
+            self._exchange(home, self._out_rows, there, self._received_rows, words)
+            all_gather_into(self._messages, message, self.world)
 
         yield Collective(send)
-        records = wire.collect(place, rows.count, self._wire, self._segments(self._leaving, 0, words), self._own)
-        return Returned(rows, records, self._everyone)
+        come, own = self._segments(self._out_rows, 0, words), self.records[self._own_lines]
+        records = wire.collect(place, rows.count, self._wire, come, own)
+        return Returned(rows, records, self._messages)
 
-    def _exchange(self, into: Tensor, coming: list[int], out: Tensor, leaving: list[int], words: int) -> None:
-        parts = ([words * rows for rows in coming], [words * rows for rows in leaving])
+    def _exchange(self, into: Tensor, received: list[int], out: Tensor, sent: list[int], words: int) -> None:
+        parts = ([words * rows for rows in received], [words * rows for rows in sent])
         all_to_all_parts(into, out, *parts, self.world)
 
     def _segments(self, rows: list[int], first: int, words: int) -> WireSegments:
@@ -152,7 +144,7 @@ class PeerRows(Transport):
         rank, view = world.rank, self._buffer.view
         self._in = view(rank, self._inbox_at, (world.size, capacity, floats), torch.float32)
         self._table = view(rank, self._table_at, (rows, floats), torch.float32)
-        self._arrived = view(rank, self._counts_at, (world.size,), torch.int64)
+        self._received_counts = view(rank, self._counts_at, (world.size,), torch.int64)
         self._everyone = view(rank, self._messages_at, (world.size, words), torch.int64)
         at = self._buffer.addresses
         self._segments = self._numbers([address + self._inbox_at + rank * segment for address in at])
@@ -161,20 +153,20 @@ class PeerRows(Transport):
         self._their_counts = [view(r, self._counts_at + 8 * rank, (1,), torch.int64) for r in everyone]
         self._their_messages = [view(r, self._messages_at + 8 * rank * words, (words,), torch.int64) for r in everyone]
 
-    def leave(self, rows: Rows, place: Tensor) -> None:
+    def send(self, rows: Rows, place: Tensor) -> None:
         self.kernels.pack(rows, place, self._segments, self.capacity, 0, self.rows)
         self._table.zero_()
 
-    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         yield from ()
         torch._foreach_copy_(self._their_counts, list(counts.split(1)))  # pyright: ignore  # one launch for all ranks
         self._buffer.barrier()
-        return self.kernels.unpack(self._in, self._arrived, views)
+        return self.kernels.unpack(self._in, self._received_counts, views)
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
         return Sinks(self._sums, owners, slots, system_scope=True)
 
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+    def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         yield from ()
         torch._foreach_copy_(self._their_messages, [message] * self.world.size)  # pyright: ignore
         self._buffer.barrier()
@@ -201,21 +193,21 @@ def make_transport(
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
-    if rows_leg.travels and can_forward(rows_leg, world, peer=peer) and not slots:
-        return RelayedRows(*shape, half=half, peer=peer)
-    if rows_leg.travels:
+    if rows_leg.is_exchanged and is_hierarchical(rows_leg, world, peer=peer) and not slots:
+        return HierarchicalRows(*shape, half=half, peer=peer)
+    if rows_leg.is_exchanged:
         return PeerRows(*shape) if peer else CollectiveRows(*shape, half=half, slots=slots)
     return gradient_leg.operators(*shape, peer=peer)
 
 
-def can_forward(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:
-    """Return True if fused steps forward rows by relays: several machines, and no lists sorted over all ranks.
+def is_hierarchical(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:
+    """Return True if fused steps forward rows on each machine: several machines, and no lists sorted over all ranks.
 
     Args:
         peer: True if the ranks of a machine share peer memory.
     """
-    wanted = peer if rows_leg.relays is None else rows_leg.relays
-    return wanted and Relays.of(world) is not None
+    wanted = peer if rows_leg.hierarchical is None else rows_leg.hierarchical
+    return wanted and Hierarchy.of(world) is not None
 
 
 def _but(numbers: list[int], rank: int) -> list[int]:

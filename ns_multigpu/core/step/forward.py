@@ -143,7 +143,7 @@ class _Try:
 
     def __init__(self, strategy: Strategy, kernels: Kernels, model: Model, view: View, plan: Plan) -> None:
         self._strategy, self._kernels, self._model, self._view, self._plan = strategy, kernels, model, view, plan
-        self._world, self._exchanges = strategy.world, strategy.rows.travels and strategy.world.size > 1
+        self._world, self._exchanges = strategy.world, strategy.rows.is_exchanged and strategy.world.size > 1
         self.size = f"{view.width}x{view.height}"
         self._short = False  # whether this rank's memory did not suffice
 

@@ -3,7 +3,7 @@
 `Step` adds the loss, the way back and the update; `Forward` draws pictures with it. Nothing is read back to the host.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,9 +16,6 @@ from ns_multigpu.core.kernels import Arrived, Cameras, Drawn, Kernels, Lists, Mo
 from ns_multigpu.core.step.tile_lists import TileLists
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
-
-MOST_GROUPS = 32
-"""Destinations that rows are routed to at once, at most."""
 
 
 class Drawing(NamedTuple):
@@ -45,8 +42,8 @@ class ForwardPass:
 
     Attributes:
         pixels: operators of the pixel leg.
-        place: [ways, capacity] int32, the line that each row has in the segment of each way; -1 for none.
-        counts: [numbers] int64, rows that went each way, then what the transport counts besides.
+        place: [destinations, capacity] int32, each row's line in the segment of each destination; -1 for none.
+        counts: [numbers] int64, rows sent to each destination, then the transport's other counts.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class ForwardPass:
         self._kernels, self._transport, self._lists = kernels, transport, lists
         self._world, self._capacity, self._measure = strategy.world, capacity, measure
         self._rows, self.pixels = strategy.rows.operators(), strategy.pixels.operators(strategy.world)
-        device, shape = strategy.world.device, (transport.directions, capacity if transport.travels else 0)
+        device, shape = strategy.world.device, (transport.num_destinations, capacity if transport.is_exchanged else 0)
         self.place = torch.empty(shape, dtype=torch.int32, device=device)
         self.counts = torch.zeros(len(transport.capacities), dtype=torch.int64, device=device)
 
@@ -88,12 +85,12 @@ class ForwardPass:
         layers = [(self.pixels.layer(patch, projected.start), patch) for patch in plan.drawn[rank]]
         patches = [n for layer, patch in layers for n in (layer, *patch.rendered(views[patch.view]))]
         with self._measure("send"):
-            if transport.travels:
-                ways = self.counts[: transport.directions]
-                self._rows.route(rows, views, plan, transport.ways, self.place, ways)
-                transport.leave(rows, self.place)
+            if transport.is_exchanged:
+                sent = self.counts[: transport.num_destinations]
+                self._rows.route(rows, views, plan, transport.destinations, self.place, sent)
+                transport.send(rows, self.place)
             everyones = rectangles(plan, views, range(self._world.size))
-            arrived = yield from transport.arrive(rows, self.counts, len(projected), everyones)
+            arrived = yield from transport.receive(rows, self.counts, len(projected), everyones)
             arrived = self.pixels.layered(arrived, rows)
         with self._measure("sort"):
             lists = self._lists.finish(arrived, patches, plan, views)
@@ -124,25 +121,6 @@ def rows_by_group(
     sizes = [side for view in views for side in (view.width, view.height)]
     times = viewmats.new_tensor([view.time for view in views], dtype=torch.float32)
     rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes, times), capacity)
-    found: list[int] = []
-    for some in _disjoint(groups):
-        place = torch.empty(len(some), capacity, dtype=torch.int32, device=device)
-        counts = torch.zeros(len(some), dtype=torch.int64, device=device)
-        number = {rank: k for k, ranks in enumerate(some) for rank in ranks}
-        ways = [number.get(rank) for rank in range(len(plan.drawn))]
-        strategy.rows.operators().route(rows, views, plan, ways, place, counts)
-        found += counts.tolist()
-    return int(rows.count), found
-
-
-def _disjoint(groups: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Split groups, in order, into runs of at most `MOST_GROUPS` in which no rank is twice."""
-    some, seen = list[Sequence[int]](), set[int]()
-    for ranks in groups:
-        if len(some) == MOST_GROUPS or not seen.isdisjoint(ranks):
-            yield some
-            some, seen = [], set()
-        some.append(ranks)
-        seen.update(ranks)
-    if some:
-        yield some
+    drawn = [(k, patch) for k, ranks in enumerate(groups) for rank in ranks for patch in plan.drawn[rank]]
+    counts = strategy.rows.operators().count(rows, views, drawn, len(groups))
+    return int(rows.count), counts.tolist()

@@ -122,7 +122,7 @@ class Step:
         self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
         self.report = torch.zeros(batch + 1, device=device)
         self.rgb: list[Tensor] = []
-        ranks, travels = self._world.size, transport.travels
+        ranks, is_exchanged = self._world.size, transport.is_exchanged
         self._ends = transport.words - settings.tail  # exposures' words follow the step statistics
         shape = (batch, settings.tile_rows) if self._learns is Feedback.WORK else (ranks, self._ends - HEAD)
         self.measured_work = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -135,13 +135,15 @@ class Step:
         # How far the steps have got, and the most of each number of rows: one vector, for one look.
         self._readback = torch.zeros(6 + numbers, dtype=torch.int64, device=device)
         self._status, self._most = self._readback[:6], self._readback[6:]
-        capacities = transport.capacities if travels else [0] * numbers
+        capacities = transport.capacities if is_exchanged else [0] * numbers
         self._capacities = torch.tensor(capacities, dtype=torch.int64, device=device)
         # Step statistics report the missing capacity of segments: each pair has a capacity of its own.
         limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
         self._losses = PatchLosses(settings, self.backgrounds, self.report, exposures)
-        self._message = StepMessage(settings, self._forward.pixels, transport.stays, transport.words, self._learns)
+        self._message = StepMessage(
+            settings, self._forward.pixels, transport.local_index, transport.words, self._learns
+        )
 
     @property
     def capturable(self) -> bool:
@@ -184,7 +186,7 @@ class Step:
             drawn = kernels.more_losses(drawn, owned, views, self.report)
             del settled
         with measure("pixels"):
-            v_color, v_alpha = yield from self._forward.pixels.bring_back(v_color, v_alpha)
+            v_color, v_alpha = yield from self._forward.pixels.return_gradients(v_color, v_alpha)
         with measure("backward"):
             kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
         with measure("message"):
@@ -192,7 +194,7 @@ class Step:
             message = self._message.of(rows, numbers, plan, lists, views, own, splatted.start, self._exposures)
         del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's
         with measure("return"):
-            back = yield from transport.bring_back(rows, self._forward.place, message, splatted)
+            back = yield from transport.return_gradients(rows, self._forward.place, message, splatted)
         with measure("update"):
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD : self._ends]
             *counts, sent = heads.unbind(1)

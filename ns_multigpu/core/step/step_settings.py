@@ -103,7 +103,7 @@ def padded(count: int) -> int:
     return max(1024, -(-int(count * 1.25) // 1024) * 1024)
 
 
-def first_capacities(points: int, pixels: int, views: int, *, travels: bool) -> tuple[int, int, int]:
+def first_capacities(points: int, pixels: int, views: int, *, is_exchanged: bool) -> tuple[int, int, int]:
     """Capacities of rows, a segment and intersections to begin with, when nothing is known but the sizes.
 
     Args:
@@ -112,4 +112,4 @@ def first_capacities(points: int, pixels: int, views: int, *, travels: bool) -> 
     """
     rows = padded(points * views)
     tiles = -(-pixels // (TILE * TILE))
-    return rows, rows if travels else padded(0), padded(4 * points * views + 16 * tiles * views)
+    return rows, rows if is_exchanged else padded(0), padded(4 * points * views + 16 * tiles * views)

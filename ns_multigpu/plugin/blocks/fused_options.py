@@ -72,8 +72,8 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
         InputError: an option requires fused steps of sharded points, and these steps are others.
     """
     asked = pipeline.config
-    travels = pipeline.model.sharded and pipeline.strategy.pixels.whole
-    if fused and travels:
+    is_exchanged = pipeline.model.sharded and pipeline.strategy.pixels.whole
+    if fused and is_exchanged:
         if asked.wire == "half" and asked.transport == "peer":
             raise InputError(
                 "--pipeline.wire half: that is for collectives, and --pipeline.transport peer asks for peer memory. "
@@ -82,12 +82,12 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
         return
     usual = {
         "transport": ("auto", "collective"), "tile_lists": ("gather",),
-        "wire": ("full", "half") if travels else ("full",),
+        "wire": ("full", "half") if is_exchanged else ("full",),
     }  # fmt: skip
     for name, values in usual.items():
         value = getattr(asked, name)
         if value not in values:
-            why = "these are not fused" if travels else f"the strategy is {pipeline.strategy.name}"
+            why = "these are not fused" if is_exchanged else f"the strategy is {pipeline.strategy.name}"
             raise InputError(
                 f"--pipeline.{name.replace('_', '-')} {value}: that is for the fused steps of splatfacto-tile and "
                 f"splatfacto-locality, and "

@@ -15,7 +15,7 @@ import torch
 from cuda_ext.ops.optim.adam import AdamStep
 from cuda_ext.ops.optim.lazy_adam import splat_flush
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.schema import flat
 from ns_multigpu.planning.memory import step_buffers
 from ns_multigpu.planning.work import Share
@@ -79,20 +79,20 @@ def go_back(
 
 
 def bytes_of_step(
-    capacities: Capacities, pixels: int, ranks: int, *, travels: bool, relays: Relays | None = None
+    capacities: Capacities, pixels: int, ranks: int, *, is_exchanged: bool, hierarchy: Hierarchy | None = None
 ) -> float:
     """Return the bytes of a step's buffers by the planning model, on the rank that receives the most rows.
 
     Args:
         pixels: pixels that this rank draws.
-        travels: whether rows are exchanged. The transport's memory is excluded: it persists from step to step.
-        relays: forwards rows between machines, if any.
+        is_exchanged: whether rows are exchanged. The transport's memory is excluded: it persists from step to step.
+        hierarchy: forwards rows between machines, if any.
     """
     rows, pairs, intersections = capacities
-    if not travels:
+    if not is_exchanged:
         arrivals = 0
-    elif relays is not None:
-        arrivals = max(sum(relays.arriving(pairs, rank)) for rank in range(ranks))
+    elif hierarchy is not None:
+        arrivals = max(sum(hierarchy.received(pairs, rank)) for rank in range(ranks))
     else:
         arrivals = max(sum(from_all) for from_all in zip(*pairs, strict=True))
     one = Share(0, 1, rows, arrivals, arrivals or rows, intersections, pixels, 0.0, 0.0, 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import Pairs, all_gather_counts
 from ns_multigpu.core.kernels import Kernels, Model
 from ns_multigpu.core.step.forward_pass import rows_by_group
@@ -41,7 +41,7 @@ class InitialCapacity:
 
     def due(self, now: Capacities | None) -> bool:
         """Return whether new capacities are due: none are set, or points were placed again."""
-        counts = self._travels and not self._buffers.one_for_all
+        counts = self._is_exchanged and not self._buffers.one_for_all
         return now is None or (counts and self._pipeline.strategy.placement.placings != self._placings)
 
     def capacities(
@@ -59,8 +59,8 @@ class InitialCapacity:
         self._placings = strategy.placement.placings
         rows, segment, intersections = now or (first[0], self._buffers.pairs(first[1]), first[2])
         pairs = self._buffers.pairs(segment)
-        if self._travels and not self._buffers.one_for_all and batches:
-            counted = rows_needed(kernels, model(), strategy, batches, rows, self._buffers.relays)
+        if self._is_exchanged and not self._buffers.one_for_all and batches:
+            counted = rows_needed(kernels, model(), strategy, batches, rows, self._buffers.hierarchy)
             pairs = tuple(tuple(map(padded, of_rank)) for of_rank in counted)
         return rows, pairs, intersections
 
@@ -73,38 +73,38 @@ class InitialCapacity:
         assert now is not None
         ranks = self._world.size
         pixels = view.width * view.height * self._pipeline.batch_size // ranks
-        needed = bytes_of_step(now, pixels, ranks, travels=self._travels, relays=self._buffers.relays)
+        needed = bytes_of_step(now, pixels, ranks, is_exchanged=self._is_exchanged, hierarchy=self._buffers.hierarchy)
         check_memory(needed, "a step's buffers", self._world)
 
     @property
-    def _travels(self) -> bool:
-        return self._pipeline.strategy.rows.travels and self._world.size > 1
+    def _is_exchanged(self) -> bool:
+        return self._pipeline.strategy.rows.is_exchanged and self._world.size > 1
 
     def _guess(self, pixels: int) -> tuple[int, int, int]:
         model, batch = self._pipeline.model, self._pipeline.batch_size
-        if not self._travels:
+        if not self._is_exchanged:
             views = self._pipeline.strategy.assignment.most_views(batch, self._world.size)
             points = max(model.shard_counts) if model.sharded else model.num_points  # the same on every rank
-            return first_capacities(min(points, _MOST_AT_FIRST), pixels, views, travels=False)
+            return first_capacities(min(points, _MOST_AT_FIRST), pixels, views, is_exchanged=False)
         rows = min(max(model.shard_counts) * batch, _MOST_TO_SEND)
-        return first_capacities(-(-rows // batch), pixels, batch, travels=True)
+        return first_capacities(-(-rows // batch), pixels, batch, is_exchanged=True)
 
 
 @torch.no_grad()
 def rows_needed(
     kernels: Kernels, model: Model, strategy: Strategy, batches: Sequence[Sequence[View]], capacity: int,
-    relays: Relays | None,
+    hierarchy: Hierarchy | None,
 ) -> Pairs:  # fmt: skip
-    """Return the most rows that ranks send each other in any of these batches; with relays, the maximum per relay pair.
+    """Return the most rows that ranks send each other in any of these batches; with a hierarchy, of each of its counts.
 
     Every rank calls it with the same batches. It synchronizes with the device.
 
     Args:
         capacity: maximum number of projected rows; further rows are assumed to have the same destinations.
-        relays: forwards rows between machines, if any.
+        hierarchy: forwards rows between machines, if any.
     """
     world = strategy.world
-    machines = range(world.machines) if relays is not None else range(0)
+    machines = range(world.machines) if hierarchy is not None else range(0)
     ranks, whole = [[rank] for rank in range(world.size)], [list(world.ranks_of(k)) for k in machines]
     most = [0] * (world.size + len(machines))
     for views in batches:
@@ -112,4 +112,4 @@ def rows_needed(
         made, found = rows_by_group(strategy, kernels, model, views, plan, capacity, [*ranks, *whole])
         most = [max(a, -(-b * max(made, capacity) // capacity)) for a, b in zip(most, found, strict=True)]
     table = all_gather_counts(most, world)
-    return table if relays is None else relays.numbers_of(table)
+    return table if hierarchy is None else hierarchy.counts_of(table)

@@ -11,9 +11,9 @@ from ns_multigpu.core.assign.assignment import Feedback
 from ns_multigpu.core.assign.image_part import ImagePart
 from ns_multigpu.core.dist.peer_memory import choose_transport
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of
-from ns_multigpu.core.exchange.transports import Transport, can_forward, make_transport
+from ns_multigpu.core.exchange.transports import Transport, is_hierarchical, make_transport
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.step.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.step.tile_lists import GatheredLists, SortedLists, TileLists
@@ -35,7 +35,7 @@ class StepBuffers:
         captures: True if CUDA graphs can hold steps.
         peer: True if all rows are written into the memory of other GPUs.
         uses_peer_replicas: True if replicas exchange the rows that they drew through peer memory.
-        relays: forwards rows between machines; None if rows are sent directly.
+        hierarchy: forwards rows between machines; None if rows are sent directly.
         one_for_all: True if the transport's buffers have one size for all pairs of ranks.
         pictures: [n] buffer of the images that graphs read, see `places`.
     """
@@ -49,28 +49,28 @@ class StepBuffers:
         self.pictures = torch.zeros(0)
         self.peer, self._peer_reachable, self._by_sort = False, False, options.tile_lists == "sort"
         self.uses_peer_replicas = False
-        self.relays: Relays | None = None
+        self.hierarchy: Hierarchy | None = None
         self._half = options.wire == "half"
         self.one_for_all = self._by_sort
         self.captures = world.device.type == "cuda" and not self._by_sort and self._strategy.assignment.recurs
-        if self._by_sort and self._strategy.assignment.learns is not Feedback.WORK and self._strategy.rows.travels:
+        if self._by_sort and self._strategy.assignment.learns is not Feedback.WORK and self._strategy.rows.is_exchanged:
             raise InputError(
                 f"--pipeline.tile-lists sort: sorted lists want bands of rows of tiles, and {self._strategy.name} cuts "
                 "views into patches. Use --pipeline.tile-lists gather."
             )
-        if not self._strategy.rows.travels and not (self._strategy.gradients.summed and world.size > 1):
+        if not self._strategy.rows.is_exchanged and not (self._strategy.gradients.summed and world.size > 1):
             return
         try:
-            can_forward_rows = can_forward(self._strategy.rows, world, peer=True) and not self._by_sort
+            can_forward_rows = is_hierarchical(self._strategy.rows, world, peer=True) and not self._by_sort
             choice = choose_transport(world, options.transport, relayed=can_forward_rows)
         except RuntimeError as error:
             raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
-        if not self._strategy.rows.travels:
+        if not self._strategy.rows.is_exchanged:
             self.uses_peer_replicas = choice.name == "peer"
             return
         self.peer, self._peer_reachable = choice.name == "peer", choice.peer
-        if can_forward_rows and can_forward(self._strategy.rows, world, peer=choice.peer):
-            self.relays = Relays.of(world)
+        if can_forward_rows and is_hierarchical(self._strategy.rows, world, peer=choice.peer):
+            self.hierarchy = Hierarchy.of(world)
         self.one_for_all = self.peer or self._by_sort
         if self._half and self.peer and world.size > 1:
             raise InputError(
@@ -105,12 +105,12 @@ class StepBuffers:
         return {"rows": self.uses_peer_replicas or not replicas, "pairs": self.peer}
 
     def pairs(self, segment: int | Pairs) -> Pairs:
-        """Return the capacities of all pairs of ranks, or with relays of all relay pairs."""
-        return pairs_of(segment, self._world.size, self.relays.numbers if self.relays else self._world.size)
+        """Return the capacities of all pairs of ranks, or with a hierarchy of each rank's counts."""
+        return pairs_of(segment, self._world.size, self.hierarchy.num_counts if self.hierarchy else self._world.size)
 
     def forget(self) -> None:
         """Release the step's buffers. A lasting transport is kept: rebuilding it is slow and needs all ranks."""
-        if self._transport is not None and not self._transport.lasts:
+        if self._transport is not None and not self._transport.is_reusable:
             self._transport = None
 
     def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport) -> TileLists:

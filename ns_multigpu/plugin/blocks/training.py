@@ -114,8 +114,8 @@ class Training:
         self._readback = DelayedReadback(pipeline.strategy.assignment.learn)
 
     @property
-    def _travels(self) -> bool:
-        return self._pipeline.strategy.rows.travels and self._world.size > 1
+    def _is_exchanged(self) -> bool:
+        return self._pipeline.strategy.rows.is_exchanged and self._world.size > 1
 
     def block(self, first: int, limit: int) -> range:
         """Return the steps from `first` on, before `limit`, between which no property of the step changes."""
@@ -380,7 +380,7 @@ class Training:
         """Update capacities from measured demand, which is all-gathered where rows are exchanged."""
         self._buffers.count_traffic(status)
         self._rows_drawn = status.rows
-        pairs = all_gather_counts(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
+        pairs = all_gather_counts(status.segments, self._world) if self._is_exchanged else pairs_of(0, self._world.size)
         needed = (status.rows, pairs, status.intersections)
         self._capacities.learn(needed, status.full, status.done * self._pipeline.batch_size)
         if not status.full:  # rebuilding a step before it exceeds a capacity costs less than half a retried block

@@ -75,7 +75,7 @@ class Helpers:
 
 
 def obey(pipeline: Any, command: Any) -> None:
-    """Execute a command published by rank 0, with all helpers: call a method (`Team.tell`), or render a request."""
+    """Execute a command published by rank 0, with all helpers: call a method (`Team.call`), or render a request."""
     if isinstance(command, tuple):
         name, args, kwargs = command
         getattr(pipeline, name)(*args, **kwargs)

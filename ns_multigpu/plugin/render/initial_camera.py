@@ -19,7 +19,7 @@ _LEAST_DISTANCE = 0.1
 _LEAST_UP = 0.1
 """Least length of the up direction in the image plane, of 1, that determines the roll of a camera."""
 _MEAN_WEIGHT = 0.01
-"""Weight of the views' mean up direction beside that of being perpendicular to the views' right."""
+"""Weight of the views' mean up direction relative to that of being perpendicular to the views' right."""
 
 _stock_handle_new_client = stock.Viewer.handle_new_client
 

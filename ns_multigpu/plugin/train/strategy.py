@@ -22,7 +22,7 @@ def strategy_of(config: Any, world: World) -> Strategy:
         strategy = make(world) if options is None else make(world, options)
     except ValueError as error:  # it does not fit these ranks
         raise InputError(str(error)) from error
-    travels = isinstance(strategy.rows, ExchangedRows) and strategy.pixels.whole  # without pixel exchange
-    if isinstance(strategy.rows, ExchangedRows) and travels:
+    is_exchanged = isinstance(strategy.rows, ExchangedRows) and strategy.pixels.whole  # without pixel exchange
+    if isinstance(strategy.rows, ExchangedRows) and is_exchanged:
         strategy.rows.half = config.wire == "half"
     return strategy

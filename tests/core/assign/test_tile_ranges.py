@@ -8,10 +8,11 @@ import torch
 from ns_multigpu.core.assign.assignment import MOST_KEPT, TileRanges, ideal_cuts, stretches
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.tile_work import TileWork
-from ns_multigpu.core.exchange.exchanged_rows import touches
+from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.types import SSIM_HALO, Hits, Patch, Splats, View
+from tests.lib.overlaps import overlaps
 
 
 def view(width: int, height: int, index: int = 0) -> View:
@@ -148,20 +149,24 @@ def test_counting_equals_counting_tile_by_tile() -> None:
                 Patch(position, left, top, min(left + 16, one.width), min(top + 16, one.height))
                 for left in range(0, one.width, 16)
             ]
-            wanted.append(sum(int(touches(splats, views, [tile]).sum()) for tile in tiles))
+            wanted.append(sum(int(overlaps(splats, views, [tile]).sum()) for tile in tiles))
     assert sum(wanted) > 100
     assert TileWork().count(splats, views).tolist() == wanted
     assert TileWork().count(boxes([]), views).tolist() == [0] * len(wanted)
     assert TileWork().count(boxes([]), []).tolist() == []
 
 
+def lines(splats: Splats, views: list[View], drawn: list[tuple[int, Patch]]) -> list[int]:
+    return ExchangedRows().route(splats, views, drawn, 1)[0][0].tolist()
+
+
 def test_a_splat_touches_the_halo_and_not_the_pixel_beyond() -> None:
     views = [view(64, 64)]
-    patch = [Patch(0, 0, 32, 64, 64, SSIM_HALO)]  # rendered from row 27, whose centre is at 27.5
+    patch = Patch(0, 0, 32, 64, 64, SSIM_HALO)  # rendered from row 27, whose centre is at 27.5
     rows = [(0, 30.0, 20.0, 3, 7), (0, 30.0, 20.0, 3, 8), (0, 30.0, 20.5, 3, 7), (0, 30.0, 40.0, 0, 9)]
-    assert touches(boxes(rows), views, patch).tolist() == [False, True, True, False]
-    assert touches(boxes(rows), views, []).tolist() == [False] * 4
-    assert touches(boxes([(1, 30.0, 40.0, 9, 9)]), [views[0], views[0]], patch).tolist() == [False]
+    assert lines(boxes(rows), views, [(0, patch)]) == [-1, 0, 1, -1]
+    assert lines(boxes(rows), views, []) == [-1] * 4
+    assert lines(boxes([(1, 30.0, 40.0, 9, 9)]), [views[0], views[0]], [(0, patch)]) == [-1]
 
 
 @pytest.mark.parametrize("height", [12, 33, 37, 49, 64])

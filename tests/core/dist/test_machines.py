@@ -77,7 +77,7 @@ def _refused(world: World) -> list[str]:
 
 def test_three_ranks_are_not_two_machines(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(PRETEND_MACHINES, "2")
-    with pytest.raises(Exception, match=f"ValueError: {PRETEND_MACHINES}=2: 3 ranks cannot be dealt out"):
+    with pytest.raises(Exception, match=f"ValueError: {PRETEND_MACHINES}=2: 3 ranks cannot be distributed"):
         run_ranks(_refused, 3)
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from cuda_ext import ArrivedRows, collect, pack, unpack
-from ns_multigpu.core.exchange.exchanged_rows import touches
 from ns_multigpu.core.types import Hits, Patch, Splats, View
 from tests.cuda_ext.routing import route
+from tests.lib.overlaps import overlaps
 
 WIDTH, HEIGHT, HALO = 50, 70, 16
 OPS = torch.ops.ns_multigpu
@@ -114,7 +114,7 @@ def test_route_is_the_rule_of_touches(ranks: int) -> None:
     assert place.dtype == torch.int32 and place.shape == (ranks, 960)
     assert counts.dtype == torch.int64 and counts.shape == (ranks,)
     for rank in range(ranks):
-        touch = touches(splats, views, [patch for owner, patch in parts if owner == rank])
+        touch = overlaps(splats, views, [patch for owner, patch in parts if owner == rank])
         touch[900:] = False
         assert torch.equal(place[rank] >= 0, touch)
         assert place[rank][touch].tolist() == list(range(int(counts[rank]))), "their own order, without gaps"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import all_gather_counts, pairs_of
 from ns_multigpu.core.step.step_settings import padded, with_halos
 from ns_multigpu.locality.options import LocalityOptions
@@ -39,7 +39,7 @@ def counted(machines: int, world: World, forwarding: bool) -> dict[str, Any]:
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     kernels: Any = replace(kind, depth=False).kernels()
     model = kernels.model(params, moments, {}, None)
-    handing = Relays.of(world) if forwarding else None
+    handing = Hierarchy.of(world) if forwarding else None
     one, all_rows, few = (
         rows_needed(kernels, model, spread, some, rows, handing)
         for some, rows in ((batches[:1], 2048), (batches, 2048), (batches, 64))
@@ -70,10 +70,10 @@ def _run(spread: Any, points: int) -> Any:
     return SimpleNamespace(strategy=spread, batch_size=VIEWS, model=model)
 
 
-def _buffers(world: World, forwarding: Relays | None, one_for_all: bool = False) -> Any:
-    numbers = forwarding.numbers if forwarding else 0
+def _buffers(world: World, forwarding: Hierarchy | None, one_for_all: bool = False) -> Any:
+    numbers = forwarding.num_counts if forwarding else 0
     return SimpleNamespace(
-        relays=forwarding, one_for_all=one_for_all, pairs=lambda segment: pairs_of(segment, world.size, numbers)
+        hierarchy=forwarding, one_for_all=one_for_all, pairs=lambda segment: pairs_of(segment, world.size, numbers)
     )
 
 

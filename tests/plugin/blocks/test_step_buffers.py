@@ -12,8 +12,8 @@ from ns_multigpu.core.assign.image_part import ImagePart
 from ns_multigpu.core.dist.peer_memory import TransportChoice
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange import replicated_rows
-from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import pairs_of
 from ns_multigpu.core.exchange.replicated_rows import PeerReplicas, ReplicatedRows
 from ns_multigpu.core.exchange.transports import CollectiveRows, PeerRows
@@ -153,17 +153,17 @@ def test_bytes_written_to_replicas_are_counted() -> None:
 
 def test_capacity_is_checked_for_received_rows() -> None:
     """Each rank sends a segment of at least 60 bytes a row; local rows need none."""
-    small, large = (bytes_of_step((1024, pairs_of(size, 4), 4096), 3072, 4, travels=True) for size in (512, 1024))
+    small, large = (bytes_of_step((1024, pairs_of(size, 4), 4096), 3072, 4, is_exchanged=True) for size in (512, 1024))
     assert large - small >= 4 * 512 * 60
-    alone = bytes_of_step((1024, pairs_of(512, 1), 4096), 3072, 1, travels=False)
-    assert alone == bytes_of_step((1024, pairs_of(9999, 1), 4096), 3072, 1, travels=False)
+    alone = bytes_of_step((1024, pairs_of(512, 1), 4096), 3072, 1, is_exchanged=False)
+    assert alone == bytes_of_step((1024, pairs_of(9999, 1), 4096), 3072, 1, is_exchanged=False)
 
 
 def test_capacity_is_checked_for_the_rank_that_receives_most_rows() -> None:
     uneven = ((1000, 10, 10), (2000, 0, 30), (3000, 40, 0))
     crowded = tuple((2000, 0, 0) for _ in range(3))  # as many in all, at rank 0
-    asked = [bytes_of_step((1024, pairs, 4096), 3072, 3, travels=True) for pairs in (uneven, crowded)]
-    assert asked[0] == asked[1] > bytes_of_step((1024, pairs_of(1999, 3), 4096), 3072, 3, travels=True)
+    asked = [bytes_of_step((1024, pairs, 4096), 3072, 3, is_exchanged=True) for pairs in (uneven, crowded)]
+    assert asked[0] == asked[1] > bytes_of_step((1024, pairs_of(1999, 3), 4096), 3072, 3, is_exchanged=True)
 
 
 def test_images_are_at_the_addresses_of_graphs() -> None:
@@ -254,11 +254,11 @@ def test_rows_of_locality_are_forwarded(
     config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
     vars(config).update(options)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
-    assert buffers.relays == (Relays(2, 2) if forwarded else None)
+    assert buffers.hierarchy == (Hierarchy(2, 2) if forwarded else None)
     if forwarded or strategy == "tile":
         numbers = 8 if forwarded else 4
         made = buffers.transport(replace(SETTINGS, segment=16), GaussianKernels(degree=0)) if not peer_access else None
-        assert made is None or ((type(made) is RelayedRows) == forwarded and len(made.capacities) == numbers)
+        assert made is None or ((type(made) is HierarchicalRows) == forwarded and len(made.capacities) == numbers)
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -271,24 +271,26 @@ def test_half_wire_between_machines_works_with_peer_memory(half: bool, monkeypat
         return TransportChoice("mixed", "said so")
 
     monkeypatch.setattr(step_buffers, "choose_transport", choose)
-    monkeypatch.setattr(step_buffers, "make_transport", lambda *_, **options: SimpleNamespace(**options, travels=True))
+    monkeypatch.setattr(
+        step_buffers, "make_transport", lambda *_, **options: SimpleNamespace(**options, is_exchanged=True)
+    )
     world = replace(World.single(), size=4, local_size=2, rank=1, local_rank=1)
     wire = "half" if half else "full"
     config = SimpleNamespace(transport="auto", tile_lists="gather", wire=wire)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
-    hierarchy = Relays(2, 2)
-    assert wanted == [True] and buffers.relays == hierarchy
+    hierarchy = Hierarchy(2, 2)
+    assert wanted == [True] and buffers.hierarchy == hierarchy
     assert not buffers.peer and not buffers.one_for_all, "each pair has its own capacity"
     assert buffers.pairs(7) == pairs_of(7, 4, 8)
     # On rank 2: 2 of its own, and from rank 3; 70 from machine 0, of which its counterpart there is rank 0.
     received = {
-        2: {hierarchy.inside(0): 2, hierarchy.handed(0, 0): 70},
-        3: {hierarchy.inside(0): 5, hierarchy.handed(0, 0): 9},
+        2: {hierarchy.to_rank(0): 2, hierarchy.forwarded(0, 0): 70},
+        3: {hierarchy.to_rank(0): 5, hierarchy.forwarded(0, 0): 9},
     }
     table = tuple(tuple(received.get(rank, {}).get(k, 0) for k in range(8)) for rank in range(4))
-    with_forwarding = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, relays=hierarchy)
+    with_forwarding = bytes_of_step((1024, table, 4096), 3072, 4, is_exchanged=True, hierarchy=hierarchy)
     direct = tuple(tuple((2, 5, 70, 9)[rank] if to == 2 else 0 for to in range(4)) for rank in range(4))
-    assert with_forwarding == bytes_of_step((1024, direct, 4096), 3072, 4, travels=True)
+    assert with_forwarding == bytes_of_step((1024, direct, 4096), 3072, 4, is_exchanged=True)
     made: Any = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert made.peer and made.half == half
-    assert RelayedRows.written_bytes(object.__new__(RelayedRows), 1, 9, 7) == 0
+    assert HierarchicalRows.written_bytes(object.__new__(HierarchicalRows), 1, 9, 7) == 0

@@ -127,7 +127,7 @@ def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(InputError, match=r"--pipeline.datamanager.image-memory-gb"):
             manager(folder, World.single(), image_memory_gb=wrong)
-    with pytest.raises(InputError, match=r"training images do not fit. Raise .*image-memory-gb.\n.*no room for two"):
+    with pytest.raises(InputError, match=r"training images do not fit. Raise .*image-memory-gb.\n.*too small for two"):
         _ = manager(folder, World.single(), image_memory_gb=3e-6).train_share
     # Two held-out images take all of it and more: none is left for the others, not less than none.
     with pytest.raises(InputError, match=r"their share of the memory, 0 GB, is too small for two images of \d"):

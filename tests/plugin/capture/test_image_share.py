@@ -251,7 +251,7 @@ def test_an_image_unlike_its_camera_and_too_little_memory_are_refused() -> None:
     assert "view 1" in message and "view 2" in message
     assert "has 7x5 pixels, 3 channels, uint8, without a mask; expected were 6x4" in message
     [message] = run_ranks(_broken, 1, "memory")
-    assert "Raise --pipeline.datamanager.image-memory-gb" in message and "no room for two images" in message
+    assert "Raise --pipeline.datamanager.image-memory-gb" in message and "too small for two images" in message
 
 
 PLAIN = ImageShape(4, 4, 3, torch.uint8, False)

@@ -166,7 +166,7 @@ def _write_with_loss(world: World, models: Path, lost_on: int, left: int | None)
 def test_missing_file_of_a_rank_fails_the_checkpoint(models: Path, lost_on: int, left: int | None) -> None:
     """On a folder that machines do not share, say: there is no checkpoint then, on any rank."""
     (said, then), (said_1, then_1) = run_ranks(_write_with_loss, 2, models, lost_on, left)
-    assert said == said_1 and f"__{lost_on}_0.distcp does not reach the machine of rank 0" in said
+    assert said == said_1 and f"__{lost_on}_0.distcp does not appear on the machine of rank 0" in said
     assert then == then_1 == ""
     assert [step_of(p) for p in checkpoints_in(models)] == [1, 2, 4]
     assert len(list(states_folder(models).iterdir())) == 3

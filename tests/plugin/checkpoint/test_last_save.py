@@ -106,7 +106,7 @@ def test_a_disk_that_stays_full(capture: Path, tmp_path: Path, clock: Clock, why
     assert f"could not be written to {models}: {FULL}." in said
     assert "Lost: the model after 2 images (60 Gaussians, " in said
     assert f"The newest checkpoint there is: {models / 'step-000000000.ckpt'}." in said
-    assert "--save-fallback-dir DIR" in said and re.search(r"There is room in /\S+ \([\d,.]+ GB free\)", said)
+    assert "--save-fallback-dir DIR" in said and re.search(r"There is enough space in /\S+ \([\d,.]+ GB free\)", said)
     assert shlex.split(said.splitlines()[-1]) == [
         *("ns-train", "splatfacto-batch", "--load-config", str(models.parent / "config.yml")),
         *("--load-dir", str(models)),
@@ -197,7 +197,7 @@ def test_disk_error_is_summarized() -> None:
     said = "rank 0: [Errno 28] No space left on device: '/a/b'; rank 1: [Errno 28] No space left on device: '/a/c'"
     assert in_short(said) == "No space left on device"
     assert in_short(said + "; [Errno 122] Disk quota exceeded") == "No space left on device; Disk quota exceeded"
-    assert in_short("") == "" and in_short("it does not reach rank 0") == "it does not reach rank 0"
+    assert in_short("") == "" and in_short("it does not get to rank 0") == "it does not get to rank 0"
 
 
 def test_folders_with_free_space() -> None:

@@ -62,7 +62,7 @@ def test_damaged_shards_are_refused_and_named(models: Path) -> None:
 
 def test_shards_that_are_not_there(models: Path, tmp_path: Path) -> None:
     pipeline = read_checkpoint_file(models / "step-000000001.ckpt")["pipeline"]
-    with pytest.raises(InputError, match="nothing tells where it was read from"):
+    with pytest.raises(InputError, match="nothing says where it was read from"):
         SavedPoints.of(pipeline, None)
     alone = tmp_path / "copied" / "nerfstudio_models"
     shutil.copytree(models, alone)

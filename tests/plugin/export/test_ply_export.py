@@ -172,7 +172,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (5, 12):
         sharded(run / "nerfstudio_models", points(40 + step), step)
     config = run / "config.yml"
-    config.write_text("of a run that lies elsewhere now")
+    config.write_text("of a run that was moved")
     cli.main(["export", "--load-config", str(config), "--output-path", str(output)])
     assert "left out" in capsys.readouterr().out
     first = output.read_bytes()

@@ -46,7 +46,7 @@ def test_threads_are_listed_with_processes() -> None:
     thread.start()
     thread.join()
     times = parts.as_dict()
-    assert times["pictures (meanwhile)"] >= 20
+    assert times["pictures (concurrent)"] >= 20
     assert "pictures" not in parts.parts
 
 

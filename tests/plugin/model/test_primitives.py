@@ -45,7 +45,7 @@ def test_a_checkpoint_of_another_kind_is_refused_by_training_and_exporter(tmp_pa
     content = read_checkpoint_file(path)
     assert kind_in(content["pipeline"]) == "3dgs"
     content["pipeline"][PRIMITIVE] = OTHER
-    with pytest.raises(InputError, match=rf"another kind of point \({OTHER}\), and this run is of 3D Gaussians"):
+    with pytest.raises(InputError, match=rf"another primitive \({OTHER}\), and this run is of 3D Gaussians"):
         trainer.pipeline.load_pipeline(content["pipeline"], 0)
     alone = tmp_path / "alone"
     alone.mkdir()

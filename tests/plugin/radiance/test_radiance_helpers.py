@@ -92,7 +92,7 @@ def led(world: World, run: Path) -> tuple[list[int], dict[str, Any], bool]:
         while (request := broadcast_object(None, 0, world)) is not None:
             obey(pipeline, request)
         return cells, {}, False
-    pipeline.team = SimpleNamespace(tell=lambda what, *args: broadcast_object((what, args, {}), 0, world))
+    pipeline.team = SimpleNamespace(call=lambda what, *args: broadcast_object((what, args, {}), 0, world))
     pipeline.renders.lead_always()
     seen = looked(pipeline)
     rate = pipeline.renders.rate is not None

@@ -316,7 +316,7 @@ def test_unusable_images_are_named_on_every_rank(tmp_path: Path, captures: dict[
         (black, {}, "masks of the training images leave no pixel"),
         (captures["sizes"], {"train_num_rays_per_batch": 47}, "train-num-rays-per-batch 47: the training images are"),
         (captures["sizes"], {"patch_size": 2, **PATCHES}, "patches of pixels cannot be drawn"),
-        (captures["masks"], {"patch_size": 4, **PATCHES}, "leave no room for patches"),
+        (captures["masks"], {"patch_size": 4, **PATCHES}, "leave no pixels for patches"),
         (captures["plain"], {"patch_size": 2}, "train-num-rays-per-batch: too few for a patch"),
         (
             captures["masks"],

@@ -2,7 +2,7 @@
 
 import torch
 
-from ns_multigpu.plugin.radiance.field.shape_buckets import LEARNT, KeptShapeBuckets, capacity_for
+from ns_multigpu.plugin.radiance.field.shape_buckets import WARM_UP_STEPS, KeptShapeBuckets, capacity_for
 
 
 def test_buckets_fit_tightly() -> None:
@@ -21,7 +21,7 @@ def test_buckets_of_random_rays_recur() -> None:
         double = int((torch.rand(8192, generator=g) < 0.6).sum())
         buckets = kept.of([[single, double]])
         assert single <= buckets[0][0] and double <= buckets[0][1]
-        if step < LEARNT:
+        if step < WARM_UP_STEPS:
             assert buckets == ((single, double),)
         else:
             assert sum(buckets[0]) < 1.06 * 0.8 * 8192
@@ -39,14 +39,14 @@ def test_rare_classes_add_few_buckets() -> None:
         assert all(
             n <= m for row, bucket in zip(counts, buckets, strict=True) for n, m in zip(row, bucket, strict=True)
         )
-        if step >= LEARNT:
+        if step >= WARM_UP_STEPS:
             seen.add(buckets)
     assert len(seen) <= 20, "each is a graph"
 
 
 def _kept(*counts: int) -> KeptShapeBuckets:
     kept = KeptShapeBuckets(1000)
-    for _ in range(LEARNT):
+    for _ in range(WARM_UP_STEPS):
         kept.of([[count] for count in counts])
     return kept
 
@@ -63,7 +63,7 @@ def test_bucket_is_reused_unless_too_small_or_far_too_large() -> None:
 
 def test_buckets_cover_the_largest_observed_counts() -> None:
     kept = KeptShapeBuckets(1000)
-    for count in (400, 410, *[400] * LEARNT):
+    for count in (400, 410, *[400] * WARM_UP_STEPS):
         buckets = kept.of([[count]])
     assert buckets == ((capacity_for(410, 1000),),)
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange import exchanged_rows, halo, row_routes
+from ns_multigpu.core.exchange import exchanged_rows, halo, transports
 from ns_multigpu.plugin.render import pictures
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.ranks import run_ranks
 from tests.lib.training_run import follow, write_capture
 
 STEPS, SLOW, DOWNSCALES = 4, 0.05, "pipeline.model.num_downscales"
-PLACES = [(exchanged_rows, "all_gather_ints"), (row_routes, "exchange_rows"), (halo, "exchange_rows")]
+PLACES = [(exchanged_rows, "all_gather_ints"), (transports, "all_to_all_parts"), (halo, "exchange_rows")]
 PICTURES = [(pictures, "exchange_rows")]
 
 
@@ -75,8 +75,8 @@ def test_evaluation_exchanges_are_not_attributed(reports: list[dict[str, Any]]) 
 def test_the_log_has_it(reports: list[dict[str, Any]]) -> None:
     rows, logged = reports[0]["rows"], reports[0]["logged"]
     assert len(rows) == STEPS
-    travels = [b - a for a, b in pairwise([0, *logged])]
-    for row, count in zip(rows, travels, strict=True):
+    is_exchanged = [b - a for a, b in pairwise([0, *logged])]
+    for row, count in zip(rows, is_exchanged, strict=True):
         assert count >= 4, "there and back"
         assert row["exchange_ms"] > 0
         assert row["exchange_ms"] + row["waiting_ms"] > 1e3 * SLOW * count

@@ -83,8 +83,8 @@ def test_the_distance_is_that_of_the_points_before_the_view() -> None:
     views = poses([0.0] * 6)
     right, _, back, position = views[0].unbind(1)
     before = position - torch.linspace(1.5, 2.5, 101).double()[:, None] * back
-    beside, behind = position - 9 * back + 5 * right, position + 7 * back
-    points = torch.cat([before, beside.expand(300, 3), behind.expand(300, 3)]).float()
+    side, behind = position - 9 * back + 5 * right, position + 7 * back
+    points = torch.cat([before, side.expand(300, 3), behind.expand(300, 3)]).float()
     found = initial_camera(capture(views, points))
     assert float((found.look_at - position).norm()) == pytest.approx(2.0, abs=1e-4)
     for none in (None, torch.empty(0, 3), behind[None].float()):

@@ -202,7 +202,7 @@ def test_config_without_run_folder(moved: Path, tmp_path: Path) -> None:
     lost.output_dir = tmp_path / "nowhere"
     (moved / "config.yml").write_text(yaml.dump(dataclasses.replace(lost)))
     shutil.rmtree(moved / "nerfstudio_models")
-    with pytest.raises(InputError, match=r"no checkpoints beside it, in .* move or copy its whole folder") as e:
+    with pytest.raises(InputError, match=r"no checkpoints next to it, in .* move or copy its whole folder") as e:
         eval_setup(moved / "config.yml", test_mode="inference")
     assert str(moved / "nerfstudio_models") in str(e.value) and str(tmp_path / "nowhere") in str(e.value)
 

@@ -40,6 +40,6 @@ def test_requested_parts_are_made() -> None:
 def test_boundary_splats_are_exchanged_unless_switched_off() -> None:
     config: Any = copy.deepcopy(splatfacto_pixel.config.pipeline)
     pair = replace(World.single(), size=2)
-    assert strategy.strategy_of(config, pair).rows.travels
+    assert strategy.strategy_of(config, pair).rows.is_exchanged
     config.pixel.crossing = "none"
-    assert not strategy.strategy_of(config, pair).rows.travels
+    assert not strategy.strategy_of(config, pair).rows.is_exchanged

@@ -15,7 +15,7 @@ from ns_multigpu.methods import splatfacto_batch
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train import capacity
-from ns_multigpu.plugin.train.recipe import apply_recipe, best, told
+from ns_multigpu.plugin.train.recipe import apply_recipe, best, recipe_lines
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.registry import PRIMITIVES
 from tests.lib.resuming import start
@@ -41,7 +41,7 @@ def value(config: Any, name: str) -> Any:
 def test_without_it_nothing_is_set() -> None:
     config: Any = deepcopy(splatfacto_batch.config)
     apply_recipe(config, 1, ["splatfacto-batch"])
-    assert config == splatfacto_batch.config and told(config) == [
+    assert config == splatfacto_batch.config and recipe_lines(config) == [
         "Recipe: splatfacto (--recipe best gives better images)."
     ]
 
@@ -51,9 +51,9 @@ def test_every_method_has_it(method: str) -> None:
     config = given("--recipe", "best", method=method)
     for name, wanted in best(IMAGES).items():
         assert value(config, name) == wanted
-    assert "--pipeline.model.densifier mcmc" in told(config)[0] and "best" in told(config)[0]
-    assert "--pipeline.model.exposure auto" in told(config)[0]
-    assert told(config)[0] in config._in_short() and "None" not in told(config)[0]
+    assert "--pipeline.model.densifier mcmc" in recipe_lines(config)[0] and "best" in recipe_lines(config)[0]
+    assert "--pipeline.model.exposure auto" in recipe_lines(config)[0]
+    assert recipe_lines(config)[0] in config._in_short() and "None" not in recipe_lines(config)[0]
 
 
 @pytest.mark.parametrize("primitive", ["2dgs", "4dgs"])
@@ -61,10 +61,10 @@ def test_primitives_without_mcmc_keep_their_densifier_with_a_message(primitive: 
     config, plain = (given(*words, "--pipeline.model.primitive", primitive) for words in (("--recipe", "best"), ()))
     assert config.pipeline.model == plain.pipeline.model and config.pipeline.model.densifier == "default"
     title = PRIMITIVES[primitive].title
-    assert told(config)[0].startswith(
+    assert recipe_lines(config)[0].startswith(
         f"Recipe: splatfacto. best is MCMC, which {title} do not support: it sets nothing"
     )
-    assert told(config)[0] in config._in_short()
+    assert recipe_lines(config)[0] in config._in_short()
     check_primitive(config.pipeline.model, "tile")
     config = given("--recipe", "best", "--pipeline.model.primitive", primitive, "--pipeline.model.densifier", "mcmc")
     with pytest.raises(InputError, match=f"densifier mcmc is not for {title}"):
@@ -87,7 +87,7 @@ def test_command_line_overrides_the_recipe() -> None:
     assert config.pipeline.model.max_gaussians == 5000 and config.pipeline.model.stop_split_at == 15000
     assert config.pipeline.model.refine_every == 77
     assert config.pipeline.model.densifier == "mcmc", "the others are the recipe's"
-    assert "stop-split-at" not in told(config)[0] and "refine-every" not in told(config)[0]
+    assert "stop-split-at" not in recipe_lines(config)[0] and "refine-every" not in recipe_lines(config)[0]
 
 
 def test_short_runs_refine_more_often_and_long_ones_longer() -> None:

@@ -149,8 +149,8 @@ def test_the_table_has_the_columns_of_the_run(evaluates: bool) -> None:
 
 
 def test_nerfstudios_option_hides_columns(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
-    hiding = Log(stats_to_track=(EventName.ETA,))
-    hiding.step(10, **{"Eval Images Metrics": {"psnr": 20.0}, EventName.ETA.value: 5.0})
+    without_columns = Log(stats_to_track=(EventName.ETA,))
+    without_columns.step(10, **{"Eval Images Metrics": {"psnr": 20.0}, EventName.ETA.value: 5.0})
     said = capsys.readouterr().out
     assert "5 s left" in said and "dB" not in said
 

@@ -32,5 +32,5 @@ def test_counts_of_the_last_step_remain_pending(device: str) -> None:
     assert work.counts == expected(VIEWS[:3])
     late.learn()
     assert work.counts == expected(VIEWS[:3])
-    late.learn(leave=0)
+    late.learn(pending=0)
     assert work.counts == expected(VIEWS)

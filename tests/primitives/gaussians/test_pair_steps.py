@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import Pairs
 from tests.primitives.training_runs import RATES, Outcome, TrainingRun, assert_same_run, ordinary, take
 
@@ -57,11 +57,11 @@ def test_each_stage_between_machines_has_its_own_capacity() -> None:
     """Four ranks on two machines exchange rows within machines, across, and forwarded. `taken` asserts that each
     step's bytes are the predicted ones."""
     run = TrainingRun("tile", 2, 3, capacities=CAPACITIES, lazy=True, machines=2, captured=True)
-    plenty, hierarchy = take(run, 4), Relays(2, 2)
+    plenty, hierarchy = take(run, 4), Hierarchy(2, 2)
     assert_same_run(run, plenty, ordinary(run))
     needed = pairs_needed(plenty[0])
     assert all(int(one["replayed"]) > 0 for one in plenty)
-    inside, across, forwarded = (0, hierarchy.inside(1)), (3, hierarchy.across(0)), (1, hierarchy.handed(1, 0))
+    inside, across, forwarded = (0, hierarchy.to_rank(1)), (3, hierarchy.to_machine(0)), (1, hierarchy.forwarded(1, 0))
     assert all(needed[rank][number] > 0 for rank, number in (inside, across, forwarded))
     for lacking in (None, across, forwarded):
         table = [[*row] for row in needed]

@@ -17,7 +17,7 @@ from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.model.time_notes import frames_note, times_note
 from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.gaussians.functions import REACH, Gaussians
+from ns_multigpu.primitives.gaussians.functions import CUTOFF, Gaussians
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
 from ns_multigpu.primitives.gaussians.regroup import SHRINK
 from ns_multigpu.primitives.moving.densifier import MovingSplitRule
@@ -125,7 +125,7 @@ def test_extents_bound_a_point_at_all_times() -> None:
     for time in torch.linspace(-3, 4, 701, dtype=F64):
         moment = kind.moment(points, torch.zeros_like(ids), ids, time[None])
         presence = moment.opacities / kind.activated(points, "opacities")[:, 0]
-        rest = (REACH**2 + 2 * presence.log()).clamp(min=0).sqrt()[:, None]
+        rest = (CUTOFF**2 + 2 * presence.log()).clamp(min=0).sqrt()[:, None]
         away = (moment.means - points.params["means"]).abs() + rest * moment.axes.square().sum(-1).sqrt()
         reached = torch.maximum(reached, torch.where(rest > 0, away, 0.0).detach())
     assert bool((reached <= extents * (1 + 1e-9)).all()) and float((reached / extents).min()) > 0.98

@@ -260,7 +260,7 @@ void rasterize_backward(BoxedCall& call) {
   const Rows<Primitive> in(call, dtype);
   const int64_t pixels = in.list.pixels, rows = in.columns[0].size(0);
   const auto extra_shape = column_shape(pixels, kExtra);
-  // What the pixels have beside their colour goes by another name in each primitive.
+  // Each primitive has another name for its pixels' numbers other than colour.
   const at::Tensor out = take(call, "out", {pixels, 3}, dtype),
                    extra = take(call, call.next_name(), extra_shape, dtype),
                    alpha = take(call, "alpha", {pixels}, dtype), last = take(call, "last", {pixels}, at::kInt),

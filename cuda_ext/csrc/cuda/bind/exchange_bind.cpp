@@ -14,7 +14,7 @@
 namespace nsmg {
 namespace exchange_bind {
 
-constexpr char kRoutedRows[] = "view_ids[M] count[1] means2d[M,2]@8 radii[M,2]@8 M first end reached[?,M]";
+constexpr char kRoutedRows[] = "view_ids[M] count[1] means2d[M,2]@8 radii[M,2]@8 M first end in_cells[?,M]";
 constexpr char kCountedRows[] = "view_ids[M] count[1] means2d[M,2] radii[M,2] M - M -";
 constexpr char kPackedRows[] =
     "means2d[M,2]@8 conics[M,3] opacities[M] features[M,3] depths[M] radii[M,2]@8 view_ids[M] M - M";

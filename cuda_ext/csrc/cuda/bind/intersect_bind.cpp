@@ -19,7 +19,7 @@ namespace intersect_bind {
 constexpr int64_t kMostPairs = std::numeric_limits<int32_t>::max();
 constexpr char kRows[] =
     "means2d[M,2]@8 conics[M,3] row_opacities[M] depths[M] radii[M,2]@8 view_ids[M] M";
-constexpr char kListing[] = "tile_offsets[T+1] row_ids[I] depths[M] windows[T,2] T M I";
+constexpr char kWindowLists[] = "tile_offsets[T+1] row_ids[I] depths[M] windows[T,2] T M I";
 
 // Rows, and scratch memory for sorting them.
 struct Rows {
@@ -114,7 +114,7 @@ void intersect_capacity(Call& call) {
 
 void clip_lists(Call& call) {
   call.set('T', call.tensor("windows").size(0));
-  const auto lists = call.read<WindowLists>(kListing);
+  const auto lists = call.read<WindowLists>(kWindowLists);
   const int64_t tiles = lists.tiles;
   int32_t* found = call.out<int32_t>({tiles + 1});
   int32_t* clipped = call.out<int32_t>({lists.num_bytes});
