@@ -141,7 +141,7 @@ ANY_WORD = re.compile("|".join(pattern.pattern for pattern in PATTERNS), re.IGNO
 SAID = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)  # comments and strings of C++
 HASH = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 NAME = re.compile(r"[A-Za-z_]\w*")
-SUBJECT = re.compile(r"[a-z0-9_/.,-]+: (?P<verb>[a-z]\S*)( .*)?$")
+SUBJECT = re.compile(r"[a-z0-9_/.-]+(, [a-z0-9_/.-]+)*: (?P<verb>[a-z]\S*)( .*)?$")
 NO_VERB = re.compile(r"(an?|the|no|what|which|where|how|who|that|more|it|.+[^e]ed|.+ing|.+(?<!s)s)$")
 VERBS_ALL_THE_SAME = {"bring", "string", "embed", "shed", "alias", "bias", "focus"}
 

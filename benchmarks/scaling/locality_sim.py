@@ -52,7 +52,7 @@ class Setting:
     """
 
     across: Way = "metis"
-    within: Way = "dealt"
+    within: Way = "round_robin"
     locality: bool = True
     hierarchical: bool = True
     factor: int = 4

@@ -63,7 +63,7 @@ def model(points: int, rank: int, device: torch.device) -> tuple[Any, dict[str, 
 def refine(kind: str, points: int, world: World, times: int) -> dict[str, list[tuple[float, int]]]:
     """Of each refinement, by whether it orders: milliseconds, and how often ranks meet."""
     params, optimizers = model(points, world.rank, world.device)
-    held: Any = {"holding": ShardIndex(Sharded()), "world": world}
+    held: Any = {"shard_index": ShardIndex(Sharded()), "world": world}
     grows = kind == "grows"
     densifier: Any = (
         ShardedMcmc(cap_max=1 << 30, refine_start_iter=0, refine_every=EVERY, **held)

@@ -51,7 +51,7 @@ def test_plan_lists_the_runs(tmp_path: Path) -> None:
     folders, cities = folders_of(given, jobs)
     assert folders == {"fox": tmp_path / "fox", "aerial-3": tmp_path / "aerial-3"} and cities == ["aerial-3"]
     plan.write_text("fox | unknown | 7 | 1")
-    with pytest.raises(SystemExit, match="nobody"):
+    with pytest.raises(SystemExit, match="unknown"):
         jobs_of(given, variants(""))
     plan.write_text("fox | ours | 7")
     with pytest.raises(SystemExit, match="CAPTURES"):

@@ -77,12 +77,12 @@ def both(world: World, run: TrainingRun) -> tuple[Outcome, Outcome, float]:
 
 CASES = [
     ("single", 1, 2, {}),
-    ("batch", 1, 2, {"lazy": True, "room": TIGHT}),
+    ("batch", 1, 2, {"lazy": True, "capacities": TIGHT}),
     ("batch", 2, 2, {"speed": 1000.0}),
     ("batch", 2, 2, {"lazy": True, "moment": torch.bfloat16}),
     ("tile", 1, 3, {"lazy": True, "speed": 50.0, "capacities": CAPACITIES}),
     ("tile", 2, 1, {"capacities": CAPACITIES}),
-    ("tile", 2, 2, {"lazy": True, "room": TIGHT, "bounds": (0, 70, 700)}),
+    ("tile", 2, 2, {"lazy": True, "capacities": TIGHT, "bounds": (0, 70, 700)}),
     ("tile", 3, 2, {"capacities": CAPACITIES, "bounds": (0, 0, 690, 700)}),
 ]
 

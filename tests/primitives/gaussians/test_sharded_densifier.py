@@ -64,7 +64,7 @@ def train(world: World, case: str, sharded: bool, shard_index: ShardIndex | None
     values = initial(case)
     kind = ShardedDensifier if sharded else ReplicatedDensifier
     held = ShardIndex(Sharded()) if shard_index is None else shard_index
-    where: dict[str, Any] = {"holding": held} if sharded else {}
+    where: dict[str, Any] = {"shard_index": held} if sharded else {}
     densifier = kind(**(RULES | CASES[case]), **where, world=world, seed=7, morton=True)
     bounds = bounds_of(case, COUNT, world)
     values = {name: value.to(world.device) for name, value in values.items()}

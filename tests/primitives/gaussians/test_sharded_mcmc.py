@@ -50,7 +50,7 @@ def train(world: World, case: str, sharded: bool, shard_index: ShardIndex | None
     """Step of one to eleven images: the last refines more than once. `shard_index` is changed."""
     values = initial(case)
     held = ShardIndex(Sharded()) if shard_index is None else shard_index
-    where: dict[str, Any] = {"world": world, "holding": held} if sharded else {}
+    where: dict[str, Any] = {"world": world, "shard_index": held} if sharded else {}
     picks: Any = {"picked by gradients": "gradient", "picked by both": "both"}.get(case, "opacity")
     densifier = (ShardedMcmc if sharded else McmcDensifier)(**RULES, **where, morton=True, picks=picks)
     state: dict[str, Any] = {}
