@@ -1,6 +1,6 @@
-"""`locality`: points live where the views go that see them, and patches are drawn where their points live.
+"""`locality`: points are placed near the views that see them, and patches are drawn near their points.
 
-The scheme of Gaian (Zhao et al., section 4.2), for several machines: what crosses between them is what counts.
+The scheme of Gaian (Zhao et al., section 4.2), which minimizes traffic between machines.
 """
 
 from ns_multigpu.core.dist.world import World
@@ -14,7 +14,7 @@ from ns_multigpu.locality.rules import Access
 
 
 def locality(world: World, options: LocalityOptions | None = None) -> Strategy:
-    """The strategy `locality` for `world`.
+    """Return the strategy `locality` for `world`.
 
     Raises:
         ValueError: an option is out of range.

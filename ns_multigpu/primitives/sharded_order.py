@@ -5,8 +5,8 @@ their moments, and sorted again there. The global order is a stable sort of all 
 of the point or its parent.
 
 If owners hold ranges of the order, equal keys are on one rank, ordered by source rank and row. The concatenated ranks
-then hold the model in order. With any other placement, global indices are computed (`core.ranking`) and sent with the
-points.
+then hold the model in order. With any other placement, global indices are computed (`core.assign.global_order`) and
+sent with the points.
 """
 
 import time

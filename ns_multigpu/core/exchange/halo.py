@@ -135,8 +135,8 @@ def join_gradients(grads: Sequence[Tensor], halos: Halos, like: Tensor, world: W
 class WholeGradients(torch.autograd.Function):
     """The identity on rendered pixels and on this rank's splats; backward joins the gradients of halo pixels.
 
-    It stands once in the graph of each rank's loss, whether that depends on pixels or, on a rank that has none, on the
-    splats; so all ranks meet in its backward, and then in the backward of what `anchor` came from.
+    Each rank's graph contains it exactly once, through its pixels or, on a rank without pixels, through its splats. So
+    all ranks enter its backward, and then that of the row exchange (`anchor`).
     """
 
     @staticmethod
@@ -163,5 +163,5 @@ class WholeGradients(torch.autograd.Function):
         stacked = [torch.cat(filled[k * outputs : (k + 1) * outputs], dim=-1) for k in range(len(halos.patches))]
         joined = join_gradients(stacked, halos, anchor, ctx.world)
         back = [piece for whole in joined for piece in whole.split(widths, dim=-1)]
-        # With pixels the anchor has its gradient through them; without, nothing was sent here and it is empty.
+        # The anchor needs a gradient only on a rank without pixels.
         return None, None, None, None if back else torch.zeros_like(anchor), *back, *grads[count:]

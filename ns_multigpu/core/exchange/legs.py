@@ -41,7 +41,7 @@ class Leg(ABC):
         """
         if "operators" in vars(type(self)):
             return None
-        return f"the step's operators know no way for {self.carries} like {type(self).__name__}"
+        return f"{type(self).__name__} has no operators that exchange {self.carries} in fused steps"
 
 
 class RowLeg(Leg):

@@ -67,7 +67,7 @@ class Transport(ABC):
 
     Args:
         world: the ranks. kernels: the primitive's; collectives need the rows' format only.
-        rows: lines of this rank's own rows.
+        rows: capacity for this rank's own rows.
         capacity: rows of the segment of each pair of ranks, or one number for all of them.
         numbers: counts per rank, if not one for each rank.
         words: int64 numbers of a rank's step statistics; 0 for none.
@@ -79,7 +79,7 @@ class Transport(ABC):
         lines: received lines per source; the maximum, if they differ.
         num_destinations: number of destinations of own rows.
         destinations: by rank, the index of its destination; ranks may share one.
-        capacities: of each number that a step counts, first of the rows per destination.
+        capacities: limits of the step's counts, in their order: destinations first.
         local_index: index of the local rows among these numbers.
     """
 

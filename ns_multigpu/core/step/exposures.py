@@ -22,12 +22,12 @@ from torch import Tensor
 from cuda_ext.ops.optim.adam import adam_step
 
 DRIFT_WEIGHT = 1.0
-"""Of the squared distance of the mean map from the identity. Photographs do not pull at the mean, but for what the
-model has not fitted yet: so any weight will do that is not much below their own."""
+"""Of the squared distance of the mean map from the identity. The photometric loss hardly
+constrains the mean map, so the exact weight does not matter."""
 
 
 def identity_maps(views: int) -> Tensor:
-    """[views, 3, 4] maps that leave colours as they are."""
+    """Return [views, 3, 4] identity maps."""
     return torch.eye(3, 4).expand(views, 3, 4).contiguous()
 
 
@@ -56,7 +56,7 @@ class StepExposures:
         views: of a batch.
 
     Attributes:
-        indices: [B] which of the N each view of the batch is: float, as it comes with all else that a step is fed.
+        indices: [B] index of each view's map; float because it is part of the step's float input vector.
     """
 
     maps: Tensor
@@ -66,18 +66,18 @@ class StepExposures:
     indices: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        # What a graph reads and another writes stays where it is.
+        # CUDA graphs hold these addresses: the tensors are never reallocated.
         self.indices = self.maps.new_zeros(self.views)
         self._now = identity_maps(self.views).to(self.maps)
         self._sums = self.maps.new_zeros(self.views, 3, 4)
 
     def begin(self) -> None:
-        """A step begins: its views are known."""
+        """Gather the maps of the step's views, and clear their gradients."""
         torch.index_select(self.maps, 0, self.indices.long(), out=self._now)
         self._sums.zero_()
 
     def applied(self, view: int, color: Tensor, alpha: Tensor, background: Tensor) -> tuple[Tensor, Tensor]:
-        """color' [P, 3] and background' [3] of pixels of the batch's view at this position.
+        """Return color' [P, 3] and background' [3] of pixels of the batch's view at this position.
 
         Args:
             color: [P, 3] blended. alpha: [P] how much of each pixel that covers. background: [3].
@@ -85,10 +85,10 @@ class StepExposures:
         A, b = self._now[view, :, :3], self._now[view, :, 3]
         return torch.addmm(alpha[:, None] * b, color, A.T), torch.addmv(b, A, background)
 
-    def brought_back(
+    def backward(
         self, view: int, color: Tensor, alpha: Tensor, background: Tensor, v_color: Tensor, v_alpha: Tensor
     ) -> None:
-        """Turns gradients by color' and alpha, in place, into those by color and alpha; adds up those by the map.
+        """Run the backward of `applied`: convert v_color and v_alpha in place, and add the map's gradient.
 
         Args:
             view, color, alpha, background: as `applied` had them.
@@ -107,7 +107,7 @@ class StepExposures:
         return words_of(self.views)
 
     def published(self) -> Tensor:
-        """[words] int64, the bits of what this rank's pixels add to the gradients by the batch's maps."""
+        """Return [words] int64: the bits of this rank's part of the gradients of the batch's maps."""
         return self._sums.view(-1).view(torch.int64)
 
     def step(self, published: Tensor, scalars: Tensor) -> None:

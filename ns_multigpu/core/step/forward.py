@@ -1,7 +1,7 @@
-"""Pictures of one view, drawn by all ranks with the first half of a step (`forward_pass`): no loss and no way back.
+"""Pictures of one view, drawn by all ranks with the first half of a step (`forward_pass`): no loss and no backward.
 
-Nothing is read back before the picture is made. Then all ranks look once: whether every capacity sufficed, and how much
-work each row of tiles was. If one did not, all grow their buffers and draw again.
+Nothing is read back before the picture is made. Then the host reads once: whether every capacity sufficed, and the
+work of each row of tiles. If one did not suffice, all ranks grow their buffers and draw again.
 
 Where pixels are whole a view is cut into bands of rows of tiles, one a rank, of equal work in the view before. Where
 every rank has all points that costs nothing but the cut: no loss is computed, so no halo is needed, and no
@@ -66,7 +66,8 @@ class _Capacities:
 
 
 class Forward:
-    """Draws views of one model with all ranks. Every rank makes one and calls it with the same, in the same order.
+    """Draws views of one model with all ranks. Every rank creates one and makes the same calls in the same
+    order.
 
     Args:
         strategy: how the points are spread; one that `serves`.

@@ -10,7 +10,7 @@ from ns_multigpu.core.types import View
 
 
 def unsupported_reason(strategy: Strategy, batch: int) -> str | None:
-    """Why no `Step` does what a strategy's pieces say with so many views; None if it does. The same on every rank."""
+    """Return why a fused step cannot run this strategy with `batch` views; None if it can. The same on every rank."""
     for leg in (strategy.rows, strategy.pixels, strategy.gradients):
         if leg.unsupported_reason is not None:
             return leg.unsupported_reason

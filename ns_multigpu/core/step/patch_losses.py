@@ -50,7 +50,7 @@ class PatchLosses:
             start = piece.stop
             rgb = drawn.color.new_empty(target.shape)
             offset = s.ssim_lambda if (patch.x0, patch.y0) == (0, 0) else 0.0
-            # Nothing comes from the halo's pixels: the way back need not look at them, says `last`.
+            # Halo pixels have zero gradient: `last` = -1 makes backward skip them.
             color, alpha, background = drawn.color[piece], drawn.alpha[piece], self._backgrounds[patch.view]
             blended = color, alpha, background
             if self._exposures is not None:
@@ -61,7 +61,7 @@ class PatchLosses:
                 v_out=v_color[piece], v_alpha=v_alpha[piece], last=None if drawn.last is None else drawn.last[piece],
             )  # fmt: skip
             if self._exposures is not None:
-                self._exposures.brought_back(patch.view, *blended, v_color[piece], v_alpha[piece])
+                self._exposures.backward(patch.view, *blended, v_color[piece], v_alpha[piece])
             x0, y0, x1, y1 = inner
             rgbs.append(rgb[y0:y1, x0:x1])
         return rgbs, v_color, v_alpha

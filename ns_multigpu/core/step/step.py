@@ -8,14 +8,14 @@ host. So the numbers of rows and of intersections are known on the device alone,
 exceeded on any rank the step, and all that follow it, leave parameters, moments and statistics as they are on all ranks
 (`Status.done` stops counting); the host detects that at the next readback, grows the capacity, and retries them.
 
-What a rank draws it draws with a halo of one tile, so that the gradient of its own pixels is whole
+Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs
 (`cuda_ext.band_loss`); received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
 
-A lazy step leaves the points that no rank drew for later (`cuda_ext.LazyAdam`): parameters and moments are what they
-ought to be only after `flush`, for which there has to be one every 64 steps at least.
+A lazy step defers the update of points that no rank drew (`cuda_ext.LazyAdam`): parameters and moments are valid
+only after `flush`, which is required every 64 steps at least.
 
 In a large model whole groups of points are culled by a box (`cuda_ext.ops.project.boxes`). Steps keep the boxes right.
-Who changes points by other means calls `refresh` before the next step.
+Call `refresh` after changing points by other means.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +67,7 @@ class Step:
         exposures: what the views' colours are mapped by, and learns of it; its Adam has the last line of `scalars`.
 
     Raises:
-        ValueError: no step is composed of the strategy's pieces, or steps are to be deferred where they cannot.
+        ValueError: no step supports the strategy's legs, or lazy steps are not supported.
 
     Attributes:
         inputs: one vector that holds the next five, in this order.
@@ -75,8 +75,8 @@ class Step:
         backgrounds: [B, 3]. scalars: [parameters (+ 1 of exposures), 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
         times: [B] the views', see `View.time`. With exposures their indices follow, [B].
         report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
-            B), and a number that is finite where all gradients of the rows drawn here, or that arrived here, are. It is
-            finite, too, where the step is not taken.
+            B), and the finite flag: NaN or infinity if the step was taken and a gradient of a row drawn or received
+            here was not finite.
         rgb: this rank's renderings of the last step, one a patch, without halo [h, w, 3].
         measured_work: int64, input of `Assignment.learn`, `Assignment.counts` numbers a rank or, where
             they are added up over ranks, in all.
@@ -130,9 +130,9 @@ class Step:
         self._capturable = lists.capturable
         self._forward = ForwardPass(strategy, kernels, transport, lists, settings.rows, measure)
         numbers = len(transport.capacities)
-        # A step that must not count takes Adam's with these: moments keep, and nothing moves.
+        # Adam scalars of a skipped step: they change nothing.
         self._still = scalars_of_no_step(lines, device)
-        # How far the steps have got, and the most of each number of rows: one vector, for one look.
+        # Progress of the steps and the maximum of each count: one vector, for one readback.
         self._readback = torch.zeros(6 + numbers, dtype=torch.int64, device=device)
         self._status, self._most = self._readback[:6], self._readback[6:]
         capacities = transport.capacities if is_exchanged else [0] * numbers

@@ -21,14 +21,14 @@ class StepMessage:
 
     Args:
         settings: the step's. pixels: its operators.
-        stays: which number of rows is of those that stay. words: of a message. learns: see `Feedback`.
+        local_index: index of the count of local rows. words: number of words. learns: see `Feedback`.
     """
 
     def __init__(
-        self, settings: StepSettings, pixels: PixelOperators, stays: int, words: int, learns: Feedback
+        self, settings: StepSettings, pixels: PixelOperators, local_index: int, words: int, learns: Feedback
     ) -> None:
         self._settings, self._pixels = settings, pixels
-        self._stays, self._words, self._learns = stays, words - settings.tail, learns
+        self._local_index, self._words, self._learns = local_index, words - settings.tail, learns
 
     def of(
         self, rows: Rows, numbers: tuple[Tensor, Tensor, Tensor], plan: Plan, lists: Lists,
@@ -47,7 +47,7 @@ class StepMessage:
         counts, capacities, most_rows = numbers
         offsets, _, met = lists
         message = step_message(
-            rows.count, counts, capacities, most_rows, met, offsets, self._bands(own, views), self._stays,
+            rows.count, counts, capacities, most_rows, met, offsets, self._bands(own, views), self._local_index,
             self._words - HEAD, self._settings.columns,
         )  # fmt: skip
         if self._learns is Feedback.NEEDS:

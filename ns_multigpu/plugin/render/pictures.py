@@ -1,7 +1,7 @@
 """Pictures of the model, rendered by all ranks and gathered on the root ranks.
 
-The forward half of a step (`core.forward`) renders if the primitive has kernels, otherwise its differentiable operators
-without gradients. A picture that exceeds the free memory is rendered in several passes.
+The forward half of a step (`core.step.forward`) renders if the primitive has kernels, otherwise its differentiable
+operators without gradients. A picture that exceeds the free memory is rendered in several passes.
 """
 
 from collections.abc import Mapping, Sequence

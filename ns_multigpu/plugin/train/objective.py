@@ -1,7 +1,7 @@
 """Objectives: what a run trains, behind the interface that its trainer, checkpoints and logs use.
 
-Splats (`train.splats`) and a radiance field (`radiance.objective`) are two. Launching, the loop, faults, saving, logs,
-viewer and evaluation are the run's, the same for each.
+Splats (`train.splats`) and a radiance field (`radiance.run.objective`) are two. Launching, the loop, faults, saving,
+logs, viewer and evaluation are the run's, the same for each.
 """
 
 from abc import ABC, abstractmethod

@@ -76,7 +76,7 @@ class DistributedPipelineConfig(RunPipelineConfig):
         Literal["auto", "peer", "collective"], Only("pipeline.strategy", "batch", "tile", "locality")
     ] = "auto"
     """GPU-to-GPU transfer: peer (NVLink or P2P on one machine) or collective (NCCL), with the same results. auto: peer
-    where it is available."""
+    where it is available. batch: auto or collective."""
     tile_lists: Annotated[Literal["gather", "sort"], Only("pipeline.strategy", "tile")] = "gather"
     """Construction of each tile's list of splats if points are sharded: with "gather" each rank sorts what it draws;
     "sort" is one merge-path sort of all splats over all GPUs. The lists are the same."""

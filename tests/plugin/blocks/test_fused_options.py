@@ -384,7 +384,7 @@ def test_strategy_with_other_legs_uses_autograd_steps(leg: str) -> None:
     derived = type("Other", (type(getattr(of_tile, leg)),), {})
     other = object.__new__(derived)
     run.pipeline.strategy = replace(of_tile, name="other", **{leg: other})
-    reason = f"the step's operators know no way for {leg} like Other"
+    reason = f"Other has no operators that exchange {leg} in fused steps"
     with pytest.raises(InputError, match=f"^--fused-steps always: .*for {reason}. Change that"):
         asked(run)
     assert obstacle(run.config, run.pipeline, run.optimizers) == reason
