@@ -51,7 +51,7 @@ def test_points_have_their_ranks_colours_and_cameras_their_machines(far: float) 
 
 def test_cameras_far_from_the_points_do_not_shrink_the_picture() -> None:
     near = two()
-    far = Partition(near.positions, near.owners, near.points, near.cameras * [1.0, 1.0, 1e6], near.owners, 2)
+    far = Partition(near.positions, near.owners, near.points, near.cameras * [1.0, 1.0, 1e6], near.view_owners, 2)
     assert window(far).scale > window(near).scale / 3
 
 
@@ -81,11 +81,11 @@ def test_many_ranks_fit_the_legend() -> None:
 def test_mismatched_inputs_are_refused() -> None:
     seen = two()
     with pytest.raises(ValueError, match="positions"):
-        Partition(seen.positions[:5], seen.owners, seen.points, seen.cameras, seen.owners, 2)
-    with pytest.raises(ValueError, match="1 homes for 2 views"):
-        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.owners[:1], 2)
+        Partition(seen.positions[:5], seen.owners, seen.points, seen.cameras, seen.view_owners, 2)
+    with pytest.raises(ValueError, match="1 view owners for 2 views"):
+        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.view_owners[:1], 2)
     with pytest.raises(ValueError, match="4 ranks on 3 machines"):
-        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.owners, 3)
+        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.view_owners, 3)
 
 
 @pytest.mark.parametrize(("machines", "per_machine"), [(1, 8), (2, 4), (4, 4), (8, 4), (32, 1)])

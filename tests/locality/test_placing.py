@@ -72,7 +72,7 @@ def test_each_machine_has_the_town_that_its_views_see() -> None:
     assert len(set(first.tolist())) == len(set(second.tolist())) == 1 and first[0] != second[0]
     counts = torch.bincount(owners, minlength=4)
     assert counts.max() < 1.2 * counts.float().mean(), "level on each machine's ranks"
-    assert made.owners is not None and made.owners.view_machines.tolist() == [int(first[0]), int(second[0])] * 6
+    assert made.group_owners is not None and made.group_owners.view_machines.tolist() == [int(first[0]), int(second[0])] * 6
     needed = access.of(0)
     assert needed is not None and needed[:, 2 * int(second[0])].sum() == 0, "nothing from the other machine"
     assert POINTS / 2 <= needed.sum() <= POINTS, "all of the town; what is in two halos counts twice"
@@ -91,9 +91,9 @@ def test_owners_are_kept_until_the_model_has_grown() -> None:
     world, where = alone(4, 2), towns()
     made, _ = placement(world, views(), place_again_at=2.0)
     owners = owners_of(made, where, 4)
-    group_owners = made.owners
+    group_owners = made.group_owners
     settled = settle(world, made, where)
-    assert not settled.redistributed and torch.equal(settled.owners, owners) and made.owners is group_owners
+    assert not settled.redistributed and torch.equal(settled.owners, owners) and made.group_owners is group_owners
     twice = torch.cat([where, where[: POINTS // 2] + 0.001])
     settled = settle(world, made, twice)
     assert not settled.redistributed and torch.equal(settled.owners[:POINTS], owners), "neighbours stay with neighbours"
@@ -101,9 +101,9 @@ def test_owners_are_kept_until_the_model_has_grown() -> None:
     settled = settle(world, made, more)
     assert (
         settled.redistributed
-        and made.owners is not group_owners
-        and made.owners is not None
-        and made.owners.points == 3 * POINTS
+        and made.group_owners is not group_owners
+        and made.group_owners is not None
+        and made.group_owners.points == 3 * POINTS
     )
 
 
@@ -111,10 +111,10 @@ def test_points_are_placed_again_when_a_rank_has_too_many() -> None:
     world, where = alone(4, 2), towns()
     made, _ = placement(world, views())
     owners_of(made, where, 4)
-    group_owners = made.owners
+    group_owners = made.group_owners
     heap = torch.cat([where, where[:1].expand(POINTS // 3, 3) + 0.02 * torch.randn(POINTS // 3, 3)])
     settled = settle(world, made, heap)
-    assert settled.redistributed and made.owners is not group_owners
+    assert settled.redistributed and made.group_owners is not group_owners
     counts = torch.bincount(settled.owners, minlength=4)
     assert counts.max() < 1.3 * counts.float().mean()
 
@@ -125,8 +125,8 @@ def test_placement_that_cannot_balance_is_not_retried() -> None:
     made, _ = placement(world, views(), group_size=1024)
     owners = owners_of(made, where, 3)
     assert sorted(torch.bincount(owners).tolist()) == [1024, 1024, 2048]
-    group_owners = made.owners
-    assert not settle(world, made, where).redistributed and made.owners is group_owners
+    group_owners = made.group_owners
+    assert not settle(world, made, where).redistributed and made.group_owners is group_owners
     again, _ = placement(world, views(), group_size=1024)
     again.load_state(made.state())
     assert not settle(world, again, where).redistributed, "nor after a resume"
@@ -189,12 +189,12 @@ def placed(machines: int, world: World) -> list[Any]:
     mine = where[shares[world.rank]]
     grown = torch.cat([mine, mine + 0.001])
     settled = settle(world, made, grown)
-    assert made.owners is not None
+    assert made.group_owners is not None
     return [
         shares,
         settled.redistributed,
-        made.owners.starts.tolist(),
-        made.owners.owners.tolist(),
+        made.group_owners.starts.tolist(),
+        made.group_owners.owners.tolist(),
         access.state()[1].tolist(),
     ]
 

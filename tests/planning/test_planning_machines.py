@@ -191,7 +191,7 @@ def test_the_command_compares_strategies_over_machines(capsys: pytest.CaptureFix
 
 def test_command_reports_unsimulated_values(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "--gpus", "36", "--machines", "3", "--strategy", "locality", "--scene", "aerial")
-    assert "simulated with 16 views a step, not with 1. Fewer views save less" in text
+    assert "simulated with 16 views a step, not 1. Fewer views save less" in text
     assert "3 machines were not simulated" in text and "rows are exchanged" not in text, "12 + 3 are few enough"
     assert "a view here shows 21.9% of the points, and there 0.9%" in text
     assert "32 machines are the most" in planned(capsys, "--gpus", "64", "--machines", "64")

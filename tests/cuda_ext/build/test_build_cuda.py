@@ -35,7 +35,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("OPS", "CUDA", "CUDA_LIBRARY"):
         monkeypatch.delenv(f"NS_MULTIGPU_{name}", raising=False)
     monkeypatch.setenv("NS_MULTIGPU_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_cuda, "_served", None)
+    monkeypatch.setattr(_cuda, "_native", None)
     monkeypatch.setattr(_cuda, "PACKAGED", tmp_path / "no.so")
     monkeypatch.setattr(_toolkit, "visible_architectures", lambda: ("90",))
     return tmp_path / "cache"

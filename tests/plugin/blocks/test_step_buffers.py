@@ -131,7 +131,7 @@ def test_replicas_write_to_each_other_where_gpus_can(name: Any, monkeypatch: pyt
     monkeypatch.setattr(step_buffers, "choose_transport", lambda world, wanted, relayed: TransportChoice(name, wanted))
     monkeypatch.setattr(step_buffers, "make_transport", lambda *_, peer, **__: peer)
     buffers = make_buffers("batch", transport="auto")
-    assert buffers.tells is buffers.transport(SETTINGS, GaussianKernels(degree=0)) is (name == "peer")
+    assert buffers.uses_peer_replicas is buffers.transport(SETTINGS, GaussianKernels(degree=0)) is (name == "peer")
     assert not buffers.peer, "no rows are exchanged"
 
 
@@ -145,7 +145,7 @@ def test_bytes_written_to_replicas_are_counted() -> None:
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=3, rows=9, segments=(2, 5), intersections=30, full=False, sent=0))
     assert buffers._world.traffic.sent - before == 3 * 2 * (1000 + 9 * 76)
-    buffers.tells = True
+    buffers.uses_peer_replicas = True
     assert [part for part in ("project", "send", "return") if buffers.exchanges_in(part)] == ["return"]
     buffers.forget()
     assert buffers._transport is replicas, "ranks have to meet for another"

@@ -85,7 +85,7 @@ def test_disk_that_is_freed_in_time_is_used(capture: Path, tmp_path: Path, clock
         assert save_last(trainer, 1, seconds=300, give_up=never) == trainer.base_dir
     assert steps_in(trainer.checkpoint_dir) == [1]
     said = capsys.readouterr().out
-    assert said.count("is tried again for 300 s") == 1 and FULL in said and "Ctrl-C gives it up" in said
+    assert said.count("is tried again for 300 s") == 1 and FULL in said and "Ctrl-C cancels" in said
 
 
 @pytest.mark.parametrize("why", ["timeout", "cancelled"])

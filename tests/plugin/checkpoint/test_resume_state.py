@@ -57,7 +57,7 @@ def test_unknown_views_are_measured_again(
     before.pipeline.strategy.assignment.load_state(VIEW_COSTS)
     assert before.checkpoints.save(4)
     said: list[str] = []
-    monkeypatch.setattr(resume, "_tell", lambda line, _="": said.append(line))
+    monkeypatch.setattr(resume, "_print", lambda line, _="": said.append(line))
     after = start(ALONE, tmp_path / "other", tmp_path / "after", 10, **tile, load_dir=before.checkpoint_dir, **options)
     assert after.pipeline.strategy.assignment.state() == (VIEW_COSTS if same else [])
     assert any(OTHERS in line for line in said) != same

@@ -249,7 +249,7 @@ def _train_variants(
         recorded: whether the former's steps are recorded and replayed, as by a graph.
     """
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shape_buckets, "LEARNT", 4)
+        patched.setattr(shape_buckets, "WARM_UP_STEPS", 4)
         return _train_both(world, capture, out, recorded, options)
 
 

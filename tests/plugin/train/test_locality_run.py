@@ -42,8 +42,8 @@ def train_all(world: World, capture: Path, out: Path, densifier: str, fused: str
             report[f"points {name}"] = all_gather_objects(trainer.pipeline.model.num_points, part)
             means = trainer.pipeline.model.means.detach()
             report[f"held {name}"] = {tuple(round(x, 3) for x in point) for point in means.tolist()}
-            owners = getattr(trainer.pipeline.strategy.placement, "owners", None)
-            report[f"homes {name}"] = None if owners is None else (owners.points, owners.owners.tolist())
+            owners = getattr(trainer.pipeline.strategy.placement, "group_owners", None)
+            report[f"owners {name}"] = None if owners is None else (owners.points, owners.owners.tolist())
         dist.barrier(group=world.control)
 
     run("ranges from the start", 2, 1, "tile")
@@ -74,8 +74,8 @@ def test_locality_trains_the_model_of_ranges(tmp_path: Path, densifier: str) -> 
     assert len({sum(counts) for counts in points.values()}) == 1 and sum(points["machines"]) != 60
     moved = reports[0]["held machines"] ^ reports[0]["held ranges from the start"]
     assert len(moved) > 8, "who owns what is not said by ranges"
-    assert reports[0]["homes again"] == reports[0]["homes machines"], "groups' owners were saved, and read"
-    assert set(reports[0]["homes three machines"][1]) == {0, 1, 2}
+    assert reports[0]["owners again"] == reports[0]["owners machines"], "groups' owners were saved, and read"
+    assert set(reports[0]["owners three machines"][1]) == {0, 1, 2}
 
 
 def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
