@@ -117,7 +117,7 @@ void clip_lists(Call& call) {
   const auto lists = call.read<WindowLists>(kWindowLists);
   const int64_t tiles = lists.tiles;
   int32_t* found = call.out<int32_t>({tiles + 1});
-  int32_t* clipped = call.out<int32_t>({lists.num_bytes});
+  int32_t* clipped = call.out<int32_t>({lists.capacity});
   int32_t* firsts = call.scratch<int32_t>(2 * (tiles + 1));
   size_t bytes = 0;
   call.check(clip_bytes(lists.tiles, &bytes));
