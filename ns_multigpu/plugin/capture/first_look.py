@@ -5,6 +5,7 @@ reported before processes start and before a run folder exists.
 """
 
 import dataclasses
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,13 +15,16 @@ from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from nerfstudio.data.dataparsers.colmap_dataparser import MAX_AUTO_RESOLUTION, ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
 
 from ns_multigpu.plugin.capture.checks import transforms_problems
-from ns_multigpu.plugin.capture.colmap import Reconstruction, look_at
+from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at
 from ns_multigpu.plugin.capture.image_files import Header, header_size, read_header
+from ns_multigpu.plugin.capture.ply import read_ply
+from ns_multigpu.plugin.capture.seed_points import FLIP, Views, unseen_problem
 from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
 _THREADS = 16
@@ -39,10 +43,12 @@ class Findings:
     Attributes:
         problems: a line for each reason not to start.
         notes: a line for each hint.
+        unseen: the reason why cameras and seed points do not fit together; "" if they do.
     """
 
     problems: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
+    unseen: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,13 @@ class _Image:
     size: tuple[int, int]
 
 
-def first_look(datamanager: Any, *, tracks: bool = False) -> Findings:
+def first_look(datamanager: Any, *, tracks: bool = False, allow_unseen_points: bool = False) -> Findings:
     """Check a capture in COLMAP's or nerfstudio's format; captures of other formats are not checked.
 
     Args:
         datamanager: the configuration of nerfstudio's full-image datamanager.
         tracks: True if observations are needed (see `tracks`).
+        allow_unseen_points: note points that views do not see, instead of reporting a problem.
     """
     parser = datamanager.dataparser
     data = Path(datamanager.data or parser.data)
@@ -70,6 +77,10 @@ def first_look(datamanager: Any, *, tracks: bool = False) -> Findings:
         return found
     parser = dataclasses.replace(parser, data=data)
     images = _of_colmap(parser, found) if isinstance(parser, ColmapDataParserConfig) else _of_nerfstudio(parser, found)
+    if found.unseen:
+        (found.notes if allow_unseen_points else found.problems).append(
+            found.unseen + ("" if allow_unseen_points else ". To train all the same: --allow-unseen-points True")
+        )
     if not found.problems and tracks:
         found.problems += [f"{OPTION}: {line}" for line in track_problems(parser)]
     if not found.problems:
@@ -131,6 +142,8 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
         for view in model.views
     }
     _look_at_split(parser, [view.name for view in model.views], found)
+    if parser.load_3D_points:
+        found.unseen = unseen_problem(_colmap_views(model), model.xyz) or ""
     images: list[_Image] = []
     for view in model.views:
         mask = None
@@ -139,6 +152,20 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
             mask = (_at(masks, factor) / view.name).with_suffix(".png")
         images.append(_Image(folder / view.name, mask, sizes[view.width, view.height]))
     return images
+
+
+def _colmap_views(model: Reconstruction) -> Views:
+    quaternions, shifts = np.split(np.array(model.poses), [4], axis=1)
+    to_camera = np.tile(np.eye(4), (len(shifts), 1, 1))
+    w, x, y, z = (quaternions / np.linalg.norm(quaternions, axis=1, keepdims=True)).T
+    rows = (
+        (1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
+        (2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)),
+        (2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)),
+    )
+    to_camera[:, :3, :3], to_camera[:, :3, 3] = np.moveaxis(np.array(rows), 2, 0), shifts
+    sizes = np.array([(view.width, view.height) for view in model.views], np.float64)
+    return Views(np.linalg.inv(to_camera) @ FLIP, np.array(model.lenses), sizes, is_colmap=True)
 
 
 def _reconstructions(data: Path) -> list[Path]:
@@ -212,6 +239,8 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
         except (AssertionError, KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
             found.problems.append(f"{path}: {error or type(error).__name__}")
             return []
+    if parser.load_3D_points:
+        _look_at_seed_file(path, found)
     if len(outputs[0].image_filenames) == 0:
         found.problems.append(_nothing_to_train(len(outputs[1].image_filenames)))
     images: list[_Image] = []
@@ -228,6 +257,28 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
         return []
     _look_for_twins([str(image.path) for image in images], {str(path) for path in outputs[1].image_filenames}, found)
     return images
+
+
+def _look_at_seed_file(path: Path, found: Findings) -> None:
+    """Check the .ply that a valid transforms.json names, and that its points are in front of the cameras."""
+    meta: Any = json.loads(path.read_text("utf8"))
+    if "ply_file_path" not in meta:
+        return
+    try:
+        xyz, _ = read_ply(path.parent / meta["ply_file_path"])
+    except FileNotFoundError as error:
+        found.problems.append(f"{path}: ply_file_path names {error.filename}, and there is no such file")
+        return
+    except (OSError, Damaged) as error:
+        found.problems.append(str(error))
+        return
+    frames = meta["frames"]
+
+    def numbers(*keys: str) -> Any:
+        return np.array([[float(meta.get(key, frame.get(key))) for key in keys] for frame in frames])
+
+    poses = np.array([[*frame["transform_matrix"][:3], [0, 0, 0, 1]] for frame in frames], np.float64)
+    found.unseen = unseen_problem(Views(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h")), xyz) or ""
 
 
 # ---- views and images ----

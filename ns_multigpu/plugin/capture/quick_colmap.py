@@ -12,12 +12,10 @@ import torch
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser
 from torch import Tensor
 
-from ns_multigpu.plugin.capture.colmap import Damaged, point_starts
+from ns_multigpu.plugin.capture.colmap import Damaged, gather, point_starts
 
 _POINT = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error", "<f8"), ("track", "<u8")])
 """Fields before a point's track, https://colmap.github.io/format.html."""
-_AT_ONCE = 1 << 18
-"""Points per batch of extraction, which indexes each of their bytes."""
 
 
 class QuickColmap(ColmapDataParser):
@@ -54,12 +52,7 @@ def read_points(file: Path) -> np.ndarray[Any, Any]:
         starts = np.array(point_starts(data))[:-1]
     except Damaged as error:
         raise Damaged(f"{file}: {error}") from None
-    every = np.frombuffer(data, np.uint8)
-    found, of_point = np.empty(len(starts), _POINT), np.arange(_POINT.itemsize)
-    for first in range(0, len(starts), _AT_ONCE):
-        some = starts[first : first + _AT_ONCE]
-        found[first : first + _AT_ONCE] = every[some[:, None] + of_point].view(_POINT)[:, 0]
-    return found
+    return gather(data, starts, _POINT)
 
 
 def _placed(points: np.ndarray[Any, Any], transform_matrix: Tensor, scale_factor: float) -> dict[str, Tensor] | None:
