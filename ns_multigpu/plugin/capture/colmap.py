@@ -133,6 +133,17 @@ def point_count(folder: Path) -> int | None:
         return None
 
 
+def view_count(folder: Path) -> int:
+    """Return the number of views of a reconstruction; 0 without one or if it is unreadable."""
+    try:
+        if (path := folder / "images.txt").exists():
+            return len(_images_text(path))
+        with (folder / "images.bin").open("rb") as file:
+            return int(_COUNT.unpack(file.read(_COUNT.size))[0])
+    except (OSError, ValueError, IndexError, struct.error, Damaged):
+        return 0
+
+
 @contextmanager
 def _reported(found: Reconstruction, path: Path) -> Iterator[Path]:
     """Convert errors of reading a file into a line in `found.problems`."""

@@ -21,7 +21,7 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataPars
 from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
 
 from ns_multigpu.plugin.capture.checks import transforms_problems
-from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at
+from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at, view_count
 from ns_multigpu.plugin.capture.image_files import Header, header_size, read_header
 from ns_multigpu.plugin.capture.ply import read_ply
 from ns_multigpu.plugin.capture.seed_points import FLIP, Views, unseen_problem
@@ -136,6 +136,7 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
     found.problems += problems
     if model is None or problems:
         return []
+    _look_for_more_views(parser, model, found)
     folder, factor = _image_folder(parser, model, found)
     sizes = {
         (view.width, view.height): _scaled(view.width, view.height, factor, parser.downscale_rounding_mode)
@@ -152,6 +153,27 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
             mask = (_at(masks, factor) / view.name).with_suffix(".png")
         images.append(_Image(folder / view.name, mask, sizes[view.width, view.height]))
     return images
+
+
+def _look_for_more_views(parser: ColmapDataParserConfig, model: Reconstruction, found: Findings) -> None:
+    """Note a larger reconstruction next to the one that is used, and photographs that are in no reconstruction."""
+    used, views = parser.data / parser.colmap_path, len(model.views)
+    siblings = used.parent.iterdir() if parser.colmap_path.parts else ()
+    others = [(view_count(folder), folder) for folder in siblings if folder.is_dir() and folder != used]
+    count, larger = max(others, default=(0, used))
+    if count > views:
+        found.notes.append(
+            f"{parser.colmap_path} holds {views} views and {parser.colmap_path.parent / larger.name} holds {count}; "
+            f"for the larger one: --colmap-path {parser.colmap_path.parent / larger.name}"
+        )
+        return
+    kinds = {Path(view.name).suffix.lower() for view in model.views}
+    photographs = sum(path.suffix.lower() in kinds for path in (parser.data / parser.images_path).rglob("*"))
+    if 2 * len({view.name for view in model.views}) < photographs:
+        found.notes.append(
+            f"{parser.colmap_path} holds {views} views, fewer than half of the {photographs} photographs in "
+            f"{parser.images_path}: COLMAP could not place the others"
+        )
 
 
 def _colmap_views(model: Reconstruction) -> Views:

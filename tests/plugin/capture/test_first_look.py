@@ -15,7 +15,7 @@ from ns_multigpu.plugin.capture.first_look import PLACES, Findings, find_reconst
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from tests.lib import captures
-from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_capture, write_images
+from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_capture, write_images, write_text
 
 
 def look(data: Path, **options: Any) -> Findings:
@@ -112,6 +112,28 @@ def test_no_reconstruction_is_looked_for_without_colmap(tmp_path: Path) -> None:
     (tmp_path / "sparse/0").mkdir(parents=True)
     config = DistributedDataManagerConfig(data=tmp_path, dataparser=NerfstudioDataParserConfig())
     assert find_reconstruction(config) == "" and config.dataparser == NerfstudioDataParserConfig()
+
+
+@pytest.mark.parametrize("write", [write_binary, write_text])
+def test_a_larger_reconstruction_is_noted(tmp_path: Path, write: Any) -> None:
+    write_capture(tmp_path)
+    for number, views in ((1, 10), (2, 9)):
+        write(tmp_path / f"sparse/{number}", shots(views))
+    (tmp_path / "sparse/3").mkdir()
+    assert look(tmp_path).notes == []
+    for number, views in ((1, 12), (2, 11)):
+        write(tmp_path / f"sparse/{number}", shots(views))
+    (note,) = look(tmp_path).notes
+    assert "sparse/0 holds 10 views and sparse/1 holds 12" in note and note.endswith("--colmap-path sparse/1")
+
+
+@pytest.mark.parametrize(("photographs", "noted"), [(20, False), (21, True)])
+def test_photographs_that_colmap_could_not_place(tmp_path: Path, photographs: int, noted: bool) -> None:
+    write_capture(tmp_path)
+    write_images(tmp_path / "images", shots(photographs))
+    (tmp_path / "images/list.txt").write_text("no photograph")
+    notes = look(tmp_path).notes
+    assert len(notes) == noted and all("10 views, fewer than half of the 21 photographs" in note for note in notes)
 
 
 def test_missing_points_matter_only_if_requested(tmp_path: Path) -> None:
