@@ -19,12 +19,13 @@ import numpy as np
 from nerfstudio.data.dataparsers.colmap_dataparser import MAX_AUTO_RESOLUTION, ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
+from numpy.typing import NDArray
 
 from ns_multigpu.plugin.capture.checks import transforms_problems
 from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at, view_count
 from ns_multigpu.plugin.capture.image_files import Header, header_size, read_header
 from ns_multigpu.plugin.capture.ply import read_ply
-from ns_multigpu.plugin.capture.seed_points import FLIP, Views, unseen_problem
+from ns_multigpu.plugin.capture.seed_points import FLIP, Views, distinct_rows, invalid_points, unseen_problem
 from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
 _THREADS = 16
@@ -144,7 +145,8 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
     }
     _look_at_split(parser, [view.name for view in model.views], found)
     if parser.load_3D_points:
-        found.unseen = unseen_problem(_colmap_views(model), model.xyz) or ""
+        file = next((parser.data / parser.colmap_path).glob("points3D.*"))
+        _look_at_seed_points(file, model.xyz, _colmap_views(model), found)
     images: list[_Image] = []
     for view in model.views:
         mask = None
@@ -300,10 +302,22 @@ def _look_at_seed_file(path: Path, found: Findings) -> None:
         return np.array([[float(meta.get(key, frame.get(key))) for key in keys] for frame in frames])
 
     poses = np.array([[*frame["transform_matrix"][:3], [0, 0, 0, 1]] for frame in frames], np.float64)
-    found.unseen = unseen_problem(Views(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h")), xyz) or ""
+    views = Views(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h"))
+    _look_at_seed_points(path.parent / meta["ply_file_path"], xyz, views, found)
 
 
-# ---- views and images ----
+# ---- seed points, views and images ----
+
+
+def _look_at_seed_points(file: Path, xyz: NDArray[np.float64], views: Views, found: Findings) -> None:
+    if (problem := invalid_points(file, xyz)) is not None:
+        found.problems.append(problem)
+        return
+    found.unseen = unseen_problem(views, xyz) or ""
+    if (rows := distinct_rows(xyz.astype(np.float32))) is not None:
+        found.notes.append(
+            f"{len(xyz) - len(rows)} of {len(xyz)} seed points lie where another one is, and are merged with it"
+        )
 
 
 def _look_at_split(parser: ColmapDataParserConfig, names: Sequence[str], found: Findings) -> None:

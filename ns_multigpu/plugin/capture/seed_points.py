@@ -1,12 +1,14 @@
-"""Seed points of a capture: the number of points that each view sees.
+"""Seed points of a capture: invalid ones, equal ones, and the number of points that each view sees.
 
 Lens distortion is ignored: the count shows only whether cameras and points lie in the same frame.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 _VIEWS, _POINTS, _POINTS_IN_DOUBT = 100, 1000, 50_000
 """Largest numbers of views and points that a count samples; more points are counted before a capture is refused."""
@@ -48,6 +50,38 @@ class Views:
     lenses: _Floats
     sizes: _Floats
     is_colmap: bool = False
+
+
+def invalid_points(file: Path, xyz: _Floats) -> str | None:
+    """Return the problem of seed points [n, 3] that are no numbers or lie at one place; None if there is none."""
+    wrong = np.flatnonzero(~np.isfinite(xyz).all(axis=1))
+    if len(wrong):
+        more = f" and {len(wrong) - 1} more of {len(xyz)} are" if len(wrong) > 1 else f" of {len(xyz)} is"
+        return f"{file}: point {wrong[0] + 1}{more} NaN or infinite: remove them"
+    if len(xyz) > 1 and (xyz == xyz[0]).all():
+        return f"{file}: all {len(xyz)} points lie at one place. Give the points of the scene"
+    return None
+
+
+def distinct_rows(xyz: NDArray[np.float32]) -> NDArray[np.int64] | None:
+    """Return the first row of each position of `xyz` [n, 3], in order; None if no two rows are equal."""
+    # 64-bit keys are quicker to sort than rows.
+    words = np.ascontiguousarray(xyz + np.float32(0)).view(np.uint32).astype(np.uint64)  # + 0: -0 is 0
+    keys = (words * np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)).sum(axis=1)
+    rows = np.sort(np.unique(keys, return_index=True)[1])
+    return None if len(rows) == len(xyz) else rows
+
+
+def merged(points: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a dataparser's seed points without those at the position of an earlier one.
+
+    Splats begin with the distance of the next points, which would be zero.
+    """
+    xyz = points.get("points3D_xyz")
+    rows = None if xyz is None else distinct_rows(xyz.numpy())
+    if xyz is None or rows is None:
+        return points
+    return {name: values[rows] if len(values) == len(xyz) else values for name, values in points.items()}
 
 
 def seen_points(views: Views, xyz: _Floats) -> NDArray[np.int64]:

@@ -1,18 +1,23 @@
 """Seed points: .ply files are read in full or refused, and views that do not see them are explained."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from numpy.typing import NDArray
 
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.colmap import Damaged
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.first_look import Findings, first_look
+from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.capture.ply import read_ply
+from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
 from ns_multigpu.plugin.capture.seed_points import FLIP, Views, seen_points, unseen_problem
 from tests.lib import captures, colmap_files
 
@@ -155,3 +160,60 @@ def test_a_ply_that_is_missing_or_truncated_is_refused(tmp_path: Path) -> None:
     path.unlink()
     (problem,) = _transforms(tmp_path / "good").problems
     assert "ply_file_path names" in problem and "points.ply" in problem
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("count", [1, 3])
+def test_points_that_are_no_numbers_are_named(tmp_path: Path, value: float, count: int) -> None:
+    wrong = XYZ.copy()
+    wrong[7 : 7 + count, 1] = value
+    (problem,) = _transforms(tmp_path / "wrong", wrong).problems
+    said = "point 8 of 400 is NaN" if count == 1 else "point 8 and 2 more of 400 are NaN"
+    assert f"points.ply: {said} or infinite" in problem
+
+
+def test_points_at_one_place(tmp_path: Path) -> None:
+    (problem,) = _transforms(tmp_path / "one", np.full((9, 3), 0.25)).problems
+    assert "all 9 points lie at one place" in problem
+    assert _transforms(tmp_path / "single", np.full((1, 3), 0.0)).problems == []
+
+
+def test_equal_points_are_merged(tmp_path: Path) -> None:
+    twice = np.concatenate([XYZ[:30], XYZ[10:35]])
+    found = _transforms(tmp_path / "twice", twice)
+    assert found.problems == []
+    assert found.notes == ["20 of 55 seed points lie where another one is, and are merged with it"]
+    outputs = _parsed(tmp_path / "twice")
+    assert len(outputs["points3D_xyz"]) == 35
+    assert outputs["points3D_rgb"].numpy().tolist() == np.concatenate([RGB[:30], RGB[50:55]]).tolist()
+    single = _transforms(tmp_path / "single", XYZ[:35])
+    assert single.notes == []
+    assert torch.equal(_parsed(tmp_path / "single")["points3D_xyz"], outputs["points3D_xyz"])
+
+
+def _parsed(folder: Path) -> dict[str, torch.Tensor]:
+    parser: Any = NerfstudioDataParserConfig(data=folder, load_3D_points=True)
+    config = SimpleNamespace(data=None, dataparser=parser)
+    with parsed_together(config, World.single(), trains=True):
+        return config.dataparser.setup().get_dataparser_outputs("train").metadata
+
+
+def test_a_ply_is_read_as_nerfstudio_reads_it(tmp_path: Path) -> None:
+    """nerfstudio's colours lose one where a fraction of 255 is rounded down."""
+    _transforms(tmp_path / "a")
+    theirs = (
+        NerfstudioDataParserConfig(data=tmp_path / "a", load_3D_points=True).setup().get_dataparser_outputs("train")
+    )
+    ours = _parsed(tmp_path / "a")
+    assert torch.equal(ours["points3D_xyz"], theirs.metadata["points3D_xyz"])
+    assert (ours["points3D_rgb"].int() - theirs.metadata["points3D_rgb"].int()).abs().max() <= 1
+
+
+def test_equal_points_of_colmap_are_merged(tmp_path: Path) -> None:
+    folder = colmap_files.write_binary(tmp_path, colmap_files.shots(3), points=20)
+    data = bytearray((folder / "points3D.bin").read_bytes())
+    data[8 + 51 + 8 : 8 + 51 + 32] = data[8 + 8 : 8 + 32]
+    (folder / "points3D.bin").write_bytes(data)
+    parser: Any = ColmapDataParserConfig(_target=QuickColmap, data=tmp_path).setup()
+    found = parser._load_3D_points(folder, torch.eye(4)[:3], 1.0)
+    assert {len(values) for values in found.values()} == {19} and found["points3D_num_points2D"][:2].tolist() == [0, 2]
