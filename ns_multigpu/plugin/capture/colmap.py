@@ -8,6 +8,7 @@ import math
 import mmap
 import struct
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,6 +89,14 @@ def look_at(folder: Path) -> Reconstruction:
         found.problems.append(f"{folder}: there is no cameras.bin and no cameras.txt. Is it COLMAP's model?")
         return found
     kind = "txt" if text else "bin"
+    for path in sorted(folder.glob("*.txt")):
+        with path.open("rb") as file:
+            if file.read(len(BOM_UTF8)) == BOM_UTF8:
+                found.problems.append(
+                    f"{path}: it begins with a byte order mark (Windows): save it as UTF-8 without one"
+                )
+    if found.problems:
+        return found
     cameras: dict[int, _Camera] = {}
     with _reported(found, folder / f"cameras.{kind}") as path:
         cameras = _cameras_text(path) if text else _cameras_binary(path)
@@ -122,6 +131,11 @@ def look_at(folder: Path) -> Reconstruction:
     return found
 
 
+def names_in_text(file: Path) -> dict[int, str]:
+    """Return the image names of an images.txt by image id. A name ends with its line and may hold spaces."""
+    return {number: name for number, (name, *_) in _images_text(file).items()}
+
+
 def point_count(folder: Path) -> int | None:
     """Return the number of seed points of a reconstruction; None without a file of them or if it is unreadable."""
     try:
@@ -153,7 +167,12 @@ def _reported(found: Reconstruction, path: Path) -> Iterator[Path]:
         found.problems.append(f"{path}: there is no such file")
     except OSError as error:
         found.problems.append(f"{path}: it cannot be read ({error.strerror or error})")
-    except (Damaged, UnicodeDecodeError, ValueError, IndexError) as error:
+    except UnicodeDecodeError as error:
+        found.problems.append(
+            f"{path}: its names are not in UTF-8 ({error.object[error.start : error.start + 8]!r}): give the images "
+            "names of ASCII letters and run COLMAP again"
+        )
+    except (Damaged, ValueError, IndexError) as error:
         found.problems.append(f"{path}: {error}. Copy it again, or run COLMAP again")
 
 
@@ -253,12 +272,12 @@ def point_starts(data: bytes | mmap.mmap) -> "array[int]":
 # ---- text ----
 
 
-def _lines(path: Path) -> Iterator[list[str]]:
-    """Yield the words of each line that is no comment, empty lines included."""
+def _lines(path: Path, most: int = -1) -> Iterator[list[str]]:
+    """Yield the words of each line that is no comment, empty lines included; after `most` words, the rest as one."""
     with path.open(encoding="utf8") as file:
         for line in file:
             if not line.lstrip().startswith("#"):
-                yield line.split()
+                yield line.strip().split(None, most)
 
 
 def _cameras_text(path: Path) -> dict[int, _Camera]:
@@ -276,14 +295,14 @@ def _cameras_text(path: Path) -> dict[int, _Camera]:
 
 def _images_text(path: Path) -> dict[int, _Picture]:
     images: dict[int, _Picture] = {}
-    lines = _lines(path)
+    lines = _lines(path, 9)
     for words in lines:
         if not words:
             continue
         if len(words) < 10:
             raise Damaged(f"this line is no image: {' '.join(words)[:60]!r}")
-        keypoints = next(lines, None)
-        if keypoints is None or len(keypoints) % 3:
+        keypoints = next(lines, [])  # editors remove the last line if it is empty
+        if len(" ".join(keypoints).split()) % 3:
             raise Damaged(f"it is truncated: image {words[9]} lacks its keypoints")
         images[int(words[0])] = (words[9], int(words[8]), tuple(map(float, words[1:8])))
     return images

@@ -21,14 +21,19 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataPars
 from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
 from numpy.typing import NDArray
 
-from ns_multigpu.plugin.capture.checks import transforms_problems
+from ns_multigpu.plugin.capture.checks import transforms_notes, transforms_problems
 from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at, view_count
-from ns_multigpu.plugin.capture.image_files import Header, header_size, read_header
+from ns_multigpu.plugin.capture.image_files import Header, header_size, is_all_black, missing_file, read_header
 from ns_multigpu.plugin.capture.ply import read_ply
 from ns_multigpu.plugin.capture.seed_points import FLIP, Views, distinct_rows, invalid_points, unseen_problem
 from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
 _THREADS = 16
+_PHOTOGRAPHS = (".jpg", ".jpeg", ".png", ".heic", ".tif", ".tiff", ".webp")
+_MASKS = 8
+"""Number of masks that are decoded."""
+_DISTINCT = 0.98
+"""Share of seed points at different positions below which a note is printed; COLMAP's are seldom equal."""
 _PATIENCE = 8.0
 """Time limit in seconds; the workers check the remaining headers."""
 
@@ -143,6 +148,9 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
         (view.width, view.height): _scaled(view.width, view.height, factor, parser.downscale_rounding_mode)
         for view in model.views
     }
+    if factor > 1 and (problem := _rounding_problem(parser, model, folder, factor)) is not None:
+        found.problems.append(problem)
+        return []
     _look_at_split(parser, [view.name for view in model.views], found)
     if parser.load_3D_points:
         file = next((parser.data / parser.colmap_path).glob("points3D.*"))
@@ -241,30 +249,64 @@ def _scaled(width: int, height: int, factor: int, rounding: str) -> tuple[int, i
     return int(rounded(width / factor)), int(rounded(height / factor))
 
 
+def _rounding_problem(parser: ColmapDataParserConfig, model: Reconstruction, folder: Path, factor: int) -> str | None:
+    """Return a problem if the first image has a size that another `--downscale-rounding-mode` gives."""
+    view = model.views[0]
+    fits = {mode: _scaled(view.width, view.height, factor, mode) for mode in ("floor", "round", "ceil")}
+    size = header_size(folder / view.name)
+    modes = [mode for mode, expected in fits.items() if expected == size]
+    if not modes or parser.downscale_rounding_mode in modes:
+        return None
+    return (
+        f"{folder}: {view.width}x{view.height} pixels are rounded differently: {view.name} has "
+        f"{'x'.join(map(str, size or ()))}. Give --downscale-rounding-mode {modes[-1]}"
+    )
+
+
 # ---- nerfstudio's format ----
+
+
+def _other_format(data: Path) -> str:
+    """Return a hint at what a folder without transforms.json holds; "" if it is unknown."""
+    if not data.is_dir():
+        return ""
+    if others := _reconstructions(data):
+        option = f" --colmap-path {others[0]}" if others[0] not in PLACES else ""
+        return f" For COLMAP's layout, end the command with: colmap{option}"
+    if (data / "transforms_train.json").is_file():
+        return " For Blender's transforms_train.json, end the command with: blender-data"
+    for folder in (data, data / "images"):
+        if folder.is_dir() and any(path.suffix.lower() in _PHOTOGRAPHS for path in folder.iterdir()):
+            return f" Photographs have no poses yet: ns-process-data images --data {folder} --output-dir FOLDER"
+    return ""
 
 
 def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[_Image]:
     path = parser.data if parser.data.suffix == ".json" else parser.data / "transforms.json"
     if not path.is_file():
-        others = _reconstructions(parser.data) if parser.data.is_dir() else []
-        option = f" --colmap-path {others[0]}" if others and others[0] not in PLACES else ""
-        hint = f" For COLMAP's layout, end the command with: colmap{option}" if others else ""
-        found.problems.append(f"{path}: there is no such file.{hint}")
+        found.problems.append(f"{path}: there is no such file.{_other_format(parser.data)}")
         return []
     found.problems += transforms_problems(parser.data)
     if found.problems:
         return []
     # nerfstudio's own parser knows the files; seed points are all that it reads in full.
     outputs: list[Any] = []
+    missing: list[str] = []
     for split in ("train", "val"):
         try:
-            outputs.append(dataclasses.replace(parser, load_3D_points=False).setup().get_dataparser_outputs(split))
-        except (AssertionError, KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
-            found.problems.append(f"{path}: {error or type(error).__name__}")
+            outputs.append(_outputs(parser, split, missing))
+        except ZeroDivisionError:
+            found.problems.append(f"{path}: all views are taken from one place, so the scene has no size: add views")
             return []
-    if parser.load_3D_points:
-        _look_at_seed_file(path, found)
+        except (AssertionError, KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
+            needed = "; fl_x, fl_y, cx, cy, w and h are needed, for all frames or for each (no camera_angle_x)"
+            hint = needed if "not specified in frame" in str(error) else ""
+            found.problems += [f"{path}: {error or type(error).__name__}{hint}", *missing]
+            return []
+    meta: Any = json.loads(path.read_text("utf8"))
+    found.notes += transforms_notes(meta)
+    if parser.load_3D_points and "ply_file_path" in meta:
+        _look_at_seed_file(path, meta, found)
     if len(outputs[0].image_filenames) == 0:
         found.problems.append(_nothing_to_train(len(outputs[1].image_filenames)))
     images: list[_Image] = []
@@ -283,15 +325,27 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
     return images
 
 
-def _look_at_seed_file(path: Path, found: Findings) -> None:
-    """Check the .ply that a valid transforms.json names, and that its points are in front of the cameras."""
-    meta: Any = json.loads(path.read_text("utf8"))
-    if "ply_file_path" not in meta:
-        return
+def _outputs(parser: NerfstudioDataParserConfig, split: str, missing: list[str]) -> Any:
+    """Run nerfstudio's parser without seed points. To choose a factor it opens the first image: without that image,
+    parse with factor 1, so that all missing images are listed later.
+    """
+    parser = dataclasses.replace(parser, load_3D_points=False)
     try:
-        xyz, _ = read_ply(path.parent / meta["ply_file_path"])
-    except FileNotFoundError as error:
-        found.problems.append(f"{path}: ply_file_path names {error.filename}, and there is no such file")
+        return parser.setup().get_dataparser_outputs(split)
+    except OSError as error:
+        if parser.downscale_factor is not None:
+            raise
+        missing += [missing_file(Path(error.filename))] if isinstance(error, FileNotFoundError) else []
+    return dataclasses.replace(parser, downscale_factor=1).setup().get_dataparser_outputs(split)
+
+
+def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
+    """Check the .ply that a valid transforms.json names, and that its points are in front of the cameras."""
+    file = path.parent / meta["ply_file_path"]
+    try:
+        xyz, _ = read_ply(file)
+    except FileNotFoundError:
+        found.problems.append(f"ply_file_path of {path}: {missing_file(file)}")
         return
     except (OSError, Damaged) as error:
         found.problems.append(str(error))
@@ -303,7 +357,7 @@ def _look_at_seed_file(path: Path, found: Findings) -> None:
 
     poses = np.array([[*frame["transform_matrix"][:3], [0, 0, 0, 1]] for frame in frames], np.float64)
     views = Views(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h"))
-    _look_at_seed_points(path.parent / meta["ply_file_path"], xyz, views, found)
+    _look_at_seed_points(file, xyz, views, found)
 
 
 # ---- seed points, views and images ----
@@ -314,7 +368,8 @@ def _look_at_seed_points(file: Path, xyz: NDArray[np.float64], views: Views, fou
         found.problems.append(problem)
         return
     found.unseen = unseen_problem(views, xyz) or ""
-    if (rows := distinct_rows(xyz.astype(np.float32))) is not None:
+    rows = distinct_rows(xyz.astype(np.float32))
+    if rows is not None and len(rows) < _DISTINCT * len(xyz):
         found.notes.append(
             f"{len(xyz) - len(rows)} of {len(xyz)} seed points lie where another one is, and are merged with it"
         )
@@ -364,6 +419,7 @@ def _look_at_images(images: Sequence[_Image], found: Findings) -> None:
         headers = list(pool.map(look, images))
     seen = [(image, header) for image, header in zip(images, headers, strict=True) if header is not None]
     found.problems += dict.fromkeys(line for _, header in seen for line in header.problems)
+    _look_at_masks([image.mask for image, header in seen if image.mask and not header.problems], found)
     clear = [image.path.name for image, header in seen if header.channels == 4]
     opaque = [image.path.name for image, header in seen if header.channels == 3]
     if clear and opaque:
@@ -374,6 +430,17 @@ def _look_at_images(images: Sequence[_Image], found: Findings) -> None:
         found.notes.append(
             f"{len(turned)} image(s) are to be turned by their EXIF data, and nerfstudio does not turn them: "
             f"{_some(turned)}. That is right where COLMAP did not turn them either"
+        )
+
+
+def _look_at_masks(masks: Sequence[Path], found: Findings) -> None:
+    """Note masks without a white pixel, among those of the fewest bytes: masks of one colour are small."""
+    fewest = sorted(set(masks), key=lambda path: path.stat().st_size)[:_MASKS]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        black = [path.name for path, is_black in zip(fewest, pool.map(is_all_black, fewest), strict=True) if is_black]
+    if black:
+        found.notes.append(
+            f"Masks that leave out every pixel (inverted?): {_some(sorted(black))}; white pixels are used"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser
 from torch import Tensor
 
-from ns_multigpu.plugin.capture.colmap import Damaged, gather, point_starts
+from ns_multigpu.plugin.capture.colmap import Damaged, gather, names_in_text, point_starts
 from ns_multigpu.plugin.capture.seed_points import merged
 
 _POINT = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error", "<f8"), ("track", "<u8")])
@@ -25,6 +25,21 @@ class QuickColmap(ColmapDataParser):
     """
 
     _read: tuple[Path, bytes, float, dict[str, Tensor]] | None = None
+
+    def _get_all_images_and_cameras(self, recon_dir: Path) -> dict[str, Any]:
+        """Read the model as nerfstudio does, with names to the end of the line: its text reader stops at a space."""
+        found: dict[str, Any] = super()._get_all_images_and_cameras(recon_dir)
+        if not (recon_dir / "cameras.txt").exists():
+            return found
+        names = names_in_text(recon_dir / "images.txt")
+        options = self.config
+        for frame in found["frames"]:
+            name = names[frame["colmap_im_id"]]
+            frame["file_path"] = (options.data / options.images_path / name).as_posix()
+            for key, folder in (("mask_path", options.masks_path), ("depth_path", options.depths_path)):
+                if folder is not None:
+                    frame[key] = (options.data / folder / name).with_suffix(".png").as_posix()
+        return found
 
     def _load_3D_points(self, colmap_path: Path, transform_matrix: Tensor, scale_factor: float) -> dict[str, Tensor]:
         file, found = colmap_path / "points3D.bin", None
