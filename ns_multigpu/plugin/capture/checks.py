@@ -28,6 +28,9 @@ DIFFERENT = "The ranks have read different captures. Copy one to all machines, o
 _ROUNDING = 1e-4
 """Relative tolerance between numbers that machines compute from the same files."""
 
+_NUMBERS, _DISTORTIONS = ("fl_x", "fl_y", "cx", "cy", "w", "h"), ("k1", "k2", "k3", "p1", "p2")
+"""Intrinsics of a transforms.json. Of distortions, one for all frames replaces all of the frames'."""
+
 RIGID = 1e-2
 """Largest difference of an entry of R^T R from the identity's; poses written with three digits stay well below."""
 
@@ -156,17 +159,54 @@ def transforms_problems(data: Path) -> list[str]:
         lines.append(
             f"{path}: camera model {meta['camera_model']} is unknown; {', '.join(CAMERA_MODEL_TO_TYPE)} are known"
         )
+    lines += _number_problems(str(path), meta)
     for number, frame in enumerate(meta["frames"]):
         name = frame.get("file_path", f"frame {number}")
+        lines += _number_problems(name, frame)
         if "file_path" not in frame:
             lines.append(f"{name}: it has no file_path")
         matrix = frame.get("transform_matrix")
         shape = (len(matrix), {len(row) for row in matrix}) if _is_table(matrix) else None
-        if shape not in ((4, {4}), (3, {4})):
+        if shape == (3, {4}):
+            lines.append(f"{name}: its transform_matrix has 3 rows of 4 numbers: add the row [0, 0, 0, 1]")
+        elif shape != (4, {4}):
             lines.append(f"{name}: its transform_matrix is not a table of 4 x 4 numbers")
         elif not all(math.isfinite(value) for row in matrix[:3] for value in row):
             lines.append(f"{name}: its pose is NaN or infinite")
     return lines
+
+
+def _number_problems(name: str, entry: dict[str, Any]) -> list[str]:
+    """Check the intrinsics of a transforms.json or of one of its frames."""
+    lines: list[str] = []
+    for key in (*_NUMBERS, *_DISTORTIONS, "k4", "k5", "k6"):
+        if key not in entry:
+            continue
+        try:
+            value = int(entry[key]) if key in ("w", "h") else float(entry[key])
+        except (TypeError, ValueError):
+            kind = "a whole number" if key in ("w", "h") else "a number"
+            lines.append(f"{name}: its {key} is {json.dumps(entry[key])}, and must be {kind}")
+            continue
+        if key in ("k5", "k6") and value != 0:
+            lines.append(f"{name}: distortion parameter {key} is not supported; undistort the images")
+    return lines
+
+
+def transforms_notes(meta: dict[str, Any]) -> list[str]:
+    """Return a note about intrinsics that a valid transforms.json gives for all frames and, differently, for some."""
+    values = {key: float(meta[key]) for key in _NUMBERS if key in meta}
+    if any(key in meta for key in _DISTORTIONS):
+        values |= {key: float(meta.get(key, 0)) for key in _DISTORTIONS}
+    other: defaultdict[str, int] = defaultdict(int)
+    for frame in meta["frames"]:
+        for key, value in values.items():
+            other[key] += key in frame and not math.isclose(float(frame[key]), value, rel_tol=_ROUNDING)
+    keys = [key for key, count in other.items() if count]
+    if not keys:
+        return []
+    count = max(other.values())
+    return [f"{', '.join(keys)}: {count} frames differ from the values for all frames; those for all are used"]
 
 
 def _is_table(value: Any) -> bool:

@@ -8,10 +8,15 @@ import math
 import mmap
 import struct
 from array import array
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 _PARAMETERS = {0: 3, 1: 4, 2: 4, 3: 5, 4: 8, 5: 8, 6: 12, 7: 5, 8: 4, 9: 5, 10: 12}
 """Number of camera parameters, by model number."""
@@ -25,6 +30,14 @@ READABLE = _NAMES[:6]
 _IMAGE, _POINT = struct.Struct("<i7di"), struct.Struct("<Q3d3BdQ")
 _CAMERA, _COUNT = struct.Struct("<iiQQ"), struct.Struct("<Q")
 _KEYPOINT, _TRACK = 24, 8
+_ONE_FOCAL = ("SIMPLE_PINHOLE", "SIMPLE_RADIAL", "RADIAL", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE")
+_AT_ONCE = 1 << 18
+"""Points per batch of extraction, which indexes each of their bytes."""
+
+_Camera = tuple[str, int, int, tuple[float, ...]]
+"""Model, width, height and lens (fx, fy, cx, cy) of a camera."""
+_Picture = tuple[str, int, tuple[float, ...]]
+"""Name, camera and pose of an image."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +55,19 @@ class Reconstruction:
 
     Attributes:
         views: by image id, as nerfstudio orders them.
+        poses: of each view, world to camera: quaternion w, x, y, z and translation.
+        lenses: fx, fy, cx, cy of each view, pixels.
         points: number of seed points; None if there is no file of them.
+        xyz: [points, 3] positions of the seed points.
         observations: total length of all tracks: the number of (point, view) observations.
         problems: a line each.
     """
 
     views: list[ColmapView] = field(default_factory=list[ColmapView])
+    poses: list[tuple[float, ...]] = field(default_factory=list[tuple[float, ...]])
+    lenses: list[tuple[float, ...]] = field(default_factory=list[tuple[float, ...]])
     points: int | None = None
+    xyz: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 3)))
     observations: int = 0
     problems: list[str] = field(default_factory=list[str])
 
@@ -70,10 +89,18 @@ def look_at(folder: Path) -> Reconstruction:
         found.problems.append(f"{folder}: there is no cameras.bin and no cameras.txt. Is it COLMAP's model?")
         return found
     kind = "txt" if text else "bin"
-    cameras: dict[int, tuple[str, int, int]] = {}
+    for path in sorted(folder.glob("*.txt")):
+        with path.open("rb") as file:
+            if file.read(len(BOM_UTF8)) == BOM_UTF8:
+                found.problems.append(
+                    f"{path}: it begins with a byte order mark (Windows): save it as UTF-8 without one"
+                )
+    if found.problems:
+        return found
+    cameras: dict[int, _Camera] = {}
     with _reported(found, folder / f"cameras.{kind}") as path:
         cameras = _cameras_text(path) if text else _cameras_binary(path)
-        for number, (model, width, height) in cameras.items():
+        for number, (model, width, height, _) in cameras.items():
             if model not in READABLE:
                 found.problems.append(
                     f"{path}: camera {number} is of the model {model}; {', '.join(READABLE)} can be read"
@@ -86,18 +113,27 @@ def look_at(folder: Path) -> Reconstruction:
         images = _images_text(path) if text else _images_binary(path)
         if not images:
             raise Damaged("it lists no images")
-        for _, (name, camera, finite) in sorted(images.items()):
-            if not finite:
+        for _, (name, camera, pose) in sorted(images.items()):
+            if not all(map(math.isfinite, pose)):
                 found.problems.append(f"{name}: its pose is NaN or infinite")
             if camera in cameras:
-                found.views.append(ColmapView(name, *cameras[camera][1:]))
+                _, width, height, lens = cameras[camera]
+                found.views.append(ColmapView(name, width, height))
+                found.poses.append(pose)
+                found.lenses.append(lens)
             elif cameras:
                 found.problems.append(f"{name}: its camera {camera} is not in cameras.{kind}")
     points = next((path for path in (folder / "points3D.bin", folder / "points3D.txt") if path.exists()), None)
     if points is not None:
         with _reported(found, points) as path:
-            found.points, found.observations = (_points_binary if path.suffix == ".bin" else _points_text)(path)
+            found.xyz, found.observations = (_points_binary if path.suffix == ".bin" else _points_text)(path)
+            found.points = len(found.xyz)
     return found
+
+
+def names_in_text(file: Path) -> dict[int, str]:
+    """Return the image names of an images.txt by image id. A name ends with its line and may hold spaces."""
+    return {number: name for number, (name, *_) in _images_text(file).items()}
 
 
 def point_count(folder: Path) -> int | None:
@@ -111,6 +147,17 @@ def point_count(folder: Path) -> int | None:
         return None
 
 
+def view_count(folder: Path) -> int:
+    """Return the number of views of a reconstruction; 0 without one or if it is unreadable."""
+    try:
+        if (path := folder / "images.txt").exists():
+            return len(_images_text(path))
+        with (folder / "images.bin").open("rb") as file:
+            return int(_COUNT.unpack(file.read(_COUNT.size))[0])
+    except (OSError, ValueError, IndexError, struct.error, Damaged):
+        return 0
+
+
 @contextmanager
 def _reported(found: Reconstruction, path: Path) -> Iterator[Path]:
     """Convert errors of reading a file into a line in `found.problems`."""
@@ -120,8 +167,18 @@ def _reported(found: Reconstruction, path: Path) -> Iterator[Path]:
         found.problems.append(f"{path}: there is no such file")
     except OSError as error:
         found.problems.append(f"{path}: it cannot be read ({error.strerror or error})")
-    except (Damaged, UnicodeDecodeError, ValueError, IndexError) as error:
+    except UnicodeDecodeError as error:
+        found.problems.append(
+            f"{path}: its names are not in UTF-8 ({error.object[error.start : error.start + 8]!r}): give the images "
+            "names of ASCII letters and run COLMAP again"
+        )
+    except (Damaged, ValueError, IndexError) as error:
         found.problems.append(f"{path}: {error}. Copy it again, or run COLMAP again")
+
+
+def _lens(model: str, parameters: Sequence[float]) -> tuple[float, ...]:
+    """Return fx, fy, cx, cy of a camera's parameters."""
+    return tuple(parameters[:1]) * 2 + tuple(parameters[1:3]) if model in _ONE_FOCAL else tuple(parameters[:4])
 
 
 # ---- binary ----
@@ -140,8 +197,8 @@ def _cut(what: str, number: int, count: int) -> Damaged:
     return Damaged(f"it is truncated: it ends in {what} {number + 1} of {count}")
 
 
-def _cameras_binary(path: Path) -> dict[int, tuple[str, int, int]]:
-    cameras: dict[int, tuple[str, int, int]] = {}
+def _cameras_binary(path: Path) -> dict[int, _Camera]:
+    cameras: dict[int, _Camera] = {}
     with _bytes_of(path) as data:
         count, place = _COUNT.unpack_from(data)[0], _COUNT.size
         for number in range(count):
@@ -150,15 +207,17 @@ def _cameras_binary(path: Path) -> dict[int, tuple[str, int, int]]:
             camera, model, width, height = _CAMERA.unpack_from(data, place)
             if model not in _PARAMETERS:
                 raise Damaged(f"camera {camera} is of a model that is unknown, number {model}")
-            place += _CAMERA.size + 8 * _PARAMETERS[model]
+            first = place + _CAMERA.size
+            place = first + 8 * _PARAMETERS[model]
             if place > len(data):
                 raise _cut("camera", number, count)
-            cameras[camera] = (_NAMES[model], width, height)
+            lens = _lens(_NAMES[model], struct.unpack_from(f"<{_PARAMETERS[model]}d", data, first))
+            cameras[camera] = (_NAMES[model], width, height, lens)
     return cameras
 
 
-def _images_binary(path: Path) -> dict[int, tuple[str, int, bool]]:
-    images: dict[int, tuple[str, int, bool]] = {}
+def _images_binary(path: Path) -> dict[int, _Picture]:
+    images: dict[int, _Picture] = {}
     with _bytes_of(path) as data:
         count, place = _COUNT.unpack_from(data)[0], _COUNT.size
         for number in range(count):
@@ -170,16 +229,25 @@ def _images_binary(path: Path) -> dict[int, tuple[str, int, bool]]:
             place = end + 1 + _COUNT.size + _KEYPOINT * _COUNT.unpack_from(data, end + 1)[0]
             if place > len(data):
                 raise _cut("image", number, count)
-            images[image] = (name, camera, all(map(math.isfinite, pose)))
+            images[image] = (name, camera, tuple(pose))
     return images
 
 
-def _points_binary(path: Path) -> tuple[int, int]:
-    """Return the number of points and the total length of all tracks."""
+def _points_binary(path: Path) -> tuple[NDArray[np.float64], int]:
+    """Return the positions of the points [n, 3] and the total length of all tracks."""
     with _bytes_of(path) as data:
         starts = point_starts(data)
-    count = len(starts) - 1
-    return count, (starts[-1] - _COUNT.size - count * _POINT.size) // _TRACK
+        xyz = gather(data, np.array(starts)[:-1] + _COUNT.size, np.dtype((np.float64, 3)))
+    return xyz, (starts[-1] - _COUNT.size - len(xyz) * _POINT.size) // _TRACK
+
+
+def gather(data: bytes | mmap.mmap, starts: NDArray[np.int64], kind: np.dtype[Any]) -> NDArray[Any]:
+    """Return the records [n] of a little-endian type that begin at the byte offsets `starts` [n]."""
+    every, found, of_record = np.frombuffer(data, np.uint8), np.empty(len(starts), kind), np.arange(kind.itemsize)
+    rows = found.view(np.uint8).reshape(len(starts), kind.itemsize)
+    for first in range(0, len(starts), _AT_ONCE):
+        rows[first : first + _AT_ONCE] = every[starts[first : first + _AT_ONCE, None] + of_record]
+    return found
 
 
 def point_starts(data: bytes | mmap.mmap) -> "array[int]":
@@ -204,16 +272,16 @@ def point_starts(data: bytes | mmap.mmap) -> "array[int]":
 # ---- text ----
 
 
-def _lines(path: Path) -> Iterator[list[str]]:
-    """Yield the words of each line that is no comment, empty lines included."""
+def _lines(path: Path, most: int = -1) -> Iterator[list[str]]:
+    """Yield the words of each line that is no comment, empty lines included; after `most` words, the rest as one."""
     with path.open(encoding="utf8") as file:
         for line in file:
             if not line.lstrip().startswith("#"):
-                yield line.split()
+                yield line.strip().split(None, most)
 
 
-def _cameras_text(path: Path) -> dict[int, tuple[str, int, int]]:
-    cameras: dict[int, tuple[str, int, int]] = {}
+def _cameras_text(path: Path) -> dict[int, _Camera]:
+    cameras: dict[int, _Camera] = {}
     for words in _lines(path):
         if not words:
             continue
@@ -221,33 +289,33 @@ def _cameras_text(path: Path) -> dict[int, tuple[str, int, int]]:
             raise Damaged(f"this line is no camera: {' '.join(words)[:60]!r}")
         if len(words) - 4 < _PARAMETERS[_NAMES.index(words[1])]:
             raise Damaged(f"it is truncated: camera {words[0]} lacks parameters")
-        cameras[int(words[0])] = (words[1], int(words[2]), int(words[3]))
+        cameras[int(words[0])] = (words[1], int(words[2]), int(words[3]), _lens(words[1], [*map(float, words[4:])]))
     return cameras
 
 
-def _images_text(path: Path) -> dict[int, tuple[str, int, bool]]:
-    images: dict[int, tuple[str, int, bool]] = {}
-    lines = _lines(path)
+def _images_text(path: Path) -> dict[int, _Picture]:
+    images: dict[int, _Picture] = {}
+    lines = _lines(path, 9)
     for words in lines:
         if not words:
             continue
         if len(words) < 10:
             raise Damaged(f"this line is no image: {' '.join(words)[:60]!r}")
-        keypoints = next(lines, None)
-        if keypoints is None or len(keypoints) % 3:
+        keypoints = next(lines, [])  # editors remove the last line if it is empty
+        if len(" ".join(keypoints).split()) % 3:
             raise Damaged(f"it is truncated: image {words[9]} lacks its keypoints")
-        finite = all(math.isfinite(float(word)) for word in words[1:8])
-        images[int(words[0])] = (words[9], int(words[8]), finite)
+        images[int(words[0])] = (words[9], int(words[8]), tuple(map(float, words[1:8])))
     return images
 
 
-def _points_text(path: Path) -> tuple[int, int]:
+def _points_text(path: Path) -> tuple[NDArray[np.float64], int]:
     """Return the same as `_points_binary` for points3D.txt."""
-    count = observations = 0
+    xyz, observations = array("d"), 0
     for words in _lines(path):
         if not words:
             continue
         if len(words) < 8 or len(words) % 2:
             raise Damaged(f"it is truncated: this line is no point: {' '.join(words)[:60]!r}")
-        count, observations = count + 1, observations + (len(words) - 8) // 2
-    return count, observations
+        xyz.extend(map(float, words[1:4]))
+        observations += (len(words) - 8) // 2
+    return np.array(xyz).reshape(-1, 3), observations

@@ -5,6 +5,7 @@ reported before processes start and before a run folder exists.
 """
 
 import dataclasses
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,16 +15,25 @@ from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from nerfstudio.data.dataparsers.colmap_dataparser import MAX_AUTO_RESOLUTION, ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
+from numpy.typing import NDArray
 
-from ns_multigpu.plugin.capture.checks import transforms_problems
-from ns_multigpu.plugin.capture.colmap import Reconstruction, look_at
-from ns_multigpu.plugin.capture.image_files import Header, header_size, read_header
+from ns_multigpu.plugin.capture.checks import transforms_notes, transforms_problems
+from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at, view_count
+from ns_multigpu.plugin.capture.image_files import Header, header_size, is_all_black, missing_file, read_header
+from ns_multigpu.plugin.capture.ply import read_ply
+from ns_multigpu.plugin.capture.seed_points import FLIP, Views, distinct_rows, invalid_points, unseen_problem
 from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
 _THREADS = 16
+_PHOTOGRAPHS = (".jpg", ".jpeg", ".png", ".heic", ".tif", ".tiff", ".webp")
+_MASKS = 8
+"""Number of masks that are decoded."""
+_DISTINCT = 0.98
+"""Share of seed points at different positions below which a note is printed; COLMAP's are seldom equal."""
 _PATIENCE = 8.0
 """Time limit in seconds; the workers check the remaining headers."""
 
@@ -39,10 +49,12 @@ class Findings:
     Attributes:
         problems: a line for each reason not to start.
         notes: a line for each hint.
+        unseen: the reason why cameras and seed points do not fit together; "" if they do.
     """
 
     problems: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
+    unseen: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,12 +64,13 @@ class _Image:
     size: tuple[int, int]
 
 
-def first_look(datamanager: Any, *, tracks: bool = False) -> Findings:
+def first_look(datamanager: Any, *, tracks: bool = False, allow_unseen_points: bool = False) -> Findings:
     """Check a capture in COLMAP's or nerfstudio's format; captures of other formats are not checked.
 
     Args:
         datamanager: the configuration of nerfstudio's full-image datamanager.
         tracks: True if observations are needed (see `tracks`).
+        allow_unseen_points: note points that views do not see, instead of reporting a problem.
     """
     parser = datamanager.dataparser
     data = Path(datamanager.data or parser.data)
@@ -70,6 +83,10 @@ def first_look(datamanager: Any, *, tracks: bool = False) -> Findings:
         return found
     parser = dataclasses.replace(parser, data=data)
     images = _of_colmap(parser, found) if isinstance(parser, ColmapDataParserConfig) else _of_nerfstudio(parser, found)
+    if found.unseen:
+        (found.notes if allow_unseen_points else found.problems).append(
+            found.unseen + ("" if allow_unseen_points else ". To train all the same: --allow-unseen-points True")
+        )
     if not found.problems and tracks:
         found.problems += [f"{OPTION}: {line}" for line in track_problems(parser)]
     if not found.problems:
@@ -125,12 +142,19 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
     found.problems += problems
     if model is None or problems:
         return []
+    _look_for_more_views(parser, model, found)
     folder, factor = _image_folder(parser, model, found)
     sizes = {
         (view.width, view.height): _scaled(view.width, view.height, factor, parser.downscale_rounding_mode)
         for view in model.views
     }
+    if factor > 1 and (problem := _rounding_problem(parser, model, folder, factor)) is not None:
+        found.problems.append(problem)
+        return []
     _look_at_split(parser, [view.name for view in model.views], found)
+    if parser.load_3D_points:
+        file = next((parser.data / parser.colmap_path).glob("points3D.*"))
+        _look_at_seed_points(file, model.xyz, _colmap_views(model), found)
     images: list[_Image] = []
     for view in model.views:
         mask = None
@@ -139,6 +163,41 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
             mask = (_at(masks, factor) / view.name).with_suffix(".png")
         images.append(_Image(folder / view.name, mask, sizes[view.width, view.height]))
     return images
+
+
+def _look_for_more_views(parser: ColmapDataParserConfig, model: Reconstruction, found: Findings) -> None:
+    """Note a larger reconstruction next to the one that is used, and photographs that are in no reconstruction."""
+    used, views = parser.data / parser.colmap_path, len(model.views)
+    siblings = used.parent.iterdir() if parser.colmap_path.parts else ()
+    others = [(view_count(folder), folder) for folder in siblings if folder.is_dir() and folder != used]
+    count, larger = max(others, default=(0, used))
+    if count > views:
+        found.notes.append(
+            f"{parser.colmap_path} holds {views} views and {parser.colmap_path.parent / larger.name} holds {count}; "
+            f"for the larger one: --colmap-path {parser.colmap_path.parent / larger.name}"
+        )
+        return
+    kinds = {Path(view.name).suffix.lower() for view in model.views}
+    photographs = sum(path.suffix.lower() in kinds for path in (parser.data / parser.images_path).rglob("*"))
+    if 2 * len({view.name for view in model.views}) < photographs:
+        found.notes.append(
+            f"{parser.colmap_path} holds {views} views, fewer than half of the {photographs} photographs in "
+            f"{parser.images_path}: COLMAP could not place the others"
+        )
+
+
+def _colmap_views(model: Reconstruction) -> Views:
+    quaternions, shifts = np.split(np.array(model.poses), [4], axis=1)
+    to_camera = np.tile(np.eye(4), (len(shifts), 1, 1))
+    w, x, y, z = (quaternions / np.linalg.norm(quaternions, axis=1, keepdims=True)).T
+    rows = (
+        (1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
+        (2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)),
+        (2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)),
+    )
+    to_camera[:, :3, :3], to_camera[:, :3, 3] = np.moveaxis(np.array(rows), 2, 0), shifts
+    sizes = np.array([(view.width, view.height) for view in model.views], np.float64)
+    return Views(np.linalg.inv(to_camera) @ FLIP, np.array(model.lenses), sizes, is_colmap=True)
 
 
 def _reconstructions(data: Path) -> list[Path]:
@@ -190,28 +249,64 @@ def _scaled(width: int, height: int, factor: int, rounding: str) -> tuple[int, i
     return int(rounded(width / factor)), int(rounded(height / factor))
 
 
+def _rounding_problem(parser: ColmapDataParserConfig, model: Reconstruction, folder: Path, factor: int) -> str | None:
+    """Return a problem if the first image has a size that another `--downscale-rounding-mode` gives."""
+    view = model.views[0]
+    fits = {mode: _scaled(view.width, view.height, factor, mode) for mode in ("floor", "round", "ceil")}
+    size = header_size(folder / view.name)
+    modes = [mode for mode, expected in fits.items() if expected == size]
+    if not modes or parser.downscale_rounding_mode in modes:
+        return None
+    return (
+        f"{folder}: {view.width}x{view.height} pixels are rounded differently: {view.name} has "
+        f"{'x'.join(map(str, size or ()))}. Give --downscale-rounding-mode {modes[-1]}"
+    )
+
+
 # ---- nerfstudio's format ----
+
+
+def _other_format(data: Path) -> str:
+    """Return a hint at what a folder without transforms.json holds; "" if it is unknown."""
+    if not data.is_dir():
+        return ""
+    if others := _reconstructions(data):
+        option = f" --colmap-path {others[0]}" if others[0] not in PLACES else ""
+        return f" For COLMAP's layout, end the command with: colmap{option}"
+    if (data / "transforms_train.json").is_file():
+        return " For Blender's transforms_train.json, end the command with: blender-data"
+    for folder in (data, data / "images"):
+        if folder.is_dir() and any(path.suffix.lower() in _PHOTOGRAPHS for path in folder.iterdir()):
+            return f" Photographs have no poses yet: ns-process-data images --data {folder} --output-dir FOLDER"
+    return ""
 
 
 def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[_Image]:
     path = parser.data if parser.data.suffix == ".json" else parser.data / "transforms.json"
     if not path.is_file():
-        others = _reconstructions(parser.data) if parser.data.is_dir() else []
-        option = f" --colmap-path {others[0]}" if others and others[0] not in PLACES else ""
-        hint = f" For COLMAP's layout, end the command with: colmap{option}" if others else ""
-        found.problems.append(f"{path}: there is no such file.{hint}")
+        found.problems.append(f"{path}: there is no such file.{_other_format(parser.data)}")
         return []
     found.problems += transforms_problems(parser.data)
     if found.problems:
         return []
     # nerfstudio's own parser knows the files; seed points are all that it reads in full.
     outputs: list[Any] = []
+    missing: list[str] = []
     for split in ("train", "val"):
         try:
-            outputs.append(dataclasses.replace(parser, load_3D_points=False).setup().get_dataparser_outputs(split))
-        except (AssertionError, KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
-            found.problems.append(f"{path}: {error or type(error).__name__}")
+            outputs.append(_outputs(parser, split, missing))
+        except ZeroDivisionError:
+            found.problems.append(f"{path}: all views are taken from one place, so the scene has no size: add views")
             return []
+        except (AssertionError, KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
+            needed = "; fl_x, fl_y, cx, cy, w and h are needed, for all frames or for each (no camera_angle_x)"
+            hint = needed if "not specified in frame" in str(error) else ""
+            found.problems += [f"{path}: {error or type(error).__name__}{hint}", *missing]
+            return []
+    meta: Any = json.loads(path.read_text("utf8"))
+    found.notes += transforms_notes(meta)
+    if parser.load_3D_points and "ply_file_path" in meta:
+        _look_at_seed_file(path, meta, found)
     if len(outputs[0].image_filenames) == 0:
         found.problems.append(_nothing_to_train(len(outputs[1].image_filenames)))
     images: list[_Image] = []
@@ -230,7 +325,54 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
     return images
 
 
-# ---- views and images ----
+def _outputs(parser: NerfstudioDataParserConfig, split: str, missing: list[str]) -> Any:
+    """Run nerfstudio's parser without seed points. To choose a factor it opens the first image: without that image,
+    parse with factor 1, so that all missing images are listed later.
+    """
+    parser = dataclasses.replace(parser, load_3D_points=False)
+    try:
+        return parser.setup().get_dataparser_outputs(split)
+    except OSError as error:
+        if parser.downscale_factor is not None:
+            raise
+        missing += [missing_file(Path(error.filename))] if isinstance(error, FileNotFoundError) else []
+    return dataclasses.replace(parser, downscale_factor=1).setup().get_dataparser_outputs(split)
+
+
+def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
+    """Check the .ply that a valid transforms.json names, and that its points are in front of the cameras."""
+    file = path.parent / meta["ply_file_path"]
+    try:
+        xyz, _ = read_ply(file)
+    except FileNotFoundError:
+        found.problems.append(f"ply_file_path of {path}: {missing_file(file)}")
+        return
+    except (OSError, Damaged) as error:
+        found.problems.append(str(error))
+        return
+    frames = meta["frames"]
+
+    def numbers(*keys: str) -> Any:
+        return np.array([[float(meta.get(key, frame.get(key))) for key in keys] for frame in frames])
+
+    poses = np.array([[*frame["transform_matrix"][:3], [0, 0, 0, 1]] for frame in frames], np.float64)
+    views = Views(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h"))
+    _look_at_seed_points(file, xyz, views, found)
+
+
+# ---- seed points, views and images ----
+
+
+def _look_at_seed_points(file: Path, xyz: NDArray[np.float64], views: Views, found: Findings) -> None:
+    if (problem := invalid_points(file, xyz)) is not None:
+        found.problems.append(problem)
+        return
+    found.unseen = unseen_problem(views, xyz) or ""
+    rows = distinct_rows(xyz.astype(np.float32))
+    if rows is not None and len(rows) < _DISTINCT * len(xyz):
+        found.notes.append(
+            f"{len(xyz) - len(rows)} of {len(xyz)} seed points lie where another one is, and are merged with it"
+        )
 
 
 def _look_at_split(parser: ColmapDataParserConfig, names: Sequence[str], found: Findings) -> None:
@@ -277,6 +419,7 @@ def _look_at_images(images: Sequence[_Image], found: Findings) -> None:
         headers = list(pool.map(look, images))
     seen = [(image, header) for image, header in zip(images, headers, strict=True) if header is not None]
     found.problems += dict.fromkeys(line for _, header in seen for line in header.problems)
+    _look_at_masks([image.mask for image, header in seen if image.mask and not header.problems], found)
     clear = [image.path.name for image, header in seen if header.channels == 4]
     opaque = [image.path.name for image, header in seen if header.channels == 3]
     if clear and opaque:
@@ -287,6 +430,17 @@ def _look_at_images(images: Sequence[_Image], found: Findings) -> None:
         found.notes.append(
             f"{len(turned)} image(s) are to be turned by their EXIF data, and nerfstudio does not turn them: "
             f"{_some(turned)}. That is right where COLMAP did not turn them either"
+        )
+
+
+def _look_at_masks(masks: Sequence[Path], found: Findings) -> None:
+    """Note masks without a white pixel, among those of the fewest bytes: masks of one colour are small."""
+    fewest = sorted(set(masks), key=lambda path: path.stat().st_size)[:_MASKS]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        black = [path.name for path, is_black in zip(fewest, pool.map(is_all_black, fewest), strict=True) if is_black]
+    if black:
+        found.notes.append(
+            f"Masks that leave out every pixel (inverted?): {_some(sorted(black))}; white pixels are used"
         )
 
 

@@ -1,8 +1,11 @@
 """Checks of image files by their headers, without decoding."""
 
+import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from nerfstudio.data.datasets.base_dataset import InputDataset
@@ -100,6 +103,52 @@ def header_size(path: Path) -> tuple[int, int] | None:
     return None if found is None else found.size
 
 
+def is_all_black(mask: Path) -> bool:
+    """Return True if a readable mask has no pixel above zero."""
+    with Image.open(mask) as image:
+        return image.convert("L").getextrema() == (0, 0)
+
+
+def missing_file(path: Path) -> str:
+    """Return the message about a file that does not exist; it names a file that was probably meant."""
+    line = f"{path}: there is no such file"
+    if "\\" in path.name:
+        return f"{line}. The name has backslashes, as Windows writes paths: replace them by slashes"
+    try:
+        folder = path.parent.stat()
+    except OSError:
+        return line
+    like = _names_by_stem(path.parent, folder.st_mtime_ns).get(_plain(path.stem), [])
+    if not like:
+        return line
+    same = " in another Unicode form (macOS)" if _nfc(path.name) == _nfc(like[0]) else ""
+    return f"{line}, but {like[0]}{same} is there: give both the same name"
+
+
+@lru_cache(maxsize=8)
+def _names_by_stem(folder: Path, _changed: int) -> dict[str, list[str]]:
+    """Return the file names of a folder by all that stands before each of their dots."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(folder.iterdir()):
+        parts = _plain(path.name).split(".")
+        for end in range(1, len(parts)):
+            found[".".join(parts[:end])].append(path.name)
+    return found
+
+
+def _nfc(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
+
+
+def _plain(name: str) -> str:
+    return _nfc(name).casefold()
+
+
+def _is_heic(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(12)[4:] in (b"ftypheic", b"ftypheix", b"ftyphevc", b"ftypmif1", b"ftypmsf1")
+
+
 def file_problem(path: Path) -> str | None:
     """Return the reason why a file is unreadable as a picture; None if it is readable."""
     problems: list[str] = []
@@ -126,10 +175,17 @@ def _look(path: Path, mode_problem: Callable[[str], str | None], problems: list[
             if not _ends_well(path, image.format or ""):
                 image.load()
     except FileNotFoundError:
-        problems.append(f"{path}: there is no such file")
+        problems.append(missing_file(path))
+        return None
+    except Image.DecompressionBombError:
+        problems.append(f"{path}: it has more pixels than PIL reads ({2 * (Image.MAX_IMAGE_PIXELS or 0):,}): reduce it")
         return None
     except Exception as error:  # PIL's plugins raise any exception type for damaged files
-        problems.append(f"{path}: it is truncated or unreadable ({error})")
+        problems.append(
+            f"{path}: HEIC pictures cannot be read: convert them to JPEG or PNG"
+            if _is_heic(path)
+            else f"{path}: it is truncated or unreadable ({error})"
+        )
         return None
     return _Picture(mode, size, orientation)
 

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser, ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
+from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together, transforms_problems
@@ -17,8 +20,10 @@ from ns_multigpu.plugin.capture.colmap import point_count
 from ns_multigpu.plugin.capture.first_look import colmap_problems
 from ns_multigpu.plugin.capture.image_files import file_problem
 from ns_multigpu.plugin.capture.moved import look_where_it_is
+from ns_multigpu.plugin.capture.ply import read_ply
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
 from ns_multigpu.plugin.capture.reading import FAULTS
+from ns_multigpu.plugin.capture.seed_points import merged
 
 
 @contextmanager
@@ -61,12 +66,22 @@ def _wrong_before_reading(config: Any) -> list[str]:
 
 
 class _UnaskedNerfstudio(Nerfstudio):
-    """nerfstudio's parser without prompts, as workers have no terminal. Without a ply_file_path it returns no seed
-    points; the pipeline reports that.
+    """nerfstudio's parser without prompts, as workers have no terminal, and without open3d. Without a ply_file_path it
+    returns no seed points; the pipeline reports that. Points at one position are merged.
     """
 
     prompted_user = True
     create_pc = False
+
+    def _load_3D_points(
+        self, ply_file_path: Path, transform_matrix: Tensor, scale_factor: float
+    ) -> dict[str, Tensor] | None:
+        if not ply_file_path.exists():  # an opened run needs none; training refuses it in the first look
+            return None
+        positions, colours = read_ply(ply_file_path)
+        xyz = torch.from_numpy(positions.astype(np.float32))
+        xyz = torch.cat((xyz, torch.ones_like(xyz[:, :1])), -1) @ transform_matrix.T * scale_factor
+        return merged({"points3D_xyz": xyz, "points3D_rgb": torch.from_numpy(colours)}) if len(xyz) else None
 
 
 def _unasked(config: Any) -> Any:

@@ -108,6 +108,8 @@ class RunConfig(TrainerConfig):
     """Seconds during which saving the final model is retried, every few seconds: time to free disk space."""
     start_over: bool = False
     """Begin at step 0 in a run folder that holds checkpoints, which the new ones replace. Otherwise that is refused."""
+    allow_unseen_points: bool = False
+    """Train although (nearly) no view sees a seed point, or other poses would see many more."""
     verbose: bool = False
     """Print all options at the start. config.yml in the run's folder always has them."""
 
@@ -237,7 +239,9 @@ class RunConfig(TrainerConfig):
             InputError: something is wrong with it; lists all problems, one per line.
         """
         tracks = getattr(cast(Any, self.pipeline).model, "depth_loss", 0.0) > 0  # nerfacto-xl has none
-        found = first_look(cast(Any, self.pipeline).datamanager, tracks=tracks)
+        found = first_look(
+            cast(Any, self.pipeline).datamanager, tracks=tracks, allow_unseen_points=self.allow_unseen_points
+        )
         for note in found.notes:
             CONSOLE.print(Text(f"Note: {note}.", "yellow"), soft_wrap=True)
         if found.problems:

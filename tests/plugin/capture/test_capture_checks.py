@@ -13,7 +13,7 @@ from PIL import Image
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import camera_problems, different_captures, list_problems, transforms_problems
-from ns_multigpu.plugin.capture.image_files import read_header
+from ns_multigpu.plugin.capture.image_files import missing_file, read_header
 from ns_multigpu.plugin.capture.parsing import unreadable
 from ns_multigpu.plugin.faults.errors import InputError
 from tests.lib.captures import edit, manager, write_capture
@@ -239,6 +239,52 @@ def test_transforms_files(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in transforms_problems(path)] == [
         "it has no file_path", "its transform_matrix is not a table of 4 x 4 numbers"
     ]  # fmt: skip
+
+
+def test_numbers_of_transforms_files(tmp_path: Path) -> None:
+    folder = write_capture(tmp_path / "a", w="24", fl_x="20.0", k5=0.0)
+    assert transforms_problems(folder) == []
+    edit(folder, None, w="24.0", fl_y=None, k6=0.1)
+    edit(folder, 2, h="tall", transform_matrix=[[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]])
+    assert [line.split(": ", 1)[1] for line in transforms_problems(folder)] == [
+        "its fl_y is null, and must be a number",
+        'its w is "24.0", and must be a whole number',
+        "distortion parameter k6 is not supported; undistort the images",
+        'its h is "tall", and must be a whole number',
+        "its transform_matrix has 3 rows of 4 numbers: add the row [0, 0, 0, 1]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "said"),
+    [
+        ("0001.JPG", "0001.jpg", "0001.JPG is there"),
+        ("0001.png", "0001.jpg", "0001.png is there"),
+        ("0001.jpg", "0001", "0001.jpg is there"),
+        ("0001.jpg.png", "0001.png", "0001.jpg.png is there"),
+        ("Gru\u0308n.jpg", "Gr\u00fcn.jpg", "in another Unicode form"),
+        ("a.jpg", "cam0\\a.jpg", "has backslashes, as Windows writes"),
+        ("00010.jpg", "0001.jpg", None),
+    ],
+)
+def test_a_file_that_was_probably_meant_is_named(tmp_path: Path, there: str, asked: str, said: str | None) -> None:
+    Image.new("RGB", (24, 16)).save(tmp_path / "other.png")
+    (tmp_path / there).touch()
+    (problem,) = read_header(tmp_path / asked, None, (24, 16)).problems
+    if said is None:
+        assert problem == f"{tmp_path / asked}: there is no such file"
+    else:
+        assert said in problem
+    assert "there is no such file" in missing_file(tmp_path / "nowhere" / asked)
+
+
+def test_pictures_that_pil_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.HEIC"
+    path.write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(400))
+    assert "HEIC pictures cannot be read: convert them" in read_header(path, None, (24, 16)).problems[0]
+    Image.new("RGB", (24, 16)).save(path, format="PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert "more pixels than PIL reads (200)" in read_header(path, None, (24, 16)).problems[0]
 
 
 def test_a_dataparser_that_stops_at_the_first_file_is_made_to_name_all(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from nerfstudio.data.utils import colmap_parsing_utils as nerfstudio
 
-from ns_multigpu.plugin.capture.colmap import ColmapView, look_at, point_count
+from ns_multigpu.plugin.capture.colmap import ColmapView, look_at, names_in_text, point_count
 from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_text
 
 FOX = Path(__file__).parents[4] / "shared" / "data" / "fox" / "sparse" / "0"
@@ -91,3 +91,23 @@ def test_invalid_values_are_named(tmp_path: Path) -> None:
     data[12:16] = struct.pack("<i", 99)
     (tmp_path / "cameras.bin").write_bytes(data)
     assert any("number 99" in line for line in look_at(tmp_path).problems)
+
+
+def test_text_that_an_editor_has_changed(tmp_path: Path) -> None:
+    write_text(tmp_path, shots(3))
+    file = tmp_path / "images.txt"
+    file.write_text(file.read_text().rstrip("\n"))
+    assert look_at(tmp_path).problems == [] and len(look_at(tmp_path).views) == 3
+    file.write_text(file.read_text().replace("shot_01", "my  shot 01"))
+    assert names_in_text(file) == {1: "shot_00.jpg", 2: "my  shot 01.jpg", 3: "shot_02.jpg"}
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    (problem,) = look_at(tmp_path).problems
+    assert "images.txt: it begins with a byte order mark" in problem
+
+
+def test_names_that_are_not_in_utf8(tmp_path: Path) -> None:
+    write_binary(tmp_path, [Shot(1, 1, "image-a.jpg")])
+    file = tmp_path / "images.bin"
+    file.write_bytes(file.read_bytes().replace(b"image-a", "图像-a".encode("gbk") + b"bb"[:1]))
+    (problem,) = look_at(tmp_path).problems
+    assert "its names are not in UTF-8" in problem

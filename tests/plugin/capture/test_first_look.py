@@ -1,9 +1,11 @@
 """Messages about a capture before any worker starts."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
@@ -15,7 +17,7 @@ from ns_multigpu.plugin.capture.first_look import PLACES, Findings, find_reconst
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from tests.lib import captures
-from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_capture, write_images
+from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_capture, write_images, write_text
 
 
 def look(data: Path, **options: Any) -> Findings:
@@ -112,6 +114,28 @@ def test_no_reconstruction_is_looked_for_without_colmap(tmp_path: Path) -> None:
     (tmp_path / "sparse/0").mkdir(parents=True)
     config = DistributedDataManagerConfig(data=tmp_path, dataparser=NerfstudioDataParserConfig())
     assert find_reconstruction(config) == "" and config.dataparser == NerfstudioDataParserConfig()
+
+
+@pytest.mark.parametrize("write", [write_binary, write_text])
+def test_a_larger_reconstruction_is_noted(tmp_path: Path, write: Any) -> None:
+    write_capture(tmp_path)
+    for number, views in ((1, 10), (2, 9)):
+        write(tmp_path / f"sparse/{number}", shots(views))
+    (tmp_path / "sparse/3").mkdir()
+    assert look(tmp_path).notes == []
+    for number, views in ((1, 12), (2, 11)):
+        write(tmp_path / f"sparse/{number}", shots(views))
+    (note,) = look(tmp_path).notes
+    assert "sparse/0 holds 10 views and sparse/1 holds 12" in note and note.endswith("--colmap-path sparse/1")
+
+
+@pytest.mark.parametrize(("photographs", "noted"), [(20, False), (21, True)])
+def test_photographs_that_colmap_could_not_place(tmp_path: Path, photographs: int, noted: bool) -> None:
+    write_capture(tmp_path)
+    write_images(tmp_path / "images", shots(photographs))
+    (tmp_path / "images/list.txt").write_text("no photograph")
+    notes = look(tmp_path).notes
+    assert len(notes) == noted and all("10 views, fewer than half of the 21 photographs" in note for note in notes)
 
 
 def test_missing_points_matter_only_if_requested(tmp_path: Path) -> None:
@@ -261,3 +285,75 @@ def test_other_formats_are_the_workers_affair(tmp_path: Path) -> None:
 
     found = first_look(DistributedDataManagerConfig(data=tmp_path / "none", dataparser=BlenderDataParserConfig()))
     assert found.problems == found.notes == []
+
+
+def test_notes_on_intrinsics_that_contradict_each_other(tmp_path: Path) -> None:
+    captures.write_capture(tmp_path, k1=0.01)
+    captures.edit(tmp_path, 3, fl_x=20.0, k1=0.01, k2=0)
+    assert look_at_transforms(tmp_path).notes == []
+    captures.edit(tmp_path, 3, fl_x=21.0, k2=0.1)
+    captures.edit(tmp_path, 4, fl_x=22.0)
+    (note,) = look_at_transforms(tmp_path).notes
+    assert note == "fl_x, k2: 2 frames differ from the values for all frames; those for all are used"
+
+
+@pytest.mark.parametrize("name", ["transforms_train.json", "images/a.jpg", "a.PNG"])
+def test_a_folder_of_another_kind_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "images").mkdir()
+    (problem,) = look_at_transforms(tmp_path).problems
+    assert problem.endswith("transforms.json: there is no such file.")
+    (tmp_path / name).touch()
+    (problem,) = look_at_transforms(tmp_path).problems
+    assert ("with: blender-data" if "train" in name else "ns-process-data images") in problem
+
+
+def test_a_first_image_that_is_missing_does_not_hide_the_others(tmp_path: Path) -> None:
+    captures.write_capture(tmp_path)
+    for number in (0, 1, 5):
+        (tmp_path / f"images/photo_{number:02d}.png").rename(tmp_path / f"images/photo_{number:02d}.PNG")
+    problems = look_at_transforms(tmp_path).problems
+    assert [problem.split(": ")[0][-6:] for problem in problems] == ["00.png", "01.png", "05.png"]
+    assert "photo_01.PNG is there" in problems[1]
+    meta = json.loads((tmp_path / "transforms.json").read_text())
+    del meta["fl_x"]
+    (tmp_path / "transforms.json").write_text(json.dumps(meta))
+    intrinsics, first = look_at_transforms(tmp_path).problems
+    assert "no camera_angle_x" in intrinsics and "photo_00.PNG is there" in first
+
+
+def test_views_from_one_place_are_named(tmp_path: Path) -> None:
+    captures.write_capture(tmp_path)
+    for frame in range(12):
+        captures.edit(tmp_path, frame, transform_matrix=np.eye(4).tolist())
+    (problem,) = look_at_transforms(tmp_path).problems
+    assert "all views are taken from one place" in problem
+
+
+def test_masks_without_a_white_pixel_are_noted(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    (tmp_path / "masks").mkdir()
+    for number, shot in enumerate(shots()):
+        mask = np.full(SIZE[::-1], 0 if number == 6 else 1, np.uint8)
+        Image.fromarray(mask).save((tmp_path / "masks" / shot.name).with_suffix(".png"))
+    (note,) = look(tmp_path, masks_path=Path("masks")).notes
+    assert note.startswith("Masks that leave out every pixel (inverted?): shot 06.png; ")
+
+
+@pytest.mark.parametrize(("factor", "size", "mode"), [(3, (14, 10), "ceil"), (4, (10, 8), "ceil")])
+def test_the_rounding_mode_that_fits_is_named(tmp_path: Path, factor: int, size: tuple[int, int], mode: str) -> None:
+    write_capture(tmp_path)
+    write_images(tmp_path / f"images_{factor}", shots(), size)
+    (problem,) = look(tmp_path, downscale_factor=factor).problems
+    assert f"shot 00.jpg has {size[0]}x{size[1]}. Give --downscale-rounding-mode {mode}" in problem
+    assert look(tmp_path, downscale_factor=factor, downscale_rounding_mode=mode).problems == []
+
+
+def test_names_with_spaces_in_a_text_model(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", shots())
+    folder = write_text(tmp_path / "sparse/0", shots())
+    lines = (folder / "images.txt").read_text()
+    (folder / "images.txt").write_text(lines.replace("shot_", "shot "))
+    assert look(tmp_path).problems == []
+    data = manager(tmp_path, downscale_factor=1)
+    data.check_capture()
+    assert {path.name for path in data.train_dataset.image_filenames} < {shot.name for shot in shots()}

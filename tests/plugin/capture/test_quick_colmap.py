@@ -48,7 +48,7 @@ def _same(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> Non
 
 
 def test_points_are_nerfstudios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick_colmap, "_AT_ONCE", 7)
+    monkeypatch.setattr("ns_multigpu.plugin.capture.colmap._AT_ONCE", 7)
     theirs, ours = _parsers(_written(tmp_path))
     _same(theirs._load_3D_points(tmp_path, TURNED, 0.7), ours._load_3D_points(tmp_path, TURNED, 0.7))
 

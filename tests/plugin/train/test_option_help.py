@@ -69,7 +69,7 @@ def ours() -> Iterator[Any]:
 
 
 GUARDS = """steps-per-checksum save-on-interrupt max-restarts stall-seconds stall-abort-seconds steps-per-numeric-check
-    on-nonfinite fused-steps keep-checkpoints start-over verbose"""
+    on-nonfinite fused-steps keep-checkpoints start-over allow-unseen-points verbose"""
 RUN = "eval-at-start max-num-images save-in-background save-fallback-dir save-retry-seconds"
 RATES = "recipe batch-scaling rates-at-end rates-fall-from"
 VIEWS = "pipeline.strategy pipeline.views-per-rank pipeline.views-per-step pipeline.level-steps"

@@ -1,0 +1,83 @@
+"""Points of a .ply file: text or binary, without open3d. The format: https://paulbourke.net/dataformats/ply."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ns_multigpu.plugin.capture.colmap import Damaged
+
+_TYPES = {
+    "char": "i1", "uchar": "u1", "short": "i2", "ushort": "u2", "int": "i4", "uint": "u4", "float": "f4",
+    "double": "f8", "int8": "i1", "uint8": "u1", "int16": "i2", "uint16": "u2", "int32": "i4", "uint32": "u4",
+    "float32": "f4", "float64": "f8",
+}  # fmt: skip
+_ORDERS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"}
+_END = b"end_header"
+
+
+def read_ply(path: Path) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
+    """Return the positions [n, 3] of a file's vertices, and their colours [n, 3] or [0, 3] if it has none.
+
+    Colours that are not bytes are taken as fractions of white.
+
+    Raises:
+        Damaged: the file is no .ply, ends too early, or has no vertices with x, y and z.
+        OSError: the file cannot be read.
+    """
+    data = path.read_bytes()
+    end = data.find(b"\n", data.find(_END))
+    if not data.startswith(b"ply") or _END not in data or end < 0:
+        raise Damaged(f"{path}: it is no .ply file, or is truncated in its header")
+    order, count, kind = _header(path, data[:end].decode("latin1").split("\n"))
+    body = memoryview(data)[end + 1 :]
+    rows = _text_rows(path, bytes(body), count, kind) if order == "" else _binary_rows(path, body, count, kind)
+    names = kind.names or ()
+    xyz = np.stack([rows[axis].astype(np.float64) for axis in "xyz"], axis=-1)
+    if not {"red", "green", "blue"} <= set(names):
+        return xyz, np.zeros((0, 3), np.uint8)
+    rgb = np.stack([rows[name] for name in ("red", "green", "blue")], axis=-1)
+    return xyz, rgb if rgb.dtype == np.uint8 else (rgb.astype(np.float64).clip(0, 1) * 255).round().astype(np.uint8)
+
+
+def _header(path: Path, lines: list[str]) -> tuple[str, int, np.dtype[Any]]:
+    """Return the byte order ("" for text), the number of vertices, and the record of one."""
+    words = [line.split() for line in lines]
+    order = next((_ORDERS.get(row[1]) for row in words if row[:1] == ["format"] and len(row) > 1), None)
+    first = next((n for n, row in enumerate(words) if row[:1] == ["element"]), len(words))
+    if order is None or words[first : first + 1] == [] or words[first][1:2] != ["vertex"]:
+        raise Damaged(f"{path}: its header names no known format, or vertices are not its first element")
+    fields: list[tuple[str, str]] = []
+    for row in words[first + 1 :]:
+        if row[:1] != ["property"]:
+            if row[:1] == ["comment"]:
+                continue
+            break
+        if len(row) != 3 or row[1] not in _TYPES:
+            raise Damaged(f"{path}: a property of its vertices is not a number: {' '.join(row)}")
+        fields.append((row[2], order + _TYPES[row[1]]))
+    if not {"x", "y", "z"} <= {name for name, _ in fields}:
+        raise Damaged(f"{path}: its vertices have no x, y and z")
+    return order, int(words[first][2]), np.dtype(fields)
+
+
+def _binary_rows(path: Path, body: memoryview, count: int, kind: np.dtype[Any]) -> NDArray[Any]:
+    if len(body) < count * kind.itemsize:
+        raise Damaged(f"{path}: it is truncated: it ends in point {len(body) // kind.itemsize + 1} of {count}")
+    return np.frombuffer(body, kind, count)
+
+
+def _text_rows(path: Path, body: bytes, count: int, kind: np.dtype[Any]) -> NDArray[Any]:
+    names = kind.names or ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy stops at a word that is no number; the count shows it
+        values = np.fromstring(body, np.float64, sep=" ")
+    whole = len(values) // len(names)
+    if whole < count:
+        raise Damaged(f"{path}: it is truncated or no number: it ends in point {whole + 1} of {count}")
+    rows = np.empty(count, kind)
+    for name, column in zip(names, values[: count * len(names)].reshape(count, -1).T, strict=True):
+        rows[name] = column
+    return rows

@@ -1,0 +1,156 @@
+"""Seed points of a capture: invalid ones, equal ones, and the number of points that each view sees.
+
+Lens distortion is ignored: the count shows only whether cameras and points lie in the same frame.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+_VIEWS, _POINTS, _POINTS_IN_DOUBT = 100, 1000, 50_000
+"""Largest numbers of views and points that a count samples; more points are counted before a capture is refused."""
+_FEW_VIEWS = 0.1
+"""Share of views that see a seed point, below which a capture is refused."""
+_BETTER = 2.0
+"""Factor by which another reading of the poses must show more points for a capture to be refused."""
+_SEVERAL, _DOT = 5, 0.03
+"""Number of points that are expected to spread over more than this share of an image's width or height."""
+FLIP = np.diag([1.0, -1.0, -1.0, 1.0])
+"""OpenCV's axes (y down, z forward) from OpenGL's (y up, z back), and back."""
+
+_Floats = NDArray[np.float64]
+
+_TRANSFORMS = (
+    "the poses have OpenCV's axes: negate columns 2 and 3 of each transform_matrix",
+    "the poses are world-to-camera: invert each transform_matrix",
+    "the poses are world-to-camera with OpenCV's axes: invert each transform_matrix, then negate its columns 2 and 3",
+)
+_COLMAP = (
+    "the poses have OpenGL's axes: negate rows 2 and 3 of each world-to-camera matrix",
+    "the poses are camera-to-world: invert each",
+    "the poses are camera-to-world with OpenGL's axes: negate columns 2 and 3 of each, then invert it",
+)
+
+
+@dataclass(frozen=True)
+class Views:
+    """Pinhole views of a capture.
+
+    Attributes:
+        poses: [n, 4, 4] camera-to-world, OpenGL's axes (x right, y up, z back).
+        lenses: [n, 4] focal lengths fx, fy and principal point cx, cy in pixels.
+        sizes: [n, 2] width and height in pixels.
+        is_colmap: True if the file holds world-to-camera poses with OpenCV's axes.
+    """
+
+    poses: _Floats
+    lenses: _Floats
+    sizes: _Floats
+    is_colmap: bool = False
+
+
+def invalid_points(file: Path, xyz: _Floats) -> str | None:
+    """Return the problem of seed points [n, 3] that are no numbers or lie at one place; None if there is none."""
+    wrong = np.flatnonzero(~np.isfinite(xyz).all(axis=1))
+    if len(wrong):
+        more = f" and {len(wrong) - 1} more of {len(xyz)} are" if len(wrong) > 1 else f" of {len(xyz)} is"
+        return f"{file}: point {wrong[0] + 1}{more} NaN or infinite: remove them"
+    if len(xyz) > 1 and (xyz == xyz[0]).all():
+        return f"{file}: all {len(xyz)} points lie at one place. Give the points of the scene"
+    return None
+
+
+def distinct_rows(xyz: NDArray[np.float32]) -> NDArray[np.int64] | None:
+    """Return the first row of each position of `xyz` [n, 3], in order; None if no two rows are equal."""
+    # 64-bit keys are quicker to sort than rows.
+    words = np.ascontiguousarray(xyz + np.float32(0)).view(np.uint32).astype(np.uint64)  # + 0: -0 is 0
+    keys = (words * np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)).sum(axis=1)
+    rows = np.sort(np.unique(keys, return_index=True)[1])
+    return None if len(rows) == len(xyz) else rows
+
+
+def merged(points: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a dataparser's seed points without those at the position of an earlier one.
+
+    Splats begin with the distance of the next points, which would be zero.
+    """
+    xyz = points.get("points3D_xyz")
+    rows = None if xyz is None else distinct_rows(xyz.numpy())
+    if xyz is None or rows is None:
+        return points
+    return {name: values[rows] if len(values) == len(xyz) else values for name, values in points.items()}
+
+
+def seen_points(views: Views, xyz: _Floats) -> NDArray[np.int64]:
+    """Return for each view the number of points [n] in front of its camera and inside its image.
+
+    Several points within a dot of the image count as none: they are a scene far away.
+
+    Args:
+        views: n views.
+        xyz: [m, 3] positions in the poses' frame.
+    """
+    counts = np.zeros(len(views.poses), np.int64)
+    for number, (to_camera, (fx, fy, cx, cy), (width, height)) in enumerate(
+        zip(np.linalg.inv(views.poses), views.lenses, views.sizes, strict=True)
+    ):
+        x, y, z = to_camera[:3, :3] @ xyz.T + to_camera[:3, 3:]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            u, v = cx - fx * x / z, cy + fy * y / z
+        seen = (z < 0) & (u >= 0) & (u < width) & (v >= 0) & (v < height)
+        count = np.count_nonzero(seen)
+        if count < _SEVERAL or max(np.ptp(u[seen]) / width, np.ptp(v[seen]) / height) > _DOT:
+            counts[number] = count
+    return counts
+
+
+def unseen_problem(views: Views, xyz: _Floats) -> str | None:
+    """Return the reason why cameras and seed points do not fit together, and the likely fix; None if they do.
+
+    Args:
+        views: the capture's views.
+        xyz: [m, 3] the seed points in the poses' frame.
+    """
+    xyz = xyz[np.isfinite(xyz).all(axis=1)]
+    # Other checks name invalid poses.
+    if len(xyz) == 0 or not np.isfinite(views.poses).all() or np.any(np.linalg.det(views.poses) == 0):
+        return None
+    step = -(-len(views.poses) // _VIEWS)
+    some = replace(views, poses=views.poses[::step], lenses=views.lenses[::step], sizes=views.sizes[::step])
+    problem = _problem(some, _sample(xyz, _POINTS))
+    return problem if problem is None or len(xyz) <= _POINTS else _problem(some, _sample(xyz, _POINTS_IN_DOUBT))
+
+
+def _sample(xyz: _Floats, most: int) -> _Floats:
+    return xyz[:: -(-len(xyz) // most)]
+
+
+def _problem(views: Views, xyz: _Floats) -> str | None:
+    poses, back = views.poses, np.linalg.inv(views.poses)
+    others = (poses @ FLIP, FLIP @ back @ FLIP, FLIP @ back) if views.is_colmap else (poses @ FLIP, back, back @ FLIP)
+    usual, *counts = (seen_points(replace(views, poses=reading), xyz) for reading in (poses, *others))
+    best = max(range(len(counts)), key=lambda k: counts[k].sum())
+    is_better = counts[best].sum() > _BETTER * usual.sum()
+    if np.mean(usual > 0) >= _FEW_VIEWS and not (is_better and len(xyz) >= 10):
+        return None
+    line = f"{_share(usual > 0)} of the views see a seed point, and a view sees {_share(usual / len(xyz))} of them"
+    if is_better:
+        reason = (_COLMAP if views.is_colmap else _TRANSFORMS)[best]
+        seen, share = _share(counts[best] > 0), _share(counts[best] / len(xyz))
+        return f"{line}. Likely {reason}. Then {seen} of the views see one, and a view sees {share} of them"
+    return (
+        f"{line}. Likely the points lie in another frame than the cameras: the median of the points is "
+        f"{_place(xyz)}, of the cameras {_place(poses[:, :3, 3])}. Give points in the cameras' frame"
+    )
+
+
+def _share(values: NDArray[np.generic]) -> str:
+    share = float(np.mean(values.astype(float)))
+    return f"{share:.0%}" if share == 0 or share >= 0.01 else "less than 1%"
+
+
+def _place(xyz: _Floats) -> str:
+    return "(" + ", ".join(f"{value:.6g}" for value in np.median(xyz, axis=0)) + ")"
