@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from nerfstudio.data.dataparsers.colmap_dataparser import MAX_AUTO_RESOLUTION, ColmapDataParserConfig
-from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
 from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
 
 from ns_multigpu.plugin.capture.checks import transforms_problems
 from ns_multigpu.plugin.capture.colmap import Reconstruction, look_at
 from ns_multigpu.plugin.capture.image_files import Header, header_size, read_header
+from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio, missing_list
 from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
 _THREADS = 16
@@ -206,15 +207,19 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
         return []
     # nerfstudio's own parser knows the files; seed points are all that it reads in full.
     outputs: list[Any] = []
-    for split in ("train", "val"):
+    target = ListedNerfstudio if parser._target is Nerfstudio else parser._target
+    reader: Any = dataclasses.replace(parser, load_3D_points=False, _target=target)
+    for split in ("train", "val", "test"):
         try:
-            outputs.append(dataclasses.replace(parser, load_3D_points=False).setup().get_dataparser_outputs(split))
+            outputs.append(reader.setup().get_dataparser_outputs(split))
         except (AssertionError, KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
             found.problems.append(f"{path}: {error or type(error).__name__}")
             return []
     if len(outputs[0].image_filenames) == 0:
         found.problems.append(_nothing_to_train(len(outputs[1].image_filenames)))
     images: list[_Image] = []
+    if outputs[2].image_filenames == outputs[1].image_filenames:
+        outputs.pop()
     for part in outputs:
         sizes = zip(part.cameras.width.flatten().tolist(), part.cameras.height.flatten().tolist(), strict=True)
         masks = part.mask_filenames or [None] * len(part.image_filenames)
@@ -234,8 +239,15 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
 
 
 def _look_at_split(parser: ColmapDataParserConfig, names: Sequence[str], found: Findings) -> None:
-    """Check that training views remain, and that no view is listed twice."""
-    if any((parser.data / f"{part}_list.txt").exists() for part in ("train", "test", "validation")):
+    """Check that training views remain, that no view is listed twice, and that lists of views name views."""
+    files = {part: parser.data / f"{part}_list.txt" for part in ("train", "test", "val", "validation")}
+    lists = {part: file for part, file in files.items() if file.is_file()}
+    if missing := missing_list(lists.__contains__, "{}_list.txt"):
+        found.problems.append(f"{parser.data}: it has {missing}")
+    for file in lists.values():
+        if unknown := sorted({*file.read_text("utf8").splitlines()} - {*names}):
+            found.problems.append(f"{file}: no view of the reconstruction has these names: {_some(unknown)}")
+    if lists:
         return
     listed: Any = list(names)  # nerfstudio's annotation is the invariant List
     if parser.eval_mode == "interval":

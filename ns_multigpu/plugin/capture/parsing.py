@@ -9,7 +9,7 @@ from typing import Any
 
 from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser, ColmapDataParserConfig
-from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together, transforms_problems
@@ -19,6 +19,7 @@ from ns_multigpu.plugin.capture.image_files import file_problem
 from ns_multigpu.plugin.capture.moved import look_where_it_is
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
 from ns_multigpu.plugin.capture.reading import FAULTS
+from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def _wrong_before_reading(config: Any) -> list[str]:
     return []
 
 
-class _UnaskedNerfstudio(Nerfstudio):
+class _UnaskedNerfstudio(ListedNerfstudio):
     """nerfstudio's parser without prompts, as workers have no terminal. Without a ply_file_path it returns no seed
     points; the pipeline reports that.
     """
