@@ -32,6 +32,8 @@ def stream_for_ns_export() -> None:
         SystemExit: the file has been written, or cannot be; then with the reason.
     """
     exporter, config = running_command("exporter.py") or (None, None)
+    if exporter is None:
+        return
     kind = type(exporter).__name__
     if kind in _OF_FIELDS:
         run = shlex.quote(str(exporter.load_config))
@@ -41,7 +43,7 @@ def stream_for_ns_export() -> None:
             f"  ns-multigpu export-mesh --load-config {run} --output-path mesh.ply\n"
             f"  ns-multigpu export --load-config {run} --output-path splat.ply"
         )
-    if exporter is None or kind != "ExportGaussianSplat":
+    if kind != "ExportGaussianSplat":
         return
     box = (exporter.obb_center, exporter.obb_rotation, exporter.obb_scale)
     crop = None if None in box else OrientedBox.from_params(*box)  # as in nerfstudio, which ignores an incomplete box
