@@ -231,6 +231,7 @@ def render(
     colormap_min: Annotated[float, tyro.conf.arg(name="colormap-options.colormap-min")] = 0.0,
     colormap_max: Annotated[float, tyro.conf.arg(name="colormap-options.colormap-max")] = 1.0,
     render_nearest_camera: bool = False,
+    overwrite: bool = False,
     pose_source: Literal["eval", "train"] = "eval",
     interpolation_steps: int = 10,
     order_poses: bool = False,
@@ -264,6 +265,7 @@ def render(
         colormap_min: Position of the value 0 in the colour map, 0 to 1.
         colormap_max: Position of the value 1 in the colour map, 0 to 1.
         render_nearest_camera: Show the nearest training photograph next to each frame.
+        overwrite: Replace a finished video, or write into a folder that is not empty.
         pose_source: interpolate: split of the views.
         interpolation_steps: interpolate: frames from one view to the next.
         order_poses: interpolate: sort the views by proximity.
@@ -294,7 +296,9 @@ def render(
     names = rendered_output_names or (() if mode == "dataset" else ("rgb",))
     colors = ColormapOptions(colormap, normalize, colormap_min, colormap_max, invert)
     look = Look(names, depth_near_plane, depth_far_plane, colors)
-    work = Rendering(what, output_path, look, downscale_factor, image_format, jpeg_quality, render_nearest_camera)
+    work = Rendering(
+        what, output_path, look, downscale_factor, image_format, jpeg_quality, render_nearest_camera, overwrite
+    )
     run_tool(load_config, step, work, num_devices, device_type, data)
 
 

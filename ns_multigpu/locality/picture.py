@@ -54,7 +54,9 @@ class Partition:
                 "[S, 3], [S] and [V, 3]"
             )
         if len(self.view_owners) not in (0, len(self.cameras)):
-            raise ValueError(f"{len(self.view_owners)} view owners for {len(self.cameras)} views: give one for each, or none")
+            raise ValueError(
+                f"{len(self.view_owners)} view owners for {len(self.cameras)} views: give one each, or none"
+            )
         if ranks == 0 or self.machines < 1 or ranks % self.machines != 0:
             raise ValueError(f"{ranks} ranks on {self.machines} machines: each must have as many")
 

@@ -72,7 +72,10 @@ def test_each_machine_has_the_town_that_its_views_see() -> None:
     assert len(set(first.tolist())) == len(set(second.tolist())) == 1 and first[0] != second[0]
     counts = torch.bincount(owners, minlength=4)
     assert counts.max() < 1.2 * counts.float().mean(), "level on each machine's ranks"
-    assert made.group_owners is not None and made.group_owners.view_machines.tolist() == [int(first[0]), int(second[0])] * 6
+    assert (
+        made.group_owners is not None
+        and made.group_owners.view_machines.tolist() == [int(first[0]), int(second[0])] * 6
+    )
     needed = access.of(0)
     assert needed is not None and needed[:, 2 * int(second[0])].sum() == 0, "nothing from the other machine"
     assert POINTS / 2 <= needed.sum() <= POINTS, "all of the town; what is in two halos counts twice"

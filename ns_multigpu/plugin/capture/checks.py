@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.capture.split_lists import missing_list
 from ns_multigpu.plugin.faults.errors import InputError
 
 RENDERED = (CameraType.PERSPECTIVE, CameraType.FISHEYE, CameraType.FISHEYE624)
@@ -160,6 +161,8 @@ def transforms_problems(data: Path) -> list[str]:
             f"{path}: camera model {meta['camera_model']} is unknown; {', '.join(CAMERA_MODEL_TO_TYPE)} are known"
         )
     lines += _number_problems(str(path), meta)
+    if missing := missing_list(lambda name: f"{name}_filenames" in meta, "{}_filenames"):
+        lines.append(f"{path}: it has {missing}")
     for number, frame in enumerate(meta["frames"]):
         name = frame.get("file_path", f"frame {number}")
         lines += _number_problems(name, frame)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from nerfstudio.data.dataparsers.colmap_dataparser import MAX_AUTO_RESOLUTION, ColmapDataParserConfig
-from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
 from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
 from numpy.typing import NDArray
 
@@ -26,6 +26,7 @@ from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at, 
 from ns_multigpu.plugin.capture.image_files import Header, header_size, is_all_black, missing_file, read_header
 from ns_multigpu.plugin.capture.ply import read_ply
 from ns_multigpu.plugin.capture.seed_points import FLIP, Views, distinct_rows, invalid_points, unseen_problem
+from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio, missing_list
 from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
 _THREADS = 16
@@ -292,7 +293,7 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
     # nerfstudio's own parser knows the files; seed points are all that it reads in full.
     outputs: list[Any] = []
     missing: list[str] = []
-    for split in ("train", "val"):
+    for split in ("train", "val", "test"):
         try:
             outputs.append(_outputs(parser, split, missing))
         except ZeroDivisionError:
@@ -310,6 +311,8 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
     if len(outputs[0].image_filenames) == 0:
         found.problems.append(_nothing_to_train(len(outputs[1].image_filenames)))
     images: list[_Image] = []
+    if outputs[2].image_filenames == outputs[1].image_filenames:
+        outputs.pop()
     for part in outputs:
         sizes = zip(part.cameras.width.flatten().tolist(), part.cameras.height.flatten().tolist(), strict=True)
         masks = part.mask_filenames or [None] * len(part.image_filenames)
@@ -329,7 +332,8 @@ def _outputs(parser: NerfstudioDataParserConfig, split: str, missing: list[str])
     """Run nerfstudio's parser without seed points. To choose a factor it opens the first image: without that image,
     parse with factor 1, so that all missing images are listed later.
     """
-    parser = dataclasses.replace(parser, load_3D_points=False)
+    target = ListedNerfstudio if parser._target is Nerfstudio else parser._target
+    parser = dataclasses.replace(parser, load_3D_points=False, _target=target)
     try:
         return parser.setup().get_dataparser_outputs(split)
     except OSError as error:
@@ -376,8 +380,15 @@ def _look_at_seed_points(file: Path, xyz: NDArray[np.float64], views: Views, fou
 
 
 def _look_at_split(parser: ColmapDataParserConfig, names: Sequence[str], found: Findings) -> None:
-    """Check that training views remain, and that no view is listed twice."""
-    if any((parser.data / f"{part}_list.txt").exists() for part in ("train", "test", "validation")):
+    """Check that training views remain, that no view is listed twice, and that lists of views name views."""
+    files = {part: parser.data / f"{part}_list.txt" for part in ("train", "test", "val", "validation")}
+    lists = {part: file for part, file in files.items() if file.is_file()}
+    if missing := missing_list(lists.__contains__, "{}_list.txt"):
+        found.problems.append(f"{parser.data}: it has {missing}")
+    for file in lists.values():
+        if unknown := sorted({*file.read_text("utf8").splitlines()} - {*names}):
+            found.problems.append(f"{file}: no view of the reconstruction has these names: {_some(unknown)}")
+    if lists:
         return
     listed: Any = list(names)  # nerfstudio's annotation is the invariant List
     if parser.eval_mode == "interval":

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser, ColmapDataParserConfig
-from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
@@ -24,6 +24,7 @@ from ns_multigpu.plugin.capture.ply import read_ply
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
 from ns_multigpu.plugin.capture.reading import FAULTS
 from ns_multigpu.plugin.capture.seed_points import merged
+from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def _wrong_before_reading(config: Any) -> list[str]:
     return []
 
 
-class _UnaskedNerfstudio(Nerfstudio):
+class _UnaskedNerfstudio(ListedNerfstudio):
     """nerfstudio's parser without prompts, as workers have no terminal, and without open3d. Without a ply_file_path it
     returns no seed points; the pipeline reports that. Points at one position are merged.
     """

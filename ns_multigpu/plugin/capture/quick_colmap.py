@@ -1,4 +1,4 @@
-"""nerfstudio's COLMAP parser with fast reading of seed points, once for both splits.
+"""nerfstudio's COLMAP parser with fast reading of seed points, once for both splits, and lists of `listed_split`.
 
 nerfstudio creates an object per point, for the training and the held-out views: 13 us a point. The result here is
 bitwise the same, but points at one position are merged.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ns_multigpu.plugin.capture.colmap import Damaged, gather, names_in_text, point_starts
 from ns_multigpu.plugin.capture.seed_points import merged
+from ns_multigpu.plugin.capture.split_lists import listed_split
 
 _POINT = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error", "<f8"), ("track", "<u8")])
 """Fields before a point's track, https://colmap.github.io/format.html."""
@@ -40,6 +41,10 @@ class QuickColmap(ColmapDataParser):
                 if folder is not None:
                     frame[key] = (options.data / folder / name).with_suffix(".png").as_posix()
         return found
+
+    def _get_image_indices(self, image_filenames: list[Path], split: str) -> Any:
+        listed = listed_split(split, lambda name: (self.config.data / f"{name}_list.txt").exists())
+        return super()._get_image_indices(image_filenames, listed)
 
     def _load_3D_points(self, colmap_path: Path, transform_matrix: Tensor, scale_factor: float) -> dict[str, Tensor]:
         file, found = colmap_path / "points3D.bin", None

@@ -1,36 +1,50 @@
-"""Streaming export for plain `ns-export gaussian-splat`, as in `ns-multigpu export`.
+"""Support for plain `ns-export` of Gaussians: it streams `gaussian-splat`, as in `ns-multigpu export`.
 
 nerfstudio's exporter loads the full model on one device, copies it to the host and writes it number by number. It has
 no hook for another implementation. But it creates the pipeline first, and that calls this module before it loads
 anything.
 """
 
-import sys
+import shlex
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.nerfstudio_commands import running_command
 
-_SCRIPT = ("nerfstudio", "scripts", "exporter.py")
+_OF_FIELDS = {
+    "ExportPointCloud": "pointcloud", "ExportTSDFMesh": "tsdf", "ExportPoissonMesh": "poisson",
+    "ExportMarchingCubesMesh": "marching-cubes",
+}  # fmt: skip
+"""Exporters of radiance fields, and their commands."""
 
 
 def stream_for_ns_export() -> None:
-    """Write the file and exit, if the command `ns-export gaussian-splat` creates the pipeline.
+    """Write the file and exit, if the command `ns-export gaussian-splat` creates the pipeline. Exit also if another
+    `ns-export` does that needs a radiance field.
 
     It returns if anything else creates the pipeline, including another program that calls nerfstudio's exporter.
 
     Raises:
         SystemExit: the file has been written, or cannot be; then with the reason.
     """
-    asked = _asked()
-    if asked is None:
+    exporter, config = running_command("exporter.py") or (None, None)
+    if exporter is None:
         return
-    exporter, config = asked
+    kind = type(exporter).__name__
+    if kind in _OF_FIELDS:
+        run = shlex.quote(str(exporter.load_config))
+        raise SystemExit(
+            f"ns-export {_OF_FIELDS[kind]}: it is for radiance fields, and this is a run of Gaussians. Give, for a "
+            "mesh of their surfaces or for the Gaussians:\n"
+            f"  ns-multigpu export-mesh --load-config {run} --output-path mesh.ply\n"
+            f"  ns-multigpu export --load-config {run} --output-path splat.ply"
+        )
+    if kind != "ExportGaussianSplat":
+        return
     box = (exporter.obb_center, exporter.obb_rotation, exporter.obb_scale)
     crop = None if None in box else OrientedBox.from_params(*box)  # as in nerfstudio, which ignores an incomplete box
     output = Path(exporter.output_dir) / exporter.output_filename
@@ -42,23 +56,3 @@ def stream_for_ns_export() -> None:
     left_out = f"; left out {total - kept:,} that are transparent or not finite" if kept < total else ""
     CONSOLE.print(f"Wrote {output} ({kept:,} Gaussians of {checkpoint.name}{left_out}).", soft_wrap=True)
     raise SystemExit(0)
-
-
-def _asked() -> tuple[Any, Any] | None:
-    """Return the command's exporter and the run's loaded config; None for any other command."""
-    frame: FrameType | None = sys._getframe()
-    config: Any = None
-    while frame is not None:
-        name, caller = frame.f_code.co_name, frame.f_back
-        if name == "eval_setup":
-            config = frame.f_locals.get("config")
-        if name == "main" and _is_the_script(frame) and caller is not None and _is_the_script(caller):
-            exporter = frame.f_locals.get("self")
-            by_command = caller.f_code.co_name == "entrypoint"
-            return (exporter, config) if by_command and type(exporter).__name__ == "ExportGaussianSplat" else None
-        frame = caller
-    return None
-
-
-def _is_the_script(frame: FrameType) -> bool:
-    return Path(frame.f_code.co_filename).parts[-3:] == _SCRIPT

@@ -106,3 +106,11 @@ def check_names(names: Sequence[str], there: Sequence[str]) -> None:
 
 def _said(outputs: Mapping[str, Any]) -> str:
     return ", ".join([*outputs, "rgba"])
+
+
+def with_even_sides(frame: Tensor) -> Tensor:
+    """Return a frame [h, w, c], with its last row or column repeated if the side is odd."""
+    height, width, _ = frame.shape
+    if height % 2:
+        frame = torch.cat([frame, frame[-1:]])
+    return torch.cat([frame, frame[:, -1:]], 1) if width % 2 else frame

@@ -7,23 +7,24 @@ made.
 """
 
 import math
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.progress import track
 from torch import Tensor
 
 from ns_multigpu.core.types import Pixels, View
-from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
-from ns_multigpu.plugin.tools.film import whole_file
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.tools.mesh import Mesh, joined
 
-if TYPE_CHECKING:
-    import open3d as o3d
-
-LEAST_TRIANGLES = 50
-"""Least triangles of a connected part; smaller ones are removed as noise, as published."""
+BLOCKS_PER_GRID = 65536
+"""Largest number of blocks of a grid, 5 GB: open3d indexes colours in 32 bits, so 174,763 would overflow."""
+BLOCKS_AT_ONCE = 8192
+"""Largest number of blocks that are extracted at once, 1.2 GB. open3d counts bytes in 32 bits, so 32,768 crash."""
 _BLOCK = 16
 """Voxels along a side of a block."""
 _BLOCKS_AT_FIRST = 2000
@@ -100,10 +101,12 @@ class Fusion:
     def __init__(self, voxel: float, truncation: float, max_depth: float) -> None:
         self._open3d: Any = load_open3d()
         self._voxel, self._max_depth, self._truncation = voxel, max_depth, truncation / voxel
-        core, self._empty = self._open3d.core, True
-        names, widths = ("tsdf", "weight", "color"), ((1), (1), (3))
-        self._grid = self._open3d.t.geometry.VoxelBlockGrid(
-            names, (core.float32,) * 3, widths, voxel, _BLOCK, _BLOCKS_AT_FIRST, core.Device("CPU:0")
+        self._grids = [self._new_grid(_BLOCKS_AT_FIRST)]
+
+    def _new_grid(self, blocks: int) -> Any:
+        core, names, widths = self._open3d.core, ("tsdf", "weight", "color"), ((1), (1), (3))
+        return self._open3d.t.geometry.VoxelBlockGrid(
+            names, (core.float32,) * 3, widths, self._voxel, _BLOCK, blocks, core.Device("CPU:0")
         )
 
     def add(self, color: Tensor, depth: Tensor, view: View) -> None:
@@ -116,7 +119,6 @@ class Fusion:
         """
         if not bool(((depth > 0) & (depth <= self._max_depth)).any()):
             return  # open3d raises on an empty view
-        self._empty = False
         core, K = self._open3d.core, view.K.double().cpu()
         pose = core.Tensor(view.viewmat.double().cpu().numpy())
         ends = (1.0, self._max_depth, self._truncation)
@@ -124,20 +126,98 @@ class Fusion:
         finer = max(1, math.ceil(_STRIDE * self._max_depth / (float(K[[0, 1], [0, 1]].min()) * _BLOCK * self._voxel)))
         dense = depth.repeat_interleave(finer, 0).repeat_interleave(finer, 1)
         scaled = K * torch.tensor([finer, finer, 1.0], dtype=K.dtype)[:, None]
-        blocks = self._grid.compute_unique_block_coordinates(
+        rest = self._grids[0].compute_unique_block_coordinates(
             self._image(dense), core.Tensor(scaled.numpy()), pose, *ends
         )
         camera = core.Tensor(K.numpy())
-        self._grid.integrate(blocks, self._image(depth), self._image(color.clamp(0, 1)), camera, camera, pose, *ends)
+
+        def integrate(grid: Any, blocks: Any) -> None:
+            if len(blocks):
+                grid.integrate(blocks, self._image(depth), self._image(color.clamp(0, 1)), camera, camera, pose, *ends)
+
+        for grid in self._grids:
+            _, known = grid.hashmap().find(rest)
+            integrate(grid, rest[known])
+            rest = rest[known.logical_not()]
+        while len(rest):
+            if not (capacity := BLOCKS_PER_GRID - self._grids[-1].hashmap().size()):
+                self._grids.append(self._new_grid(_BLOCKS_AT_FIRST))
+                continue
+            integrate(self._grids[-1], rest[:capacity])
+            rest = rest[capacity:]
 
     def _image(self, values: Tensor) -> Any:
         return self._open3d.t.geometry.Image(np.ascontiguousarray(values.float().numpy()))
 
-    def mesh(self) -> "o3d.geometry.TriangleMesh":
-        """Return the surface as a mesh with colours and normals; it may be empty."""
-        if self._empty:
-            return self._open3d.geometry.TriangleMesh()
-        return self._grid.extract_triangle_mesh(weight_threshold=_SEEN_ONCE).to_legacy()
+    def mesh(self) -> Mesh:
+        """Return the surface as a mesh; it may be empty. At most `BLOCKS_AT_ONCE` blocks are extracted at once.
+
+        Voxels count as observed only in a piece's core and on its upper planes. So each cube of eight voxels belongs to
+        one piece, and the pieces together are the whole field's mesh.
+        """
+        fields = [_blocks_of(grid) for grid in self._grids]
+        keys = np.concatenate([field[0] for field in fields])
+        if not len(keys):
+            return Mesh.empty()
+        core, meshes = self._open3d.core, list[Mesh]()
+        cores = list(_cores(keys, keys.min(0), keys.max(0) + 1))
+        for low, high in track(cores, "Extracting the mesh", console=CONSOLE, transient=True):
+            piece = self._new_grid(int(_within(keys, low - 1, high + 1).sum()))
+            for of, places, (tsdf, weight, color) in fields:
+                near = _within(of, low - 1, high + 1)
+                some, at = of[near], places[near]
+                if len(some):
+                    values = (tsdf[at], weight[at] * _observed(some, low, high), color[at])
+                    piece.hashmap().insert(core.Tensor(some), [core.Tensor(value) for value in values])
+            meshes.append(_extract(piece))
+        return joined(meshes, _BLOCK * self._voxel)
+
+
+def _blocks_of(grid: Any) -> tuple[Any, Any, Any]:
+    """Return a grid's block coordinates [N, 3], their places [N], and views of the values [places, 16, 16, 16, ...]."""
+    blocks = grid.hashmap()
+    places = blocks.active_buf_indices().numpy().astype(np.int64)
+    return blocks.key_tensor().numpy()[places], places, tuple(values.numpy() for values in blocks.value_tensors())
+
+
+def _observed(keys: Any, low: Any, high: Any) -> Any:
+    """Return for each voxel of the blocks `keys` [N, 3] if it lies in a box or on its upper planes: [N, z, y, x, 1]."""
+    known = np.ones((len(keys), 1, 1, 1, 1), bool)
+    for axis in range(3):
+        voxels = keys[:, axis, None] * _BLOCK + np.arange(_BLOCK)
+        shape = [len(keys), 1, 1, 1, 1]
+        shape[3 - axis] = _BLOCK
+        known = known & ((voxels >= low[axis] * _BLOCK) & (voxels <= high[axis] * _BLOCK)).reshape(shape)
+    return known
+
+
+def _extract(grid: Any) -> Mesh:
+    mesh = grid.extract_triangle_mesh(weight_threshold=_SEEN_ONCE)
+    if "indices" not in mesh.triangle:
+        return Mesh.empty()
+    colors = np.rint(mesh.vertex.colors.numpy().clip(0, 1) * 255).astype(np.uint8)
+    return Mesh(mesh.vertex.positions.numpy(), mesh.vertex.normals.numpy(), colors, mesh.triangle.indices.numpy())
+
+
+def _within(keys: Any, low: Any, high: Any) -> Any:
+    return ((keys >= low) & (keys < high)).all(1)
+
+
+def _cores(keys: Any, low: Any, high: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield boxes [low, high) of blocks that partition the blocks `keys` [N, 3]. With its neighbours, a box has at most
+    `BLOCKS_AT_ONCE` blocks, or is a single block.
+    """
+    keys = keys[_within(keys, low - 1, high + 1)]
+    sides = high - low
+    if len(keys) <= BLOCKS_AT_ONCE or sides.max() == 1:
+        yield low, high
+        return
+    axis = int(sides.argmax())
+    middle = int(np.clip(np.median(keys[:, axis]), low[axis] + 1, high[axis] - 1))
+    upper, lower = high.copy(), low.copy()
+    upper[axis] = lower[axis] = middle
+    yield from _cores(keys, low, upper)
+    yield from _cores(keys, lower, high)
 
 
 def surface_of(pixels: Pixels, least_alpha: float) -> tuple[Tensor, Tensor]:
@@ -147,40 +227,3 @@ def surface_of(pixels: Pixels, least_alpha: float) -> tuple[Tensor, Tensor]:
     assert pixels.depth is not None
     there = (pixels.alpha >= least_alpha) & (pixels.depth > 0)
     return pixels.color / pixels.alpha.clamp(min=1e-3), torch.where(there, pixels.depth, torch.zeros_like(pixels.depth))
-
-
-def largest_parts(mesh: "o3d.geometry.TriangleMesh", parts: int) -> tuple[int, int]:
-    """Keep the connected parts of a mesh with the most triangles, of those with at least `LEAST_TRIANGLES`.
-
-    Args:
-        mesh: changed in place.
-        parts: largest number of parts to keep.
-
-    Returns:
-        the number of parts before and after. Triangles of a part share edges.
-    """
-    of, sizes, _ = mesh.cluster_connected_triangles()
-    triangles = np.asarray(sizes)
-    kept = np.argsort(-triangles, kind="stable")[:parts]
-    kept = kept[triangles[kept] >= LEAST_TRIANGLES]
-    mesh.remove_triangles_by_mask(~np.isin(np.asarray(of), kept))  # pyright: ignore[reportArgumentType]
-    mesh.remove_unreferenced_vertices()
-    mesh.remove_degenerate_triangles()
-    return len(triangles), len(kept)
-
-
-def write_mesh(mesh: "o3d.geometry.TriangleMesh", output: Path) -> None:
-    """Write a mesh to a file atomically.
-
-    Raises:
-        SaveFailed: it could not be written.
-    """
-    open3d = load_open3d()
-    try:
-        with whole_file(output) as part:
-            if not open3d.io.write_triangle_mesh(str(part), mesh):
-                raise OSError("open3d could not write it; is the disk full?")
-    except OSError as error:
-        raise SaveFailed(
-            f"{output} could not be written: {error.strerror or error}. Free space, or choose another --output-path."
-        ) from error

@@ -23,15 +23,8 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderRequest
 from ns_multigpu.plugin.tools.film import whole_file
-from ns_multigpu.plugin.tools.fusion import (
-    LEAST_TRIANGLES,
-    Fusion,
-    largest_parts,
-    load_open3d,
-    looked_at,
-    surface_of,
-    write_mesh,
-)  # fmt: skip
+from ns_multigpu.plugin.tools.fusion import Fusion, load_open3d, looked_at, surface_of
+from ns_multigpu.plugin.tools.mesh import LEAST_TRIANGLES, largest_parts, write_mesh
 from ns_multigpu.primitives.registry import PRIMITIVES, titled
 from ns_multigpu.primitives.registry import Rendering as Wanted
 
@@ -169,8 +162,7 @@ class Meshing:
                 fusion.add(color, depth, view)
         if fusion is None:
             return
-        mesh = fusion.mesh()
-        parts, kept = largest_parts(mesh, self.parts) if len(mesh.triangles) else (0, 0)
+        mesh, parts, kept = largest_parts(fusion.mesh(), self.parts)
         if not kept:
             raise InputError(
                 f"{checkpoint}: there would be nothing in the mesh. Of {len(requests)} training views no surface was "

@@ -42,7 +42,7 @@ from ns_multigpu.plugin.tools.film import (
     put_together,
     whole_file,
 )  # fmt: skip
-from ns_multigpu.plugin.tools.frames import HostFrame, Look, check_names, picture, shown
+from ns_multigpu.plugin.tools.frames import HostFrame, Look, check_names, picture, shown, with_even_sides
 from ns_multigpu.plugin.tools.nearest import fitted, width_next_to, with_nearest
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Shot, Shots, Spiral, is_panorama
 
@@ -59,6 +59,7 @@ class Rendering:
         image_format: of images.
         jpeg_quality: of JPEG images, 1 to 100.
         nearest: show the nearest training photograph next to each frame. Not for a `Dataset`.
+        overwrite: replace a finished video, or write into a folder that is not empty.
     """
 
     what: CameraPath | Interpolated | Spiral | Dataset
@@ -68,6 +69,7 @@ class Rendering:
     image_format: ImageFormat = "jpeg"
     jpeg_quality: int = 100
     nearest: bool = False
+    overwrite: bool = False
     needs_surfaces: ClassVar[bool] = False
 
     @property
@@ -99,6 +101,9 @@ class Rendering:
                 "--rendered-output-names to have their photographs."
             )
         folder = self.output.parent if self.film else self.output
+        if not self.overwrite and self._is_written():
+            held = "exists already" if self.film else "has files already"
+            raise InputError(f"--output-path {self.output} {held}: give another name, or --overwrite.")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with whole_file(folder / ".probe") as probe:
@@ -108,6 +113,12 @@ class Rendering:
             raise InputError(
                 f"--output-path {self.output} cannot be written: {error.strerror or error}. Choose another place."
             ) from error
+
+    def _is_written(self) -> bool:
+        """Return True if the output exists, and is not an interrupted render's."""
+        if self.film or not self.output.is_dir():
+            return self.output.is_file()
+        return not (self.output / JOB).is_file() and any(self.output.glob("[!.]*"))
 
     def run(self, run: Any, checkpoint: Path, pipeline: Any) -> None:
         """Render the frames. Every rank calls it; see `tools.models.Work`."""
@@ -141,12 +152,6 @@ class Rendering:
             width, height = int(shot.camera.width.item()), int(shot.camera.height.item())
             if width < 1 or height < 1:
                 raise InputError(f"--downscale-factor {self.downscale}: frames would have {width}x{height} pixels.")
-            if self.film and (width * len(self.look.names) % 2 or height % 2):
-                raise InputError(
-                    f"--output-path {self.output}: a video's frames have even sides, and these would have "
-                    f"{width * len(self.look.names)}x{height} pixels. Choose another --downscale-factor, or images: a "
-                    "name without a suffix."
-                )
             for name in self.look.names if is_panorama(shot.camera) else ():
                 if name in ("rank", "normals"):
                     raise InputError(f"--rendered-output-names {name}: panoramas have no such output.")
@@ -174,7 +179,7 @@ class Rendering:
             for index in units[number]:
                 outputs = artist.draw(frames[index], mine, "rank" in self.look.names)
                 if outputs is not None:
-                    parts.put(number, HostFrame(self._shown(outputs, frames[index], artist)))
+                    parts.put(number, HostFrame(with_even_sides(self._shown(outputs, frames[index], artist))))
             if mine:
                 parts.put(number, None)
         parts.finish()

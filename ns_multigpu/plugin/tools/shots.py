@@ -1,6 +1,5 @@
 """Cameras to render: a camera path, or views interpolated between, circling around, or taken from the capture."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.data.scene_box import OrientedBox
 
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.render.camera_path import CAMERA_TYPES, check_camera_path, read_camera_path
 
 Mode = Literal["camera-path", "interpolate", "spiral", "dataset"]
 Split = Literal["train", "val", "test", "train+test"]
-_CAMERA_TYPES = ("perspective", "equirectangular")
 
 
 @dataclass(frozen=True)
@@ -69,72 +68,13 @@ class CameraPath:
         Raises:
             InputError: the path does not exist, or cannot be rendered.
         """
-        path_json = self._path_json()
-        sizes: list[int] = []
-        for name in ("render_width", "render_height"):
-            value = path_json.get(name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 1 or value != int(value):
-                raise InputError(f"{self._name}: {name} is {value!r}. Give a whole number of pixels, at least 1.")
-            sizes.append(int(value))
-        kind = path_json.get("camera_type", "perspective")
-        if kind not in _CAMERA_TYPES:
-            raise InputError(
-                f"{self._name}: camera_type is {kind!r}. Models are rendered as {' and '.join(_CAMERA_TYPES)}. "
-                "Choose one of these types in the viewer's render panel."
-            )
-        seconds = path_json.get("seconds")
-        if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
-            raise InputError(f"{self._name}: seconds is {seconds!r}. Give how long the video is to be, more than 0.")
-        views = path_json.get("camera_path")
-        if not isinstance(views, list) or not views:
-            raise InputError(f"{self._name}: camera_path has no cameras. Save one with keyframes from the viewer.")
-        for number, view in enumerate(views):
-            self._check_view(number, view, kind)
-        try:
-            self.shots(None)
-        except (ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
-            raise InputError(f"{self._name}: this is no camera path ({error!r}).") from error
-        return sizes[0], sizes[1]
-
-    def _check_view(self, number: int, view: Any, kind: str) -> None:
-        pose = view.get("camera_to_world") if isinstance(view, dict) else None
-        if not isinstance(pose, list) or len(pose) != 16:
-            raise InputError(f"{self._name}: camera {number} has no camera_to_world of 16 numbers.")
-        if any(not isinstance(value, (int, float)) or not math.isfinite(value) for value in pose):
-            raise InputError(
-                f"{self._name}: camera {number} has a camera_to_world with a value that is not a finite number "
-                f"({pose}). Take this keyframe out, or set it again in the viewer."
-            )
-        fov = view.get("fov")
-        if kind == "perspective" and not (isinstance(fov, (int, float)) and 0 < fov < 180):
-            raise InputError(f"{self._name}: camera {number} has a fov of {fov!r}. Give degrees between 0 and 180.")
-        time = view.get("render_time", 0.0)
-        if not isinstance(time, (int, float)) or not math.isfinite(time):
-            raise InputError(
-                f"{self._name}: camera {number} has a render_time of {time!r}. Give a number, 0 for the capture's "
-                "first moment and 1 for its last."
-            )
-
-    @property
-    def _name(self) -> str:
-        return f"--camera-path-filename {self.path}"
-
-    def _path_json(self) -> dict[str, Any]:
-        if not self.path.is_file():
-            raise InputError(f"{self._name}: there is no such file. Save one from the viewer.")
-        try:
-            path_json = json.loads(self.path.read_text("utf8"))
-        except (ValueError, OSError) as error:
-            raise InputError(f"{self._name}: this is no camera path ({error}).") from error
-        if not isinstance(path_json, dict) or "camera_path" not in path_json:
-            raise InputError(f"{self._name}: this is no camera path (it has no camera_path). Save one from the viewer.")
-        return path_json
+        return check_camera_path(self.path, read_camera_path(self.path), CAMERA_TYPES)
 
     def shots(self, pipeline: Any) -> Shots:
         """Return the path's frames."""
         from nerfstudio.scripts.render import get_crop_from_json  # slow to import
 
-        path_json = self._path_json()
+        path_json = read_camera_path(self.path)
         cameras, crop = get_path_from_json(path_json), get_crop_from_json(path_json)
         frames = _numbered(cameras)
         if crop is None:

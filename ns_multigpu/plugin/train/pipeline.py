@@ -29,7 +29,6 @@ from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kin
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, learn_placement, load_points, shapes_in
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
-from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.option_help import Only
@@ -163,8 +162,6 @@ class DistributedPipeline(RunPipeline):
         """See `RunPipeline.begin`."""
         if not self.trains:
             let_spirals_begin(DistributedDataManager)
-        if test_mode == "inference":
-            stream_for_ns_export()
         checks.check_strategy(config.strategy, STRATEGIES)
         if self.trains:
             check_primitive(config.model, config.strategy)

@@ -17,10 +17,12 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file, step_of
+from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
 from ns_multigpu.plugin.faults.errors import show_uncaught
 from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.render import team, viewer
+from ns_multigpu.plugin.render.camera_path import check_ns_render
 from ns_multigpu.plugin.render.evaluation import HeldOut, RenderedView, held_out_quality, rendered_views
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.train.terminal import print_metrics
@@ -110,6 +112,9 @@ class RunPipeline(VanillaPipeline, ABC):
         self.trains = test_mode == "val"
         if not self.trains:
             show_uncaught()
+            check_ns_render(gaussians=config.has_surfaces)
+            if config.has_surfaces:
+                stream_for_ns_export()
             config, self.team = team.begin(config, test_mode, config.team_plan)
         self.world = get_world(str(device))
         self.begin(config, test_mode)

@@ -120,16 +120,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         export_splat(tmp_path / "none.ckpt", tmp_path / "d.splat")
 
 
+class ExportGaussianSplat(SimpleNamespace):
+    """Options of nerfstudio's exporter of this name."""
+
+
 @pytest.mark.parametrize("boxed", [True, False])
 def test_ns_export_hands_its_box_and_its_colours_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boxed: bool
 ) -> None:
     asked: dict[str, Any] = {}
     box = BOX_OPTIONS if boxed else dict.fromkeys(BOX_OPTIONS)
-    exporter = SimpleNamespace(
+    exporter = ExportGaussianSplat(
         output_dir=tmp_path, output_filename="a.ply", load_config=tmp_path, ply_color_mode="rgb", **box
     )
-    monkeypatch.setattr(ns_export, "_asked", lambda: (exporter, None))
+    monkeypatch.setattr(ns_export, "running_command", lambda _: (exporter, None))
     monkeypatch.setattr(ns_export, "run_checkpoint", lambda *_: tmp_path)
     monkeypatch.setattr(ns_export, "export_ply", lambda *_, **options: (asked.update(options), (5, 9))[1])
     with pytest.raises(SystemExit) as ended:

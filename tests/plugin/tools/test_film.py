@@ -5,6 +5,7 @@ import json
 import math
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
 from ns_multigpu.plugin.render.panorama import panorama
 from ns_multigpu.plugin.tools import film
 from ns_multigpu.plugin.tools.film import part_length
-from ns_multigpu.plugin.tools.frames import Look
+from ns_multigpu.plugin.tools.frames import Look, with_even_sides
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Spiral
 from tests.lib.ranks import run_ranks
@@ -104,7 +105,7 @@ def test_full_disk_keeps_frames_and_rendering_resumes(
     folder = tmp_path / "a.mp4.parts" if kind == "film" else output
     with monkeypatch.context() as patch:
         _Full(patch, 1 if kind == "film" else 5)
-        with pytest.raises(SaveFailed, match=r"No space left on device. What is finished stays.*goes on from there"):
+        with pytest.raises(SaveFailed, match=r"No space left on device. Finished frames are kept.*goes on from there"):
             render_run(World.single(), run, work, True)
     kept = {file: file.stat().st_mtime_ns for file in folder.glob("[0-9]*")}
     assert len(kept) == (1 if kind == "film" else 5) and not output.is_file()
@@ -252,6 +253,33 @@ def test_panoramic_film_has_its_metadata(run: Path, tmp_path: Path) -> None:
     assert b"<GSpherical:ProjectionType>equirectangular" in (tmp_path / "a.mp4").read_bytes()
 
 
+def test_odd_sides_repeat_the_last_pixels(run: Path, path: Path, tmp_path: Path) -> None:
+    """Players want yuv420p, which has even sides."""
+    for output in (tmp_path / "a.mp4", tmp_path / "a"):
+        render_run(World.single(), run, Rendering(CameraPath(path), output, image_format="png", downscale=2.0), True)
+    found, image = _frames(tmp_path / "a.mp4"), np.asarray(Image.open(tmp_path / "a" / "00000.png"))
+    assert image.shape == (17, 25, 3) and found.shape == (FRAMES, 18, 26, 3)
+    assert iio.immeta(tmp_path / "a.mp4")["pix_fmt"].startswith("yuv420p")
+    expected = np.pad(image, ((0, 1), (0, 1), (0, 0)), "edge")
+    assert np.abs(found[0].astype(float) - expected).mean() < 6.0
+    even = with_even_sides(torch.arange(24).view(4, 3, 2))
+    assert even.shape == (4, 4, 2) and torch.equal(even[:, 3], even[:, 2])
+    assert torch.equal(with_even_sides(even), even)
+
+
+def test_existing_output_is_replaced_on_request_only(path: Path, tmp_path: Path) -> None:
+    video, folder = tmp_path / "a.mp4", tmp_path / "a"
+    for output, file, said in ((video, video, "a.mp4 exists already"), (folder, folder / "0.jpg", "a has files")):
+        work = Rendering(CameraPath(path), output)
+        work.check()
+        file.touch()
+        with pytest.raises(InputError, match=rf"{said}.*another name, or --overwrite"):
+            work.check()
+        replace(work, overwrite=True).check()
+    (folder / film.JOB).touch()
+    Rendering(CameraPath(path), folder).check()  # an interrupted render resumes
+
+
 # ---- what cannot be done ----
 
 
@@ -290,7 +318,6 @@ def test_other_things_that_cannot_be_rendered(run: Path, path: Path, tmp_path: P
     along = CameraPath(path)
     assert "file/x cannot be written: Not a directory" in refused(along, tmp_path / "file" / "x")
     assert "give the name of an .mp4 file" in refused(along, tmp_path / "a.avi")
-    assert "even sides, and these would have 25x17" in refused(along, tmp_path / "a.mp4", downscale=2.0)
     assert "0x0 pixels" in refused(along, downscale=100.0)
     assert "--downscale-factor 0" in refused(along, downscale=0.0)
     assert "--jpeg-quality 0" in refused(along, jpeg_quality=0)

@@ -1,5 +1,6 @@
 """`ns-multigpu export-mesh`: a mesh of a sphere is that sphere, on any ranks; and unsupported requests are refused."""
 
+import errno
 import os
 import sys
 from dataclasses import replace
@@ -16,8 +17,9 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
 from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.tools import fusion, models
-from ns_multigpu.plugin.tools.fusion import Fusion, largest_parts, looked_at, surface_of, write_mesh
+from ns_multigpu.plugin.tools import fusion, mesh, models
+from ns_multigpu.plugin.tools.fusion import Fusion, looked_at, surface_of
+from ns_multigpu.plugin.tools.mesh import LEAST_TRIANGLES, Mesh, largest_parts, write_mesh
 from ns_multigpu.plugin.tools.meshing import Meshing
 from ns_multigpu.primitives.gaussians.init import SH_C0
 from tests.lib.ranks import run_ranks
@@ -137,8 +139,8 @@ def ring(views: int, height: float = 0.5) -> list[torch.Tensor]:
     return [look_at([2 * float(t.cos()), 2 * float(t.sin()), height], [0, 0, 0]) for t in turns]
 
 
-def test_fusion_of_exact_depths_is_exact() -> None:
-    """A pixel's depth is that of its middle: half a pixel off, and the mean error is more than twice as large."""
+def fused_sphere() -> Fusion:
+    """Fuse twelve exact views of the sphere, and one of nothing."""
     width, height, focal = 80, 60, 90.0
     K = torch.tensor([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]]).double()
     y, x = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
@@ -150,11 +152,50 @@ def test_fusion_of_exact_depths_is_exact() -> None:
         square, middle, rest = rays.square().sum(-1), rays @ viewmat[:3, 3], viewmat[:3, 3].square().sum() - RADIUS**2
         root = middle.square() - square * rest
         depth = torch.where(root > 0, (middle - root.clamp(min=0).sqrt()) / square, 0.0)
-        fused.add(torch.full((height, width, 3), 0.5), depth[..., None], View(viewmat, K, width, height))
-    mesh = fused.mesh()
-    off = np.abs(np.linalg.norm(np.asarray(mesh.vertices), axis=1) - RADIUS)
+        color = torch.rand(height, width, 3, generator=torch.Generator().manual_seed(0))
+        fused.add(color, depth[..., None], View(viewmat, K, width, height))
+    return fused
+
+
+def test_fusion_of_exact_depths_is_exact() -> None:
+    """A pixel's depth is that of its middle: half a pixel off, and the mean error is more than twice as large."""
+    found = fused_sphere().mesh()
+    off = np.abs(np.linalg.norm(found.vertices, axis=1) - RADIUS)
     assert len(off) > 5000 and off.mean() < 0.2 * VOXEL
-    np.testing.assert_allclose(np.asarray(mesh.vertex_colors), 0.5, atol=0.01)
+    assert abs(found.colors.mean() - 127.5) < 5
+
+
+def content(found: Mesh) -> tuple[set[bytes], list[tuple[bytes, ...]]]:
+    """Return vertices with normals and colours, and triangles by their vertices' positions in order of rotation."""
+    rows = np.concatenate([found.vertices.view(np.int32), found.normals.view(np.int32), found.colors], 1)
+    positions = [row.tobytes() for row in found.vertices]
+    triangles = [[positions[k] for k in corners] for corners in found.triangles]
+    starts = [min(range(3), key=corners.__getitem__) for corners in triangles]
+    turned = [tuple(corners[k:] + corners[:k]) for corners, k in zip(triangles, starts, strict=True)]
+    return {row.tobytes() for row in rows}, sorted(turned)
+
+
+@pytest.mark.parametrize("blocks", [40, 5])
+def test_divided_extraction_equals_one(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    """open3d counts bytes in 32 bits: large fields are fused into several grids and extracted in pieces."""
+    fused = fused_sphere()
+    whole = fused._grids[0].extract_triangle_mesh(weight_threshold=0.5)
+    monkeypatch.setattr(fusion, "BLOCKS_PER_GRID", 20)
+    monkeypatch.setattr(fusion, "BLOCKS_AT_ONCE", blocks)
+    new_grid, sizes = Fusion._new_grid, list[int]()
+    monkeypatch.setattr(Fusion, "_new_grid", lambda self, size: sizes.append(size) or new_grid(self, size))
+    divided = fused_sphere()
+    assert [grid.hashmap().size() for grid in divided._grids][:-1] == [20] * (len(divided._grids) - 1)
+    assert len(divided._grids) > 2
+    sizes.clear()
+    found = divided.mesh()
+    assert len(sizes) > 2 and max(sizes) <= max(27, blocks), "a block and its neighbours at least"
+    assert len(found.vertices) == len(whole.vertex.positions), "no vertex twice"
+    attributes = whole.vertex
+    colors = np.rint(attributes.colors.numpy() * 255).astype(np.uint8)
+    expected = Mesh(attributes.positions.numpy(), attributes.normals.numpy(), colors, whole.triangle.indices.numpy())
+    assert content(found) == content(expected)
+    assert largest_parts(found, 9)[1:] == largest_parts(expected, 9)[1:]
 
 
 def test_fine_voxels_of_coarse_images_give_no_holes() -> None:
@@ -162,11 +203,11 @@ def test_fine_voxels_of_coarse_images_give_no_holes() -> None:
     K = torch.tensor([[25.0, 0, 16], [0, 25, 12], [0, 0, 1]]).double()
     fused = Fusion(0.005, 0.02, 1.0)
     fused.add(torch.zeros(24, 32, 3), torch.full((24, 32, 1), 0.9), View(torch.eye(4).double(), K, 32, 24))
-    mesh = fused.mesh()
-    parts, kept = largest_parts(mesh, 1)
+    sheet, parts, kept = largest_parts(fused.mesh(), 1)
     assert parts == kept == 1, "one sheet, whole"
     whole = 32 * 24 * (0.9 / 25) ** 2
-    assert 0.9 * whole < mesh.get_surface_area() < whole
+    a, b, c = sheet.vertices[sheet.triangles.T]
+    assert 0.9 * whole < np.linalg.norm(np.cross(b - a, c - a), axis=1).sum() / 2 < whole
 
 
 def test_common_point_of_views() -> None:
@@ -215,10 +256,32 @@ def test_largest_components_are_kept() -> None:
         one = o3d.geometry.TriangleMesh.create_sphere(radius, fine).translate((30.0 * fine, 0, 0))
         counts.append(len(one.triangles))
         whole += one
-    assert counts[3] < fusion.LEAST_TRIANGLES < counts[2]
-    assert largest_parts(o3d.geometry.TriangleMesh(whole), 9) == (4, 3), "the smallest is noise"
-    assert largest_parts(whole, 2) == (4, 2)
-    assert len(whole.triangles) == counts[0] + counts[1] and len(whole.vertices) == counts[0] // 2 + counts[1] // 2 + 4
+    assert counts[3] < LEAST_TRIANGLES < counts[2]
+    vertices, triangles = np.asarray(whole.vertices, np.float32), np.asarray(whole.triangles)
+    flat = triangles[:1, [0, 1, 1]]  # belongs to the largest part, and has no area
+    spheres = Mesh(vertices, vertices, np.zeros(vertices.shape, np.uint8), np.concatenate([triangles, flat]))
+    assert largest_parts(spheres, 9)[1:] == (4, 3), "the smallest is noise"
+    kept, before, after = largest_parts(spheres, 2)
+    assert (before, after) == (4, 2)
+    count = counts[0] // 2 + counts[1] // 2 + 4
+    assert len(kept.triangles) == counts[0] + counts[1] and len(kept.vertices) == count
+    np.testing.assert_array_equal(kept.vertices[kept.triangles], vertices[triangles[: counts[0] + counts[1]]])
+    assert largest_parts(Mesh.empty(), 3)[1:] == (0, 0)
+
+
+def test_a_file_has_the_mesh_in_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "_ROWS_AT_ONCE", 3)
+    values = torch.rand(7, 3, 3, generator=torch.Generator().manual_seed(0)).numpy()
+    colors = np.arange(21, dtype=np.uint8).reshape(7, 3)
+    corners = np.array([[0, 1, 2], [2, 1, 3], [4, 5, 6], [6, 5, 0], [1, 4, 6]])
+    write_mesh(Mesh(values[:, 0], values[:, 1], colors, corners), tmp_path / "a.ply")
+    read = o3d.io.read_triangle_mesh(str(tmp_path / "a.ply"))
+    np.testing.assert_array_equal(np.asarray(read.vertices, np.float32), values[:, 0])
+    np.testing.assert_array_equal(np.asarray(read.vertex_normals, np.float32), values[:, 1])
+    np.testing.assert_allclose(np.asarray(read.vertex_colors) * 255, colors, atol=1e-9)
+    np.testing.assert_array_equal(np.asarray(read.triangles), corners)
+    body = (tmp_path / "a.ply").read_bytes().partition(b"end_header\n")[2]
+    assert len(body) == 7 * 27 + 5 * 13
 
 
 REFUSED = [
@@ -256,13 +319,18 @@ def test_mesh_of_each_primitive(tmp_path: Path) -> None:
     Meshing(tmp_path / "a.ply", depth="median").check_points("2dgs")
 
 
+class _FullDisk:
+    def format(self, **_: int) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_empty_mesh_and_full_disk_are_reported(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = replace(SPHERE, output=tmp_path / "a.ply", max_depth=0.3)
     with pytest.raises(InputError, match=r"step-7.ckpt: there would be nothing.*0 and 0.3 \(--max-depth\)"):
         make(World.single(), capture, nothing, "single", "2dgs")
-    monkeypatch.setattr(o3d.io, "write_triangle_mesh", lambda *_: False)
-    with pytest.raises(SaveFailed, match=r"a.ply could not be written: open3d could not.*another --output-path"):
-        write_mesh(o3d.geometry.TriangleMesh(), tmp_path / "a.ply")
+    monkeypatch.setattr(mesh, "_HEADER", _FullDisk())
+    with pytest.raises(SaveFailed, match=r"a.ply could not be written: No space left.*another --output-path"):
+        write_mesh(Mesh.empty(), tmp_path / "a.ply")
     assert not os.listdir(tmp_path)
 
 
