@@ -202,5 +202,6 @@ def test_the_weakest_rank_decides(
     rows = [list(row) for row in zip(memory, complete, strict=True)]
     monkeypatch.setattr(device_images, "all_gather_ints", lambda own, world: rows)
     monkeypatch.setattr(device_images, "_SHARE", 0.1)
+    monkeypatch.setattr(device_images, "_WHOLE", 1e-7)
     images = _images(World.single())
     assert (images._fits, images._again) == (kept, again)

@@ -216,10 +216,10 @@ def test_a_step_waits_for_nothing_and_launches_the_same(
             if step == 12:  # constants are sent once
                 fast.take(step)
                 continue
-            fast._make_inputs.send(step)
+            fast._step_inputs.send(step)
             fixed = trainer.pipeline.model.fixed
             assert fixed is not None
-            fixed.numbers(rays := fast._make_inputs.kind[0])
+            fixed.numbers(rays := fast._step_inputs.kind[0])
             with _Captured() as seen:
                 slots, counts = launched(fast.clip())
                 launched(fast.compute(slots, tuple((rays,) * len(row) for row in counts)))
