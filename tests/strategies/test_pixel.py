@@ -119,7 +119,7 @@ def with_splits(world: World, splits: tuple[Split, ...], boundary_mode: Literal[
     cells_in_views = CellsInViews(space) if boundary_mode == "ghosts" else None
     return replace(
         pixel(world, options), placement=space, assignment=CellPixels(space),
-        pixels=CompositePixels(space.local, crossing=cells_in_views),
+        pixels=CompositePixels(space.local, regions=cells_in_views),
         rows=LocalRows() if cells_in_views is None else BoundaryRows(cells_in_views),
     )  # fmt: skip
 
