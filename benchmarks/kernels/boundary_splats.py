@@ -144,7 +144,7 @@ def operators(points: Points, views: Sequence[View], world: World, iterations: i
     model = kernels.model(params, moments, {}, None)
     matrices = torch.stack([v.viewmat for v in views]), torch.stack([v.K for v in views])
     cameras = Cameras(*matrices, (WIDTH, HEIGHT) * len(views), torch.zeros(len(views), device=device))
-    rows = kernels.project(model, cameras, padded(len(points) * len(views)), (), None)
+    rows = kernels.project(model, cameras, padded(len(points) * len(views)))
     real = int(rows.count)
     del params, moments, model
     rows = type(rows)(*(t[:real].contiguous() if t.dim() and len(t) > real else t for t in rows))

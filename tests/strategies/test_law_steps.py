@@ -336,9 +336,9 @@ def test_unsupported_strategy_is_refused_before_the_first_step() -> None:
     )
     for other, words in (
         (replace(batch, assignment=RoundRobin()), r"rank 0 would splat its points for the views \[0, 2\]"),
-        (replace(batch, rows=OtherRows()), "rows like OtherRows"),
-        (replace(batch, pixels=OtherPixels()), "pixels like OtherPixels"),
-        (replace(batch, gradients=OtherGradients(world)), "gradients like OtherGradients"),
+        (replace(batch, rows=OtherRows()), "OtherRows has no operators that exchange rows"),
+        (replace(batch, pixels=OtherPixels()), "OtherPixels has no operators that exchange pixels"),
+        (replace(batch, gradients=OtherGradients(world)), "OtherGradients has no operators that exchange gradients"),
     ):
         assert re.search(words, unsupported_reason(other, 4) or "")
     assert "at least one" in (unsupported_reason(batch, 1) or ""), "the other rank has none"

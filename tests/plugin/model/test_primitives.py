@@ -28,7 +28,9 @@ def test_the_option_can_be_each_kind_and_methods_have_rates_for_all_parameters()
 
 def test_a_state_without_a_name_is_of_3d_gaussians() -> None:
     check_kind({}, "3dgs", "there")
-    with pytest.raises(InputError, match=r"there is a checkpoint of 3D Gaussians \(3dgs\).*another primitive.*later kind"):
+    with pytest.raises(
+        InputError, match=r"there is a checkpoint of 3D Gaussians \(3dgs\).*another primitive.*later kind"
+    ):
         check_kind({}, OTHER, "there")
 
 
@@ -53,7 +55,8 @@ def test_a_checkpoint_of_another_kind_is_refused_by_training_and_exporter(tmp_pa
     content |= {"optimizers": {}}
     torch.save(content, alone / path.name)
     with pytest.raises(
-        InputError, match=rf"step-000000000.ckpt is a checkpoint of another primitive.*--pipeline.model.primitive {OTHER}"
+        InputError,
+        match=rf"step-000000000.ckpt is a checkpoint of another primitive.*--pipeline.model.primitive {OTHER}",
     ):
         follow(world, tmp_path / "tiny", tmp_path / "second", {"load_dir": alone}, 2, 1, double=False)
     with pytest.raises(InputError, match=rf"{OTHER}.*which have no place in PLY"):

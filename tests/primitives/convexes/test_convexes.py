@@ -81,9 +81,7 @@ def test_a_steps_rows_are_those_that_culling_keeps_and_marks_are_where_drawing_s
     sizes = [side for view in views for side in (view.width, view.height)]
     viewmats, Ks = (torch.stack([getattr(view, name) for view in views]) for name in ("viewmat", "K"))
     cameras = Cameras(viewmats, Ks, sizes, torch.zeros(2))
-    rows = kernels.project(
-        kernels.model(params, {n: (v, v) for n, v in params.items()}, {}, None), cameras, 700, (), None
-    )
+    rows = kernels.project(kernels.model(params, {n: (v, v) for n, v in params.items()}, {}, None), cameras, 700)
     kept = ALL.cull(Points(params), views, [0, 1])
     assert 100 < int(rows.count) == len(kept) < 600
     assert torch.equal(rows.view_ids[: len(kept)], kept.view_ids)
