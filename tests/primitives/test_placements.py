@@ -96,7 +96,7 @@ def test_replicas_are_not_moved() -> None:
     for placement in (AllHere(), Replicated()):
         keys = torch.arange(5)
         move = plan_move(keys, torch.ones_like(keys), [5], World.single(), 1.1, placement)
-        assert move.send == [5] and move.moved == 0 and move.places is None and move.sent is None
+        assert move.send == [5] and move.moved == 0 and move.places is None and move.send_order is None
         assert placement.shares(5, lambda: torch.zeros(5, 3), 1) == [range(5)] and placement.kind is None
     assert Sharded().kind is None and HalfSpaces().kind == "HalfSpaces"
 
