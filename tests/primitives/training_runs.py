@@ -222,8 +222,7 @@ def taken(world: World, run: TrainingRun) -> Outcome:
     def made() -> Step:
         wire = {"half": run.half, "slots": run.by_sort}
         carried = transport_of(run.transport, spread, kernels, settings, **wire)
-        peer = run.transport != "collective"
-        lists = SortedLists(settings, world, carried.lines, peer=peer) if run.by_sort else None
+        lists = SortedLists(settings, world, carried.lines, peer=run.transport != "collective") if run.by_sort else None
         return Step(
             kernels, params, moments, counted, settings, spread, carried, put_off_here, lists,
             group_culling=run.grouped,
