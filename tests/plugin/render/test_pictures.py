@@ -149,7 +149,7 @@ def _without_memory(world: World, capture: Path, strategy: str, where: str) -> t
 
 
 @pytest.mark.parametrize(
-    ("strategy", "where"), [("batch", "_tell"), ("tile", "_forward"), ("tile", "_tell"), ("pixel", "_tell")]
+    ("strategy", "where"), [("batch", "_publish"), ("tile", "_forward"), ("tile", "_publish"), ("pixel", "_publish")]
 )
 def test_a_rank_without_memory_ends_the_picture_on_all_ranks_and_nothing_else(
     capture: Path, strategy: str, where: str
