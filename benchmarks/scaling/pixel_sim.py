@@ -38,7 +38,7 @@ from ns_multigpu.core.exchange.boundary_rows import BoundaryRows
 from ns_multigpu.core.exchange.fragments import routes_of
 from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.core.types import Points, View
-from ns_multigpu.planning.work import PIXEL_BYTES, Schedule, share
+from ns_multigpu.planning.work import PIXEL_BYTES, Workload, share
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 
 Crossings = Literal["none", "ghosts"]
@@ -125,7 +125,7 @@ def row_of(scene: Scene, gpus: int, steps: int, boundary_mode: Crossings = "ghos
     pixels = scene.views[0].width * scene.views[0].height
     drawn_by = (loads > 0).sum(1)
     order = np.random.default_rng(5).permutation(len(scene.views)).tolist()
-    run = Schedule(1, 1920, 1080, views=gpus, gpus=gpus, visible=max(scene.shown, 1e-6))
+    run = Workload(1, 1920, 1080, views=gpus, gpus=gpus, visible=max(scene.shown, 1e-6))
     row: dict[str, Any] = {
         "gpus": gpus,
         "in sight": float(loads.sum() / loads.size / pixels),

@@ -167,8 +167,8 @@ def partition(
         members = np.flatnonzero(of == machine)
         owner[members] = machine * per_machine + _on_parts(graph.part(members), per_machine, within, notes)
     _nobody_without(owner, ranks)
-    work_by_part = graph.by_rank(owner // per_machine, machines).argmax(1).astype(np.int64)
-    return Partition(owner, work_by_part, machines, per_machine, tuple(dict.fromkeys(notes)))
+    view_machines = graph.by_rank(owner // per_machine, machines).argmax(1).astype(np.int64)
+    return Partition(owner, view_machines, machines, per_machine, tuple(dict.fromkeys(notes)))
 
 
 def _on_parts(graph: SeenGraph, parts: int, place: Place, notes: list[str]) -> Ints:

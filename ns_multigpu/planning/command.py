@@ -16,7 +16,7 @@ from ns_multigpu.planning.work import (
     SCENE,
     STRATEGIES,
     VISIBLE,
-    Schedule,
+    Workload,
     batch_of,
     in_sight,
     share,
@@ -87,35 +87,35 @@ def plan(
     if images < 0:
         raise ValueError(f"images is {images}: give how many there are")
     width, height = parse_size(image)
-    schedule = Schedule(
+    workload = Workload(
         parse_count(points), width, height, views_per_step, gpus, sh_degree,
         VISIBLE if visible_fraction is None else visible_fraction, intersections_per_splat or 0.0, fused,
         compact=optimizer_state == "compact", machines=machines, scene=scene,
     )  # fmt: skip
     kind = _kind(gpu, gpu_memory)
-    kept = 3.0 * images * schedule.pixels
+    kept = 3.0 * images * workload.pixels
     kept = kept if kept <= _KEPT * kind.memory else 0.0
     worth = [name for name in STRATEGIES if {"locality": machines, "pixel": gpus}.get(name, 2) > 1]
     chosen = worth if strategy == "all" else [strategy]
     plans = {
         name: Planned(
-            memory(name, schedule, kind.memory, kept),
-            most_points(name, schedule, kind.memory, densify=densify, images=kept),
-            pace(name, schedule, transport=transport, gbit=between_gbit, gpu=kind) if fused else None,
-            _unsupported_reason(name, schedule),
+            memory(name, workload, kind.memory, kept),
+            most_points(name, workload, kind.memory, densify=densify, images=kept),
+            pace(name, workload, transport=transport, gbit=between_gbit, gpu=kind) if fused else None,
+            _unsupported_reason(name, workload),
         )
         for name in chosen
     }  # fmt: skip
-    text, fits = conclusion(plans, schedule, densify=densify)
+    text, fits = conclusion(plans, workload, densify=densify)
     print(text)
-    print(_heading(schedule, kind, assumed=visible_fraction is None or intersections_per_splat is None))
+    print(_heading(workload, kind, assumed=visible_fraction is None or intersections_per_splat is None))
     print(_memory_table(plans, densify=densify))
     if machines > 1:
-        print(_traffic_table({name: traffic(name, schedule) for name in chosen}, schedule))
+        print(_traffic_table({name: traffic(name, workload) for name in chosen}, workload))
     if fused:
         paces = {name: one.pace for name, one in plans.items() if one.pace is not None}
         print(_time_table(paces, transport, between_gbit if machines > 1 else None, kind))
-    for note in _notes(schedule, chosen, images, kept):
+    for note in _notes(workload, chosen, images, kept):
         print(note)
     if not fits:
         raise SystemExit(1)
@@ -138,7 +138,7 @@ class Planned:
     unsupported_reason: str | None
 
 
-def conclusion(plans: dict[str, Planned], schedule: Schedule, *, densify: bool) -> tuple[str, bool]:
+def conclusion(plans: dict[str, Planned], workload: Workload, *, densify: bool) -> tuple[str, bool]:
     """Return the line that recommends a strategy, and True if any strategy fits.
 
     It recommends the fitting strategy with the most images per second; without times, the one that needs the least
@@ -154,14 +154,14 @@ def conclusion(plans: dict[str, Planned], schedule: Schedule, *, densify: bool) 
         one = usable[name].memory
         needed = one.available - one.headroom(densify=densify)
         return (
-            f"nothing fits: {_method(name, schedule)} needs the least, {gib(needed)} of "
+            f"nothing fits: {_method(name, workload)} needs the least, {gib(needed)} of "
             f"{gib(one.available)} GiB a GPU, and holds {usable[name].most:,} Gaussians at most. Use fewer "
             "Gaussians, more GPUs, smaller images or --optimizer-state compact."
         ), False
     name = max(fitting, key=lambda n: _merit(fitting[n], densify=densify))
     one, speed = fitting[name].memory, fitting[name].pace
     needed = one.available - one.headroom(densify=densify)
-    text = f"use {_method(name, schedule)}: fits in {_whole_gib(needed)} of {_whole_gib(one.available)} GiB"
+    text = f"use {_method(name, workload)}: fits in {_whole_gib(needed)} of {_whole_gib(one.available)} GiB"
     return text + (f", about {speed.images_per_second:,.0f} images/s" if speed is not None else ""), True
 
 
@@ -169,10 +169,10 @@ def _merit(one: Planned, *, densify: bool) -> tuple[float, float]:
     return (one.pace.images_per_second if one.pace is not None else 0.0, one.memory.headroom(densify=densify))
 
 
-def _method(strategy: str, schedule: Schedule) -> str:
+def _method(strategy: str, workload: Workload) -> str:
     if strategy != "single":
         return f"splatfacto-{strategy}"
-    return "splatfacto-batch" + (" on one GPU (--machine.num-devices 1)" if schedule.gpus > 1 else "")
+    return "splatfacto-batch" + (" on one GPU (--machine.num-devices 1)" if workload.gpus > 1 else "")
 
 
 def _whole_gib(size: float) -> str:
@@ -192,20 +192,20 @@ def _kind(gpu: str, given: float | None) -> rates.Gpu:
     return kind if given is None else replace(kind, name="as given", memory=int(given * 2**30))
 
 
-def _heading(schedule: Schedule, kind: rates.Gpu, *, assumed: bool) -> str:
+def _heading(workload: Workload, kind: rates.Gpu, *, assumed: bool) -> str:
     text = (
-        f"{schedule.points:,} Gaussians (harmonics of degree {schedule.sh_degree}), {schedule.views} view(s) a step of "
-        f"{schedule.width}x{schedule.height}, {schedule.gpus} GPU(s){_of_machines(schedule)} of {gib(kind.memory)} GiB "
+        f"{workload.points:,} Gaussians (harmonics of degree {workload.sh_degree}), {workload.views} view(s) a step of "
+        f"{workload.width}x{workload.height}, {workload.gpus} GPU(s){_of_machines(workload)} of {gib(kind.memory)} GiB "
         f"({kind.name})\n"
-        f"A view shows {schedule.visible:.1%} of the Gaussians, and each meets {schedule.tiles:.1f} tiles"
+        f"A view shows {workload.visible:.1%} of the Gaussians, and each meets {workload.tiles:.1f} tiles"
     )
     if assumed:
         text += f";\n  not given, so taken from {SCENE}.\n  Your scene's: --visible-fraction, --intersections-per-splat"
     return text + "."
 
 
-def _of_machines(schedule: Schedule) -> str:
-    return "" if schedule.machines == 1 else f" on {schedule.machines} machines"
+def _of_machines(workload: Workload) -> str:
+    return "" if workload.machines == 1 else f" on {workload.machines} machines"
 
 
 def _memory_table(plans: dict[str, Planned], *, densify: bool) -> str:
@@ -236,7 +236,7 @@ def _memory_table(plans: dict[str, Planned], *, densify: bool) -> str:
     return "\n" + _aligned(lines)
 
 
-def _traffic_table(traffic_by_strategy: dict[str, Traffic], schedule: Schedule) -> str:
+def _traffic_table(traffic_by_strategy: dict[str, Traffic], workload: Workload) -> str:
     """Return the table of traffic between machines by strategy, with the balance of `locality`."""
     lines = [
         ["Traffic a step, MiB, there and back", *traffic_by_strategy],
@@ -247,7 +247,7 @@ def _traffic_table(traffic_by_strategy: dict[str, Traffic], schedule: Schedule) 
         ["  into a GPU, from its machine", *(f"{found.inside / 2**20:,.1f}" for found in traffic_by_strategy.values())],
     ]
     if "locality" in traffic_by_strategy:
-        level = simulated(schedule.scene, schedule.machines)
+        level = simulated(workload.scene, workload.machines)
         rows: list[tuple[str, Callable[[Simulated], float]]] = [
             ("sends", lambda x: x.sends), ("receives", lambda x: x.receives), ("draws", lambda x: x.draws),
             ("holds", lambda x: x.holds),
@@ -275,66 +275,66 @@ def _time_table(paces: dict[str, Pace], transport: str, gbit: float | None, kind
     return "\n" + _aligned(lines) + f"\n  Rates: {named}"
 
 
-def _notes(schedule: Schedule, chosen: Sequence[str], images: int, kept: float) -> list[str]:
+def _notes(workload: Workload, chosen: Sequence[str], images: int, kept: float) -> list[str]:
     notes = []
-    if "single" in chosen and schedule.gpus > 1:
+    if "single" in chosen and workload.gpus > 1:
         notes.append("single uses one GPU.")
-    if "batch" in chosen and batch_of("batch", schedule) != schedule.views:
-        notes.append(f"batch gives every GPU a view: {batch_of('batch', schedule)} a step.")
-    if schedule.machines > 1:
+    if "batch" in chosen and batch_of("batch", workload) != workload.views:
+        notes.append(f"batch gives every GPU a view: {batch_of('batch', workload)} a step.")
+    if workload.machines > 1:
         notes.append(
             "Between machines a link carries what it is said to, without a wait; GPUs of a machine share it. Nothing "
             "was measured over a network."
         )
         if "tile" in chosen:
-            notes.append(f"tile draws its bands wherever: {1 - 1 / schedule.machines:.0%} of the rows cross.")
-    if "locality" in chosen and schedule.machines > 1:
-        notes += _on_locality(schedule)
-    if {"tile", "locality"} & set(chosen) and (problem := _too_many(schedule)):
+            notes.append(f"tile draws its bands wherever: {1 - 1 / workload.machines:.0%} of the rows cross.")
+    if "locality" in chosen and workload.machines > 1:
+        notes += _on_locality(workload)
+    if {"tile", "locality"} & set(chosen) and (problem := _too_many(workload)):
         notes.append(f"tile and locality: {problem}, as it is now.")
-    if "pixel" in chosen and schedule.gpus > 1:
+    if "pixel" in chosen and workload.gpus > 1:
         notes.append(
-            f"pixel: as if every view showed each GPU's cell alike, in {in_sight(schedule.gpus):.0%} of its pixels. "
+            f"pixel: as if every view showed each GPU's cell alike, in {in_sight(workload.gpus):.0%} of its pixels. "
             "That is of the streets of a simulated city (benchmarks/results/pixel-sim.md). Where views show fewer "
             "cells, less crosses."
         )
-    if schedule.compact:
+    if workload.compact:
         notes.append("Compact moments: the time is that of full ones, whose update moves half as many bytes again.")
     if images and not kept:
         notes.append("The training images take more than a tenth of a GPU and stay on the host.")
     for name in chosen:
-        if _uncountable(name, schedule):
+        if _uncountable(name, workload):
             notes.append(f"{name}: more intersections on a GPU than it can count (2^31); spread the step further.")
     return ["", *(f"- {note}" for note in notes)] if notes else []
 
 
-def _uncountable(strategy: str, schedule: Schedule) -> bool:
-    return CAPACITY_FACTOR * share(strategy, schedule).intersections > _MOST_INTERSECTIONS
+def _uncountable(strategy: str, workload: Workload) -> bool:
+    return CAPACITY_FACTOR * share(strategy, workload).intersections > _MOST_INTERSECTIONS
 
 
-def _unsupported_reason(strategy: str, schedule: Schedule) -> str | None:
+def _unsupported_reason(strategy: str, workload: Workload) -> str | None:
     """Return the reason why a strategy cannot run; None if it can."""
-    if _uncountable(strategy, schedule):
+    if _uncountable(strategy, workload):
         return "more intersections on a GPU than it can count (2^31)"
-    return _too_many(schedule) if strategy in ("tile", "locality") else None
+    return _too_many(workload) if strategy in ("tile", "locality") else None
 
 
-def _too_many(schedule: Schedule) -> str | None:
+def _too_many(workload: Workload) -> str | None:
     """Return the reason why rows cannot be exchanged between so many GPUs; None if they can."""
-    if schedule.gpus <= MOST_RANKS:
+    if workload.gpus <= MOST_RANKS:
         return None
-    if schedule.machines == 1 or schedule.per_machine == 1:
+    if workload.machines == 1 or workload.per_machine == 1:
         return f"without forwarding ranks, rows are exchanged between {MOST_RANKS} GPUs at most"
-    if schedule.gpus > MOST_OWNERS:
+    if workload.gpus > MOST_OWNERS:
         return f"rows are exchanged between {MOST_OWNERS} GPUs at most"
-    if schedule.per_machine + schedule.machines > MOST_RANKS:
+    if workload.per_machine + workload.machines > MOST_RANKS:
         return f"machines, and the GPUs of one, may be {MOST_RANKS} together at most"
     return None
 
 
-def _on_locality(schedule: Schedule) -> list[str]:
+def _on_locality(workload: Workload) -> list[str]:
     """Return notes on the source of the figures of `locality`, and on deviations from the planned run."""
-    scene, level = SCENES[schedule.scene], simulated(schedule.scene, schedule.machines)
+    scene, level = SCENES[workload.scene], simulated(workload.scene, workload.machines)
     known = list(scene.lines)
     notes = [
         f"locality saves {level.between:.1%} of what would cross if points and patches were anywhere, as simulated in "
@@ -342,18 +342,18 @@ def _on_locality(schedule: Schedule) -> list[str]:
         f"patches a view). The table has the busiest GPU, {max(level.sends, level.receives):.2f} times the mean. Other "
         "scenes: --scene."
     ]
-    if schedule.machines > known[-1]:
+    if workload.machines > known[-1]:
         notes.append(f"locality: {known[-1]} machines are the most that were simulated; more save less.")
-    elif schedule.machines not in known:
-        notes.append(f"locality: {schedule.machines} machines were not simulated; the figures lie between neighbours'.")
-    if schedule.views < level.views:
+    elif workload.machines not in known:
+        notes.append(f"locality: {workload.machines} machines were not simulated; the figures lie between neighbours'.")
+    if workload.views < level.views:
         notes.append(
-            f"locality: simulated with {level.views:.0f} views a step, not {schedule.views}. Fewer views save less: "
+            f"locality: simulated with {level.views:.0f} views a step, not {workload.views}. Fewer views save less: "
             "every GPU draws equally many patches, wherever these have their points."
         )
-    if not 1 / 3 < schedule.visible / scene.visible < 3:
+    if not 1 / 3 < workload.visible / scene.visible < 3:
         notes.append(
-            f"locality: a view here shows {schedule.visible:.1%} of the points, and there {scene.visible:.1%}."
+            f"locality: a view here shows {workload.visible:.1%} of the points, and there {scene.visible:.1%}."
         )
     return notes
 

@@ -11,8 +11,8 @@ from ns_multigpu.planning.work import (
     RECORD_BYTES,
     ROW_BYTES,
     WIRE_BYTES,
-    Schedule,
     Share,
+    Workload,
     ranks_used,
     share,
 )
@@ -107,31 +107,31 @@ class Memory:
         return self.available - (max(self.training, self.densifying) if densify else self.training)
 
 
-def memory(strategy: str, schedule: Schedule, available: float, images: float = 0.0) -> Memory:
+def memory(strategy: str, workload: Workload, available: float, images: float = 0.0) -> Memory:
     """Return the memory of one rank of `strategy`.
 
     Args:
         available: bytes of a GPU.
         images: bytes of training images on it.
     """
-    one, ranks = share(strategy, schedule), ranks_used(strategy, schedule)
-    numbers = float(schedule.floats * one.points)
+    one, ranks = share(strategy, workload), ranks_used(strategy, workload)
+    numbers = float(workload.floats * one.points)
     parameters = 4.0 * numbers
     buffers = step_buffers(one, ranks)
     # Tensors are replaced one by one. The peak has the old value and an old moment of the largest, all new tensors, and
     # indices, masks and positions of all points. A sharded model also keeps its exchange buffers.
-    largest = (4.0 + schedule.moment_bytes) * schedule.largest
+    largest = (4.0 + workload.moment_bytes) * workload.largest
     refining = (largest + _INDICES) * one.points + (buffers["exchange"] if one.arrivals else 0.0)
     placement = 0.0
     if strategy in ("locality", "pixel") and ranks > 1:
         placement = float(_PLACE * one.points)
     if strategy == "locality" and ranks > 1:
-        refining = max(refining, float(_SAMPLE * min(schedule.points, MOST_SAMPLED)))  # before any tensor is replaced
+        refining = max(refining, float(_SAMPLE * min(workload.points, MOST_SAMPLED)))  # before any tensor is replaced
     return Memory(
         parameters=parameters,
-        moments=2 * schedule.moment_bytes * numbers,
+        moments=2 * workload.moment_bytes * numbers,
         statistics=float((STATISTICS + LAZY) * one.points),
-        gradients=0.0 if schedule.fused else parameters,
+        gradients=0.0 if workload.fused else parameters,
         **buffers,
         images=images,
         placement=placement,
@@ -141,9 +141,9 @@ def memory(strategy: str, schedule: Schedule, available: float, images: float = 
     )
 
 
-def checkpoint_bytes(schedule: Schedule) -> int:
+def checkpoint_bytes(workload: Workload) -> int:
     """Return the bytes of a checkpoint of the full model: parameters, moments, densification statistics."""
-    return schedule.points * ((4 + 2 * schedule.moment_bytes) * schedule.floats + STATISTICS)
+    return workload.points * ((4 + 2 * workload.moment_bytes) * workload.floats + STATISTICS)
 
 
 def step_buffers(one: Share, ranks: int, *, capacity: float = CAPACITY_FACTOR) -> dict[str, float]:
@@ -174,11 +174,11 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = CAPACITY_FACTOR) -
     }
 
 
-def most_points(strategy: str, schedule: Schedule, available: float, *, densify: bool, images: float = 0.0) -> int:
-    """Return the points of the largest model that fits, with everything else as in `schedule`; 0 if nothing fits."""
+def most_points(strategy: str, workload: Workload, available: float, *, densify: bool, images: float = 0.0) -> int:
+    """Return the points of the largest model that fits, with everything else as in `workload`; 0 if nothing fits."""
 
     def fits(points: int) -> bool:
-        return memory(strategy, schedule.with_points(points), available, images).headroom(densify=densify) >= 0
+        return memory(strategy, workload.with_points(points), available, images).headroom(densify=densify) >= 0
 
     low, high = 0, 1
     while fits(high):

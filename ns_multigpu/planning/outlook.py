@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from ns_multigpu.planning.memory import most_points
 from ns_multigpu.planning.pace import pace
-from ns_multigpu.planning.work import Schedule
+from ns_multigpu.planning.work import Workload
 
 WORTH_SAYING = 1.2
 """Least speedup for which another strategy is recommended."""
@@ -31,22 +31,22 @@ class Outlook:
         return best if slow is not None and self.speeds[best] >= WORTH_SAYING * slow else None
 
 
-def outlook(mine: str, schedule: Schedule, points: int, memory: float | None) -> Outlook:
+def outlook(mine: str, workload: Workload, points: int, memory: float | None) -> Outlook:
     """Return the speeds of `mine`, with its batch, and of the other strategies, with their default batches.
 
     Args:
         mine: the run's strategy.
-        schedule: the run's quantities.
+        workload: the run's quantities.
         points: of the model.
         memory: bytes of a GPU that a model and its steps may take; None if unknown.
     """
     speeds: dict[str, float] = {}
-    for name, views in (("single", 1), ("batch", schedule.gpus), ("tile", 1), ("locality", schedule.gpus)):
-        if name == "locality" and schedule.machines == 1 and mine != name:
+    for name, views in (("single", 1), ("batch", workload.gpus), ("tile", 1), ("locality", workload.gpus)):
+        if name == "locality" and workload.machines == 1 and mine != name:
             continue  # it is made for several machines
-        gpus, machines = (1, 1) if name == "single" else (schedule.gpus, schedule.machines)
-        views = schedule.views if name == mine else views
-        one = replace(schedule.with_points(max(points, 1)), gpus=gpus, machines=machines, views=views)
+        gpus, machines = (1, 1) if name == "single" else (workload.gpus, workload.machines)
+        views = workload.views if name == mine else views
+        one = replace(workload.with_points(max(points, 1)), gpus=gpus, machines=machines, views=views)
         if memory is not None and most_points(name, one, memory, densify=True) < points:
             continue
         speeds[name] = pace(name, one).images_per_second

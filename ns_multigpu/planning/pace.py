@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from ns_multigpu.planning import rates
-from ns_multigpu.planning.work import Schedule, batch_of, ranks_used, share
+from ns_multigpu.planning.work import Workload, batch_of, ranks_used, share
 
 BYTES_OF_GBIT = 125_000
 """Bytes per millisecond of 1 Gbit/s."""
@@ -64,29 +64,29 @@ class Traffic:
     between: float
 
 
-def traffic(strategy: str, schedule: Schedule) -> Traffic:
+def traffic(strategy: str, workload: Workload) -> Traffic:
     """Return the traffic of a step of `strategy` on several machines.
 
     A machine receives the rows that `batch` gathers once and forwards them to all of its GPUs. A row of `tile` and
     `locality` is sent to one GPU of a machine that needs it, which keeps or forwards it. Pixels of `pixel` are sent to
     each GPU that owns them.
     """
-    if ranks_used(strategy, schedule) == 1:
+    if ranks_used(strategy, workload) == 1:
         return Traffic(0.0, 0.0)
-    one = share(strategy, schedule)
+    one = share(strategy, workload)
     between = one.traffic_padded * one.between
     if strategy == "batch":
         return Traffic(one.traffic_padded, between)
     inside = one.traffic_padded - between
-    if schedule.machines == 1 or schedule.per_machine == 1 or strategy not in RELAYED:
-        return Traffic(inside, between * schedule.per_machine)
-    forwarded = between * (schedule.per_machine - 1) / schedule.per_machine
-    return Traffic(inside + forwarded, between * schedule.per_machine * (1 - RELAYED[strategy]))
+    if workload.machines == 1 or workload.per_machine == 1 or strategy not in RELAYED:
+        return Traffic(inside, between * workload.per_machine)
+    forwarded = between * (workload.per_machine - 1) / workload.per_machine
+    return Traffic(inside + forwarded, between * workload.per_machine * (1 - RELAYED[strategy]))
 
 
 def pace(
     strategy: str,
-    schedule: Schedule,
+    workload: Workload,
     *,
     lazy: bool | None = None,
     transport: str = "peer",
@@ -101,21 +101,21 @@ def pace(
         gbit: Gbit/s that a machine receives from others, while it sends as much.
         gpu: the GPU model.
     """
-    one, ranks = share(strategy, schedule), ranks_used(strategy, schedule)
-    inside_ms = between = 0.0
+    one, ranks = share(strategy, workload), ranks_used(strategy, workload)
+    exchange_ms = between = 0.0
     peers = transport == "peer" and strategy != "pixel"
-    if ranks > 1 and schedule.machines > 1:
-        size = traffic(strategy, schedule)
+    if ranks > 1 and workload.machines > 1:
+        size = traffic(strategy, workload)
         peers = peers and strategy in RELAYED
-        if schedule.per_machine > 1:
-            inside_ms = (rates.PEER if peers else rates.COLLECTIVE).ms(size.inside)
+        if workload.per_machine > 1:
+            exchange_ms = (rates.PEER if peers else rates.COLLECTIVE).ms(size.inside)
         elif not peers:
-            inside_ms = rates.COLLECTIVE.fixed
+            exchange_ms = rates.COLLECTIVE.fixed
         between = size.between / (rates.NETWORK * gbit * BYTES_OF_GBIT)
     elif ranks > 1:
-        inside_ms = rates.PEER.ms(one.traffic) if peers else rates.COLLECTIVE.ms(one.traffic_padded)
+        exchange_ms = rates.PEER.ms(one.traffic) if peers else rates.COLLECTIVE.ms(one.traffic_padded)
     if one.layers:
-        inside_ms += rates.COMPOSITE.ms(pixels=one.layers + one.pixels)
+        exchange_ms += rates.COMPOSITE.ms(pixels=one.layers + one.pixels)
     if one.updated < rates.LAZY_BELOW * one.points if lazy is None else lazy:
         project = rates.PROJECT_LAZY.ms(points=one.points, rows=one.rows)
         update = rates.UPDATE_LAZY.ms(rows=one.touched) + rates.FLUSH.ms(points=one.points) / rates.BLOCK
@@ -129,8 +129,8 @@ def pace(
     }  # fmt: skip
     return Pace(
         **{name: gpu.slowness * ms for name, ms in kernels.items()},
-        exchange=inside_ms,
+        exchange=exchange_ms,
         between=between,
         host=rates.HOST if ranks == 1 else rates.HOST_OF_MANY,
-        views=batch_of(strategy, schedule),
+        views=batch_of(strategy, workload),
     )

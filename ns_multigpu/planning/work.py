@@ -53,7 +53,7 @@ PIXEL_BYTES = 4 * 4
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Workload:
     """Quantities of the run to be planned.
 
     Attributes:
@@ -133,7 +133,7 @@ class Schedule:
         """Return the bytes of one moment of one number."""
         return 2 if self.compact else 4
 
-    def with_points(self, points: int) -> "Schedule":
+    def with_points(self, points: int) -> "Workload":
         """Return the same run with another number of points."""
         return replace(self, points=points)
 
@@ -180,55 +180,55 @@ def usual_tiles(pixels: int) -> float:
     return _TILES_1080P + slope * (pixels - _PIXELS_1080P)
 
 
-def ranks_used(strategy: str, schedule: Schedule) -> int:
+def ranks_used(strategy: str, workload: Workload) -> int:
     """Return the number of GPUs that the strategy uses."""
-    return 1 if strategy == "single" else schedule.gpus
+    return 1 if strategy == "single" else workload.gpus
 
 
-def batch_of(strategy: str, schedule: Schedule) -> int:
+def batch_of(strategy: str, workload: Workload) -> int:
     """Return the views per step: `batch` gives each rank equally many full views, at least one."""
-    return ceil(schedule.views / schedule.gpus) * schedule.gpus if strategy == "batch" else schedule.views
+    return ceil(workload.views / workload.gpus) * workload.gpus if strategy == "batch" else workload.views
 
 
-def share(strategy: str, schedule: Schedule) -> Share:
+def share(strategy: str, workload: Workload) -> Share:
     """Return the work of a rank in a step of `strategy`, if views show points independently of each other.
 
     Raises:
         ValueError: the strategy cannot be planned.
     """
-    found = _share(strategy, schedule)
-    return replace(found, touched=found.points * (1 - (1 - schedule.visible) ** batch_of(strategy, schedule)))
+    found = _share(strategy, workload)
+    return replace(found, touched=found.points * (1 - (1 - workload.visible) ** batch_of(strategy, workload)))
 
 
-def _share(strategy: str, schedule: Schedule) -> Share:
-    ranks = ranks_used(strategy, schedule)
-    seen = schedule.points * schedule.visible
-    off_machine = (ranks - schedule.per_machine) / (ranks - 1) if ranks > 1 else 0.0  # of the other ranks
+def _share(strategy: str, workload: Workload) -> Share:
+    ranks = ranks_used(strategy, workload)
+    seen = workload.points * workload.visible
+    off_machine = (ranks - workload.per_machine) / (ranks - 1) if ranks > 1 else 0.0  # of the other ranks
     if strategy in ("single", "batch"):
-        views = batch_of(strategy, schedule) // ranks
+        views = batch_of(strategy, workload) // ranks
         rows = seen * views
         others = rows * (ranks - 1)
         return Share(
-            schedule.points, views, rows, 0.0, rows, rows * schedule.tiles, float(schedule.pixels * views),
+            workload.points, views, rows, 0.0, rows, rows * workload.tiles, float(workload.pixels * views),
             rows * ranks,
             PUT_BYTES * others, CAPACITY_FACTOR * ROW_BYTES * others, off_machine,
         )  # fmt: skip
     if strategy == "locality":
-        return _locality(schedule)
+        return _locality(workload)
     if strategy == "pixel":
-        return _pixel(schedule, off_machine)
+        return _pixel(workload, off_machine)
     if strategy != "tile":
         raise ValueError(f"there is no plan for the strategy {strategy!r}: choose from {', '.join(STRATEGIES)}")
-    part = schedule.views / ranks
+    part = workload.views / ranks
     # If views are cut, a band is rendered with one more row of tiles on either side.
-    cut = ranks > 1 and schedule.views % ranks != 0
-    halo = 1 + 2 * TILE / (schedule.height * part) if cut else 1.0
-    rows, drawn = seen * part, min(seen * part * halo, seen * schedule.views)
-    arrivals = min(UNEVEN * drawn, seen * schedule.views) if ranks > 1 else drawn
-    boundary = 2 * RECORD_BYTES * (ranks - 1) / ranks
+    cut = ranks > 1 and workload.views % ranks != 0
+    halo = 1 + 2 * TILE / (workload.height * part) if cut else 1.0
+    rows, drawn = seen * part, min(seen * part * halo, seen * workload.views)
+    arrivals = min(UNEVEN * drawn, seen * workload.views) if ranks > 1 else drawn
+    exchanged_bytes = 2 * RECORD_BYTES * (ranks - 1) / ranks
     return Share(
-        ceil(schedule.points / ranks), schedule.views, rows, arrivals, drawn, drawn * schedule.tiles,
-        min(schedule.pixels * part * halo, float(schedule.pixels * schedule.views)), rows, boundary * drawn,
+        ceil(workload.points / ranks), workload.views, rows, arrivals, drawn, drawn * workload.tiles,
+        min(workload.pixels * part * halo, float(workload.pixels * workload.views)), rows, exchanged_bytes * drawn,
         CAPACITY_FACTOR * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, off_machine,
     )  # fmt: skip
 
@@ -247,25 +247,25 @@ def _between(known: dict[int, float], gpus: int) -> float:
     return known[below] * (gpus / below) ** slope
 
 
-def _pixel(schedule: Schedule, off_machine: float) -> Share:
+def _pixel(workload: Workload, off_machine: float) -> Share:
     """Return the work of a rank with one cell, which renders its part of all views' splats and owns its part of the
     pixels. Every view is assumed to show each cell alike, except for `CROSSES` and `BALANCE`.
     """
-    ranks = schedule.gpus
-    rows = schedule.points * schedule.visible * schedule.views / ranks
+    ranks = workload.gpus
+    rows = workload.points * workload.visible * workload.views / ranks
     if ranks == 1:
-        return _share("tile", replace(schedule, machines=1))
-    cut = schedule.views % ranks != 0
-    owned = schedule.pixels * schedule.views / ranks
+        return _share("tile", replace(workload, machines=1))
+    cut = workload.views % ranks != 0
+    owned = workload.pixels * workload.views / ranks
     seen = in_sight(ranks)
-    drawn = seen * schedule.pixels * schedule.views
-    most = 1 / _balance(schedule.views, ranks)
-    layers = ranks * seen * owned * (1 + (2 * 2 * HALO * schedule.width / owned if cut else 0.0))
-    boundary = _between(CROSSES, ranks) * PIXEL_BYTES * (ranks - 1) / ranks * (layers + drawn)
+    drawn = seen * workload.pixels * workload.views
+    most = 1 / _balance(workload.views, ranks)
+    layers = ranks * seen * owned * (1 + (2 * 2 * HALO * workload.width / owned if cut else 0.0))
+    exchanged_bytes = _between(CROSSES, ranks) * PIXEL_BYTES * (ranks - 1) / ranks * (layers + drawn)
     return Share(
-        ceil(schedule.points / ranks), schedule.views, rows, 0.0, most * rows, most * rows * schedule.tiles,
+        ceil(workload.points / ranks), workload.views, rows, 0.0, most * rows, most * rows * workload.tiles,
         most * drawn,
-        rows, boundary, boundary, off_machine, layers,
+        rows, exchanged_bytes, exchanged_bytes, off_machine, layers,
     )  # fmt: skip
 
 
@@ -277,31 +277,31 @@ def _balance(views: int, ranks: int) -> float:
     return one + (many - one) * min(log(views) / log(ranks), 1.0)
 
 
-def _locality(schedule: Schedule) -> Share:
+def _locality(workload: Workload) -> Share:
     """Return the work of `tile` with patches on the ranks of their points; savings and balance were simulated."""
-    ranks, per_machine = schedule.gpus, schedule.per_machine
-    level = simulated(schedule.scene, schedule.machines)
-    seen, part = schedule.points * schedule.visible, schedule.views / ranks
-    patches = PATCHES**2 * schedule.views if ranks > 1 else schedule.views
-    each = ceil(ceil(patches / schedule.machines) / per_machine)
+    ranks, per_machine = workload.gpus, workload.per_machine
+    level = simulated(workload.scene, workload.machines)
+    seen, part = workload.points * workload.visible, workload.views / ranks
+    patches = PATCHES**2 * workload.views if ranks > 1 else workload.views
+    each = ceil(ceil(patches / workload.machines) / per_machine)
     width, height = (
-        (schedule.width, schedule.height) if ranks == 1 else (schedule.width / PATCHES, schedule.height / PATCHES)
+        (workload.width, workload.height) if ranks == 1 else (workload.width / PATCHES, workload.height / PATCHES)
     )
     halo = 2 * HALO if ranks > 1 else 0
     around = (width + halo) * (height + halo) / (width * height)
-    drawn = min(seen * part * around * level.draws, seen * schedule.views)
+    drawn = min(seen * part * around * level.draws, seen * workload.views)
     # Fractions of a rank's rows sent to other machines, and to other GPUs of its own; they depend on the number of
     # both.
-    off_machine_share = (schedule.machines - 1) / schedule.machines * (1 - level.between)
-    there = GPUS * schedule.machines
+    off_machine_share = (workload.machines - 1) / workload.machines * (1 - level.between)
+    there = GPUS * workload.machines
     in_machine_share = (
         ((there - 1) / there * (1 - level.in_all) - off_machine_share) * (1 - 1 / per_machine) / (1 - 1 / GPUS)
     )
     busiest = seen * part * (off_machine_share + in_machine_share) * max(level.sends, level.receives)
     off_machine = off_machine_share / (off_machine_share + in_machine_share) if ranks > 1 else 0.0
     return Share(
-        ceil(schedule.points / ranks * level.holds), schedule.views, seen * part * level.sends,
-        min(UNEVEN * drawn, seen * schedule.views) if ranks > 1 else drawn, drawn, drawn * schedule.tiles,
+        ceil(workload.points / ranks * level.holds), workload.views, seen * part * level.sends,
+        min(UNEVEN * drawn, seen * workload.views) if ranks > 1 else drawn, drawn, drawn * workload.tiles,
         each * (width + halo) * (height + halo), seen * part * level.sends, 2 * RECORD_BYTES * busiest,
         CAPACITY_FACTOR * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * busiest, off_machine,
     )  # fmt: skip

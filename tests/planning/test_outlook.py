@@ -7,10 +7,10 @@ import pytest
 from ns_multigpu.planning import rates
 from ns_multigpu.planning.outlook import described, outlook
 from ns_multigpu.planning.pace import pace
-from ns_multigpu.planning.work import Schedule
+from ns_multigpu.planning.work import Workload
 from ns_multigpu.plugin.train.capacity import Capacity, expectations
 
-RUN = Schedule(1000, 1920, 1080, views=1, gpus=2)
+RUN = Workload(1000, 1920, 1080, views=1, gpus=2)
 SMALL = replace(RUN, width=640, height=480)
 MEMORY = float(139 << 30)
 
@@ -75,5 +75,5 @@ def test_expectations_need_a_choice_of_strategies() -> None:
     assert "300,000 Gaussians" in expectations(found, "tile", 300_000, "mcmc")[2]
     assert len(expectations(replace(found, now=1_000_000), "batch", None, "default")) == 2
     assert expectations(replace(found, on_gpu=False), "tile", None, "default") == []
-    assert expectations(replace(found, schedule=replace(RUN, gpus=1)), "tile", None, "default") == []
+    assert expectations(replace(found, workload=replace(RUN, gpus=1)), "tile", None, "default") == []
     assert expectations(found, "a strategy of a user", None, "default") == []

@@ -28,8 +28,8 @@ from ns_multigpu.planning.work import (
     STRATEGIES,
     VISIBLE,
     WIRE_BYTES,
-    Schedule,
     Share,
+    Workload,
     batch_of,
     in_sight,
     share,
@@ -81,24 +81,24 @@ def test_parameters_and_moments_are_exact(degree: int) -> None:
     points = 1000
     params = initial_gaussians(None, sh_degree=degree, count=points, extent=1.0, generator=torch.Generator())
     held = sum(tensor.nbytes for tensor in params.values())
-    found = memory("single", Schedule(points, 640, 480, sh_degree=degree), GIB)
+    found = memory("single", Workload(points, 640, 480, sh_degree=degree), GIB)
     assert found.parameters == held and found.moments == 2 * held
-    assert memory("tile", Schedule(4 * points, 640, 480, gpus=4, sh_degree=degree), GIB).parameters == held
+    assert memory("tile", Workload(4 * points, 640, 480, gpus=4, sh_degree=degree), GIB).parameters == held
 
 
 def test_a_compact_state_takes_half_the_moments() -> None:
     """Of 720 bytes a Gaussian, with densification's statistics, 484 are left; in a checkpoint, too."""
     full, compact = (
-        memory("tile", Schedule(4_000_000, 640, 480, gpus=4, compact=compact), GIB) for compact in (False, True)
+        memory("tile", Workload(4_000_000, 640, 480, gpus=4, compact=compact), GIB) for compact in (False, True)
     )
     assert compact.moments == full.moments / 2 == 4 * 59 * 1_000_000 and compact.parameters == full.parameters
     held = compact.parameters + compact.moments + STATISTICS * 1_000_000
     assert held == 484 * 1_000_000
     for kept, bytes_a_point in ((False, 720), (True, 484)):
-        assert checkpoint_bytes(Schedule(1000, 640, 480, gpus=4, compact=kept)) == 1000 * bytes_a_point
-    assert checkpoint_bytes(Schedule(1000, 640, 480, sh_degree=0)) == 1000 * (3 * 4 * 14 + 12)
+        assert checkpoint_bytes(Workload(1000, 640, 480, gpus=4, compact=kept)) == 1000 * bytes_a_point
+    assert checkpoint_bytes(Workload(1000, 640, 480, sh_degree=0)) == 1000 * (3 * 4 * 14 + 12)
     assert full.refining - compact.refining == 2 * 45 * 1_000_000
-    run = Schedule(1, 3840, 2160, gpus=4)
+    run = Workload(1, 3840, 2160, gpus=4)
     fits = [most_points("tile", replace(run, compact=c), 139 * GIB, densify=False) for c in (False, True)]
     assert fits[1] > 1.2 * fits[0]
 
@@ -163,7 +163,7 @@ def test_row_exchange_buffers_are_counted(transport: str) -> None:
 def test_row_bytes_of_collectives_are_counted() -> None:
     wire = replace(KERNELS, absgrad=True).wire(half=False, slots=False)
     assert (4 * wire.row_words, 4 * wire.gradient_words) == (WIRE_BYTES, GRADIENT_BYTES)
-    one = share("tile", Schedule(4_000_000, 1920, 1080, views=4, gpus=4))
+    one = share("tile", Workload(4_000_000, 1920, 1080, views=4, gpus=4))
     rows = CAPACITY_FACTOR * PAIRS * one.drawn / 4
     pairs = tuple(tuple(0 if a == b else int(rows) for b in range(4)) for a in range(4))
     assert one.traffic_padded == pytest.approx(step_bytes(pairs, 0, WIRE_BYTES, GRADIENT_BYTES, 0), rel=1e-3)
@@ -235,13 +235,13 @@ def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:
 def test_dense_step_time_equals_the_measurement(scene: int) -> None:
     """The sum of the parts, for the scene that the defaults are of; absolute gradients are in it alone."""
     measured = scenes("data/kernels/train-step-h200.json")[scene]
-    run = Schedule(measured["points"], measured["width"], measured["height"])
+    run = Workload(measured["points"], measured["width"], measured["height"])
     found = pace("single", run, lazy=False).step
     assert found == pytest.approx(measured["lines"]["step, ours, graph"]["ms"], rel=0.12)
 
 
 def test_shares_of_the_strategies() -> None:
-    run = Schedule(4_000_000, 1920, 1080, views=2, gpus=4)
+    run = Workload(4_000_000, 1920, 1080, views=2, gpus=4)
     single, batch, tile = (share(name, run) for name in ("single", "batch", "tile"))
     assert (single.points, batch.points, tile.points) == (4_000_000, 4_000_000, 1_000_000)
     assert (single.views, batch.views, tile.views) == (2, 1, 2)
@@ -251,16 +251,16 @@ def test_shares_of_the_strategies() -> None:
     assert single.traffic == 0 and batch.traffic == pytest.approx(3 * 76 * batch.rows)
     assert batch.traffic_padded == pytest.approx(3 * CAPACITY_FACTOR * 92 * batch.rows)
     assert batch.updated == 4 * batch.rows
-    whole = share("tile", Schedule(4_000_000, 1920, 1080, views=4, gpus=4))
+    whole = share("tile", Workload(4_000_000, 1920, 1080, views=4, gpus=4))
     assert whole.pixels == 1920 * 1080, "no view is cut: no halo"
-    alone = share("tile", Schedule(4_000_000, 1920, 1080))
-    assert alone.traffic == 0 and alone.drawn == share("single", Schedule(4_000_000, 1920, 1080)).drawn
+    alone = share("tile", Workload(4_000_000, 1920, 1080))
+    assert alone.traffic == 0 and alone.drawn == share("single", Workload(4_000_000, 1920, 1080)).drawn
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("densify", [True, False])
 def test_the_largest_model_is_the_largest(strategy: str, densify: bool) -> None:
-    run = Schedule(1, 1280, 720, views=2, gpus=2)
+    run = Workload(1, 1280, 720, views=2, gpus=2)
     most = most_points(strategy, run, 40 * GIB, densify=densify)
     assert memory(strategy, run.with_points(most), 40 * GIB).headroom(densify=densify) >= 0
     assert memory(strategy, run.with_points(most + 1), 40 * GIB).headroom(densify=densify) < 0
@@ -269,27 +269,27 @@ def test_the_largest_model_is_the_largest(strategy: str, densify: bool) -> None:
 
 
 def test_shards_hold_more_and_gradients_less() -> None:
-    run = Schedule(1, 1280, 720, views=4, gpus=4)
+    run = Workload(1, 1280, 720, views=4, gpus=4)
     sizes = {name: most_points(name, run, 40 * GIB, densify=True) for name in STRATEGIES}
     assert sizes["tile"] > 2.5 * sizes["single"]
-    unfused = Schedule(1, 1280, 720, views=4, gpus=4, fused=False)
+    unfused = Workload(1, 1280, 720, views=4, gpus=4, fused=False)
     assert most_points("single", unfused, 40 * GIB, densify=True) < sizes["single"]
 
 
 def test_exchanged_pixels_are_independent_of_the_model() -> None:
     small, large = (
-        share("pixel", Schedule(points, 1920, 1080, views=4, gpus=4)) for points in (1_000_000, 400_000_000)
+        share("pixel", Workload(points, 1920, 1080, views=4, gpus=4)) for points in (1_000_000, 400_000_000)
     )
     seen = IN_SIGHT[4]
     every = 16 * 0.75 * (4 * seen + 4 * seen) * 1920 * 1080  # if owners drew no more of their pixels than others do
     assert small.traffic == large.traffic == pytest.approx(CROSSES[4] * every)
     assert large.rows == 400 * small.rows and large.arrivals == 0
     assert small.layers == pytest.approx(4 * seen * 1920 * 1080)
-    cut = share("pixel", Schedule(1_000_000, 1920, 1080, views=1, gpus=4))
+    cut = share("pixel", Workload(1_000_000, 1920, 1080, views=1, gpus=4))
     assert cut.layers == pytest.approx(seen * 1920 * (1080 + 4 * 20)), "with halos"
-    alone = Schedule(1_000_000, 1920, 1080)
+    alone = Workload(1_000_000, 1920, 1080)
     assert share("pixel", alone) == share("tile", alone)
-    run = Schedule(400_000_000, 1920, 1080, views=4, gpus=4)
+    run = Workload(400_000_000, 1920, 1080, views=4, gpus=4)
     assert pace("pixel", run).exchange < pace("tile", run, transport="collective").exchange
     assert memory("pixel", run, 40 * GIB).exchange < memory("tile", run, 40 * GIB).exchange
 

@@ -19,11 +19,11 @@ from ns_multigpu.locality.rules import Access
 from ns_multigpu.planning import command, rates, simulated
 from ns_multigpu.planning.memory import MOST_SAMPLED, memory, most_points
 from ns_multigpu.planning.pace import pace, traffic
-from ns_multigpu.planning.work import CAPACITY_FACTOR, HALO, PAIRS, PATCHES, Schedule, share
+from ns_multigpu.planning.work import CAPACITY_FACTOR, HALO, PAIRS, PATCHES, Workload, share
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-RUN = Schedule(1_000_000, 800, 800, views=16, gpus=8, visible=0.01, tiles=4.0, machines=2, scene="aerial")
+RUN = Workload(1_000_000, 800, 800, views=16, gpus=8, visible=0.01, tiles=4.0, machines=2, scene="aerial")
 """A million points on two machines of four GPUs; each of 16 views shows 10,000: 20,000 rows a GPU."""
 
 
@@ -60,7 +60,7 @@ def test_unsimulated_machines_are_interpolated() -> None:
     alone = simulated.simulated("street", 1)
     assert (alone.between, alone.in_all, alone.draws) == (0.0, 0.0, 1.0)
     for visible, name in ((0.22, "street"), (0.01, "aerial"), (0.03, "street-visible"), (0.001, "street-far-plane")):
-        assert simulated.nearest_scene(visible) == name == Schedule(1, 16, 16, visible=visible).scene
+        assert simulated.nearest_scene(visible) == name == Workload(1, 16, 16, visible=visible).scene
 
 
 def test_constants_are_those_of_the_code() -> None:
@@ -130,7 +130,7 @@ def test_a_share_of_locality() -> None:
     assert one.pixels == 32 * 210 * 210
     assert one.drawn == pytest.approx(20_000 * 1.05**2 * 1.13) and one.intersections == pytest.approx(4 * one.drawn)
     assert one.rows == one.updated == pytest.approx(20_000 * 1.23)
-    alone, single = share("locality", Schedule(1000, 800, 600)), share("single", Schedule(1000, 800, 600))
+    alone, single = share("locality", Workload(1000, 800, 600)), share("single", Workload(1000, 800, 600))
     assert (alone.points, alone.drawn, alone.pixels) == (single.points, single.drawn, single.pixels)
     assert (alone.traffic, alone.traffic_padded, alone.between) == (0.0, 0.0, 0.0)
 
@@ -144,7 +144,7 @@ def test_pixels_are_those_that_patches_take_at_most(ranks: int, machines: int, v
     width, height = 64 * 5, 64 * 3
     view = View(torch.eye(4), torch.eye(3), width, height)
     most = patches.most_pixels(views, view.width, view.height, ranks, SSIM_HALO)
-    run = Schedule(1000, width, height, views=views, gpus=ranks, machines=machines, visible=0.01)
+    run = Workload(1000, width, height, views=views, gpus=ranks, machines=machines, visible=0.01)
     assert share("locality", run).pixels == most
 
 
@@ -175,7 +175,7 @@ def test_the_command_compares_strategies_over_machines(capsys: pytest.CaptureFix
     assert "16 GPU(s) on 4 machines" in text
     between_machines = next(line for line in text.splitlines() if line.startswith("  into a machine"))
     single, batch, tile, locality, pixel = (float(cell.replace(",", "")) for cell in between_machines.split()[-5:])
-    run = Schedule(100_000_000, 1920, 1080, views=16, gpus=16, machines=4, visible=0.01)
+    run = Workload(100_000_000, 1920, 1080, views=16, gpus=16, machines=4, visible=0.01)
     assert single == 0.0 and batch > tile
     assert tile == pytest.approx(traffic("tile", run).between / 2**20, abs=0.1)
     assert locality == pytest.approx(traffic("locality", run).between / 2**20, abs=0.1)
@@ -222,4 +222,4 @@ def test_nonsense_is_refused(more: list[str], said: str, capsys: pytest.CaptureF
         main(["plan", "--points", "1M", "--image", "640x480", "--gpu", "h200", *more])
     assert said in capsys.readouterr().err
     with pytest.raises(ValueError, match="scene is 'moon'"):
-        Schedule(1, 16, 16, scene="moon")
+        Workload(1, 16, 16, scene="moon")

@@ -7,7 +7,7 @@ import pytest
 
 from ns_multigpu.planning import rates
 from ns_multigpu.planning.pace import pace
-from ns_multigpu.planning.work import Schedule, share
+from ns_multigpu.planning.work import Workload, share
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SIZES = {"720p": (1280, 720), "1080p": (1920, 1080), "4K": (3840, 2160), "8K": (7680, 4320)}
@@ -58,12 +58,12 @@ class Row:
     gbit: float = 0.0
 
     @property
-    def run(self) -> Schedule:
+    def run(self) -> Workload:
         """Return the step as a plan is asked for it."""
         visible, tiles = SCENES[self.scene, self.image]
         shown = {} if visible is None else {"visible": visible}
         machines = self.gpus if self.gbit else 1
-        return Schedule(
+        return Workload(
             POINTS[self.scene], *SIZES[self.image], self.views, self.gpus, tiles=tiles, machines=machines, **shown
         )
 

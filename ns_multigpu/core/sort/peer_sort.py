@@ -74,9 +74,9 @@ class SortBuffers:
             local[values : values + 4 * self.capacity].view(torch.int32),
         )
 
-    def addresses(self, half_addresses: Sequence[int]) -> tuple[list[int], list[int]]:
+    def addresses(self, active_buffers: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the addresses of each rank's keys and values, in the half that is given for it."""
-        places = list(zip(self.memory.addresses, half_addresses, strict=True))
+        places = list(zip(self.memory.addresses, active_buffers, strict=True))
         return [at + self._keys[half] for at, half in places], [at + self._values[half] for at, half in places]
 
     def count_addresses(self, rank: int) -> list[int]:
@@ -153,21 +153,21 @@ def peer_merge_sort(
     ops.sort_pairs(keys, values, count, begin_bit, end_bit, buffers.pairs(0))
     ops.publish_count(count, buffers.count_addresses(world.rank), buffers.capacity)
     memory.barrier()
-    half_addresses = [0] * world.size
+    active_buffers = [0] * world.size
     piece = count.clamp(max=buffers.capacity)
     for merges in merge_levels([0] * world.size):  # who merges with whom follows from the number of ranks alone
-        keys_at, values_at = buffers.addresses(half_addresses)
+        keys_at, values_at = buffers.addresses(active_buffers)
         for merge in merges:
             left, right = (merge.left.first, merge.left.end), (merge.right.first, merge.right.end)
             if left[0] <= world.rank < right[1]:
-                out = buffers.pairs(1 - half_addresses[world.rank])
+                out = buffers.pairs(1 - active_buffers[world.rank])
                 piece = ops.merge_level(keys_at, values_at, buffers.counts, left, right, world.rank, out)
         for merge in merges:
             for rank in range(merge.left.first, merge.right.end):
-                half_addresses[rank] = 1 - half_addresses[rank]
+                active_buffers[rank] = 1 - active_buffers[rank]
         memory.barrier()
     return SortedPairs(
-        *buffers.pairs(half_addresses[world.rank]), piece, buffers.counts, *buffers.addresses(half_addresses)
+        *buffers.pairs(active_buffers[world.rank]), piece, buffers.counts, *buffers.addresses(active_buffers)
     )
 
 

@@ -60,7 +60,7 @@ class _Capacities:
         return all(
             row[1] <= self.rows
             and row[2] <= self.intersections
-            and all(count <= capacities for count, capacities in zip(row[_HEAD:], mine, strict=False))
+            and all(count <= capacity for count, capacity in zip(row[_HEAD:], mine, strict=False))
             for row, mine in zip(counts_by_rank, self.pairs, strict=True)
         )
 

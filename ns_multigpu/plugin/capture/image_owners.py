@@ -48,7 +48,7 @@ def image_owners_of(
     wanted = [int(machine) for machine in view_machines]
     for view, machine in enumerate(wanted):
         if not 0 <= machine < machines:
-            raise ValueError(f"image_owners_of: view {view} is to be held by machine {machine} of {machines}")
+            raise ValueError(f"image_owners_of: view {view} is assigned to machine {machine}, and there are {machines}")
     held = [0] * (machines * per_machine)
     owners = [-1] * len(sizes)
 

@@ -158,9 +158,9 @@ def describe(notes: Sequence[Note], late: Sequence[Note], name: Callable[[int], 
             f"All ranks are in step {notes[0].step}, phase {notes[0].phase}, for {min(n.age for n in notes):.0f} s: a "
             "device, or the connection between them, does not finish what it was given."
         )
-        note_fields = next((note for note in notes if note.stack), None)
-        if note_fields is not None:
-            lines.append(f"{begin(note_fields)} is here:\n{note_fields.stack.rstrip()}")
+        shown = next((note for note in notes if note.stack), None)
+        if shown is not None:
+            lines.append(f"{begin(shown)} is here:\n{shown.stack.rstrip()}")
     waiting = [note for note in notes if note not in late]
     if late and waiting:
         places = "; ".join(f"{name(n.rank)} in step {n.step}, {n.phase}" for n in waiting)

@@ -146,10 +146,10 @@ def agree(
         return str(answer["value"])
     try:
         with rendezvous_explained():
-            starts_of = [json.loads(ours.get(f"start/{rank}")) for rank in range(ranks.size)]
-        starts = [Start(**{**one, "place": Place(**one["place"])}) for _, one in starts_of]
+            received = [json.loads(ours.get(f"start/{rank}")) for rank in range(ranks.size)]
+        starts = [Start(**{**one, "place": Place(**one["place"])}) for _, one in received]
         check_layout([one.place for one in starts])
-        refuse_differences([one for one, _ in starts_of])
+        refuse_differences([one for one, _ in received])
         value = decide(starts)
     except InputError as error:
         ours.set("answer", json.dumps({"error": str(error)}))

@@ -85,7 +85,7 @@ def check_camera_path(path: Path, path_json: dict[str, Any], types: Sequence[str
         )
     seconds = path_json.get("seconds")
     if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
-        raise InputError(f"{_name(path)}: seconds is {seconds!r}. Give how long the video is to be, more than 0.")
+        raise InputError(f"{_name(path)}: seconds is {seconds!r}. Give the video's length in seconds, above 0.")
     views = path_json.get("camera_path")
     if not isinstance(views, list) or not views:
         raise InputError(f"{_name(path)}: camera_path has no cameras. Save one with keyframes from the viewer.")

@@ -193,7 +193,7 @@ class Parts:
         self._free = threading.Semaphore(encoders)
         self._frames: _Frames = queue.SimpleQueue()
         self._number: int | None = None  # of the part that receives frames
-        self._slots = threading.Condition()
+        self._queued = threading.Condition()
         self._waiting, self._failed = 0, False  # bytes in the queue
 
     def path(self, number: int) -> Path:
@@ -251,21 +251,21 @@ class Parts:
             raise Failed(self._folder, error) from error
 
     def _wait_for_capacity(self, size: int) -> None:
-        with self._slots:
-            self._slots.wait_for(lambda: self._failed or not self._waiting or self._waiting + size <= _MOST_WAITING)
+        with self._queued:
+            self._queued.wait_for(lambda: self._failed or not self._waiting or self._waiting + size <= _MOST_WAITING)
             self._waiting += size
 
-    def _run(self, job_text: "Future[None]", number: int, frames: "_Frames") -> None:
+    def _run(self, part: "Future[None]", number: int, frames: "_Frames") -> None:
         try:
             with self._free:
                 self._part(number, frames)
         except BaseException as error:  # the rendering thread raises it
-            job_text.set_exception(error)
-            with self._slots:  # accept no more frames
+            part.set_exception(error)
+            with self._queued:  # accept no more frames
                 self._failed = True
-                self._slots.notify_all()
+                self._queued.notify_all()
         else:  # released after an encoder is free: at most one part waits for an encoder
-            job_text.set_result(None)
+            part.set_result(None)
 
     def _part(self, number: int, frames: "_Frames") -> None:
         frame = self._next(frames)
@@ -288,9 +288,9 @@ class Parts:
         return frame
 
     def _taken(self, frame: HostFrame) -> None:
-        with self._slots:
+        with self._queued:
             self._waiting -= frame.bytes
-            self._slots.notify_all()
+            self._queued.notify_all()
 
 
 def encoders(sharing: int) -> int:

@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.planning.memory import most_points
 from ns_multigpu.planning.outlook import SOME_SIZE, described, outlook
 from ns_multigpu.planning.quantities import gib
-from ns_multigpu.planning.work import STRATEGIES, Schedule
+from ns_multigpu.planning.work import STRATEGIES, Workload
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import free_bytes
@@ -27,14 +27,14 @@ class Capacity:
         now: points of the whole model.
         fits: points of the largest model that fits; None if unknown.
         memory: bytes that the rank with the least memory may use for the model and its steps.
-        schedule: the run that the figures are for.
+        workload: the run that the figures are for.
         on_gpu: True for GPU memory.
     """
 
     now: int
     fits: int | None
     memory: int
-    schedule: Schedule
+    workload: Workload
     on_gpu: bool
 
 
@@ -47,7 +47,7 @@ def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Cap
     """
     model, cameras = pipeline.model, pipeline.datamanager.train_dataset.cameras
     width, height = int(cameras.width.max()), int(cameras.height.max())
-    schedule = Schedule(
+    workload = Workload(
         max(model.total_points, 1), width, height, pipeline.batch_size, world.size, model.config.sh_degree, fused=fused,
         compact=model.config.optimizer_state == "compact", machines=world.machines, schema=model.schema,
     )  # fmt: skip
@@ -55,8 +55,8 @@ def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Cap
     least = min(row[0] for row in all_gather_ints([-1 if budget is None else budget], world))
     name, fits = pipeline.strategy.name, None
     if least >= 0 and name in STRATEGIES:
-        fits = most_points(name, schedule, float(least), densify=True)
-    return Capacity(model.total_points, fits, least, schedule, world.device.type == "cuda")
+        fits = most_points(name, workload, float(least), densify=True)
+    return Capacity(model.total_points, fits, least, workload, world.device.type == "cuda")
 
 
 def usable_memory(world: World, model: int) -> int | None:
@@ -142,13 +142,13 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
 def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str) -> list[str]:
     """Return lines on the expected performance of each strategy on these GPUs; none without a choice, or
     without a GPU."""
-    if not found.on_gpu or found.schedule.gpus == 1 or strategy not in STRATEGIES:
+    if not found.on_gpu or found.workload.gpus == 1 or strategy not in STRATEGIES:
         return []
     grown = cap if densifier == "mcmc" and cap is not None else SOME_SIZE
     memory = float(found.memory) if found.memory >= 0 else None
     sizes = dict.fromkeys((found.now, max(grown, found.now)))
     return described(
-        [outlook(strategy, found.schedule, points, memory) for points in sizes], strategy, found.schedule.gpus
+        [outlook(strategy, found.workload, points, memory) for points in sizes], strategy, found.workload.gpus
     )
 
 

@@ -15,7 +15,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION, names
 from ns_multigpu.locality.picture import MOST_POINTS, Partition, draw
 from ns_multigpu.planning.memory import checkpoint_bytes
-from ns_multigpu.planning.work import Schedule
+from ns_multigpu.planning.work import Workload
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
 from ns_multigpu.plugin.checkpoint.atomic_save import Opened
 from ns_multigpu.plugin.checkpoint.training_copy import Content
@@ -170,10 +170,8 @@ class SplatObjective(Objective):
         """See `Objective.lost`."""
         model, options = self.pipeline.model, self.pipeline.model.config
         compact = options.optimizer_state == "compact"
-        rate_schedule = Schedule(
-            model.total_points, 1, 1, sh_degree=options.sh_degree, compact=compact, schema=model.schema
-        )
-        needed = checkpoint_bytes(rate_schedule)
+        workload = Workload(model.total_points, 1, 1, sh_degree=options.sh_degree, compact=compact, schema=model.schema)
+        needed = checkpoint_bytes(workload)
         images = steps * self.pipeline.batch_size
         size = f"{model.total_points:,} Gaussians, {needed / 1e6:,.0f} MB"
         return f"the model after {images:,} images ({size})", needed

@@ -79,8 +79,8 @@ def move_rows(
         mine = optimizers[name].state.get(old, {}) if name in optimizers else {}
         slots = kept.of[name].slots
         tensors: list[Tensor | None] = [old.detach(), *(mine.get(key) for key in slots)]
-        slots_of = [_Slot(tuple(old.shape[1:]), old.dtype), *slots.values()]
-        pairs = enumerate(zip(tensors, slots_of, strict=True))
+        types = [_Slot(tuple(old.shape[1:]), old.dtype), *slots.values()]
+        pairs = enumerate(zip(tensors, types, strict=True))
         columns[name] = [_Column(tensor, kind, partial(finish, name, number)) for number, (tensor, kind) in pairs]
     arrivals = _Arrivals([one for of in columns.values() for one in of], remote_split, move.moved, world)
     for name in list(params):

@@ -65,8 +65,8 @@ def test_images_beyond_memory_go_to_machines_with_memory() -> None:
         ([0, 1], (0, 2), r"0 machine\(s\) of 2 rank\(s\)"),
         ([0, 1], (2, 0), r"2 machine\(s\) of 0 rank\(s\)"),
         ([0], (2, 2), "1 machines for 2 views"),
-        ([0, 2], (2, 2), "view 1 is to be held by machine 2 of 2"),
-        ([-1, 0], (2, 2), "view 0 is to be held by machine -1 of 2"),
+        ([0, 2], (2, 2), "view 1 is assigned to machine 2, and there are 2"),
+        ([-1, 0], (2, 2), "view 0 is assigned to machine -1, and there are 2"),
     ],
 )
 def test_machines_that_cannot_be_are_refused(machines: list[int], size: tuple[int, int], message: str) -> None:

@@ -10,7 +10,7 @@ from gsplat.strategy import DefaultStrategy
 
 import ns_multigpu.plugin.train.capacity as capacity
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.planning.work import Schedule
+from ns_multigpu.planning.work import Workload
 from ns_multigpu.plugin.train.capacity import Capacity, cap_of, describe
 from ns_multigpu.primitives.gaussians.cap import allowed_growth
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
@@ -19,7 +19,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
 from tests.lib.training_run import write_capture
 
-RUN = Schedule(1000, 640, 480, views=2, gpus=2)
+RUN = Workload(1000, 640, 480, views=2, gpus=2)
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ class StepNumbers:
             self.background = torch.empty(rays, 3, device=device) if self._coloured else None
         self._of = (step, rays)
         self.moved = {
-            (cell, parts): jitter(capacity, self._widths[parts], rays, self._seed, step, cell, parts)
-            for (cell, parts), capacity in self._jitters.items()
+            (cell, parts): jitter(buffer, self._widths[parts], rays, self._seed, step, cell, parts)
+            for (cell, parts), buffer in self._jitters.items()
         }
         self.anneal.fill_(anneal)
         if self.background is not None:
