@@ -23,7 +23,7 @@ from cuda_ext.ops.exchange.fragments import (
     scatter_fragments,
 )
 from cuda_ext.ops.exchange.put_rows import put_rows
-from cuda_ext.ops.exchange.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
+from cuda_ext.ops.exchange.row_exchange import ReceivedRows, collect, pack, route_lines, unpack
 from cuda_ext.ops.exchange.row_footprint import footprint_counts
 from cuda_ext.ops.loss.band_loss import BandLoss, band_loss, band_loss_into
 from cuda_ext.ops.loss.loss import l1_ssim
@@ -43,13 +43,13 @@ from cuda_ext.ops.sort.peer_sort import band_lists, intersect_keys, merge_level,
 
 __all__ = [
     "AdamStep",
-    "ArrivedRows",
     "BandLoss",
     "FusedAdam",
     "LazyAdam",
     "Moment",
     "NativeBuildError",
     "Projection",
+    "ReceivedRows",
     "RowGradients",
     "SplatRows",
     "adam_step",

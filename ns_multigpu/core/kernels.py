@@ -16,7 +16,7 @@ Rows = Any
 """Rows of a rank's own points in a buffer of fixed length, padding included; returned by `Kernels.project`. A
 NamedTuple with at least `view_ids` [M] int32, `point_ids` [M] int32, `count` (int64, per segment), `means2d` [M, 2]
 and `radii` [M, 2] int32. Rows are routed by the last two."""
-Arrived = Any
+Received = Any
 """Rows of a rank's patches, local or received. At least `means2d`, `radii` and `view_ids` as above, and `owners` and
 `slots` [M] int32: the owning rank of each row, and its line there."""
 Lists = tuple[Tensor, Tensor, Tensor]
@@ -197,7 +197,7 @@ class Kernels(RowFormat):
         """Return the rows of the points for whole views, in (view, point) order, padded to `capacity` lines."""
 
     @abstractmethod
-    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
+    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Received:
         """Return the input of drawing for local rows."""
 
     @abstractmethod
@@ -205,7 +205,7 @@ class Kernels(RowFormat):
         """Write the records of lines first to end to lines `place` [ranks, M] of the segments."""
 
     @abstractmethod
-    def unpack(self, records: Tensor, counts: Tensor, views: int) -> Arrived:
+    def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:
         """Return the rows of records [ranks, capacity, record_floats], of which `counts` [ranks] are valid."""
 
     @abstractmethod
@@ -213,11 +213,11 @@ class Kernels(RowFormat):
         """Return buffers for the rows of ranks with the same points, each of `capacity` lines."""
 
     @abstractmethod
-    def intersect(self, arrived: Arrived, patches: Sequence[int], capacity: int) -> Lists:
+    def intersect(self, arrived: Received, patches: Sequence[int], capacity: int) -> Lists:
         """Return the lists of the patches' tiles: 5 ints per patch (view, x0, y0, x1, y1)."""
 
     @abstractmethod
-    def draw(self, arrived: Arrived, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
+    def draw(self, arrived: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         """Draw the patches. With `mark_stops`, alpha is negative where drawing stopped before a row."""
 
     def shown(self, drawn: Drawn, view: View) -> Mapping[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-STAYS = -1
+LOCAL = -1
 """Start of a segment that is not in the buffer."""
 
 
@@ -16,7 +16,7 @@ class WireSegments:
     """Segments of a buffer of 4-byte words, one per pair with this rank: columns of `capacity` words.
 
     Attributes:
-        starts: [ranks] the first word of each; `STAYS` for local rows.
+        starts: [ranks] the first word of each; `LOCAL` for local rows.
         capacities: [ranks] capacity of each in rows.
         rank: this one. Its own segment is never sent.
     """
@@ -53,7 +53,7 @@ class RowWire(ABC):
 
     @abstractmethod
     def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> Any:
-        """Return the received rows (`Arrived`), source by source, of which `counts` [ranks] are valid. Local segments
+        """Return the received rows (`Received`), source by source, of which `counts` [ranks] are valid. Local segments
         are filled by `keep`.
 
         Raises:

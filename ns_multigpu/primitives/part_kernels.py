@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext.ops.exchange.row_exchange import add_records
-from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows, Sinks
+from ns_multigpu.core.kernels import Drawn, Lists, Received, Rows, Sinks
 from ns_multigpu.core.types import TILE
 from ns_multigpu.primitives.composed_kernels import ComposedKernels, Lines
 from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
@@ -77,7 +77,7 @@ class PartKernels(ComposedKernels):
         names: tuple[str, ...] = gradients._fields
         return [(getattr(made, _MADE.get(name, name)), getattr(gradients, name)) for name in names]
 
-    def draw(self, arrived: Arrived, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
+    def draw(self, arrived: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         inputs = tuple(getattr(arrived, name) for name in self.layout.widths)
         flat = list(patches)
         rasterize = getattr(torch.ops.ns_multigpu, f"rasterize_{self.operator}")
@@ -101,13 +101,13 @@ class PartKernels(ComposedKernels):
         records = self.layout.records_of_columns(found)
         add_records(records, sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope)
 
-    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
+    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Received:
         return self.layout.receive_local(rows, owners, slots)
 
     def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
         self.layout.pack(rows, place, segments, capacity, first, end)
 
-    def unpack(self, records: Tensor, counts: Tensor, views: int) -> Arrived:
+    def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:
         return self.layout.unpack(records, counts, views)
 
     def wire(self, *, half: bool, slots: bool) -> PartsWire:
@@ -115,7 +115,7 @@ class PartKernels(ComposedKernels):
             raise ValueError(f"Rows of {self.title} cross the wire whole: leave half out.")
         return PartsWire(self.layout, slots)
 
-    def intersect(self, arrived: Arrived, patches: Sequence[int], capacity: int) -> Lists:
+    def intersect(self, arrived: Received, patches: Sequence[int], capacity: int) -> Lists:
         return cuda_ext.intersect_capacity(
             arrived.means2d, boundless(arrived.depths), arrived.opacities, arrived.radii, arrived.depths,
             arrived.view_ids, patches, tile_size=TILE, capacity=capacity,

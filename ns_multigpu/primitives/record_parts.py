@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ReceivedRows, collect, pack, unpack
 from cuda_ext.ops.exchange.row_wire import (
     collect_wire,
     gradient_words,
@@ -22,15 +22,15 @@ from cuda_ext.ops.exchange.row_wire import (
     row_words,
     unpack_wire,
 )
-from ns_multigpu.core.kernels import Arrived, Rows
-from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
+from ns_multigpu.core.kernels import Received, Rows
+from ns_multigpu.core.row_wire import LOCAL, RowWire, WireSegments
 
 Part = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Rows as those of 3D Gaussians: what `pack` and `pack_wire` take first."""
 Span = tuple[str, int, int]
 """A column's name, and the first and the end of some of its numbers."""
 _SLOTS = {"means2d": 2, "conics": 3, "opacities": 1, "features": 3, "depths": 1}
-"""Content of a row's part: columns of `ArrivedRows`, in the order of `pack`, and their widths."""
+"""Content of a row's part: columns of `ReceivedRows`, in the order of `pack`, and their widths."""
 _GRADIENTS, _ABSOLUTE = (0, 9), (10, 12)
 """First and end of the places of a record whose sums come back: always, and with absolute ones."""
 
@@ -96,7 +96,7 @@ class RecordParts:
             found.append((rows.view_ids, means2d, conics, opacities, features, depths, rows.radii))
         return found
 
-    def join(self, parts: Sequence[ArrivedRows]) -> Arrived:
+    def join(self, parts: Sequence[ReceivedRows]) -> Received:
         """The inverse of `split`, of rows that arrived."""
         slots = [getattr(part, name) for part in parts for name in _SLOTS]
         columns = self._columns(self._rows, [slot if slot.dim() == 2 else slot[:, None] for slot in slots])
@@ -106,7 +106,7 @@ class RecordParts:
             first.slots,
         )  # fmt: skip
 
-    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
+    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Received:
         """See `Kernels.receive_local`."""
         return self._arrived(rows.view_ids, *(getattr(rows, name) for name in self.widths), rows.radii, owners, slots)
 
@@ -139,7 +139,7 @@ class RecordParts:
             lines = self._lines(place, capacity, k)
             pack(*part, lines, segments, self.parts * capacity, first, end)
 
-    def unpack(self, records: Tensor, counts: Tensor, views: int) -> Arrived:
+    def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:
         """See `Kernels.unpack`."""
         ranks, capacity = records.shape[:2]
         parts = records.view(ranks, capacity, self.parts, RECORD_FLOATS).unbind(2)
@@ -205,7 +205,7 @@ class PartsWire(RowWire):
                 half=False, slots=self.slots, first=first, end=end,
             )  # fmt: skip
 
-    def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> Arrived:
+    def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> Received:
         segments = [_behind(come, k * self._words) for k in range(self.layout.parts)]
         return self.layout.join(
             [
@@ -214,7 +214,7 @@ class PartsWire(RowWire):
             ]
         )
 
-    def keep(self, rows: Rows, place: Tensor, arrived: Arrived, come: WireSegments, source: int) -> None:
+    def keep(self, rows: Rows, place: Tensor, arrived: Received, come: WireSegments, source: int) -> None:
         num_lines, first = come.capacities[source], come.line(source)
         lines = torch.arange(len(place), device=place.device)
         # One extra line receives rows that are not local, or overflow.
@@ -265,4 +265,4 @@ def _numbers(column: Tensor, span: Span) -> Tensor:
 def _behind(segments: WireSegments, words: int) -> WireSegments:
     """Return the segments shifted by `words` of their columns."""
     pairs = zip(segments.starts, segments.capacities, strict=True)
-    return replace(segments, starts=tuple(s if s == STAYS else s + words * rows for s, rows in pairs))
+    return replace(segments, starts=tuple(s if s == LOCAL else s + words * rows for s, rows in pairs))

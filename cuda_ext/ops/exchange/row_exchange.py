@@ -27,7 +27,7 @@ MOST_RANKS = 32
 """Ranks that rows can go to: a bit each in the kernels."""
 
 
-class ArrivedRows(NamedTuple):
+class ReceivedRows(NamedTuple):
     """Rows from S sources, a segment of `capacity` lines after the other: M = S * capacity lines.
 
     Attributes:
@@ -156,7 +156,7 @@ def pack(
 
 
 @torch.no_grad()
-def unpack(records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
+def unpack(records: Tensor, counts: Tensor, views: int) -> ReceivedRows:
     """Return the rows that arrived in the segments of all ranks, padded: what `intersect` and `rasterize` take.
 
     Args:
@@ -175,7 +175,7 @@ def unpack(records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
     if views < 1:
         raise ValueError(f"unpack needs at least one view, not {views}.")
     op: Any = torch.ops.ns_multigpu.unpack if kernels_serve(records) else composed.unpack
-    return ArrivedRows(*op(records.detach(), counts, views))
+    return ReceivedRows(*op(records.detach(), counts, views))
 
 
 @torch.no_grad()

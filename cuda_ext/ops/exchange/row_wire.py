@@ -18,7 +18,7 @@ lie between 2^14 and 2^15, and what is 2^-28 of it still has 11 bits. An inf or 
 A conic is sent as its Cholesky factor: however the factor's numbers are rounded, they are of an ellipse. Rounded
 itself, the conic of a splat 50 times as long as wide is not: xx * yy and xy^2 then agree in all bits that are left.
 
-A rank's own segment never leaves, and is not rounded. It need not be in the buffer at all: where its start is `STAYS`
+A rank's own segment never leaves, and is not rounded. It need not be in the buffer at all: where its start is `LOCAL`
 nothing is written to it, the received rows have padding in its place, and `keep_rows` copies the rows there.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_tensors
-from cuda_ext.ops.exchange.row_exchange import ArrivedRows, check_lines, check_row_columns
+from cuda_ext.ops.exchange.row_exchange import ReceivedRows, check_lines, check_row_columns
 from cuda_ext.reference import row_wire as composed
 from cuda_ext.reference.row_exchange import RECORD_FLOATS
 from cuda_ext.reference.row_wire import gradient_words, row_words
@@ -41,12 +41,20 @@ MOST_VIEWS = 256
 MOST_SEGMENTS = 128
 """Ranks that rows can come from."""
 
-STAYS = -1
+LOCAL = -1
 """The start of a segment that is not in the buffer."""
 
 __all__ = [
-    "MOST_SEGMENTS", "MOST_VIEWS", "STAYS", "collect_wire", "gradient_words", "keep_rows", "pack_gradients",
-    "pack_wire", "row_words", "unpack_wire",
+    "LOCAL",
+    "MOST_SEGMENTS",
+    "MOST_VIEWS",
+    "collect_wire",
+    "gradient_words",
+    "keep_rows",
+    "pack_gradients",
+    "pack_wire",
+    "row_words",
+    "unpack_wire",
 ]  # fmt: skip
 
 
@@ -79,7 +87,7 @@ def pack_wire(
         depths: [M]. radii: [M, 2] int32. All as in `SplatRows`.
         place: [ranks, M] int32, from `route_lines`.
         wire: [W] int32, written.
-        starts: [ranks] the first word of each segment, or `STAYS`. capacities: [ranks] rows of each.
+        starts: [ranks] the first word of each segment, or `LOCAL`. capacities: [ranks] rows of each.
         rank: this one, whose segment is not rounded.
         half: see above. slots: send each row's line.
         first, end: of the lines whose rows are written; all unless given.
@@ -111,7 +119,7 @@ def unpack_wire(
     *,
     half: bool,
     slots: bool,
-) -> ArrivedRows:
+) -> ReceivedRows:
     """Return the rows that arrived from all ranks, source by source, padded: what `intersect` and `rasterize` take.
 
     Args:
@@ -135,7 +143,7 @@ def unpack_wire(
     words = [row_words(half=half and other != rank, slots=slots) for other in range(ranks)]
     _check_segments(wire, starts, capacities, rank, ranks, words)
     op: Any = torch.ops.ns_multigpu.unpack_wire if kernels_serve(wire) else composed.unpack_wire
-    return ArrivedRows(*op(wire, list(starts), list(capacities), counts, rank, half, slots, views))
+    return ReceivedRows(*op(wire, list(starts), list(capacities), counts, rank, half, slots, views))
 
 
 @torch.no_grad()
@@ -148,7 +156,7 @@ def keep_rows(
     depths: Tensor,
     radii: Tensor,
     place: Tensor,
-    arrived: ArrivedRows,
+    arrived: ReceivedRows,
     start: int,
     capacity: int,
     *,
@@ -161,7 +169,7 @@ def keep_rows(
     Args:
         view_ids, means2d, conics, opacities, features, depths, radii, slots: see `pack_wire`.
         place: [M] int32, from `route_lines`: of this rank's own segment.
-        arrived: what `unpack_wire` returned, where this segment's start was `STAYS`; written. `owners` are right.
+        arrived: what `unpack_wire` returned, where this segment's start was `LOCAL`; written. `owners` are right.
         start, capacity: the segment's first line there, and how many it has.
 
     Raises:
@@ -271,7 +279,7 @@ def _check_segments(
         )
     for other, (start, capacity, width) in enumerate(zip(starts, capacities, words, strict=True)):
         inside = start >= 0 and start + width * capacity <= wire.shape[0]
-        if capacity < 0 or not (start == STAYS or inside):
+        if capacity < 0 or not (start == LOCAL or inside):
             raise ValueError(
                 f"the segment of rank {other}, {capacity} rows of {width} words from word {start} on, leaves the "
                 f"{wire.shape[0]} words of the wire."

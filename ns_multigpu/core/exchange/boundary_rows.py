@@ -17,7 +17,7 @@ from cuda_ext.ops.raster.list_windows import clip_lists
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
 from ns_multigpu.core.exchange.row_operators import RowOperators
-from ns_multigpu.core.kernels import Arrived, Lists, Rows
+from ns_multigpu.core.kernels import Lists, Received, Rows
 from ns_multigpu.core.types import View
 
 
@@ -76,7 +76,7 @@ class BoundaryRowOperators(RowOperators):
 
 
 def clipped(
-    regions: CellRegions, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View], rank: int
+    regions: CellRegions, lists: Lists, arrived: Received, plan: Plan, views: Sequence[View], rank: int
 ) -> Lists:
     """Return the lists of a rank's patches, restricted to its cells' windows. Nothing is read back."""
     tile_offsets, row_ids, met = lists

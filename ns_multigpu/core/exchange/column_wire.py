@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.row_wire import STAYS, RowFormat, RowWire, WireSegments
+from ns_multigpu.core.row_wire import LOCAL, RowFormat, RowWire, WireSegments
 from ns_multigpu.core.types import Splats
 
 WHOLE = ("means2d", "depths", "transforms", "lines")
@@ -145,7 +145,7 @@ class ColumnWire(RowWire):
     def pack(self, rows: ColumnRows, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
         words = self._write({name: column[first:end] for name, column in rows.columns.items()})
         for other, lines in enumerate(place[:, first:end]):
-            if to.starts[other] != STAYS:
+            if to.starts[other] != LOCAL:
                 self._segment(wire, to, other, words.shape[1]).copy_(words[_rows_at(lines, to.capacities[other])])
 
     def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> ColumnRows:
@@ -162,7 +162,7 @@ class ColumnWire(RowWire):
 
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         for source, some in enumerate(records.split(list(to.capacities))):
-            if to.starts[source] != STAYS:
+            if to.starts[source] != LOCAL:
                 self._segment(wire, to, source, self.gradient_words).copy_(self._write_gradients(some))
 
     def collect(self, place: Tensor, count: Tensor, wire: Tensor, come: WireSegments, own: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class ColumnWire(RowWire):
     def _segment(self, wire: Tensor, segments: WireSegments, rank: int, words: int) -> Tensor:
         """Return the rows of a segment, [capacity, words]; zeros for a local one."""
         start, capacity = segments.starts[rank], segments.capacities[rank]
-        if start == STAYS:
+        if start == LOCAL:
             return wire.new_zeros(capacity, words)
         return wire[start : start + capacity * words].view(capacity, words)
 

@@ -33,7 +33,7 @@ from ns_multigpu.core.exchange.fragments import Routes, routes_of
 from ns_multigpu.core.exchange.legs import PixelLeg
 from ns_multigpu.core.exchange.pixel_operators import PixelOperators, Settled
 from ns_multigpu.core.exchange.transport import Collective, Parts
-from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
+from ns_multigpu.core.kernels import Drawn, Lists, Received, Rows
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Patch, Pixels, Rendering, Splats, View
 
@@ -290,14 +290,14 @@ class CompositeOperators(PixelOperators):
         self._live = torch.zeros(0)
         self._watches = leg.feedback is not None
 
-    def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
+    def layered(self, arrived: Received, rows: Rows) -> Received:
         return arrived if self._regions is not None else self._cells.layered(arrived, rows.point_ids)
 
     def layer(self, patch: Patch, first_view: int) -> int:
         assert first_view == 0, "all of the batch's views are splatted"
         return patch.view if self._regions is not None else self._cells.layer(patch)
 
-    def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
+    def clipped(self, lists: Lists, arrived: Received, plan: Plan, views: Sequence[View]) -> Lists:
         if self._regions is None:
             return lists
         return clipped(self._regions, lists, arrived, plan, views, self._world.rank)

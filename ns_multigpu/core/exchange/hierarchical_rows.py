@@ -25,8 +25,8 @@ from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.intra_node import IntraNodeCollectives, IntraNodePeerMemory
 from ns_multigpu.core.exchange.pair_capacities import Pairs
 from ns_multigpu.core.exchange.transport import Collective, Parts, RecordTransport, Returned
-from ns_multigpu.core.kernels import Arrived, Rows
-from ns_multigpu.core.row_wire import STAYS, RowFormat, RowWire, WireSegments
+from ns_multigpu.core.kernels import Received, Rows
+from ns_multigpu.core.row_wire import LOCAL, RowFormat, RowWire, WireSegments
 
 
 class HierarchicalRows(RecordTransport):
@@ -122,7 +122,7 @@ class HierarchicalRows(RecordTransport):
         self._within.pack(rows, inside, self._intra_node.memory, self._own_out, 0, self.rows)
         self._between.pack(rows, across, self._wire, self._out_segments, 0, self.rows)
 
-    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
         world, memory = self.world, self._intra_node.memory
         own, num_destinations = world.machine, self.hierarchy.num_destinations
         own_counts = counts[:num_destinations]
@@ -257,7 +257,7 @@ class HierarchicalRows(RecordTransport):
             words: of a row. head: before the rows; a number for each machine, unless given.
         """
         if other == self.world.local_rank:
-            return [STAYS] * len(rows), rows
+            return [LOCAL] * len(rows), rows
         start = first + (self.world.machines if head is None else head)
         return list(accumulate((words * n for n in rows), initial=start))[:-1], rows
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.exchange.transport import Parts
-from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
+from ns_multigpu.core.kernels import Drawn, Lists, Received, Rows
 from ns_multigpu.core.types import Patch, View
 
 
@@ -36,11 +36,11 @@ class PixelOperators(ABC):
     exchanged = False
     marks_stops = False
 
-    def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
+    def layered(self, arrived: Received, rows: Rows) -> Received:
         """Return the rows with the indices of their cell images instead of their views'."""
         return arrived
 
-    def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
+    def clipped(self, lists: Lists, arrived: Received, plan: Plan, views: Sequence[View]) -> Lists:
         """Return the lists of this rank's patches, restricted to what is drawn here."""
         return lists
 

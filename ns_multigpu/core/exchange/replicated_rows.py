@@ -17,7 +17,7 @@ from ns_multigpu.core.dist.peer_memory import PeerBuffer
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.pair_capacities import Pairs
 from ns_multigpu.core.exchange.transport import Collective, Parts, Returned, Transport
-from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
+from ns_multigpu.core.kernels import Kernels, Received, Rows, Sinks
 
 _ALIGN = 256
 _BEGUN = 1
@@ -49,7 +49,7 @@ class OwnRows(Transport):
     def send(self, rows: Rows, place: Tensor) -> None:
         return
 
-    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
         yield from ()
         return self.kernels.receive_local(rows, self._here, self._slots)
 
@@ -134,7 +134,7 @@ class PeerReplicas(OwnRows):
         self._grow_capacity(rows)
         return True
 
-    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
         # After this barrier no rank reads the last step's rows. Drawing does not wait for it.
         with self._on_side_stream():
             self._buffer.barrier(_BEGUN)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.pair_capacities import Pairs, most_of, pairs_of
-from ns_multigpu.core.kernels import Arrived, Rows, Sinks
+from ns_multigpu.core.kernels import Received, Rows, Sinks
 from ns_multigpu.core.row_wire import RowFormat
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class Transport(ABC):
         """Send the rows to the lines `place` [destinations, rows]."""
 
     @abstractmethod
-    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
         """Wait for all ranks' rows and return those that this rank received.
 
         Args:

@@ -22,8 +22,8 @@ from ns_multigpu.core.exchange.legs import GradientLeg, RowLeg
 from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of, step_bytes
 from ns_multigpu.core.exchange.replicated_rows import OwnRows
 from ns_multigpu.core.exchange.transport import Collective, Parts, RecordTransport, Returned, Transport
-from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
-from ns_multigpu.core.row_wire import STAYS, RowFormat, RowWire, WireSegments
+from ns_multigpu.core.kernels import Kernels, Received, Rows, Sinks
+from ns_multigpu.core.row_wire import LOCAL, RowFormat, RowWire, WireSegments
 
 _ALIGN = 256
 
@@ -78,7 +78,7 @@ class CollectiveRows(RecordTransport):
         self._local_place = place[self.world.rank]
         self._format.pack(rows, place, self._wire, self._out_segments, 0, self.rows)
 
-    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
         wire = self._format
         out, into = self._wire[: self._out], self._wire[self._out : self._end]
 
@@ -116,7 +116,7 @@ class CollectiveRows(RecordTransport):
         """Return consecutive segments of the other ranks, from word `first` on."""
         starts = list(accumulate((words * n for n in rows), initial=first))[:-1]
         rank = self.world.rank
-        starts[rank] = STAYS
+        starts[rank] = LOCAL
         return WireSegments(tuple(starts), (*rows[:rank], self.pairs[rank][rank], *rows[rank + 1 :]), rank)
 
 
@@ -157,7 +157,7 @@ class PeerRows(Transport):
         self.kernels.pack(rows, place, self._segments, self.capacity, 0, self.rows)
         self._table.zero_()
 
-    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+    def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
         yield from ()
         torch._foreach_copy_(self._their_counts, list(counts.split(1)))  # pyright: ignore  # one launch for all ranks
         self._buffer.barrier()

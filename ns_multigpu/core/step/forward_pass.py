@@ -12,7 +12,7 @@ import torch
 from ns_multigpu.core.assign.plan import Plan, rectangles
 from ns_multigpu.core.exchange.pixel_operators import Settled
 from ns_multigpu.core.exchange.transport import Parts, Transport
-from ns_multigpu.core.kernels import Arrived, Cameras, Drawn, Kernels, Lists, Model, Rows
+from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Lists, Model, Received, Rows
 from ns_multigpu.core.step.tile_lists import TileLists
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
@@ -25,7 +25,7 @@ class Drawing(NamedTuple):
         arrived: rows that the rank draws. lists: of its patches' tiles. drawn: the patches.
     """
 
-    arrived: Arrived
+    arrived: Received
     lists: Lists
     drawn: Drawn
 

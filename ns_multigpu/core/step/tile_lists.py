@@ -11,7 +11,7 @@ from cuda_ext.ops.sort.peer_sort import intersect_keys
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.peer_memory import PeerBuffer
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.kernels import Arrived, Kernels, Lists, Rows
+from ns_multigpu.core.kernels import Kernels, Lists, Received, Rows
 from ns_multigpu.core.sort.peer_sort import SortBuffers, SortedPairs, peer_merge_sort, sorted_band_lists
 from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import TILE, Patch, View
@@ -31,7 +31,7 @@ class TileLists(ABC):
         return
 
     @abstractmethod
-    def finish(self, arrived: Arrived, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
+    def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
         """The lists of the patches that this rank draws, halo included, of rows that arrived.
 
         Args:
@@ -50,7 +50,7 @@ class GatheredLists(TileLists):
     def __init__(self, kernels: Kernels, capacity: int) -> None:
         self._kernels, self._capacity = kernels, capacity
 
-    def finish(self, arrived: Arrived, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
+    def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
         return self._kernels.intersect(arrived, patches, self._capacity)
 
 
@@ -88,7 +88,7 @@ class SortedLists(TileLists):
         )  # fmt: skip
         self._pairs = peer_merge_sort(keys, values, self._own, self._buffers, world, 32, self._bits)
 
-    def finish(self, arrived: Arrived, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
+    def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
         s, world = self._settings, self._world
         assert self._pairs is not None
         place = arrived.owners.long() * s.rows + arrived.slots

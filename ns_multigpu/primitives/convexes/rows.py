@@ -30,7 +30,7 @@ class ConvexRows(NamedTuple):
 
 
 class ArrivedConvexes(NamedTuple):
-    """Received rows of 3D convexes; see `Arrived`."""
+    """Received rows of 3D convexes; see `Received`."""
 
     view_ids: Tensor
     means2d: Tensor

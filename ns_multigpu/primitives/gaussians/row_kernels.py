@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ArrivedRows, pack, unpack
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ReceivedRows, pack, unpack
 from cuda_ext.ops.optim.fused import SplatRows
 from ns_multigpu.core.kernels import Drawn, Kernels, Lists, Sinks
 from ns_multigpu.core.types import TILE
@@ -26,28 +26,28 @@ class GaussianRowKernels(Kernels):
     depth: bool
     record_floats = RECORD_FLOATS
 
-    def receive_local(self, rows: SplatRows, owners: Tensor, slots: Tensor) -> ArrivedRows:
+    def receive_local(self, rows: SplatRows, owners: Tensor, slots: Tensor) -> ReceivedRows:
         geometry = (rows.means2d, rows.conics, rows.opacities)
-        return ArrivedRows(rows.view_ids, *geometry, rows.features, rows.depths, rows.radii, owners, slots)
+        return ReceivedRows(rows.view_ids, *geometry, rows.features, rows.depths, rows.radii, owners, slots)
 
     def pack(self, rows: SplatRows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
         geometry = (rows.means2d, rows.conics, rows.opacities)
         parts = (rows.view_ids, *geometry, rows.features, rows.depths, rows.radii)
         pack(*parts, place, segments, capacity, first, end)
 
-    def unpack(self, records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
+    def unpack(self, records: Tensor, counts: Tensor, views: int) -> ReceivedRows:
         return unpack(records, counts, views)
 
     def wire(self, *, half: bool, slots: bool) -> GaussianRowWire:
         return GaussianRowWire(half, slots, self.absgrad)
 
-    def intersect(self, arrived: ArrivedRows, patches: Sequence[int], capacity: int) -> Lists:
+    def intersect(self, arrived: ReceivedRows, patches: Sequence[int], capacity: int) -> Lists:
         return cuda_ext.intersect_capacity(
             arrived.means2d, arrived.conics, arrived.opacities, arrived.radii, arrived.depths, arrived.view_ids,
             patches, tile_size=TILE, capacity=capacity,
         )  # fmt: skip
 
-    def draw(self, arrived: ArrivedRows, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
+    def draw(self, arrived: ReceivedRows, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         tile_offsets, row_ids, _ = lists
         features = torch.cat([arrived.features, arrived.depths[:, None]], -1) if self.depth else arrived.features
         inputs: Any = (

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cuda_ext.ops.exchange.row_exchange import ArrivedRows
+from cuda_ext.ops.exchange.row_exchange import ReceivedRows
 from cuda_ext.ops.exchange.row_wire import (
     collect_wire,
     gradient_words,
@@ -44,11 +44,11 @@ class GaussianRowWire(RowWire):
             wire, to.starts, to.capacities, to.rank, half=self.half, slots=self.slots, first=first, end=end,
         )  # fmt: skip
 
-    def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> ArrivedRows:
+    def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> ReceivedRows:
         where = (wire, come.starts, come.capacities, counts, come.rank, views)
         return unpack_wire(*where, half=self.half, slots=self.slots)
 
-    def keep(self, rows: SplatRows, place: Tensor, arrived: ArrivedRows, come: WireSegments, source: int) -> None:
+    def keep(self, rows: SplatRows, place: Tensor, arrived: ReceivedRows, come: WireSegments, source: int) -> None:
         keep_rows(
             rows.view_ids, rows.means2d, rows.conics, rows.opacities, rows.features, rows.depths, rows.radii, place,
             arrived, come.line(source), come.capacities[source], slots=self.slots,

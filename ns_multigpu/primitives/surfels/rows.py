@@ -29,7 +29,7 @@ class SurfelRows(NamedTuple):
 
 
 class ArrivedSurfels(NamedTuple):
-    """Received rows of 2D Gaussians; see `Arrived`."""
+    """Received rows of 2D Gaussians; see `Received`."""
 
     view_ids: Tensor
     means2d: Tensor

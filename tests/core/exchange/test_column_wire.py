@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.exchange.column_wire import ColumnFormat, ColumnRows, ColumnWire
-from ns_multigpu.core.row_wire import STAYS, WireSegments
+from ns_multigpu.core.row_wire import LOCAL, WireSegments
 
 UNIT = 2.0**-11
 """Half a unit in the last place of float16, relative."""
@@ -34,7 +34,7 @@ def wire_of(columns: dict[str, Tensor], *, half: bool) -> ColumnWire:
 
 
 def segments(words: int) -> WireSegments:
-    return WireSegments((0, STAYS, words * SIZES[0]), SIZES, RANK)
+    return WireSegments((0, LOCAL, words * SIZES[0]), SIZES, RANK)
 
 
 def exchanged(wire: ColumnWire, rows: ColumnRows, place: Tensor) -> ColumnRows:
@@ -72,7 +72,7 @@ def test_no_rows_and_a_single_one(half: bool) -> None:
     for rows in (0, 1):
         columns = columns_of(rows, torch.float32)
         wire, none = wire_of(columns, half=half), torch.zeros(0, dtype=torch.int32)
-        place, there = torch.zeros(1, rows, dtype=torch.int32), WireSegments((STAYS,), (rows,), 0)
+        place, there = torch.zeros(1, rows, dtype=torch.int32), WireSegments((LOCAL,), (rows,), 0)
         wire.pack(ColumnRows(columns), place, none, there, 0, rows)
         received = wire.unpack(none, there, torch.tensor([rows]), 1)
         wire.keep(ColumnRows(columns), place[0], received, there, 0)
@@ -112,7 +112,7 @@ def test_numbers_of_any_size_keep_their_bits() -> None:
     wire = wire_of(columns, half=True)
     # A view, 12 bytes that are not rounded, and 7 + 3 + 7 of float16 and exponents, in whole words.
     assert wire.row_words == 1 + 3 + 5 and wire.gradient_words == -(-(2 * 10 + 5) // 4)
-    there, place = WireSegments((0, STAYS), (4000, 0), 1), torch.arange(4000, dtype=torch.int32).expand(2, -1).clone()
+    there, place = WireSegments((0, LOCAL), (4000, 0), 1), torch.arange(4000, dtype=torch.int32).expand(2, -1).clone()
     place[1] = -1
     memory = torch.zeros(4000 * wire.row_words, dtype=torch.int32)
     wire.pack(ColumnRows(columns), place, memory, there, 0, 4000)

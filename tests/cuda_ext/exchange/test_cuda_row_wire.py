@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cuda_ext.ops.exchange.row_wire import (
-    STAYS,
+    LOCAL,
     collect_wire,
     gradient_words,
     keep_rows,
@@ -106,7 +106,7 @@ def test_a_cuda_graph_holds_it() -> None:
 
     def step() -> list[torch.Tensor]:
         place, counts = rows.route(patches, 2)
-        stays = ([STAYS, layout.starts[1]], layout.capacities)
+        stays = ([LOCAL, layout.starts[1]], layout.capacities)
         pack_wire(*rows.packed(), place, wire, *stays, 0, half=True, slots=False)
         arrived = unpack_wire(wire, *stays, counts, 0, 2, half=True, slots=False)
         keep_rows(*rows.packed(), place[0], arrived, 0, 900, slots=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cuda_ext.ops.exchange.row_wire import STAYS, keep_rows, pack_gradients, pack_wire, row_words, unpack_wire
+from cuda_ext.ops.exchange.row_wire import LOCAL, keep_rows, pack_gradients, pack_wire, row_words, unpack_wire
 from tests.cuda_ext.exchange.test_row_exchange import OPS, bands, make_rows, numbers
 from tests.cuda_ext.exchange.test_row_wire import Sent, gradients, send, splats, uneven
 
@@ -14,7 +14,7 @@ def check_kept(sent: Sent, half: bool, slots: bool) -> None:
     width = row_words(half=False, slots=slots)
     for rank, (rows, place, wire) in enumerate(zip(sent.rows, sent.places, sent.wires, strict=True)):
         come = sent.incoming[rank]
-        starts = [start if source != rank else STAYS for source, start in enumerate(come.starts)]
+        starts = [start if source != rank else LOCAL for source, start in enumerate(come.starts)]
         wire = wire.clone()
         come.segment(wire, rank, width).fill_(9)
         where = (wire, starts, come.capacities)
@@ -52,7 +52,7 @@ def test_wrong_arguments_are_named() -> None:
     rows = make_rows(10, 2)
     place, counts = rows.route([0, 0, 0, 0, 50, 70], 1)
     wire, options = torch.zeros(144, dtype=torch.int32), {"half": False, "slots": False}
-    arrived = unpack_wire(wire, [STAYS], [12], counts, 0, 2, **options)
+    arrived = unpack_wire(wire, [LOCAL], [12], counts, 0, 2, **options)
     keep_rows(*rows.packed(), place[0], arrived, 0, 12, slots=False)
     for start, capacity in ((1, 12), (-1, 12), (0, -1)):
         with pytest.raises(ValueError, match=f"lines {start} to {start + capacity} are to be kept, of 12"):
@@ -69,6 +69,6 @@ def test_opcheck() -> None:
     capacities, wire = [20, 24], torch.zeros(800, dtype=torch.int32)
     came = (wire, [0, 400], capacities, counts, 0, True, True, 2)
     some = ("test_schema", "test_faketensor")
-    stays = OPS.unpack_wire(wire, [STAYS, 400], *came[2:])
+    stays = OPS.unpack_wire(wire, [LOCAL, 400], *came[2:])
     kept = (*rows.packed(), place[0], *stays[:7], stays[8], 0, 20, True)
     torch.library.opcheck(OPS.keep_rows.default, kept, test_utils=some)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import ArrivedRows, collect, pack, unpack
+from cuda_ext import ReceivedRows, collect, pack, unpack
 from ns_multigpu.core.types import Hits, Patch, Splats, View
 from tests.cuda_ext.routing import route
 from tests.lib.overlaps import overlaps
@@ -84,7 +84,7 @@ class Exchange:
     rows: list[Rows]
     places: list[Tensor]
     counts: Tensor  # [from, to]
-    arrived: list[ArrivedRows]
+    arrived: list[ReceivedRows]
     capacity: int
 
 
@@ -167,7 +167,7 @@ def check_arrived(done: Exchange, views: int) -> None:
         for source, (rows, place) in enumerate(zip(done.rows, done.places, strict=True)):
             slots = (place[rank] >= 0).nonzero().squeeze(-1)[: done.capacity]
             segment = slice(source * done.capacity, (source + 1) * done.capacity)
-            mine = ArrivedRows(*(column[segment] for column in arrived))
+            mine = ReceivedRows(*(column[segment] for column in arrived))
             assert bool((mine.owners == source).all()) and mine.owners.dtype == torch.int32
             assert torch.equal(mine.slots[: len(slots)], slots.int())
             for name in ("view_ids", "means2d", "conics", "opacities", "features", "depths", "radii"):

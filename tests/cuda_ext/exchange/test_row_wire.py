@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.exchange.row_exchange import ArrivedRows
+from cuda_ext.ops.exchange.row_exchange import ReceivedRows
 from cuda_ext.ops.exchange.row_wire import (
+    LOCAL,
     MOST_SEGMENTS,
     MOST_VIEWS,
-    STAYS,
     collect_wire,
     gradient_words,
     pack_gradients,
@@ -66,7 +66,7 @@ class Sent:
     counts: Tensor  # [from, to]
     wires: list[Tensor]  # of each rank, what came
     incoming: list[Layout]
-    arrived: list[ArrivedRows]
+    arrived: list[ReceivedRows]
 
 
 def send(rows: list[Rows], patches: list[int], pairs: list[list[int]], half: bool, slots: bool) -> Sent:
@@ -115,7 +115,7 @@ def check_arrived(sent: Sent, half: bool, slots: bool) -> None:
         for source, (rows, place) in enumerate(zip(sent.rows, sent.places, strict=True)):
             capacity = sent.incoming[rank].capacities[source]
             there = (place[rank] >= 0).nonzero().squeeze(-1)[:capacity]
-            mine = ArrivedRows(*(column[start : start + capacity] for column in arrived))
+            mine = ReceivedRows(*(column[start : start + capacity] for column in arrived))
             start += capacity
             assert bool((mine.owners == source).all())
             assert torch.equal(mine.slots[: len(there)], there.int() if slots else torch.zeros_like(there).int())
@@ -158,7 +158,7 @@ def test_a_needle_that_rounding_would_break() -> None:
     assert 0 < float(found[0, 0] * found[0, 2] - found[0, 1] ** 2) < 1e-3
 
 
-def through(rows: Rows) -> ArrivedRows:
+def through(rows: Rows) -> ReceivedRows:
     """Each row as another rank has it, rounded."""
     place = torch.stack([torch.full((len(rows),), -1), torch.arange(len(rows))]).int()
     wire = torch.zeros(9 * len(rows), dtype=torch.int32)
@@ -326,7 +326,7 @@ def test_wrong_arguments_are_named() -> None:
     pack_wire(*rows.packed(), place, wire, [0], [12], 0, **options)
     for starts, capacities, rank, text in (([1], [12], 0, "leaves the 144 words"), ([0, 0], [12], 0, "2 starts"),
                                            ([0], [12], 1, "rank 1"), ([-2], [12], 0, "leaves"),
-                                           ([STAYS], [-1], 0, "leaves")):  # fmt: skip
+                                           ([LOCAL], [-1], 0, "leaves")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             pack_wire(*rows.packed(), place, wire, starts, capacities, rank, **options)
     with pytest.raises(ValueError, match="lines 3 to 13"):
