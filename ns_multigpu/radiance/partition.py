@@ -154,6 +154,6 @@ def few_views(views: int, cells: int) -> str | None:
     if cells < 2 or views >= VIEWS_A_CELL * cells:
         return None
     return (
-        f"{views // cells} training views per cell. Below about {VIEWS_A_CELL}, one field on all GPUs "
+        f"{views} training views for {cells} cells. Below about {VIEWS_A_CELL} per cell, one field on all GPUs "
         "(--pipeline.model.spread ddp) gave a better PSNR of held-out views."
     )
