@@ -185,14 +185,13 @@ def test_places_beyond_int32() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     rows = make_rows(10, 2).to("cuda")
-    place, counts = rows.route([0, 0, 0, 0, 50, 70], 1)
+    place, _ = rows.route([0, 0, 0, 0, 50, 70], 1)
     with pytest.raises(TypeError, match="radii"):
         replace(rows, radii=rows.radii.cpu()).route([], 1)
     with pytest.raises(TypeError, match="destinations"):
         pack(*rows.packed(), place, torch.zeros(1, dtype=torch.int64), 5)
     with pytest.raises(ValueError, match="patch"):
-        given = (rows.view_ids, rows.count, rows.means2d, rows.radii, [5, 0, 0, 0, 5, 5], 1)
-        OPS.route_lines(*given, 0, 12, place, counts)
+        rows.route([5, 0, 0, 0, 5, 5], 1)
     with cuda_ext.use_reference(), pytest.raises(RuntimeError, match="addresses"):
         pack(*rows.packed(), place, torch.zeros(1, dtype=torch.int64, device="cuda"), 5)
 
