@@ -190,7 +190,7 @@ SCHEMAS: tuple[str, ...] = (
     "band_lists(int[] keys_at, int[] values_at, Tensor counts, int[] bands, Tensor where, int segment, "
     "int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
     "step_message(Tensor own_rows, Tensor segment_counts, Tensor segment_capacity, Tensor(a!) segment_most, "
-    "Tensor met, Tensor tile_offsets, int[] bands, int rank, int lines, int columns) -> Tensor message",
+    "Tensor met, Tensor tile_offsets, int[] bands, int rank, int lines) -> Tensor message",
     "step_gate(Tensor[] counts, Tensor limits, Tensor(a!) status, Tensor scalars, Tensor still, Tensor row_counts, "
     "Tensor? lazy_steps, int most_steps, Tensor? sent, Tensor? work, Tensor(b!)? totals) -> "
     "(Tensor gated_scalars, Tensor gated_counts)",

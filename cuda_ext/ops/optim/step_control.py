@@ -34,7 +34,6 @@ def step_message(
     bands: Sequence[int],
     rank: int,
     lines: int,
-    columns: int,
 ) -> Tensor:
     """Return the step statistics that a rank publishes at the end of a step.
 
@@ -45,12 +44,11 @@ def step_message(
         segment_most: [ranks] int64, raised to `segment_counts` where these are more.
         met: [1] int64, the number of intersections required.
         tile_offsets: [T + 1] int32 of this rank's patches, as `intersect_capacity` returns them.
-        bands: 3 integers for each stretch of whole rows of tiles that this rank owns (line, tile, count): the first of
-            its `count` lines in the result, and where its first tile stands in `tile_offsets`. Lines of two bands
-            differ.
+        bands: 4 integers for each stretch of whole rows of tiles that this rank owns (line, tile, count, columns): the
+            first of its `count` lines in the result, where its first tile stands in `tile_offsets`, and the tiles of a
+            row. Lines of two bands differ.
         rank: this one.
         lines: rows of tiles of all views.
-        columns: tiles of such a row.
 
     Returns:
         [HEAD + lines] int64: own rows; the most by which the rows to one rank (this one included) exceed its capacity,
@@ -74,18 +72,17 @@ def step_message(
         torch.int64, met.device, segment_capacity=(segment_capacity, of_ranks), segment_most=(segment_most, of_ranks)
     )
     numbers = [int(number) for number in bands]
-    if len(numbers) % 3 or columns < 1:
-        raise ValueError(f"bands holds (line, tile, count) a band, of {columns} columns; got {len(numbers)} integers.")
-    for line, tile, count in zip(*[iter(numbers)] * 3, strict=True):
-        if min(line, tile, count) < 0 or line + count > lines or tile + count * columns >= len(tile_offsets):
+    if len(numbers) % 4:
+        raise ValueError(f"bands holds (line, tile, count, columns) a band; got {len(numbers)} integers.")
+    for line, tile, count, columns in zip(*[iter(numbers)] * 4, strict=True):
+        within = line + count <= lines and tile + count * columns < len(tile_offsets)
+        if min(line, tile, count, columns - 1) < 0 or not within:
             raise ValueError(
-                f"band (line, tile, count) = {(line, tile, count)} leaves the {lines} lines or the "
+                f"band (line, tile, count, columns) = {(line, tile, count, columns)} leaves the {lines} lines or the "
                 f"{len(tile_offsets) - 1} tiles."
             )
     op: Any = torch.ops.ns_multigpu.step_message if kernels_serve(met) else _message_composed
-    return op(
-        own_rows, segment_counts, segment_capacity, segment_most, met, tile_offsets, numbers, rank, lines, columns
-    )
+    return op(own_rows, segment_counts, segment_capacity, segment_most, met, tile_offsets, numbers, rank, lines)
 
 
 @torch.no_grad()
@@ -154,11 +151,11 @@ def step_gate(
 @torch.no_grad()
 def _message_composed(
     own_rows: Tensor, segment_counts: Tensor, segment_capacity: Tensor, segment_most: Tensor, met: Tensor,
-    tile_offsets: Tensor, bands: Sequence[int], rank: int, lines: int, columns: int,
+    tile_offsets: Tensor, bands: Sequence[int], rank: int, lines: int,
 ) -> Tensor:  # fmt: skip
     work = torch.zeros(lines, dtype=torch.int64, device=met.device)
-    for k in range(0, len(bands), 3):
-        line, tile, count = bands[k : k + 3]
+    for k in range(0, len(bands), 4):
+        line, tile, count, columns = bands[k : k + 4]
         ends = tile_offsets[tile : tile + count * columns + 1 : columns].long()
         work[line : line + count] = ends.diff()
     sent = segment_counts.sum() - segment_counts[rank]

@@ -30,7 +30,6 @@ class MessageInputs:
     bands: list[int]
     rank: int
     lines: int
-    columns: int
 
     def on(self, device: str) -> tuple[Any, ...]:
         """Return the operator's arguments."""
@@ -42,7 +41,7 @@ class MessageInputs:
             self.met,
             self.tile_offsets,
         )
-        return (*(t.to(device, copy=True) for t in tensors), self.bands, self.rank, self.lines, self.columns)
+        return (*(t.to(device, copy=True) for t in tensors), self.bands, self.rank, self.lines)
 
 
 def make_message_inputs(ranks: int, bands: int, lines: int = 40, columns: int = 5, seed: int = 0) -> MessageInputs:
@@ -55,22 +54,23 @@ def make_message_inputs(ranks: int, bands: int, lines: int = 40, columns: int = 
         line += int(torch.randint(0, 2, (1,), generator=g))
         if line + count > lines:
             break
-        stretches += [line, tile + columns, count]
-        line, tile = line + count, tile + (count + 2) * columns
+        wide = columns + int(torch.randint(0, 2, (1,), generator=g))
+        stretches += [line, tile + wide, count, wide]
+        line, tile = line + count, tile + (count + 2) * wide
     per_tile = torch.randint(0, 1000, (tile,), generator=g)
     tile_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), per_tile.cumsum(0)]).int()
     own, counts, capacity, most, met = (torch.randint(0, 2**40, (n,), generator=g) for n in (1, ranks, ranks, ranks, 1))
-    return MessageInputs(own, counts, capacity, most, met, tile_offsets, stretches, seed % ranks, lines, columns)
+    return MessageInputs(own, counts, capacity, most, met, tile_offsets, stretches, seed % ranks, lines)
 
 
 def message_by_hand(message_inputs: MessageInputs) -> list[int]:
     to_ranks, offsets = message_inputs.segment_counts.tolist(), message_inputs.tile_offsets.tolist()
     work = [0] * message_inputs.lines
-    for k in range(0, len(message_inputs.bands), 3):
-        line, tile, count = message_inputs.bands[k : k + 3]
+    for k in range(0, len(message_inputs.bands), 4):
+        line, tile, count, columns = message_inputs.bands[k : k + 4]
         for i in range(count):
-            first = tile + i * message_inputs.columns
-            work[line + i] = sum(offsets[t + 1] - offsets[t] for t in range(first, first + message_inputs.columns))
+            first = tile + i * columns
+            work[line + i] = sum(offsets[t + 1] - offsets[t] for t in range(first, first + columns))
     sent = sum(n for k, n in enumerate(to_ranks) if k != message_inputs.rank)
     lacking = max(n - capacity for n, capacity in zip(to_ranks, message_inputs.segment_capacity.tolist(), strict=True))
     return [int(message_inputs.own_rows), lacking, int(message_inputs.met), sent, *work]
@@ -249,8 +249,9 @@ def test_wrong_arguments_are_named() -> None:
         (3, message_inputs.segment_most.int(), TypeError, "segment_most"),
         (4, message_inputs.met[0], ValueError, "met"),
         (5, message_inputs.tile_offsets.long(), TypeError, "tile_offsets"),
-        (6, [1, 2], ValueError, "line, tile, count"), (6, [lines, 0, 1], ValueError, "leaves"),
-        (6, [0, tiles, 1], ValueError, "leaves"), (6, [-1, 0, 1], ValueError, "leaves"), (7, 2, ValueError, "not of"),
+        (6, [1, 2], ValueError, "line, tile, count"), (6, [lines, 0, 1, 5], ValueError, "leaves"),
+        (6, [0, tiles, 1, 5], ValueError, "leaves"), (6, [-1, 0, 1, 5], ValueError, "leaves"),
+        (6, [0, 0, 1, 0], ValueError, "leaves"), (7, 2, ValueError, "not of"),
     ):  # fmt: skip
         changed: list[Any] = [value if k == place else given for k, given in enumerate(inputs)]
         with pytest.raises(error, match=text):

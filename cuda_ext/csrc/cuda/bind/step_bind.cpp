@@ -48,13 +48,13 @@ void adam_step(Call& call) {
 void step_message(Call& call) {
   const auto counts = call.read<MessageCounts>(kMessage);
   const auto* tile_offsets = call.read<const int32_t*>("tile_offsets[?]");
-  const int lines = call.read<int>("#lines"), columns = call.read<int>("#columns");
-  const at::IntArrayRef numbers = call.integers("bands");  // (line, tile, count) each
+  const int lines = call.read<int>("#lines");
+  const at::IntArrayRef numbers = call.integers("bands");  // (line, tile, count, columns) each
   std::vector<MessageBand> bands;
-  for (size_t k = 0; k < numbers.size(); k += 3)
-    bands.push_back({int32_t(numbers[k]), int32_t(numbers[k + 1]), int32_t(numbers[k + 2])});
-  call.run(message_launch, counts, tile_offsets, columns, bands.data(), cuda_count(int64_t(bands.size()), "bands"),
-           lines, call.out<int64_t>({int64_t{kMessageHead} + lines}));
+  for (size_t k = 0; k < numbers.size(); k += 4)
+    bands.push_back({int32_t(numbers[k]), int32_t(numbers[k + 1]), int32_t(numbers[k + 2]), int32_t(numbers[k + 3])});
+  call.run(message_launch, counts, tile_offsets, bands.data(), cuda_count(int64_t(bands.size()), "bands"), lines,
+           call.out<int64_t>({int64_t{kMessageHead} + lines}));
 }
 
 // A tensor [count] of int64 (-1: any count), where it lies.

@@ -8,7 +8,7 @@ namespace nsmg {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBandsPerLaunch = 256;  // within the 4 KB of kernel parameters
+constexpr int kBandsPerLaunch = 224;  // within the 4 KB of kernel parameters
 static_assert(kThreads / 32 >= kMostLimits + 2 && kThreads / 32 >= kMessageHead);
 
 struct BandBatch {
@@ -53,7 +53,7 @@ __device__ __forceinline__ int64_t lacking(const MessageCounts& counts) {
 // band of the batch has to zero.
 __global__ void __launch_bounds__(kThreads)
     message_kernel(const __grid_constant__ BandBatch batch, const MessageCounts counts, const int32_t* tile_offsets,
-                   int columns, int lines, bool begins, int64_t* message) {
+                   int lines, bool begins, int64_t* message) {
   if (begins && blockIdx.x == 0) {
     if (threadIdx.x == 0) message[0] = counts.own_rows[0];
     if (threadIdx.x == 32) message[1] = lacking(counts);
@@ -64,9 +64,12 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t line = int64_t{blockIdx.x - (begins ? 1u : 0u)} * kThreads + threadIdx.x;
   if (line >= lines) return;
   int64_t tile = -1;
+  int columns = 0;
   for (int k = 0; k < batch.count; ++k) {
     const int64_t place = line - batch.bands[k].line;
-    if (place >= 0 && place < batch.bands[k].count) tile = batch.bands[k].tile + place * columns;
+    if (place < 0 || place >= batch.bands[k].count) continue;
+    columns = batch.bands[k].columns;
+    tile = batch.bands[k].tile + place * columns;
   }
   int64_t* out = message + kMessageHead + line;
   if (tile >= 0) {
@@ -120,9 +123,8 @@ unsigned blocks_of(int lines) { return static_cast<unsigned>((int64_t{lines} + k
 
 }  // namespace
 
-cudaError_t message_launch(const MessageCounts& counts, const int32_t* tile_offsets, int columns,
-                           const MessageBand* host_bands, int band_count, int lines, int64_t* message,
-                           cudaStream_t stream) {
+cudaError_t message_launch(const MessageCounts& counts, const int32_t* tile_offsets, const MessageBand* host_bands,
+                           int band_count, int lines, int64_t* message, cudaStream_t stream) {
   for (int first = 0; first == 0 || first < band_count; first += kBandsPerLaunch) {
     BandBatch batch = {};
     batch.count = band_count - first < kBandsPerLaunch ? band_count - first : kBandsPerLaunch;
@@ -130,7 +132,7 @@ cudaError_t message_launch(const MessageCounts& counts, const int32_t* tile_offs
     const bool begins = first == 0;
     const unsigned blocks = blocks_of(lines) + (begins ? 1 : 0);
     if (blocks == 0) break;
-    message_kernel<<<blocks, kThreads, 0, stream>>>(batch, counts, tile_offsets, columns, lines, begins, message);
+    message_kernel<<<blocks, kThreads, 0, stream>>>(batch, counts, tile_offsets, lines, begins, message);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess) return status;
   }

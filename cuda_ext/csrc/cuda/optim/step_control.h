@@ -12,9 +12,9 @@ namespace nsmg {
 inline constexpr int kMessageHead = 4;  // numbers before the rows of tiles
 inline constexpr int kMostLimits = 4;   // a warp each in the gate's block
 
-// `count` rows of tiles that this rank owns: lines of the message, and the first tile among its offsets.
+// `count` rows of `columns` tiles that this rank owns: lines of the message, and the first tile among its offsets.
 struct MessageBand {
-  int32_t line, tile, count;
+  int32_t line, tile, count, columns;
 };
 
 struct MessageCounts {
@@ -27,9 +27,8 @@ struct MessageCounts {
 };
 
 // message [kMessageHead + lines] in device memory. Bands are copied by value, so the host's may go at once.
-cudaError_t message_launch(const MessageCounts& counts, const int32_t* tile_offsets, int columns,
-                           const MessageBand* host_bands, int band_count, int lines, int64_t* message,
-                           cudaStream_t stream);
+cudaError_t message_launch(const MessageCounts& counts, const int32_t* tile_offsets, const MessageBand* host_bands,
+                           int band_count, int lines, int64_t* message, cudaStream_t stream);
 
 // Numbers `stride` apart.
 struct Column {
