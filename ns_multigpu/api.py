@@ -18,7 +18,6 @@ from ns_multigpu.core.dist.collectives import all_gather_rows, max_int, sum_in_p
 from ns_multigpu.core.dist.peer_memory import choose_transport
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transports import make_transport
-from ns_multigpu.core.step.patch_losses import share_of_mse
 from ns_multigpu.core.step.step import Step as CoreStep
 from ns_multigpu.core.step.step_settings import Status, StepSettings, first_capacities, padded, with_halos
 from ns_multigpu.core.strategy import Strategy
@@ -228,7 +227,7 @@ class Step:
         views = self._views(viewmats.to(device), Ks.to(device))
         if len(views) != self._settings.views:
             raise ValueError(f"the step was made for {self._settings.views} views, not {len(views)}")
-        self._plan = plan = with_halos(self._strategy.plan_alike(views), *self._size)
+        self._plan = plan = with_halos(self._strategy.plan_alike(views), views)
         self._targets = []
         for patch in plan.owned[world.rank]:
             left, top, right, bottom = patch.rendered(views[patch.view])
@@ -251,11 +250,7 @@ class Step:
     def psnr(self) -> float:
         """Return the PSNR in dB of what the last step rendered, before it was updated; the same on all ranks."""
         assert self._plan is not None, "take a step first"
-        views = self._views(self._step.viewmats, self._step.Ks)
-        own = self._plan.owned[self._world.rank]
-        mse = torch.zeros(1, device=self._world.device)
-        for patch, image, target in zip(own, self._step.rgb, self._targets, strict=True):
-            mse += share_of_mse([image], [target], [patch], views[patch.view], len(views))
+        mse = self._step.mse(self._plan, self._targets)[None]
         sum_in_place(mse, self._world)
         return float(-10 * mse.log10())
 

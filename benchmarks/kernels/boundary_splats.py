@@ -89,7 +89,7 @@ def step_of(spread: Strategy, points: Points, views: Sequence[View], capacities:
     step.Ks.copy_(torch.stack([view.K for view in views]))
     numbers = [adam_scalars(1e-6, (0.9, 0.999), 1e-15, 1)] * len(kernels.parameters)
     step.scalars.copy_(torch.tensor(numbers))
-    plan = with_halos(spread.plan_alike(list(views)), WIDTH, HEIGHT)
+    plan = with_halos(spread.plan_alike(list(views)), views)
     g = torch.Generator(world.device).manual_seed(1)
     targets = [
         torch.randint(0, 256, (y1 - y0, x1 - x0, 3), generator=g, device=world.device, dtype=torch.uint8)
@@ -136,7 +136,7 @@ def operators(points: Points, views: Sequence[View], world: World, iterations: i
     """Of each operator milliseconds and launches, by kernels and by torch."""
     space = space_of(points, world)
     cells_in_views, device = CellsInViews(space), world.device
-    plan: Plan = with_halos(CellPixels(space).assign(views, CELLS), WIDTH, HEIGHT)
+    plan: Plan = with_halos(CellPixels(space).assign(views, CELLS), views)
     kernels = _KIND.kernels()
     assert kernels is not None
     params = dict(points.params)

@@ -153,7 +153,7 @@ def rows_that_cross(spread: Strategy, kind: Gaussians, points: Points, views: Se
     sizes.tree, sizes.boxes = space.tree, space.boxes
     ranks = torch.tensor([sizes.rank_of(cell) for cell in range(space.cells)])
     for view in views:
-        plan = with_halos(CellPixels(sizes).assign([view], gpus), view.width, view.height)
+        plan = with_halos(CellPixels(sizes).assign([view], gpus), [view])
         own = kind.splat(points, kind.cull(points, [view], [0]), [view])
         owner = ranks[space.tree.of(points.params["means"])][own.hits.point_ids.long()]
         drawn = [(rank, patch) for rank, patches in enumerate(plan.drawn) for patch in patches]

@@ -141,8 +141,8 @@ def row_of(scene: Scene, gpus: int, steps: int, boundary_mode: Crossings = "ghos
         for batch in batches:
             load = loads[batch].sum(0)
             level.append(load.mean() / load.max())
-            plan = with_halos(assignment.assign([scene.views[v] for v in batch], gpus), 1920, 1080)
             views = [scene.views[v] for v in batch]
+            plan = with_halos(assignment.assign(views, gpus), views)
             routes = [routes_of(plan, views, rank) for rank in range(gpus)]
             sent.append(max(PIXEL_BYTES * (sum(r.receive) + sum(r.receive_back)) for r in routes))
             if boundary_mode == "ghosts" and name == "leveled" and len(sent) <= _BOUNDARY_STEPS:

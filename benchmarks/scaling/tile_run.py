@@ -91,9 +91,9 @@ class TileRun(Run):
         return self.made(settings, self._strategy, self._transport, lists, measure=self._parts.measure)
 
     def _take(self, batch: int, inputs: Tensor) -> None:
-        views, scene = self.batches[batch], self.city_views.scene
+        views = self.batches[batch]
         self._counts.learn()
-        plan = with_halos(self._strategy.plan_alike(views), scene.width, scene.height)
+        plan = with_halos(self._strategy.plan_alike(views), views)
         targets: list[Tensor] = []
         for patch in plan.drawn[self.world.rank]:
             _, top, _, bottom = patch.rendered(views[patch.view])
@@ -139,7 +139,7 @@ class TileRun(Run):
             by_view = [counts[view.index] for view in views]
             for name, work in (("equal_rows", TileWork()), ("planned", self._assignment.work)):
                 cut = TileRanges(work).assign(views, self.world.size)
-                plan = with_halos(cut, self.city_views.scene.width, self.city_views.scene.height)
+                plan = with_halos(cut, views)
                 own, drawn = [0] * self.world.size, 0
                 for rank, patches in enumerate(plan.drawn):
                     for patch in patches:

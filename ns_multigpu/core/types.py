@@ -15,6 +15,8 @@ from ns_multigpu.core.observations import Observations
 
 TILE = 16
 """Side of a rasterizer's tile in pixels."""
+Sizes = tuple[tuple[int, int], ...]
+"""Width and height of each view of a batch, in pixels."""
 SSIM_HALO = 5
 """Pixels that an 11 x 11 SSIM window extends beyond its centre: the halo that a patch needs to have an exact loss."""
 
@@ -213,6 +215,11 @@ class Traffic:
         yield
         for name, extra in ((mark, self.sent - sent), (f"between {mark}", self.between - between)):
             self.marks[name] = self.marks.get(name, 0) + extra
+
+
+def sizes_of(views: Sequence[View]) -> Sizes:
+    """Return the views' sizes."""
+    return tuple((view.width, view.height) for view in views)
 
 
 def stack_viewmats(views: Sequence[View]) -> Tensor:

@@ -166,7 +166,7 @@ class LocalPatches(Assignment):
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
         table = np.array(counts, dtype=np.float64).reshape(self._world.size, -1)
-        self._record(views, table.T)
+        self._record(views, table.T[: len(self._cut(views))])
 
     # ---- of rows that autograd exchanges: `RowCounts` ----
 

@@ -121,8 +121,8 @@ def test_buffers_of_a_step_are_those_of_the_model(rows: int, views: int) -> None
     step.Ks.copy_(torch.tensor([[width, 0, width / 2], [0, width, height / 2], [0, 0, 1.0]]))
     targets = [torch.zeros(height, width, 3, dtype=torch.uint8) for _ in range(views)]
     batch = [View(step.viewmats[v], step.Ks[v], width, height, v) for v in range(views)]
-    step.take(with_halos(strategy.plan(batch), width, height), targets)
-    splats = KERNELS.project(step._model, step._cameras(range(views)), rows)
+    step.take(with_halos(strategy.plan(batch), batch), targets)
+    splats = KERNELS.project(step._model, step._cameras(range(views), step.views()), rows)
     of_rows = [transport._table, transport._here, transport._slots, *(t for t in splats if len(t) == rows)]
     one = Share(300, views, rows, 0.0, rows, 16384, 64 * 48 * views, rows, 0.0, 0.0)
     found = step_buffers(one, 1, capacity=1.0)

@@ -105,11 +105,11 @@ def test_spare_storage_is_not_rendered(name: str) -> None:
 def test_points_are_processed_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many for the memory that it takes to see at once which show."""
     step = StepRun(name, points_of(name)).step
-    expected = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400)
+    expected = step._kernels.project(step._model, step._cameras(range(VIEWS), step.views()), 400)
     assert int(expected.count) > 20 and int(expected.point_ids.max()) > 40
     for kind in (ComposedKernels, type(step._kernels)):
         monkeypatch.setattr(kind, "at_once", 16)
-    found = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400)
+    found = step._kernels.project(step._model, step._cameras(range(VIEWS), step.views()), 400)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -117,7 +117,7 @@ def test_points_are_processed_in_chunks(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_nonfinite_values_are_reported(name: str) -> None:
     step = StepRun(name, points_of(name)).step
-    kernels, model, cameras = step._kernels, step._model, step._cameras(range(VIEWS))
+    kernels, model, cameras = step._kernels, step._model, step._cameras(range(VIEWS), step.views())
     rows = kernels.project(model, cameras, 400)
     first = int((rows.radii > 0).all(-1).nonzero()[0])
     assert rows.view_ids[first] == 0

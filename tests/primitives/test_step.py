@@ -188,7 +188,7 @@ def test_bytes_sent_by_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     alone.take(Plan.of([[Patch.whole(0, view)]]), [make_image(view)])
     next(sender.parts(Plan.of([[Patch.whole(0, view)], [Patch.whole(1, view)]]), [make_image(view)])).launch()
     ((message, view_ids, point_ids, radii, conics, records),) = left
-    rows = sender._kernels.project(sender._model, sender._cameras(range(1, 2)), settings.rows)
+    rows = sender._kernels.project(sender._model, sender._cameras(range(1, 2), sender.views()), settings.rows)
     count = int(rows.count)
     clamped = rows.features[:count] <= 0
     sent, made = records[:count], 0.5 * alone._transport._table[:count]  # of the mean over two views

@@ -240,7 +240,7 @@ def taken(world: World, run: TrainingRun) -> Outcome:
     while step < run.steps:
         views = run.views(step, device)
         fill(one, views, run, step)
-        plan = with_halos(spread.plan_alike(views), width, height)
+        plan = with_halos(spread.plan_alike(views), views)
         # In the same place each time, for graphs.
         targets = [target_of(patch, views, pictures[patch.view]) for patch in plan.owned[world.rank]]
         graphs.take(plan, partial(one.parts, plan, targets))

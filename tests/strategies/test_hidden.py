@@ -101,7 +101,7 @@ def visible_boxes(world: World, mode: str) -> list[list[int]]:
     spread.placement.look(lambda: views)
     held, _ = held_at(spread, opaque(torch.float32))
     spread.observe(kind, held, 0)
-    plan = with_halos(spread.plan(views), *PORTRAIT)
+    plan = with_halos(spread.plan(views), views)
     if mode == "autograd":
         spread.render(kind, held, views, plan)
     else:

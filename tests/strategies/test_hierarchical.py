@@ -40,7 +40,7 @@ def crossed(machines: int, world: World, mode: str, relays: bool) -> dict[str, A
     views = make_views(VIEWS, torch.float32, world.device, LANDSCAPE)
     spread.placement.look(lambda: views)
     held, _ = held_at(spread, make_points(POINTS, torch.float32, world.device))
-    plan = with_halos(spread.plan(views), *LANDSCAPE)
+    plan = with_halos(spread.plan(views), views)
     own = kind.splat(held, kind.cull(held, views, list(range(VIEWS))), views)
     touched = torch.stack([overlaps(own, views, patches) for patches in plan.drawn])
     other_machines = [k for k in range(machines) if k != world.machine]

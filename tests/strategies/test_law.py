@@ -30,7 +30,15 @@ from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radi
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
-from tests.strategies.scene import make_image, make_maps, make_moving_points, make_observations, make_points, make_views
+from tests.strategies.scene import (
+    make_image,
+    make_layers,
+    make_maps,
+    make_moving_points,
+    make_observations,
+    make_points,
+    make_views,
+)
 
 PRIMITIVES: dict[str, Callable[[], Primitive]] = {
     "gaussians": lambda: Gaussians(sh_degree=3, depth=True),
@@ -81,10 +89,11 @@ def on_machines(world: World, machines: int) -> World:
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
+    layered: bool = False,
 ) -> Outcome:  # fmt: skip
     """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
-    depth counts. `exposes`: their colours are mapped."""
+    depth counts. `exposes`: their colours are mapped. `layered`: photographs have alpha and masks."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     batch = seen = make_views(views, dtype, world.device, size)
@@ -113,6 +122,11 @@ def take_step(
             depths.append((pixels.patch, torch.cat(deep, -1).detach()[y0:y1, x0:x1].cpu()))
         left, top, right, bottom = pixels.patch.rendered(view)
         target = make_image(view).to(world.device)[top:bottom, left:right]
+        if layered:
+            layers = make_layers(view).to(world.device, dtype)[top:bottom, left:right] / 255
+            color, alpha, mask = layers[..., :3], layers[..., 3:4], layers[..., 4:]
+            rgb, target = rgb * mask, (alpha * color + (1 - alpha) * 0.3) * mask
+            images[-1] = pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()
         loss = loss + photometric_loss(rgb, target, pixels.patch, view, 0.2) / len(batch)
         if pixels.extra:
             loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)

@@ -121,7 +121,7 @@ def test_step_beyond_capacity_does_not_change_maps() -> None:
         )
         fill(step, views)
         step.scalars[:, 0] = 1e-3
-        plan = with_halos(spread.plan_alike(views), *PORTRAIT)
+        plan = with_halos(spread.plan_alike(views), views)
         step.take(plan, [make_image(views[patch.view]) for patch in plan.owned[0]])
         assert step.status().done == done
         assert torch.equal(maps, before) == (not done)

@@ -27,14 +27,14 @@ from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import StepSettings, with_halos
 from ns_multigpu.core.step.tile_lists import SortedLists
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.types import Patch, Points, View
+from ns_multigpu.core.types import Patch, Points, View, sizes_of
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.lib.recorded import RecordedPool
-from tests.strategies.scene import make_image, make_maps, make_observations, make_points, make_views
+from tests.strategies.scene import make_image, make_layers, make_maps, make_observations, make_points, make_views
 from tests.strategies.test_law import (
     KNOW_MACHINES,
     LIKE_SINGLE,
@@ -58,6 +58,8 @@ POINTS, LAMBDA, BACKGROUND = 150, 0.2, 0.3
 REPLICATED, CUT = 12, 11
 """Views of a step: divisible by 1 to 4 ranks if distributed round-robin; otherwise some views have to be cut."""
 CAPACITIES = {"rows": 2048, "segment": 2048, "intersections": 65536}
+Size = tuple[int, int] | None
+"""Size of all views; None: each has another."""
 LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
 
@@ -67,7 +69,7 @@ def count_of(strategy: str) -> int:
 
 
 def step_of(
-    world: World, strategy: str, primitive: str, size: tuple[int, int], mode: str, by_sort: bool = False,
+    world: World, strategy: str, primitive: str, size: Size, mode: str, by_sort: bool = False,
     half: bool | None = None,
 ) -> Outcome:  # fmt: skip
     """Return `take_one` with a strategy and a primitive of those names."""
@@ -81,11 +83,11 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 
 
 def take_one(
-    spread: Strategy, kind: Any, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
-    half: bool | None = None, whole: Points | None = None, observes: bool = False, exposes: bool = False, **more: Any,
+    spread: Strategy, kind: Any, count: int, size: Size, mode: str, by_sort: bool = False, half: bool | None = None,
+    whole: Points | None = None, observes: bool = False, exposes: bool = False, layered: bool = False, **more: Any,
 ) -> Outcome:  # fmt: skip
     """Return the results of `one_step` for a fused step. With `half` given rows use collectives. The points are 3D
-    Gaussians, unless given; `observes`, `exposes`: see `take_step`; `more` are options of the kernels."""
+    Gaussians, unless given; `observes`, `exposes`, `layered`: see `take_step`; `more` are options of the kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -103,20 +105,23 @@ def take_one(
         begun["exposures"], params["exposures"] = maps.clone(), maps
         moments["exposures"] = torch.zeros_like(maps), torch.zeros_like(maps)
         step_exposures = StepExposures(maps, *moments["exposures"], count)
-    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, step_exposures, **more)
+    step = made(
+        spread, kind, views, params, moments, statistics, by_sort, half, observed, step_exposures, layered, **more
+    )
     fill(step, views)
     if step_exposures is not None:
         step_exposures.indices.copy_(torch.tensor([view.index for view in views]))
-    plan = with_halos(spread.plan_alike(views), *size)
+    plan = with_halos(spread.plan_alike(views), views)
     targets = []
     for patch in plan.owned[world.rank]:
         left, top, right, bottom = patch.rendered(views[patch.view])
-        targets.append(make_image(views[patch.view])[top:bottom, left:right].to(device).contiguous())
+        photograph = (make_layers if layered else make_image)(views[patch.view])
+        targets.append(photograph[top:bottom, left:right].to(device).contiguous())
     steps = 2 if mode == "several" else 1
     if mode == "step":
-        step.take(plan, targets)
+        step.take(plan, targets, sizes_of(views))
     else:
-        parts = partial(step.parts, plan, targets)
+        parts = partial(step.parts, plan, targets, sizes_of(views))
         replay(step, parts, plan, [*moments.values()], statistics, params, begun, steps)
     status, kept = step.status(), int(step._forward.counts[step._transport.local_index])
     assert status.done == steps
@@ -135,17 +140,19 @@ def take_one(
 def made(
     spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
     half: bool | None = None, observed: Observations | None = None, exposures: StepExposures | None = None,
-    capacities: Any = None, **more: Any,
+    layered: bool = False, capacities: Any = None, **more: Any,
 ) -> Step:  # fmt: skip
     """Return the step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
     settings = StepSettings(
-        views[0].width,
-        views[0].height,
+        max(view.width for view in views),
+        max(view.height for view in views),
         len(views),
         LAMBDA,
         **{**CAPACITIES, **(capacities or {})},
         exposures=exposures is not None,
+        alpha=layered,
+        masked=layered,
     )
     kernels = replace(kind, depth=False).kernels(**more)
     assert kernels is not None
@@ -201,7 +208,7 @@ def fill(step: Step, views: list[View]) -> None:
     step.scalars.copy_(torch.tensor(adam_scalars(0.0, (0.0, 0.999), 1e-15, 1)).expand_as(step.scalars))
 
 
-def check_step(outcomes: list[Outcome], strategy: str, primitive: str, size: tuple[int, int]) -> None:
+def check_step(outcomes: list[Outcome], strategy: str, primitive: str, size: Size) -> None:
     """Return whether the ranks together did what one rank does through autograd."""
     expected = one_step(World.single(), "single", primitive, count_of(strategy), POINTS, torch.float32, size)
     replicated = STRATEGIES[strategy](World.single()).placement.replicated
@@ -209,7 +216,7 @@ def check_step(outcomes: list[Outcome], strategy: str, primitive: str, size: tup
 
 
 def check_outcomes(
-    outcomes: list[Outcome], expected: Outcome, views: int, size: tuple[int, int], *, replicated: bool,
+    outcomes: list[Outcome], expected: Outcome, views: int, size: Size, *, replicated: bool,
     sized: bool = True,
 ) -> None:  # fmt: skip
     """Return whether ranks together did what is expected. Points that are not `sized` have no radii for
@@ -228,15 +235,15 @@ def check_outcomes(
     fragments = [piece for outcome in outcomes for piece in outcome["images"]]
     check([{**seen, "images": fragments}], expected, torch.float32)
     most = float(whole[2].max())
-    assert most > 2 / max(size) if sized else most == 0, "radii are fractions of the longer side"
+    assert most > 2 / max(size or LANDSCAPE) if sized else most == 0, "radii are fractions of the longer side"
 
 
-@pytest.mark.parametrize("size", [LANDSCAPE, PORTRAIT], ids=["landscape", "portrait"])
+@pytest.mark.parametrize("size", [None, PORTRAIT], ids=["sizes", "portrait"])
 @pytest.mark.parametrize("primitive", KERNELS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", ["single", *LIKE_SINGLE])
-def test_a_step_equals_single(strategy: str, mode: str, ranks: int, primitive: str, size: tuple[int, int]) -> None:
+def test_a_step_equals_single(strategy: str, mode: str, ranks: int, primitive: str, size: Size) -> None:
     if strategy == "single" and ranks > 1:
         pytest.skip("`single` has one rank")
     reason = unsupported_reason(STRATEGIES[strategy](World.single()), count_of(strategy))
@@ -292,8 +299,8 @@ def test_a_step_over_machines_equals_single_on_gpus(mode: str, inside: str, rank
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_lists_from_a_sort_over_all_ranks(ranks: int) -> None:
-    outcomes = run_ranks(step_of, ranks, "tile", KERNELS[1], PORTRAIT, "step", True)
-    check_step(outcomes, "tile", KERNELS[1], PORTRAIT)
+    outcomes = run_ranks(step_of, ranks, "tile", KERNELS[1], None, "step", True)
+    check_step(outcomes, "tile", KERNELS[1], None)
 
 
 @pytest.mark.gpu
@@ -305,8 +312,8 @@ def test_a_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int, prim
     if strategy == "single" and ranks > 1:
         pytest.skip("`single` has one rank")
     skip_without_gpus(ranks)
-    outcomes = run_ranks(step_of, ranks, strategy, primitive, PORTRAIT, mode, device="cuda")
-    check_step(outcomes, strategy, primitive, PORTRAIT)
+    outcomes = run_ranks(step_of, ranks, strategy, primitive, None, mode, device="cuda")
+    check_step(outcomes, strategy, primitive, None)
 
 
 class RoundRobin(RoundRobinViews):

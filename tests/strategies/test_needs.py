@@ -29,7 +29,7 @@ def record_demand(machines: int, world: World, mode: str) -> dict[str, Any]:
     views = make_views(VIEWS, torch.float32, world.device, PORTRAIT)
     spread.placement.look(lambda: views)
     held, _ = held_at(spread, make_points(POINTS, torch.float32, world.device))
-    plan = with_halos(spread.plan(views), *PORTRAIT)
+    plan = with_halos(spread.plan(views), views)
     hits = kind.cull(held, views, list(range(VIEWS)))
     own = kind.splat(held, hits, views)
     counted = all_gather_ints([int(overlaps(own, views, [patch]).sum()) for patch in plan.patches()], world)

@@ -75,15 +75,15 @@ class Assignment(ABC):
         return batch
 
     def most_pixels(self, batch: int, width: int, height: int, ranks: int, halo: int) -> int:
-        """Return the maximum pixels of a rank's patches of `batch` views of one size, halos included."""
+        """Return the maximum pixels of a rank's patches of `batch` views of at most this size, halos included."""
         return self.most_views(batch, ranks) * width * height
 
     def counts(self, batch: int, width: int, height: int) -> int:
-        """Return the number of counts per rank of a batch of views of one size: see `Feedback`."""
+        """Return the maximum number of counts per rank of a batch of views of at most this size: see `Feedback`."""
         return batch * -(-height // TILE) if self.learns is Feedback.WORK else 0
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
-        """Store what `learns` names of `views`."""
+        """Store what `learns` names of `views`; numbers beyond theirs (see `counts`) are not used."""
         return
 
     def state(self) -> list[list[int]]:
@@ -172,7 +172,7 @@ class TileRanges(Assignment):
         return self._plan(views, work, chosen)
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
-        self.work.learn(views, counts)
+        self.work.learn(views, counts[: sum(map(self.work.rows, views))])
 
     def state(self) -> list[list[int]]:
         """A row a view: its number, then the work of each of its rows of tiles. Then a row for cuts that are kept, -1

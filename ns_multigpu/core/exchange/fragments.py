@@ -11,10 +11,9 @@ from functools import lru_cache
 import torch
 
 from ns_multigpu.core.assign.plan import Plan
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import Sizes, View, sizes_of
 
 Rectangle = tuple[int, int, int, int]
-Sizes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Routes:
 
 def routes_of(plan: Plan, views: Sequence[View], rank: int) -> Routes:
     """Return the routes of a plan for views of these sizes."""
-    return _routes(plan, tuple((view.width, view.height) for view in views), rank)
+    return _routes(plan, sizes_of(views), rank)
 
 
 @lru_cache(maxsize=64)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.loss.band_loss import band_loss_into
+from cuda_ext.ops.raster.compositing import composite
 from ns_multigpu.core.exchange.pixel_operators import Settled
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.step_settings import StepSettings
@@ -26,8 +27,7 @@ class PatchLosses:
     ) -> None:
         self._settings, self._backgrounds, self._report = settings, backgrounds, report
         self._exposures = exposures
-        size = settings.width, settings.height, settings.views
-        self._v_l1, self._v_ssim = loss_weights(*size, settings.ssim_lambda, report.device)
+        self._weights: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by size of a view: graphs hold addresses
 
     def add(
         self, drawn: Settled, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
@@ -37,17 +37,19 @@ class PatchLosses:
 
         Args:
             drawn: the patches. own: which they are. views: the batch.
-            targets: of each patch the image under its rendered rectangle [h, w, 3], uint8 or float.
+            targets: of each patch the photograph under its rendered rectangle [h, w, channels], uint8 or float.
         """
         s = self._settings
         rgbs: list[Tensor] = []
         v_color, v_alpha = torch.empty_like(drawn.color), torch.empty_like(drawn.alpha)
         start = 0
-        for patch, target in zip(own, targets, strict=True):
+        for patch, layers in zip(own, targets, strict=True):
+            v_l1, v_ssim = self._weights_of(views[patch.view])
             left, top, right, bottom = patch.rendered(views[patch.view])
             inner = patch.inner(views[patch.view])
             piece = slice(start, start + (bottom - top) * (right - left))
             start = piece.stop
+            target, mask = self.photograph(layers, patch.view)
             rgb = drawn.color.new_empty(target.shape)
             offset = s.ssim_lambda if (patch.x0, patch.y0) == (0, 0) else 0.0
             # Halo pixels have zero gradient: `last` = -1 makes backward skip them.
@@ -55,16 +57,51 @@ class PatchLosses:
             blended = color, alpha, background
             if self._exposures is not None:
                 color, background = self._exposures.applied(patch.view, *blended)
+            seen = color, alpha
+            if mask is not None:  # of clamped colours, over nothing
+                seen = composite(color, alpha, background) * mask, torch.ones_like(alpha)
             band_loss_into(
-                color, alpha, background, target, inner,
-                self._v_l1, self._v_ssim, offset=offset, scale=s.views, rgb=rgb, loss=self._report[patch.view],
+                *seen, background, target, inner,
+                v_l1, v_ssim, offset=offset, scale=s.views, rgb=rgb, loss=self._report[patch.view],
                 v_out=v_color[piece], v_alpha=v_alpha[piece], last=None if drawn.last is None else drawn.last[piece],
             )  # fmt: skip
+            if mask is not None:
+                v_rgb = v_color[piece] * mask
+                found = torch.ops.ns_multigpu.composite_backward(color, alpha, background, v_rgb)
+                v_color[piece], v_alpha[piece] = found
             if self._exposures is not None:
                 self._exposures.backward(patch.view, *blended, v_color[piece], v_alpha[piece])
             x0, y0, x1, y1 = inner
             rgbs.append(rgb[y0:y1, x0:x1])
         return rgbs, v_color, v_alpha
+
+    def photograph(self, layers: Tensor, view: int) -> tuple[Tensor, Tensor | None]:
+        """Return what a rendering of the batch's view at this position is compared with, and its mask.
+
+        Args:
+            layers: [h, w, channels] colour, then alpha and mask if the settings have them; uint8 or float.
+
+        Returns:
+            colours [h, w, 3] over the view's background, zero where masked, and mask [h w, 1] or None.
+        """
+        if self._settings.channels == 3:
+            return layers, None
+        values = layers.float() / 255 if layers.dtype == torch.uint8 else layers
+        image = values[..., :3]
+        if self._settings.alpha:
+            image = torch.lerp(self._backgrounds[view].expand_as(image), image, values[..., 3:4])
+        if not self._settings.masked:
+            return image, None
+        mask = values[..., -1:]
+        return image * mask, mask.reshape(-1, 1)
+
+    def _weights_of(self, view: View) -> tuple[Tensor, Tensor]:
+        """Return the loss's gradients by a view's sums. They are made before a graph is captured, which cannot."""
+        size = view.width, view.height
+        if size not in self._weights:
+            s = self._settings
+            self._weights[size] = loss_weights(*size, s.views, s.ssim_lambda, self._report.device)
+        return self._weights[size]
 
 
 def loss_weights(
@@ -77,17 +114,19 @@ def loss_weights(
 
 
 def share_of_mse(
-    images: Sequence[Tensor], targets: Sequence[Tensor], patches: Sequence[Patch], view: View, views: int
+    images: Sequence[Tensor], targets: Sequence[Tensor], patches: Sequence[Patch], views: Sequence[View]
 ) -> Tensor:
     """Return the patches' contribution [] to a batch's mean squared error.
 
     Args:
         images: renderings [h, w, 3], without halo. targets: see `PatchLosses.add`. patches: which they are.
-        view: one of the size that all `views` have.
+        views: the batch, on the images' device.
     """
-    squared = torch.zeros((), device=view.K.device)
+    error = torch.zeros((), device=views[0].K.device)
     for patch, image, target in zip(patches, images, targets, strict=True):
+        view = views[patch.view]
         x0, y0, x1, y1 = patch.inner(view)
         own = target[y0:y1, x0:x1]
-        squared = squared + (image - (own.float() / 255 if own.dtype == torch.uint8 else own)).square().sum()
-    return squared / (3 * view.width * view.height * views)
+        squared = (image - (own.float() / 255 if own.dtype == torch.uint8 else own)).square().sum()
+        error = error + squared / (3 * view.width * view.height * len(views))
+    return error

@@ -37,12 +37,12 @@ from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.forward_pass import ForwardPass
 from ns_multigpu.core.step.fused_support import follow_each_other, unsupported_reason
-from ns_multigpu.core.step.patch_losses import PatchLosses
+from ns_multigpu.core.step.patch_losses import PatchLosses, share_of_mse
 from ns_multigpu.core.step.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.step.step_statistics import StepMessage
 from ns_multigpu.core.step.tile_lists import GatheredLists, TileLists
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import Sizes, View, sizes_of
 
 
 class Step:
@@ -124,7 +124,8 @@ class Step:
         self.rgb: list[Tensor] = []
         ranks, is_exchanged = self._world.size, transport.is_exchanged
         self._ends = transport.words - settings.tail  # exposures' words follow the step statistics
-        shape = (batch, settings.tile_rows) if self._learns is Feedback.WORK else (ranks, self._ends - HEAD)
+        counts = self._ends - HEAD
+        shape = (counts,) if self._learns is Feedback.WORK else (ranks, counts)
         self.measured_work = torch.zeros(shape, dtype=torch.int64, device=device)
         lists = lists or GatheredLists(kernels, settings.intersections)
         self._capturable = lists.capturable
@@ -150,20 +151,21 @@ class Step:
         """True if CUDA graphs can hold what lies between the collectives of `parts`."""
         return self._capturable
 
-    def take(self, plan: Plan, targets: Sequence[Tensor]) -> None:
+    def take(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> None:
         """Take a step as it is. Arguments as `parts`'."""
-        self.rgb = launched(self.parts(plan, targets))
+        self.rgb = launched(self.parts(plan, targets, sizes))
 
     @torch.no_grad()
-    def parts(self, plan: Plan, targets: Sequence[Tensor]) -> Parts[list[Tensor]]:
+    def parts(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> Parts[list[Tensor]]:
         """A step: splats this rank's points, exchanges rows, draws this rank's patches, their loss and its gradient by
         the rows, returns gradients, and takes Adam's step and adds to the statistics, unless a capacity was or is
         exceeded on any rank.
 
         Args:
             plan: `with_halos` of a plan that is the same on all ranks.
-            targets: of each of the patches that this rank owns the image under its rendered rectangle [h, w, 3], uint8
-                or float.
+            targets: of each of the patches that this rank owns the photograph under its rendered rectangle
+                [h, w, channels], uint8 or float; see `PatchLosses.photograph`.
+            sizes: of the batch's views; the settings' for all unless given.
 
         Returns:
             what `rgb` is to be.
@@ -174,9 +176,9 @@ class Step:
         s, world, kernels, transport, measure = (
             self.settings, self._world, self._kernels, self._transport, self._measure
         )  # fmt: skip
-        views = [self._view(position) for position in range(s.views)]
+        views = self.views(sizes)
         splatted = self._splatted(plan)
-        rows = self._forward.project(self._model, self._cameras(splatted), views)
+        rows = self._forward.project(self._model, self._cameras(splatted, views), views)
         self.report.zero_()
         arrived, lists, drawn = yield from self._forward.draw(rows, views, plan, splatted)
         settled = yield from self._forward.settle(drawn, plan, views)
@@ -208,7 +210,7 @@ class Step:
             )  # fmt: skip
             rows = back.rows._replace(count=real)
             whole = splatted if back.finite_flag_views is None else range(s.views)
-            cameras = self._cameras(whole)
+            cameras = self._cameras(whole, views)
             if self._exposures is not None:
                 self._exposures.step(back.messages[:, self._ends :], scalars[-1:])
             of_points = scalars[: len(kernels.parameters)]
@@ -217,19 +219,30 @@ class Step:
             )
         return rgb
 
+    def mse(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> Tensor:
+        """Return this rank's share [] of the last step's mean squared error. Arguments as `parts`'."""
+        own = plan.owned[self._world.rank]
+        images = [self._losses.photograph(target, patch.view)[0] for patch, target in zip(own, targets, strict=True)]
+        return share_of_mse(self.rgb, images, own, self.views(sizes))
+
     def _splatted(self, plan: Plan) -> range:
         """Positions in the batch of the views that this rank splats its points for."""
         positions = self._strategy.placement.views_to_splat(plan, self._world)
         assert follow_each_other(positions), "as `unsupported_reason` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
 
-    def _view(self, position: int) -> View:
-        observed, size = self._observed and self._observed.of(position), (self.settings.width, self.settings.height)
-        return View(self.viewmats[position], self.Ks[position], *size, position, observations=observed)
+    def views(self, sizes: Sizes | None = None) -> list[View]:
+        """Return the batch's views, of these sizes, whose cameras are the inputs."""
+        sizes = sizes or ((self.settings.width, self.settings.height),) * self.settings.views
+        cameras = zip(self.viewmats, self.Ks, sizes, strict=True)
+        return [
+            View(viewmat, K, *size, position, observations=self._observed and self._observed.of(position))
+            for position, (viewmat, K, size) in enumerate(cameras)
+        ]
 
-    def _cameras(self, positions: range) -> Cameras:
+    def _cameras(self, positions: range, views: Sequence[View]) -> Cameras:
         some = slice(positions.start, positions.stop)
-        sizes = (self.settings.width, self.settings.height) * len(positions)
+        sizes = [side for size in sizes_of(views[some]) for side in size]
         return Cameras(self.viewmats[some], self.Ks[some], sizes, self.times[some])
 
     def flush(self) -> None:

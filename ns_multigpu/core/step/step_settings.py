@@ -1,5 +1,6 @@
 """Settings of a step, its status, and its initial capacities."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -8,7 +9,7 @@ from ns_multigpu.core.assign.assignment import Assignment
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.exchange.pair_capacities import Pairs
 from ns_multigpu.core.step.exposures import words_of
-from ns_multigpu.core.types import SSIM_HALO, TILE, Patch
+from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, Sizes, View, sizes_of
 
 HALO = TILE
 """Halo of a drawn patch in pixels: enough for the loss, and tiles stay those of the image."""
@@ -24,13 +25,14 @@ class StepSettings:
     """Settings of a step besides parameters, cameras, plan and kernels; a change of any requires a new `Step`.
 
     Attributes:
-        width, height: of every view, pixels.
+        width, height: the most of any view, pixels.
         views: of the batch.
         ssim_lambda: see `photometric_loss`.
         rows: capacity of a rank's own rows.
         segment: capacity in rows of each pair of ranks, or one for all, if rows are exchanged.
         intersections: capacity of what a rank draws.
         exposures: True if each view has a trained colour map (see `StepExposures`).
+        alpha, masked: whether photographs have an alpha channel and masks: see `photograph`.
     """
 
     width: int
@@ -41,15 +43,17 @@ class StepSettings:
     segment: int | Pairs
     intersections: int
     exposures: bool = False
+    alpha: bool = False
+    masked: bool = False
 
     @property
-    def columns(self) -> int:
-        """Tiles of a row of tiles."""
-        return -(-self.width // TILE)
+    def channels(self) -> int:
+        """Channels of a photograph: colour, alpha, mask."""
+        return 3 + self.alpha + self.masked
 
     @property
     def tile_rows(self) -> int:
-        """Rows of tiles of a view."""
+        """Maximum rows of tiles of a view."""
         return -(-self.height // TILE)
 
     def words(self, assignment: Assignment | None = None) -> int:
@@ -84,12 +88,15 @@ class Status:
     sent: int
 
 
-@lru_cache(maxsize=64)
-def with_halos(plan: Plan, width: int, height: int) -> Plan:
-    """The plan of a batch of views of one size with the halos that a `Step` wants: none around a whole view."""
+def with_halos(plan: Plan, views: Sequence[View]) -> Plan:
+    """The plan of a batch of views with the halos that a `Step` wants: none around a whole view."""
+    return _with_halos(plan, sizes_of(views))
 
+
+@lru_cache(maxsize=64)
+def _with_halos(plan: Plan, sizes: Sizes) -> Plan:
     def with_halo(patch: Patch) -> Patch:
-        whole = (patch.x0, patch.y0, patch.x1, patch.y1) == (0, 0, width, height)
+        whole = (patch.x0, patch.y0, patch.x1, patch.y1) == (0, 0, *sizes[patch.view])
         return Patch(patch.view, patch.x0, patch.y0, patch.x1, patch.y1, 0 if whole else HALO)
 
     if plan.order:  # a halo of exchanged pixels: no tile is drawn for it alone

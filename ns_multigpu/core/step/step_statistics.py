@@ -1,6 +1,7 @@
 """Step statistics that ranks gather at the end of a fused step, which reads nothing back."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -48,11 +49,12 @@ class StepMessage:
         offsets, _, met = lists
         message = step_message(
             rows.count, counts, capacities, most_rows, met, offsets, self._bands(own, views), self._local_index,
-            self._words - HEAD, self._settings.columns,
+            self._words - HEAD,
         )  # fmt: skip
         if self._learns is Feedback.NEEDS:
             everyones = [n for p in plan.patches() for n in (p.view - first_view, *p.rendered(views[p.view]))]
-            message[HEAD:] = footprint_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
+            found = footprint_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
+            message[HEAD : HEAD + len(found)] = found  # smaller views may have fewer patches
         elif self._learns is Feedback.LIVE:
             message[HEAD:] = self._pixels.live()
         return message if exposures is None else torch.cat([message, exposures.published()])
@@ -61,11 +63,13 @@ class StepMessage:
         """Return the positions of this rank's bands in rows of tiles, without halos, if they count: see
         `step_message`."""
         bands: list[int] = []
+        lines = list(accumulate((-(-view.height // TILE) for view in views), initial=0))
         start = 0
         for patch in own if self._learns is Feedback.WORK else ():
-            _, top, _, bottom = patch.rendered(views[patch.view])
-            line = patch.view * self._settings.tile_rows + patch.y0 // TILE
-            tile = start + (patch.y0 - top) // TILE * self._settings.columns
-            bands += [line, tile, -(-(patch.y1 - patch.y0) // TILE)]
-            start += -(-(bottom - top) // TILE) * self._settings.columns
+            left, top, right, bottom = patch.rendered(views[patch.view])
+            columns = -(-(right - left) // TILE)
+            line = lines[patch.view] + patch.y0 // TILE
+            tile = start + (patch.y0 - top) // TILE * columns
+            bands += [line, tile, -(-(patch.y1 - patch.y0) // TILE), columns]
+            start += -(-(bottom - top) // TILE) * columns
         return bands

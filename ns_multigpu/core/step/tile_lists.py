@@ -3,6 +3,7 @@ of all splats of all views over all ranks (torch-dgx, section 4). Both give the 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.kernels import Kernels, Lists, Received, Rows
 from ns_multigpu.core.sort.peer_sort import SortBuffers, SortedPairs, peer_merge_sort, sorted_band_lists
 from ns_multigpu.core.step.step_settings import StepSettings
-from ns_multigpu.core.types import TILE, Patch, View
+from ns_multigpu.core.types import TILE, Patch, View, sizes_of
 
 
 class TileLists(ABC):
@@ -73,7 +74,8 @@ class SortedLists(TileLists):
             size = SortBuffers.size(settings.intersections, world.size)
             self._buffers = SortBuffers(PeerBuffer(size, world), settings.intersections)
         device = world.device
-        self._bits = 32 + (settings.views * settings.tile_rows * settings.columns).bit_length()
+        tiles = settings.views * settings.tile_rows * -(-settings.width // TILE)
+        self._bits = 32 + tiles.bit_length()
         # One place more, for lines that are padding.
         self._where = torch.zeros(world.size * settings.rows + 1, dtype=torch.int32, device=device)
         self._lines = torch.arange(lines, dtype=torch.int32, device=device).repeat(world.size)
@@ -84,7 +86,7 @@ class SortedLists(TileLists):
         s, world = self._settings, self._world
         keys, values, self._own = intersect_keys(
             rows.means2d, rows.conics, rows.opacities, rows.radii, rows.depths, rows.view_ids,
-            (s.width, s.height) * s.views, TILE, world.rank, s.intersections,
+            [side for size in sizes_of(views) for side in size], TILE, world.rank, s.intersections,
         )  # fmt: skip
         self._pairs = peer_merge_sort(keys, values, self._own, self._buffers, world, 32, self._bits)
 
@@ -94,14 +96,18 @@ class SortedLists(TileLists):
         place = arrived.owners.long() * s.rows + arrived.slots
         place = torch.where((arrived.radii > 0).all(-1), place, world.size * s.rows)
         self._where.scatter_(0, place, self._lines)
-        bands = [[n for patch in drawn for n in self._tiles(patch, views)] for drawn in plan.drawn]
+        shapes = [(-(-view.height // TILE), -(-view.width // TILE)) for view in views]
+        starts = list(accumulate((rows * columns for rows, columns in shapes), initial=0))
+        bands = [[n for patch in drawn for n in _tiles(patch, views, shapes, starts)] for drawn in plan.drawn]
         where = self._where[:-1].view(world.size, s.rows)
         offsets, row_ids, met = sorted_band_lists(self._pairs, bands, where, self._segment, s.intersections, world)
         return offsets, row_ids, torch.maximum(met, self._own)
 
-    def _tiles(self, patch: Patch, views: Sequence[View]) -> tuple[int, int]:
-        """First and end tile of a patch with its halo, among those of all views."""
-        _, top, _, bottom = patch.rendered(views[patch.view])
-        first = patch.view * self._settings.tile_rows
-        columns = self._settings.columns
-        return (first + top // TILE) * columns, (first + -(-bottom // TILE)) * columns
+
+def _tiles(
+    patch: Patch, views: Sequence[View], shapes: Sequence[tuple[int, int]], starts: Sequence[int]
+) -> tuple[int, int]:
+    """First and end tile of a band with its halo, among those of all views."""
+    _, top, _, bottom = patch.rendered(views[patch.view])
+    start, columns = starts[patch.view], shapes[patch.view][1]
+    return start + top // TILE * columns, start + -(-bottom // TILE) * columns

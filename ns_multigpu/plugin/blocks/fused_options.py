@@ -100,7 +100,6 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     model, options = pipeline.model, pipeline.model.config
     cameras = pipeline.datamanager.train_dataset.cameras
     sizes = {(int(w), int(h)) for w, h in zip(cameras.width.reshape(-1), cameras.height.reshape(-1), strict=True)}
-    shapes = pipeline.datamanager.train_shapes
     smallest = 11 * 2**options.num_downscales
     kernels = model.primitive(depth=False).kernels()
     names = () if kernels is None else (*kernels.parameters, *exposures.groups(model))
@@ -128,10 +127,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (options.output_depth_during_training, lambda: "depth is asked for in training"),
         (config.on_nonfinite == "skip", lambda: "steps with NaN are to be skipped"),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
-        (len(sizes) > 1, lambda: "views differ in size"),
         (min(min(size) for size in sizes) < smallest, lambda: f"views have sides of less than {smallest} px"),
-        (any(shape.masked for shape in shapes), lambda: "there are masks"),
-        (any(shape.channels != 3 for shape in shapes), lambda: "images have an alpha channel"),
         (any(not isinstance(group, FusedAdam) for group in groups), lambda: "an optimizer is not Adam"),
         (not all(is_plain(group) for group in groups if group), lambda: "an optimizer has weight decay"),
         (any(optimizers.config[n]["optimizer"].max_norm is not None for n in names), lambda: "gradients are clipped"),

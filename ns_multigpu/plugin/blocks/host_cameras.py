@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import View, sizes_of
 from ns_multigpu.plugin.model.cameras import Intrinsics, intrinsics_of, view_at, world_to_camera
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
@@ -22,7 +22,15 @@ class HostCameras:
         self._data = data
         self._intrinsics: list[Intrinsics] = []
         self._viewmats: dict[int, Tensor] = {}
+        self._largest: dict[int, tuple[int, int]] = {}  # by factor
         self._made: dict[tuple[int, int], tuple[View, Numbers]] = {}
+
+    def largest(self, factor: int) -> tuple[int, int]:
+        """Return the largest width and the largest height of the views at 1 / `factor` of their sizes, in pixels."""
+        if factor not in self._largest:
+            sizes = sizes_of([self(index, factor)[0] for index in range(len(self._data.train_dataset.cameras))])
+            self._largest[factor] = max(width for width, _ in sizes), max(height for _, height in sizes)
+        return self._largest[factor]
 
     def __call__(self, index: int, factor: int) -> tuple[View, Numbers]:
         """Return a view on the host at 1 / `factor` of its size, and its 25 numbers (world-to-camera matrix,

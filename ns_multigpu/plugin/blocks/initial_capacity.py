@@ -45,17 +45,17 @@ class InitialCapacity:
         return now is None or (counts and self._pipeline.strategy.placement.placings != self._placings)
 
     def capacities(
-        self, now: Capacities | None, view: View, batches: Sequence[Sequence[View]], model: Callable[[], Model],
+        self, now: Capacities | None, pixels: int, batches: Sequence[Sequence[View]], model: Callable[[], Model],
         kernels: Kernels,
     ) -> Capacities:  # fmt: skip
         """Return the capacities to begin with. Every rank calls it at the same point.
 
         Args:
-            now: the capacities so far. view: a view of the common size.
+            now: the capacities so far. pixels: of the largest view.
             batches: the views of the coming steps; empty if unknown.
             model: builds the input of `kernels`.
         """
-        strategy, first = self._pipeline.strategy, self._guess(view.width * view.height)
+        strategy, first = self._pipeline.strategy, self._guess(pixels)
         self._placings = strategy.placement.placings
         rows, segment, intersections = now or (first[0], self._buffers.pairs(first[1]), first[2])
         pairs = self._buffers.pairs(segment)
@@ -64,16 +64,19 @@ class InitialCapacity:
             pairs = tuple(tuple(map(padded, of_rank)) for of_rank in counted)
         return rows, pairs, intersections
 
-    def check(self, now: Capacities | None, view: View) -> None:
+    def check(self, now: Capacities | None, pixels: int) -> None:
         """Check that all ranks have memory for a step's buffers, before any rank begins the step.
+
+        Args:
+            now: the capacities. pixels: of the largest view.
 
         Raises:
             CapacityExceeded: on every rank, if one lacks memory.
         """
         assert now is not None
         ranks = self._world.size
-        pixels = view.width * view.height * self._pipeline.batch_size // ranks
-        needed = bytes_of_step(now, pixels, ranks, is_exchanged=self._is_exchanged, hierarchy=self._buffers.hierarchy)
+        drawn = pixels * self._pipeline.batch_size // ranks
+        needed = bytes_of_step(now, drawn, ranks, is_exchanged=self._is_exchanged, hierarchy=self._buffers.hierarchy)
         check_memory(needed, "a step's buffers", self._world)
 
     @property
@@ -108,7 +111,7 @@ def rows_needed(
     ranks, whole = [[rank] for rank in range(world.size)], [list(world.ranks_of(k)) for k in machines]
     most = [0] * (world.size + len(machines))
     for views in batches:
-        plan = with_halos(strategy.plan(views), views[0].width, views[0].height)
+        plan = with_halos(strategy.plan(views), views)
         made, found = rows_by_group(strategy, kernels, model, views, plan, capacity, [*ranks, *whole])
         most = [max(a, -(-b * max(made, capacity) // capacity)) for a, b in zip(most, found, strict=True)]
     table = all_gather_counts(most, world)

@@ -17,6 +17,7 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transports import Collective
 from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.types import Sizes
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_inputs import StepInputs
 from ns_multigpu.plugin.capture.device_images import DeviceImages
@@ -30,13 +31,14 @@ class InputQueue:
         places: maximum number of steps of a block.
 
     Attributes:
-        targets: images that the last step compared its renderings with, one tensor per patch of this rank.
-        plan: plan of the last step, with halos.
+        targets: photographs that the last step compared its renderings with, one tensor per patch of this rank.
+        plan: plan of the last step, with halos. sizes: of its views.
+        images: images of all views.
     """
 
     def __init__(self, pipeline: Any, world: World, places: int) -> None:
         self._pipeline, self._model, self._world, self._places = pipeline, pipeline.model, world, places
-        self._images = DeviceImages(pipeline.datamanager, world)
+        self.images = DeviceImages(pipeline.datamanager, world)
         self._at = torch.zeros(1, dtype=torch.int64, device=world.device)
         self._numbers, self._reports = torch.zeros(places, 0), torch.zeros(places, 0)
         self._indices = torch.zeros(places, 0, dtype=torch.int32)
@@ -44,13 +46,14 @@ class InputQueue:
         self._chosen = torch.zeros(0, dtype=torch.int32)
         self.targets: list[Tensor] = []
         self.plan = Plan((), ())
+        self.sizes: Sizes = ()
 
     def load(self, step: int, factor: int) -> None:
         """Load the images of steps from this one on, at 1 / `factor` of their size, if they are kept on the GPU.
 
         Every rank calls it.
         """
-        self._images.load(factor, functools.partial(self._small, step))
+        self.images.load(factor, functools.partial(self._small, step))
 
     def begin(self, step: Step, place: int) -> None:
         """Set the next step to the block's step number `place`; later steps follow in order.
@@ -80,12 +83,12 @@ class InputQueue:
         Args:
             buffers: buffers of the step. plan: its plan, with halos. factor: see `load`.
         """
-        mine, self.plan = plan.owned[self._world.rank], plan
+        mine, self.plan, self.sizes = plan.owned[self._world.rank], plan, step_inputs.sizes
         if self.shows(buffers):
             self.targets = buffers.places(mine, step_inputs.views)
             return
         shrink = functools.partial(self._small, step_inputs.step)
-        parts = self._images.get_smaller(step_inputs.indices, plan, step_inputs.views, factor, shrink)
+        parts = self.images.get_smaller(step_inputs.indices, plan, step_inputs.views, factor, shrink)
         self.targets = buffers.targets(parts, mine, step_inputs.views)
 
     def parts(
@@ -96,9 +99,9 @@ class InputQueue:
         if self.shows(buffers) and self.targets:
             mine = self.plan.owned[self._world.rank]
             numbers = [n for p in mine for n in (p.view, *p.rendered(step_inputs.views[p.view]))]
-            assert self._images.kept is not None
-            show_patches(self._images.kept, self._chosen, numbers, buffers.pictures)
-        rgb = yield from step.parts(self.plan, self.targets)
+            assert self.images.kept is not None
+            show_patches(self.images.kept, self._chosen, numbers, buffers.pictures)
+        rgb = yield from step.parts(self.plan, self.targets, self.sizes)
         keep_line(step.report, self._reports, self._at)
         return rgb
 
@@ -108,7 +111,7 @@ class InputQueue:
 
     def shows(self, buffers: StepBuffers) -> bool:
         """Return whether a step's images are selected on the device: they are kept there and steps are captured."""
-        return buffers.captures and self._images.kept is not None
+        return buffers.captures and self.images.kept is not None
 
     def _small(self, step: int, image: Tensor) -> Tensor:
         """Return the image at the step's resolution, as floats."""

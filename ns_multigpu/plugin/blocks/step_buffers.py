@@ -46,7 +46,7 @@ class StepBuffers:
         self._shape: tuple[Any, ...] = ()
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
-        self.pictures = torch.zeros(0)
+        self.pictures, self._channels = torch.zeros(0), 3
         self.peer, self._peer_reachable, self._by_sort = False, False, options.tile_lists == "sort"
         self.uses_peer_replicas = False
         self.hierarchy: Hierarchy | None = None
@@ -127,12 +127,13 @@ class StepBuffers:
     def make_pictures(self, settings: StepSettings, kind: torch.dtype) -> None:
         """Allocate the image buffer of captured steps, which read images at fixed addresses."""
         size = settings.views, settings.width, settings.height, self._world.size
-        num_pixels = 3 * self._strategy.assignment.most_pixels(*size, HALO) if self.captures else 0
-        if len(self.pictures) != num_pixels or self.pictures.dtype != kind:
-            self.pictures = torch.empty(num_pixels, dtype=kind, device=self._world.device)
+        self._channels = settings.channels
+        numbers = self._channels * self._strategy.assignment.most_pixels(*size, HALO) if self.captures else 0
+        if len(self.pictures) != numbers or self.pictures.dtype != kind:
+            self.pictures = torch.empty(numbers, dtype=kind, device=self._world.device)
 
     def targets(self, parts: Sequence[ImagePart], patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
-        """Return the part [h, w, 3] of each image under a rendered rectangle, in the buffer that a step reads.
+        """Return the part [h, w, channels] of each photograph under a rendered rectangle, in the buffer of a step.
 
         Args:
             parts, patches: those of this rank.
@@ -145,7 +146,7 @@ class StepBuffers:
         return [place.copy_(image) for place, image in zip(self.places(patches, views), there, strict=True)]
 
     def places(self, patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
-        """Return the buffers [h, w, 3] from which graphs read the images under rendered rectangles.
+        """Return the buffers [h, w, channels] from which graphs read the photographs under rendered rectangles.
 
         They are consecutive, and the same for every step of a plan. See `targets` for the arguments.
         """
@@ -153,8 +154,8 @@ class StepBuffers:
         start = 0
         for patch in patches:
             x0, y0, x1, y1 = patch.rendered(views[patch.view])
-            end = start + 3 * (y1 - y0) * (x1 - x0)
-            found.append(self.pictures[start:end].view(y1 - y0, x1 - x0, 3))
+            end = start + self._channels * (y1 - y0) * (x1 - x0)
+            found.append(self.pictures[start:end].view(y1 - y0, x1 - x0, self._channels))
             start = end
         return found
 

@@ -6,6 +6,7 @@ device, and values shared with earlier steps are cached.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from cuda_ext.ops.optim.adam import AdamStep
 from ns_multigpu.core.assign.assignment import Feedback
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.random import seed_from
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import Sizes, View, sizes_of
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.model.batch_scaling import next_rates
 
@@ -32,7 +33,7 @@ class StepInputs:
         step: its number. indices: its views' indices in the capture. views: these views, on the host.
         inputs: the values of `Step.inputs`, float32 on the host. Of B views: 16 B numbers of world-to-camera matrices,
             9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times, and with exposures B indices.
-        plan: the step's plan. rate: see `StepNoise.rate`.
+        plan: the step's plan. rate: see `StepNoise.rate`. sizes: of the views.
     """
 
     step: int
@@ -41,6 +42,10 @@ class StepInputs:
     inputs: Tensor
     plan: Plan
     rate: float
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return sizes_of(self.views)
 
 
 class StepInputsMaker:
@@ -85,8 +90,9 @@ class StepInputsMaker:
         return min(TOGETHER, max(place, 1))
 
     def alike(self, feeds: Sequence[StepInputs]) -> bool:
-        """Return whether this is a full group of steps drawn at once, all with the same plan."""
-        return len(feeds) == TOGETHER and all(step_inputs.plan == feeds[0].plan for step_inputs in feeds)
+        """Return whether this is a full group of steps drawn at once, all with the same plan and sizes."""
+        first = feeds[0].plan, feeds[0].sizes
+        return len(feeds) == TOGETHER and all((one.plan, one.sizes) == first for one in feeds)
 
     def draw(self, step: int, factor: int, adam: AdamStep, rate: Callable[[], float]) -> StepInputs:
         """Draw a step's views and backgrounds, and advance optimizers and schedules by one step.

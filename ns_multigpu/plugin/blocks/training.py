@@ -15,6 +15,7 @@ access the model. With MCMC none is deferred, because its noise moves all points
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -28,10 +29,8 @@ from ns_multigpu.core.exchange.pair_capacities import all_gather_counts, pairs_o
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.step.delayed_readback import DelayedReadback
-from ns_multigpu.core.step.patch_losses import share_of_mse
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import Status, StepSettings, with_halos
-from ns_multigpu.core.types import View
 from ns_multigpu.planning.rates import LAZY_BELOW
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.blocks.fused_rescue import go_back, last_whole_step
@@ -247,18 +246,16 @@ class Training:
     def _take(self, step: Step, feeds: Sequence[StepInputs]) -> int:
         """Run the next step, or all of these if the host has nothing to do between them; return how many were run."""
         step_inputs = feeds[0]
-        plan, factor = (
-            with_halos(step_inputs.plan, step.settings.width, step.settings.height),
-            self._signature(step_inputs.step)[1],
-        )
-        several = self._graphs.at_once(plan, len(feeds))
+        plan, factor = with_halos(step_inputs.plan, step_inputs.views), self._signature(step_inputs.step)[1]
+        key = plan, step_inputs.sizes
+        several = self._graphs.at_once(key, len(feeds))
         steps = several if several > 1 and self._follow(feeds) else 1
         with self._pipeline.timer.step(steps):
             with self._pipeline.timer.measure("data"):
                 self._queue.ready(self._buffers, step_inputs, plan, factor)
                 if self._observed is not None:
                     self._observed.fill(step_inputs.indices)
-            step.rgb = self._graphs.take(plan, lambda: self._queue.parts(self._buffers, step, step_inputs), steps)
+            step.rgb = self._graphs.take(key, lambda: self._queue.parts(self._buffers, step, step_inputs), steps)
             if self._pipeline.strategy.assignment.learns is not Feedback.NOTHING:
                 self._readback.send(step_inputs.views, step.measured_work)
         return steps
@@ -280,20 +277,21 @@ class Training:
         points = self._points
         self._capacities.begin(
             self._first.capacities(
-                self._capacities.now, self._camera(0, factor)[0], batches,
+                self._capacities.now, prod(self._camera.largest(factor)), batches,
                 lambda: kernels.model(points.params, points.moments, {}, None), kernels,
             )
         )  # fmt: skip
 
-    def _made(self, view: View, kernels: Kernels, counts: bool, kind: torch.dtype) -> Step:
+    def _made(self, size: tuple[int, int], kernels: Kernels, counts: bool, kind: torch.dtype) -> Step:
         """Return the step for the present capacities."""
         assert self._capacities.now is not None and self._adam is not None
         options, strategy = self._model.config, self._pipeline.strategy
         rows, pairs, intersections = self._capacities.now
         settings = StepSettings(
-            width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
+            *size, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections,
             exposures=self._model.exposures is not None,
+            alpha=self._queue.images.alpha, masked=self._queue.images.masked,
         )  # fmt: skip
         # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
@@ -320,9 +318,7 @@ class Training:
 
     def _mse(self, step: Step) -> Tensor:
         """Return this rank's share of the last step's mean squared error, []."""
-        view = View(step.viewmats[0], step.Ks[0], step.settings.width, step.settings.height)
-        mine = self._queue.plan.owned[self._world.rank]
-        return share_of_mse(step.rgb, self._queue.targets, mine, view, step.settings.views)
+        return step.mse(self._queue.plan, self._queue.targets, self._queue.sizes)
 
     # ---- the host's part of a step ----
 
@@ -365,14 +361,14 @@ class Training:
         self._graphs.forget()
         self._buffers.forget()
         self._step = None
-        view, _ = self._camera(0, factor)
+        size = self._camera.largest(factor)
         kernels = self._kernels(degree, counts, losses)
         if self._first.due(self._capacities.now):
             self._initial_capacity(step, kernels)
-        self._first.check(self._capacities.now, view)
+        self._first.check(self._capacities.now, prod(size))
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
-        self._step = self._made(view, kernels, counts, kind)
+        self._step = self._made(size, kernels, counts, kind)
         self._key = (signature, self._capacities.now)
         return self._step
 

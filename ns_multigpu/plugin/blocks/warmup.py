@@ -99,7 +99,7 @@ def _look(device: torch.device) -> None:
     view = View(torch.eye(4, device=device), torch.eye(3, device=device), 4, 4)
     image = torch.zeros(4, 4, 3, device=device)
     for target in (image, image.byte()):
-        share_of_mse([image], [target], [Patch.whole(0, view)], view, 1)
+        share_of_mse([image], [target], [Patch.whole(0, view)], [view])
     places = torch.zeros(2, 4, dtype=torch.int32, device=device)
     torch._foreach_copy_(list(places), [places[0].clone()] * 2)  # pyright: ignore
     numbers = torch.cat([image.flatten(), torch.stack(finite_flags([image])).flatten()])

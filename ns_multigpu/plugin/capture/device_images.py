@@ -1,6 +1,11 @@
-"""All training images on every rank's GPU, if they fit: a step then needs no copy and no communication for them."""
+"""All training photographs on every rank's GPU, if they fit: a step then needs no copy and no communication for them.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+A photograph is one tensor [h, w, channels]: colour, then its alpha and its mask where any photograph has one. Those of
+different sizes are stored in the top left corners of images of the largest size.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,11 +36,12 @@ class DeviceImages:
     same views and factors.
 
     Args:
-        data: holds each rank's images, all of one size.
+        data: holds each rank's images.
         world: the ranks.
 
     Attributes:
-        kept: [V, H, W, 3] all images as fetched last; None before the first fetch, or if they do not fit.
+        kept: [V, H, W, channels] all photographs as fetched last; None before the first fetch, or if they do not fit.
+        alpha, masked: whether any photograph has an alpha channel or a mask.
     """
 
     def __init__(self, data: DistributedDataManager, world: World) -> None:
@@ -45,7 +51,10 @@ class DeviceImages:
         """Downscale factor of the images in `kept`; 0 before there are any."""
         self._originals: Tensor | None = None
         """Full-size images, kept if fetching them again is slow or they are small."""
-        total = sum(shape.nbytes for shape in self._share.shapes)
+        shapes = self._share.shapes
+        self.alpha, self.masked = any(s.channels == 4 for s in shapes), any(s.masked for s in shapes)
+        numbers = max(s.height for s in shapes) * max(s.width for s in shapes) * (3 + self.alpha + self.masked)
+        total = len(shapes) * numbers * shapes[0].dtype.itemsize
         memory = 0
         if world.device.type == "cuda":
             memory = torch.cuda.get_device_properties(world.device).total_memory
@@ -56,7 +65,8 @@ class DeviceImages:
         self._again = all(row[1] for row in rows) and total > _WHOLE * min(row[0] for row in rows)
 
     def get(self, indices: list[int], plan: Plan, views: Sequence[View]) -> list[ImagePart]:
-        """Return this rank's patches of the images [H, W, 3], in the order of the patches; see `ImageShare.deliver`.
+        """Return this rank's patches of the photographs [H, W, channels], in the order of the patches, by the name
+        `image`; see `ImageShare.deliver`.
 
         No communication takes place if every rank holds the images it needs.
 
@@ -75,8 +85,8 @@ class DeviceImages:
         factor: int,
         shrink: Callable[[Tensor], Tensor],
     ) -> list[ImagePart]:
-        """Return the same at a lower resolution, as complete images [H / factor, W / factor, 3]. Every rank calls it
-        alike.
+        """Return the same at a lower resolution, as complete photographs [H / factor, W / factor, channels]. Every rank
+        calls it alike.
 
         If images are kept on the GPU, the first call with a `factor` scales all of them and frees those of another
         factor.
@@ -89,9 +99,12 @@ class DeviceImages:
         if self._fits:
             self.load(factor, shrink)
             assert self.kept is not None, "brought"
-            return [ImagePart.whole({"image": self.kept[indices[patch.view]]}) for patch in mine]
+            return [
+                ImagePart.whole({"image": self.kept[indices[p.view], : views[p.view].height, : views[p.view].width]})
+                for p in mine
+            ]
         there = self._share.deliver(indices, plan, self._world.device, views)
-        parts = [there[patch] for patch in mine]
+        parts = [replace(there[patch], data={"image": self._layered(there[patch].data)}) for patch in mine]
         if factor == 1:
             return parts
         return [ImagePart.whole({"image": shrink(part.data["image"])}) for part in parts]
@@ -103,21 +116,48 @@ class DeviceImages:
         self.kept, self._factor = None, factor
         whole = self._originals
         if whole is None and (factor == 1 or not self._again):
-            whole = _together(self._brought(), self._count)
+            whole = self._together(self._brought(), 1)
             self._originals = None if self._again else whole
         if factor == 1:
             self.kept = whole
             return
-        self.kept = _together(map(shrink, self._brought() if whole is None else whole), self._count)
-
-    @property
-    def _count(self) -> int:
-        return len(self._share.shapes)
+        if whole is None:
+            self.kept = self._together(map(shrink, self._brought()), factor)
+        else:
+            shapes = zip(whole, self._share.shapes, strict=True)
+            smaller = (shrink(image[: shape.height, : shape.width]) for image, shape in shapes)
+            self.kept = self._together(smaller, factor)
 
     def _brought(self) -> Iterator[Tensor]:
-        """Yield all full-size images in order, fetched from their owners."""
+        """Yield all full-size photographs in order, fetched from their owners."""
         for indices in self._parts():
-            yield from (data["image"] for data in self._share.fetch_all(indices, self._world.device))
+            yield from map(self._layered, self._share.fetch_all(indices, self._world.device))
+
+    def _layered(self, data: Mapping[str, Tensor]) -> Tensor:
+        """Return [h, w, channels] for an image [h, w, 3 or 4] and its mask [h, w, 1], if there is one."""
+        image = data["image"]
+        if not (self.alpha or self.masked):
+            return image
+        full = 255 if image.dtype == torch.uint8 else 1
+        layers = [image]
+        if self.alpha and image.shape[2] == 3:
+            layers.append(torch.full_like(image[..., :1], full))
+        if self.masked:
+            mask = data.get("mask")
+            layers.append(torch.full_like(image[..., :1], full) if mask is None else mask.to(image.dtype) * full)
+        return torch.cat(layers, dim=2)
+
+    def _together(self, images: Iterable[Tensor], factor: int) -> Tensor:
+        """Stack all photographs, at 1 / `factor` of their sizes, into one tensor, copying each as it is received."""
+        shapes = self._share.shapes
+        height, width = max(s.height for s in shapes) // factor, max(s.width for s in shapes) // factor
+        whole: Tensor | None = None
+        for index, image in enumerate(images):
+            if whole is None:
+                whole = image.new_zeros(len(shapes), height, width, image.shape[2])
+            whole[index, : image.shape[0], : image.shape[1]] = image
+        assert whole is not None, "a capture has views"
+        return whole
 
     def _parts(self) -> list[list[int]]:
         """Return all image indices, split into groups that are fetched together."""
@@ -129,14 +169,3 @@ class DeviceImages:
             parts[-1].append(index)
             free -= shape.nbytes
         return parts
-
-
-def _together(images: Iterable[Tensor], count: int) -> Tensor:
-    """Stack `count` images of one size into one tensor, copying each as it is received."""
-    whole: Tensor | None = None
-    for index, image in enumerate(images):
-        if whole is None:
-            whole = image.new_empty(count, *image.shape)
-        whole[index] = image
-    assert whole is not None, "a capture has views"
-    return whole

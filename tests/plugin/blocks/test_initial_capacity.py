@@ -46,17 +46,18 @@ def counted(machines: int, world: World, forwarding: bool) -> dict[str, Any]:
     )
     guess = InitialCapacity(_run(spread, len(held)), world, _buffers(world, handing))
     assert guess.due(None)
-    capacities = guess.capacities(None, views[0], batches, lambda: model, kernels)
+    pixels = views[0].width * views[0].height
+    capacities = guess.capacities(None, pixels, batches, lambda: model, kernels)
     assert not guess.due(capacities), "once is enough"
     spread.placement._placings += 1  # type: ignore[attr-defined]
     assert guess.due(capacities), "points have moved"
-    redistributed = guess.capacities((7, capacities[1], 9), views[0], batches[:1], lambda: model, kernels)
-    blind = guess.capacities(None, views[0], [], lambda: model, kernels)
+    redistributed = guess.capacities((7, capacities[1], 9), pixels, batches[:1], lambda: model, kernels)
+    blind = guess.capacities(None, pixels, [], lambda: model, kernels)
     step = made(spread, kind, batches[0], params, moments, {}, False)
     needed = []
     for some in batches:
         fill(step, some)
-        plan = with_halos(spread.plan(some), *LANDSCAPE)
+        plan = with_halos(spread.plan(some), some)
         step.take(plan, [target_of(patch, some) for patch in plan.owned[world.rank]])
         status = step.status()
         assert status.done == 1
@@ -105,7 +106,7 @@ def test_no_count_if_only_written_rows_are_exchanged() -> None:
         assert guess.due(None) and not guess.due((1, ((1,),), 1))
         views: Any = make_views(VIEWS, torch.float32)
         nobody: Any = None
-        rows, pairs, _ = guess.capacities(None, views[0], [views], nobody, nobody)
+        rows, pairs, _ = guess.capacities(None, 0, [views], nobody, nobody)
         assert pairs == pairs_of(rows if one_for_all else padded(0), spread.world.size)
 
 

@@ -192,7 +192,7 @@ def test_capacity_suffices_for_the_patches_of_locality() -> None:
     buffers.captures, buffers._world = True, replace(World.single(), size=2)
     buffers._strategy = STRATEGIES["locality"](buffers._world)
     views = [View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height, k) for k in range(SETTINGS.views)]
-    plan = with_halos(buffers._strategy.plan(views), SETTINGS.width, SETTINGS.height)
+    plan = with_halos(buffers._strategy.plan(views), views)
     buffers.make_pictures(SETTINGS, torch.uint8)
     image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
     for mine in plan.owned:

@@ -30,8 +30,13 @@ def _decode(index: int) -> ImageData:
     return {"image": _image(index)}
 
 
-def _views(count: int) -> list[View]:
-    return [View(torch.eye(4), torch.eye(3), 5, 4) for _ in range(count)]
+def _views(count: int, factor: int = 1) -> list[View]:
+    return [View(torch.eye(4), torch.eye(3), 5 // factor, 4 // factor) for _ in range(count)]
+
+
+def _smaller(image: Tensor, factor: int) -> Tensor:
+    height, width = image.shape[0] // factor * factor, image.shape[1] // factor * factor
+    return image.float()[:height:factor, :width:factor].clone()
 
 
 def _images(world: World, budget: int | None = None) -> DeviceImages:
@@ -136,23 +141,23 @@ def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole:
     images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
     decoded.clear()
 
-    def shrink(image: Tensor) -> Tensor:
+    def shrink(factor: int, image: Tensor) -> Tensor:
         shrunk.append(1)
-        return image.float()[::2, ::2].clone()
+        return _smaller(image, factor)
 
-    images.load(4, shrink)
+    images.load(4, partial(shrink, 4))
     if fits:
         assert len(shrunk) == COUNT, "before the first step"
     for factor in (4, 4, 2, 2):
         for batch in BATCHES:
-            views = _views(len(batch))
+            views = _views(len(batch), factor)
             plan = RoundRobinViews().assign(views, world.size)
-            found = images.get_smaller(batch, plan, views, factor, shrink)
+            found = images.get_smaller(batch, plan, views, factor, partial(shrink, factor))
             mine = [batch[patch.view] for patch in plan.owned[world.rank]]
-            expected = [_image(index).float()[::2, ::2] for index in mine]
+            expected = [_smaller(_image(index), factor) for index in mine]
             assert all(torch.equal(a.data["image"], b) for a, b in zip(found, expected, strict=True))
         if fits:  # full images in addition would double the memory
-            assert images.kept is not None and images.kept.shape == (COUNT, 2, 3, 3)
+            assert images.kept is not None and images.kept.shape == (COUNT, 4 // factor, 5 // factor, 3)
     plan = RoundRobinViews().assign(_views(4), world.size)
     for part, patch in zip(images.get(BATCHES[0], plan, _views(4)), plan.owned[world.rank], strict=True):
         assert torch.equal(part.data["image"], _image(BATCHES[0][patch.view]))
@@ -205,3 +210,39 @@ def test_the_weakest_rank_decides(
     monkeypatch.setattr(device_images, "_WHOLE", 1e-7)
     images = _images(World.single())
     assert (images._fits, images._again) == (kept, again)
+
+
+def _layered(world: World, fits: bool) -> None:
+    """Photographs of two sizes, one with an alpha channel, one with a mask."""
+    g = torch.Generator().manual_seed(3)
+    sizes = [(4, 6), (6, 4), (4, 6), (4, 6)]  # height, width
+    data = [{"image": torch.randint(0, 256, (*size, 3), generator=g, dtype=torch.uint8)} for size in sizes]
+    data[1]["image"] = torch.cat([data[1]["image"], 7 + 0 * data[1]["image"][..., :1]], -1)
+    data[2]["mask"] = torch.rand(4, 6, 1, generator=g) > 0.5
+    shapes = [
+        ImageShape(*size, d["image"].shape[2], torch.uint8, "mask" in d) for size, d in zip(sizes, data, strict=True)
+    ]
+    share = ImageShare(shapes, data.__getitem__, world, label="test")
+    images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+    images._fits = fits
+    assert images.alpha and images.masked
+    batch = [2, 1, 3, 0]
+    for factor in (2, 1):
+        views = [View(torch.eye(4), torch.eye(3), sizes[i][1] // factor, sizes[i][0] // factor) for i in batch]
+        plan = RoundRobinViews().assign(views, world.size)
+        scale = partial(_smaller, factor=factor) if factor > 1 else lambda image: image
+        for part, patch in zip(
+            images.get_smaller(batch, plan, views, factor, scale), plan.owned[world.rank], strict=True
+        ):
+            of = data[batch[patch.view]]
+            image = of["image"]
+            alpha = image[..., 3:] if image.shape[2] == 4 else torch.full_like(image[..., :1], 255)
+            mask = 255 * of["mask"].byte() if "mask" in of else torch.full_like(alpha, 255)
+            expected = scale(torch.cat([image[..., :3], alpha, mask], -1))
+            assert torch.equal(part.data["image"], expected)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_alpha_masks_and_sizes_are_layers(size: int, fits: bool) -> None:
+    run_ranks(_layered, size, fits)

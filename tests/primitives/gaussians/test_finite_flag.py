@@ -36,7 +36,7 @@ def flags_of(world: World, strategy: str, rows: int) -> list[tuple[float, bool]]
     else:
         cuts = [0, 32, HEIGHT] if world.size == 2 else [0, HEIGHT]
         plan = Plan.of([[Patch(0, 0, top, WIDTH, bottom)] for top, bottom in pairwise(cuts)])
-    plan = with_halos(plan, WIDTH, HEIGHT)
+    plan = with_halos(plan, views)
     found: list[tuple[float, bool]] = []
     for broken in (False, True):
         (patch,) = plan.drawn[world.rank]
