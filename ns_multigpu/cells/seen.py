@@ -6,6 +6,7 @@ whose corners are images of the corners of what was left. The image's bounding r
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ns_multigpu.core.types import TILE, View
 
@@ -16,7 +17,10 @@ NEAR = 0.01
 """Depth below which nothing is drawn, world units: that of `Gaussians`."""
 MARGIN = 2.0
 """Pixels around the image of a box: a splat is blurred by half a pixel, and is cut off at about 3.4 of these."""
-_EDGES = [(a, a | 1 << k) for a in range(8) for k in range(3) if not a & 1 << k]
+_CORNERS = np.array([[k >> axis & 1 for axis in range(3)] for k in range(8)])
+"""[8, 3] for each corner of a box and each axis: 0 for the lower end, 1 for the upper."""
+_FROM, _TO = np.array([(a, a | 1 << k) for a in range(8) for k in range(3) if not a & 1 << k]).T
+"""Corners at the ends of the 12 edges."""
 
 
 def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
@@ -29,38 +33,36 @@ def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
             is never seen; one that has no end is seen in the whole view.
         view: pinhole camera; its tensors are read on the host.
     """
-    viewmat = np.asarray(view.viewmat.detach().cpu().double().numpy())
-    K = np.asarray(view.K.detach().cpu().double().numpy())
-    return [_seen(box, viewmat, K, view.width, view.height) for box in boxes]
+    viewmat, K = _host(view.viewmat), _host(view.K)
+    low, high = boxes[:, 0], boxes[:, 1]
+    empty, endless = (low > high).any(1), ~np.isfinite(boxes).all((1, 2))
+    bounded = np.where(np.isfinite(boxes), boxes, 0.0)
+    there = bounded[:, _CORNERS, (0, 1, 2)] @ viewmat[:3, :3].T + viewmat[:3, 3]  # [cells, 8, 3]
+    a, b = there[:, _FROM], there[:, _TO]
+    before, cut = there[..., 2] >= NEAR, (a[..., 2] >= NEAR) != (b[..., 2] >= NEAR)
+    deep = np.where(cut, b[..., 2] - a[..., 2], 1.0)
+    clipped = a + ((NEAR - a[..., 2]) / deep)[..., None] * (b - a)
+    seen, counts = np.concatenate([there, clipped], 1), np.concatenate([before, cut], 1)[..., None]
+    image = seen @ K[:2].T / np.maximum(seen[..., 2:], NEAR)
+    first = np.floor((np.where(counts, image, np.inf).min(1) - MARGIN) / TILE).clip(0) * TILE
+    end = np.ceil((np.where(counts, image, -np.inf).max(1) + MARGIN) / TILE) * TILE
+    whole = endless & ~empty
+    first, end = np.where(whole[:, None], 0.0, first), np.where(whole[:, None], np.inf, end)
+    end = np.minimum(end, (view.width, view.height))
+    shown = ~empty & (first < end).all(1)
+    rectangles = np.concatenate([first, end], 1)[shown].astype(np.int64).tolist()
+    found: list[Rectangle | None] = [None] * len(boxes)
+    for cell, rectangle in zip(np.flatnonzero(shown).tolist(), rectangles, strict=True):
+        found[cell] = tuple(rectangle)
+    return found
 
 
 def camera_position(view: View) -> tuple[float, float, float]:
     """Return the position of the view's camera, world units."""
-    matrix = np.asarray(view.viewmat.detach().cpu().double().numpy())
+    matrix = _host(view.viewmat)
     x, y, z = (-matrix[:3, :3].T @ matrix[:3, 3]).tolist()
     return x, y, z
 
 
-def _seen(box: Floats, viewmat: Floats, K: Floats, width: int, height: int) -> Rectangle | None:
-    low, high = box
-    if (low > high).any():
-        return None
-    if not np.isfinite(box).all():
-        return (0, 0, width, height)
-    corners = np.array([[box[k >> axis & 1, axis] for axis in range(3)] for k in range(8)])
-    there = corners @ viewmat[:3, :3].T + viewmat[:3, 3]
-    before = there[:, 2] >= NEAR
-    if not before.any():
-        return None
-    found = [there[k] for k in range(8) if before[k]]
-    for a, b in _EDGES:
-        if before[a] != before[b]:
-            share = (NEAR - there[a, 2]) / (there[b, 2] - there[a, 2])
-            found.append(there[a] + share * (there[b] - there[a]))
-    seen = np.array(found)
-    image = seen @ K[:2].T / np.maximum(seen[:, 2:], NEAR)
-    x0, y0 = np.floor((image.min(0) - MARGIN) / TILE)
-    x1, y1 = np.ceil((image.max(0) + MARGIN) / TILE)
-    left, top = (int(max(value, 0)) * TILE for value in (x0, y0))
-    right, bottom = int(min(x1 * TILE, width)), int(min(y1 * TILE, height))
-    return (left, top, right, bottom) if left < right and top < bottom else None
+def _host(matrix: Tensor) -> Floats:
+    return np.asarray(matrix.detach().cpu().double().numpy())

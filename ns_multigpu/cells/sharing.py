@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ns_multigpu.cells.occlusion import Occlusion, around
 from ns_multigpu.cells.placing import ByCells
-from ns_multigpu.cells.seen import camera_position, tiles_seen
+from ns_multigpu.cells.seen import Rectangle, camera_position, tiles_seen
+from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.assign.assignment import Assignment, Feedback
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
@@ -23,6 +25,17 @@ class _Seen:
     drawn: int = 0
     hidden: int = 0
     pixels: int = 0
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """Rectangles of tiles in which a camera sees cells, and the cells front to back; found for these boxes and tree."""
+
+    camera: bytes
+    boxes: NDArray[np.float64] | None
+    tree: CellTree | None
+    rectangles: list[Rectangle | None]
+    order: tuple[int, ...]
 
 
 class CellPixels(Assignment):
@@ -46,6 +59,7 @@ class CellPixels(Assignment):
         self._space, self._hides = space, hide
         self._occlusion = Occlusion()
         self._seen = _Seen()
+        self._sights: dict[tuple[int, int, int], _Sight] = {}  # by a training view's index and size
 
     def figures(self) -> dict[str, float]:
         """Means since the last time.
@@ -69,16 +83,13 @@ class CellPixels(Assignment):
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         space = self._space
-        boxes = space.boxes
-        if boxes is None:  # nothing is known yet: each cell may be seen anywhere
-            boxes = np.stack([np.full((space.cells, 3), -np.inf), np.full((space.cells, 3), np.inf)], axis=1)
         drawn: list[list[Patch]] = [[] for _ in range(ranks)]
         order: list[tuple[int, ...]] = []
         hidden: list[Patch] = []
         self._occlusion.keep(space.tree)
         seen_by: list[dict[int, int]] = []
         for position, view in enumerate(views):
-            in_sight = tiles_seen(boxes, view)
+            in_sight, front_to_back = self._sight(view)
             rectangles = self._occlusion.drawn(view, in_sight) if self._hides else in_sight
             for cell, (wide, seen) in enumerate(zip(in_sight, rectangles, strict=True)):
                 hidden += [Patch(position, *dark, cell=cell) for dark in around(wide, seen)]
@@ -88,8 +99,7 @@ class CellPixels(Assignment):
                     rank, (x0, y0, x1, y1) = space.rank_of(cell), seen
                     drawn[rank].append(Patch(position, *seen, cell=cell))
                     seen_by[position][rank] = seen_by[position].get(rank, 0) + (x1 - x0) * (y1 - y0)
-            whole = tuple(range(space.cells))
-            order.append(whole if space.tree is None else space.tree.order(camera_position(view)))
+            order.append(front_to_back)
         rows = [-(-view.height // TILE) for view in views]
         spans = share_rows(rows, seen_by, ranks)
         owned = [
@@ -106,6 +116,21 @@ class CellPixels(Assignment):
             self._seen.hidden += sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in hidden)
             self._seen.pixels += space.cells * sum(view.width * view.height for view in views)
         return plan
+
+    def _sight(self, view: View) -> tuple[list[Rectangle | None], tuple[int, ...]]:
+        """Return the rectangle of tiles in which a view sees each cell, and the cells front to back."""
+        space, key = self._space, (view.index, view.width, view.height)
+        boxes, tree = space.boxes, space.tree
+        camera = b"".join(matrix.detach().cpu().numpy().tobytes() for matrix in (view.viewmat, view.K))
+        known = self._sights.get(key)
+        if known is not None and known.boxes is boxes and known.tree is tree and known.camera == camera:
+            return known.rectangles, known.order
+        everywhere = np.stack([np.full((space.cells, 3), -np.inf), np.full((space.cells, 3), np.inf)], axis=1)
+        order = tuple(range(space.cells)) if tree is None else tree.order(camera_position(view))
+        rectangles = tiles_seen(everywhere if boxes is None else boxes, view)  # None: nothing is known yet
+        if view.index >= 0:
+            self._sights[key] = _Sight(camera, boxes, tree, rectangles, order)
+        return rectangles, order
 
     def counts(self, batch: int, width: int, height: int) -> int:
         return 5 * batch * self._space.cells if self._hides else 0

@@ -1,8 +1,18 @@
 """Owners of the rows of a step's views."""
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
-from ns_multigpu.cells.sharing import share_rows
+import numpy as np
+import pytest
+import torch
+
+from ns_multigpu.cells.sharing import CellPixels, share_rows
+from ns_multigpu.cells.tree import CellTree, Split
+from ns_multigpu.core.exchange.fragments import find_fragments
+from ns_multigpu.core.step.step_settings import with_halos
+from ns_multigpu.core.types import View
+from tests.strategies.scene import look_at
 
 
 def test_one_view_is_cut_evenly() -> None:
@@ -30,3 +40,41 @@ def test_every_row_has_an_owner(ranks: int) -> None:
         parts = sorted(span for of in spans if (span := of[view]) is not None)
         assert [row for a, b in parts for row in range(a, b)] == list(range(count))
         assert not seen[view] or all(r in seen[view] for r in range(ranks) if spans[r][view] is not None)
+
+
+def _sees(index: int = 0, height: float = 0.0) -> View:
+    K = torch.tensor([[60.0, 0, 48], [0, 60, 32], [0, 0, 1]])
+    return View(look_at([3.0, 0.1, height], [0, 0, 0]).float(), K, 96, 64, index=index)
+
+
+def _two_cells() -> Any:
+    """A space of two cells, in front of and behind the plane x = 0."""
+    tree = CellTree((Split(0, 0.0, -1, -2),))
+    boxes = np.array([[[-1.0, -0.5, -0.5], [0, 0.5, 0.5]], [[0, -0.5, -0.5], [1.0, 0.5, 0.5]]])
+    return SimpleNamespace(boxes=boxes, tree=tree, cells=2, rank_of=lambda cell: cell)
+
+
+def test_kept_rectangles_follow_camera_boxes_and_tree() -> None:
+    space = _two_cells()
+    views = CellPixels(space)
+    first = views.assign([_sees()], 2)
+    assert views.assign([_sees()], 2) == first and len(views._sights) == 1
+    moved = views.assign([_sees(height=2.0)], 2)
+    assert moved != first and moved == CellPixels(space).assign([_sees(height=2.0)], 2), "a pose may be trained"
+    assert views.assign([_sees()], 2) == first
+    space.boxes = space.boxes * 0.5
+    smaller = views.assign([_sees()], 2)
+    assert smaller != first and smaller == CellPixels(space).assign([_sees()], 2)
+    space.tree = CellTree((Split(0, 0.0, -2, -1),))
+    assert views.assign([_sees()], 2).order != smaller.order
+    views.assign([_sees(index=-1)], 2)
+    assert len(views._sights) == 1, "cameras of a viewer are not kept"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fragments_of_one_rank_are_those_of_all(rank: int) -> None:
+    batch = [_sees(0), _sees(1, 1.0)]
+    plan = with_halos(CellPixels(_two_cells()).assign(batch, 2), batch)
+    everyones = find_fragments(plan, batch)
+    mine = [piece for piece in everyones if rank in (piece.target[0], (piece.source or (-1,))[0])]
+    assert len(mine) > 0 and find_fragments(plan, batch, rank) == mine

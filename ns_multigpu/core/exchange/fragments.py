@@ -41,8 +41,12 @@ class Piece:
         return (x1 - x0) * (y1 - y0)
 
 
-def find_fragments(plan: Plan, views: Sequence[View]) -> list[Piece]:
-    """Return all fragments of a plan: by target, of each front to back; the same list on every rank."""
+def find_fragments(plan: Plan, views: Sequence[View], to: int | None = None) -> list[Piece]:
+    """Return the fragments of a plan: by target, of each front to back; the same list on every rank.
+
+    Args:
+        to: a rank, to return its own fragments alone: those that it draws or owns.
+    """
     drawn: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank, patches in enumerate(plan.drawn):
         for k, p in enumerate(patches):
@@ -56,12 +60,14 @@ def find_fragments(plan: Plan, views: Sequence[View]) -> list[Piece]:
             own, wide = (patch.x0, patch.y0, patch.x1, patch.y1), patch.rendered(views[patch.view])
             for cell in plan.order[patch.view]:
                 for source in drawn.get((patch.view, cell), []):
+                    if to is not None and to not in (rank, source[0]):
+                        continue
                     seen = plan.drawn[source[0]][source[1]].rendered(views[patch.view])
                     for rectangle, inside in _parts(wide, own):
                         both = _both(rectangle, seen)
                         if both is not None:
                             fragments.append(Piece(source, (rank, k), both, inside, cell))
-                for dark in hidden.get((patch.view, cell), ()):
+                for dark in hidden.get((patch.view, cell), ()) if to in (None, rank) else ():
                     both = _both(own, dark)
                     if both is not None:
                         fragments.append(Piece(None, (rank, k), both, True, cell))
@@ -142,7 +148,7 @@ def routes_of(plan: Plan, views: Sequence[View], rank: int) -> Routes:
 def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
     nothing = torch.empty(0)  # camera poses do not matter
     views = [View(nothing, nothing, width, height) for width, height in sizes]
-    fragments, ranks = find_fragments(plan, views), len(plan.drawn)
+    fragments, ranks = find_fragments(plan, views, rank), len(plan.drawn)
     sent = [(p.source[0], p) for p in fragments if p.source is not None]
     out = sorted(((p.target[0], p) for s, p in sent if s == rank != p.target[0]), key=lambda one: one[0])
     into = sorted(((s, p) for s, p in sent if p.target[0] == rank != s), key=lambda one: one[0])
