@@ -321,14 +321,10 @@ def _unsupported_reason(strategy: str, workload: Workload) -> str | None:
 
 def _too_many(workload: Workload) -> str | None:
     """Return the reason why rows cannot be exchanged between so many GPUs; None if they can."""
-    if workload.gpus <= MOST_RANKS:
-        return None
-    if workload.machines == 1 or workload.per_machine == 1:
-        return f"without forwarding ranks, rows are exchanged between {MOST_RANKS} GPUs at most"
     if workload.gpus > MOST_OWNERS:
         return f"rows are exchanged between {MOST_OWNERS} GPUs at most"
-    if workload.per_machine + workload.machines > MOST_RANKS:
-        return f"machines, and the GPUs of one, may be {MOST_RANKS} together at most"
+    if workload.per_machine > MOST_RANKS:
+        return f"rows are exchanged between {MOST_RANKS} GPUs of a machine at most"
     return None
 
 

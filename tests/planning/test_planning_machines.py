@@ -196,11 +196,12 @@ def test_command_reports_unsimulated_values(capsys: pytest.CaptureFixture[str]) 
     assert "a view here shows 21.9% of the points, and there 0.9%" in text
     assert "32 machines are the most" in planned(capsys, "--gpus", "64", "--machines", "64")
     for gpus, machines, words in (
-        (33, 1, "rows are exchanged between 32 GPUs at most"), (64, 64, "rows are exchanged between 32 GPUs at most"),
-        (136, 8, "rows are exchanged between 128 GPUs at most"), (93, 3, "may be 32 together at most"),
+        (33, 1, "rows are exchanged between 32 GPUs of a machine at most"),
+        (136, 8, "rows are exchanged between 128 GPUs at most"), (99, 3, "between 32 GPUs of a machine at most"),
     ):  # fmt: skip
         assert words in planned(capsys, "--gpus", str(gpus), "--machines", str(machines))
-    assert "exchanged between" not in planned(capsys, "--gpus", "128", "--machines", "16")
+    for machines in (16, 32, 128):
+        assert "exchanged between" not in planned(capsys, "--gpus", "128", "--machines", str(machines))
 
 
 def test_one_machine_is_planned_as_before(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cuda_ext.ops.exchange.row_exchange import MOST_RANKS
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange import intra_node
@@ -171,14 +172,20 @@ def test_all_ranks_of_a_machine_know_where_things_are_in_each_others_memory() ->
             assert me._from[there.world.local_rank][1] == there._to[number][1]
 
 
-@pytest.mark.parametrize(("ranks", "machines"), [(93, 3), (136, 8)])
+@pytest.mark.parametrize(("ranks", "machines"), [(99, 3), (136, 8)])
 def test_more_ranks_than_kernels_know_are_refused(ranks: int, machines: int) -> None:
     world = World(0, ranks, 0, ranks // machines, torch.device("cpu"))
     kernels: Any = None
     with pytest.raises(
-        ValueError, match=f"{machines} machines of {ranks // machines} ranks: .*32 together.*128 in all"
+        ValueError, match=f"{machines} machines of {ranks // machines} ranks: .*128 ranks at most, 32 of a machine"
     ):
         HierarchicalRows(world, kernels, 1, 1, 1)
+
+
+def test_32_machines_of_4_ranks_exchange_rows() -> None:
+    world = World(5, 128, 1, 4, torch.device("cpu"))
+    rows = HierarchicalRows(world, GaussianKernels(3), 8, 2, 16)
+    assert rows.num_destinations == 36 > MOST_RANKS and len(rows.destinations) == 128
 
 
 @pytest.mark.parametrize(("ranks", "machines"), [(1, 1), (4, 1), (3, 3)])

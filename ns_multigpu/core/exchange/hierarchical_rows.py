@@ -48,10 +48,10 @@ class HierarchicalRows(RecordTransport):
     ) -> None:  # fmt: skip
         hierarchy = Hierarchy.of(world)
         assert hierarchy is not None, "`is_hierarchical` comes first"
-        if hierarchy.num_destinations > MOST_RANKS or hierarchy.ranks > MOST_SEGMENTS:
+        if hierarchy.per_machine > MOST_RANKS or hierarchy.ranks > MOST_SEGMENTS:
             raise ValueError(
-                f"{world.machines} machines of {world.local_size} ranks: rows are exchanged if machines and the "
-                f"ranks of one are {MOST_RANKS} together at most, and ranks {MOST_SEGMENTS} in all."
+                f"{world.machines} machines of {world.local_size} ranks: rows are exchanged between {MOST_SEGMENTS} "
+                f"ranks at most, {MOST_RANKS} of a machine."
             )
         super().__init__(world, kernels, rows, capacity, words, numbers=hierarchy.num_counts)
         self.hierarchy, self.half, self.peer = hierarchy, half, peer
