@@ -10,13 +10,13 @@ import torch
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.step_settings import with_halos
-from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.types import TILE, Patch, View, sizes_of
 from strategies import STRATEGIES
 from tests.lib.overlaps import overlaps
 from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_image, make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
-from tests.strategies.test_law_steps import POINTS, PORTRAIT, fill, made
+from tests.strategies.test_law_steps import POINTS, fill, made
 
 VIEWS = 5
 KIND = "gaussians, antialiased, absgrad"
@@ -26,7 +26,7 @@ def record_demand(machines: int, world: World, mode: str) -> dict[str, Any]:
     """Return each patch's demand from each rank, as recorded and as counted, and the plan's figures."""
     spread = STRATEGIES["locality"](on_machines(world, machines))
     kind: Any = PRIMITIVES[KIND]()
-    views = make_views(VIEWS, torch.float32, world.device, PORTRAIT)
+    views = make_views(VIEWS, torch.float32, world.device)
     spread.placement.look(lambda: views)
     held, _ = held_at(spread, make_points(POINTS, torch.float32, world.device))
     plan = with_halos(spread.plan(views), views)
@@ -42,7 +42,7 @@ def record_demand(machines: int, world: World, mode: str) -> dict[str, Any]:
         statistics = {name: torch.zeros(len(held)) for name in ("grad2d", "count", "radii")}
         step = made(spread, kind, views, params, moments, statistics, False)
         fill(step, views)
-        step.take(plan, [target_of(patch, views) for patch in plan.owned[world.rank]])
+        step.take(plan, [target_of(patch, views) for patch in plan.owned[world.rank]], sizes_of(views))
         assert step.status().done == 1
         spread.assignment.learn(views, step.measured_work.reshape(-1).tolist())
     access = spread.assignment._access  # type: ignore[attr-defined]
@@ -71,3 +71,27 @@ def test_demand_of_patches_is_recorded(mode: str, ranks: int, machines: int) -> 
             wanted = np.zeros((16, ranks))
             wanted[numbers] = counted[[k for k, patch in enumerate(plan.patches()) if patch.view == view]]
             assert np.array_equal(known, wanted), (view, known, wanted)
+
+
+def work_of(views: list[View]) -> dict[int, list[int]]:
+    """Return the recorded intersections of each row of tiles, by view, after a step of one rank with these views."""
+    spread, kind = STRATEGIES["tile"](World.single()), PRIMITIVES[KIND]()
+    points = make_points(POINTS, torch.float32)
+    params = {name: value.detach().clone() for name, value in points.params.items()}
+    moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
+    step = made(spread, kind, views, params, moments, {}, False)
+    fill(step, views)
+    plan = with_halos(spread.plan(views), views)
+    step.take(plan, [target_of(patch, views) for patch in plan.owned[0]], sizes_of(views))
+    assert step.status().done == 1
+    spread.assignment.learn(views, step.measured_work.tolist())
+    return dict(spread.assignment.work.counts)  # type: ignore[attr-defined]
+
+
+def test_rows_of_tiles_are_counted_in_views_of_any_size() -> None:
+    views = make_views(4, torch.float32)[:3]
+    assert len({-(-view.height // TILE) for view in views}) > 1
+    alone: dict[int, list[int]] = {}
+    for view in views:
+        alone |= work_of([view])
+    assert work_of(views) == alone and all(sum(rows) > 0 for rows in alone.values())

@@ -13,7 +13,7 @@ class Plan:
     Attributes:
         drawn: [rank] the patches that each rank draws.
         owned: [rank] the patches whose pixels and loss each rank has in the end. The patches of a view cover it without
-            overlap. The same as `drawn`, unless the strategy exchanges pixels.
+            overlap, so a plan gives the sizes of its views. The same as `drawn`, unless the strategy exchanges pixels.
         order: [view] its cells, front to back, if views are drawn cell by cell: `drawn` patches may then overlap, and
             need not cover a view. Empty otherwise.
         hidden: occluded rectangles of cells that are in sight and not drawn; their transmittance is still measured.

@@ -90,9 +90,8 @@ class StepInputsMaker:
         return min(TOGETHER, max(place, 1))
 
     def alike(self, feeds: Sequence[StepInputs]) -> bool:
-        """Return whether this is a full group of steps drawn at once, all with the same plan and sizes."""
-        first = feeds[0].plan, feeds[0].sizes
-        return len(feeds) == TOGETHER and all((one.plan, one.sizes) == first for one in feeds)
+        """Return whether this is a full group of steps drawn at once, all with the same plan."""
+        return len(feeds) == TOGETHER and all(step_inputs.plan == feeds[0].plan for step_inputs in feeds)
 
     def draw(self, step: int, factor: int, adam: AdamStep, rate: Callable[[], float]) -> StepInputs:
         """Draw a step's views and backgrounds, and advance optimizers and schedules by one step.

@@ -247,15 +247,14 @@ class Training:
         """Run the next step, or all of these if the host has nothing to do between them; return how many were run."""
         step_inputs = feeds[0]
         plan, factor = with_halos(step_inputs.plan, step_inputs.views), self._signature(step_inputs.step)[1]
-        key = plan, step_inputs.sizes
-        several = self._graphs.at_once(key, len(feeds))
+        several = self._graphs.at_once(plan, len(feeds))
         steps = several if several > 1 and self._follow(feeds) else 1
         with self._pipeline.timer.step(steps):
             with self._pipeline.timer.measure("data"):
                 self._queue.ready(self._buffers, step_inputs, plan, factor)
                 if self._observed is not None:
                     self._observed.fill(step_inputs.indices)
-            step.rgb = self._graphs.take(key, lambda: self._queue.parts(self._buffers, step, step_inputs), steps)
+            step.rgb = self._graphs.take(plan, lambda: self._queue.parts(self._buffers, step, step_inputs), steps)
             if self._pipeline.strategy.assignment.learns is not Feedback.NOTHING:
                 self._readback.send(step_inputs.views, step.measured_work)
         return steps

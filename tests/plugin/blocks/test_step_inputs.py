@@ -142,7 +142,7 @@ def test_steps_with_host_work_between_run_one_by_one(between: dict[str, Any], fo
         _buffers=None,
         _inputs_maker=fed,
     )
-    feeds: Any = [SimpleNamespace(sizes=(), plan=plan) for plan in (*[1] * 7, given["plan"])][-given["count"] :]
+    feeds: Any = [SimpleNamespace(plan=plan) for plan in (*[1] * 7, given["plan"])][-given["count"] :]
     assert Training._follow(one, feeds) == follow_each_other
 
 
