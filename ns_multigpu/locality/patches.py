@@ -166,7 +166,7 @@ class LocalPatches(Assignment):
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
         table = np.array(counts, dtype=np.float64).reshape(self._world.size, -1)
-        self._record(views, table.T[: len(self._cut(views))])
+        self._record(views, table.T)
 
     # ---- of rows that autograd exchanges: `RowCounts` ----
 
@@ -228,7 +228,7 @@ class LocalPatches(Assignment):
             self.tally.add(Volume.of(needed, chosen, self._assigner.per_machine))
 
     def _record(self, views: Sequence[View], needed: Floats) -> None:
-        """Remember what was needed: [patches, ranks] of a batch's patches in the plan's order, which is that of
+        """Remember what was needed: [patches or more, ranks] of a batch's patches in the plan's order, which is that of
         `_cut`."""
         rows = np.zeros((len(views), self._options.patches**2, self._world.size))
         for row, (number, patch) in enumerate(self._cut(views)):
