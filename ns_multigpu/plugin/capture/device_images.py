@@ -121,12 +121,7 @@ class DeviceImages:
         if factor == 1:
             self.kept = whole
             return
-        if whole is None:
-            self.kept = self._together(map(shrink, self._brought()), factor)
-        else:
-            shapes = zip(whole, self._share.shapes, strict=True)
-            smaller = (shrink(image[: shape.height, : shape.width]) for image, shape in shapes)
-            self.kept = self._together(smaller, factor)
+        self.kept = self._together(map(shrink, self._brought() if whole is None else whole), factor)
 
     def _brought(self) -> Iterator[Tensor]:
         """Yield all full-size photographs in order, fetched from their owners."""

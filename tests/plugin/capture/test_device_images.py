@@ -212,7 +212,7 @@ def test_the_weakest_rank_decides(
     assert (images._fits, images._again) == (kept, again)
 
 
-def _layered(world: World, fits: bool) -> None:
+def _layered(world: World, fits: bool, again: bool = True) -> None:
     """Photographs of two sizes, one with an alpha channel, one with a mask."""
     g = torch.Generator().manual_seed(3)
     sizes = [(4, 6), (6, 4), (4, 6), (4, 6)]  # height, width
@@ -224,7 +224,7 @@ def _layered(world: World, fits: bool) -> None:
     ]
     share = ImageShare(shapes, data.__getitem__, world, label="test")
     images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
-    images._fits = fits
+    images._fits, images._again = fits, again
     assert images.alpha and images.masked
     batch = [2, 1, 3, 0]
     for factor in (2, 1):
@@ -242,7 +242,8 @@ def _layered(world: World, fits: bool) -> None:
             assert torch.equal(part.data["image"], expected)
 
 
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize(("fits", "again"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("size", [1, 2])
-def test_alpha_masks_and_sizes_are_layers(size: int, fits: bool) -> None:
-    run_ranks(_layered, size, fits)
+def test_alpha_masks_and_sizes_are_layers(size: int, fits: bool, again: bool) -> None:
+    """Images are kept or not; smaller ones are made of kept originals, or of images that are fetched again."""
+    run_ranks(_layered, size, fits, again)
