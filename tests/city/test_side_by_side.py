@@ -72,7 +72,7 @@ def test_writer_functions_are_picklable(layout: str, tmp_path: Path, monkeypatch
     writer, write = (
         (colmap_writer, colmap_writer.write_colmap) if layout == "colmap" else (dnerf_writer, dnerf_writer.write_dnerf)
     )
-    capture = CityCapture(City(blocks=1, seed=0), views=20, width=72, height=48, time_varying=True)
+    capture = CityCapture(City(blocks=1, seed=0), views=10, width=72, height=48, time_varying=True)
     write(capture, tmp_path / "here")
     monkeypatch.setattr(writer, "side_by_side", sent)
     write(capture, tmp_path / "there")
@@ -80,4 +80,4 @@ def test_writer_functions_are_picklable(layout: str, tmp_path: Path, monkeypatch
         {file.relative_to(tmp_path / folder): file.read_bytes() for file in (tmp_path / folder).rglob("*.png")}
         for folder in ("here", "there")
     )
-    assert here == there and len(here) == (20 if layout == "colmap" else 20 + len(capture.split("test")))
+    assert here == there and len(here) == (10 if layout == "colmap" else 10 + len(capture.split("test")))

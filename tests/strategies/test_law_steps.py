@@ -238,8 +238,7 @@ def check_outcomes(
     assert most > 2 / max(size or LANDSCAPE) if sized else most == 0, "radii are fractions of the longer side"
 
 
-@pytest.mark.parametrize("size", [None, PORTRAIT], ids=["sizes", "portrait"])
-@pytest.mark.parametrize("primitive", KERNELS)
+@pytest.mark.parametrize(("primitive", "size"), zip(KERNELS, [None, PORTRAIT], strict=True))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", ["single", *LIKE_SINGLE])

@@ -71,12 +71,11 @@ def by_depth(splats: Splats, *opacities: tuple[int, float, float]) -> Splats:
     return replace(splats, row_opacities=torch.empty_like(found).index_copy_(0, order, found))
 
 
-@pytest.mark.parametrize("channels", [3, 4])
-def test_a_list_that_is_split(library: ctypes.CDLL, channels: int) -> None:
+def test_a_list_that_is_split(library: ctypes.CDLL) -> None:
     """All of it counts, at every pixel."""
-    splats = one_tile(6 * SEGMENT, (0.004, 0.006), channels)
+    splats = one_tile(5 * SEGMENT, (0.004, 0.006), 4)
     lists = splats.intersect()
-    assert int(lists[0][1]) > 4 * SEGMENT
+    assert int(lists[0][1]) > 3 * SEGMENT
     found, whole = compare(library, splats, SPLIT, mark_stops=True), compare(library, splats, NEVER, mark_stops=True)
     assert bool((found.last > int(lists[0][1]) - SEGMENT).all()) and torch.equal(found.last, whole.last)
     assert not torch.equal(found.out, whole.out), "rounding differs because it was split"

@@ -141,10 +141,8 @@ def test_restarts_only_what_may_get_better(tmp_path: Path, what: str, restarts: 
     assert len(notes(tmp_path)) == attempts
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "standalone"])
-def test_torchrun_restarts_too(tmp_path: Path, rendezvous: str) -> None:
-    place = "--standalone" if rendezvous == "standalone" else f"--master-port={free_port()}"
-    launcher = ("--nproc-per-node=2", "--max-restarts=1", place)
+def test_torchrun_restarts_too(tmp_path: Path) -> None:
+    launcher = ("--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}")
     run = start(tmp_path, 0, *launcher, faults=((1, 17, "SIGKILL"),))
     output, _ = run.communicate(timeout=HANG)
     assert run.returncode == 0, output
