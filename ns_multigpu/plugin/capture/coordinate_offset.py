@@ -24,9 +24,9 @@ Offset = tuple[float, float, float]
 NO_OFFSET: Offset = (0.0, 0.0, 0.0)
 TRANSFORMS = "dataparser_transforms.json"
 """File in a run's folder with the transform from the capture's coordinates to the model's."""
-FAR = 100.0
+_FAR = 20.0
 """Distance from the origin, in units of the extent, beyond which an offset is subtracted. Below, rounding to float32
-moves a point by less than 6e-6 of the extent: 0.02 pixels of a picture of 4000.
+moves a point by at most 1.2e-6 of the extent: 0.005 pixels of a picture of 4000, if its depth is the extent.
 """
 _ONE_PLACE = 1e9
 """Distance, in units of the extent, from which on the extent is rounding: all views are taken from one place."""
@@ -59,7 +59,7 @@ class ShiftedOutputs(DataparserOutputs):
 
 
 def offset_for(positions: _Floats, given: Offset | None = None) -> _Floats:
-    """Return the offset [3] to subtract: `given`, or the middle of the cameras if they are `FAR` from the origin.
+    """Return the offset [3] to subtract: `given`, or the middle of the cameras if they are `_FAR` from the origin.
 
     It is rounded to a power of ten of at most the cameras' extent.
 
@@ -71,7 +71,7 @@ def offset_for(positions: _Floats, given: Offset | None = None) -> _Floats:
         return np.array(given, np.float64)
     low, high = positions.min(axis=0), positions.max(axis=0)
     extent, distance = float((high - low).max()), float(np.maximum(np.abs(low), np.abs(high)).max())
-    if not FAR * extent < distance < _ONE_PLACE * extent:
+    if not _FAR * extent < distance < _ONE_PLACE * extent:
         return np.zeros(3)
     return np.round((low + high) / 2, -math.floor(math.log10(extent)))
 

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cuda_ext.reference.projection import sh_basis
-from ns_multigpu.plugin.capture.coordinate_offset import FAR, TRANSFORMS
+from ns_multigpu.plugin.capture.coordinate_offset import TRANSFORMS
 from ns_multigpu.plugin.faults.errors import InputError
 
 _RIGID = 1e-3
 """Largest difference from a rotation, per entry."""
+_FAR = 100.0
+"""Distance of the model from the world's origin, in its units, beyond which positions are float64."""
 
 _Floats = NDArray[np.float64]
 
@@ -65,7 +67,7 @@ class WorldFrame:
     @property
     def is_far(self) -> bool:
         """True if float32 cannot hold positions in the world."""
-        return bool(np.abs(self.origin).max() > FAR * self.factor)
+        return bool(np.abs(self.origin).max() > _FAR * self.factor)
 
     @property
     def is_mirrored(self) -> bool:

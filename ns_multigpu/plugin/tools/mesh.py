@@ -140,10 +140,10 @@ def write_mesh(mesh: Mesh, output: Path, frame: WorldFrame | None = None) -> Non
     """
     name, kind = ("double", "<f8") if frame is not None and frame.is_far else ("float", "<f4")
     vertex = np.dtype([("position", kind, 3), ("normal", "<f4", 3), ("color", "u1", 3)])
-    header = _HEADER.format(vertices=len(mesh.vertices), triangles=len(mesh.triangles), position=name)
     try:
         with whole_file(output) as part, part.open("wb") as file:
-            file.write(header.encode())
+            counts = {"vertices": len(mesh.vertices), "triangles": len(mesh.triangles)}
+            file.write(_HEADER.format(**counts, position=name).encode())
             for first in range(0, len(mesh.vertices), _ROWS_AT_ONCE):
                 some = slice(first, first + _ROWS_AT_ONCE)
                 rows = np.empty(len(mesh.vertices[some]), vertex)

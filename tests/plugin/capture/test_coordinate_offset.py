@@ -32,6 +32,7 @@ from ns_multigpu.plugin.capture.first_look import first_look
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.launch.agreement import options_of
 from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManagerConfig
+from ns_multigpu.plugin.train.config import RunConfig
 from tests.lib.reconstruction import Scene, make_scene, moved, write_images, write_model, write_transforms
 
 UTM, ECEF = (512345.0, 5412345.0, 312.0), (4177123.4, 855123.4, 4727123.4)
@@ -41,7 +42,7 @@ KINDS = ("bin", "txt", "matches", "ascii", "binary")
 
 
 def write(folder: Path, kind: str, scene: Scene) -> Any:
-    """Write a scene in one of `KINDS` and return its dataparser's configuration."""
+    """Write a scene in one of `KINDS`, or "float", and return its dataparser's configuration."""
     if kind in KINDS[:3]:
         write_model(folder / "sparse/0", scene, text=kind == "txt")
         write_images(folder / "images", scene)
@@ -51,11 +52,12 @@ def write(folder: Path, kind: str, scene: Scene) -> Any:
             max_2D_matches_per_3D_point=matches,
         )  # fmt: skip
     write_transforms(folder, scene, np.eye(4)[:3], Path("colmap/sparse/0"))
-    axes = "".join(f"property {'float' if kind == 'ascii' else 'double'} {axis}\n" for axis in "xyz")
+    axes = "".join(f"property {'double' if kind == 'binary' else 'float'} {axis}\n" for axis in "xyz")
     order = "ascii" if kind == "ascii" else "binary_little_endian"
     head = f"ply\nformat {order} 1.0\nelement vertex {len(scene.points)}\n{axes}end_header\n"
     rows = "\n".join(" ".join(map(repr, map(float, p))) for p in scene.points).encode()
-    (folder / "points.ply").write_bytes(head.encode() + (rows + b"\n" if kind == "ascii" else scene.points.tobytes()))
+    numbers = scene.points.astype("<f4" if kind == "float" else "<f8").tobytes()
+    (folder / "points.ply").write_bytes(head.encode() + (rows + b"\n" if kind == "ascii" else numbers))
     file = folder / "transforms.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "ply_file_path": "points.ply"}))
     return NerfstudioDataParserConfig(data=folder, eval_mode="all", downscale_factor=1, load_3D_points=True)
@@ -108,7 +110,7 @@ def test_points_keep_their_pixels(tmp_path: Path, kind: str, place: Offset, opti
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("distance", [0.0, 300.0])
+@pytest.mark.parametrize("distance", [0.0, 200.0])
 def test_captures_near_the_origin_are_nerfstudios_to_the_bit(tmp_path: Path, kind: str, distance: float) -> None:
     parser = write(tmp_path, kind, moved(make_scene(), (distance, 0.0, 0.0)))
     theirs, ours = parser.setup().get_dataparser_outputs("train"), parsed(parser)
@@ -136,7 +138,7 @@ def test_rule_of_the_offset() -> None:
     far = around + UTM
     assert offset_for(far).tolist() == [512350.0, 5412380.0, 330.0], "to tens, as the extent is 80"
     assert offset_for(around / 1000 + UTM).tolist() == [512345.01, 5412345.04, 312.02]
-    assert not offset_for(around + np.array([7900, 0, 0])).any() and offset_for(around + np.array([8100, 0, 0])).any()
+    assert not offset_for(around + np.array([1580, 0, 0])).any() and offset_for(around + np.array([1620, 0, 0])).any()
     assert not offset_for(np.tile(UTM, (3, 1)) * (1 + 1e-16 * np.arange(3)[:, None])).any(), "one place"
     assert not offset_for(np.full((2, 3), np.nan)).any()
     assert offset_for(around, UTM).tolist() == list(UTM) and not offset_for(far, NO_OFFSET).any()
@@ -149,6 +151,18 @@ def test_first_look_compares_points_less_the_offset(tmp_path: Path, kind: str) -
     small.points[:100] = small.points[100:] + 1e-3  # a thousandth is lost in float32
     found = first_look(SimpleNamespace(dataparser=write(tmp_path, kind, small), data=None))
     assert found.problems == [] and not any("seed points" in note for note in found.notes)
+
+
+def test_first_look_notes_points_that_float32_has_rounded(tmp_path: Path) -> None:
+    notes: list[list[str]] = []
+    for kind, place in (("float", UTM), ("binary", UTM), ("float", NO_OFFSET)):
+        folder = tmp_path / f"{kind}{place[0]}"
+        found = first_look(SimpleNamespace(dataparser=write(folder, kind, moved(make_scene(), place)), data=None))
+        notes.append([note for note in found.notes if "float32" in note])
+    assert notes[1] == notes[2] == [] and len(notes[0]) == 1
+    assert notes[0][0].endswith(
+        "points.ply: its points are rounded to float32, in steps of 0.5. Write coordinates as text or double"
+    )
 
 
 @pytest.mark.parametrize("config", [DistributedDataManagerConfig(), RadianceDataManagerConfig()])
@@ -166,7 +180,9 @@ def test_no_offset_reads_as_nerfstudio_does(tmp_path: Path) -> None:
     assert not torch.equal(parsed(parser).cameras.camera_to_worlds, theirs.cameras.camera_to_worlds)
 
 
-def test_a_run_that_resumes_keeps_its_frame(tmp_path: Path) -> None:
+def test_a_run_that_resumes_keeps_its_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_look_at_capture", "_name_run_folder"):
+        monkeypatch.setattr(RunConfig, name, lambda *_: None)
     outputs = parsed(write(tmp_path / "capture", "bin", moved(make_scene(), UTM)))
     for name in ("new", "old"):
         models = tmp_path / name / "nerfstudio_models"
@@ -181,8 +197,8 @@ def test_a_run_that_resumes_keeps_its_frame(tmp_path: Path) -> None:
         for given in ({"load_dir": models}, {"load_checkpoint": models / "step-000000009.ckpt"}):
             config: Any = copy.deepcopy(splatfacto_batch.config)
             vars(config).update(given)
-            config._keep_frame()
-            assert config.pipeline.datamanager.offset == offset
+            *_, agreed = json.loads(config._begin([]))
+            assert config.pipeline.datamanager.offset == offset and agreed == list(offset)
             assert not any("offset" in name for name in options_of(config)), "not an option that differs"
     assert saved_offset(tmp_path) is None
     saved = json.loads((tmp_path / "new/dataparser_transforms.json").read_text())
