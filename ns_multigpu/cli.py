@@ -102,6 +102,7 @@ def export(
     obb_center: tuple[float, float, float] | None = None,
     obb_rotation: tuple[float, float, float] | None = None,
     obb_scale: tuple[float, float, float] | None = None,
+    save_world_frame: bool = False,
 ) -> None:
     """Write a run's Gaussians to one file, without holding the model: .ply as ns-export gaussian-splat, or .splat.
 
@@ -114,27 +115,33 @@ def export(
         obb_center: Centre of a crop box; points outside are omitted. Requires obb-rotation and obb-scale.
         obb_rotation: Rotation of the box: roll, pitch and yaw in radians.
         obb_scale: Size of the box along each of its axes.
+        save_world_frame: Write a PLY in the capture's own coordinates, not in those of the model. Positions are double
+            if float32 cannot hold them (UTM, ECEF). A box is in the model's coordinates in any case.
     """
     from nerfstudio.data.scene_box import OrientedBox
 
     from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
     from ns_multigpu.plugin.export.splat import export_splat
+    from ns_multigpu.plugin.export.world_frame import WorldFrame
 
     box = (obb_center, obb_rotation, obb_scale)
     if output_path.suffix not in (".ply", ".splat"):
         raise ValueError(f"--output-path {output_path}: give the name of a .ply or .splat file.")
     if output_path.suffix == ".splat" and color != "sh_coeffs":
         raise ValueError("--color: a .splat file has plain colours in any case. Leave it out.")
+    if output_path.suffix == ".splat" and save_world_frame:
+        raise ValueError("--save-world-frame: a .splat file has float32 positions, for viewers. Write a .ply.")
     if None in box and any(part is not None for part in box):
         raise ValueError("A box takes all three: --obb-center, --obb-rotation and --obb-scale.")
     crop = None if None in box else OrientedBox.from_params(*box)  # pyright: ignore[reportArgumentType]
     checkpoint = run_checkpoint(load_config, step)
+    frame = WorldFrame.of_run(load_config) if save_world_frame else None
     progress = functools.partial(_progress, description="Writing Gaussians")
     if output_path.suffix == ".splat":
         kept, total = export_splat(checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop)
     else:
         kept, total = export_ply(
-            checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb"
+            checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb", frame=frame
         )
     reason = "transparent or not finite" + ("" if crop is None else ", or outside the box")
     left_out = f"; left out {total - kept:,} that are {reason}" if kept < total else ""
@@ -157,6 +164,7 @@ def export_mesh(
     num_devices: int | None = None,
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
     data: Path | None = None,
+    save_world_frame: bool = False,
 ) -> None:
     """Write a mesh of a run's surfaces: depths and colours of the training views, rendered on all GPUs and fused.
 
@@ -178,13 +186,16 @@ def export_mesh(
         num_devices: Number of devices; by default all GPUs, or as many CPU workers as trained the model.
         device_type: Type of the devices; auto takes GPUs if there are any.
         data: Current path of the capture, if it was moved after training.
+        save_world_frame: Write the mesh in the capture's own coordinates, not in those of the model. Positions are
+            double if float32 cannot hold them (UTM, ECEF). The lengths above are in the model's units in any case.
     """
+    from ns_multigpu.plugin.export.world_frame import WorldFrame
     from ns_multigpu.plugin.tools.meshing import Meshing
     from ns_multigpu.plugin.tools.models import run_tool
 
     work = Meshing(
         output_path, max_depth, voxel_size, truncation, resolution, parts, depth, min_opacity, downscale_factor,
-        overwrite,
+        overwrite, frame=WorldFrame.of_run(load_config) if save_world_frame else None,
     )  # fmt: skip
     run_tool(load_config, step, work, num_devices, device_type, data)
 

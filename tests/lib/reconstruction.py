@@ -1,7 +1,7 @@
 """A reconstruction with tracks in COLMAP's files, of cameras that look at a cloud of points, and what they see."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,13 @@ def make_scene(views: int = 9, points: int = 60, lens: Any = (0.0, 0.0, 0.0, 0.0
     tracks[1].append(tracks[1][0])  # an image that has found a point twice
     names = [f"shots/{i:02d}.jpg" if i % 2 else f"{i:02d}.jpg" for i in range(views)]
     return Scene(poses, size * cloud @ turn.T + shift, tracks, tuple(lens), names)
+
+
+def moved(scene: Scene, place: Any) -> Scene:
+    """Return the scene with the origin moved to `place` [3]."""
+    poses = scene.poses.copy()
+    poses[:, :3, 3] -= poses[:, :3, :3] @ np.array(place)
+    return replace(scene, poses=poses, points=scene.points + place)
 
 
 def write_model(folder: Path, scene: Scene, *, text: bool = False) -> None:

@@ -16,6 +16,7 @@ from ns_multigpu.core.assign.view_sequence import ViewSequence
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.random import keyed_generator, keyed_permutation
 from ns_multigpu.plugin.capture.checks import raise_together
+from ns_multigpu.plugin.capture.coordinate_offset import OffsetOption
 from ns_multigpu.plugin.capture.image_files import Header
 from ns_multigpu.plugin.capture.image_reading import ImageReader
 from ns_multigpu.plugin.capture.image_share import ImageShare
@@ -38,7 +39,7 @@ _FREE_FOR_IMAGES = 0.5
 
 
 @dataclass
-class DistributedDataManagerConfig(FullImageDatamanagerConfig):
+class DistributedDataManagerConfig(FullImageDatamanagerConfig, OffsetOption):
     """Options of the distributed datamanager, under nerfstudio's names."""
 
     _target: type = field(default_factory=lambda: DistributedDataManager)

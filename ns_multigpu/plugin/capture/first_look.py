@@ -23,9 +23,17 @@ from numpy.typing import NDArray
 
 from ns_multigpu.plugin.capture.checks import transforms_notes, transforms_problems
 from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at, view_count
+from ns_multigpu.plugin.capture.coordinate_offset import offset_for
 from ns_multigpu.plugin.capture.image_files import Header, header_size, is_all_black, missing_file, read_header
 from ns_multigpu.plugin.capture.ply import read_ply
-from ns_multigpu.plugin.capture.seed_points import FLIP, Views, distinct_rows, invalid_points, unseen_problem
+from ns_multigpu.plugin.capture.seed_points import (
+    FLIP,
+    Views,
+    distinct_rows,
+    invalid_points,
+    rounded_points,
+    unseen_problem,
+)
 from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio, missing_list
 from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
@@ -372,7 +380,10 @@ def _look_at_seed_points(file: Path, xyz: NDArray[np.float64], views: Views, fou
         found.problems.append(problem)
         return
     found.unseen = unseen_problem(views, xyz) or ""
-    rows = distinct_rows(xyz.astype(np.float32))
+    offset = offset_for(views.poses[:, :3, 3])
+    if offset.any() and (note := rounded_points(file, xyz)) is not None:
+        found.notes.append(note)
+    rows = distinct_rows((xyz - offset).astype(np.float32))
     if rows is not None and len(rows) < _DISTINCT * len(xyz):
         found.notes.append(
             f"{len(xyz) - len(rows)} of {len(xyz)} seed points lie where another one is, and are merged with it"

@@ -4,6 +4,7 @@ import dataclasses
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together, transforms_problems
 from ns_multigpu.plugin.capture.colmap import point_count
+from ns_multigpu.plugin.capture.coordinate_offset import Offset
 from ns_multigpu.plugin.capture.first_look import colmap_problems
 from ns_multigpu.plugin.capture.image_files import file_problem
 from ns_multigpu.plugin.capture.moved import look_where_it_is
@@ -80,23 +82,27 @@ class _UnaskedNerfstudio(ListedNerfstudio):
         if not ply_file_path.exists():  # an opened run needs none; training refuses it in the first look
             return None
         positions, colours = read_ply(ply_file_path)
-        xyz = torch.from_numpy(positions.astype(np.float32))
+        xyz = torch.from_numpy((positions - self.offset).astype(np.float32))
         xyz = torch.cat((xyz, torch.ones_like(xyz[:, :1])), -1) @ transform_matrix.T * scale_factor
         return merged({"points3D_xyz": xyz, "points3D_rgb": torch.from_numpy(colours)}) if len(xyz) else None
 
 
 def _unasked(config: Any) -> Any:
-    """Return the dataparser's configuration without prompts, with fast reading of COLMAP's points, and none if it has
-    none.
+    """Return the dataparser's configuration without prompts and with the datamanager's offset. COLMAP's points are
+    read fast, and not at all if it has none.
     """
-    parser = config.dataparser
+    parser, offset = config.dataparser, getattr(config, "offset", None)
     if type(parser) is NerfstudioDataParserConfig:
-        return dataclasses.replace(parser, _target=_UnaskedNerfstudio)
+        return dataclasses.replace(parser, _target=_with_offset(_UnaskedNerfstudio, offset))
     if isinstance(parser, ColmapDataParserConfig):
         none = point_count(Path(config.data or parser.data) / parser.colmap_path) == 0
-        quick: Any = {"_target": QuickColmap} if parser._target is ColmapDataParser else {}
+        quick: Any = {"_target": _with_offset(QuickColmap, offset)} if parser._target is ColmapDataParser else {}
         return dataclasses.replace(parser, load_3D_points=parser.load_3D_points and not none, **quick)
     return parser
+
+
+def _with_offset(parser: Any, offset: Offset | None) -> Any:
+    return parser if offset is None else partial(parser, offset=offset)
 
 
 def by_a_dataparser(error: Exception) -> bool:

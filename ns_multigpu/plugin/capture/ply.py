@@ -57,7 +57,8 @@ def _header(path: Path, lines: list[str]) -> tuple[str, int, np.dtype[Any]]:
             break
         if len(row) != 3 or row[1] not in _TYPES:
             raise Damaged(f"{path}: a property of its vertices is not a number: {' '.join(row)}")
-        fields.append((row[2], order + _TYPES[row[1]]))
+        exact = order == "" and row[2] in "xyz"  # text has all digits, whatever type is declared
+        fields.append((row[2], "f8" if exact else order + _TYPES[row[1]]))
     if not {"x", "y", "z"} <= {name for name, _ in fields}:
         raise Damaged(f"{path}: its vertices have no x, y and z")
     return order, int(words[first][2]), np.dtype(fields)

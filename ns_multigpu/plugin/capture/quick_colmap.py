@@ -1,18 +1,25 @@
-"""nerfstudio's COLMAP parser with fast reading of seed points, once for both splits, and lists of `listed_split`.
+"""nerfstudio's COLMAP parser with fast reading of seed points, once for both splits, lists of `listed_split`, and an
+offset.
 
 nerfstudio creates an object per point, for the training and the held-out views: 13 us a point. The result here is
 bitwise the same, but points at one position are merged.
 """
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser
+from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
+from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser, ColmapDataParserConfig
+from nerfstudio.data.utils import colmap_parsing_utils
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ns_multigpu.plugin.capture.colmap import Damaged, gather, names_in_text, point_starts
+from ns_multigpu.plugin.capture.coordinate_offset import Offset, offset_for, replaced, shifted
 from ns_multigpu.plugin.capture.seed_points import merged
 from ns_multigpu.plugin.capture.split_lists import listed_split
 
@@ -23,13 +30,33 @@ _POINT = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error",
 class QuickColmap(ColmapDataParser):
     """COLMAP parser of the module. nerfstudio's reader is used for text files, or if the points' views are
     requested.
+
+    Args:
+        config: nerfstudio's.
+        offset: see `OffsetOption`.
     """
 
     _read: tuple[Path, bytes, float, dict[str, Tensor]] | None = None
 
+    def __init__(self, config: ColmapDataParserConfig, offset: Offset | None = None) -> None:
+        super().__init__(config)
+        self._given_offset, self.offset = offset, np.zeros(3)
+
+    def _generate_dataparser_outputs(self, split: str = "train", **kwargs: Any) -> DataparserOutputs:
+        outputs = super()._generate_dataparser_outputs(split, **kwargs)
+        return shifted(outputs, self.offset)
+
     def _get_all_images_and_cameras(self, recon_dir: Path) -> dict[str, Any]:
-        """Read the model as nerfstudio does, with names to the end of the line: its text reader stops at a space."""
+        """Read the model as nerfstudio does, less the offset. Names end with their line: its text reader stops at a
+        space.
+        """
         found: dict[str, Any] = super()._get_all_images_and_cameras(recon_dir)
+        axes = np.array(found.get("applied_transform", np.eye(4)), np.float64)[:3, :3]
+        positions = np.array([frame["transform_matrix"][:3, 3] for frame in found["frames"]], np.float64)
+        self.offset = offset_for(positions @ axes, self._given_offset)
+        if self.offset.any():
+            for frame in found["frames"]:
+                frame["transform_matrix"][:3, 3] -= axes @ self.offset
         if not (recon_dir / "cameras.txt").exists():
             return found
         names = names_in_text(recon_dir / "images.txt")
@@ -52,12 +79,25 @@ class QuickColmap(ColmapDataParser):
             asked = file, transform_matrix.numpy().tobytes(), float(scale_factor)
             if self._read is not None and self._read[:3] == asked:
                 return dict(self._read[3])
-            found = _placed(read_points(file), transform_matrix, scale_factor)
+            points = read_points(file)
+            points["xyz"] -= self.offset
+            found = _placed(points, transform_matrix, scale_factor)
             found = None if found is None else merged(found)
             self._read = None if found is None else (*asked, found)
         if found is None:
-            found = merged(super()._load_3D_points(colmap_path, transform_matrix, scale_factor))
+            with ExitStack() as stack:
+                for name in ("read_points3D_text", "read_points3D_binary"):
+                    reader = _less(self.offset, getattr(colmap_parsing_utils, name))
+                    stack.enter_context(replaced(colmap_parsing_utils, name, reader))
+                found = merged(super()._load_3D_points(colmap_path, transform_matrix, scale_factor))
         return dict(found)
+
+
+def _less(offset: NDArray[np.float64], reader: Callable[[Path], dict[int, Any]]) -> Callable[[Path], dict[int, Any]]:
+    """Return nerfstudio's reader of points, with an offset subtracted."""
+    if not offset.any():
+        return reader
+    return lambda file: {key: point._replace(xyz=point.xyz - offset) for key, point in reader(file).items()}
 
 
 def read_points(file: Path) -> np.ndarray[Any, Any]:

@@ -63,6 +63,14 @@ def invalid_points(file: Path, xyz: _Floats) -> str | None:
     return None
 
 
+def rounded_points(file: Path, xyz: _Floats) -> str | None:
+    """Return a note if the seed points [n, 3] of a capture far from the origin have been rounded to float32."""
+    if len(xyz) == 0 or not (xyz == xyz.astype(np.float32)).all():
+        return None
+    step = np.spacing(np.abs(xyz).max().astype(np.float32))
+    return f"{file}: its points are rounded to float32, in steps of {step:.2g}. Write coordinates as text or double"
+
+
 def distinct_rows(xyz: NDArray[np.float32]) -> NDArray[np.int64] | None:
     """Return the first row of each position of `xyz` [n, 3], in order; None if no two rows are equal."""
     # 64-bit keys are quicker to sort than rows.

@@ -6,9 +6,13 @@ Training evaluates "val", and every later command evaluates "test". nerfstudio's
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from nerfstudio.data.dataparsers import nerfstudio_dataparser
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
-from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
 from nerfstudio.utils.io import load_from_json
+
+from ns_multigpu.plugin.capture.coordinate_offset import Offset, offset_for, replaced, shifted
 
 _HELD_OUT = {"val": ("val", "validation", "test"), "test": ("test", "val", "validation")}
 """Lists of a split's views, in order of preference."""
@@ -33,9 +37,34 @@ def missing_list(is_listed: Callable[[str], bool], file: str) -> str | None:
 
 
 class ListedNerfstudio(Nerfstudio):
-    """nerfstudio's parser of transforms.json that reads the list of `listed_split`."""
+    """nerfstudio's parser of transforms.json that reads the list of `listed_split`, and subtracts an offset.
+
+    Args:
+        config: nerfstudio's.
+        offset: see `OffsetOption`.
+    """
+
+    def __init__(self, config: NerfstudioDataParserConfig, offset: Offset | None = None) -> None:
+        super().__init__(config)
+        self._given_offset, self.offset = offset, np.zeros(3)
 
     def _generate_dataparser_outputs(self, split: str = "train") -> DataparserOutputs:
         data = self.config.data
         meta: Any = load_from_json(data if data.suffix == ".json" else data / "transforms.json")
-        return super()._generate_dataparser_outputs(listed_split(split, lambda name: f"{name}_filenames" in meta))
+        poses = np.array([frame["transform_matrix"] for frame in meta["frames"]], np.float64)
+        self.offset = offset_for(poses[:, :3, 3], self._given_offset)
+        moved = np.zeros(3)
+        if self.offset.any():
+            poses[:, :3, 3] -= self.offset
+            meta["frames"] = [
+                {**frame, "transform_matrix": pose} for frame, pose in zip(meta["frames"], poses, strict=True)
+            ]
+            if "applied_transform" in meta:  # nerfstudio would round its translation
+                rotation, moved = np.split(np.array(meta["applied_transform"]), [3], axis=1)
+                meta["applied_transform"] = np.pad(rotation, ((0, 0), (0, 1))).tolist()
+        with replaced(nerfstudio_dataparser, "load_from_json", lambda _: meta):
+            listed = listed_split(split, lambda name: f"{name}_filenames" in meta)
+            outputs = super()._generate_dataparser_outputs(listed)
+        # nerfstudio may have set an applied_transform.
+        rotation = np.array(meta.get("applied_transform", np.eye(4)))[:3, :3]
+        return shifted(outputs, self.offset, rotation, moved.reshape(3))

@@ -1,6 +1,7 @@
 """Triangle meshes on the host: joining of pieces, selection of connected parts, and PLY files.
 
-Positions and normals are float32 throughout, as open3d extracts them.
+Positions and normals are float32 throughout, as open3d extracts them; only files in the world frame can have float64
+positions.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import scipy  # its parts are loaded when they are first asked for
 
+from ns_multigpu.plugin.export.world_frame import WorldFrame
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.tools.film import whole_file
 
@@ -18,14 +20,13 @@ LEAST_TRIANGLES = 50
 """Least triangles of a connected part; smaller ones are removed as noise, as published."""
 _ROWS_AT_ONCE = 1 << 20
 """Vertices or triangles that are converted for the file at once, about 30 MB."""
-_VERTEX = np.dtype([("position", "<f4", 3), ("normal", "<f4", 3), ("color", "u1", 3)])
 _TRIANGLE = np.dtype([("count", "u1"), ("corners", "<i4", 3)])
 _HEADER = """ply
 format binary_little_endian 1.0
 element vertex {vertices}
-property float x
-property float y
-property float z
+property {position} x
+property {position} y
+property {position} z
 property float nx
 property float ny
 property float nz
@@ -126,23 +127,35 @@ def _connected(triangles: Any, vertices: int) -> tuple[int, Any]:
     return int(number), of
 
 
-def write_mesh(mesh: Mesh, output: Path) -> None:
+def write_mesh(mesh: Mesh, output: Path, frame: WorldFrame | None = None) -> None:
     """Write a mesh to a PLY file atomically, some rows at a time.
+
+    Args:
+        mesh: in the model's frame.
+        output: the file to write.
+        frame: frame of the file; by default the model's. Positions are float64 if float32 cannot hold them.
 
     Raises:
         SaveFailed: it could not be written.
     """
+    name, kind = ("double", "<f8") if frame is not None and frame.is_far else ("float", "<f4")
+    vertex = np.dtype([("position", kind, 3), ("normal", "<f4", 3), ("color", "u1", 3)])
     try:
         with whole_file(output) as part, part.open("wb") as file:
-            file.write(_HEADER.format(vertices=len(mesh.vertices), triangles=len(mesh.triangles)).encode())
+            counts = {"vertices": len(mesh.vertices), "triangles": len(mesh.triangles)}
+            file.write(_HEADER.format(**counts, position=name).encode())
             for first in range(0, len(mesh.vertices), _ROWS_AT_ONCE):
                 some = slice(first, first + _ROWS_AT_ONCE)
-                rows = np.empty(len(mesh.vertices[some]), _VERTEX)
+                rows = np.empty(len(mesh.vertices[some]), vertex)
                 rows["position"], rows["normal"] = mesh.vertices[some], mesh.normals[some]
+                if frame is not None:
+                    rows["position"] = frame.positions(mesh.vertices[some])
+                    rows["normal"] = mesh.normals[some] @ frame.rotation.T
                 rows["color"] = mesh.colors[some]
                 file.write(rows.data)
             for first in range(0, len(mesh.triangles), _ROWS_AT_ONCE):
                 corners = mesh.triangles[first : first + _ROWS_AT_ONCE]
+                corners = corners[:, ::-1] if frame is not None and frame.is_mirrored else corners
                 rows = np.empty(len(corners), _TRIANGLE)
                 rows["count"], rows["corners"] = 3, corners
                 file.write(rows.data)

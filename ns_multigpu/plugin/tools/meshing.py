@@ -19,6 +19,7 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
+from ns_multigpu.plugin.export.world_frame import WorldFrame
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderRequest
@@ -58,6 +59,7 @@ class Meshing:
             takes the median if the primitive supports it.
         least_alpha: least opacity of a surface.
         downscale: render at 1/downscale of the views' size.
+        frame: frame of the file; None for the model's.
     """
 
     output: Path
@@ -70,6 +72,7 @@ class Meshing:
     least_alpha: float = 0.5
     downscale: float = 1.0
     overwrite: bool = False
+    frame: WorldFrame | None = None
     test_mode: Literal["test", "inference"] = "test"
     needs_surfaces: ClassVar[bool] = True
 
@@ -170,7 +173,7 @@ class Meshing:
                 f"opaque (--min-opacity) and has {LEAST_TRIANGLES} triangles of voxels of {sizes.voxel:g} "
                 "(--voxel-size)."
             )
-        write_mesh(mesh, self.output)
+        write_mesh(mesh, self.output, self.frame)
         counts = f"{len(mesh.vertices):,} vertices, {len(mesh.triangles):,} triangles"
         components = f"kept the {kept} largest of {parts:,} connected components"
         CONSOLE.print(f"Wrote {self.output} ({counts}; {components}).", soft_wrap=True)

@@ -23,6 +23,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
 from ns_multigpu.core.dist.world import gpu_places
+from ns_multigpu.plugin.capture.coordinate_offset import saved_offset
 from ns_multigpu.plugin.capture.first_look import find_reconstruction, first_look
 from ns_multigpu.plugin.capture.reading import FAULTS
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, step_of
@@ -173,9 +174,10 @@ class RunConfig(TrainerConfig):
             machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
             # The experiment's name too: it may come from the capture's folder, whose name may differ between machines.
             agreed = json.loads(agree(ranks, self._begin, manifest=manifest_of(self)))
-            self.experiment_name, self.timestamp, reconstruction = agreed
+            self.experiment_name, self.timestamp, reconstruction, offset = agreed
+            datamanager = cast(Any, self.pipeline).datamanager
+            datamanager.offset = offset and tuple(offset)
             if reconstruction is not None:
-                datamanager = cast(Any, self.pipeline).datamanager
                 datamanager.dataparser = dataclasses.replace(datamanager.dataparser, colmap_path=Path(reconstruction))
         run_parts().done("first look at the capture")
         with abandoned_unless_begun(self):
@@ -210,6 +212,13 @@ class RunConfig(TrainerConfig):
         if before == [getattr(self, name) for name in places] and (named.parent / self.relative_model_dir).is_dir():
             vars(self)[_FOLDER] = named.parent
 
+    def _keep_frame(self) -> None:
+        """Subtract the offset of the run that this one resumes from."""
+        datamanager = cast(Any, self.pipeline).datamanager
+        models = self.load_dir or (self.load_checkpoint and self.load_checkpoint.parent)
+        if models is not None and datamanager.offset is None:
+            datamanager.offset = saved_offset(models.parent)
+
     def _begin(self, starts: Sequence[Start]) -> str:
         """Check the capture, and name and make the run's folder; on one rank of the job.
 
@@ -217,10 +226,11 @@ class RunConfig(TrainerConfig):
             starts: the starts of all ranks; none without a launcher.
 
         Returns:
-            as JSON, the names in the folder's path, the experiment's and the time's; and the folder of COLMAP's
-            reconstruction in the capture, null for other captures.
+            as JSON, the names in the folder's path, the experiment's and the time's; the folder of COLMAP's
+            reconstruction in the capture, null for other captures; and the datamanager's offset.
         """
         noted = recall(self.output_dir, starts) if starts else None
+        self._keep_frame()
         datamanager = cast(Any, self.pipeline).datamanager
         if "colmap_path" not in given(sys.argv) and (note := find_reconstruction(datamanager)):
             CONSOLE.print(Text(f"Note: {note}.", "yellow"), soft_wrap=True)
@@ -230,7 +240,8 @@ class RunConfig(TrainerConfig):
             self.timestamp = noted
         self._name_run_folder(starts)
         reconstruction = getattr(datamanager.dataparser, "colmap_path", None)
-        return json.dumps([self.experiment_name, self.timestamp, reconstruction and str(reconstruction)])
+        reconstruction = reconstruction and str(reconstruction)
+        return json.dumps([self.experiment_name, self.timestamp, reconstruction, datamanager.offset])
 
     def _look_at_capture(self) -> None:
         """Check the capture and print notes about it.

@@ -21,6 +21,7 @@ from ns_multigpu.core.dist.collectives import barrier
 from ns_multigpu.core.dist.replicas import assert_identical
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
 from ns_multigpu.plugin.blocks.fused_options import next_stop
+from ns_multigpu.plugin.capture.coordinate_offset import offset_line, save_transform
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.errors import SaveFailed
@@ -116,8 +117,9 @@ class DistributedTrainer(Trainer):
 
     def _train(self) -> None:
         if self.world.is_main:
-            outputs = self.pipeline.datamanager.train_dataparser_outputs
-            outputs.save_dataparser_transform(self.base_dir / "dataparser_transforms.json")
+            offset = save_transform(self.pipeline.datamanager.train_dataparser_outputs, self.base_dir)
+            if any(offset):
+                CONSOLE.print(offset_line(offset), soft_wrap=True)
         self._init_viewer_state()
         self.objective.draw_partition(self.base_dir)
         self.progress = ProgressLog(self.world, self.base_dir, self.config.logging.steps_per_log)

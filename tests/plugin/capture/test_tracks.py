@@ -21,10 +21,11 @@ from ns_multigpu.plugin.capture.tracks import images_of, scene_scale, training_t
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.model.cameras import view_from_camera
-from tests.lib.reconstruction import WIDTH, Scene, make_scene, write_images, write_model, write_transforms
+from tests.lib.reconstruction import WIDTH, Scene, make_scene, moved, write_images, write_model, write_transforms
 
 LENS = (-0.12, 0.03, 0.004, -0.006)
 FLIPPED = np.array([[0.0, 0, -1, 0.5], [-1, 0, 0, 0], [0, 1, 0, -2]])
+ORIGIN, UTM = (0.0, 0.0, 0.0), (512345.0, 5412345.0, 312.0)
 HELD_OUT = 4
 """Every so many views one is held out."""
 
@@ -75,9 +76,10 @@ def check_views(data: DistributedDataManager, scene: Scene, factor: int) -> None
     assert 60 < counted < len(tracks.ids) - 10, "some are behind a camera, or outside of its image"
 
 
+@pytest.mark.parametrize("place", [ORIGIN, UTM], ids=["origin", "utm"])
 @pytest.mark.parametrize(("text", "factor", "method"), [(False, 1, "up"), (True, 2, "none")])
-def test_a_capture_of_colmaps(tmp_path: Path, text: bool, factor: int, method: Any) -> None:
-    scene = make_scene(lens=LENS)
+def test_a_capture_of_colmaps(tmp_path: Path, text: bool, factor: int, method: Any, place: Any) -> None:
+    scene = moved(make_scene(lens=LENS), place)
     write_model(tmp_path / "sparse/0", scene, text=text)
     write_images(tmp_path / ("images" if factor == 1 else f"images_{factor}"), scene, factor)
     data = manager(of_colmap(tmp_path, downscale_factor=factor, orientation_method=method))
@@ -85,9 +87,10 @@ def test_a_capture_of_colmaps(tmp_path: Path, text: bool, factor: int, method: A
     check_views(data, scene, factor)
 
 
+@pytest.mark.parametrize("place", [ORIGIN, UTM], ids=["origin", "utm"])
 @pytest.mark.parametrize("applied", [None, FLIPPED], ids=["unsaid", "flipped"])
-def test_a_capture_of_nerfstudios_with_colmaps_model(tmp_path: Path, applied: Any) -> None:
-    scene = make_scene(lens=LENS, seed=8)
+def test_a_capture_of_nerfstudios_with_colmaps_model(tmp_path: Path, applied: Any, place: Any) -> None:
+    scene = moved(make_scene(lens=LENS, seed=8), place)
     write_transforms(tmp_path, scene, applied, Path("colmap/sparse/0"))
     check_views(manager(of_nerfstudio(tmp_path)), scene, 1)
 

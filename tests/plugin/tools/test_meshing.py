@@ -1,6 +1,7 @@
 """`ns-multigpu export-mesh`: a mesh of a sphere is that sphere, on any ranks; and unsupported requests are refused."""
 
 import errno
+import json
 import os
 import sys
 from dataclasses import replace
@@ -340,12 +341,15 @@ def test_the_command_makes_a_mesh_of_a_run(tmp_path: Path, capsys: pytest.Captur
     options = "--max-depth 3 --voxel-size 0.05 --min-opacity 0.2 --downscale-factor 0.5 --parts 2 --truncation 0.2"
     words = ["export-mesh", "--load-config", str(run), "--output-path", str(output), *options.split()]
     try:
-        main([*words, "--num-devices", "1", "--device-type", "cpu"])
+        transform = {"transform": [[1, 0, 0, -5e5], [0, 1, 0, -5e6], [0, 0, 1, -300]], "scale": 0.5}
+        (run.parent / "dataparser_transforms.json").write_text(json.dumps(transform))
+        main([*words, "--num-devices", "1", "--device-type", "cpu", "--save-world-frame"])
     finally:
         set_world(None)
     said = " ".join(capsys.readouterr().out.split())
     assert "expected depth, limit 3, voxel 0.05, truncation 0.2" in said and "kept the 2 largest of" in said
-    assert len(o3d.io.read_triangle_mesh(str(output)).triangles) > 100
+    made = o3d.io.read_triangle_mesh(str(output))
+    assert len(made.triangles) > 100 and np.abs(np.asarray(made.vertices) - [5e5, 5e6, 300]).max() < 9
     given: list[Any] = []
     usual, models.run_tool = models.run_tool, lambda *arguments: given.append(arguments[2])
     try:

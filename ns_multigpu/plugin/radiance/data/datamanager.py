@@ -15,6 +15,7 @@ from nerfstudio.model_components.ray_generators import RayGenerator
 from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.capture.coordinate_offset import OffsetOption
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.launch.process_world import get_world
 from ns_multigpu.plugin.radiance.data.device_inputs import StepInputs
@@ -29,7 +30,7 @@ _SAMPLES_A_RAY = 16
 
 
 @dataclass
-class RadianceDataManagerConfig(VanillaDataManagerConfig):
+class RadianceDataManagerConfig(VanillaDataManagerConfig, OffsetOption):
     """Options of nerfstudio's ray datamanager."""
 
     _target: type = field(default_factory=lambda: RadianceDataManager)
