@@ -330,12 +330,18 @@ def with_present_names(words: Sequence[str]) -> list[str]:
     return present
 
 
+def docs_folder() -> Path:
+    """Return the folder of the pages that messages name: of the installed package, or of the repository."""
+    package = Path(__file__).parent
+    return next(path for path in (package / "docs", package.parent / "docs") if path.is_dir())
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run a subcommand. Invalid input prints a one-line error and exits with code 1."""
     words = with_present_names(sys.argv[1:] if args is None else args)
     try:
         tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="ns-multigpu", description="Tools of ns_multigpu.", args=words
+            COMMANDS, prog="ns-multigpu", description=f"Tools of ns_multigpu. Pages: {docs_folder()}", args=words
         )
     except (ValueError, OSError, RuntimeError) as error:
         print(f"ns-multigpu: error: {error}", file=sys.stderr)
