@@ -34,10 +34,10 @@ _OWN = re.compile(
 _OF_THE_START = re.compile(
     # Of a process and its files, and how a run is begun, followed and looked at.
     r"machine\.(?!seed$)|timestamp$|viewer\.|vis$|logging\.|(?:experiment|project|method)_name$|prompt$|.*base_dir$"
-    r"|load_|.*(?:data|_dir|_target)$|start_over$|verbose$|max_restarts$|stall_|save_"
+    r"|load_|.*(?:data|_dir|_target|load_ply)$|start_over$|verbose$|max_restarts$|stall_|save_"
     r"|steps_per_|keep_|eval_at_|fused_"
 )
-_PLACES = re.compile(r"(?:.*\.)?(?:data|output_dir|relative_model_dir|load_dir|load_checkpoint|load_config)$")
+_PLACES = re.compile(r"(?:.*\.)?(?:data|output_dir|relative_model_dir|load_dir|load_checkpoint|load_config|load_ply)$")
 """Paths: machines may keep the same thing in different places, so only whether one is given is compared."""
 
 
