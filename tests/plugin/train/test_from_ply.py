@@ -190,7 +190,8 @@ def run(world: World, folder: Path, method: str, strategy: str) -> dict[str, Any
     """Return the points that a run begins with, by place, those on this rank, and its points after training."""
     trainer = start(world, folder / "capture", folder / method / str(world.size) / str(world.rank), 3, method=method,
         strategy=strategy, load_ply=folder / "model.ply", sh_degree=2)  # fmt: skip
-    prefix, model = "model/gauss_params.", trainer.pipeline.model
+    prefix = "model/gauss_params."
+    model: Any = trainer.pipeline.model
     first = {name.removeprefix(prefix): value for name, value in whole(trainer, world).items() if prefix in name}
     here, degree = model.num_points, trainer.pipeline.model.primitive(depth=False).sh_degree
     model.step = 8
@@ -227,7 +228,8 @@ def test_a_run_begins_from_a_file_in_the_captures_frame(tmp_path: Path) -> None:
     outputs = trainer.pipeline.datamanager.train_dataparser_outputs
     expected = moved(points(), outputs.dataparser_transform, float(outputs.dataparser_scale))
     assert outputs.dataparser_scale != 1 and not torch.equal(outputs.dataparser_transform[:, :3], torch.eye(3))
-    assert_same(dict(trainer.pipeline.model.gauss_params.items()), expected)
+    model: Any = trainer.pipeline.model
+    assert_same(dict(model.gauss_params.items()), expected)
 
 
 def test_a_run_that_resumes_does_not_need_it(tmp_path: Path) -> None:
@@ -240,4 +242,5 @@ def test_a_run_that_resumes_does_not_need_it(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         start(*here, tmp_path / "again", 6, load_ply=file)
     resumed = start(*here, tmp_path / "resumed", 8, load_ply=file, load_checkpoint=middle_of(first))
-    assert resumed._start_step == 5 and resumed.pipeline.model.config.sh_degree_interval == 1
+    model: Any = resumed.pipeline.model
+    assert resumed._start_step == 5 and model.config.sh_degree_interval == 1
