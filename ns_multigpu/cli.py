@@ -103,11 +103,12 @@ def export(
     obb_rotation: tuple[float, float, float] | None = None,
     obb_scale: tuple[float, float, float] | None = None,
 ) -> None:
-    """Write a run's Gaussians to one file, without holding the model: .ply as ns-export gaussian-splat, or .splat.
+    """Write a run's Gaussians to one file: .ply as ns-export gaussian-splat, .splat or .spz.
 
     Args:
         load_config: config.yml in the run's folder.
-        output_path: File to write: NAME.ply, or NAME.splat for browsers, an eighth of the size and without harmonics.
+        output_path: File to write: NAME.ply, or for browsers NAME.splat, an eighth of the size and without harmonics;
+            NAME.spz, of the same size with harmonics, by the program splat-transform.
         step: Step of the checkpoint; by default the newest.
         overwrite: Replace the file if it exists.
         color: Colours of a PLY: spherical harmonics, or plain red, green and blue.
@@ -119,19 +120,22 @@ def export(
 
     from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
     from ns_multigpu.plugin.export.splat import export_splat
+    from ns_multigpu.plugin.export.spz import export_spz
 
     box = (obb_center, obb_rotation, obb_scale)
-    if output_path.suffix not in (".ply", ".splat"):
-        raise ValueError(f"--output-path {output_path}: give the name of a .ply or .splat file.")
-    if output_path.suffix == ".splat" and color != "sh_coeffs":
-        raise ValueError("--color: a .splat file has plain colours in any case. Leave it out.")
+    suffix = output_path.suffix
+    if suffix not in (".ply", ".splat", ".spz"):
+        raise ValueError(f"--output-path {output_path}: give the name of a .ply, .splat or .spz file.")
+    if suffix != ".ply" and color != "sh_coeffs":
+        raise ValueError(f"--color is of .ply files: leave it out for a {suffix} file.")
     if None in box and any(part is not None for part in box):
         raise ValueError("A box takes all three: --obb-center, --obb-rotation and --obb-scale.")
     crop = None if None in box else OrientedBox.from_params(*box)  # pyright: ignore[reportArgumentType]
     checkpoint = run_checkpoint(load_config, step)
     progress = functools.partial(_progress, description="Writing Gaussians")
-    if output_path.suffix == ".splat":
-        kept, total = export_splat(checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop)
+    if suffix != ".ply":
+        write = export_spz if suffix == ".spz" else export_splat
+        kept, total = write(checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop)
     else:
         kept, total = export_ply(
             checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb"
