@@ -104,11 +104,12 @@ def export(
     obb_scale: tuple[float, float, float] | None = None,
     save_world_frame: bool = False,
 ) -> None:
-    """Write a run's Gaussians to one file, without holding the model: .ply as ns-export gaussian-splat, or .splat.
+    """Write a run's Gaussians to one file: .ply as ns-export gaussian-splat, .splat or .spz.
 
     Args:
         load_config: config.yml in the run's folder.
-        output_path: File to write: NAME.ply, or NAME.splat for browsers, an eighth of the size and without harmonics.
+        output_path: File to write: NAME.ply, or for browsers NAME.splat, an eighth of the size and without harmonics;
+            NAME.spz, of the same size with harmonics, by the program splat-transform.
         step: Step of the checkpoint; by default the newest.
         overwrite: Replace the file if it exists.
         color: Colours of a PLY: spherical harmonics, or plain red, green and blue.
@@ -122,23 +123,26 @@ def export(
 
     from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
     from ns_multigpu.plugin.export.splat import export_splat
+    from ns_multigpu.plugin.export.spz import export_spz
     from ns_multigpu.plugin.export.world_frame import WorldFrame
 
     box = (obb_center, obb_rotation, obb_scale)
-    if output_path.suffix not in (".ply", ".splat"):
-        raise ValueError(f"--output-path {output_path}: give the name of a .ply or .splat file.")
-    if output_path.suffix == ".splat" and color != "sh_coeffs":
-        raise ValueError("--color: a .splat file has plain colours in any case. Leave it out.")
-    if output_path.suffix == ".splat" and save_world_frame:
-        raise ValueError("--save-world-frame: a .splat file has float32 positions, for viewers. Write a .ply.")
+    suffix = output_path.suffix
+    if suffix not in (".ply", ".splat", ".spz"):
+        raise ValueError(f"--output-path {output_path}: give the name of a .ply, .splat or .spz file.")
+    if suffix != ".ply" and color != "sh_coeffs":
+        raise ValueError(f"--color is of .ply files: leave it out for a {suffix} file.")
+    if suffix != ".ply" and save_world_frame:
+        raise ValueError(f"--save-world-frame is of .ply files: a {suffix} file has no float64 positions.")
     if None in box and any(part is not None for part in box):
         raise ValueError("A box takes all three: --obb-center, --obb-rotation and --obb-scale.")
     crop = None if None in box else OrientedBox.from_params(*box)  # pyright: ignore[reportArgumentType]
     checkpoint = run_checkpoint(load_config, step)
     frame = WorldFrame.of_run(load_config) if save_world_frame else None
     progress = functools.partial(_progress, description="Writing Gaussians")
-    if output_path.suffix == ".splat":
-        kept, total = export_splat(checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop)
+    if suffix != ".ply":
+        write = export_spz if suffix == ".spz" else export_splat
+        kept, total = write(checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop)
     else:
         kept, total = export_ply(
             checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb", frame=frame
@@ -341,12 +345,18 @@ def with_present_names(words: Sequence[str]) -> list[str]:
     return present
 
 
+def docs_folder() -> Path:
+    """Return the folder of the pages that messages name: of the installed package, or of the repository."""
+    package = Path(__file__).parent
+    return next(path for path in (package / "docs", package.parent / "docs") if path.is_dir())
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run a subcommand. Invalid input prints a one-line error and exits with code 1."""
     words = with_present_names(sys.argv[1:] if args is None else args)
     try:
         tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="ns-multigpu", description="Tools of ns_multigpu.", args=words
+            COMMANDS, prog="ns-multigpu", description=f"Tools of ns_multigpu. Pages: {docs_folder()}", args=words
         )
     except (ValueError, OSError, RuntimeError) as error:
         print(f"ns-multigpu: error: {error}", file=sys.stderr)

@@ -90,13 +90,6 @@ def test_locked_versions_are_within_the_bounds() -> None:
         assert one.specifier.contains(version), f"{one} does not allow the locked {version}"
 
 
-def test_all_native_sources_are_packaged() -> None:
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]["cuda_ext"]
-    packaged = {path for pattern in patterns for path in (ROOT / "cuda_ext").glob(pattern)}
-    sources = {path for path in (ROOT / "cuda_ext" / "csrc").rglob("*") if path.is_file()}
-    assert sources and sources <= packaged, sorted(map(str, sources - packaged))
-
-
 FOLDERS = (*PACKAGES, "tests", "demo", "examples", "tools")
 
 

@@ -16,6 +16,7 @@ _TYPES = {
 }  # fmt: skip
 _ORDERS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"}
 _END = b"end_header"
+_LONGEST_HEADER = 1 << 16
 
 
 def read_ply(path: Path) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
@@ -40,6 +41,26 @@ def read_ply(path: Path) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
         return xyz, np.zeros((0, 3), np.uint8)
     rgb = np.stack([rows[name] for name in ("red", "green", "blue")], axis=-1)
     return xyz, rgb if rgb.dtype == np.uint8 else (rgb.astype(np.float64).clip(0, 1) * 255).round().astype(np.uint8)
+
+
+def map_ply(path: Path) -> NDArray[Any]:
+    """Return the vertices of a binary file as records [n], memory-mapped: only rows that are used are read.
+
+    Raises:
+        Damaged: the file is no .ply, is text, ends too early, or has no vertices with x, y and z.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        head = file.read(_LONGEST_HEADER)
+    end = head.find(b"\n", head.find(_END))
+    if not head.startswith(b"ply") or _END not in head or end < 0:
+        raise Damaged(f"{path}: it is no .ply file, or is truncated in its header")
+    order, count, kind = _header(path, head[:end].decode("latin1").splitlines())
+    if order == "":
+        raise Damaged(f"{path}: it is text. Give a binary .ply file")
+    if (whole := (path.stat().st_size - end - 1) // kind.itemsize) < count:
+        raise Damaged(f"{path}: it is truncated: it ends in point {whole + 1} of {count}")
+    return np.memmap(path, kind, "r", end + 1, (count,)) if count else np.empty(0, kind)
 
 
 def _header(path: Path, lines: list[str]) -> tuple[str, int, np.dtype[Any]]:

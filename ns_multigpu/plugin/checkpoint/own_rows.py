@@ -4,7 +4,7 @@ With the same number of ranks and the same placement, each rank loads the rows i
 Otherwise points are distributed as at the start, in their order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,22 @@ def own_rows(pipeline: Mapping[str, Any], models: Path | None, placement: Placem
     def positions() -> Tensor:
         return pipeline[POINTS + POSITION] if points is None else points.read([POSITION], by_place)[POSITION]
 
+    return rows_at_start(by_place, positions, placement, world)
+
+
+def rows_at_start(
+    by_place: range | Tensor, positions: Callable[[], Tensor], placement: Placement, world: World
+) -> OwnRows:
+    """Return the rows that a placement assigns to this rank, as at the start of a run. Every rank calls it.
+
+    Args:
+        by_place: [N] int64 on the CPU, or a range: row of the file at each place.
+        positions: returns [N, 3] positions by place, on demand.
+
+    Raises:
+        ValueError: the placement cannot distribute these points over these ranks.
+    """
+    total = len(by_place)
     shares = checked_shares(placement, placement.shares(total, positions, world.size), total, world.size)
     sizes, mine = [len(share) for share in shares], shares[world.rank]
     if placement.in_ranges and isinstance(by_place, range):

@@ -7,10 +7,14 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import cuda_ext
+import ns_multigpu
+import strategies
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
@@ -18,7 +22,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 Manifest = dict[str, str]
 """Start of a rank: "option ...", "version ..." and "source ..." mapped to a short text each."""
 
-_PACKAGES = ("ns_multigpu", "strategies", "cuda_ext")
+_PACKAGES: tuple[ModuleType, ...] = (ns_multigpu, strategies, cuda_ext)
 _SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 _DISTRIBUTIONS = ("torch", "nerfstudio", "gsplat", "numpy")
 
@@ -30,10 +34,10 @@ _OWN = re.compile(
 _OF_THE_START = re.compile(
     # Of a process and its files, and how a run is begun, followed and looked at.
     r"machine\.(?!seed$)|timestamp$|viewer\.|vis$|logging\.|(?:experiment|project|method)_name$|prompt$|.*base_dir$"
-    r"|load_|.*(?:data|_dir|_target)$|start_over$|verbose$|max_restarts$|stall_|save_"
+    r"|load_|.*(?:data|_dir|_target|load_ply)$|start_over$|verbose$|max_restarts$|stall_|save_"
     r"|steps_per_|keep_|eval_at_|fused_|pipeline\.datamanager\.offset$"
 )
-_PLACES = re.compile(r"(?:.*\.)?(?:data|output_dir|relative_model_dir|load_dir|load_checkpoint|load_config)$")
+_PLACES = re.compile(r"(?:.*\.)?(?:data|output_dir|relative_model_dir|load_dir|load_checkpoint|load_config|load_ply)$")
 """Paths: machines may keep the same thing in different places, so only whether one is given is compared."""
 
 
@@ -47,12 +51,12 @@ def manifest_of(config: Any) -> Manifest:
     result["version python"] = platform.python_version()
     for name in _DISTRIBUTIONS:
         result[f"version {name}"] = metadata.version(name)
-    for name in _PACKAGES:
-        folder = Path(str(import_module(name).__file__)).parent
+    for package in _PACKAGES:
+        folder = Path(str(package.__file__)).parent
         for path in sorted(folder.rglob("*")):
             if path.suffix in _SOURCES and path.is_file():
                 text = path.read_bytes()
-                result[f"source {name}/{path.relative_to(folder)}"] = hashlib.sha1(text).hexdigest()[:12]
+                result[f"source {package.__name__}/{path.relative_to(folder)}"] = hashlib.sha1(text).hexdigest()[:12]
     return result
 
 

@@ -24,7 +24,7 @@ class Only:
 
     Attributes:
         option: the other's name on the command line, with underscores and without leading dashes.
-        values: those with which the marked option has an effect.
+        values: those with which the marked option has an effect; none if any value but the default None does.
     """
 
     option: str
@@ -72,8 +72,12 @@ def _hide(kind: type, config: Any, asked: dict[str, str]) -> None:
     hints: dict[str, Any] = vars(kind).get("__annotations__", {})
     for name, hint in hints.items():
         marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Only)]
-        if any(_value(config, asked, mark.option) not in mark.values for mark in marks):
+        if not all(_applies(mark, _value(config, asked, mark.option)) for mark in marks):
             hints[name] = tyro.conf.Suppress[hint]
+
+
+def _applies(mark: Only, value: str | None) -> bool:
+    return value in mark.values if mark.values else value not in (None, "None")
 
 
 def _value(config: Any, asked: dict[str, str], option: str) -> str | None:

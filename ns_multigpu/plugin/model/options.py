@@ -1,6 +1,7 @@
 """Splatfacto's options, and those of MCMC added."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -14,6 +15,7 @@ from ns_multigpu.primitives.registry import FIRST, PrimitiveName
 _CONVEX = Only("pipeline.model.primitive", "convex")
 _FLAT = Only("pipeline.model.primitive", "2dgs")
 _MCMC = Only("pipeline.model.densifier", "mcmc")
+_FROM_FILE = Only("load_ply")
 _SHARDED = Only("pipeline.strategy", "tile", "locality")
 
 
@@ -86,6 +88,12 @@ class SplatModelConfig(SplatfactoModelConfig):
     mcmc_picks: Annotated[Literal["opacity", "gradient", "both"], _MCMC] = "opacity"
     """With mcmc, where relocated and added Gaussians go: onto those of high opacity, as in the paper; onto those of
     steep gradients on screen, which default densification would split; or by the product of both."""
+    load_ply: Annotated[Path | None, tyro.conf.arg(prefix_name=False)] = None
+    """PLY file of Gaussians that a new run begins from, instead of seed points: ns-export's, ours, Inria's or gsplat's.
+    Each GPU reads its own part. All harmonics are drawn from the start. See docs/use/data.md#begin-from-a-ply-file."""
+    load_ply_frame: Annotated[Literal["run", "capture"], tyro.conf.arg(prefix_name=False), _FROM_FILE] = "run"
+    """With load-ply, the file's frame: "run", that of exports of runs with the same capture and dataparser options;
+    "capture", that of the capture's files, as Inria's trainer writes it."""
     initial_opacity: float = 0.1
     """Opacity of the Gaussians that training starts from."""
     initial_scale: float = 1.0

@@ -1,5 +1,7 @@
 """Properties of a model whose points are sharded over the ranks."""
 
+from collections.abc import Mapping
+
 import torch
 from nerfstudio.models.splatfacto import SplatfactoModel
 from torch import Tensor
@@ -59,11 +61,22 @@ class ShardedPoints(SplatfactoModel):
         if not placement.in_ranges:
             places = torch.arange(own.start, own.stop) if isinstance(own, range) else own
             places = places.to(means.device)
-        self.shard_index = ShardIndex(placement)
-        for name, value in list(self.gauss_params.items()):
-            self.gauss_params[name] = torch.nn.Parameter(value.detach()[mine])
-        self.shard_index.hold(places, self.gauss_params[POSITION], [len(share) for share in shares])
-        self.shard_world = world
+        rows = {name: value.detach()[mine] for name, value in self.gauss_params.items()}
+        self.hold_rows(rows, placement, places, [len(share) for share in shares], world)
+
+    def hold_rows(
+        self, params: Mapping[str, Tensor], placement: Placement, places: Tensor | None, counts: list[int], world: World
+    ) -> None:
+        """Replace the points by this rank's shard.
+
+        Args:
+            params: parameters of this rank's points.
+            places: [N] int64, their places in the whole model; None if each rank holds a range.
+            counts: points of each rank.
+        """
+        self.gauss_params.update({name: torch.nn.Parameter(value) for name, value in params.items()})
+        self.shard_index, self.shard_world = ShardIndex(placement), world
+        self.shard_index.hold(places, self.gauss_params[POSITION], counts)
         self.count_shards()
 
     def count_shards(self) -> None:

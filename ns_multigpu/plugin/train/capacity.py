@@ -89,7 +89,7 @@ def choose_cap(model: Any, cameras: Any) -> None:
     cap.
 
     Args:
-        model: a `SplatModel` that holds all points that training starts from. cameras: the training views'.
+        model: a `SplatModel` with the points that training starts from. cameras: the training views'.
 
     Raises:
         InputError: `gs_per_seed` is below 1.
@@ -101,7 +101,7 @@ def choose_cap(model: Any, cameras: Any) -> None:
         return
     count = 0 if options.random_init or seeds is None else len(seeds[0])
     pixels = int((cameras.width.long() * cameras.height.long()).sum())
-    model.chosen_cap = chosen_cap(model.num_points, count, pixels, options.gs_per_seed)
+    model.chosen_cap = chosen_cap(model.total_points, count, pixels, options.gs_per_seed)
     options.max_gaussians = model.chosen_cap.points
 
 

@@ -45,6 +45,7 @@ from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.render.spiral import let_spirals_begin
 from ns_multigpu.plugin.train.capacity import choose_cap
 from ns_multigpu.plugin.train.exposure_choice import choose_exposure
+from ns_multigpu.plugin.train.from_ply import begin_from_ply
 from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
 from ns_multigpu.plugin.train.strategy import strategy_of
 from ns_multigpu.primitives.registry import titled
@@ -165,6 +166,8 @@ class DistributedPipeline(RunPipeline):
         checks.check_strategy(config.strategy, STRATEGIES)
         if self.trains:
             check_primitive(config.model, config.strategy)
+        if config.model.load_ply is not None:
+            config.model.sh_degree_interval = 1  # the file's colours have all harmonics
         checks.check_views_per_rank(config.views_per_rank)
         self.strategy = strategy_of(config, self.world)
         sharded = not self.strategy.placement.replicated
@@ -199,8 +202,12 @@ class DistributedPipeline(RunPipeline):
         checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
         if note := times_note(config.model.primitive, self.datamanager.train_dataset.cameras):
             CONSOLE.print(note, soft_wrap=True)
+        self.strategy.placement.look(self._training_views)
         seeds = self.model.seed_points
-        if (seeds is None or len(seeds[0]) == 0) and not config.model.random_init:
+        if config.model.load_ply is not None and config.resumed_from is None:
+            outputs = self.datamanager.train_dataparser_outputs
+            begin_from_ply(self.model, outputs, self.strategy.placement, self.world)
+        elif (seeds is None or len(seeds[0]) == 0) and not config.model.random_init:
             CONSOLE.print(
                 f"The capture has no seed points: training begins with {self.model.num_points:,} random Gaussians, "
                 "as Splatfacto's does (--pipeline.model.num-random and random-scale say how many, and where).",
@@ -208,9 +215,8 @@ class DistributedPipeline(RunPipeline):
             )
         choose_cap(self.model, self.datamanager.train_dataset.cameras)
         choose_exposure(self.model, self.datamanager, self.world)
-        checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gaussians)
-        self.strategy.placement.look(self._training_views)
-        if sharded:
+        checks.check_cap(self.model.total_points, config.model.densifier, config.model.max_gaussians)
+        if sharded and not self.model.sharded:
             self.model.hold_shard(self.strategy.placement, self.world)
 
     def _training_views(self) -> list[View]:

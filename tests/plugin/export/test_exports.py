@@ -109,8 +109,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "a.ply", "--color", "rgb"
     )
     assert b"property uchar red" in (tmp_path / "a.ply").read_bytes()[:600]
-    assert "give the name of a .ply or .splat" in run("a.spz")
-    assert "plain colours in any case" in run("b.splat", "--color", "rgb")
+    assert "give the name of a .ply, .splat or .spz" in run("a.ksplat")
+    assert "--color is of .ply files" in run("b.splat", "--color", "rgb")
     assert "A box takes all three" in run("b.ply", "--obb-center", "0", "0", "0")
     assert "exists already" in run("a.splat") and "exists already" in run("a.ply")
     nowhere = ("--obb-center", "90", "0", "0", *box[4:])

@@ -131,7 +131,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "Wrote" in run("a.ply", "--save-world-frame") and "Wrote" in run("b.ply")
     world, model = read(tmp_path / "a.ply"), read(tmp_path / "b.ply")
     assert np.abs(np.median(world["y"]) - UTM[1]) < 100 and model["y"].dtype == np.float32
-    assert ".splat file has float32 positions" in run("c.splat", "--save-world-frame")
+    assert "a .splat file has no float64 positions" in run("c.splat", "--save-world-frame")
     file = tmp_path / "dataparser_transforms.json"
     file.write_text(json.dumps({"transform": np.diag([1.0, 2.0, 1.0, 0.0])[:3].tolist(), "scale": 1.0}))
     assert "is no rotation" in run("c.ply", "--save-world-frame")

@@ -26,7 +26,7 @@ SPECS = {
         methods.nerfacto_xl,
     )
 }  # fmt: skip
-MOST = 45
+MOST = 46
 """Options of ours that a method may show."""
 
 
@@ -73,7 +73,7 @@ GUARDS = """steps-per-checksum save-on-interrupt max-restarts stall-seconds stal
 RUN = "eval-at-start max-num-images save-in-background save-fallback-dir save-retry-seconds"
 RATES = "recipe batch-scaling rates-at-end rates-fall-from"
 VIEWS = "pipeline.strategy pipeline.views-per-rank pipeline.views-per-step pipeline.level-steps"
-IMAGES = "pipeline.datamanager.image-memory-gb"
+IMAGES = "pipeline.datamanager.image-memory-gb load-ply"
 MODEL = """primitive depth-loss depth-loss-start exposure optimizer-state densifier morton-order max-gs-num
     max-gaussians initial-opacity initial-scale"""
 SPLATS = f"{GUARDS} {RUN} {RATES} {VIEWS} {IMAGES} {' '.join('pipeline.model.' + name for name in MODEL.split())}"
@@ -126,6 +126,11 @@ def test_help_shows_the_option_that_an_option_depends_on(value: str, ours: Any) 
     more = [name.removeprefix("pipeline.model.") for name in found if name not in usual]
     assert sorted(name for name in more if not name.startswith("optimizers.")) == sorted(ONLY[value].split())
     assert set(usual) <= set(found)
+
+
+def test_help_shows_the_frame_of_a_file_if_there_is_one(ours: Any) -> None:
+    usual, found = ours("splatfacto-batch"), ours("splatfacto-batch", "--load-ply", "model.ply")
+    assert set(found) - set(usual) == {"load-ply-frame"}
 
 
 def test_help_shows_the_strategies_of_an_option(ours: Any) -> None:
