@@ -24,8 +24,12 @@ _NAMES = (
     "SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV", "OPENCV_FISHEYE", "FULL_OPENCV", "FOV",
     "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "THIN_PRISM_FISHEYE",
 )  # fmt: skip
-READABLE = _NAMES[:6]
-"""Camera models that nerfstudio's parser supports."""
+_FISHEYE = ("OPENCV_FISHEYE", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE")
+READABLE = (*_NAMES[:5], *_FISHEYE)
+"""Camera models that can be read."""
+_UNDISTORT = (
+    "Convert the capture: colmap image_undistorter --image_path images --input_path sparse/0 --output_path FOLDER"
+)
 
 _IMAGE, _POINT = struct.Struct("<i7di"), struct.Struct("<Q3d3BdQ")
 _CAMERA, _COUNT = struct.Struct("<iiQQ"), struct.Struct("<Q")
@@ -76,6 +80,10 @@ class Damaged(Exception):
     """A file that ends too early or holds invalid values."""
 
 
+class _UnknownModel(Damaged):
+    """A camera model of a newer COLMAP."""
+
+
 def look_at(folder: Path) -> Reconstruction:
     """Read a reconstruction's views as nerfstudio does (cameras and images: .txt before .bin; points: .bin before
     .txt).
@@ -103,7 +111,7 @@ def look_at(folder: Path) -> Reconstruction:
         for number, (model, width, height, _) in cameras.items():
             if model not in READABLE:
                 found.problems.append(
-                    f"{path}: camera {number} is of the model {model}; {', '.join(READABLE)} can be read"
+                    f"{path}: camera {number} is of the model {model}; {', '.join(READABLE)} can be read. {_UNDISTORT}"
                 )
             if min(width, height) < 1:
                 found.problems.append(f"{path}: camera {number} is {width}x{height} pixels")
@@ -113,6 +121,8 @@ def look_at(folder: Path) -> Reconstruction:
         images = _images_text(path) if text else _images_binary(path)
         if not images:
             raise Damaged("it lists no images")
+        if len({cameras[camera][0] in _FISHEYE for _, camera, _ in images.values() if camera in cameras}) > 1:
+            found.problems.append(f"{path}: some images have fisheye cameras and some have not. {_UNDISTORT}")
         for _, (name, camera, pose) in sorted(images.items()):
             if not all(map(math.isfinite, pose)):
                 found.problems.append(f"{name}: its pose is NaN or infinite")
@@ -172,6 +182,8 @@ def _reported(found: Reconstruction, path: Path) -> Iterator[Path]:
             f"{path}: its names are not in UTF-8 ({error.object[error.start : error.start + 8]!r}): give the images "
             "names of ASCII letters and run COLMAP again"
         )
+    except _UnknownModel as error:
+        found.problems.append(f"{path}: {error}. {_UNDISTORT}")
     except (Damaged, ValueError, IndexError) as error:
         found.problems.append(f"{path}: {error}. Copy it again, or run COLMAP again")
 
@@ -206,7 +218,7 @@ def _cameras_binary(path: Path) -> dict[int, _Camera]:
                 raise _cut("camera", number, count)
             camera, model, width, height = _CAMERA.unpack_from(data, place)
             if model not in _PARAMETERS:
-                raise Damaged(f"camera {camera} is of a model that is unknown, number {model}")
+                raise _UnknownModel(f"camera {camera} is of an unknown model, number {model}")
             first = place + _CAMERA.size
             place = first + 8 * _PARAMETERS[model]
             if place > len(data):
@@ -285,8 +297,10 @@ def _cameras_text(path: Path) -> dict[int, _Camera]:
     for words in _lines(path):
         if not words:
             continue
-        if len(words) < 5 or words[1] not in _NAMES:
+        if len(words) < 5 or words[1].isdigit():
             raise Damaged(f"this line is no camera: {' '.join(words)[:60]!r}")
+        if words[1] not in _NAMES:
+            raise _UnknownModel(f"camera {words[0]} is of an unknown model, {words[1]}")
         if len(words) - 4 < _PARAMETERS[_NAMES.index(words[1])]:
             raise Damaged(f"it is truncated: camera {words[0]} lacks parameters")
         cameras[int(words[0])] = (words[1], int(words[2]), int(words[3]), _lens(words[1], [*map(float, words[4:])]))
