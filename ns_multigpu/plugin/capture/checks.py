@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.types import SSIM_HALO
 from ns_multigpu.plugin.capture.split_lists import missing_list
 from ns_multigpu.plugin.faults.errors import InputError
 
@@ -138,6 +139,30 @@ def list_problems(names: Sequence[Path], cameras: Cameras, masks: Sequence[Path]
         if len(indices) > 1 and not torch.allclose(poses, poses[:1].expand_as(poses), equal_nan=True):
             lines.append(f"{name}: listed {len(indices)} times, with different poses")
     return lines
+
+
+def small_problems(sizes: Sequence[tuple[int, int]], names: Sequence[Path], model: Any) -> list[str]:
+    """Check that images are not smaller than SSIM's window at the resolution that training begins with.
+
+    Args:
+        sizes: (width, height) of each image.
+        names: of the images.
+        model: the model's configuration; the check is for those with SSIM in their loss.
+    """
+    if getattr(model, "ssim_lambda", 0) == 0:
+        return []
+    least = (2 * SSIM_HALO + 1) * 2**model.num_downscales
+    small = [(*size, name) for size, name in zip(sizes, names, strict=True) if min(size) < least]
+    if not small:
+        return []
+    width, height, name = min(small, key=lambda row: min(row[:2]))
+    halvings = (min(width, height) // (2 * SSIM_HALO + 1)).bit_length() - 1
+    remedy = "ssim-lambda 0" if halvings < 0 else f"num-downscales {halvings}"
+    return [
+        f"{len(small)} image(s) have fewer than {least} pixels each way, which the loss (SSIM) needs with "
+        f"--pipeline.model.num-downscales {model.num_downscales}: {name} has {width}x{height}. Give larger images, or "
+        f"--pipeline.model.{remedy}"
+    ]
 
 
 def transforms_problems(data: Path) -> list[str]:

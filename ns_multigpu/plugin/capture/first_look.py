@@ -21,7 +21,7 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, Nerfst
 from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
 from numpy.typing import NDArray
 
-from ns_multigpu.plugin.capture.checks import transforms_notes, transforms_problems
+from ns_multigpu.plugin.capture.checks import small_problems, transforms_notes, transforms_problems
 from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at, view_count
 from ns_multigpu.plugin.capture.image_files import Header, header_size, is_all_black, missing_file, read_header
 from ns_multigpu.plugin.capture.ply import read_ply
@@ -65,11 +65,14 @@ class _Image:
     size: tuple[int, int]
 
 
-def first_look(datamanager: Any, *, tracks: bool = False, allow_unseen_points: bool = False) -> Findings:
+def first_look(
+    datamanager: Any, model: Any = None, *, tracks: bool = False, allow_unseen_points: bool = False
+) -> Findings:
     """Check a capture in COLMAP's or nerfstudio's format; captures of other formats are not checked.
 
     Args:
         datamanager: the configuration of nerfstudio's full-image datamanager.
+        model: the model's configuration; None to leave out what depends on it.
         tracks: True if observations are needed (see `tracks`).
         allow_unseen_points: note points that views do not see, instead of reporting a problem.
     """
@@ -91,6 +94,7 @@ def first_look(datamanager: Any, *, tracks: bool = False, allow_unseen_points: b
     if not found.problems and tracks:
         found.problems += [f"{OPTION}: {line}" for line in track_problems(parser)]
     if not found.problems:
+        found.problems += small_problems([image.size for image in images], [image.path for image in images], model)
         _look_at_images(images, found)
     return found
 

@@ -12,10 +12,13 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataPars
 from PIL import Image
 
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.capture.checks import small_problems
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.first_look import PLACES, Findings, find_reconstruction, first_look
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.model.options import SplatModelConfig
+from ns_multigpu.plugin.radiance.field.model import NerfactoXLModelConfig
 from tests.lib import captures
 from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_capture, write_images, write_text
 
@@ -357,3 +360,32 @@ def test_names_with_spaces_in_a_text_model(tmp_path: Path) -> None:
     data = manager(tmp_path, downscale_factor=1)
     data.check_capture()
     assert {path.name for path in data.train_dataset.image_filenames} < {shot.name for shot in shots()}
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "remedy"),
+    [
+        ((44, 60), {}, None),
+        ((60, 43), {}, "num-downscales 1"),
+        ((21, 60), {}, "num-downscales 0"),
+        ((9, 60), {}, "ssim-lambda 0"),
+        ((9, 60), {"ssim_lambda": 0.0}, None),
+        ((11, 60), {"num_downscales": 0}, None),
+        ((10, 60), {"num_downscales": 0}, "ssim-lambda 0"),
+    ],
+)
+def test_images_smaller_than_ssims_window(size: tuple[int, int], options: dict[str, Any], remedy: str | None) -> None:
+    sizes, names = [(100, 100), size], [Path("large.jpg"), Path("small.jpg")]
+    problems = small_problems(sizes, names, SplatModelConfig(**options))
+    assert [line.rpartition("--pipeline.model.")[2] for line in problems] == ([remedy] if remedy else [])
+    assert all(
+        "1 image(s) have fewer than" in line and f"small.jpg has {size[0]}x{size[1]}" in line for line in problems
+    )
+    assert small_problems(sizes, names, NerfactoXLModelConfig()) == []
+
+
+def test_small_images_are_refused_before_workers_start(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    config = DistributedDataManagerConfig(dataparser=ColmapDataParserConfig(data=tmp_path, colmap_path=PLACES[1]))
+    (problem,) = first_look(config, SplatModelConfig()).problems
+    assert "num-downscales 2: " in problem and first_look(config, SplatModelConfig(num_downscales=1)).problems == []
