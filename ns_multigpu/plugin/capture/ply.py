@@ -14,6 +14,7 @@ _TYPES = {
     "double": "f8", "int8": "i1", "uint8": "u1", "int16": "i2", "uint16": "u2", "int32": "i4", "uint32": "u4",
     "float32": "f4", "float64": "f8",
 }  # fmt: skip
+_COLOURS = (("red", "green", "blue"), ("diffuse_red", "diffuse_green", "diffuse_blue"), ("r", "g", "b"))
 _ORDERS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"}
 _END = b"end_header"
 
@@ -21,7 +22,7 @@ _END = b"end_header"
 def read_ply(path: Path) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
     """Return the positions [n, 3] of a file's vertices, and their colours [n, 3] or [0, 3] if it has none.
 
-    Colours that are not bytes are taken as fractions of white.
+    Colours that are not bytes are scaled: numbers up to 1, 255 or 65535 are white.
 
     Raises:
         Damaged: the file is no .ply, ends too early, or has no vertices with x, y and z.
@@ -36,10 +37,18 @@ def read_ply(path: Path) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
     rows = _text_rows(path, bytes(body), count, kind) if order == "" else _binary_rows(path, body, count, kind)
     names = kind.names or ()
     xyz = np.stack([rows[axis].astype(np.float64) for axis in "xyz"], axis=-1)
-    if not {"red", "green", "blue"} <= set(names):
+    channels = next((found for found in _COLOURS if {*found} <= {*names}), None)
+    if channels is None or count == 0:
         return xyz, np.zeros((0, 3), np.uint8)
-    rgb = np.stack([rows[name] for name in ("red", "green", "blue")], axis=-1)
-    return xyz, rgb if rgb.dtype == np.uint8 else (rgb.astype(np.float64).clip(0, 1) * 255).round().astype(np.uint8)
+    rgb = np.stack([rows[name] for name in channels], axis=-1)
+    return xyz, rgb if rgb.dtype == np.uint8 else _bytes(rgb)
+
+
+def _bytes(rgb: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return colours [n, 3] of numbers up to 1 (if they are fractions), 255 or 65535 as bytes."""
+    most = 1 if rgb.dtype.kind == "f" else 255
+    white = next((white for white in (1, 255) if most <= white and rgb.max() <= white), 65535)
+    return (rgb.astype(np.float64).clip(0, white) * (255 / white)).round().astype(np.uint8)
 
 
 def _header(path: Path, lines: list[str]) -> tuple[str, int, np.dtype[Any]]:
@@ -78,6 +87,6 @@ def _text_rows(path: Path, body: bytes, count: int, kind: np.dtype[Any]) -> NDAr
     if whole < count:
         raise Damaged(f"{path}: it is truncated or no number: it ends in point {whole + 1} of {count}")
     rows = np.empty(count, kind)
-    for name, column in zip(names, values[: count * len(names)].reshape(count, -1).T, strict=True):
+    for name, column in zip(names, values[: count * len(names)].reshape(count, len(names)).T, strict=True):
         rows[name] = column
     return rows

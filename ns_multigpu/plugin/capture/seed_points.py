@@ -32,6 +32,7 @@ _COLMAP = (
     "the poses have OpenGL's axes: negate rows 2 and 3 of each world-to-camera matrix",
     "the poses are camera-to-world: invert each",
     "the poses are camera-to-world with OpenGL's axes: negate columns 2 and 3 of each, then invert it",
+    "the translations are the cameras' places c: COLMAP's are -R c",
 )
 
 
@@ -130,7 +131,11 @@ def _sample(xyz: _Floats, most: int) -> _Floats:
 
 def _problem(views: Views, xyz: _Floats) -> str | None:
     poses, back = views.poses, np.linalg.inv(views.poses)
-    others = (poses @ FLIP, FLIP @ back @ FLIP, FLIP @ back) if views.is_colmap else (poses @ FLIP, back, back @ FLIP)
+    others = [poses @ FLIP, FLIP @ back @ FLIP, FLIP @ back] if views.is_colmap else [poses @ FLIP, back, back @ FLIP]
+    if views.is_colmap:
+        placed = poses.copy()
+        placed[:, :3, 3] = (FLIP @ back)[:, :3, 3]
+        others.append(placed)
     usual, *counts = (seen_points(replace(views, poses=reading), xyz) for reading in (poses, *others))
     best = max(range(len(counts)), key=lambda k: counts[k].sum())
     is_better = counts[best].sum() > _BETTER * usual.sum()

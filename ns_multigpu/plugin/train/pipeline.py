@@ -20,11 +20,10 @@ from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.warmup import warm_up
-from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together, small_problems
+from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.image_owners import image_owners_of
-from ns_multigpu.plugin.capture.reading import FAULTS
 from ns_multigpu.plugin.capture.tracks import training_tracks
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kind
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
@@ -192,7 +191,6 @@ class DistributedPipeline(RunPipeline):
         config = self.config
         run_parts().done("model")
         self.datamanager.check_capture()
-        raise_together(self._small_images(), self.world, FAULTS)
         raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
         if config.model.depth_loss > 0:
             tracks = training_tracks(self.datamanager, self.world)
@@ -214,11 +212,6 @@ class DistributedPipeline(RunPipeline):
         self.strategy.placement.look(self._training_views)
         if sharded:
             self.model.hold_shard(self.strategy.placement, self.world)
-
-    def _small_images(self) -> list[str]:
-        dataset = self.datamanager.train_dataset  # undistorted
-        sizes = torch.cat([dataset.cameras.width, dataset.cameras.height], dim=-1).int().tolist()
-        return small_problems([(w, h) for w, h in sizes], dataset.image_filenames, self.config.model)
 
     def _training_views(self) -> list[View]:
         """Return all training views, on the host, at full resolution, with the poses of the capture."""

@@ -62,6 +62,14 @@ def test_colours_of_ply_files(tmp_path: Path) -> None:
     colours = "".join(f"property float {name}\n" for name in ("red", "green", "blue"))
     path.write_text(head + colours + "end_header\n1 2 3 0.5 1 0\n")
     assert read_ply(path)[1].tolist() == [[128, 255, 0]]
+    path.write_text(head + colours + "end_header\n1 2 3 128 255 0\n")
+    assert read_ply(path)[1].tolist() == [[128, 255, 0]], "numbers up to 255"
+    path.write_text((head + colours).replace("float red", "ushort red") + "end_header\n1 2 3 32896 65535 0\n")
+    assert read_ply(path)[1].tolist() == [[128, 255, 0]], "numbers of 16 bits"
+    path.write_text(head + colours.replace("float ", "ushort diffuse_") + "end_header\n1 2 3 1 255 0\n")
+    assert read_ply(path)[1].tolist() == [[1, 255, 0]], "whole numbers are no fractions"
+    path.write_text(head.replace("vertex 1", "vertex 0") + colours + "end_header\n")
+    assert [len(part) for part in read_ply(path)] == [0, 0]
 
 
 def _views(**changes: Any) -> Views:
