@@ -31,7 +31,7 @@ from ns_multigpu.plugin.capture.checks import (
 )
 from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at, view_count
 from ns_multigpu.plugin.capture.image_files import Header, header_size, is_all_black, missing_file, read_header
-from ns_multigpu.plugin.capture.ply import read_ply
+from ns_multigpu.plugin.capture.ply import sample_ply
 from ns_multigpu.plugin.capture.seed_points import FLIP, Views, distinct_rows, invalid_points, unseen_problem
 from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio, missing_list
 from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
@@ -46,6 +46,8 @@ _DISTINCT = 0.98
 _NONE_HELD_OUT = "No view is held out, so no score is measured"
 _ONE_PLACE = 1e-5
 """Distance of the views, in distances of the seed points, below which they are from one place."""
+_SEED_POINTS = 10_000
+"""Number of seed points of a text file that suffices."""
 _PATIENCE = 8.0
 """Time limit in seconds; the workers check the remaining headers."""
 
@@ -337,7 +339,8 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
     # nerfstudio's own parser knows the files; seed points are all that it reads in full.
     outputs: list[Any] = []
     missing: list[str] = []
-    for split in ("train", "val", "test"):
+    meta: Any = json.loads(path.read_text("utf8"))
+    for split in ("train", "val", *(("test",) if "test_filenames" in meta else ())):
         try:
             outputs.append(_outputs(parser, split, missing))
         except ZeroDivisionError:
@@ -346,7 +349,6 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
         except (AssertionError, KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
             found.problems += [f"{path}: {error or type(error).__name__}", *missing]
             return []
-    meta: Any = json.loads(path.read_text("utf8"))
     found.notes += transforms_notes(meta)
     if parser.load_3D_points and "ply_file_path" in meta:
         _look_at_seed_file(path, meta, found)
@@ -355,8 +357,8 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
     if len(outputs[1].image_filenames) == 0:
         found.notes.append(_NONE_HELD_OUT)
     images: list[_Image] = []
-    if outputs[2].image_filenames == outputs[1].image_filenames:
-        outputs.pop()
+    if outputs[-1].image_filenames == outputs[1].image_filenames:
+        outputs = outputs[:2]
     for part in outputs:
         sizes = zip(part.cameras.width.flatten().tolist(), part.cameras.height.flatten().tolist(), strict=True)
         masks = part.mask_filenames or [None] * len(part.image_filenames)
@@ -409,7 +411,7 @@ def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
     """Check the .ply that a valid transforms.json names, and that its points are in front of the cameras."""
     file = path.parent / meta["ply_file_path"]
     try:
-        xyz, rgb = read_ply(file)
+        xyz, rgb, count = sample_ply(file, _SEED_POINTS)
     except FileNotFoundError:
         found.problems.append(f"ply_file_path of {path}: {missing_file(file)}")
         return
@@ -429,7 +431,7 @@ def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
 
     poses = np.array([[*frame["transform_matrix"][:3], [0, 0, 0, 1]] for frame in frames], np.float64)
     views = Views(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h"))
-    _look_at_seed_points(file, xyz, views, found)
+    _look_at_seed_points(file, xyz, views, found, is_sample=len(xyz) < count)
     _look_at_places(views, xyz, found)
 
 
@@ -458,12 +460,14 @@ def _look_at_places(views: Views, xyz: NDArray[np.float64], found: Findings) -> 
         found.problems.append("All views are taken from one place, so the scene has no depth: add views")
 
 
-def _look_at_seed_points(file: Path, xyz: NDArray[np.float64], views: Views, found: Findings) -> None:
+def _look_at_seed_points(
+    file: Path, xyz: NDArray[np.float64], views: Views, found: Findings, *, is_sample: bool = False
+) -> None:
     if (problem := invalid_points(file, xyz)) is not None:
         found.problems.append(problem)
         return
     found.unseen = unseen_problem(views, xyz) or ""
-    rows = distinct_rows(xyz.astype(np.float32))
+    rows = None if is_sample else distinct_rows(xyz.astype(np.float32))
     if rows is not None and len(rows) < _DISTINCT * len(xyz):
         found.notes.append(
             f"{len(xyz) - len(rows)} of {len(xyz)} seed points lie where another one is, and are merged with it"

@@ -28,20 +28,31 @@ def read_ply(path: Path) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
         Damaged: the file is no .ply, ends too early, or has no vertices with x, y and z.
         OSError: the file cannot be read.
     """
+    xyz, rgb, _ = sample_ply(path, None)
+    return xyz, rgb
+
+
+def sample_ply(path: Path, most: int | None) -> tuple[NDArray[np.float64], NDArray[np.uint8], int]:
+    """Return positions and colours as `read_ply` does, and the number of the file's vertices. Raise as it does.
+
+    Args:
+        path: the file.
+        most: of a text file of numbers with at least twice as many vertices, every kth is read; None for all.
+    """
     data = path.read_bytes()
     end = data.find(b"\n", data.find(_END))
     if not data.startswith(b"ply") or _END not in data or end < 0:
         raise Damaged(f"{path}: it is no .ply file, or is truncated in its header")
     order, count, kind = _header(path, data[:end].decode("latin1").split("\n"))
     body = memoryview(data)[end + 1 :]
-    rows = _text_rows(path, bytes(body), count, kind) if order == "" else _binary_rows(path, body, count, kind)
+    rows = _text_rows(path, bytes(body), count, kind, most) if order == "" else _binary_rows(path, body, count, kind)
     names = kind.names or ()
     xyz = np.stack([rows[axis].astype(np.float64) for axis in "xyz"], axis=-1)
     channels = next((found for found in _COLOURS if {*found} <= {*names}), None)
     if channels is None or count == 0:
-        return xyz, np.zeros((0, 3), np.uint8)
+        return xyz, np.zeros((0, 3), np.uint8), count
     rgb = np.stack([rows[name] for name in channels], axis=-1)
-    return xyz, rgb if rgb.dtype == np.uint8 else _bytes(rgb)
+    return xyz, rgb if rgb.dtype == np.uint8 else _bytes(rgb), count
 
 
 def _bytes(rgb: NDArray[Any]) -> NDArray[np.uint8]:
@@ -78,15 +89,31 @@ def _binary_rows(path: Path, body: memoryview, count: int, kind: np.dtype[Any]) 
     return np.frombuffer(body, kind, count)
 
 
-def _text_rows(path: Path, body: bytes, count: int, kind: np.dtype[Any]) -> NDArray[Any]:
-    names = kind.names or ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy stops at a word that is no number; the count shows it
-        values = np.fromstring(body, np.float64, sep=" ")
-    whole = len(values) // len(names)
-    if whole < count:
+def _text_rows(path: Path, body: bytes, count: int, kind: np.dtype[Any], most: int | None) -> NDArray[Any]:
+    columns, step = len(kind.names or ()), count // most if most else 1
+    if step > 1 and b"n" not in body and b"N" not in body:  # neither NaN nor infinity
+        lines = body.splitlines()[:count]
+        some = lines[::step]
+        values = _numbers(b"\n".join([*some, lines[-1]]))
+        if len(lines) == count and len(values) == (len(some) + 1) * columns:
+            return _rows(values[:-columns], kind)
+    values = _numbers(body)
+    if (whole := len(values) // columns) < count:
         raise Damaged(f"{path}: it is truncated or no number: it ends in point {whole + 1} of {count}")
-    rows = np.empty(count, kind)
-    for name, column in zip(names, values[: count * len(names)].reshape(count, len(names)).T, strict=True):
+    return _rows(values[: count * columns], kind)
+
+
+def _numbers(text: bytes) -> NDArray[np.float64]:
+    """Return the numbers of a text up to a word that is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return np.fromstring(text, np.float64, sep=" ")
+
+
+def _rows(values: NDArray[np.float64], kind: np.dtype[Any]) -> NDArray[Any]:
+    names = kind.names or ()
+    table = values.reshape(-1, len(names))
+    rows = np.empty(len(table), kind)
+    for name, column in zip(names, table.T, strict=True):
         rows[name] = column
     return rows

@@ -12,6 +12,8 @@ from torch import Tensor
 
 _VIEWS, _POINTS, _POINTS_IN_DOUBT = 100, 1000, 50_000
 """Largest numbers of views and points that a count samples; more points are counted before a capture is refused."""
+_AT_ONCE = 200_000
+"""Number of pairs of a view and a point that are counted at once."""
 _FEW_VIEWS = 0.1
 """Share of views that see a seed point, below which a capture is refused."""
 _BETTER = 2.0
@@ -94,18 +96,21 @@ def seen_points(views: Views, xyz: _Floats) -> NDArray[np.int64]:
         views: n views.
         xyz: [m, 3] positions in the poses' frame.
     """
-    counts = np.zeros(len(views.poses), np.int64)
-    for number, (to_camera, (fx, fy, cx, cy), (width, height)) in enumerate(
-        zip(np.linalg.inv(views.poses), views.lenses, views.sizes, strict=True)
-    ):
-        x, y, z = to_camera[:3, :3] @ xyz.T + to_camera[:3, 3:]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            u, v = cx - fx * x / z, cy + fy * y / z
-        seen = (z < 0) & (u >= 0) & (u < width) & (v >= 0) & (v < height)
-        count = np.count_nonzero(seen)
-        if count < _SEVERAL or max(np.ptp(u[seen]) / width, np.ptp(v[seen]) / height) > _DOT:
-            counts[number] = count
-    return counts
+    to_camera, at_once = np.linalg.inv(views.poses), max(1, _AT_ONCE // len(xyz))
+    parts = [slice(first, first + at_once) for first in range(0, len(to_camera), at_once)]
+    return np.concatenate([_seen(to_camera[part], views.lenses[part], views.sizes[part], xyz) for part in parts])
+
+
+def _seen(to_camera: _Floats, lenses: _Floats, sizes: _Floats, xyz: _Floats) -> NDArray[np.int64]:
+    x, y, z = np.moveaxis(to_camera[:, :3, :3] @ xyz.T + to_camera[:, :3, 3:], 1, 0)
+    fx, fy, cx, cy = lenses.T[:, :, None]
+    width, height = sizes.T[:, :, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        u, v = (cx - fx * x / z) / width, (cy + fy * y / z) / height
+    seen = (z < 0) & (u >= 0) & (u < 1) & (v >= 0) & (v < 1)
+    counts = np.count_nonzero(seen, axis=1)
+    extent = [np.where(seen, at, 0).max(axis=1) - np.where(seen, at, 1).min(axis=1) for at in (u, v)]
+    return np.where((counts < _SEVERAL) | (np.maximum(*extent) > _DOT), counts, 0)
 
 
 def unseen_problem(views: Views, xyz: _Floats) -> str | None:
