@@ -46,8 +46,8 @@ _DISTINCT = 0.98
 _NONE_HELD_OUT = "No view is held out, so no score is measured"
 _ONE_PLACE = 1e-5
 """Distance of the views, in distances of the seed points, below which they are from one place."""
-_SEED_POINTS = 10_000
-"""Number of seed points of a text file that suffices."""
+_SEED_POINTS, _MANY = 10_000, 1_000_000
+"""Number of seed points of a text file that suffices, and of points above which equal ones are not counted."""
 _PATIENCE = 8.0
 """Time limit in seconds; the workers check the remaining headers."""
 
@@ -455,7 +455,8 @@ def _look_at_places(views: Views, xyz: NDArray[np.float64], found: Findings) -> 
         return
     places = views.poses[:, :3, 3]
     middle = places.mean(axis=0)
-    distance = np.median(np.linalg.norm(xyz - middle, axis=1)) if len(xyz) else 0.0
+    some = xyz[:: -(-len(xyz) // _SEED_POINTS) or 1]
+    distance = np.median(np.linalg.norm(some - middle, axis=1)) if len(xyz) else 0.0
     if np.abs(places - middle).max() <= _ONE_PLACE * distance:
         found.problems.append("All views are taken from one place, so the scene has no depth: add views")
 
@@ -467,7 +468,7 @@ def _look_at_seed_points(
         found.problems.append(problem)
         return
     found.unseen = unseen_problem(views, xyz) or ""
-    rows = None if is_sample else distinct_rows(xyz.astype(np.float32))
+    rows = None if is_sample or len(xyz) > _MANY else distinct_rows(xyz.astype(np.float32))
     if rows is not None and len(rows) < _DISTINCT * len(xyz):
         found.notes.append(
             f"{len(xyz) - len(rows)} of {len(xyz)} seed points lie where another one is, and are merged with it"

@@ -16,7 +16,7 @@ from ns_multigpu.plugin.capture.colmap import Damaged
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.first_look import Findings, first_look
 from ns_multigpu.plugin.capture.parsing import parsed_together
-from ns_multigpu.plugin.capture.ply import read_ply
+from ns_multigpu.plugin.capture.ply import read_ply, sample_ply
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
 from ns_multigpu.plugin.capture.seed_points import FLIP, Views, seen_points, unseen_problem
 from tests.lib import captures, colmap_files
@@ -225,3 +225,25 @@ def test_equal_points_of_colmap_are_merged(tmp_path: Path) -> None:
     parser: Any = ColmapDataParserConfig(_target=QuickColmap, data=tmp_path).setup()
     found = parser._load_3D_points(folder, torch.eye(4)[:3], 1.0)
     assert {len(values) for values in found.values()} == {19} and found["points3D_num_points2D"][:2].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("order", "most", "step"), [("ascii", 100, 4), ("binary_little_endian", 5, 4)])
+def test_a_sample_of_a_ply(tmp_path: Path, order: str, most: int, step: int) -> None:
+    path = write_ply(tmp_path / "a.ply", order)
+    whole = read_ply(path)
+    xyz, rgb, count = sample_ply(path, most)
+    assert count == 400 and np.array_equal(xyz, whole[0][::step]) and np.array_equal(rgb, whole[1][::step])
+    assert len(sample_ply(path, 2 * most * step)[0]) == 400
+    write_ply(path, order, np.where(np.arange(400)[:, None] == 7, np.nan, XYZ))
+    assert len(sample_ply(path, most)[0]) == 400, "a point that is NaN is to be named"
+
+
+def test_a_sample_of_a_truncated_ply_is_refused(tmp_path: Path) -> None:
+    path = write_ply(tmp_path / "a.ply")
+    text = path.read_text().rstrip()
+    path.write_text(text[: text.rindex(" ")])
+    with pytest.raises(Damaged, match="it ends in point 400 of 400"):
+        sample_ply(path, 100)
+    path.write_text("\n".join(text.splitlines()[:-3]))
+    with pytest.raises(Damaged, match="it ends in point 398 of 400"):
+        sample_ply(path, 100)
