@@ -217,7 +217,7 @@ def transforms_problems(data: Path) -> list[str]:
 
 
 def _partial_problems(meta: dict[str, Any], frames: Sequence[dict[str, Any]]) -> list[str]:
-    """Check what is needed for all frames or for each, and what is needed for all frames or for none."""
+    """Check the keys that all frames need, those that all or none may have, and the lengths of lists."""
     lines: list[str] = []
     missing = [key for key in _NUMBERS if key not in meta and not all(key in frame for frame in frames)]
     if missing:
@@ -230,14 +230,13 @@ def _partial_problems(meta: dict[str, Any], frames: Sequence[dict[str, Any]]) ->
             lines.append(
                 f"{len(without)} of {len(frames)} frames have no {key} ({without[0]} first): give it to all or none"
             )
-    for key in ("distortion_params", "applied_transform"):
-        shape = {"distortion_params": (6, 12), "applied_transform": (3,)}[key]
-        for entry in (meta, *frames):
-            value = entry.get(key)
-            if value is not None and (not isinstance(value, list) or len(value) not in shape):
-                lines.append(
-                    f"its {key} is {json.dumps(value)[:60]}, and must hold {' or '.join(map(str, shape))} values"
-                )
+    for key, lengths, needed in (
+        ("distortion_params", (6, 12), "6 or 12 numbers"),
+        ("applied_transform", (3,), "3 rows of 4 numbers"),
+    ):
+        for value in (entry[key] for entry in (meta, *frames) if key in entry):
+            if not isinstance(value, list) or len(value) not in lengths:
+                lines.append(f"its {key} is {json.dumps(value)[:60]}, and must have {needed}")
     return lines
 
 
@@ -249,7 +248,7 @@ def _number_problems(name: str, entry: dict[str, Any]) -> list[str]:
             continue
         try:
             value = int(entry[key]) if key in ("w", "h") else float(entry[key])
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             kind = "a whole number" if key in ("w", "h") else "a number"
             lines.append(f"{name}: its {key} is {json.dumps(entry[key])}, and must be {kind}")
             continue

@@ -58,9 +58,13 @@ COLUMNS = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 2, 3, 1]]
     ("change", "said"),
     [
         (_whole(k1=float("nan")), "transforms.json: its k1 is nan"),
+        (_whole(w=float("inf")), "transforms.json: its w is Infinity, and must be a whole number"),
         (_frame(fl_x=0), "images/photo_03.png: its fl_x is 0"),
-        (_whole(distortion_params=[0, 0, 0, 0]), "its distortion_params is [0, 0, 0, 0], and must hold 6 or 12 values"),
-        (_whole(applied_transform=[[1, 0]]), "its applied_transform is [[1, 0]], and must hold 3 values"),
+        (
+            _whole(distortion_params=[0, 0, 0, 0]),
+            "its distortion_params is [0, 0, 0, 0], and must have 6 or 12 numbers",
+        ),
+        (_whole(applied_transform=[[1, 0]]), "its applied_transform is [[1, 0]], and must have 3 rows of 4 numbers"),
         (_frame(mask_path="a.png"), "11 of 12 frames have no mask_path (images/photo_00.png first): give it to all or"),
         (_frame(depth_file_path="a.png"), "11 of 12 frames have no depth_file_path"),
         (
