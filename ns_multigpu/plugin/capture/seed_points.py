@@ -18,6 +18,8 @@ _FEW_VIEWS = 0.1
 """Share of views that see a seed point, below which a capture is refused."""
 _BETTER = 2.0
 """Factor by which another reading of the poses must show more points for a capture to be refused."""
+_PLAUSIBLE = 0.5
+"""Share of views that must see a seed point with another reading."""
 _SEVERAL, _DOT = 5, 0.03
 """Number of points that are expected to spread over more than this share of an image's width or height."""
 FLIP = np.diag([1.0, -1.0, -1.0, 1.0])
@@ -143,7 +145,7 @@ def _problem(views: Views, xyz: _Floats) -> str | None:
         others.append(placed)
     usual, *counts = (seen_points(replace(views, poses=reading), xyz) for reading in (poses, *others))
     best = max(range(len(counts)), key=lambda k: counts[k].sum())
-    is_better = counts[best].sum() > _BETTER * usual.sum()
+    is_better = counts[best].sum() > _BETTER * usual.sum() and np.mean(counts[best] > 0) >= _PLAUSIBLE
     if np.mean(usual > 0) >= _FEW_VIEWS and not (is_better and len(xyz) >= 10):
         return None
     line = f"{_share(usual > 0)} of the views see a seed point, and a view sees {_share(usual / len(xyz))} of them"
@@ -153,7 +155,8 @@ def _problem(views: Views, xyz: _Floats) -> str | None:
         return f"{line}. Likely {reason}. Then {seen} of the views see one, and a view sees {share} of them"
     return (
         f"{line}. Likely the points lie in another frame than the cameras: the median of the points is "
-        f"{_place(xyz)}, of the cameras {_place(poses[:, :3, 3])}. Give points in the cameras' frame"
+        f"{_place(xyz)}, of the cameras {_place(poses[:, :3, 3])}. Give points in the cameras' frame. If they are, the "
+        "rotations or the intrinsics are wrong"
     )
 
 

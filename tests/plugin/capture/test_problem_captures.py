@@ -72,6 +72,8 @@ COLUMNS = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 2, 3, 1]]
             "photo_03.png: the last row of its transform_matrix is [1, 2, 3, 1], not [0",
         ),
         (_frame(transform_matrix=None), "photo_03.png: its transform_matrix is not a table of 4 x 4 numbers"),
+        (_frame(transform_matrix=[*(2 * np.eye(4)).tolist()[:3], [0, 0, 0, 1]]), "photo_03.png: its pose is not rigid"),
+        (_frame(file_path="images/photo_04.png"), "photo_04.png: listed 2 times, with different poses"),
         (_whole(frames=["a.png"]), "its list of frames holds something else than frames"),
         (_text(lambda text: text.encode("utf-16")), "transforms.json: it is not in UTF-8: save it so"),
         (_text(lambda text: text.encode("utf-8-sig")), "it begins with a byte order mark (Windows): save it as UTF-8"),

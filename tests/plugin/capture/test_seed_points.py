@@ -247,3 +247,11 @@ def test_a_sample_of_a_truncated_ply_is_refused(tmp_path: Path) -> None:
     path.write_text("\n".join(text.splitlines()[:-3]))
     with pytest.raises(Damaged, match="it ends in point 398 of 400"):
         sample_ply(path, 100)
+
+
+@pytest.mark.parametrize(("turned", "said"), [(5, "OpenCV's axes"), (4, "the rotations or the intrinsics are wrong")])
+def test_another_reading_of_the_poses_must_suit_half_of_the_views(turned: int, said: str) -> None:
+    poses = _views().poses
+    poses[:turned] = poses[:turned] @ FLIP
+    poses[turned:] = poses[turned:] @ np.array([[0.0, 0, 1, 0], [0, 1, 0, 0], [-1, 0, 0, 0], [0, 0, 0, 1]])  # sideways
+    assert said in str(unseen_problem(_views(poses=poses), XYZ * 0.1))
