@@ -133,6 +133,10 @@ class GuardedTrainer:
                 continue
             if what == "raise":
                 raise KeyError("the toy is broken")
+            if what == "fails":
+                raise RuntimeError("the toy fails")
+            if what == "cannot read":
+                raise ValueError("the toy cannot read") from OSError()
             if what == "exit":
                 os._exit(7)
             if what == "out of memory":

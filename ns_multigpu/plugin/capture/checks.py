@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.types import SSIM_HALO
 from ns_multigpu.plugin.capture.split_lists import missing_list
 from ns_multigpu.plugin.faults.errors import InputError
 
@@ -28,6 +29,9 @@ DIFFERENT = "The ranks have read different captures. Copy one to all machines, o
 
 _ROUNDING = 1e-4
 """Relative tolerance between numbers that machines compute from the same files."""
+
+_SIMILAR = 0.05
+"""Relative tolerance between focal lengths that are given twice."""
 
 _NUMBERS, _DISTORTIONS = ("fl_x", "fl_y", "cx", "cy", "w", "h"), ("k1", "k2", "k3", "p1", "p2")
 """Intrinsics of a transforms.json. Of distortions, one for all frames replaces all of the frames'."""
@@ -140,6 +144,30 @@ def list_problems(names: Sequence[Path], cameras: Cameras, masks: Sequence[Path]
     return lines
 
 
+def small_problems(sizes: Sequence[tuple[int, int]], names: Sequence[Path], model: Any) -> list[str]:
+    """Check that images are not smaller than SSIM's window at the resolution that training begins with.
+
+    Args:
+        sizes: (width, height) of each image.
+        names: of the images.
+        model: the model's configuration; the check is for those with SSIM in their loss.
+    """
+    if getattr(model, "ssim_lambda", 0) == 0:
+        return []
+    least = (2 * SSIM_HALO + 1) * 2**model.num_downscales
+    small = [(*size, name) for size, name in zip(sizes, names, strict=True) if min(size) < least]
+    if not small:
+        return []
+    width, height, name = min(small, key=lambda row: min(row[:2]))
+    halvings = (min(width, height) // (2 * SSIM_HALO + 1)).bit_length() - 1
+    remedy = "ssim-lambda 0" if halvings < 0 else f"num-downscales {halvings}"
+    return [
+        f"{len(small)} image(s) have fewer than {least} pixels each way, which the loss (SSIM) needs with "
+        f"--pipeline.model.num-downscales {model.num_downscales}: {name} has {width}x{height}. Give larger images, or "
+        f"--pipeline.model.{remedy}"
+    ]
+
+
 def transforms_problems(data: Path) -> list[str]:
     """Check the frames of a transforms.json. Run it first: a dataparser's centring spreads one bad pose to all.
 
@@ -148,14 +176,21 @@ def transforms_problems(data: Path) -> list[str]:
     """
     path = data if data.suffix == ".json" else data / "transforms.json"
     try:
-        meta: Any = json.loads(path.read_text("utf8"))
+        text = path.read_text("utf8")
+        meta: Any = json.loads(text.removeprefix("\ufeff"))
     except FileNotFoundError:
         return []
+    except UnicodeDecodeError:
+        return [f"{path}: it is not in UTF-8: save it so"]
     except ValueError as error:
         return [f"{path}: not valid JSON ({error})"]
+    if text.startswith("\ufeff"):
+        return [f"{path}: it begins with a byte order mark (Windows): save it as UTF-8 without one"]
     if not isinstance(meta, dict) or not isinstance(meta.get("frames"), list) or not meta["frames"]:
         return [f"{path}: it has no list of frames"]
-    lines: list[str] = []
+    if not all(isinstance(frame, dict) for frame in meta["frames"]):
+        return [f"{path}: its list of frames holds something else than frames"]
+    lines = [f"{path}: {line}" for line in _partial_problems(meta, meta["frames"])]
     if meta.get("camera_model", "PINHOLE") not in CAMERA_MODEL_TO_TYPE:
         lines.append(
             f"{path}: camera model {meta['camera_model']} is unknown; {', '.join(CAMERA_MODEL_TO_TYPE)} are known"
@@ -174,8 +209,34 @@ def transforms_problems(data: Path) -> list[str]:
             lines.append(f"{name}: its transform_matrix has 3 rows of 4 numbers: add the row [0, 0, 0, 1]")
         elif shape != (4, {4}):
             lines.append(f"{name}: its transform_matrix is not a table of 4 x 4 numbers")
+        elif matrix[3] != [0, 0, 0, 1] and not any(row[3] for row in matrix[:3]):
+            lines.append(f"{name}: the last row of its transform_matrix is {matrix[3]}, not [0, 0, 0, 1]: transpose it")
         elif not all(math.isfinite(value) for row in matrix[:3] for value in row):
             lines.append(f"{name}: its pose is NaN or infinite")
+    return lines
+
+
+def _partial_problems(meta: dict[str, Any], frames: Sequence[dict[str, Any]]) -> list[str]:
+    """Check the keys that all frames need, those that all or none may have, and the lengths of lists."""
+    lines: list[str] = []
+    missing = [key for key in _NUMBERS if key not in meta and not all(key in frame for frame in frames)]
+    if missing:
+        angle = ". Of camera_angle_x, which is not read: fl_x = w / 2 / tan(camera_angle_x / 2)"
+        hint = angle if "camera_angle_x" in meta else ""
+        lines.append(f"it has no {', '.join(missing)}, and needs them for all frames or for each{hint}")
+    for key in ("mask_path", "depth_file_path"):
+        without = [str(frame.get("file_path")) for frame in frames if key not in frame]
+        if 0 < len(without) < len(frames):
+            lines.append(
+                f"{len(without)} of {len(frames)} frames have no {key} ({without[0]} first): give it to all or none"
+            )
+    for key, lengths, needed in (
+        ("distortion_params", (6, 12), "6 or 12 numbers"),
+        ("applied_transform", (3,), "3 rows of 4 numbers"),
+    ):
+        for value in (entry[key] for entry in (meta, *frames) if key in entry):
+            if not isinstance(value, list) or len(value) not in lengths:
+                lines.append(f"its {key} is {json.dumps(value)[:60]}, and must have {needed}")
     return lines
 
 
@@ -187,17 +248,26 @@ def _number_problems(name: str, entry: dict[str, Any]) -> list[str]:
             continue
         try:
             value = int(entry[key]) if key in ("w", "h") else float(entry[key])
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             kind = "a whole number" if key in ("w", "h") else "a number"
             lines.append(f"{name}: its {key} is {json.dumps(entry[key])}, and must be {kind}")
             continue
-        if key in ("k5", "k6") and value != 0:
+        if not math.isfinite(value) or (key.startswith("fl_") and value <= 0):
+            lines.append(f"{name}: its {key} is {value:g}")
+        elif key in ("k5", "k6") and value != 0:
             lines.append(f"{name}: distortion parameter {key} is not supported; undistort the images")
     return lines
 
 
 def transforms_notes(meta: dict[str, Any]) -> list[str]:
-    """Return a note about intrinsics that a valid transforms.json gives for all frames and, differently, for some."""
+    """Return notes about intrinsics of a valid transforms.json that contradict each other."""
+    notes: list[str] = []
+    if "camera_angle_x" in meta and "fl_x" in meta and "w" in meta:
+        focal = float(meta["w"]) / 2 / math.tan(float(meta["camera_angle_x"]) / 2)
+        if not math.isclose(focal, float(meta["fl_x"]), rel_tol=_SIMILAR):
+            notes.append(
+                f"camera_angle_x would be fl_x = {focal:.1f}, and fl_x is {float(meta['fl_x']):.1f}, which is used"
+            )
     values = {key: float(meta[key]) for key in _NUMBERS if key in meta}
     if any(key in meta for key in _DISTORTIONS):
         values |= {key: float(meta.get(key, 0)) for key in _DISTORTIONS}
@@ -206,10 +276,10 @@ def transforms_notes(meta: dict[str, Any]) -> list[str]:
         for key, value in values.items():
             other[key] += key in frame and not math.isclose(float(frame[key]), value, rel_tol=_ROUNDING)
     keys = [key for key, count in other.items() if count]
-    if not keys:
-        return []
-    count = max(other.values())
-    return [f"{', '.join(keys)}: {count} frames differ from the values for all frames; those for all are used"]
+    if keys:
+        count = max(other.values())
+        notes.append(f"{', '.join(keys)}: {count} frames differ from the values for all frames; those for all are used")
+    return notes
 
 
 def _is_table(value: Any) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,18 +24,25 @@ _NAMES = (
     "SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV", "OPENCV_FISHEYE", "FULL_OPENCV", "FOV",
     "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "THIN_PRISM_FISHEYE",
 )  # fmt: skip
-READABLE = _NAMES[:6]
-"""Camera models that nerfstudio's parser supports."""
+_FISHEYE = ("OPENCV_FISHEYE", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE")
+READABLE = (*_NAMES[:5], *_FISHEYE)
+"""Camera models that can be read."""
+_UNDISTORT = (
+    "Convert the capture: colmap image_undistorter --image_path images --input_path sparse/0 --output_path FOLDER"
+)
 
 _IMAGE, _POINT = struct.Struct("<i7di"), struct.Struct("<Q3d3BdQ")
 _CAMERA, _COUNT = struct.Struct("<iiQQ"), struct.Struct("<Q")
 _KEYPOINT, _TRACK = 24, 8
 _ONE_FOCAL = ("SIMPLE_PINHOLE", "SIMPLE_RADIAL", "RADIAL", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE")
+_ROUNDING = 1e-2
+"""Tolerance of a quaternion's length; poses written with three digits stay well below."""
 _AT_ONCE = 1 << 18
 """Points per batch of extraction, which indexes each of their bytes."""
 
 _Camera = tuple[str, int, int, tuple[float, ...]]
 """Model, width, height and lens (fx, fy, cx, cy) of a camera."""
+_T = TypeVar("_T")
 _Picture = tuple[str, int, tuple[float, ...]]
 """Name, camera and pose of an image."""
 
@@ -76,6 +83,10 @@ class Damaged(Exception):
     """A file that ends too early or holds invalid values."""
 
 
+class _UnknownModel(Damaged):
+    """A camera model of a newer COLMAP."""
+
+
 def look_at(folder: Path) -> Reconstruction:
     """Read a reconstruction's views as nerfstudio does (cameras and images: .txt before .bin; points: .bin before
     .txt).
@@ -100,11 +111,13 @@ def look_at(folder: Path) -> Reconstruction:
     cameras: dict[int, _Camera] = {}
     with _reported(found, folder / f"cameras.{kind}") as path:
         cameras = _cameras_text(path) if text else _cameras_binary(path)
-        for number, (model, width, height, _) in cameras.items():
+        for number, (model, width, height, lens) in cameras.items():
             if model not in READABLE:
                 found.problems.append(
-                    f"{path}: camera {number} is of the model {model}; {', '.join(READABLE)} can be read"
+                    f"{path}: camera {number} is of the model {model}; {', '.join(READABLE)} can be read. {_UNDISTORT}"
                 )
+            if min(lens[:2]) <= 0:
+                found.problems.append(f"{path}: camera {number} has a focal length of {min(lens[:2]):g} pixels")
             if min(width, height) < 1:
                 found.problems.append(f"{path}: camera {number} is {width}x{height} pixels")
         if not cameras:
@@ -113,9 +126,15 @@ def look_at(folder: Path) -> Reconstruction:
         images = _images_text(path) if text else _images_binary(path)
         if not images:
             raise Damaged("it lists no images")
+        if len({cameras[camera][0] in _FISHEYE for _, camera, _ in images.values() if camera in cameras}) > 1:
+            found.problems.append(f"{path}: some images have fisheye cameras and some have not. {_UNDISTORT}")
         for _, (name, camera, pose) in sorted(images.items()):
             if not all(map(math.isfinite, pose)):
                 found.problems.append(f"{name}: its pose is NaN or infinite")
+            elif abs(math.hypot(*pose[:4]) - 1) > _ROUNDING:
+                found.problems.append(
+                    f"{name}: its rotation is a quaternion of length {math.hypot(*pose[:4]):.3g}, not 1"
+                )
             if camera in cameras:
                 _, width, height, lens = cameras[camera]
                 found.views.append(ColmapView(name, width, height))
@@ -168,16 +187,28 @@ def _reported(found: Reconstruction, path: Path) -> Iterator[Path]:
     except OSError as error:
         found.problems.append(f"{path}: it cannot be read ({error.strerror or error})")
     except UnicodeDecodeError as error:
+        name = error.object[error.start :].split(b"\n")[0][:24]
         found.problems.append(
-            f"{path}: its names are not in UTF-8 ({error.object[error.start : error.start + 8]!r}): give the images "
+            f"{path}: its names are not in UTF-8 ({name!r}, in GBK {name.decode('gbk', 'replace')!r}): give the images "
             "names of ASCII letters and run COLMAP again"
         )
+    except _UnknownModel as error:
+        found.problems.append(f"{path}: {error}. {_UNDISTORT}")
     except (Damaged, ValueError, IndexError) as error:
         found.problems.append(f"{path}: {error}. Copy it again, or run COLMAP again")
 
 
+def _put(found: dict[int, _T], number: int, value: _T, what: str) -> None:
+    """Add a camera or an image by its id; readers would keep the last of two."""
+    if number in found:
+        raise Damaged(f"{what} {number} is listed twice")
+    found[number] = value
+
+
 def _lens(model: str, parameters: Sequence[float]) -> tuple[float, ...]:
     """Return fx, fy, cx, cy of a camera's parameters."""
+    if not all(map(math.isfinite, parameters)):
+        raise Damaged("a camera's parameter is NaN or infinite")
     return tuple(parameters[:1]) * 2 + tuple(parameters[1:3]) if model in _ONE_FOCAL else tuple(parameters[:4])
 
 
@@ -206,13 +237,13 @@ def _cameras_binary(path: Path) -> dict[int, _Camera]:
                 raise _cut("camera", number, count)
             camera, model, width, height = _CAMERA.unpack_from(data, place)
             if model not in _PARAMETERS:
-                raise Damaged(f"camera {camera} is of a model that is unknown, number {model}")
+                raise _UnknownModel(f"camera {camera} is of an unknown model, number {model}")
             first = place + _CAMERA.size
             place = first + 8 * _PARAMETERS[model]
             if place > len(data):
                 raise _cut("camera", number, count)
             lens = _lens(_NAMES[model], struct.unpack_from(f"<{_PARAMETERS[model]}d", data, first))
-            cameras[camera] = (_NAMES[model], width, height, lens)
+            _put(cameras, camera, (_NAMES[model], width, height, lens), "camera")
     return cameras
 
 
@@ -229,7 +260,7 @@ def _images_binary(path: Path) -> dict[int, _Picture]:
             place = end + 1 + _COUNT.size + _KEYPOINT * _COUNT.unpack_from(data, end + 1)[0]
             if place > len(data):
                 raise _cut("image", number, count)
-            images[image] = (name, camera, tuple(pose))
+            _put(images, image, (name, camera, tuple(pose)), "image")
     return images
 
 
@@ -285,11 +316,16 @@ def _cameras_text(path: Path) -> dict[int, _Camera]:
     for words in _lines(path):
         if not words:
             continue
-        if len(words) < 5 or words[1] not in _NAMES:
+        if len(words) < 5 or words[1].isdigit():
             raise Damaged(f"this line is no camera: {' '.join(words)[:60]!r}")
+        if words[1] not in _NAMES:
+            raise _UnknownModel(f"camera {words[0]} is of an unknown model, {words[1]}")
+        if not all(map(str.isdigit, (words[0], *words[2:4]))):
+            raise Damaged(f"an id, width or height is no whole number: {' '.join(words)[:60]!r}")
         if len(words) - 4 < _PARAMETERS[_NAMES.index(words[1])]:
             raise Damaged(f"it is truncated: camera {words[0]} lacks parameters")
-        cameras[int(words[0])] = (words[1], int(words[2]), int(words[3]), _lens(words[1], [*map(float, words[4:])]))
+        camera = (words[1], int(words[2]), int(words[3]), _lens(words[1], [*map(float, words[4:])]))
+        _put(cameras, int(words[0]), camera, "camera")
     return cameras
 
 
@@ -301,10 +337,13 @@ def _images_text(path: Path) -> dict[int, _Picture]:
             continue
         if len(words) < 10:
             raise Damaged(f"this line is no image: {' '.join(words)[:60]!r}")
-        keypoints = next(lines, [])  # editors remove the last line if it is empty
-        if len(" ".join(keypoints).split()) % 3:
-            raise Damaged(f"it is truncated: image {words[9]} lacks its keypoints")
-        images[int(words[0])] = (words[9], int(words[8]), tuple(map(float, words[1:8])))
+        keypoints = " ".join(next(lines, [])).split()  # editors remove the last line if it is empty
+        if len(keypoints) % 3 or not all(word.removeprefix("-").isdigit() for word in keypoints[2:12:3]):
+            raise Damaged(
+                f"it is truncated, or an image has no line of keypoints, which may be empty: that of {words[9]} is "
+                f"{' '.join(keypoints)[:60]!r}"
+            )
+        _put(images, int(words[0]), (words[9], int(words[8]), tuple(map(float, words[1:8]))), "image")
     return images
 
 

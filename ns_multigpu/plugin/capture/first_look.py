@@ -16,16 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from nerfstudio.data.dataparsers.colmap_dataparser import MAX_AUTO_RESOLUTION, ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
 from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
 from numpy.typing import NDArray
 
-from ns_multigpu.plugin.capture.checks import transforms_notes, transforms_problems
+from ns_multigpu.plugin.capture.checks import (
+    camera_problems,
+    list_problems,
+    small_problems,
+    transforms_notes,
+    transforms_problems,
+)
 from ns_multigpu.plugin.capture.colmap import Damaged, Reconstruction, look_at, view_count
 from ns_multigpu.plugin.capture.coordinate_offset import offset_for
 from ns_multigpu.plugin.capture.image_files import Header, header_size, is_all_black, missing_file, read_header
-from ns_multigpu.plugin.capture.ply import read_ply
+from ns_multigpu.plugin.capture.ply import sample_ply
 from ns_multigpu.plugin.capture.seed_points import (
     FLIP,
     Views,
@@ -39,10 +46,16 @@ from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
 _THREADS = 16
 _PHOTOGRAPHS = (".jpg", ".jpeg", ".png", ".heic", ".tif", ".tiff", ".webp")
+_VIDEOS, _ARCHIVES = (".mp4", ".mov", ".avi", ".mkv", ".insv", ".360"), (".zip", ".7z", ".rar", ".tar", ".gz", ".tgz")
 _MASKS = 8
-"""Number of masks that are decoded."""
+"""Number of masks, and of images with an alpha channel, that are decoded."""
 _DISTINCT = 0.98
 """Share of seed points at different positions below which a note is printed; COLMAP's are seldom equal."""
+_NONE_HELD_OUT = "No view is held out, so no score is measured"
+_ONE_PLACE = 1e-5
+"""Distance of the views, in distances of the seed points, below which they are from one place."""
+_SEED_POINTS, _MANY = 10_000, 1_000_000
+"""Number of seed points of a text file that suffices, and of points above which equal ones are not counted."""
 _PATIENCE = 8.0
 """Time limit in seconds; the workers check the remaining headers."""
 
@@ -73,11 +86,14 @@ class _Image:
     size: tuple[int, int]
 
 
-def first_look(datamanager: Any, *, tracks: bool = False, allow_unseen_points: bool = False) -> Findings:
+def first_look(
+    datamanager: Any, model: Any = None, *, tracks: bool = False, allow_unseen_points: bool = False
+) -> Findings:
     """Check a capture in COLMAP's or nerfstudio's format; captures of other formats are not checked.
 
     Args:
         datamanager: the configuration of nerfstudio's full-image datamanager.
+        model: the model's configuration; None to leave out what depends on it.
         tracks: True if observations are needed (see `tracks`).
         allow_unseen_points: note points that views do not see, instead of reporting a problem.
     """
@@ -90,6 +106,9 @@ def first_look(datamanager: Any, *, tracks: bool = False, allow_unseen_points: b
     if not data.exists():
         found.problems.append(f"--data {data}: there is no such file or folder")
         return found
+    if data.is_file() and (isinstance(parser, ColmapDataParserConfig) or data.suffix != ".json"):
+        found.problems.append(f"--data {data}: it is a file, and a capture is a folder.{_other_format(data)}")
+        return found
     parser = dataclasses.replace(parser, data=data)
     images = _of_colmap(parser, found) if isinstance(parser, ColmapDataParserConfig) else _of_nerfstudio(parser, found)
     if found.unseen:
@@ -99,6 +118,7 @@ def first_look(datamanager: Any, *, tracks: bool = False, allow_unseen_points: b
     if not found.problems and tracks:
         found.problems += [f"{OPTION}: {line}" for line in track_problems(parser)]
     if not found.problems:
+        found.problems += small_problems([image.size for image in images], [image.path for image in images], model)
         _look_at_images(images, found)
     return found
 
@@ -161,9 +181,18 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
         found.problems.append(problem)
         return []
     _look_at_split(parser, [view.name for view in model.views], found)
+    poses: dict[str, set[tuple[float, ...]]] = {}
+    for view, pose in zip(model.views, model.poses, strict=True):
+        poses.setdefault(view.name, set()).add(pose)
+    found.problems += [
+        f"{name}: listed with {len(seen)} different poses" for name, seen in poses.items() if len(seen) > 1
+    ]
+    views = _colmap_views(model)
+    _look_at_centres(np.hstack([views.lenses[:, 2:], views.sizes]), found)
     if parser.load_3D_points:
         file = next((parser.data / parser.colmap_path).glob("points3D.*"))
-        _look_at_seed_points(file, model.xyz, _colmap_views(model), found)
+        _look_at_seed_points(file, model.xyz, views, found)
+    _look_at_places(views, model.xyz, found)
     images: list[_Image] = []
     for view in model.views:
         mask = None
@@ -187,7 +216,8 @@ def _look_for_more_views(parser: ColmapDataParserConfig, model: Reconstruction, 
         )
         return
     kinds = {Path(view.name).suffix.lower() for view in model.views}
-    photographs = sum(path.suffix.lower() in kinds for path in (parser.data / parser.images_path).rglob("*"))
+    files = (parser.data / parser.images_path).rglob("[!.]*")  # macOS writes ._0001.jpg
+    photographs = sum(path.suffix.lower() in kinds for path in files)
     if 2 * len({view.name for view in model.views}) < photographs:
         found.notes.append(
             f"{parser.colmap_path} holds {views} views, fewer than half of the {photographs} photographs in "
@@ -225,7 +255,8 @@ def _image_folder(parser: ColmapDataParserConfig, model: Reconstruction, found: 
     if factor is None:
         size = header_size(whole / model.views[0].name)
         if size is None and not whole.is_dir():
-            found.problems.append(_no_folder(whole, have))
+            hint = "" if have else _image_hint(parser.data, model.views[0].name, "--images-path {}")
+            found.problems.append(_no_folder(whole, have) + hint)
             return whole, 1
         longest, factor = max(size) if size else 0, 1
         while longest / factor > MAX_AUTO_RESOLUTION:
@@ -241,6 +272,13 @@ def _image_folder(parser: ColmapDataParserConfig, model: Reconstruction, found: 
 def _no_folder(folder: Path, have: Sequence[str]) -> str:
     there = f". There {'is' if len(have) == 1 else 'are'} {', '.join(have)}" if have else ""
     return f"{folder}: there is no such folder{there}"
+
+
+def _image_hint(data: Path, name: str, remedy: str) -> str:
+    """Return a hint at the folder in a capture that holds an image; "" if there is none."""
+    folders = (data, *sorted(path for path in data.iterdir() if path.is_dir()))
+    holder = next((folder.relative_to(data) for folder in folders if (folder / name).is_file()), None)
+    return "" if holder is None else f". {name} is in {holder}: {remedy.format(holder)}"
 
 
 def _smaller(whole: Path) -> list[int]:
@@ -276,9 +314,16 @@ def _rounding_problem(parser: ColmapDataParserConfig, model: Reconstruction, fol
 
 
 def _other_format(data: Path) -> str:
-    """Return a hint at what a folder without transforms.json holds; "" if it is unknown."""
+    """Return a hint at what a file, or a folder without transforms.json, holds; "" if it is unknown."""
+    output = f"--data {data} --output-dir FOLDER"
+    kind = data.suffix.lower()
     if not data.is_dir():
-        return ""
+        what = "video" if kind in _VIDEOS else "images" if kind in _PHOTOGRAPHS else ""
+        hint = f" It has no poses yet: ns-process-data {what} {output}" if what else ""
+        return " Unpack it, and give the folder" if kind in _ARCHIVES else hint
+    for folder, name in (("keyframes", "polycam"), ("EXR_RGBD", "record3d")):
+        if (data / folder).is_dir():
+            return f" It is to be converted first: ns-process-data {name} {output}"
     if others := _reconstructions(data):
         option = f" --colmap-path {others[0]}" if others[0] not in PLACES else ""
         return f" For COLMAP's layout, end the command with: colmap{option}"
@@ -297,30 +342,31 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
         return []
     found.problems += transforms_problems(parser.data)
     if found.problems:
+        found.problems += _first_image_missing(path)
         return []
     # nerfstudio's own parser knows the files; seed points are all that it reads in full.
     outputs: list[Any] = []
     missing: list[str] = []
-    for split in ("train", "val", "test"):
+    meta: Any = json.loads(path.read_text("utf8"))
+    for split in ("train", "val", *(("test",) if "test_filenames" in meta else ())):
         try:
             outputs.append(_outputs(parser, split, missing))
         except ZeroDivisionError:
-            found.problems.append(f"{path}: all views are taken from one place, so the scene has no size: add views")
+            found.problems.append(f"{path}: all views are taken from one place, so the scene has no depth: add views")
             return []
         except (AssertionError, KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
-            needed = "; fl_x, fl_y, cx, cy, w and h are needed, for all frames or for each (no camera_angle_x)"
-            hint = needed if "not specified in frame" in str(error) else ""
-            found.problems += [f"{path}: {error or type(error).__name__}{hint}", *missing]
+            found.problems += [f"{path}: {error or type(error).__name__}", *missing]
             return []
-    meta: Any = json.loads(path.read_text("utf8"))
     found.notes += transforms_notes(meta)
     if parser.load_3D_points and "ply_file_path" in meta:
         _look_at_seed_file(path, meta, found)
     if len(outputs[0].image_filenames) == 0:
         found.problems.append(_nothing_to_train(len(outputs[1].image_filenames)))
+    if len(outputs[1].image_filenames) == 0:
+        found.notes.append(_NONE_HELD_OUT)
     images: list[_Image] = []
-    if outputs[2].image_filenames == outputs[1].image_filenames:
-        outputs.pop()
+    if outputs[-1].image_filenames == outputs[1].image_filenames:
+        outputs = outputs[:2]
     for part in outputs:
         sizes = zip(part.cameras.width.flatten().tolist(), part.cameras.height.flatten().tolist(), strict=True)
         masks = part.mask_filenames or [None] * len(part.image_filenames)
@@ -330,10 +376,28 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
         whole = folder.with_name(folder.name.rpartition("_")[0] or folder.name)
         have = [f"{whole.name}_{n} (--downscale-factor {n})" for n in _smaller(whole)]
         have = [f"{whole.name} (--downscale-factor 1)", *have] if whole.is_dir() else have
-        found.problems.append(_no_folder(folder, have))
+        found.problems.append(
+            _no_folder(folder, have) + _image_hint(path.parent, images[0].path.name, "make the paths relative")
+        )
         return []
+    rows: list[torch.Tensor] = []
+    for part in outputs:
+        cameras = part.cameras
+        found.problems += camera_problems(cameras, [str(name) for name in part.image_filenames])
+        found.problems += list_problems(part.image_filenames, cameras, None)
+        rows.append(torch.cat([cameras.cx, cameras.cy, cameras.width, cameras.height], dim=-1))
+    _look_at_centres(torch.cat(rows).double().numpy(), found)
     _look_for_twins([str(image.path) for image in images], {str(path) for path in outputs[1].image_filenames}, found)
     return images
+
+
+def _first_image_missing(path: Path) -> list[str]:
+    """Return a line if the first image of a transforms.json that is no valid one does not exist."""
+    try:
+        file = path.parent / json.loads(path.read_text("utf8"))["frames"][0]["file_path"]
+    except (ValueError, LookupError, TypeError):
+        return []
+    return [] if file.exists() else [missing_file(file)]
 
 
 def _outputs(parser: NerfstudioDataParserConfig, split: str, missing: list[str]) -> Any:
@@ -355,13 +419,19 @@ def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
     """Check the .ply that a valid transforms.json names, and that its points are in front of the cameras."""
     file = path.parent / meta["ply_file_path"]
     try:
-        xyz, _ = read_ply(file)
+        xyz, rgb, count = sample_ply(file, _SEED_POINTS)
     except FileNotFoundError:
         found.problems.append(f"ply_file_path of {path}: {missing_file(file)}")
         return
     except (OSError, Damaged) as error:
         found.problems.append(str(error))
         return
+    if len(xyz) == 0:
+        found.problems.append(f"{file}: it has no points. Take ply_file_path out to begin with random Gaussians")
+        return
+    if len(rgb) == 0 or (rgb == rgb[0]).all():
+        colours = "no colours (red, green, blue)" if len(rgb) == 0 else f"one colour, {rgb[0].tolist()}"
+        found.notes.append(f"{file}: its points have {colours}; training has to find them")
     frames = meta["frames"]
 
     def numbers(*keys: str) -> Any:
@@ -369,13 +439,39 @@ def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
 
     poses = np.array([[*frame["transform_matrix"][:3], [0, 0, 0, 1]] for frame in frames], np.float64)
     views = Views(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h"))
-    _look_at_seed_points(file, xyz, views, found)
+    _look_at_seed_points(file, xyz, views, found, is_sample=len(xyz) < count)
+    _look_at_places(views, xyz, found)
 
 
 # ---- seed points, views and images ----
 
 
-def _look_at_seed_points(file: Path, xyz: NDArray[np.float64], views: Views, found: Findings) -> None:
+def _look_at_centres(rows: NDArray[np.float64], found: Findings) -> None:
+    """Note principal points outside of the images; `rows` [n, 4] have cx, cy, width, height."""
+    out = rows[((rows[:, :2] <= 0) | (rows[:, :2] >= rows[:, 2:])).any(axis=1)]
+    if len(out):
+        x, y, width, height = out[0]
+        found.notes.append(
+            f"The principal point of {len(out)} of {len(rows)} views lies outside of the image, such as ({x:g}, {y:g}) "
+            f"of {width:g}x{height:g} pixels: are cx, cy and the focal length those of these images?"
+        )
+
+
+def _look_at_places(views: Views, xyz: NDArray[np.float64], found: Findings) -> None:
+    """Refuse views from one place, compared with the distance of the seed points [n, 3]."""
+    if found.unseen:  # the points are in another frame
+        return
+    places = views.poses[:, :3, 3]
+    middle = places.mean(axis=0)
+    some = xyz[:: -(-len(xyz) // _SEED_POINTS) or 1]
+    distance = np.median(np.linalg.norm(some - middle, axis=1)) if len(xyz) else 0.0
+    if np.abs(places - middle).max() <= _ONE_PLACE * distance:
+        found.problems.append("All views are taken from one place, so the scene has no depth: add views")
+
+
+def _look_at_seed_points(
+    file: Path, xyz: NDArray[np.float64], views: Views, found: Findings, *, is_sample: bool = False
+) -> None:
     if (problem := invalid_points(file, xyz)) is not None:
         found.problems.append(problem)
         return
@@ -383,7 +479,7 @@ def _look_at_seed_points(file: Path, xyz: NDArray[np.float64], views: Views, fou
     offset = offset_for(views.poses[:, :3, 3])
     if offset.any() and (note := rounded_points(file, xyz)) is not None:
         found.notes.append(note)
-    rows = distinct_rows((xyz - offset).astype(np.float32))
+    rows = None if is_sample or len(xyz) > _MANY else distinct_rows((xyz - offset).astype(np.float32))
     if rows is not None and len(rows) < _DISTINCT * len(xyz):
         found.notes.append(
             f"{len(xyz) - len(rows)} of {len(xyz)} seed points lie where another one is, and are merged with it"
@@ -410,6 +506,8 @@ def _look_at_split(parser: ColmapDataParserConfig, names: Sequence[str], found: 
         return
     if len(train) == 0:
         found.problems.append(_nothing_to_train(len(held_out)))
+    if len(held_out) == 0:
+        found.notes.append(_NONE_HELD_OUT)
     _look_for_twins(names, {str(names[i]) for i in held_out}, found)
 
 
@@ -442,6 +540,7 @@ def _look_at_images(images: Sequence[_Image], found: Findings) -> None:
     seen = [(image, header) for image, header in zip(images, headers, strict=True) if header is not None]
     found.problems += dict.fromkeys(line for _, header in seen for line in header.problems)
     _look_at_masks([image.mask for image, header in seen if image.mask and not header.problems], found)
+    _look_at_alpha([image.path for image, header in seen if header.channels == 4], found)
     clear = [image.path.name for image, header in seen if header.channels == 4]
     opaque = [image.path.name for image, header in seen if header.channels == 3]
     if clear and opaque:
@@ -456,14 +555,23 @@ def _look_at_images(images: Sequence[_Image], found: Findings) -> None:
 
 
 def _look_at_masks(masks: Sequence[Path], found: Findings) -> None:
-    """Note masks without a white pixel, among those of the fewest bytes: masks of one colour are small."""
-    fewest = sorted(set(masks), key=lambda path: path.stat().st_size)[:_MASKS]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        black = [path.name for path, is_black in zip(fewest, pool.map(is_all_black, fewest), strict=True) if is_black]
-    if black:
+    if black := _all_black(masks):
+        found.notes.append(f"Masks that leave out every pixel (inverted?): {_some(black)}; white pixels are used")
+
+
+def _look_at_alpha(images: Sequence[Path], found: Findings) -> None:
+    if clear := _all_black(images):
         found.notes.append(
-            f"Masks that leave out every pixel (inverted?): {_some(sorted(black))}; white pixels are used"
+            f"Images whose alpha channel is zero everywhere: {_some(clear)}; only the background is seen"
         )
+
+
+def _all_black(files: Sequence[Path]) -> list[str]:
+    """Return those without a pixel of the few with the fewest bytes: masks of one colour are small."""
+    fewest = sorted(set(files), key=lambda path: path.stat().st_size)[:_MASKS]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = zip(fewest, pool.map(is_all_black, fewest), strict=True)
+        return sorted(path.name for path, is_black in found if is_black)
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

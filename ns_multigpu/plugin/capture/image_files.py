@@ -23,6 +23,8 @@ _TURNED, _LYING = range(2, 9), range(5, 9)
 
 _THREADS = 8
 _TAIL = 64
+_MOST_FOLDERS = 8
+"""Number of sub-folders in which a missing file is searched."""
 
 
 @dataclass(frozen=True)
@@ -104,25 +106,35 @@ def header_size(path: Path) -> tuple[int, int] | None:
 
 
 def is_all_black(mask: Path) -> bool:
-    """Return True if a readable mask has no pixel above zero."""
+    """Return True if a readable mask, or the alpha channel of a picture that has one, has no pixel above zero."""
     with Image.open(mask) as image:
-        return image.convert("L").getextrema() == (0, 0)
+        return (image.getchannel("A") if image.mode == "RGBA" else image.convert("L")).getextrema() == (0, 0)
 
 
 def missing_file(path: Path) -> str:
     """Return the message about a file that does not exist; it names a file that was probably meant."""
     line = f"{path}: there is no such file"
+    if path.is_symlink():
+        return f"{path}: it is a link to {path.readlink()}, and there is no such file"
     if "\\" in path.name:
         return f"{line}. The name has backslashes, as Windows writes paths: replace them by slashes"
     try:
         folder = path.parent.stat()
     except OSError:
-        return line
+        return f"{path.parent}: there is no such folder"
     like = _names_by_stem(path.parent, folder.st_mtime_ns).get(_plain(path.stem), [])
     if not like:
-        return line
+        below = next(
+            (found for found in _folders(path.parent, folder.st_mtime_ns) if (found / path.name).exists()), None
+        )
+        return f"{line}, but {below.name}/{path.name} is there" if below else line
     same = " in another Unicode form (macOS)" if _nfc(path.name) == _nfc(like[0]) else ""
     return f"{line}, but {like[0]}{same} is there: give both the same name"
+
+
+@lru_cache(maxsize=8)
+def _folders(folder: Path, _changed: int) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir())[:_MOST_FOLDERS]
 
 
 @lru_cache(maxsize=8)
@@ -177,6 +189,9 @@ def _look(path: Path, mode_problem: Callable[[str], str | None], problems: list[
     except FileNotFoundError:
         problems.append(missing_file(path))
         return None
+    except IsADirectoryError:
+        problems.append(f"{path}: it is a folder, and a picture is needed")
+        return None
     except Image.DecompressionBombError:
         problems.append(f"{path}: it has more pixels than PIL reads ({2 * (Image.MAX_IMAGE_PIXELS or 0):,}): reduce it")
         return None
@@ -184,7 +199,7 @@ def _look(path: Path, mode_problem: Callable[[str], str | None], problems: list[
         problems.append(
             f"{path}: HEIC pictures cannot be read: convert them to JPEG or PNG"
             if _is_heic(path)
-            else f"{path}: it is truncated or unreadable ({error})"
+            else f"{path}: it is truncated or unreadable ({error if path.stat().st_size else 'it is empty'})"
         )
         return None
     return _Picture(mode, size, orientation)

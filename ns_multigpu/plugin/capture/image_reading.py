@@ -124,12 +124,12 @@ class ImageReader:
 
 
 def _distorted(cameras: Cameras) -> list[bool]:
-    """Return True for each camera with distortion to remove. As in nerfstudio, a fisheye without parameters has
-    none.
-    """
-    if cameras.distortion_params is None:
-        return [False] * len(cameras)
-    return (cameras.distortion_params != 0).any(dim=-1).tolist()
+    """Return True for each camera with distortion to remove: a fisheye's is there without parameters, too."""
+    fisheyes = torch.tensor([CameraType.FISHEYE.value, CameraType.FISHEYE624.value])
+    bent = torch.isin(cameras.camera_type.reshape(-1).cpu(), fisheyes)
+    if cameras.distortion_params is not None:
+        bent = bent | (cameras.distortion_params != 0).any(dim=-1)
+    return bent.tolist()
 
 
 def _keys(cameras: Cameras) -> list[tuple[float, ...]]:
@@ -140,8 +140,7 @@ def _keys(cameras: Cameras) -> list[tuple[float, ...]]:
 
 
 def _parameters(camera: Cameras) -> np.ndarray:
-    assert camera.distortion_params is not None
-    return camera.distortion_params.numpy().copy()
+    return np.zeros(6) if camera.distortion_params is None else camera.distortion_params.numpy().copy()
 
 
 def _matrix(camera: Cameras) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""nerfstudio's COLMAP parser with fast reading of seed points, once for both splits, lists of `listed_split`, and an
-offset.
+"""nerfstudio's COLMAP parser with fast reading of seed points, once for both splits, lists of `listed_split`, an
+offset, and k4 of fisheye lenses.
 
 nerfstudio creates an object per point, for the training and the held-out views: 13 us a point. The result here is
 bitwise the same, but points at one position are merged.
@@ -25,6 +25,8 @@ from ns_multigpu.plugin.capture.split_lists import listed_split
 
 _POINT = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error", "<f8"), ("track", "<u8")])
 """Fields before a point's track, https://colmap.github.io/format.html."""
+_K4 = 3
+"""Column of k4 in nerfstudio's distortion parameters: k1, k2, k3, k4, p1, p2."""
 
 
 class QuickColmap(ColmapDataParser):
@@ -37,6 +39,8 @@ class QuickColmap(ColmapDataParser):
     """
 
     _read: tuple[Path, bytes, float, dict[str, Tensor]] | None = None
+    _fourth: Tensor
+    """[views] k4 of each view of the model, and then of the split."""
 
     def __init__(self, config: ColmapDataParserConfig, offset: Offset | None = None) -> None:
         super().__init__(config)
@@ -44,13 +48,17 @@ class QuickColmap(ColmapDataParser):
 
     def _generate_dataparser_outputs(self, split: str = "train", **kwargs: Any) -> DataparserOutputs:
         outputs = super()._generate_dataparser_outputs(split, **kwargs)
+        parameters = outputs.cameras.distortion_params
+        assert parameters is not None
+        parameters[:, _K4] = self._fourth
         return shifted(outputs, self.offset)
 
     def _get_all_images_and_cameras(self, recon_dir: Path) -> dict[str, Any]:
         """Read the model as nerfstudio does, less the offset. Names end with their line: its text reader stops at a
-        space.
+        space. It refuses any k4, as it also would that of a perspective lens.
         """
         found: dict[str, Any] = super()._get_all_images_and_cameras(recon_dir)
+        self._fourth = torch.tensor([float(frame.pop("k4", 0)) for frame in found["frames"]])
         axes = np.array(found.get("applied_transform", np.eye(4)), np.float64)[:3, :3]
         positions = np.array([frame["transform_matrix"][:3, 3] for frame in found["frames"]], np.float64)
         self.offset = offset_for(positions @ axes, self._given_offset)
@@ -71,7 +79,9 @@ class QuickColmap(ColmapDataParser):
 
     def _get_image_indices(self, image_filenames: list[Path], split: str) -> Any:
         listed = listed_split(split, lambda name: (self.config.data / f"{name}_list.txt").exists())
-        return super()._get_image_indices(image_filenames, listed)
+        indices = super()._get_image_indices(image_filenames, listed)
+        self._fourth = self._fourth[torch.as_tensor(indices, dtype=torch.long)]
+        return indices
 
     def _load_3D_points(self, colmap_path: Path, transform_matrix: Tensor, scale_factor: float) -> dict[str, Tensor]:
         file, found = colmap_path / "points3D.bin", None

@@ -12,10 +12,14 @@ from torch import Tensor
 
 _VIEWS, _POINTS, _POINTS_IN_DOUBT = 100, 1000, 50_000
 """Largest numbers of views and points that a count samples; more points are counted before a capture is refused."""
+_AT_ONCE = 200_000
+"""Number of pairs of a view and a point that are counted at once."""
 _FEW_VIEWS = 0.1
 """Share of views that see a seed point, below which a capture is refused."""
 _BETTER = 2.0
 """Factor by which another reading of the poses must show more points for a capture to be refused."""
+_PLAUSIBLE = 0.5
+"""Share of views that must see a seed point with another reading."""
 _SEVERAL, _DOT = 5, 0.03
 """Number of points that are expected to spread over more than this share of an image's width or height."""
 FLIP = np.diag([1.0, -1.0, -1.0, 1.0])
@@ -32,6 +36,7 @@ _COLMAP = (
     "the poses have OpenGL's axes: negate rows 2 and 3 of each world-to-camera matrix",
     "the poses are camera-to-world: invert each",
     "the poses are camera-to-world with OpenGL's axes: negate columns 2 and 3 of each, then invert it",
+    "the translations are the cameras' places c: COLMAP's are -R c",
 )
 
 
@@ -101,18 +106,21 @@ def seen_points(views: Views, xyz: _Floats) -> NDArray[np.int64]:
         views: n views.
         xyz: [m, 3] positions in the poses' frame.
     """
-    counts = np.zeros(len(views.poses), np.int64)
-    for number, (to_camera, (fx, fy, cx, cy), (width, height)) in enumerate(
-        zip(np.linalg.inv(views.poses), views.lenses, views.sizes, strict=True)
-    ):
-        x, y, z = to_camera[:3, :3] @ xyz.T + to_camera[:3, 3:]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            u, v = cx - fx * x / z, cy + fy * y / z
-        seen = (z < 0) & (u >= 0) & (u < width) & (v >= 0) & (v < height)
-        count = np.count_nonzero(seen)
-        if count < _SEVERAL or max(np.ptp(u[seen]) / width, np.ptp(v[seen]) / height) > _DOT:
-            counts[number] = count
-    return counts
+    to_camera, at_once = np.linalg.inv(views.poses), max(1, _AT_ONCE // len(xyz))
+    parts = [slice(first, first + at_once) for first in range(0, len(to_camera), at_once)]
+    return np.concatenate([_seen(to_camera[part], views.lenses[part], views.sizes[part], xyz) for part in parts])
+
+
+def _seen(to_camera: _Floats, lenses: _Floats, sizes: _Floats, xyz: _Floats) -> NDArray[np.int64]:
+    x, y, z = np.moveaxis(to_camera[:, :3, :3] @ xyz.T + to_camera[:, :3, 3:], 1, 0)
+    fx, fy, cx, cy = lenses.T[:, :, None]
+    width, height = sizes.T[:, :, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        u, v = (cx - fx * x / z) / width, (cy + fy * y / z) / height
+    seen = (z < 0) & (u >= 0) & (u < 1) & (v >= 0) & (v < 1)
+    counts = np.count_nonzero(seen, axis=1)
+    extent = [np.where(seen, at, 0).max(axis=1) - np.where(seen, at, 1).min(axis=1) for at in (u, v)]
+    return np.where((counts < _SEVERAL) | (np.maximum(*extent) > _DOT), counts, 0)
 
 
 def unseen_problem(views: Views, xyz: _Floats) -> str | None:
@@ -138,10 +146,14 @@ def _sample(xyz: _Floats, most: int) -> _Floats:
 
 def _problem(views: Views, xyz: _Floats) -> str | None:
     poses, back = views.poses, np.linalg.inv(views.poses)
-    others = (poses @ FLIP, FLIP @ back @ FLIP, FLIP @ back) if views.is_colmap else (poses @ FLIP, back, back @ FLIP)
+    others = [poses @ FLIP, FLIP @ back @ FLIP, FLIP @ back] if views.is_colmap else [poses @ FLIP, back, back @ FLIP]
+    if views.is_colmap:
+        placed = poses.copy()
+        placed[:, :3, 3] = (FLIP @ back)[:, :3, 3]
+        others.append(placed)
     usual, *counts = (seen_points(replace(views, poses=reading), xyz) for reading in (poses, *others))
     best = max(range(len(counts)), key=lambda k: counts[k].sum())
-    is_better = counts[best].sum() > _BETTER * usual.sum()
+    is_better = counts[best].sum() > _BETTER * usual.sum() and np.mean(counts[best] > 0) >= _PLAUSIBLE
     if np.mean(usual > 0) >= _FEW_VIEWS and not (is_better and len(xyz) >= 10):
         return None
     line = f"{_share(usual > 0)} of the views see a seed point, and a view sees {_share(usual / len(xyz))} of them"
@@ -151,7 +163,8 @@ def _problem(views: Views, xyz: _Floats) -> str | None:
         return f"{line}. Likely {reason}. Then {seen} of the views see one, and a view sees {share} of them"
     return (
         f"{line}. Likely the points lie in another frame than the cameras: the median of the points is "
-        f"{_place(xyz)}, of the cameras {_place(poses[:, :3, 3])}. Give points in the cameras' frame"
+        f"{_place(xyz)}, of the cameras {_place(poses[:, :3, 3])}. Give points in the cameras' frame. If they are, the "
+        "rotations or the intrinsics are wrong"
     )
 
 

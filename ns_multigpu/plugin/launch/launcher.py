@@ -40,8 +40,11 @@ _GRACE = 2.0
 """Seconds that workers which outlive another one have to end by themselves, and as many after SIGTERM: they may wait
 for the dead one where no signal handler of Python runs."""
 
-_HOPELESS = (PlainError, NonFiniteError, RanOutOfMemory, SystemExit)
-"""Errors that another attempt would meet again."""
+_HOPELESS = (
+    PlainError, NonFiniteError, RanOutOfMemory, SystemExit,
+    ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors that another attempt would meet again: those of the input, the options or the program."""
 
 
 class Trainer(Protocol):
@@ -108,7 +111,7 @@ def run_workers(config: Config, workers: int) -> None:
     """Run `worker_main(config)` in `workers` processes of this machine; see `WorkerLauncher.train`.
 
     When a worker dies, all are started again, `config.max_restarts` times at most, and not for what would happen again:
-    bad input, numbers that are none, lack of memory, or the same exception twice in a row.
+    an error of `_HOPELESS` that no OSError has caused, or the same exception twice in a row.
     """
     restarts = int(getattr(config, "max_restarts", 0))
     job = _Job(config, workers)
@@ -265,7 +268,8 @@ def _write_record(error: BaseException, rank: int, folder: Path) -> None:
     plain = next((name for name, kind in PLAIN.items() if isinstance(error, kind)), "")
     message = str(error) if plain else f"{type(error).__name__}: {error}"
     report = "".join(traceback.format_exception(error))
-    record = Failure(rank, time.time_ns(), plain, isinstance(error, _HOPELESS), message, report)
+    hopeless = isinstance(error, _HOPELESS) and not isinstance(error.__cause__, OSError)
+    record = Failure(rank, time.time_ns(), plain, hopeless, message, report)
     # Write atomically: this process may be killed during the write, and its parent reads the file.
     begun = folder / f"begun-{rank}.json"
     begun.write_text(json.dumps(asdict(record)), "utf8")

@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from nerfstudio.cameras.camera_paths import get_path_from_json
 
@@ -69,12 +69,10 @@ def check_camera_path(path: Path, path_json: dict[str, Any], types: Sequence[str
     Raises:
         InputError: it cannot be rendered.
     """
-    from nerfstudio.scripts.render import get_crop_from_json  # slow to import
-
     sizes: list[int] = []
     for name in ("render_width", "render_height"):
         value = path_json.get(name)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 1 or value != int(value):
+        if not _is_finite(value) or value < 1 or value != int(value):
             raise InputError(f"{_name(path)}: {name} is {value!r}. Give a whole number of pixels, at least 1.")
         sizes.append(int(value))
     kind = path_json.get("camera_type", "perspective")
@@ -84,7 +82,7 @@ def check_camera_path(path: Path, path_json: dict[str, Any], types: Sequence[str
             "Choose one of these types in the viewer's render panel."
         )
     seconds = path_json.get("seconds")
-    if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
+    if not _is_finite(seconds) or seconds <= 0:
         raise InputError(f"{_name(path)}: seconds is {seconds!r}. Give the video's length in seconds, above 0.")
     views = path_json.get("camera_path")
     if not isinstance(views, list) or not views:
@@ -93,17 +91,38 @@ def check_camera_path(path: Path, path_json: dict[str, Any], types: Sequence[str
         _check_view(path, number, view, kind)
     try:
         get_path_from_json(path_json)
-        get_crop_from_json(path_json)
     except (ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
         raise InputError(f"{_name(path)}: this is no camera path ({error!r}).") from error
+    _check_crop(path, path_json.get("crop"))
     return sizes[0], sizes[1]
+
+
+def _check_crop(path: Path, crop: Any) -> None:
+    if crop is None:
+        return
+    if not isinstance(crop, dict):
+        raise InputError(f"{_name(path)}: crop is {crop!r}. Give an object, or null for no crop.")
+    for name in ("crop_center", "crop_scale", "crop_rot"):
+        values = crop.get(name, [0, 0, 0] if name == "crop_rot" else None)
+        if not isinstance(values, list) or len(values) != 3 or not all(map(_is_finite, values)):
+            raise InputError(f"{_name(path)}: the crop's {name} is {values!r}. Give three numbers, such as [0, 0, 0].")
+    colour = crop.get("crop_bg_color")
+    if not isinstance(colour, dict) or not all(_is_finite(colour.get(name)) for name in "rgb"):
+        raise InputError(
+            f"{_name(path)}: the crop's crop_bg_color is {colour!r}. Give r, g and b from 0 to 255, such as "
+            '{"r": 255, "g": 255, "b": 255}.'
+        )
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _check_view(path: Path, number: int, view: Any, kind: str) -> None:
     pose = view.get("camera_to_world") if isinstance(view, dict) else None
     if not isinstance(pose, list) or len(pose) != 16:
         raise InputError(f"{_name(path)}: camera {number} has no camera_to_world of 16 numbers.")
-    if any(not isinstance(value, (int, float)) or not math.isfinite(value) for value in pose):
+    if not all(map(_is_finite, pose)):
         raise InputError(
             f"{_name(path)}: camera {number} has a camera_to_world with a value that is not a finite number "
             f"({pose}). Take this keyframe out, or set it again in the viewer."
@@ -112,7 +131,7 @@ def _check_view(path: Path, number: int, view: Any, kind: str) -> None:
     if kind == "perspective" and not (isinstance(fov, (int, float)) and 0 < fov < 180):
         raise InputError(f"{_name(path)}: camera {number} has a fov of {fov!r}. Give degrees between 0 and 180.")
     time = view.get("render_time", 0.0)
-    if not isinstance(time, (int, float)) or not math.isfinite(time):
+    if not _is_finite(time):
         raise InputError(
             f"{_name(path)}: camera {number} has a render_time of {time!r}. Give a number, 0 for the capture's "
             "first moment and 1 for its last."

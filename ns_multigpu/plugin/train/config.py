@@ -249,9 +249,10 @@ class RunConfig(TrainerConfig):
         Raises:
             InputError: something is wrong with it; lists all problems, one per line.
         """
-        tracks = getattr(cast(Any, self.pipeline).model, "depth_loss", 0.0) > 0  # nerfacto-xl has none
+        pipeline = cast(Any, self.pipeline)
+        tracks = getattr(pipeline.model, "depth_loss", 0.0) > 0  # nerfacto-xl has none
         found = first_look(
-            cast(Any, self.pipeline).datamanager, tracks=tracks, allow_unseen_points=self.allow_unseen_points
+            pipeline.datamanager, pipeline.model, tracks=tracks, allow_unseen_points=self.allow_unseen_points
         )
         for note in found.notes:
             CONSOLE.print(Text(f"Note: {note}.", "yellow"), soft_wrap=True)

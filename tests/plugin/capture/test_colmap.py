@@ -81,7 +81,7 @@ def test_a_model_without_points(tmp_path: Path) -> None:
 def test_invalid_values_are_named(tmp_path: Path) -> None:
     write_binary(tmp_path, [*shots(3), Shot(9, 77, "lost.jpg")], model=6)
     problems = look_at(tmp_path).problems
-    assert any("FULL_OPENCV" in line and "SIMPLE_RADIAL" in line for line in problems)
+    assert any("FULL_OPENCV" in line and "colmap image_undistorter" in line for line in problems)
     assert any("lost.jpg: its camera 77 is not in cameras.bin" in line for line in problems)
     data = bytearray((tmp_path / "images.bin").read_bytes())
     data[12:20] = struct.pack("<d", float("inf"))
@@ -111,3 +111,21 @@ def test_names_that_are_not_in_utf8(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"image-a", "图像-a".encode("gbk") + b"bb"[:1]))
     (problem,) = look_at(tmp_path).problems
     assert "its names are not in UTF-8" in problem
+
+
+@pytest.mark.parametrize("write", [write_binary, write_text])
+def test_camera_models_of_a_newer_colmap_are_to_be_converted(tmp_path: Path, write: object) -> None:
+    write(tmp_path, shots(3))  # type: ignore[operator]
+    path = next(tmp_path.glob("cameras.*"))
+    path.write_bytes(path.read_bytes().replace(b"PINHOLE", b"DIVISION").replace(b"\1\0\0\0(", b"\x0e\0\0\0("))
+    (problem,) = look_at(tmp_path).problems
+    assert "camera 1 is of an unknown model, " in problem and "Convert the capture: colmap image_undist" in problem
+
+
+@pytest.mark.parametrize(("model", "mixed"), [("SIMPLE_RADIAL", False), ("RADIAL_FISHEYE", True)])
+def test_fisheye_cameras_are_not_mixed_with_others(tmp_path: Path, model: str, mixed: bool) -> None:
+    write_text(tmp_path, [Shot(number, 1 + number % 2, f"{number}.jpg") for number in range(4)])
+    with (tmp_path / "cameras.txt").open("a") as file:
+        file.write(f"2 {model} 40 30 30 20 15 0.1 0.1\n3 OPENCV_FISHEYE 40 30 30 30 20 15 0 0 0 0\n")
+    problems = look_at(tmp_path).problems
+    assert len(problems) == mixed and all("some images have fisheye cameras and some have not" in p for p in problems)

@@ -99,6 +99,16 @@ def test_cameras_and_images_are_nerfstudios(tmp_path: Path, lens: dict[str, Any]
         assert torch.equal(mine["image"], images[index]["image"]) and torch.equal(mine["mask"], images[index]["mask"])
 
 
+def test_a_fisheye_without_parameters_is_undistorted(tmp_path: Path) -> None:
+    """nerfstudio would take its image as a pinhole camera's."""
+    folder = write_capture(tmp_path / "capture", camera_model="OPENCV_FISHEYE")
+    bent = manager(write_capture(tmp_path / "bent", camera_model="OPENCV_FISHEYE", k1=1e-9), World.single())
+    data = manager(folder, World.single())
+    one, other = (part.train_share.image(0, torch.device("cpu"))["image"] for part in (data, bent))
+    assert torch.equal(one, other) and torch.equal(data.train_dataset.cameras.fx, bent.train_dataset.cameras.fx)
+    assert float(data.train_dataset.cameras.fx[0]) != 20.0
+
+
 def test_a_render_on_demand_capture_is_never_rendered_as_a_whole() -> None:
     parser = CityDataParserConfig(blocks=1, views=4000, width=16, height=8, samples=1, points=50, cache_mb=0)
     config = DistributedDataManagerConfig(dataparser=parser, image_memory_gb=2e-5)  # type: ignore[arg-type]

@@ -12,10 +12,13 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataPars
 from PIL import Image
 
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.capture.checks import small_problems
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.first_look import PLACES, Findings, find_reconstruction, first_look
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.model.options import SplatModelConfig
+from ns_multigpu.plugin.radiance.field.model import NerfactoXLModelConfig
 from tests.lib import captures
 from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_capture, write_images, write_text
 
@@ -174,10 +177,11 @@ def test_no_points_are_no_obstacle(tmp_path: Path) -> None:
 def test_views_that_are_left_to_train_with(tmp_path: Path, views: int, left: int) -> None:
     write_capture(tmp_path, shots(views))
     found = look(tmp_path)
-    assert len(found.problems) == (left == 0)
+    assert len(found.problems) == 2 * (left == 0)
     if left == 0:
         assert "1 view(s), and all are held out" in found.problems[0] and "--eval-mode all" in found.problems[0]
-        assert look(tmp_path, eval_mode="all").problems == []
+        (problem,) = look(tmp_path, eval_mode="all").problems
+        assert "All views are taken from one place" in problem
     else:
         assert len(manager(tmp_path, downscale_factor=1).train_dataset) == left
 
@@ -188,7 +192,7 @@ def test_a_frame_that_is_listed_twice(tmp_path: Path, twin: int) -> None:
     write_capture(tmp_path, images)
     write_binary(tmp_path / "sparse/0", [*images, Shot(50, 1, images[twin].name)])
     found = look(tmp_path)
-    assert found.problems == []
+    assert found.problems == [f"{images[twin].name}: listed with 2 different poses"]
     assert found.notes[0].startswith(f"Listed more than once: {images[twin].name}")
     assert ("too good" in found.notes[0]) == (twin == 0), "the first view is held out, its twin is trained with"
 
@@ -234,7 +238,7 @@ def test_a_wrong_size_is_not_blamed_on_exif(tmp_path: Path) -> None:
 
 def test_masks_are_checked(tmp_path: Path) -> None:
     write_capture(tmp_path)
-    assert len(look(tmp_path, masks_path=Path("masks")).problems) == 10
+    assert look(tmp_path, masks_path=Path("masks")).problems == [f"{tmp_path}/masks: there is no such folder"]
     for shot in shots():
         (tmp_path / "masks").mkdir(exist_ok=True)
         Image.new("L", SIZE).save((tmp_path / "masks" / shot.name).with_suffix(".png"))
@@ -318,7 +322,8 @@ def test_a_first_image_that_is_missing_does_not_hide_the_others(tmp_path: Path) 
     del meta["fl_x"]
     (tmp_path / "transforms.json").write_text(json.dumps(meta))
     intrinsics, first = look_at_transforms(tmp_path).problems
-    assert "no camera_angle_x" in intrinsics and "photo_00.PNG is there" in first
+    assert "it has no fl_x, and needs them for all frames or for each" in intrinsics
+    assert "photo_00.PNG is there" in first
 
 
 def test_views_from_one_place_are_named(tmp_path: Path) -> None:
@@ -357,3 +362,32 @@ def test_names_with_spaces_in_a_text_model(tmp_path: Path) -> None:
     data = manager(tmp_path, downscale_factor=1)
     data.check_capture()
     assert {path.name for path in data.train_dataset.image_filenames} < {shot.name for shot in shots()}
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "remedy"),
+    [
+        ((44, 60), {}, None),
+        ((60, 43), {}, "num-downscales 1"),
+        ((21, 60), {}, "num-downscales 0"),
+        ((9, 60), {}, "ssim-lambda 0"),
+        ((9, 60), {"ssim_lambda": 0.0}, None),
+        ((11, 60), {"num_downscales": 0}, None),
+        ((10, 60), {"num_downscales": 0}, "ssim-lambda 0"),
+    ],
+)
+def test_images_smaller_than_ssims_window(size: tuple[int, int], options: dict[str, Any], remedy: str | None) -> None:
+    sizes, names = [(100, 100), size], [Path("large.jpg"), Path("small.jpg")]
+    problems = small_problems(sizes, names, SplatModelConfig(**options))
+    assert [line.rpartition("--pipeline.model.")[2] for line in problems] == ([remedy] if remedy else [])
+    assert all(
+        "1 image(s) have fewer than" in line and f"small.jpg has {size[0]}x{size[1]}" in line for line in problems
+    )
+    assert small_problems(sizes, names, NerfactoXLModelConfig()) == []
+
+
+def test_small_images_are_refused_before_workers_start(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    config = DistributedDataManagerConfig(dataparser=ColmapDataParserConfig(data=tmp_path, colmap_path=PLACES[1]))
+    (problem,) = first_look(config, SplatModelConfig()).problems
+    assert "num-downscales 2: " in problem and first_look(config, SplatModelConfig(num_downscales=1)).problems == []

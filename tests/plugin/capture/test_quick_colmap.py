@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nerfstudio.cameras.cameras import CameraType
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser, ColmapDataParserConfig
 from nerfstudio.data.utils import colmap_parsing_utils as colmap
 
@@ -16,6 +17,7 @@ from ns_multigpu.plugin.capture import quick_colmap
 from ns_multigpu.plugin.capture.colmap import Damaged
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
+from tests.lib.colmap_files import Shot, write_text
 
 TURNED = torch.tensor([[0.0, -1.0, 0.0, 0.3], [1.0, 0.0, 0.0, -2.0], [0.0, 0.0, 1.0, 0.1]])
 
@@ -99,6 +101,23 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, cut: int) -> Non
     file.write_bytes(file.read_bytes()[:-cut])
     with pytest.raises(Damaged, match=r"points3D.bin: it is truncated: it ends in point 50 of 50"):
         quick_colmap.read_points(file)
+
+
+def test_each_view_of_a_split_has_its_own_k4(tmp_path: Path) -> None:
+    write_text(tmp_path / "sparse/0", [Shot(20 - number, 1 + number % 2, f"{number:02d}.jpg") for number in range(10)])
+    lenses = {1: (0.1, 0.02, 0.003, 0.0004), 2: (0.2, 0.0, 0.0, -0.5)}
+    lines = [f"{k} OPENCV_FISHEYE 40 30 30 31 20 15 {' '.join(map(str, lens))}" for k, lens in lenses.items()]
+    (tmp_path / "sparse/0/cameras.txt").write_text("\n".join(lines))
+    kind: Any = QuickColmap
+    parser = ColmapDataParserConfig(kind, data=tmp_path, colmap_path=Path("sparse/0"), downscale_factor=1).setup()
+    views = 0
+    for split in ("train", "val"):
+        outputs = parser.get_dataparser_outputs(split)
+        assert bool((outputs.cameras.camera_type == CameraType.FISHEYE.value).all())
+        for path, found in zip(outputs.image_filenames, outputs.cameras.distortion_params, strict=True):
+            assert found.tolist() == pytest.approx([*lenses[1 + int(path.stem) % 2], 0, 0])
+            views += 1
+    assert views == 10
 
 
 def test_quick_parser_replaces_only_the_colmap_parser(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ns_multigpu.plugin.capture.colmap import Damaged
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.first_look import Findings, first_look
 from ns_multigpu.plugin.capture.parsing import parsed_together
-from ns_multigpu.plugin.capture.ply import read_ply
+from ns_multigpu.plugin.capture.ply import read_ply, sample_ply
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
 from ns_multigpu.plugin.capture.seed_points import FLIP, Views, seen_points, unseen_problem
 from tests.lib import captures, colmap_files
@@ -62,6 +62,14 @@ def test_colours_of_ply_files(tmp_path: Path) -> None:
     colours = "".join(f"property float {name}\n" for name in ("red", "green", "blue"))
     path.write_text(head + colours + "end_header\n1 2 3 0.5 1 0\n")
     assert read_ply(path)[1].tolist() == [[128, 255, 0]]
+    path.write_text(head + colours + "end_header\n1 2 3 128 255 0\n")
+    assert read_ply(path)[1].tolist() == [[128, 255, 0]], "numbers up to 255"
+    path.write_text((head + colours).replace("float red", "ushort red") + "end_header\n1 2 3 32896 65535 0\n")
+    assert read_ply(path)[1].tolist() == [[128, 255, 0]], "numbers of 16 bits"
+    path.write_text(head + colours.replace("float ", "ushort diffuse_") + "end_header\n1 2 3 1 255 0\n")
+    assert read_ply(path)[1].tolist() == [[1, 255, 0]], "whole numbers are no fractions"
+    path.write_text(head.replace("vertex 1", "vertex 0") + colours + "end_header\n")
+    assert [len(part) for part in read_ply(path)] == [0, 0]
 
 
 def _views(**changes: Any) -> Views:
@@ -217,3 +225,33 @@ def test_equal_points_of_colmap_are_merged(tmp_path: Path) -> None:
     parser: Any = ColmapDataParserConfig(_target=QuickColmap, data=tmp_path).setup()
     found = parser._load_3D_points(folder, torch.eye(4)[:3], 1.0)
     assert {len(values) for values in found.values()} == {19} and found["points3D_num_points2D"][:2].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("order", "most", "step"), [("ascii", 100, 4), ("binary_little_endian", 5, 4)])
+def test_a_sample_of_a_ply(tmp_path: Path, order: str, most: int, step: int) -> None:
+    path = write_ply(tmp_path / "a.ply", order)
+    whole = read_ply(path)
+    xyz, rgb, count = sample_ply(path, most)
+    assert count == 400 and np.array_equal(xyz, whole[0][::step]) and np.array_equal(rgb, whole[1][::step])
+    assert len(sample_ply(path, 2 * most * step)[0]) == 400
+    write_ply(path, order, np.where(np.arange(400)[:, None] == 7, np.nan, XYZ))
+    assert len(sample_ply(path, most)[0]) == 400, "a point that is NaN is to be named"
+
+
+def test_a_sample_of_a_truncated_ply_is_refused(tmp_path: Path) -> None:
+    path = write_ply(tmp_path / "a.ply")
+    text = path.read_text().rstrip()
+    path.write_text(text[: text.rindex(" ")])
+    with pytest.raises(Damaged, match="it ends in point 400 of 400"):
+        sample_ply(path, 100)
+    path.write_text("\n".join(text.splitlines()[:-3]))
+    with pytest.raises(Damaged, match="it ends in point 398 of 400"):
+        sample_ply(path, 100)
+
+
+@pytest.mark.parametrize(("turned", "said"), [(5, "OpenCV's axes"), (4, "the rotations or the intrinsics are wrong")])
+def test_another_reading_of_the_poses_must_suit_half_of_the_views(turned: int, said: str) -> None:
+    poses = _views().poses
+    poses[:turned] = poses[:turned] @ FLIP
+    poses[turned:] = poses[turned:] @ np.array([[0.0, 0, 1, 0], [0, 1, 0, 0], [-1, 0, 0, 0], [0, 0, 0, 1]])  # sideways
+    assert said in str(unseen_problem(_views(poses=poses), XYZ * 0.1))

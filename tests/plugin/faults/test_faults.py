@@ -129,7 +129,9 @@ def test_restarts_from_the_last_checkpoint_and_ends_the_same(tmp_path: Path) -> 
     ("what", "restarts", "attempts", "said"),
     [
         ("SIGKILL", 1, 2, "was killed by SIGKILL"),
-        ("raise", 2, 2, "the toy is broken"),  # the same exception again: a third time would end no better
+        ("raise", 1, 1, "the toy is broken"),
+        ("cannot read", 1, 2, "the toy cannot read"),
+        ("fails", 2, 2, "the toy fails"),  # the same exception again: a third time would end no better
         ("out of memory", 1, 1, "--machine.num-devices"),
         ("nan", 1, 1, "NaN or infinity in training"),
     ],

@@ -34,7 +34,13 @@ def said(monkeypatch: pytest.MonkeyPatch, script: Any, *words: Any) -> str:
 
 
 POSE = {"camera_to_world": [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0], "fov": 60}
+CROP: dict[str, Any] = {"crop_center": [0, 0, 0], "crop_scale": [1, 1, 1], "crop_bg_color": {"r": 255, "g": 0, "b": 0}}
 BAD_PATHS = [
+    ({"crop": [1]}, "crop is [1]. Give an object, or null for no crop"),
+    ({"crop": {**CROP, "crop_center": {"x": 0}}}, "the crop's crop_center is {'x': 0}. Give three numbers"),
+    ({"crop": {**CROP, "crop_rot": [0, 0, "1"]}}, "the crop's crop_rot is [0, 0, '1']"),
+    ({"crop": {"crop_center": [0, 0, 0]}}, "the crop's crop_scale is None"),
+    ({"crop": {**CROP, "crop_bg_color": "red"}}, "the crop's crop_bg_color is 'red'. Give r, g and b from 0 to 255"),
     ({"seconds": None}, "seconds is None"),
     ({"camera_path": [POSE]}, "camera 0 has no camera_to_world of 16 numbers"),
     ({"camera_path": []}, "camera_path has no cameras"),
