@@ -297,7 +297,7 @@ def render(
 
     from ns_multigpu.plugin.tools.frames import Look
     from ns_multigpu.plugin.tools.models import run_tool
-    from ns_multigpu.plugin.tools.rendering import Rendering
+    from ns_multigpu.plugin.tools.rendering import FilmRendering
     from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Spiral
 
     if mode == "camera-path" and camera_path_filename is None:
@@ -311,13 +311,13 @@ def render(
     names = rendered_output_names or (() if mode == "dataset" else ("rgb",))
     colors = ColormapOptions(colormap, normalize, colormap_min, colormap_max, invert)
     look = Look(names, depth_near_plane, depth_far_plane, colors)
-    work = Rendering(
+    work = FilmRendering(
         what, output_path, look, downscale_factor, image_format, jpeg_quality, render_nearest_camera, overwrite
     )
     run_tool(load_config, step, work, num_devices, device_type, data)
 
 
-def _progress(done: Iterable[int], total: int, description: str = "Rendering views") -> Iterable[int]:
+def _progress(done: Iterable[int], total: int, description: str = "FilmRendering views") -> Iterable[int]:
     from rich.progress import track
 
     return track(done, description=description, total=total)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ns_multigpu.locality.assign import BETWEEN, Assigner
 from ns_multigpu.locality.graph import SeenGraph
-from ns_multigpu.locality.partition import IMBALANCE, Partition, Place, by_metis, partition, ranges, round_robin
+from ns_multigpu.locality.partition import IMBALANCE, Place, PlacedGroups, by_metis, partition, ranges, round_robin
 
 Ints = NDArray[np.int64]
 Way = Literal["metis", "round_robin", "random", "ranges"]
@@ -25,7 +25,7 @@ def at_random(graph: SeenGraph, parts: int, notes: list[str], seed: int = 0) -> 
 def partitioned(
     graph: SeenGraph, machines: int, per_machine: int, across: Way = "metis", within: Way = "round_robin",
     *, hierarchical: bool = True, balance: bool = True,
-) -> Partition:  # fmt: skip
+) -> PlacedGroups:  # fmt: skip
     """Place groups as `locality.partition.partition` does, with other ways, or on all ranks at once.
 
     Args:
@@ -42,7 +42,7 @@ def partitioned(
         return partition(graph, machines, per_machine, places[across], places[within])
     flat = partition(graph, machines * per_machine, 1, places[across])
     owners = graph.by_rank(flat.ranks // per_machine, machines).argmax(1).astype(np.int64)
-    return Partition(flat.ranks, owners, machines, per_machine, flat.notes)
+    return PlacedGroups(flat.ranks, owners, machines, per_machine, flat.notes)
 
 
 def assigner(machines: int, per_machine: int, *, hierarchical: bool = True, search: bool = True) -> Assigner:

@@ -27,7 +27,7 @@ from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, fibonacci_sphere
-from ns_multigpu.primitives.registry import PRIMITIVES, Rendering
+from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 from ns_multigpu.primitives.surfels.losses import normal_loss
 from strategies import STRATEGIES
 
@@ -77,7 +77,7 @@ class Both:
 
     def ordinary(self) -> Callable[[], None]:
         channels = ("normals",) if self.flat else ()
-        primitive = PRIMITIVES[self.kind].make(Rendering(DEGREE, depth=self.flat, channels=channels))
+        primitive = PRIMITIVES[self.kind].make(RenderOptions(DEGREE, depth=self.flat, channels=channels))
         points, view = Points(dict(self.params)), self.view
 
         def step() -> None:
@@ -92,7 +92,7 @@ class Both:
     def captured(self) -> tuple[Callable[[], None], Any]:
         kernels = (
             PRIMITIVES[self.kind]
-            .make(Rendering(DEGREE))
+            .make(RenderOptions(DEGREE))
             .kernels(**({"losses": {"normals": WEIGHT}} if self.flat else {}))
         )
         params = {name: value.detach() for name, value in self.params.items()}

@@ -41,10 +41,10 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.launch.launcher import run_workers
 from ns_multigpu.plugin.tools import rendering
-from ns_multigpu.plugin.tools.film import Parts
+from ns_multigpu.plugin.tools.film import FilmParts
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.models import ToolConfig, ToolMachine
-from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath
 
 MODES = ("draw", "film", "peer draw", "peer film")
@@ -58,7 +58,7 @@ class Timed:
         work: the rendering. way: one of `MODES`. seconds: the file to write, on rank 0.
     """
 
-    work: Rendering
+    work: FilmRendering
     way: str
     seconds: Path
     test_mode: Any = "inference"
@@ -74,13 +74,13 @@ class Timed:
         rendering._meet(pipeline.world)
         began = time.perf_counter()
         if self.way == "draw":
-            usual = Parts.put, Parts.finish, rendering.put_together
-            Parts.put = _dropped  # type: ignore[method-assign]
+            usual = FilmParts.put, FilmParts.finish, rendering.put_together
+            FilmParts.put = _dropped  # type: ignore[method-assign]
             rendering.put_together = lambda parts, output: None
             try:
                 self.work.run(run, checkpoint, pipeline)
             finally:
-                Parts.put, Parts.finish, rendering.put_together = usual  # type: ignore[method-assign]
+                FilmParts.put, FilmParts.finish, rendering.put_together = usual  # type: ignore[method-assign]
         elif self.way == "film":
             self.work.run(run, checkpoint, pipeline)
         else:
@@ -89,7 +89,7 @@ class Timed:
             self.seconds.write_text(str(time.perf_counter() - began))
 
 
-def _dropped(parts: Parts, number: int, frame: Any) -> None:
+def _dropped(parts: FilmParts, number: int, frame: Any) -> None:
     if frame is not None:
         frame.array()
 
@@ -205,7 +205,7 @@ def _measured(folder: Path, config: Path, path: Path, way: str, gpus: int, optio
     seconds_file, output = folder / "seconds", folder / "out.mp4"
     seconds_file.unlink(missing_ok=True)
     (checkpoint,) = (config.parent / "nerfstudio_models").glob("*.ckpt")
-    work: Any = Timed(Rendering(CameraPath(path), output, Look()), way, seconds_file)
+    work: Any = Timed(FilmRendering(CameraPath(path), output, Look()), way, seconds_file)
     tool = ToolConfig(
         config, checkpoint, work, ToolMachine(options.device, gpus), {"strategy": "tile" if options.spread else "batch"}
     )

@@ -28,7 +28,7 @@ from benchmarks.scaling.locality_times import large_graph_seconds, plan_times
 from benchmarks.scenes.seen_city import FACTORS, VISIBILITY_RULES, SeenCity, seen_city
 from ns_multigpu.locality.assign import Volume
 from ns_multigpu.locality.graph import SeenGraph
-from ns_multigpu.locality.partition import Partition
+from ns_multigpu.locality.partition import PlacedGroups
 from ns_multigpu.planning.quantities import parse_count
 
 GPUS = 4
@@ -68,7 +68,7 @@ def batch_of(ranks: int) -> int:
     return 16 if ranks <= 16 else max(64, 2 * ranks)
 
 
-def place(city: SeenCity, way: str, machines: int, setting: Setting) -> tuple[Partition, float]:
+def place(city: SeenCity, way: str, machines: int, setting: Setting) -> tuple[PlacedGroups, float]:
     """Groups to ranks, and seconds that it took."""
     graph = SeenGraph(city.seen[way, 1].astype(np.int64), city.points.astype(np.int64))
     start = time.perf_counter()
@@ -84,7 +84,9 @@ def place(city: SeenCity, way: str, machines: int, setting: Setting) -> tuple[Pa
     return found, time.perf_counter() - start
 
 
-def simulate(city: SeenCity, way: str, placed: Partition, setting: Setting, batch: int, steps: int) -> dict[str, float]:
+def simulate(
+    city: SeenCity, way: str, placed: PlacedGroups, setting: Setting, batch: int, steps: int
+) -> dict[str, float]:
     """Means over steps of points between machines and in all, busiest rank over mean, and milliseconds of a plan."""
     factor, ranks = setting.factor, placed.count
     seen = city.seen[way, factor].astype(np.int64)
@@ -107,7 +109,9 @@ def simulate(city: SeenCity, way: str, placed: Partition, setting: Setting, batc
     return {**dict(zip(names, means.tolist(), strict=False)), "plan_ms": float(np.median([f[-1] for f in found]))}
 
 
-def _batches(placed: Partition, even: bool, batch: int, steps: int, generator: np.random.Generator) -> list[np.ndarray]:
+def _batches(
+    placed: PlacedGroups, even: bool, batch: int, steps: int, generator: np.random.Generator
+) -> list[np.ndarray]:
     """The views of each step, of epochs in random order, or as many of each machine's as of another's."""
     owners = placed.view_machines
     if not even:
@@ -119,7 +123,7 @@ def _batches(placed: Partition, even: bool, batch: int, steps: int, generator: n
     return [np.concatenate([generator.choice(views, each, len(views) < each) for views in own]) for _ in range(steps)]
 
 
-def by_view(city: SeenCity, way: str, placed: Partition) -> tuple[float, float]:
+def by_view(city: SeenCity, way: str, placed: PlacedGroups) -> tuple[float, float]:
     """Of the ranks of a machine that has a tenth of what a view shows or more: the most over the mean, in the mean over
     such views and at the 95th percentile."""
     graph = SeenGraph(city.seen[way, 1].astype(np.int64), city.points.astype(np.int64))

@@ -25,12 +25,12 @@ from benchmarks.scenes.city_model import CityScene, make_model
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.planning.quantities import parse_count
-from ns_multigpu.primitives.morton import MORTON_BITS, Grid, census, interleaved_codes
+from ns_multigpu.primitives.morton import MORTON_BITS, MortonGrid, census, interleaved_codes
 
 
 def orders(means: Tensor) -> dict[str, Tensor]:
     """The permutations [N] of positions [N, 3], by name."""
-    codes = interleaved_codes(means, Grid.of(census(means).tolist()))
+    codes = interleaved_codes(means, MortonGrid.of(census(means).tolist()))
     plain = codes & ((1 << 3 * MORTON_BITS) - 1)  # without the hand, what is left is the curve
     return {name: torch.sort(keys, stable=True).indices for name, keys in (("plain", plain), ("dealt", codes))}
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.lib.environment import describe
 from ns_multigpu.core.schema import floats
-from ns_multigpu.primitives.registry import PRIMITIVES, Rendering
+from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 
 STRATEGIES = ("batch", "tile", "locality", "pixel")
 PAPERS = {"3dgs": 40, "2dgs": 80, "convex": 116}
@@ -97,7 +97,7 @@ def sizes_table() -> Table:
     """Bytes of a point, and of what it becomes in a view: by collectives, ids included; and of its gradients."""
     shown = Table("kind", "a point", "its row", "gradients back", "Gaian's row")
     for name, kind in PRIMITIVES.items():
-        kernels = kind.make(Rendering(3)).kernels()
+        kernels = kind.make(RenderOptions(3)).kernels()
         assert kernels is not None, f"{name} has operators"
         wire = kernels.wire(half=False, slots=False)
         bytes_ = (4 * floats(kind.schema, 3), 4 * wire.row_words, 4 * wire.gradient_words)

@@ -24,7 +24,7 @@ from ns_multigpu.city.cameras import AERIAL_FOV
 from ns_multigpu.city.capture import CityCapture
 from ns_multigpu.city.city import City
 from ns_multigpu.city.render import render_rgb, tone_map
-from ns_multigpu.city.shade import Scene, radiance
+from ns_multigpu.city.shade import ShadedCity, radiance
 from ns_multigpu.city.trace import Width, trace
 from ns_multigpu.core.assign.placement import even_bounds
 from ns_multigpu.core.dist.collectives import all_gather_ints, exchange_counts, exchange_rows
@@ -228,7 +228,7 @@ def _sampled(scene: CityScene, world: World) -> Tensor:
     return records
 
 
-def _cast(solid: Scene, scene: CityScene, into: Tensor, generator: torch.Generator) -> None:
+def _cast(solid: ShadedCity, scene: CityScene, into: Tensor, generator: torch.Generator) -> None:
     """Fills `into` [n, 6] with what n rays meet. Each ends on the ground at the latest."""
     count, device, top = len(into), into.device, scene.capture.city.tallest + 2.0
     looks = [(math.radians(89.0), 0.0), *((_DOWN, 0.3 + k * math.pi / 2) for k in range(4))]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 from cuda_ext.dispatch.gsplat_kernels import gsplat_kernels, in_gsplat_mode
-from cuda_ext.reference.rasterization import Patch, at_capacity, split_patches
+from cuda_ext.reference.rasterization import PatchRectangle, at_capacity, split_patches
 
 # The channel counts that gsplat 1.4.0 compiles; others are filled up with zeros.
 _CHANNELS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513)
@@ -30,13 +30,13 @@ def _register(library: Library) -> None:
     library.impl("rasterize_backward", _rasterize_backward, "CUDA")
 
 
-def _tiles(patch: Patch, tile_size: int) -> tuple[int, int]:
+def _tiles(patch: PatchRectangle, tile_size: int) -> tuple[int, int]:
     """Tiles across and down; both 0 for an empty patch."""
     across, down = -(-(patch.x1 - patch.x0) // tile_size), -(-(patch.y1 - patch.y0) // tile_size)
     return (across, down) if across * down else (0, 0)
 
 
-def _shifted(means2d: Tensor, patch: Patch) -> Tensor:
+def _shifted(means2d: Tensor, patch: PatchRectangle) -> Tensor:
     """Means [1,M,2] counted from the patch's corner, for gsplat's single image."""
     return (means2d - means2d.new_tensor([patch.x0, patch.y0]))[None].contiguous()
 
@@ -83,7 +83,9 @@ def _intersect_capacity(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 class _Slice:
     """Inputs of gsplat for one patch: its image, its tiles' lists, and where its pixels lie among all."""
 
-    def __init__(self, patch: Patch, tile_size: int, offsets: Tensor, row_ids: Tensor, base: int, pixel: int) -> None:
+    def __init__(
+        self, patch: PatchRectangle, tile_size: int, offsets: Tensor, row_ids: Tensor, base: int, pixel: int
+    ) -> None:
         across, down = _tiles(patch, tile_size)
         self.patch = patch
         self.width, self.height = patch.x1 - patch.x0, patch.y1 - patch.y0

@@ -22,7 +22,7 @@ TRANSMITTANCE_MIN = 1e-4
 _REMEMBERED_PAIRS = 2**26
 
 
-class Patch(NamedTuple):
+class PatchRectangle(NamedTuple):
     view: int
     x0: int
     y0: int
@@ -30,12 +30,12 @@ class Patch(NamedTuple):
     y1: int
 
 
-def split_patches(patches: Sequence[int]) -> list[Patch]:
+def split_patches(patches: Sequence[int]) -> list[PatchRectangle]:
     """Return the operators' flat list, five integers a patch."""
-    return [Patch(*patches[k : k + 5]) for k in range(0, len(patches), 5)]
+    return [PatchRectangle(*patches[k : k + 5]) for k in range(0, len(patches), 5)]
 
 
-def tiles_of(patch: Patch, tile_size: int) -> Iterator[tuple[int, int, int, int]]:
+def tiles_of(patch: PatchRectangle, tile_size: int) -> Iterator[tuple[int, int, int, int]]:
     """Rectangles (x0, y0, x1, y1) of the patch's tiles, row by row, in pixels of the view."""
     if patch.x1 > patch.x0:
         for y in range(patch.y0, patch.y1, tile_size):
@@ -43,7 +43,7 @@ def tiles_of(patch: Patch, tile_size: int) -> Iterator[tuple[int, int, int, int]
                 yield x, y, min(x + tile_size, patch.x1), min(y + tile_size, patch.y1)
 
 
-def _box(means2d: Tensor, radii: Tensor, patch: Patch, tile_size: int) -> tuple[Tensor, Tensor]:
+def _box(means2d: Tensor, radii: Tensor, patch: PatchRectangle, tile_size: int) -> tuple[Tensor, Tensor]:
     """First and end tile [M,2] (x, y) of each row's box: the tiles with a pixel centre within radii of the mean."""
     origin = means2d.new_tensor([patch.x0, patch.y0])
     size = means2d.new_tensor([patch.x1 - patch.x0, patch.y1 - patch.y0])

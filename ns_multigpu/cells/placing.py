@@ -12,7 +12,7 @@ from torch import Tensor
 from ns_multigpu.cells.balancing import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import CellTree
-from ns_multigpu.core.assign.placement import NewPoints, Placement, Settled, Shares, even_bounds, shares_of
+from ns_multigpu.core.assign.placement import NewPoints, Placement, PlacementResult, Shares, even_bounds, shares_of
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import all_gather_rows, max_in_place, sum_in_place
@@ -122,14 +122,14 @@ class ByCells(Placement):
             self._first = _boxes_around(where, cells, self.cells)
         return shares_of(self._owners(cells), ranks)
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
         """By the cell that each point lies in; cells are rebuilt if the work of one is too much."""
         where = new.positions().detach()
         cells, redistributed = self._cells_of(where), False
         if cells is None or self._unlevel(cells, new.work, world) > max(self._imbalance, _WORSE * self._level):
             cells, redistributed = self._cut(where, new.work, world), True
         self._stale = self._moved = True
-        return Settled(self._owners(cells), redistributed)
+        return PlacementResult(self._owners(cells), redistributed)
 
     def moved(self, positions: Tensor) -> None:
         if self.local.count > 1:

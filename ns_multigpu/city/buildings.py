@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ns_multigpu.city.plan import Lots, Plan, Use
+from ns_multigpu.city.plan import CityPlan, Lots, Use
 from ns_multigpu.city.solids import Material, Pile, Shape
 
 F = NDArray[np.float64]
@@ -38,7 +38,7 @@ def _walls(rng: np.random.Generator, styles: F) -> F:
     return colours
 
 
-def add_buildings(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
+def add_buildings(plan: CityPlan, pile: Pile, rng: np.random.Generator) -> None:
     """Add the buildings of every lot of the plan to the pile."""
     _houses(plan.lots.of(Use.HOUSE), pile, rng)
     _flats(plan.lots.of(Use.FLATS), pile, rng)

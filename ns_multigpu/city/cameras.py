@@ -18,7 +18,7 @@ _OBLIQUE = math.radians(48.0)
 
 
 @dataclass(frozen=True)
-class Views:
+class ViewPoses:
     """Poses and moments of n views.
 
     Attributes:
@@ -42,7 +42,7 @@ def look(position: F, forward: F, top: F) -> F:
     return np.stack([right, np.cross(back, right), back, position], axis=2)
 
 
-def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> Views:
+def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> ViewPoses:
     """Return aerial views: at each station of a grid a nadir view and four oblique ones, towards N, E, S and W.
 
     The stations are what the views look at, so that oblique views at the rim look at the city and not past it.
@@ -88,10 +88,10 @@ def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> 
     z = height * rng.uniform(0.96, 1.04, views)
     position = target - forward * ((z - target[:, 2]) / np.sin(down))[:, None]
     top = flat * np.sin(down)[:, None] + np.array([0.0, 0.0, 1.0]) * np.cos(down)[:, None]
-    return Views(look(position, forward, top), _times(views), AERIAL_FOV)
+    return ViewPoses(look(position, forward, top), _times(views), AERIAL_FOV)
 
 
-def street(city: City, views: int, seed: int, altitude: float | None = None) -> Views:
+def street(city: City, views: int, seed: int, altitude: float | None = None) -> ViewPoses:
     """Return street views along the middle of every road, alternately ahead, right, back and left.
 
     Args:
@@ -123,7 +123,7 @@ def street(city: City, views: int, seed: int, altitude: float | None = None) -> 
     flat = np.stack([np.cos(heading), np.sin(heading), np.zeros(views)], axis=1)
     forward = flat * np.cos(pitch)[:, None] + np.array([0.0, 0.0, 1.0]) * np.sin(pitch)[:, None]
     top = np.tile([0.0, 0.0, 1.0], (views, 1))
-    return Views(look(position, forward, top), _times(views), STREET_FOV)
+    return ViewPoses(look(position, forward, top), _times(views), STREET_FOV)
 
 
 def _turn(views: int, looks: int) -> NDArray[np.int64]:

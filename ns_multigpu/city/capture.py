@@ -14,7 +14,7 @@ from ns_multigpu.city.cache import TensorCache
 from ns_multigpu.city.city import City
 from ns_multigpu.city.render import Pinhole, render_depth, render_rgb
 from ns_multigpu.city.seed_points import SeedPoints, default_count, sample_seed_points
-from ns_multigpu.city.shade import Scene
+from ns_multigpu.city.shade import ShadedCity
 
 Kind = Literal["aerial", "street"]
 Split = Literal["train", "val", "test", "all"]
@@ -193,7 +193,7 @@ class CityCapture:
                 self._seeds[count, noise] = sample_seed_points(self, count, noise, torch.device(device))
             return self._seeds[count, noise]
 
-    def _scene(self, view: int, device: torch.device) -> Scene:
+    def _scene(self, view: int, device: torch.device) -> ShadedCity:
         return self.city.scene(float(self.times[view]), device)
 
     def _scaled(self, view: int, scale: float) -> Pinhole:

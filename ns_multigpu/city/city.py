@@ -10,7 +10,7 @@ from ns_multigpu.city.buildings import add_buildings
 from ns_multigpu.city.grid import Frame, Layer, clear_height, make_layer
 from ns_multigpu.city.ground import GroundPlan
 from ns_multigpu.city.plan import make_plan
-from ns_multigpu.city.shade import Scene
+from ns_multigpu.city.shade import ShadedCity
 from ns_multigpu.city.solids import Pile, Shape, Solids
 from ns_multigpu.city.streets import Cars, add_furniture, add_trees, make_cars
 from ns_multigpu.city.trace import Geometry
@@ -64,7 +64,7 @@ class City:
         self._top = top
         self._clear = torch.from_numpy(clear_height(top, self.frame, sky.SUN, _CAR_TOP))
         self._parts: dict[torch.device, tuple] = {}
-        self._scenes: dict[tuple[torch.device, float], Scene] = {}
+        self._scenes: dict[tuple[torch.device, float], ShadedCity] = {}
 
     def __reduce__(self) -> tuple:
         return City, (self.blocks, self.seed, self.car_density)
@@ -86,7 +86,7 @@ class City:
         """Return all solids at a time in [0, 1], in the order of their numbers."""
         return (*self.still, self.cars.solids(time))
 
-    def scene(self, time: float = 0.0, device: torch.device | str = "cpu") -> Scene:
+    def scene(self, time: float = 0.0, device: torch.device | str = "cpu") -> ShadedCity:
         """Return the city at a time in [0, 1] (cars move), as a scene on a device."""
         device = torch.device(device)
         with self._lock:
@@ -97,7 +97,7 @@ class City:
                 self._scenes[key] = self._make_scene(float(time), device)
             return self._scenes[key]
 
-    def _make_scene(self, time: float, device: torch.device) -> Scene:
+    def _make_scene(self, time: float, device: torch.device) -> ShadedCity:
         if device not in self._parts:
             attributes = torch.from_numpy(np.concatenate([s.attributes for s in self.still]).T.copy())
             self._parts[device] = (
@@ -115,4 +115,4 @@ class City:
             self.frame, (*layers, moving.to(device)), torch.from_numpy(top).to(device), float(top.max()) + 1e-3, clear
         )
         both = torch.cat([attributes, torch.from_numpy(cars.attributes.T.copy()).to(device)], dim=1)
-        return Scene(geometry, both, plan, surroundings)
+        return ShadedCity(geometry, both, plan, surroundings)

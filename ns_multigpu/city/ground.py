@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.city.noise import fractal, hash_unit, mix, pulse, stripe, value_noise
-from ns_multigpu.city.plan import INNER, PITCH, ROAD, WALK, Plan, Use
+from ns_multigpu.city.plan import INNER, PITCH, ROAD, WALK, CityPlan, Use
 
 EDGE = 0.5 * ROAD
 
@@ -22,7 +22,7 @@ class GroundPlan:
     use: Tensor
 
     @staticmethod
-    def of(plan: Plan, device: torch.device) -> "GroundPlan":
+    def of(plan: CityPlan, device: torch.device) -> "GroundPlan":
         """Return the tensors of a plan."""
         return GroundPlan(
             plan.blocks,

@@ -55,7 +55,7 @@ class Lots:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CityPlan:
     """Positions of roads, blocks, parks and lots.
 
     Attributes:
@@ -101,7 +101,7 @@ def _density(blocks: int, rng: np.random.Generator) -> NDArray[np.float64]:
     return np.clip(0.75 * total + rng.normal(0.0, 0.14, total.shape), 0.0, 1.0).ravel()
 
 
-def make_plan(blocks: int, seed: int) -> Plan:
+def make_plan(blocks: int, seed: int) -> CityPlan:
     """Plan a city.
 
     Args:
@@ -158,7 +158,7 @@ def make_plan(blocks: int, seed: int) -> Plan:
             flat[slot] = kind
     use[~exists] = Use.NONE
 
-    plan = Plan(blocks, _no_lots(), park, cuts, use.reshape(n, -1))
+    plan = CityPlan(blocks, _no_lots(), park, cuts, use.reshape(n, -1))
     corner_x, corner_y = plan.corners()
     block, row, column = np.nonzero(exists)
     lots = Lots(
@@ -170,7 +170,7 @@ def make_plan(blocks: int, seed: int) -> Plan:
         density=dense[block, row, column],
         use=use[block, row, column],
     )
-    return Plan(blocks, lots, park, cuts, plan.ground)
+    return CityPlan(blocks, lots, park, cuts, plan.ground)
 
 
 def _no_lots() -> Lots:

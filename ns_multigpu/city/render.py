@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ns_multigpu.city.shade import Scene, radiance
+from ns_multigpu.city.shade import ShadedCity, radiance
 from ns_multigpu.city.trace import SKY, Width, trace
 
 _TILE = 64
@@ -91,7 +91,7 @@ def tone_map(colour: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def render_rgb(scene: Scene, camera: Pinhole, samples: int, chunk: int | None = None) -> Tensor:
+def render_rgb(scene: ShadedCity, camera: Pinhole, samples: int, chunk: int | None = None) -> Tensor:
     """Render a picture.
 
     Args:
@@ -107,7 +107,7 @@ def render_rgb(scene: Scene, camera: Pinhole, samples: int, chunk: int | None = 
         return _render_rgb(scene, camera, samples, chunk or default_chunk(scene.device))
 
 
-def _render_rgb(scene: Scene, camera: Pinhole, samples: int, chunk: int) -> Tensor:
+def _render_rgb(scene: ShadedCity, camera: Pinhole, samples: int, chunk: int) -> Tensor:
     device = scene.device
     step = max(1, chunk // samples)
     jitter = _jitter(samples, device)
@@ -128,13 +128,13 @@ def _render_rgb(scene: Scene, camera: Pinhole, samples: int, chunk: int) -> Tens
 
 
 @torch.no_grad()
-def render_depth(scene: Scene, camera: Pinhole, chunk: int | None = None) -> Tensor:
+def render_depth(scene: ShadedCity, camera: Pinhole, chunk: int | None = None) -> Tensor:
     """Return depth along the camera's axis through each pixel's middle: [height, width] float32 metres, 0 for sky."""
     with single_threaded(scene.device):
         return _render_depth(scene, camera, chunk or default_chunk(scene.device))
 
 
-def _render_depth(scene: Scene, camera: Pinhole, chunk: int) -> Tensor:
+def _render_depth(scene: ShadedCity, camera: Pinhole, chunk: int) -> Tensor:
     device, step = scene.device, chunk
     total = camera.width * camera.height
     result = torch.empty(total, device=device)

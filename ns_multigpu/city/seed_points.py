@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ns_multigpu.city.city import City
 from ns_multigpu.city.render import default_chunk, single_threaded, tone_map
-from ns_multigpu.city.shade import Scene, radiance
+from ns_multigpu.city.shade import ShadedCity, radiance
 from ns_multigpu.city.trace import Width, trace
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def default_count(city: City, views: int) -> int:
     return int(min(max(2000, min(1.2 * area, 400 * views)), _MOST))
 
 
-def moving_range(scene: Scene, city: City) -> tuple[int, int]:
+def moving_range(scene: ShadedCity, city: City) -> tuple[int, int]:
     """Return the numbers [first, end) of the solids that can move: bodies, then cabins."""
     end = scene.attributes.shape[1]
     return end - 2 * len(city.cars), end
@@ -102,7 +102,7 @@ def _cast(capture: "CityCapture", views: Tensor, places: Tensor, device: torch.d
     return SeedPoints(torch.cat([p.xyz for p in parts]), torch.cat([p.rgb for p in parts]))
 
 
-def _cast_chunk(capture: "CityCapture", scene: Scene, views: Tensor, places: Tensor) -> SeedPoints:
+def _cast_chunk(capture: "CityCapture", scene: ShadedCity, views: Tensor, places: Tensor) -> SeedPoints:
     device = scene.device
     pose = capture.c2w[views].to(device)
     right = (places[0].to(device) * capture.width - capture.cx) / capture.fx

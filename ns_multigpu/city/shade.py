@@ -12,7 +12,7 @@ from ns_multigpu.city.trace import GROUND, SKY, Geometry, Width, surface_normal,
 
 
 @dataclass(frozen=True)
-class Scene:
+class ShadedCity:
     """City at one moment on one device: geometry for rays, and data for shading.
 
     Attributes:
@@ -55,7 +55,7 @@ def _rows(table: Tensor, pick: Tensor) -> list[Tensor]:
     return [row.index_select(0, pick) for row in table.unbind(0)]
 
 
-def radiance(scene: Scene, origin: Tensor, direction: Tensor, spread: float) -> Tensor:
+def radiance(scene: ShadedCity, origin: Tensor, direction: Tensor, spread: float) -> Tensor:
     """Return the light along rays.
 
     Args:
@@ -82,7 +82,7 @@ def radiance(scene: Scene, origin: Tensor, direction: Tensor, spread: float) -> 
     return result
 
 
-def _surface_light(scene: Scene, o: Tensor, d: Tensor, t: Tensor, number: Tensor, spread: float) -> Tensor:
+def _surface_light(scene: ShadedCity, o: Tensor, d: Tensor, t: Tensor, number: Tensor, spread: float) -> Tensor:
     """Return the colour [3, n] of surface points at distance t along rays."""
     p = o + d * t
     normal = surface_normal(scene.geometry, o, d, t, number)
@@ -137,7 +137,7 @@ def _reflect(colour: Tensor, surface: _Surface, d: Tensor, normal: Tensor, facin
     return colour
 
 
-def _surface(scene: Scene, p: Tensor, normal: Tensor, number: Tensor, fp: Tensor) -> _Surface:
+def _surface(scene: ShadedCity, p: Tensor, normal: Tensor, number: Tensor, fp: Tensor) -> _Surface:
     """Return colour, gloss and glow of each point, by its material."""
     surface = _Surface(torch.zeros_like(p), torch.zeros_like(fp), torch.zeros_like(p), normal.clone())
     pick = (number == GROUND).nonzero().squeeze(1)
@@ -157,7 +157,7 @@ def _surface(scene: Scene, p: Tensor, normal: Tensor, number: Tensor, fp: Tensor
     return surface
 
 
-def _at(scene: Scene, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> tuple:
+def _at(scene: ShadedCity, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> tuple:
     """Return position, number, attributes and footprint of the picked points."""
     which = number.index_select(0, pick)
     return _rows(p, pick), which, _rows(scene.attributes, which), fp.index_select(0, pick)
@@ -176,7 +176,7 @@ def _geometry(layers: tuple[Layer, ...], which: Tensor) -> list[Tensor]:
     return result
 
 
-def _shade_facade(scene: Scene, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
+def _shade_facade(scene: ShadedCity, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
     flat = s.normal[2].index_select(0, pick) > 0.5
     top = pick.index_select(0, flat.nonzero().squeeze(1))
     if len(top):
@@ -190,17 +190,17 @@ def _shade_facade(scene: Scene, s: _Surface, pick: Tensor, p: Tensor, number: Te
         s.write(wall, *facade.wall_colour(place, side, g, attributes, width, which))
 
 
-def _shade_plain(scene: Scene, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
+def _shade_plain(scene: ShadedCity, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
     place, _, attributes, width = _at(scene, pick, p, number, fp)
     s.write(pick, surfaces.plain_colour(place, torch.stack(_rows(s.normal, pick)), attributes, width))
 
 
-def _shade_tiles(scene: Scene, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
+def _shade_tiles(scene: ShadedCity, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
     place, _, attributes, width = _at(scene, pick, p, number, fp)
     s.write(pick, surfaces.tiles_colour(place, torch.stack(_rows(s.normal, pick)), attributes, width))
 
 
-def _shade_leaves(scene: Scene, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
+def _shade_leaves(scene: ShadedCity, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
     place, _, attributes, width = _at(scene, pick, p, number, fp)
     colour, bumpy = surfaces.leaves_colour(place, torch.stack(_rows(s.normal, pick)), attributes, width)
     s.write(pick, colour)
@@ -208,7 +208,7 @@ def _shade_leaves(scene: Scene, s: _Surface, pick: Tensor, p: Tensor, number: Te
         s.normal[axis].index_copy_(0, pick, bumpy[axis])
 
 
-def _shade_car(scene: Scene, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
+def _shade_car(scene: ShadedCity, s: _Surface, pick: Tensor, p: Tensor, number: Tensor, fp: Tensor) -> None:
     place, which, attributes, width = _at(scene, pick, p, number, fp)
     g = _geometry(scene.geometry.layers, which)
     s.write(pick, *surfaces.car_colour(place, torch.stack(_rows(s.normal, pick)), g, attributes, width))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ns_multigpu.city.plan import INNER, PITCH, ROAD, WALK, Plan, Use
+from ns_multigpu.city.plan import INNER, PITCH, ROAD, WALK, CityPlan, Use
 from ns_multigpu.city.solids import Material, Pile, Shape, Solids
 
 F = NDArray[np.float64]
@@ -23,7 +23,7 @@ _PAINT = np.array(
 )  # fmt: skip
 
 
-def add_trees(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
+def add_trees(plan: CityPlan, pile: Pile, rng: np.random.Generator) -> None:
     """Add the trees along the pavements, in gardens, in parks, and a few outside the city."""
     corner_x, corner_y = plan.corners()
     places: list[tuple[F, F, F]] = []  # x, y, height
@@ -103,7 +103,7 @@ def _trees(pile: Pile, rng: np.random.Generator, x: F, y: F, height: F) -> None:
         )  # fmt: skip
 
 
-def add_furniture(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
+def add_furniture(plan: CityPlan, pile: Pile, rng: np.random.Generator) -> None:
     """Add street lamps along the pavements and benches in the parks."""
     corner_x, corner_y = plan.corners()
     dark = np.array([0.09, 0.10, 0.10])
@@ -181,7 +181,7 @@ class Cars:
         return pile.solids(Shape.ROOF)
 
 
-def make_cars(plan: Plan, density: float, rng: np.random.Generator) -> Cars:
+def make_cars(plan: CityPlan, density: float, rng: np.random.Generator) -> Cars:
     """Draw random parked and moving cars for every road.
 
     Args:

@@ -29,7 +29,7 @@ class MetisError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Parts:
+class GraphParts:
     """Result of partitioning.
 
     Attributes:
@@ -54,7 +54,7 @@ def missing() -> str | None:
 
 def part_graph(
     starts: Ints, neighbours: Ints, vertex_weights: Ints, edge_weights: Ints, parts: int, imbalance: float, seed: int
-) -> Parts:
+) -> GraphParts:
     """Cut a graph into parts of equal weight such that the edges between them weigh little.
 
     Args:
@@ -70,7 +70,7 @@ def part_graph(
     if problem := missing():
         raise MetisError(problem)
     if parts == 1:
-        return Parts(np.zeros(len(starts) - 1, dtype=np.int64), 0)
+        return GraphParts(np.zeros(len(starts) - 1, dtype=np.int64), 0)
     library, width, keys = _library()
     if library is None:
         return _by_pymetis(starts, neighbours, vertex_weights, edge_weights, parts, imbalance, seed)
@@ -105,12 +105,12 @@ def part_graph(
     if code != 1:
         meaning = {-2: "an input is wrong", -3: "memory is short"}.get(code, "for a reason of its own")
         raise MetisError(f"METIS failed with status {code}: {meaning}")
-    return Parts(found.astype(np.int64), int(numbers[3][0]))
+    return GraphParts(found.astype(np.int64), int(numbers[3][0]))
 
 
 def _by_pymetis(
     starts: Ints, neighbours: Ints, vertex_weights: Ints, edge_weights: Ints, parts: int, imbalance: float, seed: int
-) -> Parts:
+) -> GraphParts:
     import pymetis
 
     totals = np.maximum(vertex_weights.sum(0), 1)
@@ -127,7 +127,7 @@ def _by_pymetis(
         options=options,
     )
     note = "METIS balanced the sum of points and work, not each: this build of pymetis hides METIS_PartGraphKway"
-    return Parts(np.asarray(of, dtype=np.int64), int(cut), note)
+    return GraphParts(np.asarray(of, dtype=np.int64), int(cut), note)
 
 
 def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:

@@ -30,7 +30,7 @@ notes."""
 
 
 @dataclass(frozen=True)
-class Partition:
+class PlacedGroups:
     """Owners of groups and views. Ranks of a machine are consecutive.
 
     Attributes:
@@ -139,7 +139,7 @@ def round_robin(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
 
 def partition(
     graph: SeenGraph, machines: int, per_machine: int, across: Place = by_metis, within: Place = round_robin
-) -> Partition:
+) -> PlacedGroups:
     """Place groups: on machines, then each machine's on its ranks.
 
     The same graph gives the same on one machine. METIS promises nothing for machines of different kinds, so that one
@@ -168,7 +168,7 @@ def partition(
         owner[members] = machine * per_machine + _on_parts(graph.part(members), per_machine, within, notes)
     _nobody_without(owner, ranks)
     view_machines = graph.by_rank(owner // per_machine, machines).argmax(1).astype(np.int64)
-    return Partition(owner, view_machines, machines, per_machine, tuple(dict.fromkeys(notes)))
+    return PlacedGroups(owner, view_machines, machines, per_machine, tuple(dict.fromkeys(notes)))
 
 
 def _on_parts(graph: SeenGraph, parts: int, place: Place, notes: list[str]) -> Ints:

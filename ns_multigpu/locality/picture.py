@@ -27,7 +27,7 @@ _AXES = "xyz"
 
 
 @dataclass(frozen=True)
-class Partition:
+class PictureContent:
     """Contents of a picture.
 
     Attributes:
@@ -94,7 +94,7 @@ class Window:
         )
 
 
-def window(seen: Partition, size: tuple[int, int] = SIZE) -> Window:
+def window(seen: PictureContent, size: tuple[int, int] = SIZE) -> Window:
     """The part of the world that a picture of this size shows, and where: nearly all points, and cameras near them."""
     axes = list(seen.axes)
     points, cameras = _finite(seen.positions)[:, axes], _finite(seen.cameras)[:, axes]
@@ -112,7 +112,7 @@ def window(seen: Partition, size: tuple[int, int] = SIZE) -> Window:
     return Window(low, scale, _EDGE + spare[0], size[1] - _EDGE - spare[1])
 
 
-def draw(seen: Partition, size: tuple[int, int] = SIZE) -> Image.Image:
+def draw(seen: PictureContent, size: tuple[int, int] = SIZE) -> Image.Image:
     """The picture, RGB, on white: from above, with a legend."""
     shown = window(seen, size)
     image = _dots(seen, shown, size)
@@ -121,7 +121,7 @@ def draw(seen: Partition, size: tuple[int, int] = SIZE) -> Image.Image:
     return image
 
 
-def _dots(seen: Partition, shown: Window, size: tuple[int, int]) -> Image.Image:
+def _dots(seen: PictureContent, shown: Window, size: tuple[int, int]) -> Image.Image:
     """Points as squares, in an order without meaning, so that no rank hides the others."""
     pixels = np.full((size[1], size[0], 3), 255, dtype=np.uint8)
     axes, whole = list(seen.axes), np.isfinite(seen.positions).all(1)
@@ -140,7 +140,7 @@ def _dots(seen: Partition, shown: Window, size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def _cameras(image: Image.Image, seen: Partition, shown: Window, size: tuple[int, int]) -> None:
+def _cameras(image: Image.Image, seen: PictureContent, shown: Window, size: tuple[int, int]) -> None:
     whole = np.isfinite(seen.cameras).all(1)
     where = shown.pixels(seen.cameras[whole][:, list(seen.axes)])
     view_owners = seen.view_owners[whole] if len(seen.view_owners) else np.full(int(whole.sum()), -1)
@@ -159,7 +159,7 @@ def _triangle(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, fill:
     pen.polygon(corners(radius), fill=fill, outline=_INK, width=2 if radius > 5 else 1)
 
 
-def _words(image: Image.Image, seen: Partition, size: tuple[int, int]) -> None:
+def _words(image: Image.Image, seen: PictureContent, size: tuple[int, int]) -> None:
     pen, left = ImageDraw.Draw(image), size[0] - _LEGEND + 8
     machines, ranks = seen.machines, len(seen.points)
     along = next(axis for axis in range(3) if axis not in seen.axes)
@@ -181,7 +181,7 @@ def _words(image: Image.Image, seen: Partition, size: tuple[int, int]) -> None:
         y += pitch
 
 
-def _legend(seen: Partition) -> list[tuple[tuple[int, int, int], str, bool]]:
+def _legend(seen: PictureContent) -> list[tuple[tuple[int, int, int], str, bool]]:
     """Lines of the legend: colour, text, whether it is of a machine."""
     machines, ranks = seen.machines, len(seen.points)
     colors = [_bytes(color) for color in rank_colors(machines, ranks // machines)]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ns_multigpu.core.assign.placement import NewPoints, Placement, Settled, Shares, shares_of
+from ns_multigpu.core.assign.placement import NewPoints, Placement, PlacementResult, Shares, shares_of
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_rows, broadcast_object
@@ -123,12 +123,12 @@ class ByViews(Placement):
         assert self.group_owners is not None
         return shares_of(self.group_owners.of(where), ranks)
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
         """By the group that each point lies in; placed again if the model has grown, or a rank has too many points.
         How much work a point is does not count: a placement knows nothing of it, and balances points and views."""
         total = sum(row[0] for row in all_gather_ints([len(new.keys)], world))
         if world.size == 1 or total == 0:
-            return Settled(torch.zeros_like(new.keys))
+            return PlacementResult(torch.zeros_like(new.keys))
         where = new.positions().detach()
         grown = self.group_owners is None or total > self._options.place_again_at * max(self.group_owners.points, 1)
         if self.group_owners is not None and not grown:
@@ -136,11 +136,11 @@ class ByViews(Placement):
             # Groups may be too few to be level: then it is no use to try again.
             allowed = max(new.threshold, IMBALANCE, _WORSE * self.group_owners.level)
             if imbalance(self._held(owners)) <= allowed:
-                return Settled(owners)
+                return PlacementResult(owners)
         sample, _ = all_gather_rows(where[:: _stride(total)].contiguous(), world)
         self._place(sample, total)
         assert self.group_owners is not None
-        return Settled(self.group_owners.of(where), redistributed=True)
+        return PlacementResult(self.group_owners.of(where), redistributed=True)
 
     def state(self) -> dict[str, Tensor]:
         found = self.group_owners

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ns_multigpu.planning import rates
 from ns_multigpu.planning.memory import Memory, memory, most_points
-from ns_multigpu.planning.pace import Pace, Traffic, pace, traffic
+from ns_multigpu.planning.pace import StepTime, StepTraffic, pace, traffic
 from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.simulated import GPUS as SIMULATED_GPUS
 from ns_multigpu.planning.simulated import SCENES, SOURCE, Simulated, simulated
@@ -134,7 +134,7 @@ class Planned:
 
     memory: Memory
     most: int
-    pace: Pace | None
+    pace: StepTime | None
     unsupported_reason: str | None
 
 
@@ -236,10 +236,10 @@ def _memory_table(plans: dict[str, Planned], *, densify: bool) -> str:
     return "\n" + _aligned(lines)
 
 
-def _traffic_table(traffic_by_strategy: dict[str, Traffic], workload: Workload) -> str:
+def _traffic_table(traffic_by_strategy: dict[str, StepTraffic], workload: Workload) -> str:
     """Return the table of traffic between machines by strategy, with the balance of `locality`."""
     lines = [
-        ["Traffic a step, MiB, there and back", *traffic_by_strategy],
+        ["StepTraffic a step, MiB, there and back", *traffic_by_strategy],
         [
             "  into a machine, from the others",
             *(f"{found.between / 2**20:,.1f}" for found in traffic_by_strategy.values()),
@@ -259,7 +259,7 @@ def _traffic_table(traffic_by_strategy: dict[str, Traffic], workload: Workload) 
     return "\n" + _aligned(lines)
 
 
-def _time_table(paces: dict[str, Pace], transport: str, gbit: float | None, kind: rates.Gpu) -> str:
+def _time_table(paces: dict[str, StepTime], transport: str, gbit: float | None, kind: rates.Gpu) -> str:
     whose = next((one.name for one in rates.GPUS.values() if one.slowness == kind.slowness), rates.GPUS["h200"].name)
     lines = [[f"Time a step, ms (rates of {whose})", *paces]]
     between = {} if gbit is None else {"between": f"between machines, {gbit:g} Gbit/s"}

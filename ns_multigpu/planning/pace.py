@@ -15,7 +15,7 @@ RELAYED = {"tile": 0.0, "locality": 0.058}
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepTime:
     """Milliseconds of one step; its parts run one after another.
 
     Attributes:
@@ -52,7 +52,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepTraffic:
     """Bytes of one step on several machines, forward and backward, padding to capacities included.
 
     Attributes:
@@ -64,7 +64,7 @@ class Traffic:
     between: float
 
 
-def traffic(strategy: str, workload: Workload) -> Traffic:
+def traffic(strategy: str, workload: Workload) -> StepTraffic:
     """Return the traffic of a step of `strategy` on several machines.
 
     A machine receives the rows that `batch` gathers once and forwards them to all of its GPUs. A row of `tile` and
@@ -72,16 +72,16 @@ def traffic(strategy: str, workload: Workload) -> Traffic:
     each GPU that owns them.
     """
     if ranks_used(strategy, workload) == 1:
-        return Traffic(0.0, 0.0)
+        return StepTraffic(0.0, 0.0)
     one = share(strategy, workload)
     between = one.traffic_padded * one.between
     if strategy == "batch":
-        return Traffic(one.traffic_padded, between)
+        return StepTraffic(one.traffic_padded, between)
     inside = one.traffic_padded - between
     if workload.machines == 1 or workload.per_machine == 1 or strategy not in RELAYED:
-        return Traffic(inside, between * workload.per_machine)
+        return StepTraffic(inside, between * workload.per_machine)
     forwarded = between * (workload.per_machine - 1) / workload.per_machine
-    return Traffic(inside + forwarded, between * workload.per_machine * (1 - RELAYED[strategy]))
+    return StepTraffic(inside + forwarded, between * workload.per_machine * (1 - RELAYED[strategy]))
 
 
 def pace(
@@ -92,7 +92,7 @@ def pace(
     transport: str = "peer",
     gbit: float = 25.0,
     gpu: rates.Gpu = rates.GPUS["h200"],
-) -> Pace:
+) -> StepTime:
     """Return the time of a step of `strategy`.
 
     Args:
@@ -127,7 +127,7 @@ def pace(
         "project": project, "sort": rates.SORT.ms(**drawn), "raster": rates.RASTER.ms(**drawn),
         "loss": rates.LOSS.ms(**drawn), "backward": rates.BACKWARD.ms(**drawn), "update": update,
     }  # fmt: skip
-    return Pace(
+    return StepTime(
         **{name: gpu.slowness * ms for name, ms in kernels.items()},
         exchange=exchange_ms,
         between=between,

@@ -36,7 +36,7 @@ class Simulated:
 
 
 @dataclass(frozen=True)
-class Scene:
+class SimulatedScene:
     """Lines of one scene.
 
     Attributes:
@@ -50,8 +50,10 @@ class Scene:
     lines: dict[int, Simulated]
 
 
-def _scene(title: str, visible: float, *lines: tuple[int, float, float, float, float, float, float, int]) -> Scene:
-    return Scene(
+def _scene(
+    title: str, visible: float, *lines: tuple[int, float, float, float, float, float, float, int]
+) -> SimulatedScene:
+    return SimulatedScene(
         title, visible,
         {
             machines: Simulated(between / 100, in_all / 100, sends, receives, draws, holds, views)

@@ -18,7 +18,7 @@ from ns_multigpu.core.schema import POSITION, flat
 from ns_multigpu.primitives.gather import spread
 
 
-class Lines(NamedTuple):
+class RowLines(NamedTuple):
     """View and point of each line, sorted; padding has the last view and the point -1."""
 
     view_ids: Tensor
@@ -44,16 +44,16 @@ class ComposedKernels(Kernels):
     at_once: ClassVar[int] = 1 << 21
 
     @abstractmethod
-    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Any:
+    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Any:
         """Project lines differentiably: return a NamedTuple that has at least `radii` [M, 2] int32, as `Projection` has
         them."""
 
     @abstractmethod
-    def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Tensor:
+    def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Tensor:
         """Return a mask [M] of the lines that are drawn or count as seen. Only these become rows."""
 
     @abstractmethod
-    def rows(self, made: Any, lines: Lines, count: Tensor) -> Rows:
+    def rows(self, made: Any, lines: RowLines, count: Tensor) -> Rows:
         """Return the rows of projected lines."""
 
     @abstractmethod
@@ -95,13 +95,13 @@ class ComposedKernels(Kernels):
         if len(model.params[0]) == 0:
             finite_flag.zero_()
             return
-        lines, real = Lines(rows.view_ids, rows.point_ids), _real(rows.point_ids, rows.count)
+        lines, real = RowLines(rows.view_ids, rows.point_ids), _real(rows.point_ids, rows.count)
         if rows.count.numel() > 1:  # operators expect padding at the end, not behind each segment
             order = real.logical_not().byte().sort(stable=True).indices
             real, records = real[order], records[order]
             last = len(cameras.viewmats) - 1
             ids = ((lines.view_ids, last), (lines.point_ids, -1))
-            lines = Lines(*(torch.where(real, column[order], padding) for column, padding in ids))
+            lines = RowLines(*(torch.where(real, column[order], padding) for column, padding in ids))
         with torch.enable_grad():
             leaves = [param.detach().requires_grad_() for param in model.params]
             made = self.made(self._named(leaves), cameras, lines)
@@ -125,7 +125,7 @@ class ComposedKernels(Kernels):
     def _named(self, params: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.parameters, params, strict=True))
 
-    def _seen(self, params: Mapping[str, Tensor], cameras: Cameras, capacity: int) -> tuple[Lines, Tensor]:
+    def _seen(self, params: Mapping[str, Tensor], cameras: Cameras, capacity: int) -> tuple[RowLines, Tensor]:
         """Return the first `capacity` lines that are drawn or count as seen, and their total number, [1] int64."""
         means = params[POSITION]
         device, points, views = means.device, len(means), len(cameras.viewmats)
@@ -138,7 +138,7 @@ class ComposedKernels(Kernels):
             for first in range(0, points, self.at_once):
                 some = {name: value[first : first + self.at_once] for name, value in params.items()}
                 ids = torch.arange(len(some[POSITION]), dtype=torch.int32, device=device)
-                shows = self.shows(some, one, Lines(torch.zeros_like(ids), ids))
+                shows = self.shows(some, one, RowLines(torch.zeros_like(ids), ids))
                 # Unused capacity for points is filled with non-finite positions.
                 shows = shows & some[POSITION].isfinite().all(-1)
                 place = shows.cumsum(0) - 1 + count
@@ -146,10 +146,10 @@ class ComposedKernels(Kernels):
                 place = torch.where(shows & (place < capacity), place, capacity)
                 point_ids.scatter_(0, place, ids + first)
                 view_ids.scatter_(0, place, torch.full_like(ids, v))
-        return Lines(view_ids[:capacity], point_ids[:capacity]), count
+        return RowLines(view_ids[:capacity], point_ids[:capacity]), count
 
     def _count(
-        self, statistics: Mapping[str, Tensor], made: Any, records: Tensor, sizes: Sequence[int], lines: Lines,
+        self, statistics: Mapping[str, Tensor], made: Any, records: Tensor, sizes: Sequence[int], lines: RowLines,
         real: Tensor,
     ) -> None:  # fmt: skip
         """Add lines to the densification statistics; see `splat_update`."""

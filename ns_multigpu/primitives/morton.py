@@ -39,7 +39,7 @@ chequered, and with no short combination that comes back to the same hand."""
 
 
 @dataclass(frozen=True)
-class Grid:
+class MortonGrid:
     """Cells of space.
 
     Attributes:
@@ -51,7 +51,7 @@ class Grid:
     cell: int
 
     @staticmethod
-    def of(counts: Sequence[int]) -> "Grid":
+    def of(counts: Sequence[int]) -> "MortonGrid":
         """The grid for points of this census, all ranks' added up."""
         total, below = sum(counts), 0
         furthest = max((k for k, count in enumerate(counts) if count), default=0)
@@ -64,7 +64,7 @@ class Grid:
         across = (total // _PER_CELL).bit_length() // 2  # binary logarithm of the square root, rounded
         half = furthest + _SMALLEST
         finest = half + 1 - MORTON_BITS
-        return Grid(half, max(finest, core + _SMALLEST + 1 - across))
+        return MortonGrid(half, max(finest, core + _SMALLEST + 1 - across))
 
 
 def census(means: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def census(means: Tensor) -> Tensor:
     return counts
 
 
-def interleaved_codes(means: Tensor, grid: Grid) -> Tensor:
+def interleaved_codes(means: Tensor, grid: MortonGrid) -> Tensor:
     """Return order codes of positions [N, 3], [N] int64: 6 bits of the cell's hand, then 18 interleaved bits an axis.
 
     Args:
@@ -87,7 +87,7 @@ def interleaved_codes(means: Tensor, grid: Grid) -> Tensor:
     return torch.cat([_codes(piece, grid) for piece in means.detach().split(_PIECE)])
 
 
-def _codes(means: Tensor, grid: Grid) -> Tensor:
+def _codes(means: Tensor, grid: MortonGrid) -> Tensor:
     half = 1 << (MORTON_BITS - 1)
     places = (_positions(means) * 2.0 ** (MORTON_BITS - 1 - grid.half)).floor().long() + half
     places.clamp_(0, (1 << MORTON_BITS) - 1)
@@ -108,7 +108,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def interleaved_order(means: Tensor) -> Tensor:
     """Return the permutation [N] int64 that sorts positions [N, 3] by code, stably."""
-    return torch.sort(interleaved_codes(means, Grid.of(census(means).tolist())), stable=True).indices
+    return torch.sort(interleaved_codes(means, MortonGrid.of(census(means).tolist())), stable=True).indices
 
 
 def _positions(means: Tensor) -> Tensor:

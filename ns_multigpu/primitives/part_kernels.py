@@ -14,7 +14,7 @@ import cuda_ext
 from cuda_ext.ops.exchange.row_exchange import add_records
 from ns_multigpu.core.kernels import Drawn, Lists, Received, Rows, Sinks
 from ns_multigpu.core.types import TILE
-from ns_multigpu.primitives.composed_kernels import ComposedKernels, Lines
+from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines
 from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
 
 _MADE = {"opacities": "row_opacities", "features": "colors"}
@@ -68,7 +68,7 @@ class PartKernels(ComposedKernels):
     def keeps_last(self) -> bool:
         return False
 
-    def rows(self, made: Any, lines: Lines, count: Tensor) -> Rows:
+    def rows(self, made: Any, lines: RowLines, count: Tensor) -> Rows:
         columns = (getattr(made, _MADE.get(name, name)) for name in self.layout.widths)
         return self.row_type(*lines, count, *columns, made.radii)
 

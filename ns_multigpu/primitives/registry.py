@@ -37,7 +37,7 @@ FIRST: PrimitiveName = "3dgs"
 
 
 @dataclass(frozen=True)
-class Rendering:
+class RenderOptions:
     """Render options of a model; each primitive reads those that it supports.
 
     Attributes:
@@ -71,7 +71,7 @@ class Kind:
 
     title: str
     schema: tuple[Parameter, ...]
-    make: Callable[[Rendering], Primitive]
+    make: Callable[[RenderOptions], Primitive]
     initial: Callable[..., dict[str, Tensor]]
     screen_radii: Callable[[Splats], Tensor]
     lacks: Mapping[tuple[str, object], str] = field(default_factory=dict[tuple[str, object], str])
@@ -79,19 +79,19 @@ class Kind:
     timed: bool = False
 
 
-def _gaussians(wanted: Rendering) -> Primitive:
+def _gaussians(wanted: RenderOptions) -> Primitive:
     return Gaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
 
 
-def _moving(wanted: Rendering) -> Primitive:
+def _moving(wanted: RenderOptions) -> Primitive:
     return MovingGaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
 
 
-def _surfels(wanted: Rendering) -> Primitive:
+def _surfels(wanted: RenderOptions) -> Primitive:
     return Surfels(wanted.sh_degree, wanted.depth, wanted.channels)
 
 
-def _convexes(wanted: Rendering) -> Primitive:
+def _convexes(wanted: RenderOptions) -> Primitive:
     return Convexes(wanted.sh_degree, wanted.depth)
 
 

@@ -21,7 +21,7 @@ from ns_multigpu.core.assign.placement import NewPoints, Placement, Sharded
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import exchange_rows, gather_on_device, sum_ints_on_device
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.primitives.morton import Grid, census, interleaved_codes
+from ns_multigpu.primitives.morton import MortonGrid, census, interleaved_codes
 
 _BYTE = 256
 """Ranks whose numbers are bytes."""
@@ -59,7 +59,7 @@ class Reordering:
 
 
 @dataclass(frozen=True)
-class Move:
+class PointMove:
     """Exchange plan of this rank's points, sorted by key.
 
     Attributes:
@@ -115,7 +115,7 @@ class Survey:
         tags: of each rank.
     """
 
-    grid: Grid
+    grid: MortonGrid
     works: tuple[int, ...]
     tags: tuple[int, ...]
 
@@ -132,19 +132,19 @@ class Survey:
         others[1, world.rank] = tag
         gathered = sum_ints_on_device(torch.cat([where, others.flatten()]), world)
         by_rank = [tuple(gathered[k : k + world.size]) for k in range(len(where), len(gathered), world.size)]
-        return Survey(Grid.of(gathered[: len(where)]), *by_rank)
+        return Survey(MortonGrid.of(gathered[: len(where)]), *by_rank)
 
 
-def common_grid(means: Tensor, world: World) -> Grid:
+def common_grid(means: Tensor, world: World) -> MortonGrid:
     """The cells for all ranks' points together; the same on every rank.
 
     Args:
         means: [N, 3] this rank's positions.
     """
-    return Grid.of(sum_ints_on_device(census(means), world))
+    return MortonGrid.of(sum_ints_on_device(census(means), world))
 
 
-def order_keys(means: Tensor, categories: Tensor, grid: Grid) -> Tensor:
+def order_keys(means: Tensor, categories: Tensor, grid: MortonGrid) -> Tensor:
     """By the code of `interleaved_codes` in the grid for all ranks' points, then by category: 62 bits.
 
     Args:
@@ -166,7 +166,7 @@ def plan_move(
     placement: Placement | None = None,
     positions: Callable[[], Tensor] | None = None,
     parents: Callable[[], Tensor] | None = None,
-) -> Move:
+) -> PointMove:
     """Determine the owners, and send the keys or the global indices to them.
 
     Args:
@@ -203,7 +203,7 @@ def plan_move(
         )
     else:
         placed, order = by, torch.arange(len(by), device=by.device)
-    return Move(
+    return PointMove(
         send_order=send_order,
         send=send,
         receive=receive,

@@ -12,7 +12,7 @@ _DECAY = 0.95
 """Decay of stored opacities at each update, as in Instant-NGP."""
 
 
-class Grid:
+class OccupancyGrid:
     """An occupancy grid over one cell.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.assign.placement import NewPoints, Placement, Settled, Sharded, Shares, shares_of
+from ns_multigpu.core.assign.placement import NewPoints, Placement, PlacementResult, Sharded, Shares, shares_of
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.world import World
 
@@ -26,24 +26,24 @@ class HalfSpaces(Placement):
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
         return shares_of(self.owners(positions(), ranks), ranks)
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
-        return Settled(self.owners(new.positions(), world.size))
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+        return PlacementResult(self.owners(new.positions(), world.size))
 
 
 class Scattered(HalfSpaces):
     """Any point on any rank: the halves of a split, and points of equal keys, are not on the same."""
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
         number = torch.arange(len(new.keys), device=new.keys.device) + world.rank
-        return Settled((number * 7 + new.keys % 11) % world.size)
+        return PlacementResult((number * 7 + new.keys % 11) % world.size)
 
 
 class Backwards(HalfSpaces):
     """Ranges of equal work, the first for the last rank."""
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
         settled = Sharded().settle(new, world)
-        return Settled(world.size - 1 - settled.owners, settled.redistributed)
+        return PlacementResult(world.size - 1 - settled.owners, settled.redistributed)
 
 
 class Wrong(HalfSpaces):
@@ -52,13 +52,13 @@ class Wrong(HalfSpaces):
     def __init__(self, owner: int | None) -> None:
         self._owner = owner
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
         owners = torch.zeros_like(new.keys)
         if world.rank == world.size - 1 and self._owner is None:
             owners = owners.new_zeros(len(owners) + 1)
         elif world.rank == world.size - 1:
             owners[0] = self._owner
-        return Settled(owners)
+        return PlacementResult(owners)
 
 
 TOYS = {"half-spaces": HalfSpaces(), "scattered": Scattered(), "backwards": Backwards()}

@@ -12,7 +12,7 @@ from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from ns_multigpu.plugin.checkpoint.atomic_save import open_checkpoint, save
-from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
+from ns_multigpu.plugin.checkpoint.own_rows import SavedRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import (
     OwnMoments,
     load_points,
@@ -84,7 +84,7 @@ def load(
 
 def load_placed(
     world: World, models: Path, step: int, placement: Placement | None
-) -> tuple[OwnRows, dict[str, Tensor], dict[str, Any]]:
+) -> tuple[SavedRows, dict[str, Tensor], dict[str, Any]]:
     """This rank's rows, parameters, moments and statistics, as the trainer takes them from a checkpoint."""
     sharded = placement is not None
     opened = open_checkpoint(models / f"step-{step:09d}.ckpt", world)

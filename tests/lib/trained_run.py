@@ -13,7 +13,7 @@ from ns_multigpu.plugin.checkpoint.sharded_state import split_state, without_poi
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.tools import rendering
 from ns_multigpu.plugin.tools.models import load_model
-from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.train.config import read_config
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import make_pipeline, write_capture
@@ -54,7 +54,7 @@ def write_path(file: Path, views: int = 3, **more: Any) -> Path:
     return file
 
 
-def render_run(world: World, run: Path, work: Rendering, whole: bool) -> list[str]:
+def render_run(world: World, run: Path, work: FilmRendering, whole: bool) -> list[str]:
     """Renders; returns the names of the frames that this rank drew, or took part in."""
     set_world(world)
     config: Any = read_config(run)

@@ -9,7 +9,7 @@ from benchmarks.baselines.placements import at_random, partitioned
 from ns_multigpu.locality import metis
 from ns_multigpu.locality import partition as module
 from ns_multigpu.locality.graph import SeenGraph
-from ns_multigpu.locality.partition import Partition, Place, by_metis, partition, ranges, round_robin
+from ns_multigpu.locality.partition import Place, PlacedGroups, by_metis, partition, ranges, round_robin
 from tests.locality.towns import plain
 
 PLACERS: dict[str, Place] = {"metis": by_metis, "ranges": ranges, "random": at_random, "round_robin": round_robin}
@@ -19,7 +19,7 @@ def shares(values: np.ndarray) -> float:
     return float(values.max() / values.mean())
 
 
-def cross_share(graph: SeenGraph, placed: Partition) -> float:
+def cross_share(graph: SeenGraph, placed: PlacedGroups) -> float:
     """Return the fraction of what views see that does not lie on the machine where most of it is."""
     by_machine = graph.by_rank(placed.ranks // placed.per_machine, placed.machines)
     return float(1 - by_machine.max(1).sum() / by_machine.sum())

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ns_multigpu.locality.palette import machine_color, rank_colors
-from ns_multigpu.locality.picture import Partition, draw, window
+from ns_multigpu.locality.picture import PictureContent, draw, window
 
 RANDOM = np.random.default_rng(4)
 WEST, EAST = (-10.0, 0.0), (10.0, 4.0)
@@ -17,16 +17,16 @@ def cluster(at: tuple[float, float], count: int = 4000) -> NDArray[np.float64]:
     return RANDOM.uniform(-1, 1, (count, 3)) * [3.0, 0.1, 3.0] + np.array([at[0], 7.0, at[1]])
 
 
-def two(far: float = 0.0, view_owners: tuple[int, ...] = (0, 1)) -> Partition:
+def two(far: float = 0.0, view_owners: tuple[int, ...] = (0, 1)) -> PictureContent:
     """Return clusters of machine 0's second rank and machine 1's first, with a camera next to each, and three far
     points."""
     positions = np.concatenate([cluster(WEST), cluster(EAST), np.full((3, 3), far)])
     owners = np.repeat([1, 2, 3], [4000, 4000, 3])
     cameras = np.array([[-10.0, 9.0, 4.5], [10.0, 9.0, -0.5]])
-    return Partition(positions, owners, [0, 4000, 4000, 3], cameras, np.array(view_owners, dtype=np.int64), 2)
+    return PictureContent(positions, owners, [0, 4000, 4000, 3], cameras, np.array(view_owners, dtype=np.int64), 2)
 
 
-def color_at(seen: Partition, place: tuple[float, float]) -> tuple[float, ...]:
+def color_at(seen: PictureContent, place: tuple[float, float]) -> tuple[float, ...]:
     x, y = window(seen).pixels(np.array([place]))[0]
     pixel = draw(seen).getpixel((int(x), int(y)))
     assert isinstance(pixel, tuple)
@@ -51,7 +51,7 @@ def test_points_have_their_ranks_colours_and_cameras_their_machines(far: float) 
 
 def test_cameras_far_from_the_points_do_not_shrink_the_picture() -> None:
     near = two()
-    far = Partition(near.positions, near.owners, near.points, near.cameras * [1.0, 1.0, 1e6], near.view_owners, 2)
+    far = PictureContent(near.positions, near.owners, near.points, near.cameras * [1.0, 1.0, 1e6], near.view_owners, 2)
     assert window(far).scale > window(near).scale / 3
 
 
@@ -69,23 +69,23 @@ def test_nearly_nothing(machines: int) -> None:
         for cameras in (none, one, nan):
             owners = np.zeros(len(positions), dtype=np.int64)
             view_owners = np.zeros(len(cameras), dtype=np.int64)
-            picture = draw(Partition(positions, owners, ranks, cameras, view_owners, machines))
+            picture = draw(PictureContent(positions, owners, ranks, cameras, view_owners, machines))
             assert np.asarray(picture)[:, 764:].std() > 1, "the legend is there"
 
 
 def test_many_ranks_fit_the_legend() -> None:
-    seen = Partition(cluster(WEST, 64), np.arange(64), [1] * 64, np.zeros((0, 3)), np.zeros(0, dtype=np.int64), 16)
+    seen = PictureContent(cluster(WEST, 64), np.arange(64), [1] * 64, np.zeros((0, 3)), np.zeros(0, dtype=np.int64), 16)
     assert (np.asarray(draw(seen))[-20:, 764:] == 255).all()
 
 
 def test_mismatched_inputs_are_refused() -> None:
     seen = two()
     with pytest.raises(ValueError, match="positions"):
-        Partition(seen.positions[:5], seen.owners, seen.points, seen.cameras, seen.view_owners, 2)
+        PictureContent(seen.positions[:5], seen.owners, seen.points, seen.cameras, seen.view_owners, 2)
     with pytest.raises(ValueError, match="1 view owners for 2 views"):
-        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.view_owners[:1], 2)
+        PictureContent(seen.positions, seen.owners, seen.points, seen.cameras, seen.view_owners[:1], 2)
     with pytest.raises(ValueError, match="4 ranks on 3 machines"):
-        Partition(seen.positions, seen.owners, seen.points, seen.cameras, seen.view_owners, 3)
+        PictureContent(seen.positions, seen.owners, seen.points, seen.cameras, seen.view_owners, 3)
 
 
 @pytest.mark.parametrize(("machines", "per_machine"), [(1, 8), (2, 4), (4, 4), (8, 4), (32, 1)])

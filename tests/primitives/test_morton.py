@@ -8,7 +8,7 @@ from ns_multigpu.primitives.morton import (
     CODE_BITS,
     HAND_BITS,
     MORTON_BITS,
-    Grid,
+    MortonGrid,
     census,
     interleaved_codes,
     interleaved_order,
@@ -21,15 +21,15 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def grid_of(means: Tensor) -> Grid:
-    return Grid.of(census(means).tolist())
+def grid_of(means: Tensor) -> MortonGrid:
+    return MortonGrid.of(census(means).tolist())
 
 
 def test_a_code_is_the_cell_s_hand_and_the_place_on_the_curve() -> None:
     g = torch.Generator().manual_seed(0)
     places = torch.cat([torch.randint(0, 2 * HALF, (50, 3), generator=g), torch.tensor([[0] * 3, [2 * HALF - 1] * 3])])
     means = (places.double() - HALF + 0.5) / HALF * 4.0
-    grid = Grid(half=2, cell=-5)  # 256 cells along each axis, of 1024 places each
+    grid = MortonGrid(half=2, cell=-5)  # 256 cells along each axis, of 1024 places each
     for place, code in zip(places.tolist(), interleaved_codes(means, grid).tolist(), strict=True):
         curve = sum(((place[axis] >> b) & 1) << (3 * b + axis) for b in range(MORTON_BITS) for axis in range(3))
         x, y, z = ((p - HALF) // 1024 for p in place)
@@ -50,7 +50,7 @@ def test_census_has_the_extent_of_points(power: int) -> None:
     found = {k - 128: int(n) for k, n in enumerate(counts) if n}
     reached = min(max(power + 1, -128), 127)
     assert max(found) == reached, "1 <= |x| < 2 ends at 2^1"
-    grid = Grid.of(counts.tolist())
+    grid = MortonGrid.of(counts.tolist())
     assert grid.half == reached and grid.cell <= grid.half + 1
     if -100 < power < 127:
         assert len(set(interleaved_codes(means, grid).tolist())) == 3

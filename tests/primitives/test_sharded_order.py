@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.assign.placement import NewPoints, Settled
+from ns_multigpu.core.assign.placement import NewPoints, PlacementResult
 from ns_multigpu.core.assign.splitters import find_splitters, imbalance
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
@@ -17,7 +17,7 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.gaussians import sharded_rows
 from ns_multigpu.primitives.gaussians.index_map import Regrouping
 from ns_multigpu.primitives.gaussians.sharded_rows import OptimizerStates, move_rows
-from ns_multigpu.primitives.sharded_order import Move, Reordering, Survey, common_grid, order_keys, plan_move
+from ns_multigpu.primitives.sharded_order import PointMove, Reordering, Survey, common_grid, order_keys, plan_move
 from tests.lib.placements import HalfSpaces
 from tests.lib.ranks import run_ranks
 
@@ -59,7 +59,7 @@ def rows_of(case: str, size: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def reorder(world: World, case: str) -> tuple[Move, Reordering, dict[str, Tensor], int]:
+def reorder(world: World, case: str) -> tuple[PointMove, Reordering, dict[str, Tensor], int]:
     """Move rows that contain their origin, and their weights."""
     keys, weights = rows_of(case, world.size)[world.rank]
     ids = torch.stack([torch.full_like(keys, world.rank), torch.arange(len(keys))], dim=1)
@@ -256,9 +256,9 @@ def test_old_rows_are_freed_one_parameter_after_the_other(size: int) -> None:
 class RoundRobin(HalfSpaces):
     """Owners by parity of the first coordinate, but for every tenth point, which is the next rank's."""
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
         x = new.positions()[:, 0].long()
-        return Settled((x + (x % 10 == 3).long()) % world.size)
+        return PlacementResult((x + (x % 10 == 3).long()) % world.size)
 
 
 def parted(world: World, at_once: int) -> dict[str, Any]:

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from ns_multigpu.radiance.integrals import COLOUR, DEPTH, Family, Samples
-from ns_multigpu.radiance.occupancy import Grid, between_gaps, kept_first, steps_along, with_gaps
+from ns_multigpu.radiance.occupancy import OccupancyGrid, between_gaps, kept_first, steps_along, with_gaps
 from ns_multigpu.radiance.partition import spacing
 
 
 def test_a_grid_finds_its_voxels() -> None:
-    grid = Grid(torch.zeros(4**3), 0.5)
+    grid = OccupancyGrid(torch.zeros(4**3), 0.5)
     voxels = torch.arange(64)
     inside = torch.rand(64, 3, generator=torch.Generator().manual_seed(1)) * 0.98 + 0.01
     for voxel in (0, 13, 63):
@@ -19,11 +19,11 @@ def test_a_grid_finds_its_voxels() -> None:
     low, high = grid.diagonals(torch.tensor([63]))
     assert low.tolist() == [[0.75] * 3] and high.tolist() == [[1.0] * 3]
     with pytest.raises(ValueError, match="no cube"):
-        Grid(torch.zeros(5), 0.5)
+        OccupancyGrid(torch.zeros(5), 0.5)
 
 
 def test_occupancy_decays_and_threshold_follows_the_mean() -> None:
-    grid = Grid(torch.ones(8), 0.01)
+    grid = OccupancyGrid(torch.ones(8), 0.01)
     grid.update(torch.tensor([0, 0, 1]), torch.tensor([0.2, 0.99, 0.0]))
     assert grid.values[:3].tolist() == pytest.approx([0.99, 0.95, 0.95]) and float(grid.bar) == pytest.approx(0.01)
     grid.values.copy_(torch.tensor([0.004, *[0.0] * 7]))

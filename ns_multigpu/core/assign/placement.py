@@ -44,7 +44,7 @@ class NewPoints:
 
 
 @dataclass(frozen=True)
-class Settled:
+class PlacementResult:
     """Owner of each of a rank's new points.
 
     Attributes:
@@ -144,7 +144,7 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def settle(self, new: NewPoints, world: World) -> Settled:
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
         """Return the owners of points after a refinement. Every rank calls it together, each with its own points."""
 
     @final
@@ -175,8 +175,8 @@ class AllHere(Placement):
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
         return [range(count)] * ranks
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
-        return Settled(torch.full_like(new.keys, world.rank))
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+        return PlacementResult(torch.full_like(new.keys, world.rank))
 
 
 class Replicated(Placement):
@@ -191,9 +191,9 @@ class Replicated(Placement):
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
         return [range(count)] * ranks
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
         """Keep each rank's copy."""
-        return Settled(torch.full_like(new.keys, world.rank))
+        return PlacementResult(torch.full_like(new.keys, world.rank))
 
 
 @final
@@ -233,7 +233,7 @@ class Sharded(Placement):
             )
         return [range(bounds[rank], bounds[rank + 1]) for rank in range(ranks)]
 
-    def settle(self, new: NewPoints, world: World) -> Settled:
+    def settle(self, new: NewPoints, world: World) -> PlacementResult:
         """Assign ranges of keys. Equal keys have one owner.
 
         If a rank has more than `threshold` times the mean work, the ranges are cut again into equal work. Otherwise
@@ -248,7 +248,7 @@ class Sharded(Placement):
             targets = list(accumulate(works))[:-1]
         sums = torch.nn.functional.pad(new.work.cumsum(0), (1, 0))
         splitters = find_splitters(new.keys, sums, targets, world)
-        return Settled(torch.searchsorted(splitters, new.keys, right=True), redistributed)
+        return PlacementResult(torch.searchsorted(splitters, new.keys, right=True), redistributed)
 
 
 def even_bounds(count: int, ranks: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.boundary_rows import CellRegions, clipped
 from ns_multigpu.core.exchange.fragments import Routes, routes_of
 from ns_multigpu.core.exchange.legs import PixelLeg
-from ns_multigpu.core.exchange.pixel_operators import PixelOperators, Settled
+from ns_multigpu.core.exchange.pixel_operators import OwnedPixels, PixelOperators
 from ns_multigpu.core.exchange.transport import Collective, Parts
 from ns_multigpu.core.kernels import Drawn, Lists, Received, Rows
 from ns_multigpu.core.primitive import Primitive
@@ -302,7 +302,7 @@ class CompositeOperators(PixelOperators):
             return lists
         return clipped(self._regions, lists, arrived, plan, views, self._world.rank)
 
-    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
         routes, color = routes_of(plan, views, self._world.rank), drawn.color
         wire = PixelWire.of(views, half=self._half)
         width = color.shape[1] + 1
@@ -318,7 +318,7 @@ class CompositeOperators(PixelOperators):
         self._now = routes, wire, received, before, drawn.alpha
         if self._watches:
             self._live = live_numbers(before, routes, plan)
-        return Settled(settled, alpha, None)
+        return OwnedPixels(settled, alpha, None)
 
     def live(self) -> Tensor:
         return self._live

@@ -12,7 +12,7 @@ from ns_multigpu.core.kernels import Drawn, Lists, Received, Rows
 from ns_multigpu.core.types import Patch, View
 
 
-class Settled(NamedTuple):
+class OwnedPixels(NamedTuple):
     """Patches that a rank owns, halos included, as a flat list of pixels.
 
     Attributes:
@@ -49,7 +49,7 @@ class PixelOperators(ABC):
         return patch.view - first_view
 
     @abstractmethod
-    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
         """Return the patches that this rank owns, from what it has drawn."""
 
     def live(self) -> Tensor:
@@ -65,9 +65,9 @@ class PixelOperators(ABC):
 class WholePixelOperators(PixelOperators):
     """Operators for patches whose drawing rank is their owner."""
 
-    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
         yield from ()
-        return Settled(drawn.color, drawn.alpha, drawn.last)
+        return OwnedPixels(drawn.color, drawn.alpha, drawn.last)
 
     def return_gradients(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         yield from ()

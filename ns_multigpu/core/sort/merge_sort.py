@@ -21,7 +21,7 @@ from ns_multigpu.core.dist.world import World
 
 
 @dataclass(frozen=True)
-class Run:
+class SortedRun:
     """A sorted run: consecutive ranks hold its consecutive pieces.
 
     Attributes:
@@ -64,20 +64,20 @@ class Run:
 class Merge:
     """Two neighbouring runs and the one that they become, on the same ranks, in equal pieces."""
 
-    left: Run
-    right: Run
+    left: SortedRun
+    right: SortedRun
 
     @property
-    def result(self) -> Run:
+    def result(self) -> SortedRun:
         """Result of the merge."""
         length, ranks = self.left.length + self.right.length, self.right.end - self.left.first
         bounds = [rank * length // ranks for rank in range(ranks + 1)]
-        return Run(self.left.first, tuple(b - a for a, b in pairwise(bounds)))
+        return SortedRun(self.left.first, tuple(b - a for a, b in pairwise(bounds)))
 
 
 def merge_levels(counts: Sequence[int]) -> list[list[Merge]]:
     """The levels' merges, for ranks that start with `counts` elements. A run without a partner waits for one."""
-    runs = [Run(rank, (count,)) for rank, count in enumerate(counts)]
+    runs = [SortedRun(rank, (count,)) for rank, count in enumerate(counts)]
     levels: list[list[Merge]] = []
     while len(runs) > 1:
         merges = [Merge(runs[k], runs[k + 1]) for k in range(0, len(runs) - 1, 2)]
@@ -170,7 +170,7 @@ def _merge(
 ) -> tuple[Tensor, Tensor]:
     """Send each rank the ranges of the two runs that make its part of the result, and merge them."""
     # By rank: of which runs it gets which ranges. A rank whose run waits for a partner keeps what it has.
-    parts: dict[int, list[tuple[Run, int, int]]] = {}
+    parts: dict[int, list[tuple[SortedRun, int, int]]] = {}
     for merge, lefts in zip(merges, starts, strict=True):
         bounds = list(accumulate(merge.result.counts, initial=0))
         cuts = [*lefts, merge.left.length]

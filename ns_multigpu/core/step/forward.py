@@ -18,7 +18,7 @@ from ns_multigpu.core.assign.assignment import ideal_cuts
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.collectives import all_gather_into, max_int
 from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of
-from ns_multigpu.core.exchange.pixel_operators import Settled
+from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.exchange.replicated_rows import OwnRows
 from ns_multigpu.core.exchange.transport import launched
 from ns_multigpu.core.exchange.transports import CollectiveRows
@@ -217,7 +217,7 @@ class _Try:
             first = _HEAD + ranks + own[0].y0 // TILE
             message[first : first + len(work)] = work
 
-    def _pixels(self, drawing: Drawing, settled: Settled, forward: ForwardPass) -> list[Pixels]:
+    def _pixels(self, drawing: Drawing, settled: OwnedPixels, forward: ForwardPass) -> list[Pixels]:
         """The patches that this rank owns."""
         shown = {} if forward.pixels.exchanged else self._kernels.shown(drawing.drawn, self._view)
         found: list[Pixels] = []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ns_multigpu.core.assign.plan import Plan, rectangles
-from ns_multigpu.core.exchange.pixel_operators import Settled
+from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.exchange.transport import Parts, Transport
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Lists, Model, Received, Rows
 from ns_multigpu.core.step.tile_lists import TileLists
@@ -99,7 +99,7 @@ class ForwardPass:
             drawn = self._kernels.draw(arrived, lists, patches, self.pixels.marks_stops)
         return Drawing(arrived, lists, drawn)
 
-    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
         """Exchange pixels: from the patches that this rank has drawn to those that it owns."""
         with self._measure("pixels"):
             return (yield from self.pixels.settle(drawn, plan, views))

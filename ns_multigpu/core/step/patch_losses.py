@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cuda_ext.ops.loss.band_loss import band_loss_into
 from cuda_ext.ops.raster.compositing import composite
-from ns_multigpu.core.exchange.pixel_operators import Settled
+from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import Patch, View
@@ -30,7 +30,7 @@ class PatchLosses:
         self._weights: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by size of a view: graphs hold addresses
 
     def add(
-        self, drawn: Settled, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
+        self, drawn: OwnedPixels, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Add the losses of patches; return their renderings, one a patch, without halo [h, w, 3], and the gradients
         by colour [P, 3] and alpha [P], which are zero in halos.

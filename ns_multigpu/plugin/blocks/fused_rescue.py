@@ -22,19 +22,19 @@ from ns_multigpu.planning.work import Share
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_capacities import Capacities
 from ns_multigpu.plugin.faults import memory
-from ns_multigpu.plugin.faults.out_of_memory import CapacityExceeded, Counts, GivenUp, forget_frames
+from ns_multigpu.plugin.faults.out_of_memory import Counts, GivenUp, StepOutOfMemory, forget_frames
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 
 @dataclass
-class Taken:
+class CompletedSteps:
     """Number of a block's steps that the device is known to have completed."""
 
     done: int = 0
 
 
 @contextlib.contextmanager
-def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) -> Iterator[Taken]:
+def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) -> Iterator[CompletedSteps]:
     """Enclose the steps of a block; the enclosed code updates the number of completed steps.
 
     Args:
@@ -44,11 +44,11 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
         GivenUp: memory ran out and all ranks know it; the state is that after the last completed step.
     """
     counts = Counts.now(optimizers.optimizers, optimizers.schedulers)
-    taken = Taken()
+    taken = CompletedSteps()
     try:
         yield taken
     except Exception as error:
-        agreed = isinstance(error, CapacityExceeded)
+        agreed = isinstance(error, StepOutOfMemory)
         if not agreed and (world.group is not None or memory.where_memory_ran_out(error) is None):
             raise
         forget_frames(error)

@@ -35,7 +35,7 @@ from ns_multigpu.plugin.capture.image_files import Header, header_size, is_all_b
 from ns_multigpu.plugin.capture.ply import sample_ply
 from ns_multigpu.plugin.capture.seed_points import (
     FLIP,
-    Views,
+    PinholeViews,
     distinct_rows,
     invalid_points,
     rounded_points,
@@ -225,7 +225,7 @@ def _look_for_more_views(parser: ColmapDataParserConfig, model: Reconstruction, 
         )
 
 
-def _colmap_views(model: Reconstruction) -> Views:
+def _colmap_views(model: Reconstruction) -> PinholeViews:
     quaternions, shifts = np.split(np.array(model.poses), [4], axis=1)
     to_camera = np.tile(np.eye(4), (len(shifts), 1, 1))
     w, x, y, z = (quaternions / np.linalg.norm(quaternions, axis=1, keepdims=True)).T
@@ -236,7 +236,7 @@ def _colmap_views(model: Reconstruction) -> Views:
     )
     to_camera[:, :3, :3], to_camera[:, :3, 3] = np.moveaxis(np.array(rows), 2, 0), shifts
     sizes = np.array([(view.width, view.height) for view in model.views], np.float64)
-    return Views(np.linalg.inv(to_camera) @ FLIP, np.array(model.lenses), sizes, is_colmap=True)
+    return PinholeViews(np.linalg.inv(to_camera) @ FLIP, np.array(model.lenses), sizes, is_colmap=True)
 
 
 def _reconstructions(data: Path) -> list[Path]:
@@ -438,7 +438,7 @@ def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
         return np.array([[float(meta.get(key, frame.get(key))) for key in keys] for frame in frames])
 
     poses = np.array([[*frame["transform_matrix"][:3], [0, 0, 0, 1]] for frame in frames], np.float64)
-    views = Views(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h"))
+    views = PinholeViews(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h"))
     _look_at_seed_points(file, xyz, views, found, is_sample=len(xyz) < count)
     _look_at_places(views, xyz, found)
 
@@ -457,7 +457,7 @@ def _look_at_centres(rows: NDArray[np.float64], found: Findings) -> None:
         )
 
 
-def _look_at_places(views: Views, xyz: NDArray[np.float64], found: Findings) -> None:
+def _look_at_places(views: PinholeViews, xyz: NDArray[np.float64], found: Findings) -> None:
     """Refuse views from one place, compared with the distance of the seed points [n, 3]."""
     if found.unseen:  # the points are in another frame
         return
@@ -470,7 +470,7 @@ def _look_at_places(views: Views, xyz: NDArray[np.float64], found: Findings) -> 
 
 
 def _look_at_seed_points(
-    file: Path, xyz: NDArray[np.float64], views: Views, found: Findings, *, is_sample: bool = False
+    file: Path, xyz: NDArray[np.float64], views: PinholeViews, found: Findings, *, is_sample: bool = False
 ) -> None:
     if (problem := invalid_points(file, xyz)) is not None:
         found.problems.append(problem)

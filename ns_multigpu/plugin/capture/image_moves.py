@@ -10,7 +10,7 @@ from ns_multigpu.plugin.capture.image_store import ImageShape
 
 
 @dataclass(frozen=True)
-class Move:
+class ImageMove:
     """Rectangle of an image that one rank sends to another.
 
     Attributes:
@@ -31,7 +31,7 @@ def moves_of(
     views: Sequence[View],
     shapes: Sequence[ImageShape],
     holder: Callable[[int], int],
-) -> list[Move]:
+) -> list[ImageMove]:
     """Return the rectangles that each rank needs for the pixels it owns, ordered by rank, then by position.
 
     Args:
@@ -41,7 +41,7 @@ def moves_of(
         shapes: of all images of the capture.
         holder: the rank that holds a view's image.
     """
-    moves: list[Move] = []
+    moves: list[ImageMove] = []
     for reader, patches in enumerate(plan.owned):
         own: dict[int, list[Patch]] = {}
         for patch in patches:
@@ -49,7 +49,7 @@ def moves_of(
         for position in sorted(own):
             index = indices[position]
             needed = rectangles_of(own[position], views[position], shapes[index])
-            moves += [Move(holder(index), reader, position, rectangle) for rectangle in needed]
+            moves += [ImageMove(holder(index), reader, position, rectangle) for rectangle in needed]
     return moves
 
 

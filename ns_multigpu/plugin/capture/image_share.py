@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.collectives import all_gather_ints, exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.plugin.capture.checks import raise_together
-from ns_multigpu.plugin.capture.image_moves import Move, moves_of
+from ns_multigpu.plugin.capture.image_moves import ImageMove, moves_of
 from ns_multigpu.plugin.capture.image_owners import checked_owners
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, ImageStore, aligned, from_bytes, into_bytes
 from ns_multigpu.plugin.launch.processes import cores
@@ -160,11 +160,11 @@ class ImageShare:
         """Return several views' images on every rank, with one message per pair of ranks. Every rank calls it with the
         same.
         """
-        rank, moves, held = self._world.rank, list[Move](), dict[int, ImagePart]()
+        rank, moves, held = self._world.rank, list[ImageMove](), dict[int, ImagePart]()
         for position, index in enumerate(indices):
             home, shape = self.holder(index), self.shapes[index]
             whole = (0, 0, shape.width, shape.height)
-            moves += [Move(home, other, position, whole) for other in range(self._world.size) if other != home]
+            moves += [ImageMove(home, other, position, whole) for other in range(self._world.size) if other != home]
             if home == rank:
                 held[index] = ImagePart(whole, self.image(index, device))
         arrived = {indices[move.position]: part for move, part in self._exchange(moves, indices, held, device)}
@@ -183,8 +183,8 @@ class ImageShare:
             ) from error
 
     def _exchange(
-        self, moves: Sequence[Move], indices: Sequence[int], held: Mapping[int, ImagePart], device: torch.device
-    ) -> list[tuple[Move, ImagePart]]:
+        self, moves: Sequence[ImageMove], indices: Sequence[int], held: Mapping[int, ImagePart], device: torch.device
+    ) -> list[tuple[ImageMove, ImagePart]]:
         """Exchange image parts between ranks; return the parts that this rank received.
 
         Args:
@@ -197,7 +197,7 @@ class ImageShare:
             return []
         world = self._world
 
-        def shape(move: Move) -> ImageShape:
+        def shape(move: ImageMove) -> ImageShape:
             return self.shapes[indices[move.position]].cut(move.rectangle)
 
         # Both ends keep the order of `moves`, for each pair of ranks.
@@ -215,7 +215,7 @@ class ImageShare:
             into_bytes(held[indices[move.position]].under(move.rectangle).data, payload[start:end])
             start = end
         received = exchange_rows(payload, send, receive, world)
-        arrived: list[tuple[Move, ImagePart]] = []
+        arrived: list[tuple[ImageMove, ImagePart]] = []
         start = 0
         for move in into:
             end = start + shape(move).nbytes

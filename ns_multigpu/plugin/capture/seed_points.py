@@ -41,7 +41,7 @@ _COLMAP = (
 
 
 @dataclass(frozen=True)
-class Views:
+class PinholeViews:
     """Pinhole views of a capture.
 
     Attributes:
@@ -97,7 +97,7 @@ def merged(points: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: values[rows] if len(values) == len(xyz) else values for name, values in points.items()}
 
 
-def seen_points(views: Views, xyz: _Floats) -> NDArray[np.int64]:
+def seen_points(views: PinholeViews, xyz: _Floats) -> NDArray[np.int64]:
     """Return for each view the number of points [n] in front of its camera and inside its image.
 
     Several points within a dot of the image count as none: they are a scene far away.
@@ -123,7 +123,7 @@ def _seen(to_camera: _Floats, lenses: _Floats, sizes: _Floats, xyz: _Floats) -> 
     return np.where((counts < _SEVERAL) | (np.maximum(*extent) > _DOT), counts, 0)
 
 
-def unseen_problem(views: Views, xyz: _Floats) -> str | None:
+def unseen_problem(views: PinholeViews, xyz: _Floats) -> str | None:
     """Return the reason why cameras and seed points do not fit together, and the likely fix; None if they do.
 
     Args:
@@ -144,7 +144,7 @@ def _sample(xyz: _Floats, most: int) -> _Floats:
     return xyz[:: -(-len(xyz) // most)]
 
 
-def _problem(views: Views, xyz: _Floats) -> str | None:
+def _problem(views: PinholeViews, xyz: _Floats) -> str | None:
     poses, back = views.poses, np.linalg.inv(views.poses)
     others = [poses @ FLIP, FLIP @ back @ FLIP, FLIP @ back] if views.is_colmap else [poses @ FLIP, back, back @ FLIP]
     if views.is_colmap:

@@ -20,7 +20,7 @@ from ns_multigpu.plugin.checkpoint.verify import SHARDS
 
 
 @dataclass(frozen=True)
-class OwnRows:
+class SavedRows:
     """Rows that this rank reads of a saved model.
 
     Attributes:
@@ -36,7 +36,7 @@ class OwnRows:
     places: Tensor | None = None
 
 
-def own_rows(pipeline: Mapping[str, Any], models: Path | None, placement: Placement | None, world: World) -> OwnRows:
+def own_rows(pipeline: Mapping[str, Any], models: Path | None, placement: Placement | None, world: World) -> SavedRows:
     """Return the rows that this rank loads. Every rank calls it.
 
     Args:
@@ -55,10 +55,10 @@ def own_rows(pipeline: Mapping[str, Any], models: Path | None, placement: Placem
     # Row of the file at each place.
     by_place: range | Tensor = range(total) if places is None else torch.sort(places).indices
     if placement is None:
-        return OwnRows(total, by_place, [total])
+        return SavedRows(total, by_place, [total])
     if len(counts) == world.size and written == placement.kind:
         rows = range(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
-        return OwnRows(total, rows, counts, None if places is None else rows_of(places, rows))
+        return SavedRows(total, rows, counts, None if places is None else rows_of(places, rows))
 
     def positions() -> Tensor:
         return pipeline[POINTS + POSITION] if points is None else points.read([POSITION], by_place)[POSITION]
@@ -68,7 +68,7 @@ def own_rows(pipeline: Mapping[str, Any], models: Path | None, placement: Placem
 
 def rows_at_start(
     by_place: range | Tensor, positions: Callable[[], Tensor], placement: Placement, world: World
-) -> OwnRows:
+) -> SavedRows:
     """Return the rows that a placement assigns to this rank, as at the start of a run. Every rank calls it.
 
     Args:
@@ -82,7 +82,7 @@ def rows_at_start(
     shares = checked_shares(placement, placement.shares(total, positions, world.size), total, world.size)
     sizes, mine = [len(share) for share in shares], shares[world.rank]
     if placement.in_ranges and isinstance(by_place, range):
-        return OwnRows(total, mine, sizes)
+        return SavedRows(total, mine, sizes)
     mine = torch.arange(mine.start, mine.stop) if isinstance(mine, range) else mine.cpu()
     rows = mine if isinstance(by_place, range) else by_place[mine]
-    return OwnRows(total, rows, sizes, None if placement.in_ranges else mine)
+    return SavedRows(total, rows, sizes, None if placement.in_ranges else mine)

@@ -153,12 +153,12 @@ def check_memory(needed: float, what: str, world: World) -> None:
     if free is None:
         return
     if max_int(int(needed > free), world):
-        raise CapacityExceeded(
+        raise StepOutOfMemory(
             f"{needed / 2**30:.1f} GiB are needed for {what}, {free / 2**30:.1f} are free", here=needed > free
         )
 
 
-class CapacityExceeded(torch.cuda.OutOfMemoryError):
+class StepOutOfMemory(torch.cuda.OutOfMemoryError):
     """Lack of memory for a step that has not begun, known on all ranks.
 
     Attributes:

@@ -26,7 +26,7 @@ _NOT_TRAINED = ("config.yml", "dataparser_transforms.json", "viewer_log_filename
 """Files that a run writes before its first step."""
 
 
-class Run(Protocol):
+class FolderedRun(Protocol):
     """Run that may already have a folder of its own."""
 
     def abandon(self) -> None: ...
@@ -128,7 +128,7 @@ def remove_unused(folder: Path, top: Path) -> None:
 
 
 @contextmanager
-def abandoned_unless_begun(run: Run) -> Iterator[None]:
+def abandoned_unless_begun(run: FolderedRun) -> Iterator[None]:
     """Enclose the start of a run: if it is refused or stopped, remove its empty folder."""
     try:
         yield

@@ -38,7 +38,7 @@ from ns_multigpu.primitives.gaussians.cap import ChosenCap
 from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussians.init import SH_C0
 from ns_multigpu.primitives.registry import PRIMITIVES, Kind
-from ns_multigpu.primitives.registry import Rendering as Wanted
+from ns_multigpu.primitives.registry import RenderOptions as Wanted
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig

@@ -140,7 +140,7 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TeamPlan:
     """Distribution of a model over processes.
 
     Attributes:
@@ -154,7 +154,7 @@ class Plan:
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def plan_for_points(state: Mapping[str, Any], checkpoint: Path, devices: Devices) -> Plan | None:
+def plan_for_points(state: Mapping[str, Any], checkpoint: Path, devices: Devices) -> TeamPlan | None:
     """Return the plan for a model of points; None if the state has none. See `begin`."""
     del checkpoint
     shapes = {k: s for k, s in shapes_in(state).items() if k.startswith(POINTS)}
@@ -165,7 +165,7 @@ def plan_for_points(state: Mapping[str, Any], checkpoint: Path, devices: Devices
     size = size_for(points, point_bytes, devices.kind, devices.count, devices.memory, devices.asked)
     how = "each holds all of them" if size.whole else "each holds a part"
     line = f"{points:,} Gaussians on {devices.named(size.ranks)}: {how}."
-    return Plan(size.ranks, line, {"strategy": "batch" if size.whole else "tile"})
+    return TeamPlan(size.ranks, line, {"strategy": "batch" if size.whole else "tile"})
 
 
 class Team:
@@ -186,7 +186,7 @@ class Team:
 def begin(
     config: Any,
     test_mode: str,
-    plan: Callable[[Mapping[str, Any], Path, Devices], Plan | None] = plan_for_points,
+    plan: Callable[[Mapping[str, Any], Path, Devices], TeamPlan | None] = plan_for_points,
 ) -> tuple[Any, Team | None]:
     """Start helpers if one of nerfstudio's commands is about to load a run that needs or benefits from them.
 

@@ -176,7 +176,7 @@ class _BrokenOff(Exception):
 _Frames: TypeAlias = "queue.SimpleQueue[HostFrame | _BrokenOff | None]"
 
 
-class Parts:
+class FilmParts:
     """Encoder of film parts: several at once, concurrently with rendering.
 
     A part is shorter than the encoder's lookahead. Encoding parts one by one would leave most cores idle.

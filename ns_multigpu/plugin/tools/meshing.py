@@ -27,7 +27,7 @@ from ns_multigpu.plugin.tools.film import whole_file
 from ns_multigpu.plugin.tools.fusion import Fusion, load_open3d, looked_at, surface_of
 from ns_multigpu.plugin.tools.mesh import LEAST_TRIANGLES, largest_parts, write_mesh
 from ns_multigpu.primitives.registry import PRIMITIVES, titled
-from ns_multigpu.primitives.registry import Rendering as Wanted
+from ns_multigpu.primitives.registry import RenderOptions as Wanted
 
 DepthKind = Literal["auto", "median", "expected"]
 MOST_VOXELS = 16384

@@ -27,7 +27,7 @@ from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
 from ns_multigpu.plugin.render.team import RENDER_MEMORY, Devices, asked_for, free_memory
 from ns_multigpu.plugin.tools.meshing import Meshing
-from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.train.config import RunConfig, read_config
 from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
 
@@ -158,7 +158,7 @@ def load_model(run: RunConfig, checkpoint: Path, world: World, test_mode: Litera
 def run_tool(
     load_config: Path,
     step: int | None,
-    work: Evaluation | Rendering | Meshing,
+    work: Evaluation | FilmRendering | Meshing,
     num_devices: int | None,
     device_type: Literal["auto", "cpu", "cuda"],
     data: Path | None = None,

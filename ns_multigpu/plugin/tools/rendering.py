@@ -31,9 +31,9 @@ from ns_multigpu.plugin.render.service import Outputs, RenderRequest
 from ns_multigpu.plugin.tools.film import (
     JOB,
     Failed,
+    FilmParts,
     ImageFormat,
     Images,
-    Parts,
     begin,
     encoders,
     ffmpeg,
@@ -48,7 +48,7 @@ from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Sh
 
 
 @dataclass(frozen=True)
-class Rendering:
+class FilmRendering:
     """Frames to render, as ns-render does.
 
     Attributes:
@@ -173,7 +173,7 @@ class Rendering:
         length = part_length(len(frames))
         began = begin(folder, {**job, "rate": rate, "length": length}) if world.is_main else 0
         _meet(world)
-        parts = Parts(folder, rate, encoders(world.size // world.machines))
+        parts = FilmParts(folder, rate, encoders(world.size // world.machines))
         units = [range(first, min(first + length, len(frames))) for first in range(0, len(frames), length)]
         for number, mine in artist.deal(units, lambda number: not is_done(parts.path(number), began)):
             for index in units[number]:
@@ -285,7 +285,7 @@ class _Artist:
         mine = [(unit, k % world.size == world.rank) for k, unit in enumerate(todo)]
         work: Iterable[tuple[int, bool]] = mine if self.together else [one for one in mine if one[1]]
         if world.is_main:
-            work = track(list(work), "Rendering", console=CONSOLE, transient=True)
+            work = track(list(work), "FilmRendering", console=CONSOLE, transient=True)
         yield from work
 
     def draw(self, shot: Shot, mine: bool, owners: bool) -> Outputs | None:

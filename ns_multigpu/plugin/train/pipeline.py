@@ -26,7 +26,7 @@ from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.image_owners import image_owners_of
 from ns_multigpu.plugin.capture.tracks import training_tracks
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kind
-from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
+from ns_multigpu.plugin.checkpoint.own_rows import SavedRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, learn_placement, load_points, shapes_in
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
 from ns_multigpu.plugin.faults.errors import InputError
@@ -98,7 +98,7 @@ class DistributedPipelineConfig(RunPipelineConfig):
         checks.check_views_per_step(self.views_per_step, ranks, cuts_views=True)
         return self.views_per_rank * ranks if self.views_per_step is None else self.views_per_step
 
-    def team_plan(self, state: Mapping[str, Any], checkpoint: Path, devices: team.Devices) -> team.Plan | None:
+    def team_plan(self, state: Mapping[str, Any], checkpoint: Path, devices: team.Devices) -> team.TeamPlan | None:
         """See `RunPipelineConfig.team_plan`."""
         return team.plan_for_points(state, checkpoint, devices)
 
@@ -276,7 +276,7 @@ class DistributedPipeline(RunPipeline):
         work = broadcast_object(work, 0, self.world)  # processors round differently
         return lambda order, begins: alike(order, work, size, -begins % size)
 
-    def own_rows(self, loaded_state: dict[str, Any]) -> OwnRows:
+    def own_rows(self, loaded_state: dict[str, Any]) -> SavedRows:
         """Return the rows of a .ckpt's points that this rank's placement assigns to it; all rows if points are
         replicated.
 

@@ -58,7 +58,7 @@ class RunPipelineConfig(VanillaPipelineConfig):
     def resumed_from(self, checkpoint: Path | None) -> None:
         vars(self)["_resumed_from"] = checkpoint
 
-    def team_plan(self, state: Mapping[str, Any], checkpoint: Path, devices: team.Devices) -> team.Plan | None:
+    def team_plan(self, state: Mapping[str, Any], checkpoint: Path, devices: team.Devices) -> team.TeamPlan | None:
         """Return the number of these devices that render a saved model, and its spread over them; see `team.begin`.
 
         Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import all_gather_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION, names
-from ns_multigpu.locality.picture import MOST_POINTS, Partition, draw
+from ns_multigpu.locality.picture import MOST_POINTS, PictureContent, draw
 from ns_multigpu.planning.memory import checkpoint_bytes
 from ns_multigpu.planning.work import Workload
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
@@ -231,7 +231,7 @@ class PartitionPicture:
         view_owners = np.array(model.shard_index.placement.view_owners, dtype=np.int64)
         if len(view_owners) != len(self._cameras):  # a saved placement, of a capture with other views
             view_owners = view_owners[:0]
-        picture = Partition(
+        picture = PictureContent(
             positions=sample.cpu().double().numpy(),
             owners=np.repeat(np.arange(world.size), counts),
             points=model.shard_counts,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Points
-from ns_multigpu.primitives.composed_kernels import Lines
+from ns_multigpu.primitives.composed_kernels import RowLines
 from ns_multigpu.primitives.convexes.rows import CONVEX_PARTS, ConvexRows
 from ns_multigpu.primitives.convexes.schema import SCHEMA
 from ns_multigpu.primitives.part_kernels import PartKernels
@@ -46,12 +46,12 @@ class ConvexKernels(PartKernels):
     at_once = 1 << 19
     """See `ComposedKernels`: some 300 bytes each."""
 
-    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> MadeConvexes:
+    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> MadeConvexes:
         points = Points(dict(params))
         found = self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
         return MadeConvexes(*found, self.kind.colors(points, *lines, cameras.viewmats))
 
-    def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Tensor:
+    def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Tensor:
         found = self.kind.project(Points(dict(params)), *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
         return (found.radii > 0).all(-1)
 

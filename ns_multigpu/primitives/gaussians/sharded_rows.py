@@ -15,7 +15,7 @@ from ns_multigpu.core.dist.collectives import all_gather_objects, exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.index_map import Regrouping
 from ns_multigpu.primitives.gaussians.split_remote import RemoteSplit
-from ns_multigpu.primitives.sharded_order import Move
+from ns_multigpu.primitives.sharded_order import PointMove
 
 _WIDTH = 64
 """Minimum bytes per row of one exchange: a narrow parameter with its moments."""
@@ -46,7 +46,7 @@ def move_rows(
     params: MutableMapping[str, Any],
     optimizers: Mapping[str, torch.optim.Optimizer],
     regrouping: Regrouping,
-    move: Move,
+    move: PointMove,
     kept: "OptimizerStates",
     world: World,
     edit: Edit | None = None,
@@ -58,7 +58,7 @@ def move_rows(
     Args:
         params: by name, with a row for each point; replaced by new `Parameter`s.
         optimizers: by parameter; may lack some, the same on every rank. They continue with the new parameters.
-        regrouping: of this rank's points, in sending order (`Move.leaving`).
+        regrouping: of this rank's points, in sending order (`PointMove.leaving`).
         move: see `plan_move`.
         kept: merged optimizer states of all ranks.
         edit: see `Edit`; must not change wide parameters. None to change nothing.

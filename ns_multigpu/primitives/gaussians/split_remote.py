@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.primitives.gaussians.index_map import Regrouping
-from ns_multigpu.primitives.sharded_order import Move
+from ns_multigpu.primitives.sharded_order import PointMove
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class RemoteSplit:
     receive: list[int]
 
     @staticmethod
-    def of(regrouping: Regrouping, move: Move, rank: int) -> "RemoteSplit":
+    def of(regrouping: Regrouping, move: PointMove, rank: int) -> "RemoteSplit":
         """Split the points of a rank.
 
         Args:
-            regrouping: in sending order (`Move.leaving`).
+            regrouping: in sending order (`PointMove.leaving`).
             move: see there.
         """
         place = torch.empty_like(move.order)

@@ -13,7 +13,7 @@ from cuda_ext.reference.projection import MIN_ALPHA
 from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Points
-from ns_multigpu.primitives.composed_kernels import ComposedKernels, Lines
+from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines
 from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
 from ns_multigpu.primitives.moving.schema import SCHEMA
 
@@ -49,7 +49,7 @@ class MovingKernels(ComposedKernels, GaussianRowKernels):
 
     parameters = names(SCHEMA)
 
-    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> MadeSplats:
+    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> MadeSplats:
         points = Points(dict(params))
         moment = self.kind.moment(points, *lines, cameras.times)
         projection = self.kind.project(moment, lines.view_ids, cameras.viewmats, cameras.Ks, cameras.sizes)
@@ -59,12 +59,12 @@ class MovingKernels(ComposedKernels, GaussianRowKernels):
         colors = torch.where((radii > 0).all(-1, keepdim=True), colors, 0.0)
         return MadeSplats(*projection[:4], radii, colors)
 
-    def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Tensor:
+    def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Tensor:
         moment = self.kind.moment(Points(dict(params)), *lines, cameras.times)
         splats = self.kind.project(moment, lines.view_ids, cameras.viewmats, cameras.Ks, cameras.sizes)
         return (splats.radii != 0).any(-1) & (moment.opacities >= MIN_ALPHA)
 
-    def rows(self, made: MadeSplats, lines: Lines, count: Tensor) -> SplatRows:
+    def rows(self, made: MadeSplats, lines: RowLines, count: Tensor) -> SplatRows:
         return SplatRows(
             *lines, count, made.means2d, made.conics, made.row_opacities, made.colors, made.depths, made.radii
         )  # fmt: skip

@@ -12,7 +12,7 @@ from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.kernels import Cameras, Drawn
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Patch, Pixels, Points, View
-from ns_multigpu.primitives.composed_kernels import Lines
+from ns_multigpu.primitives.composed_kernels import RowLines
 from ns_multigpu.primitives.part_kernels import Composited, PartKernels
 from ns_multigpu.primitives.surfels.losses import TERMS
 from ns_multigpu.primitives.surfels.rows import SURFEL_PARTS, SurfelRows
@@ -53,14 +53,14 @@ class SurfelKernels(PartKernels):
     record_floats = SURFEL_PARTS.record_floats
     terms = tuple(TERMS)
 
-    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> MadeSurfels:
+    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> MadeSurfels:
         points = Points(dict(params))
         found = self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
         colors = self.kind.colors(points, *lines, cameras.viewmats)
         colors = torch.where((found.radii > 0).all(-1, keepdim=True), colors, 0.0)
         return MadeSurfels(*found, colors)
 
-    def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Tensor:
+    def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Tensor:
         points = Points(dict(params))
         found = self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
         # Of one view, and of points in their order.

@@ -13,7 +13,7 @@ from ns_multigpu.core.assign.placement import Sharded
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from ns_multigpu.plugin.checkpoint.atomic_save import open_checkpoint, save
-from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
+from ns_multigpu.plugin.checkpoint.own_rows import SavedRows, own_rows
 from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 from ns_multigpu.plugin.checkpoint.sharded_state import split_state
 from ns_multigpu.plugin.checkpoint.verify import states_folder
@@ -57,7 +57,7 @@ def test_as_many_ranks_take_what_they_had(tmp_path: Path) -> None:
         pipeline = open_checkpoint(models / f"step-{step:09d}.ckpt", ALONE).content["pipeline"]
         for rank, rows in enumerate(ranges):
             world = World(rank, 3, rank, 3, CPU)
-            assert own_rows(pipeline, models, Sharded(), world) == OwnRows(37, rows, sizes)
+            assert own_rows(pipeline, models, Sharded(), world) == SavedRows(37, rows, sizes)
 
 
 # ---- between sharded and replicated ----

@@ -17,7 +17,7 @@ from ns_multigpu.plugin.blocks import point_storage
 from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.errors import WorkerFailed
-from ns_multigpu.plugin.faults.out_of_memory import CapacityExceeded, Counts
+from ns_multigpu.plugin.faults.out_of_memory import Counts, StepOutOfMemory
 from ns_multigpu.plugin.faults.signals import RanOutOfMemory
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import differing, everything, start
@@ -194,7 +194,7 @@ def _trained_parameters(
 def test_memory_is_checked_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 10)
     out_of_memory.check_memory(10, "x", World.single())
-    with pytest.raises(CapacityExceeded, match="needed for x") as caught:
+    with pytest.raises(StepOutOfMemory, match="needed for x") as caught:
         out_of_memory.check_memory(11, "x", World.single())
     assert caught.value.here and memory.where_memory_ran_out(caught.value) == "device"
     monkeypatch.setattr(memory, "free_bytes", lambda _: None)

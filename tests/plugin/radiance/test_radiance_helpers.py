@@ -22,7 +22,7 @@ from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.radiance.run.team_plan import plan_for_field, ranks_for
 from ns_multigpu.plugin.render.team import RENDER_RANKS, Devices
 from ns_multigpu.plugin.tools.models import Evaluation, load_model
-from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import Dataset
 from ns_multigpu.plugin.train.config import read_config
 from tests.lib.radiance_scene import rays
@@ -210,7 +210,7 @@ def test_ns_eval_and_ns_render_with_helpers(run: Path, tmp_path: Path) -> None:
     expected = loaded(World.single(), run)
     config, file = read_config(run), checkpoint_of(run)
     Evaluation(one / "eval.json", one / "views").run(config, file, expected)
-    Rendering(Dataset("test"), one / "renders", Look(("rgb", "depth")), 1.0, "png").run(config, file, expected)
+    FilmRendering(Dataset("test"), one / "renders", Look(("rgb", "depth")), 1.0, "png").run(config, file, expected)
     words = ("--load-config", run, "--output-path", tmp_path / "eval.json", "--render-output-path", tmp_path / "views")
     said = done(start("eval", *words, **more))
     assert "3 cells on 2 processes: cell 0; cells 1 to 2." in said and f"{RENDER_RANKS}=1 keeps to one" in said

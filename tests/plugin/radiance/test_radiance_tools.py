@@ -16,7 +16,7 @@ from ns_multigpu.plugin.tools import rendering
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.meshing import Meshing
 from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
-from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Spiral
 from ns_multigpu.plugin.train.config import read_config
 from tests.lib.ranks import run_ranks
@@ -45,10 +45,10 @@ def works(run: Path, folder: Path) -> list[Any]:
     outputs = Look(("rgb", "depth", "expected_depth"))
     return [
         Evaluation(folder / "results.json", folder / "images"),
-        Rendering(CameraPath(path), folder / "path", outputs, 2.0, "png"),
-        Rendering(CameraPath(around), folder / "around", Look(("rgba",)), 1.0, "png"),
-        Rendering(Spiral(0.2, 10), folder / "spiral", Look(("rgb",)), 1.0, "png"),
-        Rendering(Dataset("test"), folder / "views", Look(()), 1.0, "png"),
+        FilmRendering(CameraPath(path), folder / "path", outputs, 2.0, "png"),
+        FilmRendering(CameraPath(around), folder / "around", Look(("rgba",)), 1.0, "png"),
+        FilmRendering(Spiral(0.2, 10), folder / "spiral", Look(("rgb",)), 1.0, "png"),
+        FilmRendering(Dataset("test"), folder / "views", Look(()), 1.0, "png"),
     ]
 
 
@@ -111,7 +111,7 @@ def test_unsupported_requests_are_reported(run: Path, tmp_path: Path) -> None:
         assert f"--num-devices 4: {run.parent}" in (said := refused(evaluation, 4)) and "Use 3 devices or fewer" in said
         assert "nerfacto-xl, which has no Gaussians to make a mesh of" in refused(Meshing(tmp_path / "a.ply"))
         for name in ("rank", "background", "normals"):
-            work = Rendering(Spiral(0.2, 10), tmp_path / "a", Look((name,)))
+            work = FilmRendering(Spiral(0.2, 10), tmp_path / "a", Look((name,)))
             assert f"--rendered-output-names {name}: there is no such output" in refused(work)
     finally:
         set_world(None)

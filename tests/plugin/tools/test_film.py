@@ -23,7 +23,7 @@ from ns_multigpu.plugin.render.panorama import panorama
 from ns_multigpu.plugin.tools import film
 from ns_multigpu.plugin.tools.film import part_length
 from ns_multigpu.plugin.tools.frames import Look, with_even_sides
-from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Spiral
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import camera, make_pipeline
@@ -50,7 +50,7 @@ def _frames(video: Path) -> np.ndarray[Any, Any]:
 def images(run: Path, path: Path) -> np.ndarray[Any, Any]:
     """Return all frames, by one process."""
     folder = run.parent / "images"
-    drawn = render_run(World.single(), run, Rendering(CameraPath(path), folder, image_format="png"), True)
+    drawn = render_run(World.single(), run, FilmRendering(CameraPath(path), folder, image_format="png"), True)
     assert drawn == [f"{n:05d}" for n in range(FRAMES)]
     assert not (folder / film.JOB).exists() and len(list(folder.iterdir())) == FRAMES
     made = np.stack([np.asarray(Image.open(folder / f"{n:05d}.png")) for n in range(FRAMES)])
@@ -63,7 +63,7 @@ def test_a_film_has_all_frames_in_order(
     run: Path, path: Path, images: np.ndarray[Any, Any], tmp_path: Path, size: int, whole: bool
 ) -> None:
     video = tmp_path / "films" / "a.mp4"
-    drawn = run_ranks(render_run, size, run, Rendering(CameraPath(path), video), whole)
+    drawn = run_ranks(render_run, size, run, FilmRendering(CameraPath(path), video), whole)
     names = sorted(name for one in drawn for name in one)
     assert names == sorted([f"{n:05d}" for n in range(FRAMES)] * (1 if whole else size)), "no frame is drawn twice"
     assert not whole or size == 3 or all(drawn), "every rank draws"
@@ -101,7 +101,7 @@ def test_full_disk_keeps_frames_and_rendering_resumes(
     run: Path, path: Path, images: np.ndarray[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     output = tmp_path / ("a.mp4" if kind == "film" else "a")
-    work = Rendering(CameraPath(path), output, image_format="png")
+    work = FilmRendering(CameraPath(path), output, image_format="png")
     folder = tmp_path / "a.mp4.parts" if kind == "film" else output
     with monkeypatch.context() as patch:
         _Full(patch, 1 if kind == "film" else 5)
@@ -131,8 +131,8 @@ def test_another_render_does_not_reuse_interrupted_frames(
     with monkeypatch.context() as patch:
         _Full(patch, 5)
         with pytest.raises(SaveFailed):
-            render_run(World.single(), run, Rendering(CameraPath(path), output, image_format="png"), True)
-    work = Rendering(CameraPath(path), output, image_format="png", **other)
+            render_run(World.single(), run, FilmRendering(CameraPath(path), output, image_format="png"), True)
+    work = FilmRendering(CameraPath(path), output, image_format="png", **other)
     assert len(render_run(World.single(), run, work, True)) == FRAMES
     assert (output / "00033.png").read_text() == "somebody's", "what is not of the render stays"
     assert Image.open(output / "00019.png").height == 34
@@ -158,7 +158,7 @@ def test_a_mode_writes_what_ns_render_writes(
     }[mode]
     _theirs(run, mode, tmp_path / "theirs", **given)
     look = Look(()) if mode == "dataset" else Look()
-    run_ranks(render_run, 2, run, Rendering(what, tmp_path / "ours", look, image_format="png"), True)
+    run_ranks(render_run, 2, run, FilmRendering(what, tmp_path / "ours", look, image_format="png"), True)
     names = sorted(str(file.relative_to(tmp_path / "theirs")) for file in (tmp_path / "theirs").rglob("*.png"))
     assert names == sorted(str(file.relative_to(tmp_path / "ours")) for file in (tmp_path / "ours").rglob("*.png"))
     assert len(names) == {"interpolate": 8, "spiral": 3, "dataset": 25}[mode]
@@ -171,7 +171,7 @@ def test_a_mode_writes_what_ns_render_writes(
 def test_raw_numbers_of_a_dataset(run: Path, tmp_path: Path) -> None:
     import gzip
 
-    work = Rendering(Dataset("test"), tmp_path, Look(("raw-depth", "raw-gt-rgb")))
+    work = FilmRendering(Dataset("test"), tmp_path, Look(("raw-depth", "raw-gt-rgb")))
     render_run(World.single(), run, work, True)
     files = sorted(tmp_path.rglob("*.npy.gz"))
     assert len(files) == 10 and {file.parent.name for file in files} == {"raw-depth", "raw-gt-rgb"}
@@ -185,7 +185,7 @@ def test_colours_of_choice_are_those_of_ns_render(run: Path, tmp_path: Path, mon
     names = ["depth", "accumulation"]
     given: dict[str, Any] = {"seconds": 0.25, "frame_rate": 12, "output_format": "images"}
     _theirs(run, "spiral", tmp_path / "theirs", **given, rendered_output_names=names, colormap_options=colors)
-    work = Rendering(Spiral(0.25, 12), tmp_path / "ours", Look(tuple(names), colors=colors), image_format="png")
+    work = FilmRendering(Spiral(0.25, 12), tmp_path / "ours", Look(tuple(names), colors=colors), image_format="png")
     render_run(World.single(), run, work, True)
     for name in ("00000", "00002"):
         ours, theirs = (np.asarray(Image.open(tmp_path / f"{one}/{name}.png")) for one in ("ours", "theirs"))
@@ -246,7 +246,7 @@ def test_panoramic_film_has_its_metadata(run: Path, tmp_path: Path) -> None:
     path_file = write_path(
         tmp_path / "path.json", 2, camera_type="equirectangular", render_width=64, render_height=32, crop=None
     )
-    work = Rendering(CameraPath(path_file), tmp_path / "a.mp4")
+    work = FilmRendering(CameraPath(path_file), tmp_path / "a.mp4")
     assert work.what.check() == (64, 32)  # type: ignore[union-attr]
     run_ranks(render_run, 2, run, work, False)
     assert _frames(tmp_path / "a.mp4").shape == (2, 32, 64, 3)
@@ -256,7 +256,9 @@ def test_panoramic_film_has_its_metadata(run: Path, tmp_path: Path) -> None:
 def test_odd_sides_repeat_the_last_pixels(run: Path, path: Path, tmp_path: Path) -> None:
     """Players want yuv420p, which has even sides."""
     for output in (tmp_path / "a.mp4", tmp_path / "a"):
-        render_run(World.single(), run, Rendering(CameraPath(path), output, image_format="png", downscale=2.0), True)
+        render_run(
+            World.single(), run, FilmRendering(CameraPath(path), output, image_format="png", downscale=2.0), True
+        )
     found, image = _frames(tmp_path / "a.mp4"), np.asarray(Image.open(tmp_path / "a" / "00000.png"))
     assert image.shape == (17, 25, 3) and found.shape == (FRAMES, 18, 26, 3)
     assert iio.immeta(tmp_path / "a.mp4")["pix_fmt"].startswith("yuv420p")
@@ -270,14 +272,14 @@ def test_odd_sides_repeat_the_last_pixels(run: Path, path: Path, tmp_path: Path)
 def test_existing_output_is_replaced_on_request_only(path: Path, tmp_path: Path) -> None:
     video, folder = tmp_path / "a.mp4", tmp_path / "a"
     for output, file, said in ((video, video, "a.mp4 exists already"), (folder, folder / "0.jpg", "a has files")):
-        work = Rendering(CameraPath(path), output)
+        work = FilmRendering(CameraPath(path), output)
         work.check()
         file.touch()
         with pytest.raises(InputError, match=rf"{said}.*another name, or --overwrite"):
             work.check()
         replace(work, overwrite=True).check()
     (folder / film.JOB).touch()
-    Rendering(CameraPath(path), folder).check()  # an interrupted render resumes
+    FilmRendering(CameraPath(path), folder).check()  # an interrupted render resumes
 
 
 # ---- what cannot be done ----
@@ -302,14 +304,14 @@ def test_existing_output_is_replaced_on_request_only(path: Path, tmp_path: Path)
 )
 def test_a_camera_path_that_cannot_be_rendered(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match="--camera-path-filename") as caught:
-        Rendering(CameraPath(write_path(tmp_path / "path.json", 1, **change)), tmp_path / "x").check()
+        FilmRendering(CameraPath(write_path(tmp_path / "path.json", 1, **change)), tmp_path / "x").check()
     assert said in str(caught.value)
 
 
 def test_other_things_that_cannot_be_rendered(run: Path, path: Path, tmp_path: Path) -> None:
     def refused(what: Any, output: Path = tmp_path / "x", look: Look | None = None, **more: Any) -> str:
         with pytest.raises(InputError) as caught:
-            work = Rendering(what, output, look or Look(), **more)
+            work = FilmRendering(what, output, look or Look(), **more)
             work.check()
             render_run(World.single(), run, work, True)
         return str(caught.value)

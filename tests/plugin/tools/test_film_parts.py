@@ -13,7 +13,7 @@ import torch
 
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.tools import film, rendering
-from ns_multigpu.plugin.tools.film import Parts
+from ns_multigpu.plugin.tools.film import FilmParts
 from ns_multigpu.plugin.tools.frames import HostFrame
 
 
@@ -35,7 +35,7 @@ def test_frames_wait_for_their_encoder(tmp_path: Path, monkeypatch: pytest.Monke
     """The queue between drawing and writing has a limit of bytes; a dead encoder is reported."""
     monkeypatch.setattr(film, "_MOST_WAITING", 6 * 16 * 16 * 3)
     rendering.mediapy.set_ffmpeg(film.ffmpeg())
-    parts = Parts(tmp_path, 10.0, encoders)
+    parts = FilmParts(tmp_path, 10.0, encoders)
     for number in range(5):
         for shade in range(20):
             parts.put(number, HostFrame(torch.full((16, 16, 3), 10 * shade, dtype=torch.uint8)))
@@ -46,7 +46,7 @@ def test_frames_wait_for_their_encoder(tmp_path: Path, monkeypatch: pytest.Monke
     found = iio.imread(tmp_path / "all.mp4")[:, 8, 8, 0].astype(int)
     assert np.abs(found - np.tile(10 * np.arange(20), 5)).max() <= 6
     rendering.mediapy.set_ffmpeg("/bin/false")
-    broken = Parts(tmp_path / "b", 10.0, encoders)
+    broken = FilmParts(tmp_path / "b", 10.0, encoders)
     with pytest.raises(SaveFailed, match="could not be written"):
         for _ in range(100):
             broken.put(0, HostFrame(torch.zeros(16, 16, 3, dtype=torch.uint8)))
@@ -72,7 +72,7 @@ def test_parts_are_encoded_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
                 now[0] -= 1
 
     monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
-    parts = Parts(tmp_path, 10.0, 3)
+    parts = FilmParts(tmp_path, 10.0, 3)
     for number in range(9):
         parts.put(number, HostFrame(torch.zeros(4, 4, 3, dtype=torch.uint8)))
         parts.put(number, None)
@@ -92,7 +92,7 @@ def test_a_slow_part_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: py
                 others.release()
 
     monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
-    parts = Parts(tmp_path, 10.0, 3)
+    parts = FilmParts(tmp_path, 10.0, 3)
     for number in range(8):
         parts.put(number, HostFrame(torch.full((4, 4, 3), number, dtype=torch.uint8)))
         parts.put(number, None)
@@ -115,7 +115,7 @@ def test_complete_parts_are_finished_before_a_failure_is_raised(
                 raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
-    parts, frames = Parts(tmp_path, 10.0, 3), [torch.full((4, 4, 3), n, dtype=torch.uint8) for n in range(3)]
+    parts, frames = FilmParts(tmp_path, 10.0, 3), [torch.full((4, 4, 3), n, dtype=torch.uint8) for n in range(3)]
     for number in range(2):
         parts.put(number, HostFrame(frames[number]))
         parts.put(number, None)

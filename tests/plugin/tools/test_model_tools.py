@@ -19,7 +19,7 @@ from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.render.team import RENDER_MEMORY
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
-from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Spiral
 from ns_multigpu.plugin.train.config import read_config
 from tests.lib.ranks import run_ranks
@@ -59,7 +59,7 @@ def _works(folder: Path, path: Path) -> list[Any]:
     evaluation = Evaluation(folder / "results" / "all.json", folder / "images")
     return [
         evaluation,
-        Rendering(CameraPath(path), folder / "path", Look(("rgb", "depth", "accumulation")), 2.0, "png"),
+        FilmRendering(CameraPath(path), folder / "path", Look(("rgb", "depth", "accumulation")), 2.0, "png"),
     ]
 
 
@@ -113,7 +113,7 @@ def test_one_process_writes_what_nerfstudio_writes(
 def test_unsupported_requests_are_reported(
     run: Path, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(work: Evaluation | Rendering, config: Path = run, step: int | None = None, devices: int = 1) -> str:
+    def refused(work: Evaluation | FilmRendering, config: Path = run, step: int | None = None, devices: int = 1) -> str:
         with pytest.raises(InputError) as caught:
             run_tool(config, step, work, devices, "cpu")
         return str(caught.value)
@@ -126,9 +126,9 @@ def test_unsupported_requests_are_reported(
     (tmp_path / "config.yml").write_text("a: 1")
     assert "ns-eval and ns-render" in refused(fine, tmp_path / "config.yml")
     (tmp_path / "fisheye.json").write_text(path.read_text().replace("perspective", "fisheye"))
-    assert "camera_type is 'fisheye'" in refused(Rendering(CameraPath(tmp_path / "fisheye.json"), tmp_path / "x"))
+    assert "camera_type is 'fisheye'" in refused(FilmRendering(CameraPath(tmp_path / "fisheye.json"), tmp_path / "x"))
     (tmp_path / "other.json").write_text("{}")
-    assert "no camera path" in refused(Rendering(CameraPath(tmp_path / "other.json"), tmp_path / "x"))
+    assert "no camera path" in refused(FilmRendering(CameraPath(tmp_path / "other.json"), tmp_path / "x"))
     with pytest.raises(SystemExit):
         main(["eval", "--load-config", str(tmp_path / "none.yml")])
     assert "No such file" in capsys.readouterr().err

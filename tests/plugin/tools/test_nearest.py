@@ -14,7 +14,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.models import load_model
 from ns_multigpu.plugin.tools.nearest import fitted, nearest_views, width_next_to
-from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Interpolated
 from ns_multigpu.plugin.train.config import read_config
 from tests.lib.ranks import run_ranks
@@ -52,7 +52,7 @@ def test_nearest_photograph_is_next_to_a_frame(tmp_path: Path, kind: str) -> Non
     output = tmp_path / ("a.mp4" if kind == "film" else "a")
     what, look = CameraPath(path) if kind == "film" else Interpolated("train", 2), Look(("rgb", "depth"))
     size = 1 if kind == "film" else 2
-    run_ranks(render_run, size, run, Rendering(what, output, look, image_format="png", nearest=True), True)
+    run_ranks(render_run, size, run, FilmRendering(what, output, look, image_format="png", nearest=True), True)
     names = sorted((tmp_path / "a").glob("*.png"))
     frames = (
         np.stack(list(iio.imiter(output)))

@@ -12,7 +12,7 @@ from PIL import Image
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.tools.frames import Look
-from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Spiral
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import camera, make_pipeline, write_capture
@@ -43,10 +43,10 @@ def render(world: World, capture: Path, strategy: str, folder: Path) -> None:
     params = pipeline.model.gauss_params
     params["scales"] = torch.nn.Parameter(params["scales"].detach()[:, :2].clone())
     checkpoint = capture / "transforms.json"  # a file: it is looked at for when it was written
-    Rendering(Spiral(0.2, 10), folder, Look(("normals", "rgb")), image_format="png").run(None, checkpoint, pipeline)
+    FilmRendering(Spiral(0.2, 10), folder, Look(("normals", "rgb")), image_format="png").run(None, checkpoint, pipeline)
     with pytest.raises(InputError, match="normals: panoramas have no such output"):
         path = CameraPath(write_path(capture / f"{world.rank}.json", 1, camera_type="equirectangular", crop=None))
-        Rendering(path, folder, Look(("normals",))).run(None, checkpoint, pipeline)
+        FilmRendering(path, folder, Look(("normals",))).run(None, checkpoint, pipeline)
 
 
 def test_films_have_normals(tmp_path: Path) -> None:

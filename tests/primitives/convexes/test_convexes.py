@@ -19,7 +19,7 @@ from ns_multigpu.primitives.convexes.functions import screen_radii
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, initial_convexes
 from ns_multigpu.primitives.gaussians.densifier import densification_info
 from ns_multigpu.primitives.gaussians.regroup import grow_and_prune
-from ns_multigpu.primitives.registry import PRIMITIVES, Rendering
+from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 from tests.strategies.scene import make_views
 from tests.strategies.test_law_convexes import ALL, convexes
 
@@ -28,7 +28,7 @@ def test_schema_describes_a_point() -> None:
     kind, points = PRIMITIVES["convex"], convexes(5, torch.float64)
     assert set(names(kind.schema)) == set(points.params)
     assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)
-    assert kind.make(Rendering(2, True)) == replace(ALL, sh_degree=2)
+    assert kind.make(RenderOptions(2, True)) == replace(ALL, sh_degree=2)
 
 
 def test_it_begins_as_a_sphere_of_corners_around_each_seed_point() -> None:

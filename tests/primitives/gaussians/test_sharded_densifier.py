@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
-from ns_multigpu.primitives.morton import Grid, census, interleaved_codes
+from ns_multigpu.primitives.morton import MortonGrid, census, interleaved_codes
 from ns_multigpu.primitives.sharded_order import Reordering
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.primitives.shards import assert_same, bounds_of, lines, shard, take_step, together, whole_model
@@ -119,7 +119,7 @@ def test_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "order_every", 1)
     expected, _, _ = train(World.single(), "even", sharded=False)
     means = expected["means"]
-    codes = interleaved_codes(means, Grid.of(census(means).tolist()))
+    codes = interleaved_codes(means, MortonGrid.of(census(means).tolist()))
     assert float((codes.diff() >= 0).double().mean()) > 0.75  # but for the steps since the last refinement
 
 

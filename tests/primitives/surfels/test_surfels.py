@@ -15,7 +15,7 @@ from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.densifier import densification_info
 from ns_multigpu.primitives.gaussians.regroup import Fates, regroup
-from ns_multigpu.primitives.registry import PRIMITIVES, Rendering
+from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 from ns_multigpu.primitives.surfels.functions import Surfels, screen_radii
 from ns_multigpu.primitives.surfels.losses import normal_loss
 from tests.strategies.scene import make_views
@@ -28,7 +28,7 @@ def test_schema_describes_a_point() -> None:
         names(kind.schema) == tuple(name for name in names(PRIMITIVES["3dgs"].schema)) and Surfels.schema is kind.schema
     )
     assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)
-    assert kind.make(Rendering(2, True, channels=("normals",))) == Surfels(2, True, ("normals",))
+    assert kind.make(RenderOptions(2, True, channels=("normals",))) == Surfels(2, True, ("normals",))
     with pytest.raises(ValueError, match="no channel 'colour'; they have normals, distortion, median"):
         Surfels(channels=("colour",))
 

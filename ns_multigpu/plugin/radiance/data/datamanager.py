@@ -18,9 +18,9 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.coordinate_offset import OffsetOption
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.launch.process_world import get_world
-from ns_multigpu.plugin.radiance.data.device_inputs import StepInputs
+from ns_multigpu.plugin.radiance.data.device_inputs import DeviceInputs
 from ns_multigpu.plugin.radiance.data.pinhole_rays import PinholeRays
-from ns_multigpu.plugin.radiance.data.split import Split
+from ns_multigpu.plugin.radiance.data.split import ImageSplit
 from ns_multigpu.plugin.radiance.field.draws import mixed
 from ns_multigpu.radiance.partition import points_along
 
@@ -53,7 +53,7 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         self.world = get_world(device)
         self._rays_world = self.world if trains else World.single(device)
         self.seed = torch.initial_seed() & (1 << 62) - 1
-        self._splits: dict[int, Split] = {}
+        self._splits: dict[int, ImageSplit] = {}
         self._set_up: list[int] = []
         with parsed_together(config, self.world, trains):
             super().__init__(config, **kwargs)
@@ -82,7 +82,7 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         self.fixed_indices_eval_dataloader = FixedIndicesEvalDataloader(self.eval_dataset, device=self.device)
         self.eval_dataloader = RandIndicesEvalDataloader(self.eval_dataset, device=self.device)
 
-    def _split(self, kind: int) -> Split:
+    def _split(self, kind: int) -> ImageSplit:
         """Return a split's images. All ranks must create it together."""
         if kind not in self._splits:
             config, trains = self.config, kind == _TRAIN
@@ -90,7 +90,7 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
             sampler = self.train_pixel_sampler if trains else self.eval_pixel_sampler
             assert sampler is not None
             place = self._rays_world.device
-            self._splits[kind] = Split(
+            self._splits[kind] = ImageSplit(
                 dataset,
                 sampler,
                 self._rays_world,
@@ -112,13 +112,13 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         self.train_count += 1
         return self._rays(_TRAIN, self.train_ray_generator, step, step)
 
-    def step_inputs(self) -> StepInputs | None:
+    def step_inputs(self) -> DeviceInputs | None:
         """Return step inputs equal to `next_train`'s that never wait for the device; None unless all cameras are
         perspective. All ranks must create it together."""
         if not PinholeRays.fits(self.train_dataset.cameras):
             return None
         device = self.world.device
-        return StepInputs(self._split(_TRAIN), PinholeRays(self.train_dataset.cameras).to(device), self.world)
+        return DeviceInputs(self._split(_TRAIN), PinholeRays(self.train_dataset.cameras).to(device), self.world)
 
     def next_eval(self, step: int) -> tuple[RayBundle, dict[str, Tensor]]:
         """Return a batch of held-out views, as `next_train` does. Images change by calls, not by steps."""

@@ -13,20 +13,20 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import sum_in_place
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.radiance.data.pinhole_rays import PinholeRays
-from ns_multigpu.plugin.radiance.data.split import Split
+from ns_multigpu.plugin.radiance.data.split import ImageSplit
 
 _SENDING = 4
 """Maximum number of pending copies."""
 
 
-class StepInputs:
+class DeviceInputs:
     """Step inputs of one rank.
 
     Args:
         split: images that pixels are drawn from. rays: generator of their cameras' rays. world: the ranks.
     """
 
-    def __init__(self, split: Split, rays: PinholeRays, world: World) -> None:
+    def __init__(self, split: ImageSplit, rays: PinholeRays, world: World) -> None:
         self._split, self._rays, self._world = split, rays, world
         self._received = torch.zeros(
             0, dtype=torch.int32, device=world.device

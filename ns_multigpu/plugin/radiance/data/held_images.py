@@ -18,7 +18,7 @@ from ns_multigpu.plugin.radiance.data.masks import Masks
 
 
 @dataclass(frozen=True)
-class Pixels:
+class DrawnPixels:
     """Drawn pixels, the same on every rank, on the host.
 
     Attributes:
@@ -113,7 +113,7 @@ class HeldImages:
         """Key that determines the shapes of `table` and `seen`: bytes per pixel, float or not, masked or not."""
         return self._size, self._floats, self.masks is not None
 
-    def look(self, pixels: Pixels) -> Seen:
+    def look(self, pixels: DrawnPixels) -> Seen:
         """Return pixel colours, summed in one collective: one rank has each pixel, all others add zero.
 
         Every rank calls it with the same pixels.
@@ -125,7 +125,7 @@ class HeldImages:
         sum_in_place(table, self._world)
         return self.seen(table)
 
-    def table(self, pixels: Pixels) -> Tensor:
+    def table(self, pixels: DrawnPixels) -> Tensor:
         """Return this rank's values of pixels, [R, K] int32 on the host, with 0 for other ranks' pixels. See `look`."""
         if pixels.numbered and self.masks is None:
             raise ValueError("look: pixels of masks that are not there")

@@ -14,7 +14,7 @@ from nerfstudio.data.utils.pixel_sampling_utils import divide_rays_per_image
 from torch import Tensor
 
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.radiance.data.held_images import HeldImages, Pixels
+from ns_multigpu.plugin.radiance.data.held_images import DrawnPixels, HeldImages
 
 
 class PixelDraws:
@@ -59,7 +59,7 @@ class PixelDraws:
         if masked and not plain:  # nerfstudio needs the complete masks to place patches within them
             self._batch["mask"] = torch.stack(images.whole_masks())
 
-    def draw(self) -> Pixels:
+    def draw(self) -> DrawnPixels:
         """Draw a step's pixels from the generators of torch and Python.
 
         Raises:
@@ -73,7 +73,7 @@ class PixelDraws:
             )
         if self._counts is not None:
             images, numbers = self._numbers(rays, self._counts)
-            return Pixels(images, numbers, numbered=True)
+            return DrawnPixels(images, numbers, numbered=True)
         if not self._alike and rays % 2:
             raise InputError(
                 f"{self._option} {rays}: the {self._label} images are of different sizes. From such, nerfstudio's "
@@ -88,7 +88,7 @@ class PixelDraws:
                 f"The masks of the {self._label} images leave no pixels for patches ({error}). Give a smaller "
                 "--pipeline.datamanager.patch-size, or --pipeline.datamanager.pixel-sampler.ignore-mask True."
             ) from error
-        return Pixels(found[:, 0], found[:, 1] * self._widths[found[:, 0]] + found[:, 2])
+        return DrawnPixels(found[:, 0], found[:, 1] * self._widths[found[:, 0]] + found[:, 2])
 
     def _numbers(self, rays: int, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Draw images and, for each, the number of a kept pixel. With `rejection_sample_mask` a pixel may repeat, as in

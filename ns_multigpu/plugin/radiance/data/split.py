@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import list_problems, raise_together
 from ns_multigpu.plugin.capture.image_reading import ImageReader, ImageType
 from ns_multigpu.plugin.capture.reading import FAULTS, file_headers, image_shapes, reads_files, refuse_different
-from ns_multigpu.plugin.radiance.data.held_images import HeldImages, Pixels, Seen
+from ns_multigpu.plugin.radiance.data.held_images import DrawnPixels, HeldImages, Seen
 from ns_multigpu.plugin.radiance.data.pixel_draws import PixelDraws
 from ns_multigpu.plugin.radiance.field.draws import drawn
 
@@ -20,7 +20,7 @@ _SOME = 9
 """First seed number of the draws of image subsets."""
 
 
-class Split:
+class ImageSplit:
     """A split's images, each held by one rank, and pixels drawn from them. All ranks create it together.
 
     Args:
@@ -90,7 +90,7 @@ class Split:
         seen = images.look(pixels)
         return self.batch(pixels.images.to(seen.at.device), seen)
 
-    def draw(self, draw: int, step: int) -> tuple[Pixels, HeldImages]:
+    def draw(self, draw: int, step: int) -> tuple[DrawnPixels, HeldImages]:
         """Return the pixels of a draw and the images that contain them. See `pixels`."""
         self._hold(draw)
         assert self._draws is not None and self._images is not None

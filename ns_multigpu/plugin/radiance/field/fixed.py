@@ -15,7 +15,7 @@ from torch import Tensor
 from ns_multigpu.core.exchange.transport import Parts, launched
 from ns_multigpu.plugin.radiance.field.draws import background, jitter
 from ns_multigpu.plugin.radiance.field.figures import Figures
-from ns_multigpu.plugin.radiance.field.sampling import Asked, Group, Lines, ProposalSampling
+from ns_multigpu.plugin.radiance.field.sampling import Asked, CellSegments, Group, ProposalSampling
 from ns_multigpu.plugin.radiance.field.shape_buckets import ShapeBuckets
 from ns_multigpu.radiance.integrals import Breakable
 from ns_multigpu.radiance.slots import Slots, all_slots_in_parts, packed
@@ -184,5 +184,5 @@ class FixedShapes:
         bundle.nears, bundle.fars = slots.near[cell][ray, None], slots.far[cell][ray, None]
         there = at < len(rays)
         rows = torch.where(there, place * len(rays) + at, len(self._model.numbers) * len(rays))
-        lines = Lines(rows, ray, len(rays), bundle, (nears, fars), there)
+        lines = CellSegments(rows, ray, len(rays), bundle, (nears, fars), there)
         return Asked(parts, lines, [level[ray] for level in numbers.moved[cell, parts]])

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ns_multigpu.plugin.radiance.field.draws import drawn
 from ns_multigpu.plugin.radiance.field.fields import Cell
-from ns_multigpu.plugin.radiance.field.sampling import Group, Lines
+from ns_multigpu.plugin.radiance.field.sampling import CellSegments, Group
 from ns_multigpu.radiance.integrals import Samples
-from ns_multigpu.radiance.occupancy import Grid, between_gaps, kept_first, steps_along, with_gaps
+from ns_multigpu.radiance.occupancy import OccupancyGrid, between_gaps, kept_first, steps_along, with_gaps
 from ns_multigpu.radiance.partition import spacing
 
 _STEPS, _VOXELS = 9, 10
@@ -57,7 +57,7 @@ class OccupancySampling:
             ]
             grid.update(voxels, torch.cat(found))
 
-    def sample(self, cell: Cell, number: int, parts: int, lines: Lines, training: bool) -> Group | None:
+    def sample(self, cell: Cell, number: int, parts: int, lines: CellSegments, training: bool) -> Group | None:
         """Return samples of those segments of a cell that have any, or None. See `ProposalSampling.sample`."""
         rows, bundle, ends = lines.rows, lines.bundle, lines.ends
         assert isinstance(rows, Tensor) and bundle.nears is not None and bundle.fars is not None
@@ -127,11 +127,11 @@ class OccupancySampling:
         colour = starts.new_zeros(*starts.shape, 3).index_put((line, place), found[FieldHeadNames.RGB][:, 0])
         return density, colour, len(line)
 
-    def _grid(self, cell: Cell) -> Grid:
+    def _grid(self, cell: Cell) -> OccupancyGrid:
         assert cell.occupancy is not None
-        return Grid(cell.occupancy.data, self.threshold)
+        return OccupancyGrid(cell.occupancy.data, self.threshold)
 
-    def _opacity(self, cell: Cell, grid: Grid, voxels: Tensor, places: Tensor) -> Tensor:
+    def _opacity(self, cell: Cell, grid: OccupancyGrid, voxels: Tensor, places: Tensor) -> Tensor:
         """Return the opacity [n] of voxels from the density at one position in each."""
         low, high = (cell.coordinates.outward(corner * 4 - 2) for corner in grid.diagonals(voxels))
         where = cell.coordinates.outward(grid.points(voxels, places) * 4 - 2)

@@ -30,7 +30,7 @@ from ns_multigpu.plugin.radiance.field.fields import Cell, Head
 from ns_multigpu.plugin.radiance.field.figures import Figures
 from ns_multigpu.plugin.radiance.field.fixed import FixedShapes, why_not
 from ns_multigpu.plugin.radiance.field.marching import OccupancySampling
-from ns_multigpu.plugin.radiance.field.sampling import Group, Lines, ProposalSampling, in_order, median_depth
+from ns_multigpu.plugin.radiance.field.sampling import CellSegments, Group, ProposalSampling, in_order, median_depth
 from ns_multigpu.plugin.radiance.field.sky import Sky
 from ns_multigpu.plugin.radiance.field.spread import SPREADS, Joint, Spread
 from ns_multigpu.plugin.render.service import RenderService
@@ -276,7 +276,7 @@ class NerfactoXLModel(NerfactoModel):
                 ray = segments.ray[at]
                 bundle = rays[ray]
                 bundle.nears, bundle.fars = segments.near[at, None], segments.far[at, None]
-                lines = Lines(rows, ray, segments.rays, bundle, (nears[ray], fars[ray]))
+                lines = CellSegments(rows, ray, segments.rays, bundle, (nears[ray], fars[ray]))
                 group = self.sampling.sample(self.cell(base[local]), base[local], parts, lines, self.training)
                 groups += [] if group is None else [group]
         return groups

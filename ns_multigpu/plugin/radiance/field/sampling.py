@@ -26,7 +26,7 @@ _ALWAYS_UNTIL = 10
 
 
 @dataclass(frozen=True)
-class Lines:
+class CellSegments:
     """Segments of one cell that are sampled together.
 
     Attributes:
@@ -55,7 +55,7 @@ class Asked:
     """
 
     parts: int
-    lines: Lines
+    lines: CellSegments
     moved: Sequence[Tensor] | None
 
 
@@ -131,7 +131,7 @@ class ProposalSampling:
         """Return the number of random numbers per segment for each level."""
         return [1 if self.config.use_single_jitter else count + 1 for count in self.counts(parts)]
 
-    def sample(self, cell: Cell, number: int, parts: int, lines: Lines, training: bool) -> Group:
+    def sample(self, cell: Cell, number: int, parts: int, lines: CellSegments, training: bool) -> Group:
         """Return the samples of some segments of a cell.
 
         Args:

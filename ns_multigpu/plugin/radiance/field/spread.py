@@ -58,7 +58,7 @@ class Joint:
         return torch.tensor([[self.cells.domain.lower, self.cells.domain.upper]], dtype=torch.float64)
 
 
-class Replicated(Joint):
+class DataParallel(Joint):
     """Data parallel: one field for all of space on every rank, with the rays split into as many parts as cells."""
 
     replicated = True
@@ -74,4 +74,4 @@ class Replicated(Joint):
         return round_robin(self._clipped(rays, self._all), self.cells.cells)
 
 
-SPREADS: dict[str, type[Joint]] = {"xl": Joint, "ddp": Replicated}
+SPREADS: dict[str, type[Joint]] = {"xl": Joint, "ddp": DataParallel}

@@ -13,7 +13,7 @@ from ns_multigpu.core.dist.collectives import max_in_place
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transport import Collective, Parts, launched
 from ns_multigpu.plugin.faults.numerics import NumericGuard, finite_flags
-from ns_multigpu.plugin.radiance.data.device_inputs import StepInputs
+from ns_multigpu.plugin.radiance.data.device_inputs import DeviceInputs
 from ns_multigpu.plugin.radiance.data.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.field.figures import Figures
 from ns_multigpu.plugin.radiance.field.fixed import why_not
@@ -57,7 +57,7 @@ def make_capturable(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepResults:
     """A step's results on the device.
 
     Attributes:
@@ -90,7 +90,7 @@ class FastSteps:
         *,
         skips: bool,
         mixed: bool,
-        step_inputs: StepInputs,
+        step_inputs: DeviceInputs,
         graphs: GraphsByKind | None,
     ) -> None:
         self._pipeline, self._optimizers, self._world, self._guard = pipeline, optimizers, world, guard
@@ -141,7 +141,7 @@ class FastSteps:
         model.camera_optimizer.apply_to_raybundle(rays)
         return rays, batch
 
-    def compute(self, slots: Slots | None, buckets: ShapeBuckets) -> Parts[Taken]:
+    def compute(self, slots: Slots | None, buckets: ShapeBuckets) -> Parts[StepResults]:
         """Run the step on the device: everything is launched, nothing is read back, and no shape depends on values.
 
         Args:
@@ -168,7 +168,7 @@ class FastSteps:
         self._optimizers.optimizer_step_all()
         values = [*losses.values(), *metrics.values(), *seen]
         report = torch.stack([value.detach().float().reshape(()) for value in values])
-        return Taken((tuple(losses), tuple(metrics), tuple(graded)), report, model.figures)
+        return StepResults((tuple(losses), tuple(metrics), tuple(graded)), report, model.figures)
 
     def _skip_nonfinite(self, numbers: Tensor) -> Parts[None]:
         """Make the optimizers skip the step on all ranks if a number is not finite."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ns_multigpu.core.assign.placement import even_bounds
 from ns_multigpu.core.dist.collectives import broadcast_object
 from ns_multigpu.locality.picture import MOST_POINTS, draw
-from ns_multigpu.locality.picture import Partition as Picture
+from ns_multigpu.locality.picture import PictureContent as Picture
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManager, RadianceDataManagerConfig
@@ -35,7 +35,7 @@ class RadiancePipelineConfig(RunPipelineConfig):
     datamanager: RadianceDataManagerConfig = field(default_factory=RadianceDataManagerConfig)
     model: NerfactoXLModelConfig = field(default_factory=NerfactoXLModelConfig)
 
-    def team_plan(self, state: Mapping[str, Any], checkpoint: Path, devices: team.Devices) -> team.Plan:
+    def team_plan(self, state: Mapping[str, Any], checkpoint: Path, devices: team.Devices) -> team.TeamPlan:
         """See `RunPipelineConfig.team_plan`."""
         return plan_for_field(state, checkpoint, devices)
 

@@ -27,7 +27,7 @@ _SHARED, _TREE, _DOMAIN, _SEED = "_model.", "radiance.tree", "radiance.domain", 
 _SPREAD = "radiance.spread"
 
 
-class Model(Protocol):
+class CellModel(Protocol):
     """A model in cells."""
 
     def own_parameters(self) -> dict[str, torch.nn.Parameter]: ...
@@ -105,7 +105,7 @@ def cells_folder(state: Mapping[str, Any], models: Path) -> Path:
 
 
 @torch.no_grad()
-def read_parameters(model: Model, saved: SavedField, state: Mapping[str, Any], models: Path) -> None:
+def read_parameters(model: CellModel, saved: SavedField, state: Mapping[str, Any], models: Path) -> None:
     """Read a model's parameters: the shared ones, and those of its cells.
 
     Args:

@@ -7,11 +7,11 @@ from typing import Any
 
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.run.saved import MODEL, SavedField, cells_folder
-from ns_multigpu.plugin.render.team import RENDER_MEMORY, RENDER_RANKS, Devices, Plan
+from ns_multigpu.plugin.render.team import RENDER_MEMORY, RENDER_RANKS, Devices, TeamPlan
 from ns_multigpu.radiance.exchange import cells_of
 
 
-def plan_for_field(state: Mapping[str, Any], checkpoint: Path, devices: Devices) -> Plan:
+def plan_for_field(state: Mapping[str, Any], checkpoint: Path, devices: Devices) -> TeamPlan:
     """Plan the rendering of a field; see `team.begin`.
 
     Raises:
@@ -21,9 +21,11 @@ def plan_for_field(state: Mapping[str, Any], checkpoint: Path, devices: Devices)
     shared = sum(value.nbytes for value in saved.shared.values())
     ranks = ranks_for(_cell_bytes(state, saved.partition.cells, checkpoint), shared, devices)
     if saved.spread == "ddp":
-        return Plan(ranks, f"One field on {devices.named(ranks)}: each holds all of it, and takes its share of rays.")
+        return TeamPlan(
+            ranks, f"One field on {devices.named(ranks)}: each holds all of it, and takes its share of rays."
+        )
     held = [_named(cells_of(rank, saved.partition.cells, ranks)) for rank in range(ranks)]
-    return Plan(ranks, f"{saved.partition.cells} cells on {devices.named(ranks)}: {'; '.join(held)}.")
+    return TeamPlan(ranks, f"{saved.partition.cells} cells on {devices.named(ranks)}: {'; '.join(held)}.")
 
 
 def ranks_for(cells: Sequence[int], shared: int, devices: Devices) -> int:
