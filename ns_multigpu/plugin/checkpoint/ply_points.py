@@ -103,10 +103,11 @@ class PlyPoints:
         return [harmonics(self._degree) if size == HARMONICS else size for size in parameter.shape]
 
     def _values(self, table: NDArray[Any], parameter: Parameter) -> Tensor:
-        """Return a parameter of records, [n, *shape] float32."""
+        """Return a parameter of records, [n, *shape] float32; positions in another frame, which may be UTM, float64."""
         if not (names := parameter.properties(self.degree)):
             return torch.zeros(len(table), *self._shape(parameter))
-        value = torch.from_numpy(structured_to_unstructured(table[names], dtype=np.float32, copy=True))
+        kind = np.float64 if parameter.name == POSITION and self._frame is not None else np.float32
+        value = torch.from_numpy(structured_to_unstructured(table[names], dtype=kind, copy=True))
         if HARMONICS in parameter.shape:
             own = harmonics(self._degree)
             value = value.view(len(table), _CHANNELS, -1).transpose(1, 2)[:, :own]

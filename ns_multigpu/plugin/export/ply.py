@@ -244,7 +244,7 @@ def _write(
             points = source.rows(PLY_ORDER, rows)
             wanted = visible(points, crop).numpy()
             if source.frame is not None:
-                points = source.frame.points(points, source.degree)
+                points = source.frame.points(points)
             written += _write_rgb(file, points, source, wanted) if rgb else _write_rows(file, points, source, wanted)
     return written
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy  # its parts are loaded when they are first asked for
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cuda_ext.reference.projection import sh_basis
 from ns_multigpu.plugin.capture.coordinate_offset import TRANSFORMS
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.gaussians.frame import moved
 
 _RIGID = 1e-3
 """Largest difference from a rotation, per entry."""
@@ -78,30 +77,12 @@ class WorldFrame:
         """Return positions [n, 3] of the model in the world."""
         return np.asarray(means, np.float64) @ (self.factor * self.rotation).T + self.origin
 
-    def points(self, params: Mapping[str, Tensor], degree: int) -> dict[str, Tensor]:
+    def points(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return Gaussians in the world; `means` is float64.
 
         Args:
             params: `means` [n, 3], `scales` [n, 2 or 3] (log), `quats` [n, 4] (w, x, y, z), `features_rest` [n, R, 3]
                 and others, which are the same in all frames.
-            degree: of the harmonics.
         """
-        proper = -self.rotation if self.is_mirrored else self.rotation  # an ellipsoid is its own mirror image
-        x, y, z, w = scipy.spatial.transform.Rotation.from_matrix(proper).as_quat()
-        left = torch.tensor([[w, -x, -y, -z], [x, w, -z, y], [y, z, w, -x], [z, -y, x, w]], dtype=torch.float64)
-        turned = _turned_harmonics(degree, self.rotation) @ params["features_rest"].double()
-        return {
-            **params,
-            "means": torch.from_numpy(self.positions(params["means"])),
-            "scales": params["scales"] + float(np.log(self.factor)),
-            "quats": (params["quats"].double() @ left.T).float(),
-            "features_rest": turned.float(),
-        }
-
-
-def _turned_harmonics(degree: int, rotation: _Floats) -> Tensor:
-    """Return the matrix [R, R] that maps harmonics' coefficients, without the constant one, to those in the world."""
-    directions = np.random.default_rng(0).normal(size=(64, 3))
-    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-    world, model = (sh_basis(degree, torch.from_numpy(d))[:, 1:] for d in (directions, directions @ rotation))
-    return torch.linalg.lstsq(world, model).solution
+        transform = torch.from_numpy(np.column_stack([self.rotation, self.origin / self.factor]))
+        return moved({**params, "means": params["means"].double()}, transform, self.factor)

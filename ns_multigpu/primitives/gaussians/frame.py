@@ -18,16 +18,18 @@ def moved(points: Mapping[str, Tensor], transform: Tensor, scale: float) -> dict
     """Return Gaussians that look in the new frame as `points` do in theirs.
 
     Args:
-        points: raw parameters, see `initial_gaussians`, or some of them; two or three scales.
-        transform: [3, 4] a rotation and a translation. scale: factor on lengths, after the transform.
+        points: raw parameters, see `initial_gaussians`, or some of them; two or three scales. Each keeps its dtype.
+        transform: [3, 4] a rotation, or a reflection, and a translation.
+        scale: factor on lengths, after the transform.
 
     Raises:
         ValueError: the transform is no rotation.
     """
     rotation, shift = transform.double().cpu().split((3, 1), dim=1)
-    if not torch.allclose(rotation @ rotation.T, torch.eye(3, dtype=torch.float64), atol=1e-4) or rotation.det() < 0:
+    if not torch.allclose(rotation @ rotation.T, torch.eye(3, dtype=torch.float64), atol=1e-4):
         raise ValueError(f"{rotation.tolist()} is no rotation")
-    x, y, z, w = Rotation.from_matrix(rotation.numpy()).as_quat().tolist()
+    proper = rotation * rotation.det().sign()  # an ellipsoid is its own mirror image
+    x, y, z, w = Rotation.from_matrix(proper.numpy()).as_quat().tolist()
     product = torch.tensor([[w, -x, -y, -z], [x, w, -z, y], [y, z, w, -x], [z, -y, x, w]], dtype=torch.float64)
     changes: dict[str, Callable[[Tensor], Tensor]] = {
         "means": lambda value: (value @ rotation.T + shift.T) * scale,

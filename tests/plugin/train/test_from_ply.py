@@ -15,6 +15,7 @@ from ns_multigpu.core.schema import degree_of, harmonics
 from ns_multigpu.plugin.checkpoint import ply_points
 from ns_multigpu.plugin.checkpoint.ply_points import PlyPoints
 from ns_multigpu.plugin.export.ply import export_ply
+from ns_multigpu.plugin.export.world_frame import WorldFrame
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussians.frame import moved
 from tests.lib.ranks import run_ranks
@@ -183,7 +184,21 @@ def test_another_frame_shows_the_same() -> None:
     assert before.std() > 0.05
     torch.testing.assert_close(after, before, atol=2e-4, rtol=0)
     with pytest.raises(ValueError, match="is no rotation"):
-        moved(params, torch.diag(torch.tensor([1.0, 1.0, -1.0]))[:, [0, 1, 2, 2]], 1.0)
+        moved(params, torch.diag(torch.tensor([1.0, 1.0, 2.0]))[:, [0, 1, 2, 2]], 1.0)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_exports_in_world_coordinates_come_back(tmp_path: Path, mirrored: bool) -> None:
+    """At UTM coordinates, where float32 has steps of half a metre."""
+    params, factor, origin = points(), 40.0, np.array([5e5, 5.4e6, 300.0])
+    rotation = Rotation.from_rotvec([0.4, -1.1, 0.7]).as_matrix() * (-1 if mirrored else 1)
+    exported(tmp_path, params)
+    frame = WorldFrame(rotation, factor, origin)
+    export_ply(tmp_path / "step-000000001.ckpt", tmp_path / "world.ply", frame=frame)
+    back = torch.from_numpy(np.column_stack([rotation.T, -rotation.T @ origin]))
+    found = PlyPoints(tmp_path / "world.ply", "3dgs", 3, (back, 1 / factor)).read(range(COUNT))
+    for name, value in params.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def run(world: World, folder: Path, method: str, strategy: str) -> dict[str, Any]:
@@ -227,7 +242,7 @@ def test_a_run_begins_from_a_file_in_the_captures_frame(tmp_path: Path) -> None:
     )
     outputs = trainer.pipeline.datamanager.train_dataparser_outputs
     expected = moved(points(), outputs.dataparser_transform, float(outputs.dataparser_scale))
-    assert outputs.dataparser_scale != 1 and not torch.equal(outputs.dataparser_transform[:, :3], torch.eye(3))
+    assert outputs.dataparser_scale != 1 and bool(outputs.dataparser_transform[:, 3].any())
     model: Any = trainer.pipeline.model
     assert_same(dict(model.gauss_params.items()), expected)
 
