@@ -55,6 +55,7 @@ def asked(capture: Path, out: Path, **options: Any) -> Any:
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
     config.machine.device_type, config.output_dir, config.timestamp = "cpu", out, "now"
     config.pipeline.datamanager.data = capture
+    config.pipeline.model.num_downscales = 0  # images are small
     for name, value in options.items():
         assert hasattr(config, name)
         setattr(config, name, value)
