@@ -299,7 +299,7 @@ def test_existing_output_is_replaced_on_request_only(path: Path, tmp_path: Path)
         ({"camera_path": [{"fov": 60}]}, "camera 0 has no camera_to_world of 16 numbers"),
         ({"camera_path": [{"camera_to_world": [float("nan")] * 16, "fov": 60}]}, "not a finite number"),
         ({"camera_path": [{"camera_to_world": [1.0] * 16, "fov": 180}]}, "camera 0 has a fov of 180"),
-        ({"crop": {"crop_center": [0, 0]}}, "this is no camera path"),
+        ({"crop": {"crop_center": [0, 0]}}, "the crop's crop_center is [0, 0]. Give three numbers"),
     ],
 )
 def test_a_camera_path_that_cannot_be_rendered(tmp_path: Path, change: dict[str, Any], said: str) -> None:
