@@ -109,7 +109,7 @@ def test_prediction_depends_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_strategy_that_cannot_run_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = plan(capsys, "--points", "2000M", "--gpus", "40", "--gpu", "h200", "--visible-fraction", "0.01")
-    assert "exchanged between 32 GPUs at most" in out and out.startswith("use splatfacto-pixel: ")
+    assert "exchanged between 32 GPUs of a machine at most" in out and out.startswith("use splatfacto-pixel: ")
 
 
 @pytest.mark.parametrize(
