@@ -125,9 +125,9 @@ class CellPixels(Assignment):
         known = self._sights.get(key)
         if known is not None and known.boxes is boxes and known.tree is tree and known.camera == camera:
             return known.rectangles, known.order
-        everywhere = np.stack([np.full((space.cells, 3), -np.inf), np.full((space.cells, 3), np.inf)], axis=1)
         order = tuple(range(space.cells)) if tree is None else tree.order(camera_position(view))
-        rectangles = tiles_seen(everywhere if boxes is None else boxes, view)  # None: nothing is known yet
+        everywhere: list[Rectangle | None] = [(0, 0, view.width, view.height)] * space.cells
+        rectangles = everywhere if boxes is None else tiles_seen(boxes, view)  # None: nothing is known yet
         if view.index >= 0:
             self._sights[key] = _Sight(camera, boxes, tree, rectangles, order)
         return rectangles, order

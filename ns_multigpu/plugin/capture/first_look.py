@@ -323,7 +323,7 @@ def _other_format(data: Path) -> str:
         return " Unpack it, and give the folder" if kind in _ARCHIVES else hint
     for folder, name in (("keyframes", "polycam"), ("EXR_RGBD", "record3d")):
         if (data / folder).is_dir():
-            return f" It is to be converted first: ns-process-data {name} {output}"
+            return f" Convert it first: ns-process-data {name} {output}"
     if others := _reconstructions(data):
         option = f" --colmap-path {others[0]}" if others[0] not in PLACES else ""
         return f" For COLMAP's layout, end the command with: colmap{option}"

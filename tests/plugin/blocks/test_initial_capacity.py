@@ -105,8 +105,8 @@ def test_no_count_if_only_written_rows_are_exchanged() -> None:
         guess = InitialCapacity(_run(spread, 100), spread.world, _buffers(spread.world, None, one_for_all))
         assert guess.due(None) and not guess.due((1, ((1,),), 1))
         views: Any = make_views(VIEWS, torch.float32)
-        nobody: Any = None
-        rows, pairs, _ = guess.capacities(None, 0, [views], nobody, nobody)
+        unused: Any = None
+        rows, pairs, _ = guess.capacities(None, 0, [views], unused, unused)
         assert pairs == pairs_of(rows if one_for_all else padded(0), spread.world.size)
 
 

@@ -235,7 +235,7 @@ def test_a_sample_of_a_ply(tmp_path: Path, order: str, most: int, step: int) -> 
     assert count == 400 and np.array_equal(xyz, whole[0][::step]) and np.array_equal(rgb, whole[1][::step])
     assert len(sample_ply(path, 2 * most * step)[0]) == 400
     write_ply(path, order, np.where(np.arange(400)[:, None] == 7, np.nan, XYZ))
-    assert len(sample_ply(path, most)[0]) == 400, "a point that is NaN is to be named"
+    assert len(sample_ply(path, most)[0]) == 400, "a NaN point must be named"
 
 
 def test_a_sample_of_a_truncated_ply_is_refused(tmp_path: Path) -> None:
