@@ -57,10 +57,9 @@ def _fails(job: int) -> int:
     raise OSError(f"view {job}: the disk is full")
 
 
-@pytest.mark.parametrize("workers", [2, 5])
-def test_failure_is_raised_by_the_caller(workers: int) -> None:
+def test_failure_is_raised_by_the_caller() -> None:
     with pytest.raises(OSError, match="view 0: the disk is full"):
-        list(side_by_side(_fails, list(range(6)), workers, "cpu"))
+        list(side_by_side(_fails, list(range(6)), 2, "cpu"))
 
 
 @pytest.mark.parametrize("layout", ["colmap", "dnerf"])

@@ -50,7 +50,7 @@ def compare(kind: str, size: int, device: str) -> None:
             assert size == 1 or name == "backwards" or not all(ranges), "ranges would need no places"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", DENSIFIERS)
 def test_any_owners_train_the_model_of_one_rank(kind: str, size: int) -> None:
     compare(kind, size, "cpu")

@@ -46,15 +46,13 @@ def test_evaluation_with_helpers_is_that_of_one_process(run: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_every_mode_of_ns_render_with_helpers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ns_render_with_helpers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """nerfstudio's own viewer in this process, without helpers."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path, ffmpeg = write_path(tmp_path / "path.json", 2), with_ffmpeg(tmp_path / "bin")
     monkeypatch.setenv("PATH", ffmpeg["PATH"])
     modes: dict[str, tuple[Any, dict[str, Any]]] = {
         "camera-path": (render.RenderCameraPath, {"camera_path_filename": path, "output_format": "images"}),
-        "interpolate": (render.RenderInterpolated, {"interpolation_steps": 1, "output_format": "images"}),
-        "spiral": (render.SpiralRender, {"seconds": 0.1, "output_format": "images"}),
         "dataset": (render.DatasetRender, {}),
     }
     for mode, (theirs, options) in modes.items():

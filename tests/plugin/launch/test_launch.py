@@ -220,8 +220,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("refuse", [False, True])
-@pytest.mark.parametrize("launcher", ["torchrun", "bare"])
+@pytest.mark.parametrize(("launcher", "refuse"), [("torchrun", False), ("bare", True)])
 def test_ranks_agree_before_the_process_group_exists(tmp_path: Path, launcher: str, refuse: bool) -> None:
     """Under torchrun, whose agent serves the rendezvous, and where rank 0 has to serve it itself."""
     script = tmp_path / "agreeing.py"

@@ -3,10 +3,8 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -78,35 +76,3 @@ def test_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit):
             cli.main([words[0], *common, *words[1:]])
         assert error in capsys.readouterr().err
-
-
-def test_torchrun_restarts_after_a_killed_worker_and_goes_on_from_there(tmp_path: Path) -> None:
-    """Every rank is a program of its own, and reads its options itself. A worker is killed once there is a checkpoint:
-    all workers restart, and resume from there."""
-    write_capture(tmp_path / "capture", wide=False)
-    torchrun = "torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone -m nerfstudio.scripts.train"
-    small = "--pipeline.model.log2-hashmap-size 10 --pipeline.model.num-levels 2 --pipeline.model.max-res 32"
-    options = (
-        f"nerfacto-xl --machine.device-type cpu --steps-per-eval-image 0 {small} "
-        f"--pipeline.datamanager.train-num-rays-per-batch 64 --steps-per-save 20 --output-dir {tmp_path} "
-        f"--timestamp now --data {tmp_path / 'capture'}"
-    )
-    parser = "nerfstudio-data --downscale-factor 1 --eval-mode filename --load-3D-points False"
-    whole = f"--max-num-iterations 150 {parser}"
-    log, models = tmp_path / "log.txt", tmp_path / "capture/nerfacto-xl/now/nerfstudio_models"
-    with log.open("w") as out:
-        command = [sys.executable, "-W", "ignore", "-m", *f"{torchrun} {options} {whole}".split()]
-        run = subprocess.Popen(command, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
-    try:
-        end = time.monotonic() + 120
-        while not list(models.glob("*.ckpt")):
-            assert run.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.1)
-        workers = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        assert len(workers) >= 2
-        os.kill(int(workers[-1]), signal.SIGKILL)
-        assert run.wait(timeout=180) == 0, log.read_text()[-3000:]
-    finally:
-        run.kill()
-    said = log.read_text()
-    assert "Resuming at step" in said and "Cells       2" in said

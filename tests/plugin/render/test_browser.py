@@ -236,6 +236,7 @@ def test_a_page_shows_the_model_and_follows_the_camera(run: Run, model: Any, tmp
     assert max(lengths[0]) > 8 and min(lengths[0][len(lengths[0]) // 2 :]) < 8, "blocks are short while a page is open"
 
 
+@pytest.mark.parametrize("run", ["tile"], indirect=True)
 def test_three_restless_browsers(run: Run, tmp_path: Path) -> None:
     """Random drags, wheels, reloads closed pages. Then a page still shows the scene, and all ranks stop together."""
     assert run.until(lambda: run.step() > 2, 180)

@@ -20,7 +20,7 @@ from tests.lib.training_run import write_capture
 
 pytestmark = pytest.mark.slow
 
-RANKS, IMAGES = (1, 2, 3), 50
+RANKS, IMAGES = (1, 3), 50
 
 # Refinements at images 16, 24 and 48, an opacity reset at 32, another resolution from 20, harmonics every 12.
 COMMON = {
