@@ -28,6 +28,7 @@ class PatchLosses:
         self._settings, self._backgrounds, self._report = settings, backgrounds, report
         self._exposures = exposures
         self._weights: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by size of a view: graphs hold addresses
+        self._weights_of(settings.width, settings.height)
 
     def add(
         self, drawn: OwnedPixels, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
@@ -44,7 +45,7 @@ class PatchLosses:
         v_color, v_alpha = torch.empty_like(drawn.color), torch.empty_like(drawn.alpha)
         start = 0
         for patch, layers in zip(own, targets, strict=True):
-            v_l1, v_ssim = self._weights_of(views[patch.view])
+            v_l1, v_ssim = self._weights_of(views[patch.view].width, views[patch.view].height)
             left, top, right, bottom = patch.rendered(views[patch.view])
             inner = patch.inner(views[patch.view])
             piece = slice(start, start + (bottom - top) * (right - left))
@@ -95,13 +96,17 @@ class PatchLosses:
         mask = values[..., -1:]
         return image * mask, mask.reshape(-1, 1)
 
-    def _weights_of(self, view: View) -> tuple[Tensor, Tensor]:
-        """Return the loss's gradients by a view's sums. They are made before a graph is captured, which cannot."""
-        size = view.width, view.height
-        if size not in self._weights:
+    def _weights_of(self, width: int, height: int) -> tuple[Tensor, Tensor]:
+        """Return the loss's gradients by the sums of a view of this size.
+
+        They are copied from the host, which a capture must not do. So a size other than the settings' needs a step
+        that is launched before one is captured.
+        """
+        if (width, height) not in self._weights:
             s = self._settings
-            self._weights[size] = loss_weights(*size, s.views, s.ssim_lambda, self._report.device)
-        return self._weights[size]
+            found = loss_weights(width, height, s.views, s.ssim_lambda, self._report.device)
+            self._weights[width, height] = found
+        return self._weights[width, height]
 
 
 def loss_weights(
