@@ -59,6 +59,7 @@ def train_ours(
     trainer.train()
     peak = peak_mib() if torch.cuda.is_available() else None
     start = time.perf_counter()
+    trainer.pipeline.model.config.color_corrected_metrics = True
     scores = trainer.pipeline.get_average_eval_image_metrics()
     seconds = trainer.progress.seconds
     if picture is not None:
@@ -67,6 +68,7 @@ def train_ours(
         draw_normals(trainer.pipeline, *normals)
     result = {
         "psnr": scores["psnr"],
+        "cc_psnr": scores["cc_psnr"],
         "ssim": scores["ssim"],
         "train_seconds": seconds,
         "images_per_s": config.max_num_images / seconds,

@@ -3,6 +3,8 @@
     python -m benchmarks.captures.recipes --captures fox=../data/fox ../data/bonsai aerial-1 street-1 \\
         --recipes splatfacto mcmc best --images 7000 15000 30000 --seeds 42 43 44 --at-once 4 --json recipes.json
 
+"Corrected" is PSNR after nerfstudio's colour correction (`cc_psnr`), of runs of ours.
+
 A capture is a folder in COLMAP's layout (NAME=FOLDER, or FOLDER alone), every 8th view held out; or a city
 of ours, `aerial-SEED` or `street-SEED`, which is rendered into --cities first. In a --plan, `fox~0.2` is fox with a
 fifth of its views to train on, evenly spread, and the others held out. A recipe is one of
@@ -322,7 +324,7 @@ def _call(function: str, *given: Any) -> None:
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Means over seeds, by capture, images and recipe."""
     shown = Table()
-    for head in ("capture", "images", "recipe", "seeds", "PSNR", "SSIM", "Gaussians", "MiB", "training s"):
+    for head in ("capture", "images", "recipe", "seeds", "PSNR", "corrected", "SSIM", "Gaussians", "MiB", "training s"):
         shown.add_column(head, justify="left" if head in ("capture", "recipe") else "right")
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for result in sorted(results, key=lambda r: (r["capture"], r["images"])):
@@ -330,11 +332,13 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
     for (capture, images, recipe), rows in groups.items():
         timed = [row["train_seconds"] for row in rows if row["alone"]]
         memory = [row["peak_mib"] for row in rows if row.get("peak_mib")]
+        corrected = [row["cc_psnr"] for row in rows if row.get("cc_psnr") is not None]
         psnr, ssim, gaussians = (statistics.mean(row[k] for row in rows) for k in ("psnr", "ssim", "gaussians"))
         spread = max(row["psnr"] for row in rows) - min(row["psnr"] for row in rows)
         shown.add_row(
             capture, f"{images:,}", recipe, str(len(rows)), f"{psnr:.2f}" + (f" ±{spread / 2:.2f}" if spread else ""),
-            f"{ssim:.4f}", f"{gaussians:,.0f}", f"{max(memory):,.0f}" if memory else "",
+            f"{statistics.mean(corrected):.2f}" if corrected else "", f"{ssim:.4f}", f"{gaussians:,.0f}",
+            f"{max(memory):,.0f}" if memory else "",
             f"{statistics.mean(timed):.1f}" if timed else "",
         )  # fmt: skip
     return shown
