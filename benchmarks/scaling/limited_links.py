@@ -72,7 +72,7 @@ def link(text: str) -> float | None:
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--strategies", nargs="+", choices=(*STRATEGIES, _MIXED), default=[*STRATEGIES, _MIXED])
+    parser.add_argument("--strategies", nargs="+", choices=(*STRATEGIES, _MIXED), default=[*STRATEGIES[1:], _MIXED])
     parser.add_argument(
         "--gbit", nargs="+", type=link, default=[None, 25.0, 10.0], help="none, free, or Gbit/s each way"
     )

@@ -20,7 +20,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 
-STRATEGIES = ("tile", "locality", "pixel")
+STRATEGIES = ("batch", "tile", "locality", "pixel")
 _STILL = 1e-12
 """A learning rate that leaves the model as it is."""
 _NEVER = 10**8

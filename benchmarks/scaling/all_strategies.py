@@ -1,0 +1,221 @@
+"""Every strategy on one, two, four and eight GPUs of one machine: one table of speeds and of their ratios to one GPU.
+
+    python -m benchmarks.scaling.all_strategies --gpus 1 2 4 8 --seconds 560 --json FILE -- \\
+        colmap --data south --colmap-path sparse/0 --downscale-factor 1 --eval-mode interval --eval-interval 8
+
+The parts, in the order of --parts:
+
+- `steps`: `tile`'s training step, a view a step, in images a second (`benchmarks.scaling.tile`);
+- `views`: steps of `batch`, `tile`, `locality` and `pixel` with a view a GPU (`benchmarks.scaling.links.training`);
+- `runs`: whole runs of `batch` and `tile` on the capture behind `--`: training, and from Enter to prompt
+  (`benchmarks.captures.capture`);
+- `radiance`: rays a second of `nerfacto-xl` with a cell a GPU on that capture (`benchmarks.captures.radiance`);
+- `sort`: the merge-path sort (`benchmarks.scaling.merge_sort`);
+- `largest`: some steps of the largest model on all GPUs (`benchmarks.scaling.largest`).
+
+Each part but `views` is the named benchmark's own command, whose report is kept whole. After --seconds no part begins;
+--json is rewritten after each, so a call that is cut short leaves what it has. To see that everything runs, on two CPU
+workers: --device cpu --quick.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lib.environment import describe
+from benchmarks.lib.rank_jobs import Job, run_jobs
+from benchmarks.scaling.limited_links import make_worker
+from benchmarks.scaling.links.training import STRATEGIES
+from benchmarks.scaling.tile import image_size
+from benchmarks.scenes.city_model import CityScene
+from ns_multigpu.planning.quantities import parse_count
+
+Speeds = dict[tuple[str, str], dict[int, float]]
+"""(what, unit) -> number of GPUs -> its value."""
+
+
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    there = torch.cuda.device_count() if cuda else 2
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--gpus", nargs="+", type=int, default=[n for n in (1, 2, 4, 8) if n <= there])
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("--points", nargs="+", default=["8M", "50M", "200M"], help="of `steps` and `views`")
+    parser.add_argument("--image", default="4K", help="of `steps` and `views`: 1080p, 4K, 8K or WIDTHxHEIGHT")
+    parser.add_argument("--images", type=int, default=15000, help="that each of `runs` sees")
+    parser.add_argument("--rays-steps", type=int, default=1000, help="of `radiance`")
+    parser.add_argument("--keys", type=float, default=1024, help="of `sort`, in units of 2^20")
+    parser.add_argument("--largest", default="540M", help="points of `largest`, with the compact optimizer state")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that all of it runs")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after so many no part begins")
+    parser.add_argument("--json", type=Path, help="the report, rewritten after every part")
+    parser.add_argument("dataparser", nargs="*", help="after --: the dataparser of `runs` and `radiance`")
+    options = parser.parse_args(words)
+    if options.device == "cuda" and max(options.gpus) > there:
+        parser.error(f"--gpus {max(options.gpus)}: there are {there}.")
+    if not options.dataparser and {"runs", "radiance"} & set(options.parts):
+        parser.error("runs and radiance need a capture: give a dataparser behind --, or leave both out of --parts.")
+    if options.quick:
+        options.points, options.image, options.images, options.rays_steps = ["2000"], "96x64", 40, 4
+        options.keys, options.largest = 0.01, "2000"
+    return options
+
+
+def report_of(module: str, words: Sequence[Any], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run a benchmark's command; return its report. If it fails: {"error": its last lines}."""
+    path = folder / f"{module}.json"
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--device", options.device, "--json", str(path)]
+    done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True, check=False)
+    if not path.exists():
+        return {"error": (done.stdout + done.stderr)[-2000:]}
+    return json.loads(path.read_text())
+
+
+def steps(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    words = ["--gpus", *options.gpus, "--points", *options.points, "--images", options.image]
+    words += ["--sections", "single", "tile", *(["--quick"] if options.quick else [])]
+    report, found = report_of("scaling.tile", words, options, folder), Speeds()
+    for row in report.get("results", []):
+        if "ms" in row and (row["way"] == "single" or (row["kind"] == "tile" and row["usual"] and row["gpus"] > 1)):
+            name = f"tile, {row['points']:,} Gaussians, a view a step"
+            found.setdefault((name, "images/s"), {})[row["gpus"]] = row["images_per_s"]
+    return report, found
+
+
+def views(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    rows, found = list[Job](), Speeds()
+    timed = {"warm": 2, "steps": 2, "blocks": 1} if options.quick else {"warm": 16, "steps": 24, "blocks": 2}
+    for points in map(parse_count, options.points):
+        for ranks in options.gpus:
+            scene = CityScene(points, *image_size(options.image), views=max(8, 2 * ranks))
+            common: Job = {"scene": asdict(scene), "kind": "aerial", "views": ranks, "gbit": None, "estimate": 0.0}
+            jobs = [{**common, "way": strategy} for strategy in STRATEGIES]
+
+            def emit(number: int, result: Job, jobs: list[Job] = jobs, ranks: int = ranks) -> None:
+                rows.append({**jobs[number], "gpus": ranks, **result})
+
+            run_jobs(
+                make_worker, {**timed, "folder": str(folder)}, jobs, ranks, options.device, emit,
+                options.began + options.seconds, 240.0,
+            )  # fmt: skip
+    for row in rows:
+        if "ms" in row:
+            name = f"{row['way']}, {row['scene']['points']:,} Gaussians, a view a GPU"
+            found.setdefault((name, "images/s"), {})[row["gpus"]] = row["images_per_s"]
+            found.setdefault((name, "MB sent a step"), {})[row["gpus"]] = row["bytes"] / 1e6
+    return rows, found
+
+
+def runs(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    names = [f"{way}-{n}" for n in options.gpus for way in (("batch", "tile") if n > 1 else ("batch",))]
+    words = ["--runs", *names, "--images", options.images, "--", *options.dataparser]
+    report, found = report_of("captures.capture", words, options, folder), Speeds()
+    for row in report.get("results", []):
+        way, _, count = row["run"].partition("-")
+        for key, unit in (("images_per_s", "images/s"), ("wall_s", "s, Enter to prompt"), ("psnr", "dB")):
+            for name in (way,) if int(count) > 1 else ("batch", "tile"):
+                found.setdefault((f"{name}, whole run", unit), {})[int(count)] = row[key]
+    return report, found
+
+
+def radiance(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    ways = {f"xl-{n}x{n}" if n > 1 else "xl-1": n for n in options.gpus}
+    words = ["--ways", *ways, "--steps", options.rays_steps, "--views", 4, "--", *options.dataparser]
+    report, found = report_of("captures.radiance", words, options, folder), Speeds()
+    for row in report.get("rows", []):
+        if "rays_per_s" in row:
+            gpus = ways[row["way"]]
+            found.setdefault(("nerfacto-xl, a cell a GPU", "rays/s"), {})[gpus] = row["rays_per_s"]
+            found.setdefault(("nerfacto-xl, a cell a GPU", "dB"), {})[gpus] = row["courses"][-1]["psnr"]
+    return report, found
+
+
+def sort(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    report = report_of("scaling.merge_sort", ["--ranks", *options.gpus, "--sizes", options.keys], options, folder)
+    found = Speeds()
+    for row in report.get("figures", []):
+        name = f"merge-path sort, {row['keys']:,} keys"
+        found.setdefault((name, "billion keys/s"), {})[row["ranks"]] = row["giga_keys_per_second"]
+    return report, found
+
+
+def largest(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    most = max(options.gpus)
+    words = ["--gpus", most, "--points", options.largest, "--image", options.image, "--compact"]
+    report = report_of(
+        "scaling.largest", [*words, *(["--steps", 4, "--views", 2] if options.quick else [])], options, folder
+    )
+    ms = report.get("result", {}).get("ms")
+    return report, {} if ms is None else {(f"largest model, {options.largest} Gaussians", "ms a step"): {most: ms}}
+
+
+PARTS: Mapping[str, Callable[[argparse.Namespace, Path], tuple[Any, Speeds]]] = {
+    "steps": steps, "views": views, "runs": runs, "radiance": radiance, "sort": sort, "largest": largest,
+}  # fmt: skip
+
+
+def table(speeds: Speeds, gpus: Sequence[int]) -> Table:
+    """A row for each speed; behind each value its ratio to one GPU's, where a higher value is better."""
+    shown = Table("what", "unit", *(f"{n} GPU{'s' if n > 1 else ''}" for n in gpus))
+    for (name, unit), values in speeds.items():
+        cells: list[str] = []
+        for n in gpus:
+            ratio = f" ({values[n] / values[1]:.2f}x)" if n > 1 and {1, n} <= values.keys() and "/s" in unit else ""
+            cells.append(f"{values[n]:,.4g}{ratio}" if n in values else "")
+        shown.add_row(name, unit, *cells)
+    return shown
+
+
+def errors(reports: Mapping[str, Any]) -> list[str]:
+    """Return a line for each failure within the parts' reports."""
+    found: list[str] = []
+    for part, report in reports.items():
+        rows = (
+            report
+            if isinstance(report, list)
+            else [report, *report.get("results", []), *report.get("rows", []), report.get("result", {})]
+        )
+        for row in rows:
+            problem = row.get("error") or row.get("failed") or row.get("skipped")
+            if problem:
+                found.append(f"{part} {row.get('way', '')}: {str(problem).strip().splitlines()[-1]}")
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = arguments(words)
+    options.began = time.time()
+    console, reports, speeds = Console(width=None if sys.stdout.isatty() else 150), dict[str, Any](), Speeds()
+    with tempfile.TemporaryDirectory(prefix="all-strategies-") as folder:
+        for part in options.parts:
+            if time.time() - options.began > options.seconds:
+                reports[part] = {"skipped": "no time left"}
+                continue
+            reports[part], found = PARTS[part](options, Path(folder))
+            speeds |= found
+            console.print(f"[{time.time() - options.began:.0f} s] {part}", markup=False)
+            if options.json:
+                lines = [{"what": name, "unit": unit, "by_gpus": by} for (name, unit), by in speeds.items()]
+                report = {"benchmark": "all_strategies", **describe(), "speeds": lines, "reports": reports}
+                options.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf8")
+    console.print(table(speeds, options.gpus))
+    failed = errors(reports)
+    for line in failed:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
