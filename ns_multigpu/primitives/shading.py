@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 import cuda_ext
+from ns_multigpu.primitives.gather import spread, take
 
 
 def camera_centers(viewmats: Tensor) -> Tensor:
@@ -23,7 +24,8 @@ def row_colors(
         viewmats: [V, 4, 4]. view_ids, point_ids: [M] int32; padding's point is -1.
     """
     if sh_degree is None:
-        return params["features_dc"].sigmoid()[point_ids.long()]
+        plain = params["features_dc"]
+        return take(plain, spread(point_ids, len(plain))).sigmoid()
     return cuda_ext.sh_colors(
         sh_degree, params["means"], camera_centers(viewmats), params["features_dc"], params["features_rest"],
         view_ids=view_ids, point_ids=point_ids,

@@ -30,10 +30,12 @@ class Model:
         lists = [[t.to(device, dtype, copy=True) for t in ts] for ts in (self.params, self.exp_avgs, self.exp_avg_sqs)]
         return Model(*lists, *(t.to(device, dtype) for t in (self.scalars, self.viewmats, self.Ks)), self.sizes)
 
-    def forward(self, capacity: int, degree: int = 3, **settings: Any) -> SplatRows:
+    def forward(self, capacity: int, degree: int | None = 3, **settings: Any) -> SplatRows:
         return splat_forward(*self.params, self.viewmats, self.Ks, self.sizes, degree, capacity, **settings)
 
-    def update(self, rows: SplatRows, gradients: RowGradients | Tensor, degree: int = 3, **settings: Any) -> None:
+    def update(
+        self, rows: SplatRows, gradients: RowGradients | Tensor, degree: int | None = 3, **settings: Any
+    ) -> None:
         moments = (self.exp_avgs, self.exp_avg_sqs, self.scalars)
         splat_update(self.params, *moments, self.viewmats, self.Ks, self.sizes, rows, gradients, degree, **settings)
 

@@ -44,7 +44,7 @@ class StepRun:
     """
 
     def __init__(
-        self, model: Model, lazy: bool, degree: int = 3, *, boxed: bool = False, speed: float = 1.0,
+        self, model: Model, lazy: bool, degree: int | None = 3, *, boxed: bool = False, speed: float = 1.0,
         **settings: Any,
     ) -> None:  # fmt: skip
         means = model.params[0]

@@ -65,17 +65,18 @@ STEPS = [("single", 1, "captured"), ("batch", 3, "captured"), ("tile", 4, "captu
 
 
 def fused_step(
-    world: World, strategy: str, mode: str, losses: dict[str, float], by_sort: bool = False, half: bool | None = None
-) -> Outcome:
+    world: World, strategy: str, mode: str, losses: dict[str, float], by_sort: bool = False, half: bool | None = None,
+    kind: Surfels = PLAIN,
+) -> Outcome:  # fmt: skip
     whole = surfels(POINTS, torch.float32, world.device)
     return take_one(
-        STRATEGIES[strategy](world), PLAIN, count_of(strategy), PORTRAIT, mode, by_sort, half, whole, losses=losses
+        STRATEGIES[strategy](world), kind, count_of(strategy), PORTRAIT, mode, by_sort, half, whole, losses=losses
     )  # fmt: skip
 
 
-def check_fused(outcomes: list[Outcome], strategy: str, losses: dict[str, float]) -> None:
+def check_fused(outcomes: list[Outcome], strategy: str, losses: dict[str, float], kind: Surfels = PLAIN) -> None:
     """Return whether ranks together did what one rank does through autograd."""
-    kind = replace(PLAIN, channels=("normals", "distortion") if losses else ())
+    kind = replace(kind, channels=("normals", "distortion") if losses else ())
     made, count = surfels(POINTS, torch.float32), count_of(strategy)
     spread = STRATEGIES["single"](World.single())
     expected = take_step(spread, "surfels", count, POINTS, torch.float32, PORTRAIT, kind=(kind, made))
@@ -90,6 +91,11 @@ def test_a_fused_step_equals_single(strategy: str, ranks: int, mode: str) -> Non
 
 def test_a_fused_step_without_losses_and_with_sorted_lists() -> None:
     check_fused(run_ranks(fused_step, 2, "tile", "step", {}, True), "tile", {})
+
+
+def test_a_fused_step_of_plain_colours() -> None:
+    kind = replace(PLAIN, sh_degree=None)
+    check_fused(run_ranks(partial(fused_step, kind=kind), 2, "batch", "captured", {}), "batch", {}, kind)
 
 
 @pytest.mark.gpu

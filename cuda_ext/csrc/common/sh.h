@@ -6,6 +6,9 @@
 
 namespace nsmg {
 
+// The degree of points without harmonics: their coefficients of degree 0 are the logits of one colour for all views.
+constexpr int kPlainColor = -1;
+
 NSMG_HD constexpr int sh_bases(int degree) { return (degree + 1) * (degree + 1); }
 
 template <typename T>

@@ -15,7 +15,7 @@ from torch import Tensor
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext.ops.optim.adam import SCALARS, kernels_serve
-from cuda_ext.ops.optim.fused_composed import splat_forward_composed, splat_update_composed
+from cuda_ext.ops.optim.fused_composed import PLAIN_COLOR, splat_forward_composed, splat_update_composed
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, check_parameters
 from cuda_ext.ops.project.boxes import check_boxes
 from cuda_ext.reference.lazy_adam import PARAMETERS
@@ -69,7 +69,7 @@ def splat_forward(
     viewmats: Tensor,
     Ks: Tensor,
     sizes: Sequence[int],
-    degree: int,
+    degree: int | None,
     capacity: int,
     eps2d: float = 0.3,
     near: float = 0.01,
@@ -93,7 +93,7 @@ def splat_forward(
         logits: [N] of the opacities.
         sh_dc: [N, 3]. sh_rest: [N, R, 3], (degree + 1)^2 - 1 <= R <= 15.
         viewmats: [V, 4, 4]. Ks: [V, 3, 3]. sizes: (width, height) of each view, 2 V ints.
-        degree: 0 to 3, the harmonics in use.
+        degree: 0 to 3, the harmonics in use; None for plain colours, of which `sh_dc` are the logits.
         capacity: lines of the result.
         eps2d, near, far, antialiased: see `project`.
         depth: add the depth to the features.
@@ -136,7 +136,7 @@ def splat_forward(
         missed = (*moments, lazy.last, lazy.table, lazy.steps)
     if boxes is not None:
         check_boxes(means, boxes)
-    inputs = (*parameters, *cameras, degree, eps2d, near, far, antialiased, depth, capacity)
+    inputs = (*parameters, *cameras, _number(degree), eps2d, near, far, antialiased, depth, capacity)
     op: Any = ops.splat_forward if lazy is None else ops.splat_forward_lazy
     if not kernels_serve(means):
         op = splat_forward_composed
@@ -154,7 +154,7 @@ def splat_update(
     sizes: Sequence[int],
     rows: SplatRows,
     gradients: RowGradients | Tensor,
-    degree: int,
+    degree: int | None,
     eps2d: float = 0.3,
     near: float = 0.01,
     far: float = 1e10,
@@ -244,9 +244,14 @@ def splat_update(
     op(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
         sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
-        degree, eps2d, near, far, antialiased, absgrad, opacity_weight, scale_weight, *missed,
+        _number(degree), eps2d, near, far, antialiased, absgrad, opacity_weight, scale_weight, *missed,
         finite_flag, shown, boxes,
     )  # fmt: skip
+
+
+def _number(degree: int | None) -> int:
+    """Return a degree as the operators take it."""
+    return PLAIN_COLOR if degree is None else degree
 
 
 @fake("splat_forward")

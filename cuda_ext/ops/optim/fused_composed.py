@@ -14,6 +14,9 @@ from cuda_ext.reference.boxes import POINTS, widen_boxes
 from cuda_ext.reference.compact import as_floats, is_compact, step_salts
 from cuda_ext.reference.lazy_adam import MOST_STEPS, caught_up, extend, stands_still, write_caught_up
 
+PLAIN_COLOR = -1
+"""Degree of points without harmonics: `sh_dc` are the logits of one colour for all views."""
+
 
 def camera_centers(viewmats: Tensor) -> Tensor:
     """Return the centres [V, 3] of cameras [V, 4, 4] in world coordinates."""
@@ -36,8 +39,17 @@ class _Sigmoid(torch.autograd.Function):
         return grads[0] * (1.0 - y) * y
 
 
-def _opacities(logits: Tensor) -> Tensor:
+def _sigmoid(logits: Tensor) -> Tensor:
     return _Sigmoid.apply(logits)  # type: ignore[no-any-return]
+
+
+def _colors(
+    degree: int, means: Tensor, viewmats: Tensor, sh_dc: Tensor, sh_rest: Tensor, view_ids: Tensor, point_ids: Tensor
+) -> Tensor:
+    """Return the colours [M, 3] of rows."""
+    if degree == PLAIN_COLOR:
+        return _sigmoid(sh_dc[point_ids.long()])
+    return sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, view_ids, point_ids)
 
 
 @torch.no_grad()
@@ -60,7 +72,7 @@ def splat_forward_composed(
     whole = _present((means, quats, log_scales, logits, sh_dc, sh_rest), *moments, table)
     means, _, log_scales, logits, _, _ = _present(raw, exp_avgs, exp_avg_sqs, last, table)
     rects = [n for w, h in zip(sizes[::2], sizes[1::2], strict=True) for n in (0, 0, w, h)]
-    scales, opacities = log_scales.exp(), _opacities(logits)
+    scales, opacities = log_scales.exp(), _sigmoid(logits)
     hits = cull(means, scales, opacities, *cameras, rects, eps2d, near, far)
     if shows is not None and some is not None:
         view_ids, point_ids = hits[0], some[hits[1].long()]
@@ -75,9 +87,9 @@ def splat_forward_composed(
     rows = (ids[0][lines], ids[1][lines])
     means, quats, log_scales, logits, sh_dc, sh_rest = whole
     means2d, conics, depths, opacities, radii = project(
-        means, quats, log_scales.exp(), _opacities(logits), *cameras, *rows, eps2d, near, far, antialiased
+        means, quats, log_scales.exp(), _sigmoid(logits), *cameras, *rows, eps2d, near, far, antialiased
     )
-    colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, *rows)
+    colors = _colors(degree, means, viewmats, sh_dc, sh_rest, *rows)
     features = torch.where((radii > 0).all(-1, keepdim=True), colors, 0.0)
     if depth:
         features = torch.cat([features, depths[:, None]], dim=-1)
@@ -152,10 +164,10 @@ def _update(
     with torch.enable_grad():
         leaves = [p.detach().requires_grad_() for p in params]
         means, quats, log_scales, logits, sh_dc, sh_rest = leaves
-        scales, opacities = log_scales.exp(), _opacities(logits)
+        scales, opacities = log_scales.exp(), _sigmoid(logits)
         cameras = (viewmats, Ks, sizes, view_ids, point_ids)
         out = project(means, quats, scales, opacities, *cameras, eps2d, near, far, antialiased)
-        colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, view_ids, point_ids)
+        colors = _colors(degree, means, viewmats, sh_dc, sh_rest, view_ids, point_ids)
         outputs = [out.means2d, out.conics, out.depths, out.row_opacities, colors]
         incoming = [v_means2d, v_conics, v_depths, v_opacities, v_colors]
         outputs += [opacities.sum(), scales.sum()]

@@ -109,7 +109,6 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (legs is not None, lambda: str(legs)),
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
-        (options.sh_degree == 0, lambda: "there are no spherical harmonics"),
         (
             options.depth_loss > 0 and (kernels is None or surfaces.DEPTH not in kernels.terms),
             lambda: f"{titled(options.primitive)} have no operators for a loss of depth",

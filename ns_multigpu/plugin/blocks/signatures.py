@@ -4,8 +4,8 @@ from typing import Any, TypeAlias
 
 from ns_multigpu.plugin.model import surfaces
 
-Signature: TypeAlias = tuple[int, int, bool, tuple[tuple[str, float], ...]]
-"""(degree of harmonics, downscale factor of images, whether statistics are counted, weights of further losses)."""
+Signature: TypeAlias = tuple[int | None, int, bool, tuple[tuple[str, float], ...]]
+"""(`SplatModel.degree`, downscale factor of images, whether statistics are counted, weights of further losses)."""
 
 
 class Signatures:
@@ -24,9 +24,9 @@ class Signatures:
         if step in self._found:
             return self._found[step]
         config, images = self._model.config, step * self._pipeline.batch_size
-        degree = min(images // config.sh_degree_interval, config.sh_degree)
         factor = 2 ** max(config.num_downscales - images // config.resolution_schedule, 0)
-        found = degree, factor, self._model.counts(images), tuple(surfaces.weights(config, images).items())
+        losses = tuple(surfaces.weights(config, images).items())
+        found = self._model.degree(images), factor, self._model.counts(images), losses
         self._found[step] = found
         return found
 

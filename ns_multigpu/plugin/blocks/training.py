@@ -305,7 +305,7 @@ class Training:
             exposures=exposures.in_steps(self._model, self._adam, settings.views),
         )  # fmt: skip
 
-    def _kernels(self, degree: int, counts: bool, losses: Sequence[tuple[str, float]]) -> Kernels:
+    def _kernels(self, degree: int | None, counts: bool, losses: Sequence[tuple[str, float]]) -> Kernels:
         options, primitive = self._model.config, self._model.primitive(depth=False)
         now = {"sh_degree": degree, "absgrad": options.use_absgrad and counts}
         primitive = replace(primitive, **{name: value for name, value in now.items() if hasattr(primitive, name)})

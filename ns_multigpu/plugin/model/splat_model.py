@@ -144,6 +144,11 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """Return whether densification counts a step that begins after so many images."""
         return self.densifier.counts(images)
 
+    def degree(self, images: int) -> int | None:
+        """Return the degree of harmonics in use after so many images; None for plain colours."""
+        config = self.config
+        return min(images // config.sh_degree_interval, config.sh_degree) if config.sh_degree > 0 else None
+
     def primitive(self, *, depth: bool, counted: bool = True) -> Primitive:
         """Return the primitive for the images seen so far.
 
@@ -152,10 +157,9 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             counted: whether densification may count what it renders.
         """
         config = self.config
-        degree = min(self.step // config.sh_degree_interval, config.sh_degree) if config.sh_degree > 0 else None
         counted_here = surfaces.weights(config, self.step) if counted and self.training else {}
         wanted = Wanted(
-            sh_degree=degree,
+            sh_degree=self.degree(self.step),
             antialiased=config.rasterize_mode == "antialiased",
             absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
             depth=depth or not counted_here.keys().isdisjoint(("normals", surfaces.DEPTH)),

@@ -115,14 +115,13 @@ class Convexes(Primitive):
         return result
 
     def kernels(self, **options: Any) -> ConvexKernels | None:
-        """See `Primitive.kernels`: `depth` for rendering without gradients. None for plain colours, or if depth needs
-        gradients.
+        """See `Primitive.kernels`: `depth` for rendering without gradients. None if depth needs gradients.
 
         Raises:
             ValueError: an option is set that only 3D Gaussians' kernels support.
         """
         refuse_options(options, ConvexKernels.title)
-        if self.sh_degree is None or (self.depth and not options.get("depth")):
+        if self.depth and not options.get("depth"):
             return None
         return ConvexKernels(self, bool(options.get("depth")))
 

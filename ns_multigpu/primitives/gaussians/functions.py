@@ -52,8 +52,8 @@ class Gaussians(Primitive):
 
     def kernels(self, **options: Any) -> GaussianKernels | None:
         """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, and `depth` for rendering without gradients. None
-        for plain colours, or if depth needs gradients."""
-        if self.sh_degree is None or (self.depth and not options.get("depth")):
+        if depth needs gradients."""
+        if self.depth and not options.get("depth"):
             return None
         return GaussianKernels(
             self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, **options

@@ -29,14 +29,14 @@ class GaussianKernels(GaussianRowKernels):
     """See `Kernels`; rows and records as in `cuda_ext.ops.optim.fused` and `cuda_ext.ops.exchange.row_exchange`.
 
     Attributes:
-        degree: harmonics in use, 0 to 3.
+        degree: harmonics in use, 0 to 3; None for plain colours.
         antialiased, absgrad, eps2d, near, far: see `Gaussians`.
         opacity_weight, scale_weight: see `splat_update`; of the whole model's sums.
         depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
         sized: see `Kernels`.
     """
 
-    degree: int
+    degree: int | None
     antialiased: bool = False
     absgrad: bool = False
     eps2d: float = 0.3

@@ -127,14 +127,13 @@ class MovingGaussians(Primitive):
         return self.momentary.render(splats, patches, views, stops=stops, windows=windows)
 
     def kernels(self, **options: Any) -> MovingKernels | None:
-        """See `Primitive.kernels`: `depth` for rendering without gradients. None for plain colours, or if depth needs
-        gradients.
+        """See `Primitive.kernels`: `depth` for rendering without gradients. None if depth needs gradients.
 
         Raises:
             ValueError: an option is set that only 3D Gaussians' kernels support.
         """
         refuse_options(options, "4D Gaussians")
-        if self.sh_degree is None or (self.depth and not options.get("depth")):
+        if self.depth and not options.get("depth"):
             return None
         return MovingKernels(self, self.absgrad, bool(options.get("depth")))
 

@@ -185,17 +185,14 @@ class Surfels(Primitive):
             result.append(Pixels(patch, image(pixels.colors), alpha, depth, where, extra))
         return result
 
-    def kernels(self, **options: Any) -> SurfelKernels | None:
-        """See `Primitive.kernels`: `depth` for rendering without gradients, and `losses`, see `SurfelKernels`. None for
-        plain colours.
+    def kernels(self, **options: Any) -> SurfelKernels:
+        """See `Primitive.kernels`: `depth` for rendering without gradients, and `losses`, see `SurfelKernels`.
 
         Raises:
             ValueError: an option is set that only 3D Gaussians' kernels support.
         """
         losses = options.pop("losses", {})
         refuse_options(options, SurfelKernels.title)
-        if self.sh_degree is None:
-            return None
         return SurfelKernels(self, bool(options.get("depth")), losses)
 
     def project(

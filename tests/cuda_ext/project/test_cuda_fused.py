@@ -20,6 +20,8 @@ CASES = [
     (333, 40, 2, 8, False, False),
     (257, 2, 0, 0, False, True),
     (31, 2, 0, 15, False, False),
+    (300, 2, None, 0, True, False),
+    (130, 3, None, 15, False, True),
 ]
 
 
@@ -30,7 +32,7 @@ def close(found: Tensor, expected: Tensor, rtol: float, name: str, floor: float 
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
 
 
-def settings_of(case: tuple[Any, ...]) -> tuple[Model, int, dict[str, bool]]:
+def settings_of(case: tuple[Any, ...]) -> tuple[Model, int | None, dict[str, bool]]:
     points, views, degree, bases, antialiased, depth = case
     model = make_model(points, views, seed=points, rest=bases, spread=1.5)
     return model.to("cpu", torch.float32).to("cpu", F64), degree, {"antialiased": antialiased, "depth": depth}

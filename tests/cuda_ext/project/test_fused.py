@@ -12,14 +12,18 @@ from cuda_ext.ops.optim.fused import PARAMETERS, RowGradients, SplatRows, splat_
 from ns_multigpu.core.types import Hits, Points, Splats
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
 from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.shading import row_colors
 from tests.cuda_ext.fused_steps import RATES, Model, as_records, make_gradients, make_model
 from tests.strategies.scene import make_points, make_views
 
 F64 = torch.float64
+CASES = [(False, False, 3), (True, True, 2), (False, True, 0), (False, False, None)]
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def by_hand(model: Model, rows: SplatRows, gradients: RowGradients, degree: int, **settings: Any) -> list[Tensor]:
+def by_hand(
+    model: Model, rows: SplatRows, gradients: RowGradients, degree: int | None, **settings: Any
+) -> list[Tensor]:
     """Return the gradients of the parameters, through the public operators."""
     leaves = [p.clone().requires_grad_() for p in model.params]
     means, quats, log_scales, logits, sh_dc, sh_rest = leaves
@@ -28,8 +32,8 @@ def by_hand(model: Model, rows: SplatRows, gradients: RowGradients, degree: int,
     out = cuda_ext.project(
         means, quats, log_scales.exp(), logits.sigmoid(), model.viewmats, model.Ks, model.sizes, *ids, **settings
     )
-    centers = -(model.viewmats[:, :3, :3].mT @ model.viewmats[:, :3, 3:]).squeeze(-1)
-    colors = cuda_ext.sh_colors(degree, means, centers, sh_dc, sh_rest, *ids)
+    named = {"means": means, "features_dc": sh_dc, "features_rest": sh_rest}
+    colors = row_colors(named, degree, model.viewmats, *ids)
     loss = sum(
         (a * b[:n]).sum() for a, b in zip((out.means2d, out.conics, out.row_opacities), gradients[:3], strict=True)
     )
@@ -40,8 +44,8 @@ def by_hand(model: Model, rows: SplatRows, gradients: RowGradients, degree: int,
     return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
 
-@pytest.mark.parametrize(("antialiased", "depth", "degree"), [(False, False, 3), (True, True, 2), (False, True, 0)])
-def test_forward_is_the_operators(antialiased: bool, depth: bool, degree: int) -> None:
+@pytest.mark.parametrize(("antialiased", "depth", "degree"), CASES)
+def test_forward_is_the_operators(antialiased: bool, depth: bool, degree: int | None) -> None:
     model = make_model(spread=1.5)
     rows = model.forward(700, degree, antialiased=antialiased, depth=depth)
     n = int(rows.count)
@@ -57,9 +61,9 @@ def test_forward_is_the_operators(antialiased: bool, depth: bool, degree: int) -
     out = cuda_ext.project(model.params[0], quats, log_scales.exp(), opacities, *cameras, *ids, antialiased=antialiased)
     for got, want in ((rows.means2d, 0), (rows.conics, 1), (rows.depths, 2), (rows.opacities, 3), (rows.radii, 4)):
         assert torch.equal(got[:n], out[want])
-    centers = -(model.viewmats[:, :3, :3].mT @ model.viewmats[:, :3, 3:]).squeeze(-1)
-    colors = cuda_ext.sh_colors(degree, model.params[0], centers, sh_dc, sh_rest, *ids)
-    assert torch.equal(rows.features[:n, :3], colors * (out.radii[:, :1] > 0))
+    named = {"means": model.params[0], "features_dc": sh_dc, "features_rest": sh_rest}
+    colors = row_colors(named, degree, model.viewmats, *ids) * (out.radii[:, :1] > 0)
+    torch.testing.assert_close(rows.features[:n, :3], colors, rtol=1e-15, atol=0.0)
     assert rows.features.shape[1] == 3 + depth and (not depth or torch.equal(rows.features[:, 3], rows.depths))
 
 
@@ -72,8 +76,8 @@ def test_overflow_keeps_the_first_rows_and_is_reported() -> None:
 
 
 @pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize(("antialiased", "depth", "degree"), [(False, False, 3), (True, True, 2), (False, True, 0)])
-def test_update_is_torchs_adam(antialiased: bool, depth: bool, degree: int, records: bool) -> None:
+@pytest.mark.parametrize(("antialiased", "depth", "degree"), CASES)
+def test_update_is_torchs_adam(antialiased: bool, depth: bool, degree: int | None, records: bool) -> None:
     model = make_model()
     rows = model.forward(700, degree, antialiased=antialiased, depth=depth)
     gradients = make_gradients(rows)

@@ -104,7 +104,6 @@ def _exposures_decay(run: SimpleNamespace) -> None:
 OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_set("pipeline.model.config.camera_optimizer.mode", "SO3xR3"), "camera poses are optimized"),
     (_set("pipeline.model.config.use_bilateral_grid", True), "there is a bilateral grid"),
-    (_set("pipeline.model.config.sh_degree", 0), "there are no spherical harmonics"),
     (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
     (_set("pipeline.model.config.output_depth_during_training", True), "depth is asked for in training"),
     (_set("pipeline.model.config.depth_loss", 0.01), "3D Gaussians .3dgs. have no operators for a loss of depth"),

@@ -22,8 +22,11 @@ OPTIONS: dict[str, Any] = {
 STEPS, VIEWS = 16, 4
 
 
-def train(world: World, folder: Path, tile: bool, fused: str, kept: bool = True) -> Outcome:
-    """Return a run's outcome, with the number of its replayed steps. Images are `kept` on the device if they fit."""
+def train(
+    world: World, folder: Path, tile: bool, fused: str, kept: bool = True, more: dict[str, Any] | None = None
+) -> Outcome:
+    """Return a run's outcome, with the number of its replayed steps. Images are `kept` on the device if they fit.
+    `more` options come after OPTIONS."""
     replayed, replay = [0], StepGraphs._replay
 
     def counted(self: StepGraphs, *args: Any) -> Any:
@@ -34,7 +37,7 @@ def train(world: World, folder: Path, tile: bool, fused: str, kept: bool = True)
     with pytest.MonkeyPatch.context() as patch:
         take_from_graphs(patch, kept)
         patch.setattr(StepGraphs, "_replay", counted)
-        options = {**OPTIONS, "fused_steps": fused}
+        options = {**OPTIONS, **(more or {}), "fused_steps": fused}
         found = train_model(world, tile, folder / "capture", runs, options, STEPS, VIEWS, double=False)
     return {**found, "replayed": replayed[0]}
 

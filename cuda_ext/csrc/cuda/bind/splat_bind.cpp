@@ -7,6 +7,7 @@
 #include "cuda/project/splat_forward.h"
 
 #include "common/lazy_adam.h"
+#include "common/sh.h"
 
 #include <algorithm>
 
@@ -41,7 +42,7 @@ Views batch_views(Call& call) {
 
 int checked_degree(Call& call, int64_t held) {
   const int64_t degree = call.integer("degree"), bases = (degree + 1) * (degree + 1) - 1;
-  TORCH_CHECK_VALUE(degree >= 0 && degree <= 3, "degree must be 0, 1, 2 or 3, not ", degree, ".");
+  TORCH_CHECK_VALUE(degree >= kPlainColor && degree <= 3, "degree must be -1, 0, 1, 2 or 3, not ", degree, ".");
   TORCH_CHECK_VALUE(held >= bases && held <= 15, "sh_rest must hold ", bases, " to 15 bases for degree ", degree,
                     ", not ", held, ".");
   return static_cast<int>(degree);

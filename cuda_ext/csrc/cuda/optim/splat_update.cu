@@ -87,7 +87,9 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
       const Lane<Degree> mine = {launch, views, rest + lane * launch.rest_floats, group, first, lane};
       PointStatistics statistics;
       statistics.load(launch.statistics, id);
-      mine.sum_rows(point, sums, statistics);
+      const Vec3<float> by_dc =
+          color_slope<Degree>(settings, [&] { return load3(launch.values[kShDc], id); });
+      mine.sum_rows(point, by_dc, sums, statistics);
       if (statistics.counted) statistics.store(launch.statistics, id);
       if constexpr (Degree > 0) mine.outer_products(point.mean);
     }
@@ -145,6 +147,7 @@ cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream)
   }
   if (launch.lazy.last != nullptr) return splat_lazy_update_launch(launch, stream);
   switch (launch.settings.degree) {
+    case kPlainColor:
     case 0:
       return launch_degree<0>(launch, stream);
     case 1:

@@ -43,7 +43,7 @@ struct UpdateFiniteFlag {
 };
 
 struct UpdateSettings {
-  int degree;
+  int degree;  // or kPlainColor
   float eps2d;
   bool antialiased, absgrad;
   float opacity_weight, scale_weight;

@@ -38,6 +38,15 @@ __device__ __forceinline__ void put_gradients(float* shared, int lane, const Sum
   shared[kDcAt + 3 * lane + 2] = sums.dc.z;
 }
 
+// The derivative of a point's colour by its coefficients of degree 0, which `dc` returns.
+template <int Degree, typename Dc>
+__device__ __forceinline__ Vec3<float> color_slope(const UpdateSettings& settings, const Dc& dc) {
+  constexpr float k0 = ShConstants<float>::k0;
+  if (Degree > 0 || settings.degree != kPlainColor) return {k0, k0, k0};
+  const Vec3<float> color = sigmoid(dc());
+  return times(color, Vec3<float>{1.0f, 1.0f, 1.0f} - color);
+}
+
 // One lane's point while its rows are gone through.
 template <int Degree>
 struct Lane {
@@ -75,7 +84,9 @@ struct Lane {
   }
 
   // Sums all gradients but those of the harmonics beyond the first; returns whether the point is drawn anywhere.
-  __device__ __forceinline__ bool sum_rows(const Point<float>& point, Sums& sums, PointStatistics& statistics) const {
+  // `by_dc`: see color_slope.
+  __device__ __forceinline__ bool sum_rows(const Point<float>& point, const Vec3<float>& by_dc, Sums& sums,
+                                           PointStatistics& statistics) const {
     bool drawn = false;
     for_rows([&](int v, int64_t row) {
       const ViewSetup& view = views[v];
@@ -87,7 +98,7 @@ struct Lane {
       sums.scale = sums.scale + p.scale;
       sums.quat = {sums.quat.w + p.quat.w, sums.quat.x + p.quat.x, sums.quat.y + p.quat.y, sums.quat.z + p.quat.z};
       sums.opacity += p.opacity;
-      sums.dc = sums.dc + ShConstants<float>::k0 * g.color;
+      sums.dc = sums.dc + times(by_dc, g.color);
       if constexpr (Degree > 0) {
         const Direction<float> d = direction(view.center, point.mean);
         float by_basis[sh_bases(Degree)];

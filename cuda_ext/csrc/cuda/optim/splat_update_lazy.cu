@@ -112,15 +112,22 @@ __device__ __forceinline__ void step_lazy_span(const Span<Moment>& span, const f
   }
 }
 
+// Three numbers of a lane's point as the missed steps leave them.
+template <typename Moment>
+__device__ __forceinline__ Vec3<float> caught_up_vector(const UpdateLaunch& l, int tensor, int last, int64_t id) {
+  return caught_up3(load_lazy_factor(l.lazy.table, last, tensor), l.values[tensor],
+                    static_cast<const Moment*>(l.moments1[tensor]), static_cast<const Moment*>(l.moments2[tensor]), id);
+}
+
 // A lane's point, all but its harmonics, as the missed steps leave it.
 template <typename Moment>
 __device__ __forceinline__ Point<float> caught_up_point(const UpdateLaunch& l, int last, int64_t id) {
   const auto factor = [&](int tensor) { return load_lazy_factor(l.lazy.table, last, tensor); };
   const auto first = [&](int tensor) { return static_cast<const Moment*>(l.moments1[tensor]); };
   const auto second = [&](int tensor) { return static_cast<const Moment*>(l.moments2[tensor]); };
-  return activated(caught_up3(factor(kMeans), l.values[kMeans], first(kMeans), second(kMeans), id),
+  return activated(caught_up_vector<Moment>(l, kMeans, last, id),
                    caught_up_quat(factor(kQuats), l.values[kQuats], first(kQuats), second(kQuats), id),
-                   caught_up3(factor(kLogScales), l.values[kLogScales], first(kLogScales), second(kLogScales), id),
+                   caught_up_vector<Moment>(l, kLogScales, last, id),
                    caught_up(factor(kLogits), l.values[kLogits], first(kLogits), second(kLogits), id));
 }
 
@@ -174,7 +181,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   }
   const Point<float> point = caught_up_point<Moment>(launch, last, id);
   Sums sums;
-  mine.sum_rows(point, sums, statistics);
+  const auto dc = [&] { return caught_up_vector<Moment>(launch, kShDc, last, id); };
+  mine.sum_rows(point, color_slope<Degree>(launch.settings, dc), sums, statistics);
   if (counted) statistics.store(launch.statistics, id);
   if constexpr (Degree > 0) mine.outer_products(point.mean);
   put_gradients(shared, lane, sums, point, launch.settings);
@@ -212,6 +220,7 @@ cudaError_t launch_lazy(const UpdateLaunch& launch, cudaStream_t stream) {
 
 cudaError_t splat_lazy_update_launch(const UpdateLaunch& launch, cudaStream_t stream) {
   switch (launch.settings.degree) {
+    case kPlainColor:
     case 0:
       return launch_lazy<0>(launch, stream);
     case 1:

@@ -32,6 +32,11 @@ struct Now {
   __device__ __forceinline__ Vec3<float> dc(int64_t id, int) const { return load3(points.sh_dc, id); }
 };
 
+// The colour that harmonics sum up to.
+__device__ __forceinline__ Vec3<float> shown(const Vec3<float>& sum) {
+  return {larger(sum.x + 0.5f, 0.0f), larger(sum.y + 0.5f, 0.0f), larger(sum.z + 0.5f, 0.0f)};
+}
+
 // The same as the missed steps leave it.
 template <typename Moment>
 struct CaughtUp {
@@ -161,9 +166,11 @@ __global__ void __launch_bounds__(kThreads)
       for (int k = 1; k < sh_bases(Degree); ++k) {
         color = color + b[k] * Vec3<float>{coefficient[3 * k - 3], coefficient[3 * k - 2], coefficient[3 * k - 1]};
       }
+      color = shown(color);
     }
   } else if (alive) {
-    color = ShConstants<float>::k0 * source.dc(id, last);
+    const Vec3<float> dc = source.dc(id, last);
+    color = settings.degree == kPlainColor ? sigmoid(dc) : shown(ShConstants<float>::k0 * dc);
   }
 
   if (row >= end) return;
@@ -180,15 +187,12 @@ __global__ void __launch_bounds__(kThreads)
   rows.depths[row] = alive ? s.depth : zero;
   reinterpret_cast<int2*>(rows.radii)[row] =
       make_int2(static_cast<int>(projected.rx), static_cast<int>(projected.ry));
-  const float r = alive ? larger(color.x + 0.5f, zero) : zero;
-  const float g = alive ? larger(color.y + 0.5f, zero) : zero;
-  const float b = alive ? larger(color.z + 0.5f, zero) : zero;
   if (settings.depth) {
-    reinterpret_cast<float4*>(rows.features)[row] = make_float4(r, g, b, alive ? s.depth : zero);
+    reinterpret_cast<float4*>(rows.features)[row] = make_float4(color.x, color.y, color.z, alive ? s.depth : zero);
   } else {
-    rows.features[3 * row] = r;
-    rows.features[3 * row + 1] = g;
-    rows.features[3 * row + 2] = b;
+    rows.features[3 * row] = color.x;
+    rows.features[3 * row + 1] = color.y;
+    rows.features[3 * row + 2] = color.z;
   }
 }
 
@@ -213,6 +217,7 @@ cudaError_t splat_rows_launch(const RawPoints& points, const MissedSteps& missed
                               cudaStream_t stream) {
   if (first >= end) return cudaSuccess;
   switch (settings.degree) {
+    case kPlainColor:
     case 0:
       return launch<0>(points, missed, views, settings, rows, first, end, stream);
     case 1:

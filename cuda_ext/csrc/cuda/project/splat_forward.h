@@ -27,7 +27,7 @@ struct MissedSteps {
 };
 
 struct SplatSettings {
-  int degree;
+  int degree;  // or kPlainColor
   float eps2d;
   bool antialiased, depth;
 };
