@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cuda_ext.ops.optim.adam import adam_step
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
-from ns_multigpu.core.kernels import Cameras, Kernels, Model, ReplicaRows, Rows
+from ns_multigpu.core.kernels import Cameras, Kernels, Model, ReplicaRows, Rows, real_rows
 from ns_multigpu.core.schema import POSITION, flat
 from ns_multigpu.primitives.gather import spread
 
@@ -95,7 +95,7 @@ class ComposedKernels(Kernels):
         if len(model.params[0]) == 0:
             finite_flag.zero_()
             return
-        lines, real = RowLines(rows.view_ids, rows.point_ids), _real(rows.point_ids, rows.count)
+        lines, real = RowLines(rows.view_ids, rows.point_ids), real_rows(rows.point_ids, rows.count)
         if rows.count.numel() > 1:  # operators expect padding at the end, not behind each segment
             order = real.logical_not().byte().sort(stable=True).indices
             real, records = real[order], records[order]
@@ -200,13 +200,6 @@ def refuse_options(options: Mapping[str, Any], points: str) -> None:
     asked = [name for name, value in options.items() if value and name != "depth"]
     if asked:
         raise ValueError(f"The kernels of {points} have no option {asked[0]!r}: only those of 3D Gaussians have.")
-
-
-def _real(point_ids: Tensor, count: Tensor) -> Tensor:
-    """Return a mask [M], True for rows, False for padding: the first `count` lines of each segment are rows."""
-    segments = max(count.numel(), 1)
-    places = torch.arange(len(point_ids) // segments, device=point_ids.device)
-    return (point_ids >= 0) & (places < count.view(-1, 1)).reshape(-1)
 
 
 def _of_views(sizes: Sequence[int], view_ids: Tensor, like: Tensor) -> Tensor:

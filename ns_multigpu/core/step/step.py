@@ -7,6 +7,7 @@ A strategy defines drawing ranks and exchanges; a primitive's kernels define row
 host. So the numbers of rows and of intersections are known on the device alone, and both have a capacity. Where one is
 exceeded on any rank the step, and all that follow it, leave parameters, moments and statistics as they are on all ranks
 (`Status.done` stops counting); the host detects that at the next readback, grows the capacity, and retries them.
+With `StepSettings.skips` the same happens at a gradient that is not finite; the host goes on with the next step.
 
 Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs
 (`cuda_ext.band_loss`); received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
@@ -37,6 +38,7 @@ from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.forward_pass import ForwardPass
 from ns_multigpu.core.step.fused_support import follow_each_other, unsupported_reason
+from ns_multigpu.core.step.nonfinite import NonFiniteSteps
 from ns_multigpu.core.step.patch_losses import PatchLosses, share_of_mse
 from ns_multigpu.core.step.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.step.step_statistics import StepMessage
@@ -76,7 +78,7 @@ class Step:
         times: [B] the views', see `View.time`. With exposures their indices follow, [B].
         report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
             B), and the finite flag: NaN or infinity if the step was taken and a gradient of a row drawn or received
-            here was not finite.
+            here was not finite. With `settings.skips` it is NaN on all ranks if the step is to be skipped.
         rgb: this rank's renderings of the last step, one a patch, without halo [h, w, 3].
         measured_work: int64, input of `Assignment.learn`, `Assignment.counts` numbers a rank or, where
             they are added up over ranks, in all.
@@ -134,13 +136,14 @@ class Step:
         # Adam scalars of a skipped step: they change nothing.
         self._still = scalars_of_no_step(lines, device)
         # Progress of the steps and the maximum of each count: one vector, for one readback.
-        self._readback = torch.zeros(6 + numbers, dtype=torch.int64, device=device)
-        self._status, self._most = self._readback[:6], self._readback[6:]
+        self._readback = torch.zeros(7 + numbers, dtype=torch.int64, device=device)
+        self._status, self._most = self._readback[:7], self._readback[7:]
         capacities = transport.capacities if is_exchanged else [0] * numbers
         self._capacities = torch.tensor(capacities, dtype=torch.int64, device=device)
         # Step statistics report the missing capacity of segments: each pair has a capacity of its own.
-        limits = [settings.rows, 0, settings.intersections]
+        limits = [settings.rows, 0, settings.intersections, 0]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
+        self._nonfinite = NonFiniteSteps(self._world, skips=settings.skips)
         self._losses = PatchLosses(settings, self.backgrounds, self.report, exposures)
         self._message = StepMessage(
             settings, self._forward.pixels, transport.local_index, transport.words, self._learns
@@ -203,20 +206,22 @@ class Step:
             summed = self._learns is Feedback.WORK
             if self._learns in (Feedback.NEEDS, Feedback.LIVE):
                 self.measured_work.copy_(work)
+            more = yield from self._nonfinite.agree(back, counts, self._limits, back.messages[:, self._ends :])
             scalars, real = step_gate(
-                counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
-                lazy=self._model.lazy, sent=sent[world.rank : world.rank + 1], work=work if summed else None,
-                totals=self.measured_work if summed else None,
+                [*counts, self._nonfinite.by_rank], self._limits, self._status, self.scalars, self._still,
+                row_counts=back.rows.count, lazy=self._model.lazy, sent=sent[world.rank : world.rank + 1],
+                work=work if summed else None, totals=self.measured_work if summed else None,
             )  # fmt: skip
             rows = back.rows._replace(count=real)
             whole = splatted if back.finite_flag_views is None else range(s.views)
             cameras = self._cameras(whole, views)
             if self._exposures is not None:
-                self._exposures.step(back.messages[:, self._ends :], scalars[-1:])
+                self._exposures.step(more, scalars[-1:])
             of_points = scalars[: len(kernels.parameters)]
             kernels.update(
                 self._model, cameras, of_points, rows, back.records, self.report[-1:], back.finite_flag_views
             )
+            self._nonfinite.mark(self.report[-1:])
         return rgb
 
     def mse(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> Tensor:
@@ -258,11 +263,11 @@ class Step:
     @property
     def taken(self) -> Tensor:
         """[] bool on the device: whether the last step was taken."""
-        return self._status[4] == 0
+        return self._status[5] == 0
 
     def status(self) -> Status:
         """Wait for the device, return the steps' progress, and reset the counters."""
-        done, rows, _, intersections, full, sent, *segments = self._readback.tolist()
+        done, rows, _, intersections, _, full, sent, *segments = self._readback.tolist()
         self._readback.zero_()
         return Status(done, rows, tuple(segments), intersections, full > 0, sent)
 

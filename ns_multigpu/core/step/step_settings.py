@@ -33,6 +33,7 @@ class StepSettings:
         intersections: capacity of what a rank draws.
         exposures: True if each view has a trained colour map (see `StepExposures`).
         alpha, masked: whether photographs have an alpha channel and masks: see `photograph`.
+        skips: True if a step whose gradients are not finite leaves the model unchanged.
     """
 
     width: int
@@ -45,6 +46,7 @@ class StepSettings:
     exposures: bool = False
     alpha: bool = False
     masked: bool = False
+    skips: bool = False
 
     @property
     def channels(self) -> int:
@@ -76,7 +78,8 @@ class Status:
         rows, intersections: the most that any rank had in any of them, taken or not.
         segments: by rank, the most rows that this one had for each (also itself) in any of them. `all_gather_counts`
             publishes those of all pairs.
-        full: whether a capacity was exceeded, or a lazy step waits for a flush; later steps have waited.
+        full: whether a capacity was exceeded, a lazy step waits for a flush, or one is to be skipped; later steps have
+            waited.
         sent: rows that this rank sent to other ranks.
     """
 

@@ -36,7 +36,7 @@ class FusedBlocks:
 
     def __init__(self, pipeline: Any, optimizers: Any, world: World, guards: Guards) -> None:
         self._pipeline, self._world, self._guards = pipeline, world, guards
-        self.training = Training(pipeline, optimizers, world, guards.computed)
+        self.training = Training(pipeline, optimizers, world, guards.computed, skips=guards.numbers.skips)
         self._pace, self._seconds, self._begun = Pace(), 0.0, False
 
     @classmethod

@@ -124,7 +124,6 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         ),
         (options.use_scale_regularization, lambda: "scales are regularised"),
         (options.output_depth_during_training, lambda: "depth is asked for in training"),
-        (config.on_nonfinite == "skip", lambda: "steps with NaN are to be skipped"),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
         (min(min(size) for size in sizes) < smallest, lambda: f"views have sides of less than {smallest} px"),
         (any(not isinstance(group, FusedAdam) for group in groups), lambda: "an optimizer is not Adam"),

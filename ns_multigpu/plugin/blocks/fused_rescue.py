@@ -1,4 +1,5 @@
-"""Recovery of a block of fused steps that runs out of memory: its buffer demand, and return to the last completed step.
+"""Recovery of a block of fused steps that runs out of memory or skips a step: its buffer demand, and return to the last
+completed step.
 
 A step's buffers are allocated before it begins, and it allocates nothing else. All ranks first check together that
 memory suffices, so no rank begins a step that another cannot run. A single process may run out anywhere in a step. Its
@@ -28,9 +29,29 @@ from ns_multigpu.primitives.gaussians.schema import ORDER
 
 @dataclass
 class CompletedSteps:
-    """Number of a block's steps that the device is known to have completed."""
+    """Progress of a block's steps.
 
+    Attributes:
+        before: counts at its beginning.
+        done: steps that the device is known to have completed. skipped: those of them that left the model unchanged.
+    """
+
+    before: Counts
     done: int = 0
+    skipped: int = 0
+
+    def recount(self, adam: AdamStep, optimizers: Any) -> None:
+        """Set the counters of optimizers and schedules to those after the completed steps.
+
+        Args:
+            adam: step of all parameters; skipped steps are none of its.
+        """
+        self.before.restore(optimizers.optimizers, optimizers.schedulers)
+        for _ in range(self.done - self.skipped):
+            adam.count()
+        for _ in range(self.done):
+            for scheduler in optimizers.schedulers.values():
+                scheduler.step()
 
 
 @contextlib.contextmanager
@@ -43,8 +64,7 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
     Raises:
         GivenUp: memory ran out and all ranks know it; the state is that after the last completed step.
     """
-    counts = Counts.now(optimizers.optimizers, optimizers.schedulers)
-    taken = CompletedSteps()
+    taken = CompletedSteps(Counts.now(optimizers.optimizers, optimizers.schedulers))
     try:
         yield taken
     except Exception as error:
@@ -54,14 +74,12 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
         forget_frames(error)
         if not agreed:
             taken.done += training.taken_since()
-        training.go_back(counts, taken.done)
+        training.go_back(taken)
         raise GivenUp(steps[0] + taken.done - 1, error if not agreed or error.here else None) from None
 
 
-def go_back(
-    points: PointStorage, names: Sequence[str], optimizers: Any, lazy: Any, counts: Counts, done: int
-) -> None:  # fmt: skip
-    """Apply deferred steps of points, and advance the counters by `done` steps from `counts`.
+def go_back(points: PointStorage, names: Sequence[str], optimizers: Any, lazy: Any, taken: CompletedSteps) -> None:
+    """Apply deferred steps of points, and set the counters to those after the completed steps.
 
     Args:
         names: names of the parameters' optimizers.
@@ -71,11 +89,7 @@ def go_back(
     if lazy is not None and points.params:  # without points, no step was made that could defer any
         moments = [[points.moments[name][i] for name in ORDER] for i in (0, 1)]
         splat_flush(_flat([points.params[name] for name in ORDER]), _flat(moments[0]), _flat(moments[1]), lazy)
-    counts.restore(optimizers.optimizers, optimizers.schedulers)
-    for _ in range(done):
-        adam.count()
-        for scheduler in optimizers.schedulers.values():
-            scheduler.step()
+    taken.recount(adam, optimizers)
 
 
 def bytes_of_step(

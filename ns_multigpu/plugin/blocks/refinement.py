@@ -40,6 +40,10 @@ class Refining:
             self._noise.after_refinement(last, taken)
             self._done = last
 
+    def forget(self) -> None:
+        """Note that what `ahead` launched had no effect and is not launched again."""
+        self._done = None
+
     def take(self, last: int) -> None:
         """Run the refinement after step `last`, which completed."""
         model = self._model

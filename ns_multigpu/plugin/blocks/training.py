@@ -33,7 +33,7 @@ from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.planning.rates import LAZY_BELOW
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
-from ns_multigpu.plugin.blocks.fused_rescue import go_back, last_whole_step
+from ns_multigpu.plugin.blocks.fused_rescue import CompletedSteps, go_back, last_whole_step
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.blocks.initial_capacity import InitialCapacity
@@ -44,7 +44,6 @@ from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import LEAST_INTERSECTIONS, LEAST_ROWS, StepCapacities
 from ns_multigpu.plugin.blocks.step_inputs import StepInputs, StepInputsMaker
-from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 
@@ -77,11 +76,14 @@ class Training:
         optimizers: a `BatchOptimizers`, its checkpoint loaded.
         world: the ranks.
         computed: called once this rank has launched the part of a step that waits for no other rank.
+        skips: whether steps whose gradients are not finite are skipped.
     """
 
-    def __init__(self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None]) -> None:
+    def __init__(
+        self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None], *, skips: bool = False
+    ) -> None:
         self._pipeline, self._optimizers, self._world = pipeline, optimizers, world
-        self._model = pipeline.model
+        self._model, self._skips = pipeline.model, skips
         self._queue = InputQueue(pipeline, world, MOST_STEPS)
         self._camera, self._observed = HostCameras(pipeline.datamanager), pipeline.observed
         self._inputs_maker = StepInputsMaker(pipeline, optimizers, world.rank, self._camera)
@@ -172,6 +174,9 @@ class Training:
                     status = step.status()
                 taken.done += status.done
                 self._graphs.count_exchanges()
+                if status.full and self._to_skip(taken.done):
+                    status = replace(status, full=False)
+                    self._skip(taken, feeds)
                 self._learn(status)
             assert step is not None
             step.flush()  # only here: it rounds, so its place must not depend on capacities
@@ -180,6 +185,19 @@ class Training:
         self._readback.learn(pending=0)  # feedback in a checkpoint must not depend on pending readbacks
         mse = self._mse(step) if metrics else None
         return BlockResult(steps, [step_inputs.indices for step_inputs in feeds], self._queue.reports(len(steps)), mse)
+
+    def _to_skip(self, place: int) -> bool:
+        """Return whether the block's step number `place` is to be skipped, the same on every rank."""
+        return self._skips and not bool(self._queue.reports(place + 1)[place, -1].isfinite())
+
+    def _skip(self, taken: CompletedSteps, feeds: list[StepInputs]) -> None:
+        """Count the first step that was not taken as skipped, and drop the inputs of those after it: Adam counts them
+        anew."""
+        assert self._adam is not None
+        taken.done, taken.skipped = taken.done + 1, taken.skipped + 1
+        del feeds[taken.done :]
+        taken.recount(self._adam, self._optimizers)
+        self._refining.forget()
 
     def _choose_lazy(self) -> None:
         """Choose whether to defer steps in the coming block: not if a step draws much of the model.
@@ -225,9 +243,9 @@ class Training:
         """Return the number of steps completed by the device since the last query."""
         return self._step.status().done if self._step is not None else 0
 
-    def go_back(self, counts: Counts, done: int) -> None:
-        """Restore the state after `done` completed steps of a block, and release all buffers."""
-        go_back(self._points, self._stepped, self._optimizers, self._lazy, counts, done)
+    def go_back(self, taken: CompletedSteps) -> None:
+        """Restore the state after the completed steps of a block, and release all buffers."""
+        go_back(self._points, self._stepped, self._optimizers, self._lazy, taken)
         self._release()
 
     def _let_go(self) -> None:
@@ -290,7 +308,7 @@ class Training:
             *size, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections,
             exposures=self._model.exposures is not None,
-            alpha=self._queue.images.alpha, masked=self._queue.images.masked,
+            alpha=self._queue.images.alpha, masked=self._queue.images.masked, skips=self._skips,
         )  # fmt: skip
         # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)

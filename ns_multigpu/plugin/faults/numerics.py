@@ -90,15 +90,20 @@ class NumericGuard:
         """True if checks are enabled."""
         return self._every > 0
 
+    @property
+    def skips(self) -> bool:
+        """True if steps with such gradients are skipped."""
+        return self._skip and self.active
+
     def prepare(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Prepare optimizers to skip a step by a flag on the device. Called once they are loaded.
+        """Prepare optimizers to skip a step by a flag on the device, before the first step that calls `watch`.
 
         On a GPU that requires Adam's fused kernel, which reads the flag in device memory.
 
         Raises:
             InputError: skipping was requested, and an optimizer on a GPU does not support it.
         """
-        if not (self._skip and self.active) or self._world.device.type == "cpu":
+        if not self.skips or self._world.device.type == "cpu":
             return
         for name, optimizer in optimizers.items():
             if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):

@@ -65,6 +65,8 @@ class SplatObjective(Objective):
         """Choose how steps run; see `Objective.begin`. If steps are fused, load images onto the GPUs."""
         given = (self.config, self.pipeline, self.optimizers, self.world, self.guards)
         self.blocks = FusedBlocks.if_asked_for(*given, first)
+        if self.blocks is None:
+            self.guards.numbers.prepare(self.optimizers.optimizers)
         announce(self.pipeline, self.optimizers, self.world, fused=self.blocks is not None)
         images = self.config.max_num_iterations * self.pipeline.batch_size
         warn_of_size_rule(self.pipeline.model, self.world, images)

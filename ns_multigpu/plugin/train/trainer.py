@@ -111,7 +111,6 @@ class DistributedTrainer(Trainer):
             NonFiniteError: NaN or infinity was found.
         """
         self.pipeline.timer.listener = self.guards.heart.beat
-        self.guards.numbers.prepare(self.optimizers.optimizers)
         with self.guards.on_duty(self._circumstances), contextlib.closing(self.pipeline.renders), saving(self):
             self._train()
 

@@ -54,7 +54,7 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
         config={name: {"optimizer": SimpleNamespace(max_norm=None)} for name in ORDER},
     )
     return SimpleNamespace(
-        config=SimpleNamespace(fused_steps=fused_steps, on_nonfinite="stop"),
+        config=SimpleNamespace(fused_steps=fused_steps),
         pipeline=SimpleNamespace(model=model, datamanager=data, strategy=strategy, batch_size=4),
         optimizers=optimizers,
     )
@@ -107,7 +107,6 @@ OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
     (_set("pipeline.model.config.output_depth_during_training", True), "depth is asked for in training"),
     (_set("pipeline.model.config.depth_loss", 0.01), "3D Gaussians .3dgs. have no operators for a loss of depth"),
-    (_set("config.on_nonfinite", "skip"), "steps with NaN are to be skipped"),
     (_set("pipeline.batch_size", 129), "there are more than 128 views a step"),
     (_small, "views have sides of less than 22 px"),
     (_other_optimizer, "an optimizer is not Adam"),

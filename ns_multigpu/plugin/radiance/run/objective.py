@@ -45,6 +45,7 @@ class RadianceObjective(Objective):
         """See `Objective.begin`."""
         self._first = first
         config, model, guard = self.config, self.pipeline.model, self.guards.numbers
+        guard.prepare(self.optimizers.optimizers)
         wish, on_gpu = config.fused_steps, self.world.device.type == "cuda"
         reason = "--fused-steps never" if wish == "never" else obstacle(self.pipeline, self.optimizers, self.world)
         if wish == "always" and reason and (on_gpu or model.fixed is None):
