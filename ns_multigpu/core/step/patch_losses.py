@@ -10,7 +10,7 @@ from cuda_ext.ops.raster.compositing import composite
 from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.step_settings import StepSettings
-from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.types import SSIM_HALO, Patch, View
 
 
 class PatchLosses:
@@ -112,10 +112,14 @@ class PatchLosses:
 def loss_weights(
     width: int, height: int, batch: int, ssim_lambda: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The gradients [] of a batch's mean loss by the sums of a view's absolute differences and of its SSIM."""
-    windows = (width - 10) * (height - 10)
+    """The gradients [] of a batch's mean loss by the sums of a view's absolute differences and of its SSIM.
+
+    Views without a window of SSIM have no weight of it: see `photometric_loss`.
+    """
+    windows = (width - 2 * SSIM_HALO) * (height - 2 * SSIM_HALO)
     by_l1 = (1 - ssim_lambda) / (3 * batch * width * height)
-    return torch.tensor(by_l1, device=device), torch.tensor(-ssim_lambda / (3 * batch * windows), device=device)
+    by_ssim = -ssim_lambda / (3 * batch * windows) if ssim_lambda != 0 else 0.0
+    return torch.tensor(by_l1, device=device), torch.tensor(by_ssim, device=device)
 
 
 def share_of_mse(

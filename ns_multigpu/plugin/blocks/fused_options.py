@@ -98,9 +98,6 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
 def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     """Return the option or property of the capture that prevents fused steps; None if there is none."""
     model, options = pipeline.model, pipeline.model.config
-    cameras = pipeline.datamanager.train_dataset.cameras
-    sizes = {(int(w), int(h)) for w, h in zip(cameras.width.reshape(-1), cameras.height.reshape(-1), strict=True)}
-    smallest = 11 * 2**options.num_downscales
     kernels = model.primitive(depth=False).kernels()
     names = () if kernels is None else (*kernels.parameters, *exposures.groups(model))
     groups = [optimizers.optimizers.get(name) for name in names]
@@ -125,7 +122,6 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (options.use_scale_regularization, lambda: "scales are regularised"),
         (options.output_depth_during_training, lambda: "depth is asked for in training"),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
-        (min(min(size) for size in sizes) < smallest, lambda: f"views have sides of less than {smallest} px"),
         (any(not isinstance(group, FusedAdam) for group in groups), lambda: "an optimizer is not Adam"),
         (not all(is_plain(group) for group in groups if group), lambda: "an optimizer has weight decay"),
         (any(optimizers.config[n]["optimizer"].max_norm is not None for n in names), lambda: "gradients are clipped"),

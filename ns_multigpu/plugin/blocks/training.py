@@ -191,8 +191,8 @@ class Training:
         return self._skips and not bool(self._queue.reports(place + 1)[place, -1].isfinite())
 
     def _skip(self, taken: CompletedSteps, feeds: list[StepInputs]) -> None:
-        """Count the first step that was not taken as skipped, and drop the inputs of those after it: Adam counts them
-        anew."""
+        """Count the first step that was not taken as skipped, and drop the inputs of those after it, which hold Adam's
+        numbers."""
         assert self._adam is not None
         taken.done, taken.skipped = taken.done + 1, taken.skipped + 1
         del feeds[taken.done :]

@@ -17,6 +17,7 @@ from tests.plugin.blocks.test_fused_photographs import STEPS, train
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain colours": {MODEL + "sh_degree": 0},
+    "views smaller than SSIM's window": {MODEL + "ssim_lambda": 0.0, MODEL + "num_downscales": 2},
 }
 NAN_IMAGES = (45, 61)
 """Images after the last refinement: skipped steps count for densification if they are not fused."""
