@@ -88,8 +88,8 @@ class StepRun:
             self.longest_gap = max(self.longest_gap, int((self.lazy.steps - self.lazy.last[drawn].int()).max()))
         gradients = row_gradients(self.rows, step)
         model.update(
-            self.rows, gradients, self.degree, lazy=self.lazy, boxes=self.boxes,
-            **self.settings, **self.statistics,
+            self.rows, gradients, self.degree, lazy=self.lazy, boxes=self.boxes, opacity_weight=0.02,
+            scale_weight=0.03, **self.settings, **self.statistics,
         )  # fmt: skip
 
     def flush(self) -> None:

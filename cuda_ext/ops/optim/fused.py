@@ -198,8 +198,8 @@ def splat_update(
             y, conics xx, xy, yy, opacity, features 0 to 3, absolute x, y, and 4 that are not looked at.
         grad2d, seen, radii_max: [N] each, or None to leave out.
         absgrad: `grad2d` counts the absolute gradients instead of those of means2d.
-        opacity_weight, scale_weight: the loss also holds this times the sum of all opacities, and of all scales (MCMC's
-            regularisation).
+        opacity_weight, scale_weight: the loss also holds this times the opacity, and the sum of the scales, of the
+            point of each row that is drawn (MCMC's regularisation).
         lazy: defer the steps of points that are not drawn (see `lazy_adam.py`, also for which options of Adam):
             1416 bytes (944) of each such point are then neither read nor written. Those of points that are drawn are
             taken.
@@ -209,7 +209,7 @@ def splat_update(
         boxes: of the points' groups, see `splat_boxes`: widened where points leave them.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with weights.
+        TypeError, ValueError: an argument of the wrong dtype, device or shape.
         NativeBuildError: the operators cannot be compiled.
     """
     means = params[0]
@@ -229,8 +229,6 @@ def splat_update(
         raise ValueError("absgrad needs the absolute gradients [M, 2]: call rasterize_backward with absgrad.")
     missed: tuple[Tensor | None, ...] = (None, None, None)
     if lazy is not None:
-        if opacity_weight or scale_weight:
-            raise ValueError("lazy defers steps without a gradient: leave opacity_weight and scale_weight out.")
         lazy.check(means)
         missed = (lazy.last, lazy.table, lazy.steps)
     if finite_flag is not None:

@@ -158,7 +158,8 @@ def _update(
         colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, view_ids, point_ids)
         outputs = [out.means2d, out.conics, out.depths, out.row_opacities, colors]
         incoming = [v_means2d, v_conics, v_depths, v_opacities, v_colors]
-        outputs += [opacities.sum(), scales.sum()]
+        weighted = point_ids[alive].long()
+        outputs += [opacities[weighted].sum(), scales[weighted].sum()]
         incoming += [means.new_tensor(opacity_weight), means.new_tensor(scale_weight)]
         gradients = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True, materialize_grads=True)
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
 from nerfstudio.utils import writer
 from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName
@@ -35,7 +34,7 @@ class FusedBlocks:
     """
 
     def __init__(self, pipeline: Any, optimizers: Any, world: World, guards: Guards) -> None:
-        self._pipeline, self._world, self._guards = pipeline, world, guards
+        self._pipeline, self._guards = pipeline, guards
         self.training = Training(pipeline, optimizers, world, guards.computed)
         self._pace, self._seconds, self._begun = Pace(), 0.0, False
 
@@ -91,13 +90,6 @@ class FusedBlocks:
         return self._seconds
 
     def _measured(self, result: BlockResult) -> Measured:
-        pipeline = self._pipeline
-        terms: dict[str, torch.Tensor] = {"main_loss": result.reports[-1, :-1].sum() / pipeline.batch_size}
-        if pipeline.model.densifier.noisy:
-            share = pipeline.model.share_of_points(self._world)
-            with torch.no_grad():  # on the model after the block
-                more = pipeline.model.regularisation(pipeline.batch_size)
-            terms |= {name: share * value for name, value in more.items()}
-        loss = torch.stack(list(terms.values())).sum()
+        loss = result.reports[-1, :-1].sum() / self._pipeline.batch_size
         assert result.mse is not None, "asked for with the metrics"
-        return loss, terms, {"mse": result.mse}
+        return loss, {"main_loss": loss}, {"mse": result.mse}

@@ -1,4 +1,4 @@
-"""MCMC in fused steps: regularization terms in `splat_update`'s loss, and noise on every mean.
+"""MCMC in fused steps: regularization of drawn points in `splat_update`'s loss, and noise on every mean.
 
 Noise is launched separately after each step. A step that exceeded a capacity is skipped and retried, so its noise is
 multiplied by the step's `taken` flag. If a refinement follows a step, noise follows the refinement, as in ordinary
@@ -51,11 +51,12 @@ class StepNoise:
             self._model.densifier.move(self._model.gauss_params, number * batch, batch, self._rate, taken)
 
     def weights(self) -> dict[str, float]:
-        """Return `opacity_weight` and `scale_weight` of a step: MCMC's terms are means, the operators' are sums."""
+        """Return `opacity_weight` and `scale_weight` of a step: see `SplatModel.regularisation`."""
         if not self.active:
             return {}
-        options, points = self._model.config, max(self._model.total_points, 1)
+        options = self._model.config
+        rows = self._pipeline.batch_size * max(self._model.total_points, 1)
         return {
-            "opacity_weight": options.mcmc_opacity_reg / points,
-            "scale_weight": options.mcmc_scale_reg / (3 * points),
+            "opacity_weight": options.mcmc_opacity_reg / rows,
+            "scale_weight": options.mcmc_scale_reg / (3 * rows),
         }

@@ -80,9 +80,9 @@ class SplatModelConfig(SplatfactoModelConfig):
     noise_lr: Annotated[float, _MCMC] = 5e5
     """With mcmc, noise on positions in units of their learning rate."""
     mcmc_opacity_reg: Annotated[float, _MCMC] = 0.01
-    """With mcmc, weight of the mean opacity in the loss."""
+    """With mcmc, weight in the loss of the opacities that an image's view draws, over the number of Gaussians."""
     mcmc_scale_reg: Annotated[float, _MCMC] = 0.01
-    """With mcmc, weight of the mean scale in the loss."""
+    """With mcmc, weight in the loss of the scales that an image's view draws, over three times that number."""
     mcmc_min_opacity: Annotated[float, _MCMC] = 0.005
     """With mcmc, a Gaussian of at most this opacity is dead and gets relocated."""
     mcmc_picks: Annotated[Literal["opacity", "gradient", "both"], _MCMC] = "opacity"

@@ -27,7 +27,7 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.step.exposures import drift, exposed
 from ns_multigpu.core.step.loss import photometric_loss
-from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
+from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, Splats, View
 from ns_multigpu.plugin.launch.checks import check_first_points, check_random_points
 from ns_multigpu.plugin.model import exposures, surfaces
 from ns_multigpu.plugin.model.cameras import view_from_camera
@@ -241,8 +241,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
                 error = (rgb.detach() - target / scale)[y0:y1, x0:x1]
                 squared = squared + error.square().sum() / (3 * view.width * view.height * len(views))
         losses["main_loss"] = loss
-        share = self.share_of_points(world)
-        losses.update({name: value * share for name, value in self.regularisation(len(views)).items()})
+        losses.update(self.regularisation(rendering.splats, len(views), world))
         extra = dict[str, Tensor]()
         self.camera_optimizer.get_loss_dict(extra)
         if self.config.use_bilateral_grid:
@@ -312,8 +311,15 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             return image
         return avg_pool2d(image.float().permute(2, 0, 1)[None], factor)[0].permute(1, 2, 0).contiguous()
 
-    def regularisation(self, batch: int) -> dict[str, Tensor]:
-        """Return the mean over a batch's images of Splatfacto's regularization of the points."""
+    def regularisation(self, splats: Splats, batch: int, world: World) -> dict[str, Tensor]:
+        """Return this rank's share of the mean over a batch's images of the regularization of the points.
+
+        Splatfacto's is of all points. MCMC's is of those that an image's view draws, so that its weight relative to the
+        photographs does not depend on their number.
+
+        Args:
+            splats: of this rank's points. world: the ranks.
+        """
         config = self.config
         terms = {"scale_reg": torch.zeros((), device=self.device)}
         # PhysGaussian's penalty on needles counts for every tenth image.
@@ -321,12 +327,14 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         if config.use_scale_regularization and share > 0:
             scales = self.scales.exp()
             ratio = (scales.amax(dim=-1) / scales.amin(dim=-1)).clamp(min=config.max_gauss_ratio)
-            terms["scale_reg"] = 0.1 * share * mean_of(ratio - config.max_gauss_ratio)
+            mean = mean_of(ratio - config.max_gauss_ratio)
+            terms["scale_reg"] = 0.1 * share * mean * self.share_of_points(world)
         if config.densifier == "mcmc":
-            if config.mcmc_opacity_reg > 0:
-                terms["mcmc_opacity_reg"] = config.mcmc_opacity_reg * mean_of(self.opacities.sigmoid())
-            if config.mcmc_scale_reg > 0:
-                terms["mcmc_scale_reg"] = config.mcmc_scale_reg * mean_of(self.scales.exp())
+            drawn = splats.hits.point_ids[(splats.rows["radii"] > 0).all(-1)].long()
+            views = torch.bincount(drawn, minlength=self.num_points).to(self.scales)[:, None]  # that draw each point
+            share = 1 / (batch * max(self.total_points, 1))
+            terms["mcmc_opacity_reg"] = config.mcmc_opacity_reg * share * (views * self.opacities.sigmoid()).sum()
+            terms["mcmc_scale_reg"] = config.mcmc_scale_reg * share / 3 * (views * self.scales.exp()).sum()
         return terms
 
     # ---- evaluation and viewing: the whole view ----

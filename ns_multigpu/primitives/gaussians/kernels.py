@@ -31,7 +31,7 @@ class GaussianKernels(GaussianRowKernels):
     Attributes:
         degree: harmonics in use, 0 to 3.
         antialiased, absgrad, eps2d, near, far: see `Gaussians`.
-        opacity_weight, scale_weight: see `splat_update`; of the whole model's sums.
+        opacity_weight, scale_weight: see `splat_update`.
         depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
         sized: see `Kernels`.
     """

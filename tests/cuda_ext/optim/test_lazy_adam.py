@@ -194,10 +194,6 @@ def test_the_registered_operators() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     model, lazy = make_model(20), LazyAdam.make(20, "cpu", F64)
-    rows = model.forward(60)
-    gradients = make_gradients(rows)
-    with pytest.raises(ValueError, match="leave opacity_weight and scale_weight out"):
-        model.update(rows, gradients, scale_weight=0.1, lazy=lazy)
     with pytest.raises(ValueError, match="exp_avgs must be means, quats"):
         model.forward(60, lazy=lazy)
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [

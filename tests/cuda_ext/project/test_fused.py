@@ -89,13 +89,18 @@ def test_update_is_torchs_adam(antialiased: bool, depth: bool, degree: int, reco
         torch.testing.assert_close(found, p.detach(), rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_regularisation() -> None:
+def test_regularisation_is_of_drawn_rows() -> None:
+    """Once for each view that draws a point, and not of points that no view draws."""
     model = make_model(40)
-    rows = model.forward(0)
+    rows = model.forward(200)
+    gradients = RowGradients(*(torch.zeros_like(gradient) for gradient in make_gradients(rows)))
+    drawn = rows.point_ids[(rows.radii > 0).all(-1)].long()
+    views = drawn.bincount(minlength=40)
+    assert 0 in views and len(model.sizes) // 2 in views and len(views.unique()) > 2
     leaves = [model.params[i].clone().requires_grad_() for i in (2, 3)]
-    (0.3 * leaves[1].sigmoid().sum() + 0.2 * leaves[0].exp().sum()).backward()
+    (0.3 * leaves[1][drawn].sigmoid().sum() + 0.2 * leaves[0][drawn].exp().sum()).backward()
     before = [model.exp_avgs[i].clone() for i in (2, 3)]
-    model.update(rows, make_gradients(rows), opacity_weight=0.3, scale_weight=0.2)
+    model.update(rows, gradients, opacity_weight=0.3, scale_weight=0.2)
     for i, leaf, old in zip((2, 3), leaves, before, strict=True):
         torch.testing.assert_close(model.exp_avgs[i], 0.9 * old + 0.1 * leaf.grad, rtol=1e-12, atol=1e-14)
 

@@ -198,15 +198,12 @@ void splat_update(Call& call) {
   UpdateLaunch launch = {};
   const std::vector<at::Tensor> params = call.tensors("params");
   put_parameters(call, params, launch);
-  const auto opacity_weight = call.read<float>("opacity_weight"), scale_weight = call.read<float>("scale_weight");
   launch.lazy = lazy_state(call, launch.points);
-  TORCH_CHECK_VALUE(launch.lazy.last == nullptr || (opacity_weight == 0.0f && scale_weight == 0.0f),
-                    "lazy steps are those of points without a gradient: not of regularised ones.");
   launch.scalars = call.read<const float*>("scalars[6,8]!16");
   launch.views = batch_views(call);
   launch.rows = update_rows(call, launch.views.count);
   launch.settings = {checked_degree(call, params[kShRest].size(1)), call.read<float>("eps2d"), call.flag("antialiased"),
-                     call.flag("absgrad"), opacity_weight, scale_weight};
+                     call.flag("absgrad"), call.read<float>("opacity_weight"), call.read<float>("scale_weight")};
   launch.gradients = update_gradients(call, launch.rows, launch.settings.absgrad);
   launch.statistics = {statistic(call, "grad2d", launch.points), statistic(call, "seen", launch.points),
                        statistic(call, "radii_max", launch.points)};

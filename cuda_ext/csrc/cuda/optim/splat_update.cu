@@ -62,7 +62,6 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   const int size = smaller(kGroup, launch.points - first);
   const bool inside = lane < size;
   const int64_t id = first + (inside ? lane : 0);
-  const UpdateSettings& settings = launch.settings;
   float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(storage) + view_bytes(launch.views.count)) +
                   warp * warp_floats(launch.rest_floats);
   float* rest = shared + kRestAt;
@@ -74,24 +73,21 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   }
   shown = __any_sync(0xffffffffu, shown);
 
-  const bool weighted = settings.opacity_weight != 0.0f || settings.scale_weight != 0.0f;
-  if (shown || weighted) {
-    if (Degree > 0 && shown) {
+  if (shown) {
+    if constexpr (Degree > 0) {
       stage(launch.values[kShRest] + int64_t{first} * launch.rest_floats, rest, size * launch.rest_floats, lane);
       __syncwarp();
     }
     const Point<float> point = activated(load3(launch.values[kMeans], id), load_quat(launch.values[kQuats], id),
                                          load3(launch.values[kLogScales], id), launch.values[kLogits][id]);
     Sums sums;
-    if (shown) {
-      const Lane<Degree> mine = {launch, views, rest + lane * launch.rest_floats, group, first, lane};
-      PointStatistics statistics;
-      statistics.load(launch.statistics, id);
-      mine.sum_rows(point, sums, statistics);
-      if (statistics.counted) statistics.store(launch.statistics, id);
-      if constexpr (Degree > 0) mine.outer_products(point.mean);
-    }
-    put_gradients(shared, lane, sums, point, settings);
+    const Lane<Degree> mine = {launch, views, rest + lane * launch.rest_floats, group, first, lane};
+    PointStatistics statistics;
+    statistics.load(launch.statistics, id);
+    mine.sum_rows(point, sums, statistics);
+    if (statistics.counted) statistics.store(launch.statistics, id);
+    if constexpr (Degree > 0) mine.outer_products(point.mean);
+    put_gradients(shared, lane, sums, point);
     __syncwarp();
   }
   const uint32_t salt = step_salt<Moment>(launch.scalars, launch.views);
@@ -99,12 +95,11 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
     const Span<Moment> span = span_of<Moment>(launch, first, size, tensor, width, salt);
     step_span<decltype(batch)::value>(span, gradient, launch.scalars + 8 * tensor, lane);
   };
-  const bool moved = shown || weighted;
-  step(Batch<1>{}, kMeans, 3, moved ? shared + kMeanAt : nullptr);
-  step(Batch<1>{}, kQuats, 4, moved ? shared + kQuatAt : nullptr);
-  step(Batch<1>{}, kLogScales, 3, moved ? shared + kScaleAt : nullptr);
-  step(Batch<1>{}, kLogits, 1, moved ? shared + kLogitAt : nullptr);
-  step(Batch<1>{}, kShDc, 3, moved ? shared + kDcAt : nullptr);
+  step(Batch<1>{}, kMeans, 3, shown ? shared + kMeanAt : nullptr);
+  step(Batch<1>{}, kQuats, 4, shown ? shared + kQuatAt : nullptr);
+  step(Batch<1>{}, kLogScales, 3, shown ? shared + kScaleAt : nullptr);
+  step(Batch<1>{}, kLogits, 1, shown ? shared + kLogitAt : nullptr);
+  step(Batch<1>{}, kShDc, 3, shown ? shared + kDcAt : nullptr);
   if (launch.boxes != nullptr) {
     widen_box(launch.boxes, group, inside, launch.values[kMeans], launch.values[kLogScales], id, lane);
   }

@@ -46,7 +46,7 @@ struct UpdateSettings {
   int degree;
   float eps2d;
   bool antialiased, absgrad;
-  float opacity_weight, scale_weight;
+  float opacity_weight, scale_weight;  // of each row that is drawn
 };
 
 struct UpdateLaunch {

@@ -21,10 +21,9 @@ struct Sums {
 };
 
 // Writes the gradients of a lane's raw parameters, but for the harmonics beyond the first, to its warp's shared memory.
-__device__ __forceinline__ void put_gradients(float* shared, int lane, const Sums& sums, const Point<float>& point,
-                                              const UpdateSettings& settings) {
+__device__ __forceinline__ void put_gradients(float* shared, int lane, const Sums& sums, const Point<float>& point) {
   const float slope = point.opacity * (1.0f - point.opacity);
-  const Vec3<float> scale = times(sums.scale, point.scale) + settings.scale_weight * point.scale;
+  const Vec3<float> scale = times(sums.scale, point.scale);
   shared[kMeanAt + 3 * lane] = sums.mean.x;
   shared[kMeanAt + 3 * lane + 1] = sums.mean.y;
   shared[kMeanAt + 3 * lane + 2] = sums.mean.z;
@@ -32,7 +31,7 @@ __device__ __forceinline__ void put_gradients(float* shared, int lane, const Sum
   shared[kScaleAt + 3 * lane] = scale.x;
   shared[kScaleAt + 3 * lane + 1] = scale.y;
   shared[kScaleAt + 3 * lane + 2] = scale.z;
-  shared[kLogitAt + lane] = (sums.opacity + settings.opacity_weight) * slope;
+  shared[kLogitAt + lane] = sums.opacity * slope;
   shared[kDcAt + 3 * lane] = sums.dc.x;
   shared[kDcAt + 3 * lane + 1] = sums.dc.y;
   shared[kDcAt + 3 * lane + 2] = sums.dc.z;
@@ -77,16 +76,18 @@ struct Lane {
   // Sums all gradients but those of the harmonics beyond the first; returns whether the point is drawn anywhere.
   __device__ __forceinline__ bool sum_rows(const Point<float>& point, Sums& sums, PointStatistics& statistics) const {
     bool drawn = false;
+    const UpdateSettings& settings = launch.settings;
+    const Vec3<float> by_scale = {settings.scale_weight, settings.scale_weight, settings.scale_weight};
     for_rows([&](int v, int64_t row) {
       const ViewSetup& view = views[v];
       const RowGradient g = load_gradient(launch.gradients, launch.rows, row);
       if (!(g.probe == 0.0f)) publish(v);
       const PointGradient<float> p =
-          splat_vjp(view.camera, point, launch.settings.eps2d, launch.settings.antialiased, g.splat);
+          splat_vjp(view.camera, point, settings.eps2d, settings.antialiased, g.splat);
       sums.mean = sums.mean + p.mean;
-      sums.scale = sums.scale + p.scale;
+      sums.scale = sums.scale + p.scale + by_scale;
       sums.quat = {sums.quat.w + p.quat.w, sums.quat.x + p.quat.x, sums.quat.y + p.quat.y, sums.quat.z + p.quat.z};
-      sums.opacity += p.opacity;
+      sums.opacity += p.opacity + settings.opacity_weight;
       sums.dc = sums.dc + ShConstants<float>::k0 * g.color;
       if constexpr (Degree > 0) {
         const Direction<float> d = direction(view.center, point.mean);

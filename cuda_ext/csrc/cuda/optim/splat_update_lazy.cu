@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   mine.sum_rows(point, sums, statistics);
   if (counted) statistics.store(launch.statistics, id);
   if constexpr (Degree > 0) mine.outer_products(point.mean);
-  put_gradients(shared, lane, sums, point, launch.settings);
+  put_gradients(shared, lane, sums, point);
 
   const auto step = [&](auto batch, int tensor, int width, const float* gradient) {
     put_factors(factors, launch.lazy.table, last, tensor, lane);
