@@ -68,6 +68,7 @@ def train_ours(
     result = {
         "psnr": scores["psnr"],
         "ssim": scores["ssim"],
+        "cc_psnr": scores.get("cc_psnr"),
         "train_seconds": seconds,
         "images_per_s": config.max_num_images / seconds,
         "gaussians": trainer.pipeline.model.total_points,
