@@ -1,8 +1,11 @@
 """Measurement, before training, of how much the exposures of a capture's photographs differ.
 
-A seed point has the mean colour of the photographs that observe it. The ratio of a photograph's colour to the point's
-gives that photograph's relative exposure. Occluded points would give wrong ratios. Only the nearest point of each image
-cell counts, and the result is the median.
+Photographs that show the same seed points are compared: the logarithm of a point's brightness in a photograph is the
+point's plus the photograph's gain. Gains are fitted to one half of the points and judged by the other half, because
+photographs also differ by shadows, highlights and occlusion. Only the nearest point of each image cell counts.
+
+A gain that neighbouring photographs share does no harm: training takes it for light that depends on the direction, and
+held-out photographs between them have it, too. Only gains against the neighbours' count.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +18,15 @@ from torch import Tensor
 from ns_multigpu.core.types import View
 
 MANY = 0.25
-"""Threshold in stops above which exposures differ: see `Exposures.spread`. Measured in
-benchmarks/results/recipes.md.
-"""
+"""Threshold in stops above which exposures differ: see `Exposures.spread`. Figures are in benchmarks/NOTES.md."""
 _POINTS = 20_000
 """Largest number of seed points that are compared."""
 _FEW = 30
-"""Smallest number of points that a photograph must show."""
+"""Smallest number of points that a photograph must share with two others."""
+_NEIGHBOURS = 4
+"""Number of neighbours: the photographs that show most of a photograph's points."""
+_SWEEPS = 6
+"""Sweeps of Tukey's median polish, which fits gains."""
 _CELLS = 48
 """Number of cells along a photograph's longer side."""
 _GAMMA = 2.2
@@ -37,8 +42,9 @@ class Exposures:
     """Measured exposures.
 
     Attributes:
-        stops: relative exposure of each measurable photograph against the median one.
-        spread: half the distance between the 90th and the 10th percentile, in stops.
+        stops: gain of each measurable photograph against the median one.
+        spread: standard deviation, in stops, of the gains against the mean of their neighbours', times the share of the
+            other points' variance that these differences explain.
     """
 
     stops: Sequence[float]
@@ -50,12 +56,11 @@ def differ(exposures: Exposures) -> bool:
     return exposures.spread > MANY
 
 
-def measured(points: Tensor, colours: Tensor, views: Sequence[View], read: Callable[[int], Tensor]) -> Exposures | None:
+def measured(points: Tensor, views: Sequence[View], read: Callable[[int], Tensor]) -> Exposures | None:
     """Measure how much exposures differ; see the module.
 
     Args:
         points: [N, 3].
-        colours: [N, 3] up to 255.
         views: of the photographs.
         read: returns the photograph [H, W, 3 or 4] of a view by position, uint8 or float up to 1. Several threads call
             it.
@@ -63,25 +68,56 @@ def measured(points: Tensor, colours: Tensor, views: Sequence[View], read: Calla
     Returns:
         None if fewer than three photographs can be measured.
     """
-    stride = max(1, -(-len(points) // _POINTS))
-    points, colours = points[::stride].detach().float().cpu(), colours[::stride].detach().float().cpu() / 255
+    points = points[:: max(1, -(-len(points) // _POINTS))].detach().float().cpu()
+    stops = torch.full((len(views), len(points)), torch.nan)
 
-    def stops_of(place: int) -> float | None:
+    def look(place: int) -> None:
         seen, x, y = _nearest(points, views[place])
-        return _stops(colours[seen], x, y, read(place))
+        stops[place, seen] = _stops(x, y, read(place))
 
     cores = torch.get_num_threads()
     try:  # one thread per photograph: nested threads of torch's small operations would block each other
         with ThreadPoolExecutor(min(_THREADS, cores), initializer=torch.set_num_threads, initargs=(1,)) as threads:
-            stops_found = [stops for stops in threads.map(stops_of, range(len(views))) if stops is not None]
+            list(threads.map(look, range(len(views))))
     finally:
         torch.set_num_threads(cores)
-    if len(stops_found) < 3:
-        return None
-    stops = torch.tensor(stops_found, dtype=torch.float64)
-    stops -= stops.median()
-    low, high = stops.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
-    return Exposures(stops.tolist(), (high - low) / 2)
+    for _ in range(2):  # a photograph that is left out leaves some points with fewer
+        stops = stops[:, stops.isfinite().sum(0) >= 3]
+        stops = stops[stops.isfinite().sum(1) >= _FEW]
+    return None if len(stops) < 3 else compared(stops)
+
+
+def compared(stops: Tensor) -> Exposures:
+    """Return the exposures of photographs, of whose points the brightness is known.
+
+    Args:
+        stops: [photographs, points] logarithms to base 2; NaN where a photograph does not show a point.
+    """
+    odd, even, spreads = stops[:, 1::2], stops[:, ::2], list[Tensor]()
+    for fitted, other in ((odd, even), (even, odd)):
+        gains, shown = _gains(fitted), fitted.isfinite().float()
+        common = (shown @ shown.T).fill_diagonal_(-1)
+        of_neighbours = gains[common.topk(min(_NEIGHBOURS, len(gains) - 1)).indices].mean(1)
+        left, before = _residual(other, gains), _residual(other, of_neighbours)
+        share = (1 - (left / before.clamp(min=1e-6)).square()).clamp(min=0)
+        spreads.append(share * (gains - of_neighbours).square().mean().sqrt())
+    return Exposures(_gains(stops).tolist(), float(sum(spreads)) / 2)
+
+
+def _gains(stops: Tensor) -> Tensor:
+    """Return the gains [photographs] of brightnesses, their median 0; 0 also where a photograph shows no point."""
+    gains = stops.new_zeros(len(stops))
+    for _ in range(_SWEEPS):
+        of_points = (stops - gains[:, None]).nanmedian(0).values
+        gains = (stops - of_points).nanmedian(1).values.nan_to_num()
+        gains -= gains.median()
+    return gains
+
+
+def _residual(stops: Tensor, gains: Tensor) -> Tensor:
+    """Return the median distance [] of brightnesses from their point's median, less the photographs' gains."""
+    left = stops - gains[:, None]
+    return (left - left.nanmedian(0).values).abs().nanmedian()
 
 
 def _nearest(points: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,14 +137,10 @@ def _nearest(points: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
     return seen, x[seen].long(), y[seen].long()
 
 
-def _stops(colours: Tensor, x: Tensor, y: Tensor, image: Tensor) -> float | None:
-    """Return by how many stops an image is brighter than colours [n, 3] at pixels; None if too few are comparable."""
+def _stops(x: Tensor, y: Tensor, image: Tensor) -> Tensor:
+    """Return the brightness [n] of an image at pixels, as a logarithm to base 2; NaN where it is not usable."""
     steps = torch.arange(-1, 2)  # average 3 x 3 pixels: a point is seldom centred in its pixel
     nine = image[y[:, None, None] + steps[:, None], x[:, None, None] + steps, :3].flatten(1, 2)
-    around = nine.float().mean(1) / (1.0 if image.dtype.is_floating_point else 255.0)
-    fair = torch.ones(len(x), dtype=torch.bool)
-    for shown in (around, colours):
-        fair &= (shown.mean(1) > _BLACK) & (shown.amax(1) < _WHITE)
-    if int(fair.sum()) < _FEW:
-        return None
-    return float(_GAMMA * (around[fair].mean(1) / colours[fair].mean(1)).log2().median())
+    shown = nine.float().mean(1) / (1.0 if image.dtype.is_floating_point else 255.0)
+    usable = (shown.mean(1) > _BLACK) & (shown.amax(1) < _WHITE)
+    return torch.where(usable, _GAMMA * shown.mean(1).log2(), torch.nan)

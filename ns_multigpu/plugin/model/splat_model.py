@@ -318,7 +318,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     def regularisation(self, splats: Splats, batch: int, world: World) -> dict[str, Tensor]:
         """Return this rank's share of the mean over a batch's images of the regularization of the points.
 
-        Splatfacto's is of all points. MCMC's is of those that an image's view draws, so that its weight beside the
+        Splatfacto's is of all points. MCMC's is of those that an image's view draws, so that its weight relative to the
         photographs does not depend on their number.
 
         Args:

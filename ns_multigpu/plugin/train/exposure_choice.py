@@ -15,7 +15,7 @@ from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.model.cameras import view_from_camera
 
-LOOKED_AT = 64
+LOOKED_AT = 128
 """Maximum number of compared photographs, evenly spread over the capture."""
 
 
@@ -46,7 +46,7 @@ def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
 
 
 def exposures_of(datamanager: Any, seed_points: tuple[Tensor, Tensor] | None, world: World) -> Exposures | None:
-    """Return the spread of the training photographs' exposures, the same on every rank. Every rank calls it; rank 0
+    """Return the training photographs' exposures, the same on every rank. Every rank calls it; rank 0
     reads.
 
     Args:
@@ -67,7 +67,7 @@ def exposures_of(datamanager: Any, seed_points: tuple[Tensor, Tensor] | None, wo
         singles = [cameras[index : index + 1].to("cpu") for index in chosen]
         views = [view_from_camera(one, one.camera_to_worlds.reshape(-1, 3, 4)[0], 0) for one in singles]
         try:
-            found = measured(*seed_points, views, lambda k: datamanager.train_reader.read(chosen[k])["image"])
+            found = measured(seed_points[0], views, lambda k: datamanager.train_reader.read(chosen[k])["image"])
         except ValueError as error:  # names the file
             problems = [str(error)]
     raise_together(problems, world, "A photograph cannot be read:")
