@@ -93,6 +93,9 @@ class FusedBlocks:
     def _measured(self, result: BlockResult) -> Measured:
         pipeline = self._pipeline
         terms: dict[str, torch.Tensor] = {"main_loss": result.reports[-1, :-1].sum() / pipeline.batch_size}
+        corrections = dict[str, torch.Tensor]()
+        pipeline.model.camera_optimizer.get_loss_dict(corrections)
+        terms |= {name: value.detach() / self._world.size for name, value in corrections.items()}
         if pipeline.model.densifier.noisy:
             share = pipeline.model.share_of_points(self._world)
             with torch.no_grad():  # on the model after the block
