@@ -85,5 +85,5 @@ def test_gradients_are_autograds(library: ctypes.CDLL, degree: int, rest: int, l
 def in_float(model: Model, kind: torch.dtype) -> Model:
     """Return a copy in single precision, with moments of this type."""
     found = model.to("cpu")
-    moments = ([moment.to(kind, copy=True) for moment in given] for given in (model.exp_avgs, model.exp_avg_sqs))
-    return Model(found.params, *moments, found.scalars, found.viewmats, found.Ks, found.sizes)
+    first, second = ([m.to(kind, copy=True) for m in given] for given in (model.exp_avgs, model.exp_avg_sqs))
+    return Model(found.params, first, second, found.scalars, found.viewmats, found.Ks, found.sizes)
