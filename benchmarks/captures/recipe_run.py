@@ -70,7 +70,6 @@ def train_ours(
         "psnr": scores["psnr"],
         "cc_psnr": scores["cc_psnr"],
         "ssim": scores["ssim"],
-        "cc_psnr": scores.get("cc_psnr"),
         "train_seconds": seconds,
         "images_per_s": config.max_num_images / seconds,
         "gaussians": trainer.pipeline.model.total_points,

@@ -254,7 +254,7 @@ class Kernels(RowFormat):
     @abstractmethod
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, finite_flag: Tensor,
-        finite_flag_views: range | None,
+        finite_flag_views: range | None, v_viewmats: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Propagate the rows' gradients to the parameters, take Adam's step and update the statistics.
 
@@ -262,6 +262,7 @@ class Kernels(RowFormat):
             scalars: [parameters, 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
             finite_flag: [1] written: finite if all gradients of the rows of `finite_flag_views` are (None: of all
                 rows).
+            v_viewmats: [V, 4, 4] written: the gradient by the cameras' matrices, the same bits from the same rows.
         """
 
     @abstractmethod

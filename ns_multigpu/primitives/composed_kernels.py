@@ -6,6 +6,7 @@ Shapes follow from capacities alone, and nothing is read back, so that CUDA grap
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -90,10 +91,12 @@ class ComposedKernels(Kernels):
     @torch.no_grad()
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, finite_flag: Tensor,
-        finite_flag_views: range | None,
+        finite_flag_views: range | None, v_viewmats: Tensor | None = None,
     ) -> None:  # fmt: skip
         if len(model.params[0]) == 0:
             finite_flag.zero_()
+            if v_viewmats is not None:
+                v_viewmats.zero_()
             return
         lines, real = RowLines(rows.view_ids, rows.point_ids), real_rows(rows.point_ids, rows.count)
         if rows.count.numel() > 1:  # operators expect padding at the end, not behind each segment
@@ -104,7 +107,8 @@ class ComposedKernels(Kernels):
             lines = RowLines(*(torch.where(real, column[order], padding) for column, padding in ids))
         with torch.enable_grad():
             leaves = [param.detach().requires_grad_() for param in model.params]
-            made = self.made(self._named(leaves), cameras, lines)
+            poses = cameras.viewmats.detach().requires_grad_(v_viewmats is not None)
+            made = self.made(self._named(leaves), replace(cameras, viewmats=poses), lines)
         drawn = real & (made.radii > 0).all(-1)
         records = torch.where(drawn[:, None], records, 0.0)
         pairs = self.returned(made, records)
@@ -112,8 +116,11 @@ class ComposedKernels(Kernels):
         if finite_flag_views is not None:
             finite |= (lines.view_ids < finite_flag_views.start) | (lines.view_ids >= finite_flag_views.stop)
         outputs, given = ([pair[i] for pair in pairs] for i in (0, 1))
-        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True, materialize_grads=True)
-        gradients = [gradient.contiguous() for gradient in found]
+        wanted = leaves if v_viewmats is None else [*leaves, poses]
+        found = torch.autograd.grad(outputs, wanted, given, allow_unused=True, materialize_grads=True)
+        gradients = [gradient.contiguous() for gradient in found[: len(leaves)]]
+        if v_viewmats is not None:
+            v_viewmats.copy_(found[-1])
         if model.statistics:
             self._count(model.statistics, made, records, cameras.sizes, lines, real)
         finite_flag.copy_(torch.where(finite.all(), 0.0, torch.nan).view(1))

@@ -1,8 +1,8 @@
-"""The CUDA kernels of the rasterization on a CPU: their own sources, compiled for the fibers in `emulation/`.
+"""CUDA kernels, mostly of the rasterization, on a CPU: their own sources, compiled for the fibers in `emulation/`.
 
 What stands in their way is replaced: launches (`kernel<<<...>>>(...)`) and the few instructions that are written in
-PTX (`memory_device.h`). Few blocks take all segments, so that each takes several. It is slow, and sees neither the
-order in which a GPU's writes become visible nor blocks that run at the same time.
+PTX (`memory_device.h`). Few blocks take all segments, or rows of a view, so that each takes several. It is slow, and
+sees neither the order in which a GPU's writes become visible nor blocks that run at the same time.
 """
 
 import ctypes
@@ -26,6 +26,7 @@ PRIMITIVES = (
     "common/rows",
     *(f"{stage}/{kind}_{stage}" for kind in ("surfels", "convexes") for stage in ("raster", "project")),
 )
+POSES = ("common/rows", "optim/splat_poses")
 NEVER = 2**31 - 1
 _LAUNCH = re.compile(r"(\w+)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)
 
@@ -50,7 +51,8 @@ class _Arguments(ctypes.Structure):
 def translated(text: str) -> str:
     """Return a CUDA source as C++ that calls `emulation::launch`."""
     found = _LAUNCH.sub(r"emulation::launch(\2, \3, [&] { \1(\4); });", text)
-    found = found.replace("constexpr int kSegmentBlocks = 1056;", "constexpr int kSegmentBlocks = 2;")
+    for blocks in ("kSegmentBlocks = 1056", "kPoseBlocks = 512"):
+        found = found.replace(f"constexpr int {blocks};", f"constexpr int {blocks.split()[0]} = 2;")
     assert "<<<" not in found, "a launch that is written in another way"
     return found
 
@@ -60,8 +62,8 @@ def compiled(folder: Path, kernels: tuple[str, ...], host: str) -> ctypes.CDLL:
     sources = folder / "csrc"
     shutil.copytree(SOURCES, sources)
     shutil.copy(EMULATION / "memory_device.h", sources / "cuda" / "common")
-    for stage in ("raster", "project"):
-        header = sources / "cuda" / stage / f"primitive_{stage}.h"
+    for name in ("raster/primitive_raster.h", "project/primitive_project.h", "optim/splat_update.h"):
+        header = sources / "cuda" / name
         header.write_text(translated(header.read_text()))
     units = [str(EMULATION / name) for name in ("fibers.cpp", host)]
     for kernel in kernels:

@@ -87,6 +87,16 @@ def make_maps(views: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     return (torch.eye(3, 4) + 0.15 * torch.randn(views + 3, 3, 4, generator=g)).to(device, dtype)
 
 
+def make_corrections(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Pose corrections [views + 3, 6]: there are more views than those of a batch. Some turn by next to nothing, one by
+    nothing at all."""
+    g = torch.Generator().manual_seed(6)
+    found = 0.04 * torch.randn(views + 3, 6, generator=g, dtype=torch.float64)
+    found[1] = 0
+    found[2::3, 3:] /= 50
+    return found.to(device, dtype)
+
+
 def make_image(view: View, seed: int = 9) -> torch.Tensor:
     """Return [H, W, 3] uint8 noise."""
     g = torch.Generator().manual_seed(seed + view.index)

@@ -6,11 +6,13 @@ Adding a strategy or a primitive to its table below adds its test.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from nerfstudio.cameras.camera_optimizers import CameraOptimizer
 
 from ns_multigpu.core.dist.collectives import all_gather_rows, sum_all
 from ns_multigpu.core.dist.world import World
@@ -19,7 +21,8 @@ from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import drift, exposed
 from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.types import Patch, Points
+from ns_multigpu.core.types import Patch, Points, View
+from ns_multigpu.plugin.model.cameras import world_to_camera
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
 from ns_multigpu.primitives.gaussians.densifier import densification_info
@@ -89,17 +92,21 @@ def on_machines(world: World, machines: int) -> World:
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
-    layered: bool = False,
+    layered: bool = False, corrects: CameraOptimizer | None = None,
 ) -> Outcome:  # fmt: skip
     """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
-    depth counts. `exposes`: their colours are mapped. `layered`: photographs have alpha and masks."""
+    depth counts. `exposes`: their colours are mapped. `layered`: photographs have alpha and masks.
+    `corrects`: the first two views are one, and poses are corrected."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     batch = seen = make_views(views, dtype, world.device, size)
     spread.placement.look(lambda: seen)
     held, places = held_at(spread, whole)
     poses = [v.viewmat.clone().requires_grad_() for v in batch]
+    if corrects is not None:
+        batch = [replace(v, index=max(v.index - 1, 0)) for v in batch]
+        poses = [corrected_by(corrects, v) for v in batch]
     batch = [replace(v, viewmat=p) for v, p in zip(batch, poses, strict=True)]
     if observes:
         observed = make_observations(views, dtype, world.device)
@@ -133,9 +140,14 @@ def take_step(
         if observes:
             loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
     trainable = {} if maps is None else {"exposures": maps}
+    if corrects is not None:
+        poses, trainable["corrections"] = [], corrects.pose_adjustment
     leaves = [*poses, *trainable.values(), *held.params.values()]
     spread.gradients.begin_backward(leaves)
-    (loss if maps is None else loss + drift(maps) / world.size).backward()
+    held_back = [] if maps is None else [drift(maps)]
+    if corrects is not None:
+        held_back += penalties(corrects).values()
+    sum((term / world.size for term in held_back), start=loss).backward()
     spread.gradients.end_backward()
     gradients = {name: _gradient(value) for name, value in held.params.items()}
     if not spread.placement.replicated:
@@ -155,6 +167,22 @@ def take_step(
         "gradients": {name: grad.cpu() for name, grad in gradients.items()},
         "poses": {name: _gradient(of).cpu() for name, of in [*enumerate(poses), *trainable.items()]},
     }
+
+
+def corrected_by(optimizer: CameraOptimizer, view: View) -> torch.Tensor:
+    """Return the view's matrix [4, 4] as ordinary steps correct it."""
+    rotation, flip = view.viewmat[:3, :3].T, view.viewmat.new_tensor([1.0, -1.0, -1.0])
+    there = torch.cat([rotation * flip, -rotation @ view.viewmat[:3, 3:]], dim=1)
+    camera: Any = SimpleNamespace(
+        camera_to_worlds=there[None], device=there.device, metadata={"cam_idx": view.index}
+    )  # fmt: skip
+    return world_to_camera(optimizer.apply_to_camera(camera)[0])
+
+
+def penalties(optimizer: CameraOptimizer) -> dict[str, torch.Tensor]:
+    found = dict[str, torch.Tensor]()
+    optimizer.get_loss_dict(found)
+    return found
 
 
 def points_of(

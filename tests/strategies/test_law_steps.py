@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from nerfstudio.cameras.camera_optimizers import CameraOptimizer
 
 from cuda_ext.ops.optim.adam import adam_scalars
 from ns_multigpu.core.assign.assignment import RoundRobinViews
@@ -23,6 +24,7 @@ from ns_multigpu.core.exchange.transports import make_transport
 from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.fused_support import unsupported_reason
+from ns_multigpu.core.step.poses import StepPoses
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import StepSettings, with_halos
 from ns_multigpu.core.step.tile_lists import SortedLists
@@ -84,10 +86,12 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 
 def take_one(
     spread: Strategy, kind: Any, count: int, size: Size, mode: str, by_sort: bool = False, half: bool | None = None,
-    whole: Points | None = None, observes: bool = False, exposes: bool = False, layered: bool = False, **more: Any,
+    whole: Points | None = None, observes: bool = False, exposes: bool = False, layered: bool = False,
+    corrects: CameraOptimizer | None = None, **more: Any,
 ) -> Outcome:  # fmt: skip
     """Return the results of `one_step` for a fused step. With `half` given rows use collectives. The points are 3D
-    Gaussians, unless given; `observes`, `exposes`, `layered`: see `take_step`; `more` are options of the kernels."""
+    Gaussians, unless given; `observes`, `exposes`, `layered`, `corrects`: see `take_step`; `more` are options of the
+    kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -105,10 +109,24 @@ def take_one(
         begun["exposures"], params["exposures"] = maps.clone(), maps
         moments["exposures"] = torch.zeros_like(maps), torch.zeros_like(maps)
         step_exposures = StepExposures(maps, *moments["exposures"], count)
+    step_poses = None
+    if corrects is not None:
+        views = [replace(view, index=max(view.index - 1, 0)) for view in views]
+        corrections = corrects.pose_adjustment.detach().clone().to(device)
+        begun["corrections"], params["corrections"] = corrections.clone(), corrections
+        moments["corrections"] = torch.zeros_like(corrections), torch.zeros_like(corrections)
+        weights = corrects.config.trans_l2_penalty, corrects.config.rot_l2_penalty
+        summed = None if spread.gradients.summed else world
+        step_poses = StepPoses(
+            corrections, *moments["corrections"], count, cast(Any, corrects.config.mode), weights, summed
+        )  # fmt: skip
     step = made(
-        spread, kind, views, params, moments, statistics, by_sort, half, observed, step_exposures, layered, **more
-    )
+        spread, kind, views, params, moments, statistics, by_sort, half, observed, step_exposures, layered,
+        poses=step_poses, **more
+    )  # fmt: skip
     fill(step, views)
+    if step_poses is not None:
+        step_poses.indices.copy_(torch.tensor([view.index for view in views]))
     if step_exposures is not None:
         step_exposures.indices.copy_(torch.tensor([view.index for view in views]))
     plan = with_halos(spread.plan_alike(views), views)
@@ -140,7 +158,7 @@ def take_one(
 def made(
     spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
     half: bool | None = None, observed: Observations | None = None, exposures: StepExposures | None = None,
-    layered: bool = False, capacities: Any = None, **more: Any,
+    layered: bool = False, capacities: Any = None, poses: StepPoses | None = None, **more: Any,
 ) -> Step:  # fmt: skip
     """Return the step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
@@ -151,6 +169,7 @@ def made(
         LAMBDA,
         **{**CAPACITIES, **(capacities or {})},
         exposures=exposures is not None,
+        poses=poses is not None,
         alpha=layered,
         masked=layered,
     )
@@ -166,7 +185,7 @@ def made(
     counted = statistics if world.is_main or not spread.gradients.summed else {}
     return Step(
         kernels, params, moments, counted, settings, spread, transport, lists=lists, observed=observed,
-        exposures=exposures,
+        exposures=exposures, poses=poses,
     )  # fmt: skip
 
 

@@ -169,6 +169,7 @@ def splat_update(
     finite_flag: Tensor | None = None,
     finite_flag_views: range | None = None,
     boxes: Tensor | None = None,
+    v_viewmats: Tensor | None = None,
 ) -> None:
     """Return the gradients of rows to the parameters and take Adam's step there, all in place.
 
@@ -184,8 +185,6 @@ def splat_update(
     length of the gradient of means2d in units of half an image, times the number of views (the loss being their mean).
     For each row that is drawn or has a negative radius, `seen` gets 1, and `radii_max` becomes the largest radius of
     the 3-sigma circle, a fraction of the image's longer side.
-
-    No gradient for the cameras comes out: where poses are optimized, go through `project` and autograd.
 
     Args:
         params: the six parameters in the order of `PARAMETERS`, shapes as in `splat_forward`.
@@ -207,6 +206,7 @@ def splat_update(
             nothing, since the gradients are read here anyhow; a separate check would read them all again.
         finite_flag_views: the views whose rows `finite_flag` covers, a range; all unless given.
         boxes: of the points' groups, see `splat_boxes`: widened where points leave them.
+        v_viewmats: [V, 4, 4], an output: the gradient by `viewmats`. The same rows give the same bits.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape.
@@ -235,6 +235,8 @@ def splat_update(
         check_floats(means, finite_flag=(finite_flag, (1,)))
     if boxes is not None:
         check_boxes(means, boxes)
+    if v_viewmats is not None:
+        check_floats(means, v_viewmats=(v_viewmats, (views, 4, 4)))
     shown = [] if finite_flag_views is None else [finite_flag_views.start, finite_flag_views.stop]
     given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     statistics = [means.new_empty(0) if t is None else t for t in (grad2d, seen, radii_max)]
@@ -243,7 +245,7 @@ def splat_update(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
         sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
         _number(degree), eps2d, near, far, antialiased, absgrad, opacity_weight, scale_weight, *missed,
-        finite_flag, shown, boxes,
+        finite_flag, shown, boxes, v_viewmats,
     )  # fmt: skip
 
 

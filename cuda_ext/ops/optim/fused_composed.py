@@ -121,7 +121,7 @@ def splat_update_composed(
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
     steps: Tensor | None = None, finite_flag: Tensor | None = None, finite_flag_views: Sequence[int] = (),
-    boxes: Tensor | None = None,
+    boxes: Tensor | None = None, v_viewmats: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.optim.fused.splat_update`."""
     if finite_flag is not None:
@@ -135,7 +135,7 @@ def splat_update_composed(
         _update(
             params, firsts, seconds, scalars, viewmats, Ks, sizes, view_ids, point_ids, count, conics, features, radii,
             row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad,
-            opacity_weight, scale_weight, last, table, steps,
+            opacity_weight, scale_weight, last, table, steps, v_viewmats,
         )  # fmt: skip
     if boxes is not None:
         widen_boxes(params[0], params[2], boxes)
@@ -147,6 +147,7 @@ def _update(
     features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None, table: Tensor | None, steps: Tensor | None,
+    v_viewmats: Tensor | None,
 ) -> None:  # fmt: skip
     """The same with moments of the parameters' type."""
     real = _real(point_ids, count)
@@ -162,20 +163,22 @@ def _update(
     v_colors = torch.where(alive[:, None] & (features[:, :3] > 0), v_features[:, :3], 0.0)
 
     with torch.enable_grad():
-        leaves = [p.detach().requires_grad_() for p in params]
-        means, quats, log_scales, logits, sh_dc, sh_rest = leaves
+        leaves = [x.detach().requires_grad_() for x in (*params, viewmats)]
+        means, quats, log_scales, logits, sh_dc, sh_rest, poses = leaves
         scales, opacities = log_scales.exp(), _sigmoid(logits)
-        cameras = (viewmats, Ks, sizes, view_ids, point_ids)
+        cameras = (poses, Ks, sizes, view_ids, point_ids)
         out = project(means, quats, scales, opacities, *cameras, eps2d, near, far, antialiased)
-        colors = _colors(degree, means, viewmats, sh_dc, sh_rest, view_ids, point_ids)
+        colors = _colors(degree, means, poses, sh_dc, sh_rest, view_ids, point_ids)
         outputs = [out.means2d, out.conics, out.depths, out.row_opacities, colors]
         incoming = [v_means2d, v_conics, v_depths, v_opacities, v_colors]
         weighted = point_ids[alive].long()
         outputs += [opacities[weighted].sum(), scales[weighted].sum()]
         incoming += [means.new_tensor(opacity_weight), means.new_tensor(scale_weight)]
-        gradients = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True, materialize_grads=True)
+        *gradients, by_poses = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True, materialize_grads=True)
 
     with torch.no_grad():
+        if v_viewmats is not None:
+            v_viewmats.copy_(by_poses)
         if last is not None:
             for i, gradient in enumerate(gradients):
                 p, m, v = params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn]

@@ -40,6 +40,7 @@ from ns_multigpu.core.step.forward_pass import ForwardPass
 from ns_multigpu.core.step.fused_support import follow_each_other, unsupported_reason
 from ns_multigpu.core.step.nonfinite import NonFiniteSteps
 from ns_multigpu.core.step.patch_losses import PatchLosses, share_of_mse
+from ns_multigpu.core.step.poses import StepPoses
 from ns_multigpu.core.step.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.step.step_statistics import StepMessage
 from ns_multigpu.core.step.tile_lists import GatheredLists, TileLists
@@ -66,16 +67,18 @@ class Step:
         measure: called with the name of each part (project, send, sort, raster, pixels, loss, backward, return,
             update), gives a context to do it in.
         observed: what the batch's views observe [B, K], where kernels have a loss of depth; filled as inputs are.
-        exposures: what the views' colours are mapped by, and learns of it; its Adam has the last line of `scalars`.
+        exposures: what the views' colours are mapped by, and learns of it. Its Adam has the line of `scalars` behind
+            those of the parameters. poses: corrections of the views' poses. Their Adam has the last line.
 
     Raises:
         ValueError: no step supports the strategy's legs, or lazy steps are not supported.
 
     Attributes:
         inputs: one vector that holds the next five, in this order.
-        viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
-        backgrounds: [B, 3]. scalars: [parameters (+ 1 of exposures), 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
-        times: [B] the views', see `View.time`. With exposures their indices follow, [B].
+        viewmats: [B, 4, 4] the batch's world-to-camera matrices, uncorrected. Ks: [B, 3, 3] its intrinsics.
+        backgrounds: [B, 3]. times: [B] the views', see `View.time`.
+        scalars: [parameters (+ 1 of exposures, + 1 of poses), 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
+            With exposures or poses the views' indices follow the times, [B].
         report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
             B), and the finite flag: NaN or infinity if the step was taken and a gradient of a row drawn or received
             here was not finite. With `settings.skips` it is NaN on all ranks if the step is to be skipped.
@@ -99,6 +102,7 @@ class Step:
         group_culling: bool | None = None,
         observed: Observations | None = None,
         exposures: StepExposures | None = None,
+        poses: StepPoses | None = None,
     ) -> None:
         reason = unsupported_reason(strategy, settings.views)
         if reason is not None:
@@ -114,13 +118,17 @@ class Step:
         device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
         self._device = device
         assert (exposures is not None) == settings.exposures, "step statistics include them"
-        self._exposures, lines = exposures, count + settings.exposures
-        parts = (16 * batch, 9 * batch, 3 * batch, lines * SCALARS, batch, batch * settings.exposures)
+        assert (poses is not None) == settings.poses
+        self._exposures, self._poses, lines = exposures, poses, count + settings.exposures + settings.poses
+        parts = (16 * batch, 9 * batch, 3 * batch, lines * SCALARS, batch, batch * settings.has_indices)
         self.inputs = torch.zeros(sum(parts), device=device)
         viewmats, Ks, backgrounds, scalars, self.times, indices = self.inputs.split(parts)
         if exposures is not None:
             exposures.indices = indices
         self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, 3, 3)
+        self._viewmats = self.viewmats
+        if poses is not None:
+            poses.indices, poses.given, self._viewmats = indices, self.viewmats, poses.viewmats
         self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
         self.report = torch.zeros(batch + 1, device=device)
         self.rgb: list[Tensor] = []
@@ -174,8 +182,9 @@ class Step:
             what `rgb` is to be.
         """
         self.rgb = []  # the memory of the last step's renderings is this one's
-        if self._exposures is not None:
-            self._exposures.begin()
+        for of_views in (self._exposures, self._poses):
+            if of_views is not None:
+                of_views.begin()
         s, world, kernels, transport, measure = (
             self.settings, self._world, self._kernels, self._transport, self._measure
         )  # fmt: skip
@@ -213,15 +222,19 @@ class Step:
                 work=work if summed else None, totals=self.measured_work if summed else None,
             )  # fmt: skip
             rows = back.rows._replace(count=real)
+            count = len(kernels.parameters)
             whole = splatted if back.finite_flag_views is None else range(s.views)
             cameras = self._cameras(whole, views)
             if self._exposures is not None:
-                self._exposures.step(more, scalars[-1:])
-            of_points = scalars[: len(kernels.parameters)]
+                self._exposures.step(more, scalars[count : count + 1])
+            v_viewmats = None if self._poses is None else self._poses.v_viewmats[whole.start : whole.stop]
             kernels.update(
-                self._model, cameras, of_points, rows, back.records, self.report[-1:], back.finite_flag_views
-            )
+                self._model, cameras, scalars[:count], rows, back.records, self.report[-1:], back.finite_flag_views,
+                v_viewmats,
+            )  # fmt: skip
             self._nonfinite.mark(self.report[-1:])
+        if self._poses is not None:
+            yield from self._poses.step(scalars[-1:])
         return rgb
 
     def mse(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> Tensor:
@@ -239,7 +252,7 @@ class Step:
     def views(self, sizes: Sizes | None = None) -> list[View]:
         """Return the batch's views, of these sizes, whose cameras are the inputs."""
         sizes = sizes or ((self.settings.width, self.settings.height),) * self.settings.views
-        cameras = zip(self.viewmats, self.Ks, sizes, strict=True)
+        cameras = zip(self._viewmats, self.Ks, sizes, strict=True)
         return [
             View(viewmat, K, *size, position, observations=self._observed and self._observed.of(position))
             for position, (viewmat, K, size) in enumerate(cameras)
@@ -248,7 +261,7 @@ class Step:
     def _cameras(self, positions: range, views: Sequence[View]) -> Cameras:
         some = slice(positions.start, positions.stop)
         sizes = [side for size in sizes_of(views[some]) for side in size]
-        return Cameras(self.viewmats[some], self.Ks[some], sizes, self.times[some])
+        return Cameras(self._viewmats[some], self.Ks[some], sizes, self.times[some])
 
     def flush(self) -> None:
         """Apply the deferred steps, so that parameters are current. Every rank calls it."""

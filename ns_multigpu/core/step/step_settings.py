@@ -32,6 +32,7 @@ class StepSettings:
         segment: capacity in rows of each pair of ranks, or one for all, if rows are exchanged.
         intersections: capacity of what a rank draws.
         exposures: True if each view has a trained colour map (see `StepExposures`).
+        poses: True if each view has a trained pose correction (see `StepPoses`).
         alpha, masked: whether photographs have an alpha channel and masks: see `photograph`.
         skips: True if a step whose gradients are not finite leaves the model unchanged.
     """
@@ -44,6 +45,7 @@ class StepSettings:
     segment: int | Pairs
     intersections: int
     exposures: bool = False
+    poses: bool = False
     alpha: bool = False
     masked: bool = False
     skips: bool = False
@@ -52,6 +54,11 @@ class StepSettings:
     def channels(self) -> int:
         """Channels of a photograph: colour, alpha, mask."""
         return 3 + self.alpha + self.masked
+
+    @property
+    def has_indices(self) -> bool:
+        """True if a step's inputs hold the views' indices."""
+        return self.exposures or self.poses
 
     @property
     def tile_rows(self) -> int:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
 from nerfstudio.utils import writer
 from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName
@@ -90,6 +91,11 @@ class FusedBlocks:
         return self._seconds
 
     def _measured(self, result: BlockResult) -> Measured:
-        loss = result.reports[-1, :-1].sum() / self._pipeline.batch_size
+        pipeline = self._pipeline
+        terms: dict[str, torch.Tensor] = {"main_loss": result.reports[-1, :-1].sum() / pipeline.batch_size}
+        corrections = dict[str, torch.Tensor]()
+        pipeline.model.camera_optimizer.get_loss_dict(corrections)
+        terms |= {name: value.detach() / pipeline.world.size for name, value in corrections.items()}
+        loss = torch.stack(list(terms.values())).sum()
         assert result.mse is not None, "asked for with the metrics"
-        return loss, {"main_loss": loss}, {"mse": result.mse}
+        return loss, terms, {"mse": result.mse}

@@ -8,7 +8,7 @@ from cuda_ext.ops.optim.adam import FusedAdam, is_plain
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.fused_support import unsupported_reason
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.model import exposures, surfaces
+from ns_multigpu.plugin.model import exposures, poses, surfaces
 from ns_multigpu.primitives.registry import FIRST, titled
 
 _MOST_VIEWS = 128
@@ -99,12 +99,15 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     """Return the option or property of the capture that prevents fused steps; None if there is none."""
     model, options = pipeline.model, pipeline.model.config
     kernels = model.primitive(depth=False).kernels()
-    names = () if kernels is None else (*kernels.parameters, *exposures.groups(model))
+    names = () if kernels is None else (*kernels.parameters, *exposures.groups(model), *poses.groups(model))
     groups = [optimizers.optimizers.get(name) for name in names]
     legs = unsupported_reason(pipeline.strategy, pipeline.batch_size)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
         (legs is not None, lambda: str(legs)),
-        (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
+        (
+            bool(poses.groups(model)) and not pipeline.strategy.pixels.whole,
+            lambda: "camera poses are optimized, and the host plans which cells a view sees",
+        ),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (
             options.depth_loss > 0 and (kernels is None or surfaces.DEPTH not in kernels.terms),

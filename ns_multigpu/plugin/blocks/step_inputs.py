@@ -19,6 +19,7 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.types import Sizes, View, sizes_of
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
+from ns_multigpu.plugin.model import poses
 from ns_multigpu.plugin.model.batch_scaling import next_rates
 
 TOGETHER = 8
@@ -32,7 +33,8 @@ class StepInputs:
     Attributes:
         step: its number. indices: its views' indices in the capture. views: these views, on the host.
         inputs: the values of `Step.inputs`, float32 on the host. Of B views: 16 B numbers of world-to-camera matrices,
-            9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times, and with exposures B indices.
+            9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times, and with exposures or
+            trained poses B indices.
         plan: the step's plan. rate: see `StepNoise.rate`. sizes: of the views.
     """
 
@@ -59,6 +61,7 @@ class StepInputsMaker:
     def __init__(self, pipeline: Any, optimizers: Any, rank: int, cameras: HostCameras) -> None:
         self._pipeline, self._optimizers, self._rank, self._cameras = pipeline, optimizers, rank, cameras
         self._draws = torch.Generator()
+        self._has_indices = pipeline.model.exposures is not None or bool(poses.groups(pipeline.model))
         self._prefetched = 0  # end of the steps whose plans were prefetched
         self._seed, self._random = pipeline.model.seed, pipeline.model.config.background_color == "random"
 
@@ -108,7 +111,7 @@ class StepInputsMaker:
         lines = adam.count()
         for scheduler in self._optimizers.schedulers.values():
             next_rates(scheduler)
-        times = [view.time for view in views] + ([] if pipeline.model.exposures is None else indices)
+        times = [view.time for view in views] + (indices if self._has_indices else [])
         inputs = np.zeros(28 * batch + sum(map(len, lines)) + len(times), dtype=np.float32)
         matrices, Ks = inputs[: 16 * batch].reshape(batch, 16), inputs[16 * batch : 25 * batch].reshape(batch, 9)
         for place, (_, numbers) in enumerate(cameras):

@@ -44,7 +44,7 @@ from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import LEAST_INTERSECTIONS, LEAST_ROWS, StepCapacities
 from ns_multigpu.plugin.blocks.step_inputs import StepInputs, StepInputsMaker
-from ns_multigpu.plugin.model import exposures
+from ns_multigpu.plugin.model import exposures, poses
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 
 MOST_STEPS = 64
@@ -93,7 +93,8 @@ class Training:
         self._lazy: LazyAdam | None = None
         self._key: object = None
         self._names = names(self._model.schema)
-        self._stepped = [*self._names, *exposures.groups(self._model)]  # updated by the same Adam
+        # All that is updated by the same Adam.
+        self._stepped = [*self._names, *exposures.groups(self._model), *poses.groups(self._model)]
         options = self._model.config
         cap = options.max_gaussians if options.densifier == "mcmc" else None
         self._points = PointStorage(names=self._names, cap=cap)
@@ -307,12 +308,15 @@ class Training:
         settings = StepSettings(
             *size, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections,
-            exposures=self._model.exposures is not None,
+            exposures=self._model.exposures is not None, poses=bool(poses.groups(self._model)),
             alpha=self._queue.images.alpha, masked=self._queue.images.masked, skips=self._skips,
         )  # fmt: skip
         # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
         transport = self._buffers.transport(settings, kernels)
+        moments = dict(
+            zip(self._stepped, zip(self._adam.exp_avgs, self._adam.exp_avg_sqs, strict=True), strict=True)
+        )  # fmt: skip
         self._buffers.make_pictures(settings, kind)
         return Step(
             kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}, settings,
@@ -320,7 +324,10 @@ class Training:
             # Noise moves all points after each step: rebuilding group boxes would cost as much as culling saves.
             group_culling=False if self._noise.active else None,
             observed=None if self._observed is None else self._observed.batch,
-            exposures=exposures.in_steps(self._model, self._adam, settings.views),
+            exposures=exposures.in_steps(self._model, moments, settings.views),
+            poses=poses.in_steps(
+                self._model, moments, settings.views, None if strategy.gradients.summed else self._world
+            ),
         )  # fmt: skip
 
     def _kernels(self, degree: int | None, counts: bool, losses: Sequence[tuple[str, float]]) -> Kernels:

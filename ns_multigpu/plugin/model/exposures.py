@@ -1,10 +1,11 @@
 """Colour maps of a model, one for each training view, and their presence (`--pipeline.model.exposure`)."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from cuda_ext.ops.optim.adam import AdamStep
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.step.exposures import StepExposures, identity_maps
 
@@ -25,15 +26,15 @@ def groups(model: Any) -> list[str]:
     return [] if model.exposures is None else [GROUP]
 
 
-def in_steps(model: Any, adam: AdamStep, views: int) -> StepExposures | None:
+def in_steps(model: Any, moments: Mapping[str, tuple[Tensor, Tensor]], views: int) -> StepExposures | None:
     """Return a model's colour maps as fused steps take them; None if it has none.
 
     Args:
-        adam: of the points, and of the maps behind them.
+        moments: Adam's, by the name of their optimizer. views: of a batch.
     """
     if model.exposures is None:
         return None
-    return StepExposures(model.exposures.detach(), adam.exp_avgs[-1], adam.exp_avg_sqs[-1], views)
+    return StepExposures(model.exposures.detach(), *moments[GROUP], views)
 
 
 def expect(model: Any, state: dict[str, Any], *, looks: bool) -> None:

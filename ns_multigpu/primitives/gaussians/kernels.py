@@ -79,7 +79,7 @@ class GaussianKernels(GaussianRowKernels):
 
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: SplatRows, records: Tensor, finite_flag: Tensor,
-        finite_flag_views: range | None,
+        finite_flag_views: range | None, v_viewmats: Tensor | None = None,
     ) -> None:  # fmt: skip
         statistics = model.statistics
         splat_update(
@@ -89,6 +89,7 @@ class GaussianKernels(GaussianRowKernels):
             seen=statistics.get("count"), radii_max=statistics.get("radii"),
             opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy,
             finite_flag=finite_flag, finite_flag_views=finite_flag_views, boxes=model.boxes,
+            v_viewmats=v_viewmats,
         )  # fmt: skip
 
     def flush(self, model: Model) -> None:

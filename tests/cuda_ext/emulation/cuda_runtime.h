@@ -36,6 +36,10 @@ using cudaError_t = int;
 using cudaStream_t = void*;
 constexpr int cudaSuccess = 0;
 inline int cudaGetLastError() { return cudaSuccess; }
+inline int cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
 
 using std::max;
 using std::min;
@@ -50,6 +54,7 @@ struct Index {
 unsigned thread();  // of the fiber that runs, in its block
 Index block();
 Index grid();
+Index threads();  // of a block
 
 // Every thread of the block comes here; whether all of them gave true.
 bool barrier(bool vote);
@@ -82,6 +87,7 @@ T from_bits(uint64_t kept) {
 #define threadIdx (emulation::Index{emulation::thread()})
 #define blockIdx (emulation::block())
 #define gridDim (emulation::grid())
+#define blockDim (emulation::threads())
 
 inline void __syncthreads() { emulation::barrier(true); }
 inline bool __syncthreads_and(bool vote) { return emulation::barrier(vote); }
@@ -102,6 +108,11 @@ inline int __reduce_max_sync(unsigned, int value) {
   for (int lane = 0; lane < 32; ++lane) value = max(value, emulation::from_bits<int>(values[lane]));
   return value;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  const uint64_t* values = emulation::exchange(value);
+  for (int lane = 0; lane < 32; ++lane) value |= unsigned(values[lane]);
+  return value;
+}
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return emulation::from_bits<T>(emulation::exchange(emulation::bits(value))[(emulation::thread() % 32) ^ mask]);
@@ -112,6 +123,7 @@ T __shfl_up_sync(unsigned, T value, unsigned by) {
   return emulation::from_bits<T>(emulation::exchange(emulation::bits(value))[lane >= by ? lane - by : lane]);
 }
 
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }

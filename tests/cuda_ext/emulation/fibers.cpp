@@ -94,6 +94,7 @@ void run_block(unsigned threads) {
 unsigned thread() { return running->index; }
 Index block() { return {block_index}; }
 Index grid() { return {blocks}; }
+Index threads() { return {now.threads}; }
 bool barrier(bool vote) {
   const unsigned generation = now.generation;
   bool& all = now.votes[generation % 2];

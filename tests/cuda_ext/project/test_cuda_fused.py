@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.optim.fused import PARAMETERS, RowGradients, SplatRows, splat_update
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from tests.cuda_ext.fused_steps import Model, as_records, make_gradients, make_model, to
 
 pytestmark = pytest.mark.gpu
@@ -120,6 +121,29 @@ def test_update(case: tuple[Any, ...], records: bool) -> None:
     difference = (ours["radii_max"].cpu().double() - theirs["radii_max"]).abs()  # a radius is rounded up to a pixel
     rounding = 1e-6 * (1 + theirs["radii_max"])
     assert float(difference.max()) <= one_pixel and float((difference > rounding).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_by_viewmats(case: tuple[Any, ...], lazy: bool) -> None:
+    model, degree, settings = settings_of(case)
+    device = model.to("cuda")
+    rows = device.forward(case[0] * case[1] + 64, degree, **settings)
+    records = as_records(make_gradients(rows))
+    common = {"antialiased": settings["antialiased"]}
+    expected = torch.empty_like(model.viewmats)
+    given = to(make_gradients(rows), "cpu", F64)
+    missed = LazyAdam.make(case[0], "cpu", F64) if lazy else None
+    model.update(to(rows, "cpu", F64), given, degree, **common, lazy=missed, v_viewmats=expected)
+    found = []
+    for _ in range(2):
+        fresh, missed = device.to("cuda"), LazyAdam.make(case[0], "cuda") if lazy else None
+        found.append(torch.full_like(fresh.viewmats, torch.nan))
+        fresh.update(rows, records, degree, **common, lazy=missed, v_viewmats=found[-1])
+    assert torch.equal(*found)
+    assert (found[0][:, 3] == 0).all()
+    for view in range(case[1]):
+        close(found[0][view], expected[view], 5e-4, f"view {view}")
 
 
 def test_statistics_may_be_left_out_and_rows_be_none() -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,8 +95,20 @@ def _exposures_decay(run: SimpleNamespace) -> None:
     run.optimizers.config["exposures"] = {"optimizer": SimpleNamespace(max_norm=None)}
 
 
+def _correct_poses(run: SimpleNamespace, **options: Any) -> None:
+    run.pipeline.model.config.camera_optimizer.mode = "SO3xR3"
+    run.optimizers.optimizers["camera_opt"] = FusedAdam([torch.nn.Parameter(torch.zeros(3, 6))], **options)
+    run.optimizers.config["camera_opt"] = {"optimizer": SimpleNamespace(max_norm=None)}
+
+
+def _cells(run: SimpleNamespace) -> None:
+    _correct_poses(run)
+    run.pipeline.strategy = STRATEGIES["pixel"](World.single())
+
+
 OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
-    (_set("pipeline.model.config.camera_optimizer.mode", "SO3xR3"), "camera poses are optimized"),
+    (_cells, "camera poses are optimized, and the host plans which cells a view sees"),
+    (partial(_correct_poses, weight_decay=0.1), "an optimizer has weight decay"),
     (_set("pipeline.model.config.use_bilateral_grid", True), "there is a bilateral grid"),
     (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
     (_set("pipeline.model.config.output_depth_during_training", True), "depth is asked for in training"),
@@ -120,6 +133,12 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
         asked(run)
     run.config.fused_steps = "never"
     assert asked(run)[0] is False
+
+
+def test_poses_are_optimized_in_fused_steps() -> None:
+    run = make_run()
+    _correct_poses(run)
+    assert obstacle(run.config, run.pipeline, run.optimizers) is None
 
 
 def test_a_loss_of_depth_is_fused_where_operators_have_it_and_draw_whole_pixels() -> None:

@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
     "fused_steps": "always", "steps_per_checksum": 0, MODEL + "num_downscales": 0, MODEL + "warmup_length": 4,
     MODEL + "background_color": "black", MODEL + "refine_every": 8, MODEL + "reset_alpha_every": 100,
     **{f"optimizers.{name}.optimizer.eps": EPS for name in ORDER},
+    MODEL + "camera_optimizer.mode": "SO3xR3", "optimizers.camera_opt.scheduler": None,
 }  # fmt: skip
 
 

@@ -50,7 +50,9 @@ def test_fused_steps_learn_what_others_do(folder: Path) -> None:
 
 @pytest.mark.parametrize("fused", ["always", "never"])
 def test_run_resumes_bit_for_bit(folder: Path, fused: str) -> None:
-    whole, resumed = went_on(partial(begin, folder), fused_steps=fused)
+    moves = CameraOptimizerConfig(mode="SO3xR3")
+    whole, resumed = went_on(partial(begin, folder), fused_steps=fused, camera_optimizer=moves)
+    assert float(everything(whole)["model/camera_optimizer.pose_adjustment"].abs().amax(1).min()) > 0
     assert "model/exposures" in everything(whole) and differing(everything(whole), everything(resumed)) == []
     with pytest.raises(InputError, match=r"--pipeline\.model\.exposure"):
         begin(folder, "without", 8, load_checkpoint=middle_of(whole), fused_steps=fused, exposure="off")

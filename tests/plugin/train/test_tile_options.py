@@ -16,7 +16,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from tests.lib.ranks import run_ranks
 from tests.lib.tile_training_run import Outcome, furthest, train_model
 from tests.lib.training_run import POINTS, follow, write_capture
-from tests.plugin.train.test_options import BATCH, CAPTURES, COMMON, MODEL, OPTIONS, POSES, STEPS
+from tests.plugin.train.test_options import BATCH, CAPTURES, COMMON, MODEL, OPTIONS, STEPS
 
 RANKS = 2
 TABLE = {
@@ -65,9 +65,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"capture": "one size", MODEL + "optimizer_state": "compact"},
         "^--pipeline.model.optimizer-state compact: .* are not fused: on a CPU they are only with --fused-steps always",
     ),
-    "fused steps with poses": (
-        {**FUSED, MODEL + "camera_optimizer.mode": "SO3xR3", **POSES},
-        "^--fused-steps always: steps cannot be fused, for camera poses are optimized",
+    "fused steps with clipped gradients": (
+        {**FUSED, **OPTIONS["optimizers' max-norm (gradient clipping)"]},
+        "^--fused-steps always: steps cannot be fused, for gradients are clipped",
     ),
     "mcmc above its cap": (
         {**OPTIONS["densifier mcmc"], MODEL + "max_gaussians": POINTS - 1},

@@ -212,6 +212,10 @@ void splat_update(Call& call) {
   call.set('G', box_groups(launch.points));
   launch.boxes = call.read<float*>("boxes[G,8]");
   launch.starts = call.scratch<int32_t>(int64_t{launch.views.count} * (update_groups(launch.points) + 1));
+  if (call.has("v_viewmats")) {
+    launch.viewmats = call.in_place<float>("v_viewmats", {launch.views.count, 4, 4});
+    launch.poses = call.scratch<float>(int64_t{launch.views.count} * kPose * kPoseBlocks);
+  }
   call.run(splat_update_launch, launch);
 }
 

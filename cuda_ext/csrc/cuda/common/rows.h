@@ -58,6 +58,23 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+// Sums 16 numbers over the warp, halving what a lane holds with each exchange: 16 shuffles instead of 80. Returns, in
+// lanes 2 k and 2 k + 1, the sum of number k; the same bits on every run.
+template <int Half = 8>
+__device__ __forceinline__ float warp_sums(float (&numbers)[16], int lane) {
+  const bool upper = (lane & (2 * Half)) != 0;
+#pragma unroll
+  for (int i = 0; i < Half; ++i) {
+    const float sent = upper ? numbers[i] : numbers[i + Half], kept = upper ? numbers[i + Half] : numbers[i];
+    numbers[i] = kept + __shfl_xor_sync(~0u, sent, 2 * Half);
+  }
+  if constexpr (Half > 1) {
+    return warp_sums<Half / 2>(numbers, lane);
+  } else {
+    return numbers[0] + __shfl_xor_sync(~0u, numbers[0], 1);
+  }
+}
+
 // Adds a gradient by a pose.
 __device__ __forceinline__ void add_pose(float* sums, const Mat3<float>& r, const Vec3<float>& translation) {
   const float terms[kPose] = {r.r0.x, r.r0.y, r.r0.z, r.r1.x,        r.r1.y,        r.r1.z,

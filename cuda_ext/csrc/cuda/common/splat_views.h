@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "common/projection.h"
+#include "cuda/common/rows.h"
 
 namespace nsmg {
 
@@ -33,20 +33,17 @@ __host__ __device__ inline size_t view_bytes(int views) { return (views * sizeof
 
 #ifdef __CUDACC__
 
-// All threads of the block call it; it ends with a barrier.
-__device__ __forceinline__ void load_views(ViewSetup* shared, const Views& views) {
-  for (int i = threadIdx.x; i < views.count; i += blockDim.x) {
-    const Camera<float> camera =
-        make_camera(views.viewmats + 16 * i, views.Ks + 9 * i, static_cast<float>(views.size[2 * i]),
-                    static_cast<float>(views.size[2 * i + 1]), views.near_plane, views.far_plane);
-    shared[i].camera = camera;
-    shared[i].center = -1.0f * (camera.translation * camera.rotation);
-  }
-  __syncthreads();
+__device__ __forceinline__ ViewSetup view_setup(const Views& views, int i) {
+  const Camera<float> camera =
+      make_camera(views.viewmats + 16 * i, views.Ks + 9 * i, static_cast<float>(views.size[2 * i]),
+                  static_cast<float>(views.size[2 * i + 1]), views.near_plane, views.far_plane);
+  return {camera, -1.0f * (camera.translation * camera.rotation)};
 }
 
-__device__ __forceinline__ Vec3<float> load3(const float* p, int64_t i) {
-  return {p[3 * i], p[3 * i + 1], p[3 * i + 2]};
+// All threads of the block call it; it ends with a barrier.
+__device__ __forceinline__ void load_views(ViewSetup* shared, const Views& views) {
+  for (int i = threadIdx.x; i < views.count; i += blockDim.x) shared[i] = view_setup(views, i);
+  __syncthreads();
 }
 
 __device__ __forceinline__ Quat<float> load_quat(const float* p, int64_t i) {

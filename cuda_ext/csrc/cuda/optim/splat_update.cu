@@ -130,7 +130,6 @@ cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream)
     const cudaError_t status = cudaMemsetAsync(launch.finite_flag.at, 0, sizeof(float), stream);
     if (status != cudaSuccess) return status;
   }
-  if (launch.points == 0) return cudaSuccess;
   if (starts > 0) {
     constexpr int kSearchThreads = 256;
     const auto blocks = static_cast<unsigned>((starts + kSearchThreads - 1) / kSearchThreads);
@@ -139,6 +138,11 @@ cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream)
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess) return status;
   }
+  if (launch.viewmats != nullptr) {
+    const cudaError_t status = splat_poses_launch(launch, stream);
+    if (status != cudaSuccess) return status;
+  }
+  if (launch.points == 0) return cudaSuccess;
   if (launch.lazy.last != nullptr) return splat_lazy_update_launch(launch, stream);
   switch (launch.settings.degree) {
     case kPlainColor:

@@ -61,12 +61,20 @@ struct UpdateLaunch {
   UpdateFiniteFlag finite_flag;
   UpdateSettings settings;
   int32_t* starts;  // [views, groups + 1]: where a view's rows of a group begin
+  float* viewmats;  // [views, 4, 4]: the gradient by the cameras' matrices; or null
+  float* poses;     // [views, kPose, kPoseBlocks]: the blocks' parts of it
   float* boxes;     // of the points' groups, widened to what is written; or null
   LazyState lazy;   // null pointers: every point takes every step
   Views views;
 };
 
 cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream);
+
+// Blocks that take the rows of one view. As many for any number of rows, so that the same rows give the same bits.
+constexpr int kPoseBlocks = 512;
+
+// Fills `viewmats`, from `starts`.
+cudaError_t splat_poses_launch(const UpdateLaunch& launch, cudaStream_t stream);
 
 // The lazy one's part: steps the points that are drawn, from `starts`, and extends the table.
 cudaError_t splat_lazy_update_launch(const UpdateLaunch& launch, cudaStream_t stream);
