@@ -69,8 +69,10 @@ class StepCapacities:
         while sum(seen for seen, _ in self._recent) - self._recent[0][0] >= self._window:
             self._recent.popleft()
         if full:
-            # The count beyond a full capacity of rows may be too low: enlarge well beyond it.
-            self._now = self._each(lambda w, c: max(c, 2 * w if w > c else w), needed)
+            # The count beyond a full capacity of rows may be too low: enlarge well beyond it. Counts of pairs are then
+            # too low as well, and else exact. Collectives send the margin of a pair, peer memory does not.
+            exact = needed[0] <= self._now[0] and not self._one_for_all
+            self._now = self._each(lambda w, c: max(c, 2 * w if w > c else w), needed, max if exact else None)
             return
         # Before all views have been seen, shrink only a far too large first guess.
         all_seen = sum(seen for seen, _ in self._recent) >= self._window
