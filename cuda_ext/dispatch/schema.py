@@ -176,9 +176,9 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor(d!) to_opacities, Tensor(e!) to_features, Tensor(f!) to_depths, Tensor(g!) to_radii, "
     "Tensor(h!) to_slots, int start, int capacity, bool slots) -> ()",
     "pack_gradients(Tensor records, Tensor counts, Tensor(a!) wire, int[] starts, int[] capacities, int rank, "
-    "bool half, bool absgrad) -> ()",
+    "bool half, bool absgrad, bool depth=False) -> ()",
     "collect_wire(Tensor place, Tensor count, Tensor wire, int[] starts, int[] capacities, Tensor own, int rank, "
-    "bool half, bool absgrad) -> Tensor records",
+    "bool half, bool absgrad, bool depth=False) -> Tensor records",
     # Addresses in these are of buffers of all ranks, by rank; no dispatcher sees what is read and written there.
     "sort_pairs(Tensor(a!) keys, Tensor values, Tensor count, int begin_bit, int end_bit, Tensor(b!) out_keys, "
     "Tensor(c!) out_values) -> ()",

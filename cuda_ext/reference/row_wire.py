@@ -17,9 +17,15 @@ def row_words(*, half: bool, slots: bool) -> int:
     return (9 if half else 12) + slots
 
 
-def gradient_words(*, half: bool, absgrad: bool) -> int:
+def gradient_words(*, half: bool, absgrad: bool, depth: bool = False) -> int:
     """Words of a row's gradients."""
-    return (5 if half else 9) + (1 if half else 2) * absgrad
+    count = len(_sent(absgrad=absgrad, depth=depth))
+    return 5 + (count - 8) // 2 if half else count
+
+
+def _sent(*, absgrad: bool, depth: bool) -> list[int]:
+    """Return the places of a record whose numbers are sent."""
+    return [*range(9 + depth), *((10, 11) if absgrad else ())]
 
 
 @torch.no_grad()
@@ -88,14 +94,16 @@ def keep_rows(
 @torch.no_grad()
 def pack_gradients(
     records: Tensor, counts: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int,
-    half: bool, absgrad: bool,
+    half: bool, absgrad: bool, depth: bool = False,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_wire.pack_gradients`."""
     for source, lines in enumerate(records.split(list(capacities))):
         if source == rank or starts[source] < 0:
             continue
-        values = [*lines[:, :9].unbind(1), *(lines[:, 10:12].unbind(1) if absgrad else ())]
-        columns = torch.stack(_half_gradient(values) if half else [value.view(torch.int32) for value in values])
+        values = [lines[:, place] for place in _sent(absgrad=absgrad, depth=depth)]
+        columns = torch.stack(
+            _half_gradient(values) if half else [value.contiguous().view(torch.int32) for value in values]
+        )
         there = _segment(wire, starts[source], len(columns), capacities[source])
         real = torch.arange(capacities[source], device=wire.device) < counts[source]
         there.copy_(torch.where(real, columns, there))
@@ -104,24 +112,23 @@ def pack_gradients(
 @torch.no_grad()
 def collect_wire(
     place: Tensor, count: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], own: Tensor,
-    rank: int, half: bool, absgrad: bool,
+    rank: int, half: bool, absgrad: bool, depth: bool = False,
 ) -> Tensor:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_wire.collect_wire`."""
-    width = 11 if absgrad else 9
-    sums = torch.zeros((place.shape[1], width), device=place.device)
+    sent = _sent(absgrad=absgrad, depth=depth)
+    sums = torch.zeros((place.shape[1], len(sent)), device=place.device)
     real = torch.arange(place.shape[1], device=place.device) < count
-    words = gradient_words(half=half, absgrad=absgrad)
+    words = gradient_words(half=half, absgrad=absgrad, depth=depth)
     for source, lines in enumerate(place.long()):
         rows = (real & (lines >= 0) & (lines < capacities[source])).nonzero().squeeze(-1)
         if source == rank:
-            values = torch.cat([own[:, :9], own[:, 10:12]], dim=1)[:, :width]
+            values = own[:, sent]
         else:
             columns = _segment(wire, starts[source], words, capacities[source])
-            values = (_read_half_gradient(columns) if half else columns.view(torch.float32)).T
+            values = (_read_half_gradient(columns)[: len(sent)] if half else columns.view(torch.float32)).T
         sums[rows] += values[lines[rows]]
     records = sums.new_zeros((len(sums), 16))
-    records[:, :9] = sums[:, :9]
-    records[:, 10:12] = sums[:, 9:] if absgrad else 0.0
+    records[:, sent] = sums
     return records
 
 
@@ -221,7 +228,9 @@ def _half_gradient(values: list[Tensor]) -> list[Tensor]:
     of_conic, of_rest = _scale_of(values[2:5]), _scale_of([*values[:2], *values[5:]])
     v = [x * _power(of_conic if 2 <= k < 5 else of_rest) for k, x in enumerate(values)]
     pairs = [_packed_halfs(v[k], v[k + 1]) for k in (0, 2, 4, 6)]
-    return [*pairs, _scales(v[8], of_conic, of_rest), *([_packed_halfs(v[9], v[10])] if len(v) > 9 else [])]
+    more = [*v[9:], torch.zeros_like(v[0])]
+    rest = [_packed_halfs(more[k], more[k + 1]) for k in range(0, len(more) - 1, 2)]
+    return [*pairs, _scales(v[8], of_conic, of_rest), *rest]
 
 
 def _read_half_gradient(columns: Tensor) -> Tensor:

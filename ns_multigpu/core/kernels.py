@@ -84,7 +84,7 @@ class Drawn:
     """Blended patches as a flat list of pixels, and the state that backward needs.
 
     Attributes:
-        color: [P, 3] without background. alpha: [P].
+        color: [P, 3] without background, or [P, 4] with blended depth. alpha: [P].
         last: [P] int32, the last row of each pixel's list that counts; backward skips pixels with -1.
         rest: the kernels' own.
     """
@@ -169,14 +169,12 @@ class Kernels(RowFormat):
         parameters: the names of the parameters in the order that operators take them.
         sized: True if `update` counts the points' sizes on the screen on any rank.
         puts_off: True if `model` takes `lazy`. supports_half: True if `wire` takes `half`.
-        terms: names of the losses that `more_losses` can take.
     """
 
     parameters: tuple[str, ...]
     sized: bool = True
     puts_off: bool = True
     supports_half: bool = True
-    terms: tuple[str, ...] = ()
 
     @abstractmethod
     def model(

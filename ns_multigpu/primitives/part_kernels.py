@@ -47,7 +47,7 @@ class PartKernels(ComposedKernels):
 
     Attributes:
         kind: the primitive.
-        depth: whether `draw` blends depths too, as a fourth number of the colour; then there is no way back.
+        depth: whether `draw` blends depths too, as a fourth number of the colour.
         title: name of the points in messages.
         operator: the end of the operators' names.
         layout: of the rows; its columns are the operators' inputs, in their order.
@@ -92,6 +92,10 @@ class PartKernels(ComposedKernels):
     def draw_back(self, drawn: Drawn, v_color: Tensor, v_alpha: Tensor, sinks: Sinks) -> None:
         rest: Composited = drawn.rest
         v_extra = torch.zeros_like(rest.extra) if rest.v_extra is None else rest.v_extra
+        if self.depth:
+            v_color, v_depth = v_color[:, :3].contiguous(), v_color[:, 3]
+            v_extra = v_extra.clone()
+            (v_extra if v_extra.dim() == 1 else v_extra[:, 0]).add_(v_depth)
         v_covered = v_alpha if rest.v_covered is None else v_alpha + rest.v_covered
         backward = getattr(torch.ops.ns_multigpu, f"rasterize_{self.operator}_backward")
         found = backward(

@@ -1,6 +1,5 @@
 """Steps of primitives without fused operators of their own: cancelled steps, and reports."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,9 +138,6 @@ def test_options_unsupported_by_the_kernels_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="leave lazy out"):
         kernels.model(points.params, {}, {}, LazyAdam.make(COUNT, torch.device("cpu")))
     assert not kernels.puts_off
-    if name != "2dgs":
-        deep = replace(kind, depth=True)
-        assert deep.kernels() is None and deep.kernels(depth=True) is not None, "no way back from depth"
     if name != "4dgs":
         with pytest.raises(ValueError, match="cross the wire whole"):
             kernels.wire(half=True, slots=False)

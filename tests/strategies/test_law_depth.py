@@ -1,7 +1,8 @@
 """The law for the loss of depth: with it a step's loss, pixels and gradients are those of one rank, in each mode and of
-each primitive; if kernels have no such loss, of steps through autograd."""
+each primitive."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,12 +18,20 @@ from tests.strategies.test_law_convexes import convexes
 from tests.strategies.test_law_steps import POINTS, PORTRAIT, check_outcomes, count_of, take_one
 from tests.strategies.test_law_surfels import surfels
 
+ABSGRAD = "gaussians, antialiased, absgrad"
 FLAT = Surfels(sh_degree=2, depth=True)
 CASES = [
     ("2dgs", "tile", 3), ("2dgs", "pixel", 2), ("gaussians", "locality", 2), ("4D gaussians", "batch", 2),
     ("convex", "tile", 2),
 ]  # fmt: skip
-STEPS = [("single", 1, "captured"), ("tile", 3, "captured"), ("locality", 2, "step"), ("batch", 2, "captured")]
+STEPS = [
+    ("gaussians", "single", 1, "captured"), ("gaussians", "tile", 3, "captured"), ("gaussians", "locality", 2, "step"),
+    ("gaussians", "batch", 2, "captured"), ("gaussians", "pixel", 2, "captured"), (ABSGRAD, "tile", 2, "step"),
+    ("4D gaussians", "tile", 2, "captured"), ("2dgs", "tile", 3, "captured"), ("2dgs", "batch", 2, "captured"),
+    ("convex", "tile", 2, "captured"),
+]  # fmt: skip
+FUSED: Any = {"depth": True, "capacities": {"depth_weight": DEPTH_WEIGHT}}
+"""Options of `take_one`."""
 
 
 def kind_of(name: str, count: int, dtype: torch.dtype, device: Any = "cpu") -> tuple[Any, Points]:
@@ -30,7 +39,8 @@ def kind_of(name: str, count: int, dtype: torch.dtype, device: Any = "cpu") -> t
         return FLAT, surfels(count, dtype, device)
     if name == "convex":
         return CONVEX, convexes(count, dtype, device)
-    return points_of(name, count, dtype, device)
+    kind, points = points_of(name, count, dtype, device)
+    return replace(cast(Any, kind), depth=True), points
 
 
 def step(
@@ -60,40 +70,40 @@ def test_equals_single_on_gpus(name: str, strategy: str, size: int) -> None:
     check(outcomes, expected, torch.float32)
 
 
-def fused_step(world: World, strategy: str, mode: str) -> Outcome:
-    whole = surfels(POINTS, torch.float32, world.device)
+def fused_step(world: World, name: str, strategy: str, mode: str, half: bool | None = None) -> Outcome:
+    kind, whole = kind_of(name, POINTS, torch.float32, world.device)
     return take_one(
-        STRATEGIES[strategy](world), FLAT, count_of(strategy), PORTRAIT, mode, whole=whole, observes=True,
-        losses={"depth": DEPTH_WEIGHT},
+        STRATEGIES[strategy](world), kind, count_of(strategy), PORTRAIT, mode, half=half, whole=whole, observes=True,
+        **FUSED,
     )  # fmt: skip
 
 
-def check_fused(outcomes: list[Outcome], strategy: str) -> None:
+def check_fused(outcomes: list[Outcome], name: str, strategy: str) -> None:
     """Return whether ranks together did what one rank does through autograd."""
-    made, count = surfels(POINTS, torch.float32), count_of(strategy)
+    kind, count = kind_of(name, POINTS, torch.float32), count_of(strategy)
     spread = STRATEGIES["single"](World.single())
-    expected = take_step(spread, "2dgs", count, POINTS, torch.float32, PORTRAIT, kind=(FLAT, made), observes=True)
+    expected = take_step(spread, name, count, POINTS, torch.float32, PORTRAIT, kind=kind, observes=True)
     replicated = STRATEGIES[strategy](World.single()).placement.replicated
-    check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated)
+    check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated, sized=name != "convex")
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "mode"), STEPS)
-def test_a_fused_step_equals_single(strategy: str, ranks: int, mode: str) -> None:
-    check_fused(run_ranks(fused_step, ranks, strategy, mode), strategy)
+@pytest.mark.parametrize(("name", "strategy", "ranks", "mode"), STEPS)
+def test_a_fused_step_equals_single(name: str, strategy: str, ranks: int, mode: str) -> None:
+    check_fused(run_ranks(fused_step, ranks, name, strategy, mode), name, strategy)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("strategy", "ranks", "mode"), STEPS)
-def test_a_fused_step_equals_single_on_gpus(strategy: str, ranks: int, mode: str) -> None:
+@pytest.mark.parametrize("half", [None, False], ids=["peer", "collective"])
+@pytest.mark.parametrize(("name", "strategy", "ranks", "mode"), STEPS)
+def test_a_fused_step_equals_single_on_gpus(name: str, strategy: str, ranks: int, mode: str, half: bool | None) -> None:
     skip_without_gpus(ranks)
-    check_fused(run_ranks(fused_step, ranks, strategy, mode, device="cuda"), strategy)
+    check_fused(run_ranks(fused_step, ranks, name, strategy, mode, half, device="cuda"), name, strategy)
 
 
 def narrow_step(world: World) -> Outcome:
-    losses = {"depth": DEPTH_WEIGHT}
     whole = surfels(POINTS, torch.float32, world.device)
     tile = STRATEGIES["tile"](world)
-    return take_one(tile, FLAT, 1, (45, 30), "step", whole=whole, observes=True, losses=losses)
+    return take_one(tile, FLAT, 1, (45, 30), "step", whole=whole, observes=True, **FUSED)
 
 
 def test_a_rank_without_pixels_takes_part_in_a_fused_step() -> None:

@@ -8,13 +8,14 @@ A row is 12 words: means2d x, y; conic xx, xy, yy; opacity; red, green, blue; de
 A radius is a whole number from 1 on that float32 holds, as `project` makes them, so that 28 bits hold it to the last
 one (rows whose radii are not positive never leave); the 8 bits that are left number up to `MOST_VIEWS` views. A 13th
 word is the row's line at its owner, for lists that are sorted over all ranks.
-Gradients are 9 words in the order of the record, and 2 more with absolute ones.
+Gradients are 9 words in the order of the record, 1 more of the depth and 2 more with absolute ones.
 
-With `half` a row is 9 words and its gradients 5, or 6. Positions and depths stay float32: half a pixel is float16's
-precision at 1024 pixels, and depths decide an order. The rest is float16 (11 bits, rounded: 4.9e-4). So that nothing
-overflows, and nothing is lost that counts, four groups are each multiplied by a power of two that is sent along: a
-row's conic, its colours, its gradients by the conic, and its other gradients. The largest number of a group comes to
-lie between 2^14 and 2^15, and what is 2^-28 of it still has 11 bits. An inf or NaN stays one.
+With `half` a row is 9 words and its gradients 5, with the depth or absolute ones 6, with both 7. Positions and depths
+stay float32: half a pixel is float16's precision at 1024 pixels, and depths decide an order. The rest is float16 (11
+bits, rounded: 4.9e-4). So that nothing overflows, and nothing is lost that counts, four groups are each multiplied by a
+power of two that is sent along: a row's conic, its colours, its gradients by the conic, and its other gradients. The
+largest number of a group comes to lie between 2^14 and 2^15, and what is 2^-28 of it still has 11 bits. An inf or NaN
+stays one.
 A conic is sent as its Cholesky factor: however the factor's numbers are rounded, they are of an ellipse. Rounded
 itself, the conic of a splat 50 times as long as wide is not: xx * yy and xy^2 then agree in all bits that are left.
 
@@ -205,6 +206,7 @@ def pack_gradients(
     *,
     half: bool,
     absgrad: bool,
+    depth: bool = False,
 ) -> None:
     """Write the gradients of what arrived to the segments of the ranks that it came from; not this one's own.
 
@@ -212,7 +214,7 @@ def pack_gradients(
         records: [L, 16] float32 as `rasterize_backward_into` writes them, of the lines of `unpack_wire`.
         counts: [ranks] int64, as there; nothing is written for the lines behind them, or for segments that stay.
         wire: [W] int32, written. starts, capacities, rank, half: see `pack_wire`.
-        absgrad: whether there are absolute gradients.
+        absgrad, depth: whether there are absolute gradients, and one of the depth.
 
     Raises:
         TypeError, ValueError: types, shapes or segments are wrong.
@@ -222,10 +224,10 @@ def pack_gradients(
     check_tensors(torch.float32, wire.device, records=(records, (sum(capacities), RECORD_FLOATS)))
     check_tensors(torch.int32, wire.device, wire=(wire, (-1,)))
     check_tensors(torch.int64, wire.device, counts=(counts, (ranks,)))
-    words = [0 if r == rank else gradient_words(half=half, absgrad=absgrad) for r in range(ranks)]
+    words = [0 if r == rank else gradient_words(half=half, absgrad=absgrad, depth=depth) for r in range(ranks)]
     _check_segments(wire, starts, capacities, rank, ranks, words)
     op: Any = torch.ops.ns_multigpu.pack_gradients if kernels_serve(wire) else composed.pack_gradients
-    op(records, counts, wire, list(starts), list(capacities), rank, half, absgrad)
+    op(records, counts, wire, list(starts), list(capacities), rank, half, absgrad, depth)
 
 
 @torch.no_grad()
@@ -240,6 +242,7 @@ def collect_wire(
     *,
     half: bool,
     absgrad: bool,
+    depth: bool = False,
 ) -> Tensor:
     """Return the sum of what the ranks have returned for each row, in the ranks' order: the same bits on every run.
 
@@ -249,7 +252,7 @@ def collect_wire(
         wire: [W] int32, what `pack_gradients` wrote on the other ranks.
         starts, capacities, rank, half: see `pack_wire`.
         own: [capacities[rank], 16] float32, the records of this rank's own segment.
-        absgrad: see `pack_gradients`.
+        absgrad, depth: see `pack_gradients`.
 
     Returns:
         records [M, 16] float32; zero for padding, for rows that went nowhere, and in the places that are not sent.
@@ -261,11 +264,11 @@ def collect_wire(
     ranks = place.shape[0]
     check_tensors(torch.int32, wire.device, wire=(wire, (-1,)), place=(place, (-1, -1)))
     check_tensors(torch.int64, wire.device, count=(count, (1,)))
-    words = [0 if r == rank else gradient_words(half=half, absgrad=absgrad) for r in range(ranks)]
+    words = [0 if r == rank else gradient_words(half=half, absgrad=absgrad, depth=depth) for r in range(ranks)]
     _check_segments(wire, starts, capacities, rank, ranks, words)
     check_tensors(torch.float32, wire.device, own=(own, (capacities[rank], RECORD_FLOATS)))
     op: Any = torch.ops.ns_multigpu.collect_wire if kernels_serve(wire) else composed.collect_wire
-    return op(place, count, wire, list(starts), list(capacities), own, rank, half, absgrad)
+    return op(place, count, wire, list(starts), list(capacities), own, rank, half, absgrad, depth)
 
 
 def _check_segments(

@@ -16,7 +16,7 @@ class OwnedPixels(NamedTuple):
     """Patches that a rank owns, halos included, as a flat list of pixels.
 
     Attributes:
-        color: [P, 3] without background. alpha: [P].
+        color: [P, 3] without background, or [P, 4] with blended depth. alpha: [P].
         last: see `Drawn`; None if pixels were exchanged.
     """
 

@@ -80,7 +80,7 @@ def disparities_at(pixels: Pixels, view: View, places: Tensor) -> Tensor:
     return found
 
 
-def depth_loss(pixels: Pixels, view: View) -> Tensor:
+def depth_loss(pixels: Pixels, view: View, beyond: int = 0) -> Tensor:
     """A patch's share of the mean over the view's keypoints of |disparity drawn - disparity observed|, times the
     scene's size, [].
 
@@ -88,8 +88,10 @@ def depth_loss(pixels: Pixels, view: View) -> Tensor:
     loss of the view; of one without keypoints it is 0.
 
     Args:
-        pixels: with depth; the patch has a halo of at least one pixel, unless it is the whole view.
+        pixels: with depth; the patch has a halo of at least one pixel more than `beyond`, unless it is the whole view.
         view: with observations; no gradient flows to it but through the depth.
+        beyond: pixels around the patch whose keypoints count, too. With 1, gradients of the patch's own pixels are
+            those of the whole view's loss.
     """
     patch, observed = pixels.patch, view.observations
     assert pixels.depth is not None and observed is not None
@@ -98,6 +100,7 @@ def depth_loss(pixels: Pixels, view: View) -> Tensor:
         return pixels.depth.sum() * 0.0
     places, depths, inside = keypoints(view)
     x, y = places.floor().unbind(-1)
-    own = inside & (x >= patch.x0) & (x < patch.x1) & (y >= patch.y0) & (y < patch.y1)
+    left, top, right, bottom = patch.x0 - beyond, patch.y0 - beyond, patch.x1 + beyond, patch.y1 + beyond
+    own = inside & (x >= left) & (x < right) & (y >= top) & (y < bottom)
     error = (disparities_at(pixels, view, places) - 1 / depths).abs()
     return observed.scale * torch.where(own, error, 0.0).sum() / inside.sum().clamp(min=1)

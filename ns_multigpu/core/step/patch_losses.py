@@ -8,9 +8,10 @@ from torch import Tensor
 from cuda_ext.ops.loss.band_loss import band_loss_into
 from cuda_ext.ops.raster.compositing import composite
 from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
+from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.step_settings import StepSettings
-from ns_multigpu.core.types import SSIM_HALO, Patch, View
+from ns_multigpu.core.types import SSIM_HALO, Patch, Pixels, View
 
 
 class PatchLosses:
@@ -34,7 +35,7 @@ class PatchLosses:
         self, drawn: OwnedPixels, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Add the losses of patches; return their renderings, one a patch, without halo [h, w, 3], and the gradients
-        by colour [P, 3] and alpha [P], which are zero in halos.
+        by colour [P, 3] and alpha [P], which are zero in halos; with a loss of depth by colour and depth [P, 4].
 
         Args:
             drawn: the patches. own: which they are. views: the batch.
@@ -42,7 +43,8 @@ class PatchLosses:
         """
         s = self._settings
         rgbs: list[Tensor] = []
-        v_color, v_alpha = torch.empty_like(drawn.color), torch.empty_like(drawn.alpha)
+        colors = drawn.color[:, :3].contiguous()
+        v_color, v_alpha = torch.empty_like(colors), torch.empty_like(drawn.alpha)
         start = 0
         for patch, layers in zip(own, targets, strict=True):
             v_l1, v_ssim = self._weights_of(views[patch.view].width, views[patch.view].height)
@@ -51,10 +53,10 @@ class PatchLosses:
             piece = slice(start, start + (bottom - top) * (right - left))
             start = piece.stop
             target, mask = self.photograph(layers, patch.view)
-            rgb = drawn.color.new_empty(target.shape)
+            rgb = colors.new_empty(target.shape)
             offset = s.ssim_lambda if (patch.x0, patch.y0) == (0, 0) else 0.0
             # Halo pixels have zero gradient: `last` = -1 makes backward skip them.
-            color, alpha, background = drawn.color[piece], drawn.alpha[piece], self._backgrounds[patch.view]
+            color, alpha, background = colors[piece], drawn.alpha[piece], self._backgrounds[patch.view]
             blended = color, alpha, background
             if self._exposures is not None:
                 color, background = self._exposures.applied(patch.view, *blended)
@@ -74,7 +76,34 @@ class PatchLosses:
                 self._exposures.backward(patch.view, *blended, v_color[piece], v_alpha[piece])
             x0, y0, x1, y1 = inner
             rgbs.append(rgb[y0:y1, x0:x1])
+        if s.depth_weight > 0:
+            v_depth, v_covered = self._add_depths(drawn, own, views)
+            v_color, v_alpha = torch.cat([v_color, v_depth[:, None]], dim=1), v_alpha + v_covered
         return rgbs, v_color, v_alpha
+
+    def _add_depths(self, drawn: OwnedPixels, own: Sequence[Patch], views: Sequence[View]) -> tuple[Tensor, Tensor]:
+        """Add the losses of the patches' depths; return the gradients by blended depth [P] and by alpha [P].
+
+        A pixel's gradient is the whole view's, as `band_loss`'s: neighbours of the patch need send none.
+        """
+        by_depth, by_alpha = torch.zeros_like(drawn.alpha), torch.zeros_like(drawn.alpha)
+        weight, start = self._settings.depth_weight, 0
+        for patch in own:
+            view = views[patch.view]
+            left, top, right, bottom = patch.rendered(view)
+            piece, shape = slice(start, start + (right - left) * (bottom - top)), (bottom - top, right - left, 1)
+            start = piece.stop
+            with torch.enable_grad():
+                blended = drawn.color[piece, 3].detach().view(shape).requires_grad_()
+                covered = drawn.alpha[piece].detach().view(shape).requires_grad_()
+                pixels = Pixels(patch, blended, covered, blended / covered.clamp(min=1e-10))
+                near = weight * depth_loss(pixels, view, beyond=1) / len(views)
+                found = torch.autograd.grad(near, [blended, covered])
+            self._report[patch.view].add_(weight * depth_loss(pixels, view))
+            x0, y0, x1, y1 = patch.inner(view)
+            for whole, gradient in zip((by_depth, by_alpha), found, strict=True):
+                whole[piece].view(shape)[y0:y1, x0:x1] = gradient[y0:y1, x0:x1]
+        return by_depth, by_alpha
 
     def photograph(self, layers: Tensor, view: int) -> tuple[Tensor, Tensor | None]:
         """Return what a rendering of the batch's view at this position is compared with, and its mask.

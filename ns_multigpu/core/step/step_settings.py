@@ -34,6 +34,7 @@ class StepSettings:
         exposures: True if each view has a trained colour map (see `StepExposures`).
         poses: True if each view has a trained pose correction (see `StepPoses`).
         alpha, masked: whether photographs have an alpha channel and masks: see `photograph`.
+        depth_weight: of the loss of depth (see `core.step.depth_loss`); 0 for none.
         skips: True if a step whose gradients are not finite leaves the model unchanged.
     """
 
@@ -48,6 +49,7 @@ class StepSettings:
     poses: bool = False
     alpha: bool = False
     masked: bool = False
+    depth_weight: float = 0.0
     skips: bool = False
 
     @property

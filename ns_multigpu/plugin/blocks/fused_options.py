@@ -8,7 +8,7 @@ from cuda_ext.ops.optim.adam import FusedAdam, is_plain
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.fused_support import unsupported_reason
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.model import exposures, poses, surfaces
+from ns_multigpu.plugin.model import exposures, poses
 from ns_multigpu.primitives.registry import FIRST, titled
 
 _MOST_VIEWS = 128
@@ -109,21 +109,12 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
             lambda: "camera poses are optimized, and the host plans which cells a view sees",
         ),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
-        (
-            options.depth_loss > 0 and (kernels is None or surfaces.DEPTH not in kernels.terms),
-            lambda: f"{titled(options.primitive)} have no operators for a loss of depth",
-        ),
         (kernels is None, lambda: f"{titled(options.primitive)} have no operators for it"),
         (
             kernels is not None and not kernels.supports_half and pipeline.config.wire == "half",
             lambda: f"rows of {titled(options.primitive)} cross the wire whole, and --pipeline.wire half is asked for",
         ),
-        (
-            options.depth_loss > 0 and not pipeline.strategy.pixels.whole,
-            lambda: "pixels are put together of cells' layers, and there is a loss of depth",
-        ),
         (options.use_scale_regularization, lambda: "scales are regularised"),
-        (options.output_depth_during_training, lambda: "depth is asked for in training"),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
         (any(not isinstance(group, FusedAdam) for group in groups), lambda: "an optimizer is not Adam"),
         (not all(is_plain(group) for group in groups if group), lambda: "an optimizer has weight decay"),

@@ -44,7 +44,7 @@ from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import LEAST_INTERSECTIONS, LEAST_ROWS, StepCapacities
 from ns_multigpu.plugin.blocks.step_inputs import StepInputs, StepInputsMaker
-from ns_multigpu.plugin.model import exposures, poses
+from ns_multigpu.plugin.model import exposures, poses, surfaces
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 
 MOST_STEPS = 64
@@ -300,7 +300,10 @@ class Training:
             )
         )  # fmt: skip
 
-    def _made(self, size: tuple[int, int], kernels: Kernels, counts: bool, kind: torch.dtype) -> Step:
+    def _made(
+        self, size: tuple[int, int], kernels: Kernels, counts: bool, losses: Sequence[tuple[str, float]],
+        kind: torch.dtype,
+    ) -> Step:  # fmt: skip
         """Return the step for the present capacities."""
         assert self._capacities.now is not None and self._adam is not None
         options, strategy = self._model.config, self._pipeline.strategy
@@ -309,7 +312,8 @@ class Training:
             *size, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections,
             exposures=self._model.exposures is not None, poses=bool(poses.groups(self._model)),
-            alpha=self._queue.images.alpha, masked=self._queue.images.masked, skips=self._skips,
+            alpha=self._queue.images.alpha, masked=self._queue.images.masked,
+            depth_weight=dict(losses).get(surfaces.DEPTH, 0.0), skips=self._skips,
         )  # fmt: skip
         # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
@@ -334,7 +338,10 @@ class Training:
         options, primitive = self._model.config, self._model.primitive(depth=False)
         now = {"sh_degree": degree, "absgrad": options.use_absgrad and counts}
         primitive = replace(primitive, **{name: value for name, value in now.items() if hasattr(primitive, name)})
-        more = {"losses": dict(losses)} if losses else {}
+        of_channels = {name: weight for name, weight in losses if name != surfaces.DEPTH}
+        more: dict[str, Any] = {"losses": of_channels} if of_channels else {}
+        if len(of_channels) < len(losses):
+            more["depth"] = True
         kernels = primitive.kernels(**self._noise.weights(), **more)
         assert kernels is not None, "asked before: see `fused_options.obstacle`"
         sized = counts and "radii" in self._points.statistics
@@ -392,7 +399,7 @@ class Training:
         self._first.check(self._capacities.now, prod(size))
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
-        self._step = self._made(size, kernels, counts, kind)
+        self._step = self._made(size, kernels, counts, losses, kind)
         self._key = (signature, self._capacities.now)
         return self._step
 

@@ -114,15 +114,13 @@ class Convexes(Primitive):
             result.append(Pixels(patch, pixels.colors[piece].view(shape), alpha, depth, where))
         return result
 
-    def kernels(self, **options: Any) -> ConvexKernels | None:
-        """See `Primitive.kernels`: `depth` for rendering without gradients. None if depth needs gradients.
+    def kernels(self, **options: Any) -> ConvexKernels:
+        """See `Primitive.kernels`: `depth`.
 
         Raises:
             ValueError: an option is set that only 3D Gaussians' kernels support.
         """
         refuse_options(options, ConvexKernels.title)
-        if self.depth and not options.get("depth"):
-            return None
         return ConvexKernels(self, bool(options.get("depth")))
 
     def project(

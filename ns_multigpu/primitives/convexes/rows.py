@@ -45,13 +45,14 @@ class ArrivedConvexes(NamedTuple):
 
 
 class ConvexGradients(NamedTuple):
-    """Gradients of rows, except depths, which only order rows."""
+    """Gradients of rows."""
 
     means2d: Tensor
     lines: Tensor
     sharpness: Tensor
     opacities: Tensor
     features: Tensor
+    depths: Tensor
 
 
 CONVEX_PARTS = RecordParts(
@@ -63,4 +64,4 @@ CONVEX_PARTS = RecordParts(
     arrived=ArrivedConvexes,
     gradients=ConvexGradients,
 )  # fmt: skip
-"""26 numbers of a row, and 25 gradients."""
+"""26 numbers of a row, and as many gradients."""

@@ -50,11 +50,8 @@ class Gaussians(Primitive):
 
     schema = SCHEMA
 
-    def kernels(self, **options: Any) -> GaussianKernels | None:
-        """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, and `depth` for rendering without gradients. None
-        if depth needs gradients."""
-        if self.depth and not options.get("depth"):
-            return None
+    def kernels(self, **options: Any) -> GaussianKernels:
+        """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, and `depth`."""
         return GaussianKernels(
             self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, **options
         )

@@ -32,7 +32,7 @@ class GaussianKernels(GaussianRowKernels):
         degree: harmonics in use, 0 to 3; None for plain colours.
         antialiased, absgrad, eps2d, near, far: see `Gaussians`.
         opacity_weight, scale_weight: see `splat_update`.
-        depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
+        depth: `draw` blends depths too, as a fourth number of the colour.
         sized: see `Kernels`.
     """
 
@@ -82,6 +82,8 @@ class GaussianKernels(GaussianRowKernels):
         finite_flag_views: range | None, v_viewmats: Tensor | None = None,
     ) -> None:  # fmt: skip
         statistics = model.statistics
+        if self.depth:  # a fourth number of features says that gradients have one of the depth
+            rows = rows._replace(features=torch.nn.functional.pad(rows.features, (0, 1)))
         splat_update(
             model.params, model.exp_avgs, model.exp_avg_sqs, scalars=scalars, viewmats=cameras.viewmats, Ks=cameras.Ks,
             sizes=cameras.sizes, rows=rows, gradients=records, degree=self.degree, eps2d=self.eps2d, near=self.near,

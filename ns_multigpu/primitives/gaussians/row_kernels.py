@@ -19,7 +19,7 @@ class GaussianRowKernels(Kernels):
 
     Attributes:
         absgrad: see `Gaussians`.
-        depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
+        depth: `draw` blends depths too, as a fourth number of the colour.
     """
 
     absgrad: bool
@@ -39,7 +39,7 @@ class GaussianRowKernels(Kernels):
         return unpack(records, counts, views)
 
     def wire(self, *, half: bool, slots: bool) -> GaussianRowWire:
-        return GaussianRowWire(half, slots, self.absgrad)
+        return GaussianRowWire(half, slots, self.absgrad, self.depth)
 
     def intersect(self, arrived: ReceivedRows, patches: Sequence[int], capacity: int) -> Lists:
         return cuda_ext.intersect_capacity(

@@ -23,12 +23,13 @@ class GaussianRowWire(RowWire):
     """See `cuda_ext.ops.exchange.row_wire`.
 
     Attributes:
-        half, slots: see `Kernels.wire`. absgrad: gradients have absolute ones.
+        half, slots: see `Kernels.wire`. absgrad, depth: gradients have absolute ones, and one of the depth.
     """
 
     half: bool
     slots: bool
     absgrad: bool
+    depth: bool = False
 
     @property
     def row_words(self) -> int:
@@ -36,7 +37,7 @@ class GaussianRowWire(RowWire):
 
     @property
     def gradient_words(self) -> int:
-        return gradient_words(half=self.half, absgrad=self.absgrad)
+        return gradient_words(half=self.half, absgrad=self.absgrad, depth=self.depth)
 
     def pack(self, rows: SplatRows, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
         pack_wire(
@@ -56,8 +57,8 @@ class GaussianRowWire(RowWire):
 
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         where = (records, counts, wire, to.starts, to.capacities, to.rank)
-        pack_gradients(*where, half=self.half, absgrad=self.absgrad)
+        pack_gradients(*where, half=self.half, absgrad=self.absgrad, depth=self.depth)
 
     def collect(self, place: Tensor, count: Tensor, wire: Tensor, come: WireSegments, own: Tensor) -> Tensor:
         where = (place, count, wire, come.starts, come.capacities, own, come.rank)
-        return collect_wire(*where, half=self.half, absgrad=self.absgrad)
+        return collect_wire(*where, half=self.half, absgrad=self.absgrad, depth=self.depth)

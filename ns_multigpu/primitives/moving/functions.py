@@ -126,15 +126,13 @@ class MovingGaussians(Primitive):
         """See `Gaussians.render`."""
         return self.momentary.render(splats, patches, views, stops=stops, windows=windows)
 
-    def kernels(self, **options: Any) -> MovingKernels | None:
-        """See `Primitive.kernels`: `depth` for rendering without gradients. None if depth needs gradients.
+    def kernels(self, **options: Any) -> MovingKernels:
+        """See `Primitive.kernels`: `depth`.
 
         Raises:
             ValueError: an option is set that only 3D Gaussians' kernels support.
         """
         refuse_options(options, "4D Gaussians")
-        if self.depth and not options.get("depth"):
-            return None
         return MovingKernels(self, self.absgrad, bool(options.get("depth")))
 
     def moment(self, points: Points, view_ids: Tensor, point_ids: Tensor, view_times: Tensor) -> cuda_ext.Moment:

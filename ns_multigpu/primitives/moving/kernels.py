@@ -72,7 +72,7 @@ class MovingKernels(ComposedKernels, GaussianRowKernels):
     def returned(self, made: MadeSplats, records: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [
             (made.means2d, records[:, 0:2]), (made.conics, records[:, 2:5]), (made.row_opacities, records[:, 5]),
-            (made.colors, records[:, _COLORS]),
+            (made.colors, records[:, _COLORS]), *([(made.depths, records[:, _COLORS.stop])] if self.depth else []),
         ]  # fmt: skip
 
     def moved(self, made: MadeSplats, records: Tensor) -> tuple[Tensor, Tensor]:

@@ -186,7 +186,7 @@ class Surfels(Primitive):
         return result
 
     def kernels(self, **options: Any) -> SurfelKernels:
-        """See `Primitive.kernels`: `depth` for rendering without gradients, and `losses`, see `SurfelKernels`.
+        """See `Primitive.kernels`: `depth`, and `losses`, see `SurfelKernels`.
 
         Raises:
             ValueError: an option is set that only 3D Gaussians' kernels support.

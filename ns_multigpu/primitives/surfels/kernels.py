@@ -1,4 +1,4 @@
-"""Step operators of 2D Gaussians, and losses of their normals, distortion and depth."""
+"""Step operators of 2D Gaussians, and losses of their normals and distortion."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ class SurfelKernels(PartKernels):
     """Kernels of 2D Gaussians; see `PartKernels`.
 
     Attributes:
-        losses: weights of further losses, by the name of what each is of (`primitives.surfels.losses.TERMS`).
+        losses: weights of losses of normals and distortion, by name (`primitives.surfels.losses.TERMS`).
     """
 
     kind: "Surfels"
@@ -51,7 +51,6 @@ class SurfelKernels(PartKernels):
     layout = SURFEL_PARTS
     row_type = SurfelRows
     record_floats = SURFEL_PARTS.record_floats
-    terms = tuple(TERMS)
 
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> MadeSurfels:
         points = Points(dict(params))

@@ -68,22 +68,25 @@ def test_rows_there(real: int, padding: int, ranks: int, capacity: int, half: bo
         assert_same_bits(column, getattr(columns[0], name))
 
 
+@pytest.mark.parametrize("depth", [False, True])
 @pytest.mark.parametrize("absgrad", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("real", "padding", "ranks", "capacity"), SIZES)
-def test_gradients_back(real: int, padding: int, ranks: int, capacity: int, half: bool, absgrad: bool) -> None:
+def test_gradients_back(
+    real: int, padding: int, ranks: int, capacity: int, half: bool, absgrad: bool, depth: bool
+) -> None:
     rows, patches = make_rows(real, padding), numbers(bands(ranks, 2), 2)
     place, counts = rows.route(patches, ranks)
     capacities, rank = [capacity // (1 + rank) for rank in range(ranks)], ranks // 2
-    layout = Layout.of(capacities, gradient_words(half=half, absgrad=absgrad))
+    layout = Layout.of(capacities, gradient_words(half=half, absgrad=absgrad, depth=depth))
     grads, found = gradients(sum(capacities), 3), []
     for device in ("cpu", "cuda"):
         wire, there = torch.full((layout.words,), 7, dtype=torch.int32, device=device), grads.to(device)
         where = (layout.starts, capacities)
-        pack_gradients(there, counts.to(device), wire, *where, rank, half=half, absgrad=absgrad)
+        pack_gradients(there, counts.to(device), wire, *where, rank, half=half, absgrad=absgrad, depth=depth)
         own = there.split(capacities)[rank]
         given = (place.to(device), rows.count.to(device), wire, *where, own, rank)
-        found.append((wire, collect_wire(*given, half=half, absgrad=absgrad)))
+        found.append((wire, collect_wire(*given, half=half, absgrad=absgrad, depth=depth)))
     for here, on_gpu in zip(*found, strict=True):
         assert_same_bits(on_gpu, here)
 

@@ -25,7 +25,6 @@ from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.registry import PRIMITIVES
-from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
 
 
@@ -38,8 +37,6 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
         use_bilateral_grid=False,
         sh_degree=3,
         use_scale_regularization=False,
-        output_depth_during_training=False,
-        depth_loss=0.0,
     )
     densifier = object.__new__(ReplicatedDensifier)
     model = SimpleNamespace(
@@ -111,8 +108,6 @@ OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (partial(_correct_poses, weight_decay=0.1), "an optimizer has weight decay"),
     (_set("pipeline.model.config.use_bilateral_grid", True), "there is a bilateral grid"),
     (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
-    (_set("pipeline.model.config.output_depth_during_training", True), "depth is asked for in training"),
-    (_set("pipeline.model.config.depth_loss", 0.01), "3D Gaussians .3dgs. have no operators for a loss of depth"),
     (_set("pipeline.batch_size", 129), "there are more than 128 views a step"),
     (_other_optimizer, "an optimizer is not Adam"),
     (_no_optimizer, "an optimizer is not Adam"),
@@ -138,22 +133,6 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
 def test_poses_are_optimized_in_fused_steps() -> None:
     run = make_run()
     _correct_poses(run)
-    assert obstacle(run.config, run.pipeline, run.optimizers) is None
-
-
-def test_a_loss_of_depth_is_fused_where_operators_have_it_and_draw_whole_pixels() -> None:
-    run = make_run()
-    run.pipeline.model.config.depth_loss = 0.01
-    run.pipeline.model.primitive = lambda depth: Gaussians(depth=True)  # once the loss counts
-    reason = "3D Gaussians (3dgs) have no operators for a loss of depth"
-    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
-    run.pipeline.config = SimpleNamespace(wire="full")
-    run.pipeline.model.primitive = Surfels
-    assert obstacle(run.config, run.pipeline, run.optimizers) is None
-    run.pipeline.strategy = STRATEGIES["pixel"](World.single())
-    reason = "pixels are put together of cells' layers, and there is a loss of depth"
-    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
-    run.pipeline.model.config.depth_loss = 0.0
     assert obstacle(run.config, run.pipeline, run.optimizers) is None
 
 

@@ -11,6 +11,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks.step_inputs import StepInputsMaker
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from tests.lib.ranks import run_ranks
+from tests.lib.reconstruction import add_model
 from tests.lib.tile_training_run import MODEL, Outcome, furthest
 from tests.lib.training_run import write_capture
 from tests.plugin.blocks.test_fused_photographs import STEPS, train
@@ -18,6 +19,7 @@ from tests.plugin.blocks.test_fused_photographs import STEPS, train
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain colours": {MODEL + "sh_degree": 0},
     "views smaller than SSIM's window": {MODEL + "ssim_lambda": 0.0, MODEL + "num_downscales": 2},
+    "a loss of depth from image 24 on": {MODEL + "depth_loss": 0.3, MODEL + "depth_loss_start": 24},
 }
 NAN_IMAGES = (45, 61)
 """Images after the last refinement: skipped steps count for densification if they are not fused."""
@@ -25,7 +27,8 @@ NAN_IMAGES = (45, 61)
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_fused_steps_learn_what_others_do(options: dict[str, Any], tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture")
+    write_capture(tmp_path / "capture", wide=False)
+    add_model(tmp_path / "capture")
     expected = train(World.single(), tmp_path, False, "never", more=options)
     assert len({count for _, count in expected["points"]}) == 2, "the model grew twice"
     alone = train(World.single(), tmp_path, False, "always", more=options)

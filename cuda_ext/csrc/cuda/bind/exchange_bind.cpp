@@ -145,7 +145,8 @@ void pack_gradients(Call& call) {
   const WireSegments to = segments_of(call);
   const float* records = call.in<float>("records", {lines_of(to), 16}, 16);
   const auto* counts = call.in<int64_t>("counts", {to.ranks});
-  call.run(pack_gradients_launch, records, counts, to, call.flag("absgrad"), call.read<uint32_t*>("wire[?]"));
+  call.run(pack_gradients_launch, records, counts, to, call.flag("absgrad"), call.flag("depth"),
+           call.read<uint32_t*>("wire[?]"));
 }
 
 void collect_wire(Call& call) {
@@ -156,7 +157,8 @@ void collect_wire(Call& call) {
   const auto* wire = call.read<const uint32_t*>("wire[?]");
   const float* own = call.in<float>("own", {come.capacities[come.rank], 16}, 16);
   const int rows = call.read<int>("M");
-  call.run(collect_wire_launch, place, count, wire, come, own, call.flag("absgrad"), rows, call.out<float>({rows, 16}));
+  call.run(collect_wire_launch, place, count, wire, come, own, call.flag("absgrad"), call.flag("depth"), rows,
+           call.out<float>({rows, 16}));
 }
 
 // ---- lines of several arrays ----

@@ -3,6 +3,8 @@
 #include <cuda_runtime.h>
 
 #include "cuda/exchange/row_wire.h"
+
+#include <type_traits>
 #include "cuda/exchange/row_wire_device.h"
 
 namespace nsmg {
@@ -134,14 +136,27 @@ __global__ void __launch_bounds__(kThreads)
   store_row(row, slot, to, rows);
 }
 
-// The numbers of a record that count: 9, or 11 with absolute gradients.
+// Calls f with the number of a record's gradients that are sent, as a constant.
+template <typename F>
+void with_gradients(bool absgrad, bool depth, const F& f) {
+  if (absgrad && depth) return f(std::integral_constant<int, 12>());
+  if (absgrad) return f(std::integral_constant<int, 11>());
+  if (depth) return f(std::integral_constant<int, 10>());
+  f(std::integral_constant<int, 9>());
+}
+
+// Whether one of so many gradients is a depth's; they are 9 without it and without the absolute two.
+constexpr bool has_depth(int gradients) { return gradients % 2 == 0; }
+
+// The gradients of a record that are sent.
 template <int kCount>
 __device__ __forceinline__ void read_record(const float4* record, float* v) {
   const float4 a = record[0], b = record[1], c = record[2];
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
   v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
   v[8] = c.x;
-  if constexpr (kCount > 9) v[9] = c.z, v[10] = c.w;
+  if constexpr (has_depth(kCount)) v[9] = c.y;
+  if constexpr (kCount > 10) v[kCount - 2] = c.z, v[kCount - 1] = c.w;
 }
 
 template <int kCount>
@@ -156,10 +171,10 @@ __global__ void __launch_bounds__(kThreads)
   read_record<kCount>(records + (block.before + line) * kRecordQuads, v);
   uint32_t* out = wire + to.starts[block.source] + line;
   if (to.half) {
-    uint32_t words[6];
+    uint32_t words[half_words(kCount)];
     half_gradients<kCount>(v, words);
 #pragma unroll
-    for (int k = 0; k < (kCount > 9 ? 6 : 5); ++k) out[k * capacity] = words[k];
+    for (int k = 0; k < half_words(kCount); ++k) out[k * capacity] = words[k];
   } else {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) out[k * capacity] = bits(v[k]);
@@ -188,9 +203,9 @@ __global__ void __launch_bounds__(kThreads)
       } else {
         const uint32_t* in = wire + come.starts[rank] + line;
         if (come.half) {
-          uint32_t words[6];
+          uint32_t words[half_words(kCount)];
 #pragma unroll
-          for (int k = 0; k < (kCount > 9 ? 6 : 5); ++k) words[k] = in[k * capacity];
+          for (int k = 0; k < half_words(kCount); ++k) words[k] = in[k * capacity];
           read_half_gradients<kCount>(words, v);
         } else {
 #pragma unroll
@@ -204,7 +219,9 @@ __global__ void __launch_bounds__(kThreads)
   float4* record = &staged[warp][lane * kStride];
   record[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
   record[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
-  record[2] = make_float4(sums[8], 0.0f, sums[9], sums[10]);
+  constexpr bool kAbsolute = kCount > 10;
+  record[2] = make_float4(sums[8], has_depth(kCount) ? sums[9] : 0.0f, kAbsolute ? sums[kCount - 2] : 0.0f,
+                          kAbsolute ? sums[kCount - 1] : 0.0f);
   record[3] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   __syncwarp();
 #pragma unroll
@@ -241,28 +258,27 @@ cudaError_t unpack_wire_launch(const uint32_t* wire, const WireSegments& come, c
 }
 
 cudaError_t pack_gradients_launch(const float* records, const int64_t* counts, const WireSegments& to, bool absgrad,
-                                  uint32_t* wire, cudaStream_t stream) {
+                                  bool depth, uint32_t* wire, cudaStream_t stream) {
   const int blocks = blocks_of(to);
   if (blocks == 0) return cudaSuccess;
   const auto* quads = reinterpret_cast<const float4*>(records);
-  if (absgrad)
-    pack_gradients_kernel<11><<<blocks, kThreads, 0, stream>>>(quads, counts, to, wire);
-  else
-    pack_gradients_kernel<9><<<blocks, kThreads, 0, stream>>>(quads, counts, to, wire);
+  with_gradients(absgrad, depth, [&](auto number) {
+    pack_gradients_kernel<decltype(number)::value><<<blocks, kThreads, 0, stream>>>(quads, counts, to, wire);
+  });
   return cudaGetLastError();
 }
 
 cudaError_t collect_wire_launch(const int32_t* place, const int64_t* real, const uint32_t* wire,
-                                const WireSegments& come, const float* own, bool absgrad, int count, float* records,
-                                cudaStream_t stream) {
+                                const WireSegments& come, const float* own, bool absgrad, bool depth, int count,
+                                float* records, cudaStream_t stream) {
   const int blocks = blocks_of(int64_t{count});
   if (blocks == 0) return cudaSuccess;
   const auto* from = reinterpret_cast<const float4*>(own);
   auto* quads = reinterpret_cast<float4*>(records);
-  if (absgrad)
-    collect_wire_kernel<11><<<blocks, kThreads, 0, stream>>>(place, real, wire, come, from, count, quads);
-  else
-    collect_wire_kernel<9><<<blocks, kThreads, 0, stream>>>(place, real, wire, come, from, count, quads);
+  with_gradients(absgrad, depth, [&](auto number) {
+    constexpr int kCount = decltype(number)::value;
+    collect_wire_kernel<kCount><<<blocks, kThreads, 0, stream>>>(place, real, wire, come, from, count, quads);
+  });
   return cudaGetLastError();
 }
 

@@ -26,7 +26,6 @@ struct WireSegments {
 
 inline int full_row_words(bool slots) { return 12 + (slots ? 1 : 0); }
 inline int half_row_words(bool slots) { return 9 + (slots ? 1 : 0); }
-inline int gradient_words(bool half, bool absgrad) { return (half ? 5 : 9) + (absgrad ? (half ? 1 : 2) : 0); }
 
 // place [ranks, count].
 cudaError_t pack_wire_launch(const PackRows& rows, const int32_t* place, const WireSegments& to, bool slots,
@@ -42,11 +41,11 @@ cudaError_t keep_rows_launch(const PackRows& rows, const int32_t* place, const U
 
 // records [all capacities together, 16], aligned to 16 bytes.
 cudaError_t pack_gradients_launch(const float* records, const int64_t* counts, const WireSegments& to, bool absgrad,
-                                  uint32_t* wire, cudaStream_t stream);
+                                  bool depth, uint32_t* wire, cudaStream_t stream);
 
 // place [ranks, count]; own [capacities[rank], 16] and records [count, 16], aligned to 16 bytes.
 cudaError_t collect_wire_launch(const int32_t* place, const int64_t* real, const uint32_t* wire,
-                                const WireSegments& come, const float* own, bool absgrad, int count, float* records,
-                                cudaStream_t stream);
+                                const WireSegments& come, const float* own, bool absgrad, bool depth, int count,
+                                float* records, cudaStream_t stream);
 
 }  // namespace nsmg

@@ -9,7 +9,7 @@
 namespace nsmg {
 
 constexpr uint32_t kOne = 127u << 23;  // 1.0f, bit for bit
-constexpr int kFullRow = 10, kMostGradients = 11, kMostWords = 13;
+constexpr int kFullRow = 10, kMostGradients = 12, kMostWords = 13;
 
 struct RowNumbers {
   float values[kFullRow];  // in the order of a record
@@ -104,7 +104,9 @@ __device__ __forceinline__ RowNumbers read_half_row(const uint32_t* words) {
   return row;
 }
 
-// Of 9 gradients, or 11 with absolute ones.
+// Words of so many gradients: 9, one more of a depth and two more of absolute ones.
+constexpr int half_words(int gradients) { return 5 + (gradients - 8) / 2; }
+
 template <int kCount>
 __device__ __forceinline__ void half_gradients(const float* v, uint32_t* words) {
   uint32_t conics = 0, rest = 0;
@@ -120,7 +122,10 @@ __device__ __forceinline__ void half_gradients(const float* v, uint32_t* words) 
   words[2] = halfs(v[4] * conic, v[5] * other);
   words[3] = halfs(v[6] * other, v[7] * other);
   words[4] = with_scales(v[8] * other, of_conic, of_rest);
-  if constexpr (kCount > 9) words[5] = halfs(v[9] * other, v[10] * other);
+#pragma unroll
+  for (int k = 9; k < kCount; k += 2) {
+    words[5 + (k - 9) / 2] = halfs(v[k] * other, k + 1 < kCount ? v[k + 1] * other : 0.0f);
+  }
 }
 
 template <int kCount>
@@ -135,9 +140,10 @@ __device__ __forceinline__ void read_half_gradients(const uint32_t* words, float
   v[6] = low_half(words[3]) * other;
   v[7] = high_half(words[3]) * other;
   v[8] = low_half(words[4]) * other;
-  if constexpr (kCount > 9) {
-    v[9] = low_half(words[5]) * other;
-    v[10] = high_half(words[5]) * other;
+#pragma unroll
+  for (int k = 9; k < kCount; ++k) {
+    const uint32_t word = words[5 + (k - 9) / 2];
+    v[k] = ((k - 9) % 2 == 0 ? low_half(word) : high_half(word)) * other;
   }
 }
 
