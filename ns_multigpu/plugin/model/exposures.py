@@ -1,4 +1,4 @@
-"""Colour maps of a model, one for each training view, and their presence (`--pipeline.model.exposure`)."""
+"""Exposure gains of a model, three for each training view, and their presence (`--pipeline.model.exposure`)."""
 
 from typing import Any, Literal
 
@@ -6,30 +6,30 @@ import torch
 
 from cuda_ext.ops.optim.adam import AdamStep
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.step.exposures import StepExposures, identity_maps
+from ns_multigpu.core.step.exposures import StepExposures
 
-Choice = Literal["off", "affine", "auto"]
+Choice = Literal["off", "gain", "auto"]
 
 GROUP = "exposures"
-"""The name of a model's maps, also of their optimizer."""
+"""The name of a model's gains, also of their optimizer."""
 
 
 def add(model: Any) -> None:
-    """Set a model's colour maps to the identity, replacing existing ones."""
-    maps = identity_maps(model.num_train_data).to(model.gauss_params[POSITION].device)
-    model.register_parameter(GROUP, torch.nn.Parameter(maps))
+    """Set a model's gains to 1, replacing existing ones."""
+    gains = torch.ones(model.num_train_data, 3, device=model.gauss_params[POSITION].device)
+    model.register_parameter(GROUP, torch.nn.Parameter(gains))
 
 
 def groups(model: Any) -> list[str]:
-    """Return the parameter groups of a model's colour maps."""
+    """Return the parameter groups of a model's gains."""
     return [] if model.exposures is None else [GROUP]
 
 
 def in_steps(model: Any, adam: AdamStep, views: int) -> StepExposures | None:
-    """Return a model's colour maps as fused steps take them; None if it has none.
+    """Return a model's gains as fused steps take them; None if it has none.
 
     Args:
-        adam: of the points, and of the maps behind them.
+        adam: of the points, and of the gains behind them.
     """
     if model.exposures is None:
         return None
@@ -37,7 +37,7 @@ def in_steps(model: Any, adam: AdamStep, views: int) -> StepExposures | None:
 
 
 def expect(model: Any, state: dict[str, Any], *, looks: bool) -> None:
-    """Prepare a model for a checkpoint with or without colour maps. A model that resumes training is already prepared.
+    """Prepare a model for a checkpoint with or without gains. A model that resumes training is already prepared.
 
     Args:
         state: the checkpoint's.
