@@ -81,10 +81,10 @@ def make_moving_points(count: int, dtype: torch.dtype, device: torch.device | st
     return Points({k: v.detach().to(device, dtype).requires_grad_() for k, v in params.items()})
 
 
-def make_maps(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Exposures [views + 3, 3, 4]: there are more views than those of a batch."""
+def make_gains(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Exposures [views + 3, 3]: there are more views than those of a batch."""
     g = torch.Generator().manual_seed(5)
-    return (torch.eye(3, 4) + 0.15 * torch.randn(views + 3, 3, 4, generator=g)).to(device, dtype)
+    return (1 + 0.25 * torch.randn(views + 3, 3, generator=g)).to(device, dtype)
 
 
 def make_corrections(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

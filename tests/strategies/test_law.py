@@ -18,7 +18,7 @@ from ns_multigpu.core.dist.collectives import all_gather_rows, sum_all
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.step.depth_loss import depth_loss
-from ns_multigpu.core.step.exposures import drift, exposed
+from ns_multigpu.core.step.exposures import drift
 from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Points, View
@@ -34,9 +34,9 @@ from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import (
+    make_gains,
     make_image,
     make_layers,
-    make_maps,
     make_moving_points,
     make_observations,
     make_points,
@@ -96,7 +96,7 @@ def take_step(
 ) -> Outcome:  # fmt: skip
     """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
-    depth counts. `exposes`: their colours are mapped. `layered`: photographs have alpha and masks.
+    depth counts. `exposes`: their colours have gains. `layered`: photographs have alpha and masks.
     `corrects`: the first two views are one, and poses are corrected."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
@@ -115,13 +115,13 @@ def take_step(
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
     rendering = spread.render(drawn, held, batch, plan)
     loss = sum((r.sum() * 0.0 for r in rendering.splats.rows.values() if r.requires_grad), start=torch.zeros(()))
-    maps = make_maps(views, dtype, world.device).requires_grad_() if exposes else None
+    gains = make_gains(views, dtype, world.device).requires_grad_() if exposes else None
     images: Fragments = []
     depths: Fragments = []
     for pixels in rendering.pixels:
         view = batch[pixels.patch.view]
         rgb = pixels.color + (1 - pixels.alpha) * 0.3
-        rgb = (rgb if maps is None else exposed(rgb, maps[view.index])).clamp(0, 1)
+        rgb = (rgb if gains is None else rgb * gains[view.index]).clamp(0, 1)
         x0, y0, x1, y1 = pixels.patch.inner(view)
         images.append((pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()))
         if pixels.depth is not None:
@@ -139,12 +139,12 @@ def take_step(
             loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
         if observes:
             loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
-    trainable = {} if maps is None else {"exposures": maps}
+    trainable = {} if gains is None else {"exposures": gains}
     if corrects is not None:
         poses, trainable["corrections"] = [], corrects.pose_adjustment
     leaves = [*poses, *trainable.values(), *held.params.values()]
     spread.gradients.begin_backward(leaves)
-    held_back = [] if maps is None else [drift(maps)]
+    held_back = [] if gains is None else [drift(gains)]
     if corrects is not None:
         held_back += penalties(corrects).values()
     sum((term / world.size for term in held_back), start=loss).backward()

@@ -1,4 +1,4 @@
-"""The law for exposures: with a map of colours for each view pixels, loss and gradients, also those by the maps, are
+"""The law for exposures: with gains for each view pixels, loss and gradients, also those by the gains, are
 those of one rank, in each mode; and steps of other primitives have them, too."""
 
 from typing import Any
@@ -13,7 +13,7 @@ from ns_multigpu.core.types import Points
 from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
-from tests.strategies.scene import make_image, make_maps, make_views
+from tests.strategies.scene import make_gains, make_image, make_views
 from tests.strategies.test_law import LIKE_SINGLE, Outcome, check, on_machines, points_of, take_step
 from tests.strategies.test_law_convexes import ALL as CONVEX
 from tests.strategies.test_law_convexes import convexes
@@ -63,12 +63,12 @@ def check_fused(outcomes: list[Outcome], strategy: str, primitive: str = "gaussi
     single = STRATEGIES["single"](World.single())
     kind = kind_of(primitive, POINTS, torch.float32)
     expected = take_step(single, primitive, count, POINTS, torch.float32, PORTRAIT, kind=kind, exposes=True)
-    by_maps = expected["poses"]["exposures"]
-    assert float(by_maps.abs().amax((1, 2)).min()) > 0, "also views that are not in the batch hold the mean"
+    by_gains = expected["poses"]["exposures"]
+    assert float(by_gains.abs().amax(1).min()) > 0, "also views that are not in the batch hold the mean"
     for outcome in outcomes:
         found = outcome["gradients"].pop("exposures")
-        torch.testing.assert_close(found, by_maps, rtol=1e-4, atol=2e-5 * float(by_maps.abs().max()))
-        assert torch.equal(found, outcomes[0].setdefault("maps", found)), "each rank has all maps"
+        torch.testing.assert_close(found, by_gains, rtol=1e-4, atol=2e-5 * float(by_gains.abs().max()))
+        assert torch.equal(found, outcomes[0].setdefault("gains", found)), "each rank has all gains"
     replicated = STRATEGIES[strategy](World.single()).placement.replicated
     sized = primitive != "convex"
     check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated, sized=sized)
@@ -106,15 +106,15 @@ def test_a_fused_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int
     check_fused(run_ranks(fused, ranks, strategy, mode, device="cuda"), strategy)
 
 
-def test_step_beyond_capacity_does_not_change_maps() -> None:
+def test_step_beyond_capacity_does_not_change_gains() -> None:
     spread, count = STRATEGIES["single"](World.single()), 3
     kind, held = points_of("gaussians", POINTS, torch.float32)
     views = make_views(count, torch.float32, size=PORTRAIT)
     params = {name: value.detach() for name, value in held.params.items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
-    maps = make_maps(count, torch.float32)
-    before, firsts, seconds = maps.clone(), torch.ones_like(maps), torch.ones_like(maps)
-    step_exposures = StepExposures(maps, firsts, seconds, count)
+    gains = make_gains(count, torch.float32)
+    before, firsts, seconds = gains.clone(), torch.ones_like(gains), torch.ones_like(gains)
+    step_exposures = StepExposures(gains, firsts, seconds, count)
     for rows, done in ((8, 0), (2048, 1)):
         step = made(
             spread, kind, views, params, moments, {}, False, None, None, step_exposures, capacities={"rows": rows}
@@ -124,5 +124,5 @@ def test_step_beyond_capacity_does_not_change_maps() -> None:
         plan = with_halos(spread.plan_alike(views), views)
         step.take(plan, [make_image(views[patch.view]) for patch in plan.owned[0]])
         assert step.status().done == done
-        assert torch.equal(maps, before) == (not done)
-        assert torch.equal(firsts, torch.ones_like(maps)) == torch.equal(seconds, torch.ones_like(maps)) == (not done)
+        assert torch.equal(gains, before) == (not done)
+        assert torch.equal(firsts, torch.ones_like(gains)) == torch.equal(seconds, torch.ones_like(gains)) == (not done)

@@ -26,8 +26,8 @@ def check_fused(outcomes: list[Outcome], strategy: str, exposes: bool) -> None:
     replicated = STRATEGIES[strategy](World.single()).placement.replicated
     for outcome in outcomes:
         if exposes:
-            found, by_maps = outcome["gradients"].pop("exposures"), expected["poses"]["exposures"]
-            torch.testing.assert_close(found, by_maps, rtol=1e-4, atol=2e-5 * float(by_maps.abs().max()))
+            found, by_gains = outcome["gradients"].pop("exposures"), expected["poses"]["exposures"]
+            torch.testing.assert_close(found, by_gains, rtol=1e-4, atol=2e-5 * float(by_gains.abs().max()))
     check_outcomes(outcomes, expected, count, None, replicated=replicated)
 
 

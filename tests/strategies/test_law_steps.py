@@ -36,7 +36,7 @@ from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.lib.recorded import RecordedPool
-from tests.strategies.scene import make_image, make_layers, make_maps, make_observations, make_points, make_views
+from tests.strategies.scene import make_gains, make_image, make_layers, make_observations, make_points, make_views
 from tests.strategies.test_law import (
     KNOW_MACHINES,
     LIKE_SINGLE,
@@ -105,10 +105,10 @@ def take_one(
     observed = make_observations(count, torch.float32, device) if observes else None
     step_exposures = None
     if exposes:
-        maps = make_maps(count, torch.float32, device)
-        begun["exposures"], params["exposures"] = maps.clone(), maps
-        moments["exposures"] = torch.zeros_like(maps), torch.zeros_like(maps)
-        step_exposures = StepExposures(maps, *moments["exposures"], count)
+        gains = make_gains(count, torch.float32, device)
+        begun["exposures"], params["exposures"] = gains.clone(), gains
+        moments["exposures"] = torch.zeros_like(gains), torch.zeros_like(gains)
+        step_exposures = StepExposures(gains, *moments["exposures"], count)
     step_poses = None
     if corrects is not None:
         views = [replace(view, index=max(view.index - 1, 0)) for view in views]

@@ -59,7 +59,7 @@ class PatchLosses:
             color, alpha, background = colors[piece], drawn.alpha[piece], self._backgrounds[patch.view]
             blended = color, alpha, background
             if self._exposures is not None:
-                color, background = self._exposures.applied(patch.view, *blended)
+                color, background = self._exposures.applied(patch.view, color, background)
             seen = color, alpha
             if mask is not None:  # of clamped colours, over nothing
                 seen = composite(color, alpha, background) * mask, torch.ones_like(alpha)
@@ -73,7 +73,7 @@ class PatchLosses:
                 found = torch.ops.ns_multigpu.composite_backward(color, alpha, background, v_rgb)
                 v_color[piece], v_alpha[piece] = found
             if self._exposures is not None:
-                self._exposures.backward(patch.view, *blended, v_color[piece], v_alpha[piece])
+                self._exposures.backward(patch.view, *blended, v_color[piece])
             x0, y0, x1, y1 = inner
             rgbs.append(rgb[y0:y1, x0:x1])
         if s.depth_weight > 0:

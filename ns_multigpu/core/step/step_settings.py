@@ -31,7 +31,7 @@ class StepSettings:
         rows: capacity of a rank's own rows.
         segment: capacity in rows of each pair of ranks, or one for all, if rows are exchanged.
         intersections: capacity of what a rank draws.
-        exposures: True if each view has a trained colour map (see `StepExposures`).
+        exposures: True if each view has trained gains (see `StepExposures`).
         poses: True if each view has a trained pose correction (see `StepPoses`).
         alpha, masked: whether photographs have an alpha channel and masks: see `photograph`.
         depth_weight: of the loss of depth (see `core.step.depth_loss`); 0 for none.

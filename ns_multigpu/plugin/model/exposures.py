@@ -1,4 +1,4 @@
-"""Colour maps of a model, one for each training view, and their presence (`--pipeline.model.exposure`)."""
+"""Exposure gains of a model, three for each training view, and their presence (`--pipeline.model.exposure`)."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -7,27 +7,27 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.step.exposures import StepExposures, identity_maps
+from ns_multigpu.core.step.exposures import StepExposures
 
-Choice = Literal["off", "affine", "auto"]
+Choice = Literal["off", "gain", "auto"]
 
 GROUP = "exposures"
-"""The name of a model's maps, also of their optimizer."""
+"""The name of a model's gains, also of their optimizer."""
 
 
 def add(model: Any) -> None:
-    """Set a model's colour maps to the identity, replacing existing ones."""
-    maps = identity_maps(model.num_train_data).to(model.gauss_params[POSITION].device)
-    model.register_parameter(GROUP, torch.nn.Parameter(maps))
+    """Set a model's gains to 1, replacing existing ones."""
+    gains = torch.ones(model.num_train_data, 3, device=model.gauss_params[POSITION].device)
+    model.register_parameter(GROUP, torch.nn.Parameter(gains))
 
 
 def groups(model: Any) -> list[str]:
-    """Return the parameter groups of a model's colour maps."""
+    """Return the parameter groups of a model's gains."""
     return [] if model.exposures is None else [GROUP]
 
 
 def in_steps(model: Any, moments: Mapping[str, tuple[Tensor, Tensor]], views: int) -> StepExposures | None:
-    """Return a model's colour maps as fused steps take them; None if it has none.
+    """Return a model's gains as fused steps take them; None if it has none.
 
     Args:
         moments: Adam's, by the name of their optimizer. views: of a batch.
@@ -38,7 +38,7 @@ def in_steps(model: Any, moments: Mapping[str, tuple[Tensor, Tensor]], views: in
 
 
 def expect(model: Any, state: dict[str, Any], *, looks: bool) -> None:
-    """Prepare a model for a checkpoint with or without colour maps. A model that resumes training is already prepared.
+    """Prepare a model for a checkpoint with or without gains. A model that resumes training is already prepared.
 
     Args:
         state: the checkpoint's.

@@ -55,9 +55,9 @@ class SplatModelConfig(SplatfactoModelConfig):
     depth_loss_start: int = 0
     """Number of images seen before the depth loss applies."""
     exposure: exposures.Choice = "off"
-    """Trained colour map for each training view, for photographs of different exposure or white balance: "affine" has
-    one, "off" none, and "auto" has one if the photographs differ. Held-out views and rendered images have none. See
-    docs/use/recipes.md#exposure."""
+    """Correction of each training view, for photographs of different exposure or white balance: "gain" trains a gain of
+    each channel, "off" none, and "auto" trains them if the photographs differ. Held-out views and rendered images have
+    none. See docs/use/recipes.md#exposure."""
     optimizer_state: Literal["full", "compact"] = "full"
     """Storage of Adam's two moments of every parameter of the Gaussians: "full" is float32, 8 bytes a parameter and 472
     a Gaussian; "compact" is bfloat16 with stochastic rounding, half of that. With compact a Gaussian takes 484 bytes in

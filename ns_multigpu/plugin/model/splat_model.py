@@ -25,7 +25,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
-from ns_multigpu.core.step.exposures import drift, exposed
+from ns_multigpu.core.step.exposures import drift
 from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, Splats, View
 from ns_multigpu.plugin.launch.checks import check_first_points, check_random_points
@@ -87,7 +87,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         else:
             self.background_color = get_color(config.background_color)
         self.register_parameter(exposures.GROUP, None)
-        if config.exposure == "affine":
+        if config.exposure == "gain":
             exposures.add(self)
         if config.use_bilateral_grid:
             x, y, w = config.grid_shape
@@ -281,7 +281,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     def _composite(self, pixels: Pixels, view: View, background: Tensor) -> Tensor:
         rgb = pixels.color + (1 - pixels.alpha) * background
-        rgb = (rgb if self.exposures is None else exposed(rgb, self.exposures[view.index])).clamp(0.0, 1.0)
+        rgb = (rgb if self.exposures is None else rgb * self.exposures[view.index]).clamp(0.0, 1.0)
         if not self.config.use_bilateral_grid:
             return rgb
         x0, y0, x1, y1 = pixels.patch.rendered(view)

@@ -39,7 +39,7 @@ class HeldOut:
 
     Attributes:
         corrected: PSNR after an optimal colour mapping of each view to its photograph. None unless requested
-            (`color_corrected_metrics`) or the model has exposure maps.
+            (`color_corrected_metrics`) or the model has exposure gains.
     """
 
     views: int

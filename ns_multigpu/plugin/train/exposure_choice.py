@@ -20,7 +20,7 @@ LOOKED_AT = 128
 
 
 def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
-    """Decide, before training, whether the model has colour maps, and print the choice. Every rank calls it.
+    """Decide, before training, whether the model has gains, and print the choice. Every rank calls it.
 
     Raises:
         InputError: the option conflicts with another one.
@@ -37,7 +37,7 @@ def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
             exposures.add(model)
         CONSOLE.print(described(found), soft_wrap=True)
     else:
-        text = {"off": "no correction", "affine": "a correction per photograph"}[config.exposure]
+        text = {"off": "no correction", "gain": "a correction per photograph"}[config.exposure]
         option = f"exposure {config.exposure}"
         if config.use_bilateral_grid:
             text, option = "a bilateral grid per photograph", "use-bilateral-grid True"
@@ -79,7 +79,7 @@ def described(found: Exposures | None) -> str:
     if found is None:
         return (
             "Exposure: too few seed points to compare the photographs with, so no correction "
-            "(--pipeline.model.exposure affine has one)."
+            "(--pipeline.model.exposure gain has one)."
         )
     measured = f"Exposure: the photographs differ by {found.spread:.2f} stops"
     if differ(found):

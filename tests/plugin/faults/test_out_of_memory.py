@@ -136,7 +136,7 @@ def test_in_the_update_the_last_checkpoint_is_what_is_kept(capture: Path, tmp_pa
 
 def _block_runs_out(world: World, capture: Path, run: Path, how: str) -> tuple[str, Path, int, dict[str, Any]]:
     """Fused steps; memory runs out in the block that begins with step 4: before it, or in its third step."""
-    options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4, "exposure": "affine"}
+    options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4, "exposure": "gain"}
     trainer = start(world, capture, run, 12, camera_optimizer=_no_poses(options), **options)
     begun, usual = 0, PatchLosses.add
 
@@ -178,7 +178,7 @@ def test_block_reverts_to_its_last_complete_step(capture: Path, tmp_path: Path, 
     assert set(rates.values()) == {step + 1} and counters
     assert all(float(value) == step + 1 for value in counters.values())
     # The same run, ended there.
-    options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4, "exposure": "affine"}
+    options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4, "exposure": "gain"}
     again = run_ranks(_trained_parameters, size, capture, tmp_path / "again", step + 1, options)
     assert differing(again[0], found, 1e-6) == []
 

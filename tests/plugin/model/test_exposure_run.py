@@ -10,7 +10,6 @@ import torch
 from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.step.exposures import identity_maps
 from ns_multigpu.plugin.capture.differing_exposures import MANY, Exposures
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.run_parts import run_parts
@@ -23,7 +22,7 @@ from tests.lib.training_run import TRAIN, write_capture
 
 def begin(folder: Path, name: str, steps: int, **options: Any) -> Any:
     still = CameraOptimizerConfig(mode="off")
-    options = {"exposure": "affine", "camera_optimizer": still, **options}
+    options = {"exposure": "gain", "camera_optimizer": still, **options}
     return start(World.single(), folder / "capture", folder / name, steps, 2, **options)
 
 
@@ -34,18 +33,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_fused_steps_learn_what_others_do(folder: Path) -> None:
-    """The maps move by a hundred times as much as they differ."""
-    maps: list[torch.Tensor] = []
+    """The gains move by a hundred times as much as they differ."""
+    gains: list[torch.Tensor] = []
     for fused in ("never", "always"):
         trainer = begin(folder, fused, 6, fused_steps=fused)
         for group in trainer.optimizers.optimizers["exposures"].param_groups:
             group["eps"] = 1e-4
         trainer.train()
         assert torch.isfinite(trainer.pipeline.model.exposures).all()
-        maps.append(trainer.pipeline.model.exposures.detach())
-    moved = (maps[0] - identity_maps(TRAIN)).abs().amax((1, 2))
+        gains.append(trainer.pipeline.model.exposures.detach())
+    moved = (gains[0] - torch.ones(TRAIN, 3)).abs().amax(1)
     assert float(moved.min()) > 1e-3, "each view has had its turn"
-    assert float((maps[0] - maps[1]).abs().max()) < 0.01 * float(moved.min())
+    assert float((gains[0] - gains[1]).abs().max()) < 0.01 * float(moved.min())
 
 
 @pytest.mark.parametrize("fused", ["always", "never"])
@@ -74,7 +73,7 @@ def test_a_model_that_is_looked_at_takes_maps_as_the_checkpoint_has_them(folder:
     shown = looked_at.eval().model.get_outputs(camera)["rgb"]
     with torch.no_grad():
         looked_at.model.exposures -= 0.25
-    assert torch.equal(shown, looked_at.model.get_outputs(camera)["rgb"]), "what is shown has no map"
+    assert torch.equal(shown, looked_at.model.get_outputs(camera)["rgb"]), "what is shown has no gain"
     del state["_model.exposures"]
     looked_at.load_pipeline(state, 1)
     assert looked_at.model.exposures is None
@@ -96,18 +95,18 @@ def test_auto_depends_on_the_photographs(
     trainer = begin(folder, "run", 2, exposure="auto")
     assert said in " ".join(capsys.readouterr().out.split())
     assert "exposure of the photographs" in run_parts().parts
-    maps = trainer.pipeline.model.exposures
-    assert (maps is not None) == (spread == 2 * MANY) == ("exposures" in trainer.optimizers.optimizers)
-    if maps is not None:
+    gains = trainer.pipeline.model.exposures
+    assert (gains is not None) == (spread == 2 * MANY) == ("exposures" in trainer.optimizers.optimizers)
+    if gains is not None:
         trainer.train()
-        assert not torch.equal(maps, identity_maps(TRAIN))
+        assert not torch.equal(gains, torch.ones(TRAIN, 3))
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"exposure": "off"}, "no correction (--pipeline.model.exposure off)."),
-        ({"exposure": "affine"}, "a correction per photograph (--pipeline.model.exposure affine)."),
+        ({"exposure": "gain"}, "a correction per photograph (--pipeline.model.exposure gain)."),
         (
             {"exposure": "off", "use_bilateral_grid": True},
             "a bilateral grid per photograph (--pipeline.model.use-bilateral-grid True).",
@@ -149,6 +148,6 @@ def test_held_out_views_are_measured_with_corrected_colours_too(folder: Path, mo
 
 
 def test_two_corrections_are_refused(folder: Path) -> None:
-    for choice in ("affine", "auto"):
+    for choice in ("gain", "auto"):
         with pytest.raises(InputError, match=f"exposure {choice} and --pipeline.model.use-bilateral-grid True both"):
             begin(folder, choice, 2, exposure=choice, use_bilateral_grid=True)

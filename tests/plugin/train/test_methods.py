@@ -21,7 +21,7 @@ def test_recipe_is_splatfactos() -> None:
     ours, theirs = splatfacto_batch.config, method_configs["splatfacto"]
     assert {name: ours.optimizers[name] for name in theirs.optimizers} == theirs.optimizers
     others = {parameter.name for kind in PRIMITIVES.values() for parameter in kind.schema} - {p.name for p in SCHEMA}
-    assert ours.optimizers.keys() - theirs.optimizers.keys() == others | {"exposures"}, "of other primitives, and maps"
+    assert ours.optimizers.keys() - theirs.optimizers.keys() == others | {"exposures"}, "of other primitives, and gains"
     for name in ("steps_per_eval_image", "steps_per_eval_batch", "steps_per_save", "steps_per_eval_all_images"):
         assert getattr(ours, name) == getattr(theirs, name)
     assert ours.max_num_iterations == theirs.max_num_iterations

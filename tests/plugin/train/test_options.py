@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         MODEL + "use_bilateral_grid": True, MODEL + "grid_shape": (4, 4, 4),
         "optimizers.bilateral_grid.scheduler": None,
     },
-    "exposure affine": {MODEL + "exposure": "affine", "optimizers.exposures.scheduler": None},
+    "exposure gain": {MODEL + "exposure": "gain", "optimizers.exposures.scheduler": None},
     "masks": {"capture": "masks"},
     "RGBA images, random background": {"capture": "alpha"},
     "RGBA images, white background": {"capture": "alpha", MODEL + "background_color": "white"},

@@ -28,7 +28,7 @@ TABLE = {
         "split-screen-size, cull-screen-size, stop-screen-size-at",
         "camera-optimizer SO3xR3",
         "use-bilateral-grid",
-        "exposure affine",
+        "exposure gain",
         "masks",
         "RGBA images, random background",
         "RGBA images with masks, resolution schedule",
