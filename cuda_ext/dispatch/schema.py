@@ -190,6 +190,9 @@ SCHEMAS: tuple[str, ...] = (
     "(Tensor keys, Tensor values, Tensor count)",
     "band_lists(int[] keys_at, int[] values_at, Tensor counts, int[] bands, Tensor where, int segment, "
     "int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
+    "correct_views(Tensor viewmats, Tensor corrections, Tensor indices, bool se3, Tensor(a!) out) -> ()",
+    "correction_gradients(Tensor viewmats, Tensor corrections, Tensor indices, bool se3, Tensor v_viewmats, "
+    "float shift_penalty, float turn_penalty) -> Tensor gradients",
     "step_message(Tensor own_rows, Tensor segment_counts, Tensor segment_capacity, Tensor(a!) segment_most, "
     "Tensor met, Tensor tile_offsets, int[] bands, int rank, int lines) -> Tensor message",
     "step_gate(Tensor[] counts, Tensor limits, Tensor(a!) status, Tensor scalars, Tensor still, Tensor row_counts, "

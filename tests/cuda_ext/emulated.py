@@ -26,7 +26,7 @@ PRIMITIVES = (
     "common/rows",
     *(f"{stage}/{kind}_{stage}" for kind in ("surfels", "convexes") for stage in ("raster", "project")),
 )
-POSES = ("common/rows", "optim/splat_poses")
+POSES = ("common/rows", "optim/splat_poses", "optim/view_poses")
 NEVER = 2**31 - 1
 _LAUNCH = re.compile(r"(\w+)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)
 

@@ -21,7 +21,7 @@ _WRAPPERS = [
     f"cuda_ext.ops.{name}"
     for name in (
         "optim.lazy_adam", "exchange.row_exchange", "exchange.row_footprint", "exchange.row_wire", "optim.adam",
-        "loss.band_loss", "sort.peer_sort", "optim.fused", "optim.step_control",
+        "loss.band_loss", "sort.peer_sort", "optim.fused", "optim.step_control", "optim.poses",
     )
 ]  # fmt: skip
 

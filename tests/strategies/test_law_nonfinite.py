@@ -15,7 +15,7 @@ from ns_multigpu.plugin.blocks.timing import StepTimer
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.lib.recorded import RecordedPool
-from tests.strategies.scene import make_image, make_maps, make_views
+from tests.strategies.scene import make_gains, make_image, make_views
 from tests.strategies.test_law import held_at, points_of
 from tests.strategies.test_law_steps import MODES, POINTS, PORTRAIT, count_of, fill, made
 
@@ -36,7 +36,7 @@ def skip_one(world: World, strategy: str, mode: str, exposes: bool) -> list[tupl
     spread.observe(kind, held, 0)
     exposures = None
     if exposes:
-        params["exposures"] = make_maps(count, torch.float32, device)
+        params["exposures"] = make_gains(count, torch.float32, device)
         moments["exposures"] = (torch.zeros_like(params["exposures"]), torch.zeros_like(params["exposures"]))
         exposures = StepExposures(params["exposures"], *moments["exposures"], count)
     step = made(

@@ -19,7 +19,7 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.types import Sizes, View, sizes_of
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
-from ns_multigpu.plugin.model import poses
+from ns_multigpu.plugin.model import exposures, poses
 from ns_multigpu.plugin.model.batch_scaling import next_rates
 
 TOGETHER = 8
@@ -61,7 +61,6 @@ class StepInputsMaker:
     def __init__(self, pipeline: Any, optimizers: Any, rank: int, cameras: HostCameras) -> None:
         self._pipeline, self._optimizers, self._rank, self._cameras = pipeline, optimizers, rank, cameras
         self._draws = torch.Generator()
-        self._has_indices = pipeline.model.exposures is not None or bool(poses.groups(pipeline.model))
         self._prefetched = 0  # end of the steps whose plans were prefetched
         self._seed, self._random = pipeline.model.seed, pipeline.model.config.background_color == "random"
 
@@ -111,7 +110,8 @@ class StepInputsMaker:
         lines = adam.count()
         for scheduler in self._optimizers.schedulers.values():
             next_rates(scheduler)
-        times = [view.time for view in views] + (indices if self._has_indices else [])
+        has_indices = exposures.groups(pipeline.model) or poses.groups(pipeline.model)
+        times = [view.time for view in views] + (indices if has_indices else [])
         inputs = np.zeros(28 * batch + sum(map(len, lines)) + len(times), dtype=np.float32)
         matrices, Ks = inputs[: 16 * batch].reshape(batch, 16), inputs[16 * batch : 25 * batch].reshape(batch, 9)
         for place, (_, numbers) in enumerate(cameras):

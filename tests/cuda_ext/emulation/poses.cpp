@@ -1,7 +1,8 @@
-// What splat_bind.cpp does for the gradient by the cameras' matrices, for pointers.
+// What splat_bind.cpp and step_bind.cpp do for cameras' poses, for pointers.
 #include <vector>
 
 #include "cuda/optim/splat_update.h"
+#include "cuda/optim/view_poses.h"
 
 using namespace nsmg;
 
@@ -18,6 +19,12 @@ struct Arguments {
   float* table;
   float* v_viewmats;
 };
+
+void correct_views(const PoseCorrections* in, float* out) { correct_views_launch(*in, out, nullptr); }
+
+void correction_gradients(const PoseCorrections* in, const PoseGradients* gradients) {
+  correction_gradients_launch(*in, *gradients, nullptr);
+}
 
 void pose_gradients(const Arguments* a) {
   UpdateLaunch launch = {};

@@ -1,4 +1,4 @@
-"""The CUDA kernel for gradients by cameras' matrices, run on a CPU (`emulated`), against autograd in float64."""
+"""The CUDA kernels for cameras' poses and gradients by them, run on a CPU (`emulated`), against autograd in float64."""
 
 import ctypes
 from typing import Any
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from cuda_ext.ops.optim.fused import SplatRows
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
+from cuda_ext.ops.optim.poses import Mode, correct_views, correction_gradients
 from tests.cuda_ext.emulated import POSES, compiled
 from tests.cuda_ext.fused_steps import Model, as_records, to
 from tests.cuda_ext.lazy_steps import StepRun, fresh_model, row_gradients
+from tests.strategies.scene import make_corrections, make_views
 
 
 class _Arguments(ctypes.Structure):
@@ -23,6 +25,24 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("viewmats", "Ks", "features", "records", "sizes", "point_ids", "radii")),
         *((name, ctypes.c_void_p) for name in ("starts", "last", "table", "v_viewmats")),
     )
+
+
+class _Corrections(ctypes.Structure):
+    """`PoseCorrections` of `view_poses.h`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("viewmats", "corrections", "indices")),
+        ("views", ctypes.c_int32), ("number", ctypes.c_int32), ("se3", ctypes.c_bool),
+    )  # fmt: skip
+
+
+class _Gradients(ctypes.Structure):
+    """`PoseGradients` of `view_poses.h`."""
+
+    _fields_ = (
+        ("v_viewmats", ctypes.c_void_p), ("ranks", ctypes.c_int32),
+        ("shift_penalty", ctypes.c_float), ("turn_penalty", ctypes.c_float), ("out", ctypes.c_void_p),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +107,24 @@ def in_float(model: Model, kind: torch.dtype) -> Model:
     found = model.to("cpu")
     first, second = ([m.to(kind, copy=True) for m in given] for given in (model.exp_avgs, model.exp_avg_sqs))
     return Model(found.params, first, second, found.scalars, found.viewmats, found.Ks, found.sizes)
+
+
+@pytest.mark.parametrize("mode", ["SO3xR3", "SE3"])
+def test_corrections_are_the_references(library: ctypes.CDLL, mode: Mode) -> None:
+    views, g = make_views(40, torch.float64), torch.Generator().manual_seed(4)
+    viewmats, corrections = torch.stack([view.viewmat for view in views]), 5 * make_corrections(40, torch.float64)
+    indices = torch.tensor([0, 0, *range(2, 40)])
+    v_viewmats = torch.randn(2, 40, 4, 4, generator=g, dtype=torch.float64)
+    given = [x.float() for x in (viewmats, corrections, indices, v_viewmats)]
+    out, gradient = torch.full((40, 4, 4), torch.nan), torch.full((43, 6), torch.nan)
+    numbers = [x.data_ptr() for x in given]
+    into = ctypes.byref(_Corrections(*numbers[:3], 40, 43, mode == "SE3"))
+    library.correct_views(into, ctypes.c_void_p(out.data_ptr()))
+    library.correction_gradients(into, ctypes.byref(_Gradients(numbers[3], 2, 0.3, 0.2, gradient.data_ptr())))
+    expected = torch.empty_like(viewmats)
+    correct_views(viewmats, corrections, indices.double(), mode, expected)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-6)
+    wanted = correction_gradients(viewmats, corrections, indices.double(), mode, v_viewmats, (0.3, 0.2))
+    torch.testing.assert_close(gradient, wanted.float(), rtol=1e-4, atol=2e-3 if mode == "SE3" else 2e-5)
+    assert float(wanted[1].abs().max()) == 0, "no view has it, and it is zero"
+    assert float(wanted[0].abs().max()) > 1, "two views have it"

@@ -55,7 +55,7 @@ def _run_out(
 ) -> tuple[str, Path, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Trains; in STEP the last rank's memory runs out. Returns what was said, where checkpoints are, what the model and
     optimizers were after the step before, and what they are at the end."""
-    trainer = start(world, capture, run, 12, camera_optimizer=_no_poses(options), **options)
+    trainer = start(world, capture, run, 12, **options)
     before: dict[str, torch.Tensor] = {}
     unlucky = world.rank == world.size - 1
     usual_loss, usual_look = splat_model.photometric_loss, trainer._may_go_on
@@ -89,14 +89,6 @@ def _run_out(
         except RanOutOfMemory as error:
             said = str(error)
     return said, trainer.checkpoint_dir, before, everything(trainer)
-
-
-def _no_poses(options: dict[str, Any]) -> Any:
-    from ns_multigpu.plugin.model.options import SplatModelConfig
-
-    found = copy.deepcopy(SplatModelConfig().camera_optimizer)
-    found.mode = "off" if options.get("fused_steps") == "always" else "SO3xR3"
-    return found
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -137,7 +129,7 @@ def test_in_the_update_the_last_checkpoint_is_what_is_kept(capture: Path, tmp_pa
 def _block_runs_out(world: World, capture: Path, run: Path, how: str) -> tuple[str, Path, int, dict[str, Any]]:
     """Fused steps; memory runs out in the block that begins with step 4: before it, or in its third step."""
     options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4, "exposure": "gain"}
-    trainer = start(world, capture, run, 12, camera_optimizer=_no_poses(options), **options)
+    trainer = start(world, capture, run, 12, **options)
     begun, usual = 0, PatchLosses.add
 
     def free(device: torch.device) -> int:
@@ -186,7 +178,7 @@ def test_block_reverts_to_its_last_complete_step(capture: Path, tmp_path: Path, 
 def _trained_parameters(
     world: World, capture: Path, run: Path, steps: int, options: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    trainer = start(world, capture, run, steps, camera_optimizer=_no_poses(options), **options)
+    trainer = start(world, capture, run, steps, **options)
     trainer.train()
     return everything(trainer)
 

@@ -1,5 +1,5 @@
 // What stands around the kernels of a step on CUDA: Adam over many tensors, the step's message and gate, the input
-// queue, the device's clock; and the hash grids of radiance fields.
+// queue, the views' poses, the device's clock; and the hash grids of radiance fields.
 
 #include "cuda/bind/call.h"
 #include "cuda/common/clock.h"
@@ -7,6 +7,7 @@
 #include "cuda/common/input_lines.h"
 #include "cuda/optim/adam.h"
 #include "cuda/optim/step_control.h"
+#include "cuda/optim/view_poses.h"
 
 #include <algorithm>
 
@@ -41,6 +42,21 @@ void adam_step(Call& call) {
     const size_t some = std::min<size_t>(kAdamTensors, tensors.size() - i);
     call.run(adam_step_launch, tensors.data() + i, static_cast<int>(some), clear);
   }
+}
+
+// ---- poses ----
+
+constexpr char kCorrections[] = "viewmats[B,4,4] corrections[N,6] indices[B] B N se3";
+
+void correct_views(Call& call) {
+  const auto in = call.read<PoseCorrections>(kCorrections);
+  call.run(correct_views_launch, in, call.read<float*>("out[B,4,4]"));
+}
+
+void correction_gradients(Call& call) {
+  const auto in = call.read<PoseCorrections>(kCorrections);
+  const auto gradients = call.read<PoseGradients>("v_viewmats[R,B,4,4] R shift_penalty turn_penalty >gradients[N,6]");
+  call.run(correction_gradients_launch, in, gradients);
 }
 
 // ---- message and gate ----
@@ -197,6 +213,8 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   using namespace nsmg::step_bind;
   using nsmg::bound;
   m.impl("adam_step", bound<adam_step>());
+  m.impl("correct_views", bound<correct_views>());
+  m.impl("correction_gradients", bound<correction_gradients>());
   m.impl("step_message", bound<step_message>());
   m.impl("step_gate", bound<step_gate>());
   m.impl("take_lines", bound<take_lines>());
