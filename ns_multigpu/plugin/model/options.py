@@ -79,9 +79,9 @@ class SplatModelConfig(SplatfactoModelConfig):
     """With mcmc and max-gaussians None, how many Gaussians for each of the first 30,000 seed points."""
     noise_lr: Annotated[float, _MCMC] = 5e5
     """With mcmc, noise on positions in units of their learning rate."""
-    mcmc_opacity_reg: Annotated[float, _MCMC] = 0.01
+    mcmc_opacity_reg: Annotated[float, _MCMC] = 0.02
     """With mcmc, weight in the loss of the opacities that an image's view draws, over the number of Gaussians."""
-    mcmc_scale_reg: Annotated[float, _MCMC] = 0.01
+    mcmc_scale_reg: Annotated[float, _MCMC] = 0.02
     """With mcmc, weight in the loss of the scales that an image's view draws, over three times that number."""
     mcmc_min_opacity: Annotated[float, _MCMC] = 0.005
     """With mcmc, a Gaussian of at most this opacity is dead and gets relocated."""
