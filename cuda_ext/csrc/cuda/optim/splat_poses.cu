@@ -98,7 +98,7 @@ cudaError_t splat_poses_launch(const UpdateLaunch& launch, cudaStream_t stream) 
   const cudaError_t zeroed = cudaMemsetAsync(launch.viewmats, 0, sizeof(float) * 16 * views, stream);
   if (zeroed != cudaSuccess || launch.points == 0 || views == 0) return zeroed;
   constexpr decltype(&pose_kernel<0>) kernels[] = {&pose_kernel<0>, &pose_kernel<1>, &pose_kernel<2>, &pose_kernel<3>};
-  const auto kernel = kernels[launch.settings.degree];
+  const auto kernel = kernels[larger(launch.settings.degree, 0)];  // plain colours do not depend on the direction
   kernel<<<views * kPoseBlocks, kThreads, 0, stream>>>(launch);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   return sum_partials(launch.poses, kPose * views, kPoseBlocks, true, launch.viewmats, stream);
