@@ -19,7 +19,7 @@ from cuda_ext.ops.common.checks import check_floats
 from cuda_ext.reference.poses import corrected
 
 Mode = Literal["SO3xR3", "SE3"]
-"""How six numbers become a rotation and a shift: by nerfstudio's `exp_map_SO3xR3` or `exp_map_SE3`."""
+"""Map from six numbers to a rotation and a shift: nerfstudio's `exp_map_SO3xR3` or `exp_map_SE3`."""
 
 
 @torch.no_grad()
