@@ -23,8 +23,8 @@ CASES = [("single", 1), ("batch", 2), ("tile", 3), ("pixel", 2)]
 
 
 def skip_one(world: World, strategy: str, mode: str, exposes: bool) -> list[tuple[bool, bool, bool, bool]]:
-    """Return of a step with NaN in rank 0's photographs, one behind it, and one after both: (taken, finite flag is
-    finite, the model is finite, the model is unchanged)."""
+    """Return of a step with NaN on rank 0, one behind it, and one after both: (taken, finite flag is finite, the model
+    is finite, the model is unchanged). NaN is in a photograph, or in a row's gradient if only one rank has the row."""
     spread, count, device = STRATEGIES[strategy](world), count_of(strategy), world.device
     kind, whole = points_of("gaussians", POINTS, torch.float32, device)
     views = make_views(count, torch.float32, device, PORTRAIT)
@@ -42,6 +42,14 @@ def skip_one(world: World, strategy: str, mode: str, exposes: bool) -> list[tupl
     step = made(
         spread, kind, views, params, moments, statistics, False, exposures=exposures, capacities={"skips": True}
     )
+    poison, returned = torch.zeros(1, device=device), step._transport.return_gradients
+
+    def poisoned(*given: Any) -> Any:
+        back = yield from returned(*given)
+        back.records[:1].add_(poison)
+        return back
+
+    step._transport.return_gradients = poisoned  # type: ignore[method-assign]
     fill(step, views)
     step.scalars.copy_(torch.tensor(adam_scalars(1e-3, (0.9, 0.999), 1e-15, 1)).expand_as(step.scalars))
     plan = with_halos(spread.plan_alike(views), views)
@@ -53,8 +61,10 @@ def skip_one(world: World, strategy: str, mode: str, exposes: bool) -> list[tupl
     model = [*params.values(), *statistics.values(), *(one for pair in moments.values() for one in pair)]
 
     def taken(bad: bool) -> tuple[bool, bool, bool, bool]:
+        bad = bad and world.is_main
+        poison.fill_(torch.nan if bad and not spread.placement.replicated else 0.0)
         for target, image in zip(targets, finite, strict=True):
-            target.copy_(torch.full_like(image, torch.nan) if bad and world.is_main else image)
+            target.copy_(torch.full_like(image, torch.nan) if bad and spread.placement.replicated else image)
         before = [one.clone() for one in model]
         step.rgb = graphs.take(plan, lambda: step.parts(plan, targets, sizes_of(views)))
         same = all(torch.equal(a, b) for a, b in zip(before, model, strict=True))

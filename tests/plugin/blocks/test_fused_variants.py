@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.step.patch_losses import loss_weights
 from ns_multigpu.plugin.blocks.step_inputs import StepInputsMaker
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from tests.lib.ranks import run_ranks
@@ -46,6 +48,11 @@ def check_outcome(found: Outcome, expected: Outcome) -> None:
     away = furthest(found, expected)
     assert max(away.values()) < 5e-3, away
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, nan_ok=True)
+
+
+def test_views_without_a_window_have_no_weight_of_it() -> None:
+    by_l1, by_ssim = loss_weights(10, 20, 2, 0.0, torch.device("cpu"))
+    assert float(by_l1) == pytest.approx(1 / 1200) and float(by_ssim) == 0
 
 
 def train_over_nan(world: World, folder: Path, tile: bool, fused: str) -> Outcome:
