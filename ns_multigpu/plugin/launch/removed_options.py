@@ -33,6 +33,7 @@ REMOVED_OPTIONS: dict[str, str | None] = {
 REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("pipeline.model.spread", "mega"): _BASELINE,
     ("pipeline.model.spread", "block"): _BASELINE,
+    ("pipeline.model.exposure", "affine"): "gain corrects exposure with three numbers a view",
 }
 """Removed values of options, and their replacements."""
 _CAP, _OLD_CAP = "pipeline.model.max_gaussians", "max_gs_num"

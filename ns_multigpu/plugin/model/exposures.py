@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.plugin.faults.errors import InputError
 
 Choice = Literal["off", "gain", "auto"]
 
@@ -44,10 +45,22 @@ def expect(model: Any, state: dict[str, Any], *, looks: bool) -> None:
         state: the checkpoint's.
         looks: whether the model is only looked at. Then it is measured with corrected colours, too: held-out
             photographs may have exposures of their own. Not in training: 2 megapixels take 2.5 s on two cores.
+
+    Raises:
+        InputError: training cannot resume from a checkpoint with the affine maps of earlier versions.
     """
-    saved = f"_model.{GROUP}" in state
+    name = f"_model.{GROUP}"
+    saved = name in state
+    model.config.color_corrected_metrics |= saved and looks
+    if saved and state[name].dim() == 3:  # what is shown has no map
+        if not looks:
+            raise InputError(
+                "The checkpoint has an affine map of colours for each view, and this version trains gains: train again "
+                "with --pipeline.model.exposure gain, or look at the run with ns-viewer, ns-eval or ns-render."
+            )
+        del state[name]
+        saved = False
     if saved and model.exposures is None:
         add(model)
     elif not saved and model.exposures is not None:
         model.register_parameter(GROUP, None)
-    model.config.color_corrected_metrics |= saved and looks

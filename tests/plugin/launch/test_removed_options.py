@@ -70,6 +70,7 @@ def test_run_with_defaults_resumes_and_lists_removed_options(method: str) -> Non
         ("splatfacto-batch", {"selective_adam": "true"}, "selective_adam True: every Gaussian takes Adam's step"),
         ("splatfacto-locality", {"placement": "random"}, "placement random: the strategy always uses its default"),
         ("splatfacto-locality", {"balance": "false"}, "take the line `balance: False` out of config.yml"),
+        ("splatfacto-batch", {"exposure": "affine"}, "exposure affine: gain corrects exposure"),
         ("nerfacto-xl", {"spread": "mega"}, "spread mega: it is a baseline of benchmarks/baselines"),
         ("nerfacto-xl", {"spread": "block"}, "spread block: it is a baseline of benchmarks/baselines"),
     ],

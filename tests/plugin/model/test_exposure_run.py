@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,16 @@ def test_run_resumes_bit_for_bit(folder: Path, fused: str) -> None:
         begin(folder, "without", 8, load_checkpoint=middle_of(whole), fused_steps=fused, exposure="off")
 
 
-def test_a_model_that_is_looked_at_takes_maps_as_the_checkpoint_has_them(folder: Path) -> None:
+def test_affine_maps_of_earlier_versions_are_dropped_to_look_and_refused_to_train() -> None:
+    model = SimpleNamespace(exposures=None, config=SimpleNamespace(color_corrected_metrics=False))
+    state = {"_model.exposures": torch.zeros(TRAIN, 3, 4)}
+    with pytest.raises(InputError, match="this version trains gains"):
+        exposures.expect(model, state, looks=False)
+    exposures.expect(model, state, looks=True)
+    assert state == {} and model.config.color_corrected_metrics and model.exposures is None
+
+
+def test_a_model_that_is_looked_at_takes_gains_as_the_checkpoint_has_them(folder: Path) -> None:
     """A run whose own choice it was has "auto" in its config."""
     trained = begin(folder, "run", 2).pipeline
     with torch.no_grad():
