@@ -131,12 +131,12 @@ def runs(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
 
 
 def radiance(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
-    ways = {f"xl-{n}x{n}" if n > 1 else "xl-1": n for n in options.gpus}
-    words = ["--ways", *ways, "--steps", options.rays_steps, "--views", 4, "--", *options.dataparser]
+    by_way = {f"xl-{n}x{n}" if n > 1 else "xl-1": n for n in options.gpus}
+    words = ["--ways", *by_way, "--steps", options.rays_steps, "--views", 4, "--", *options.dataparser]
     report, found = report_of("captures.radiance", words, options, folder), Speeds()
     for row in report.get("rows", []):
         if "rays_per_s" in row:
-            gpus = ways[row["way"]]
+            gpus = by_way[row["way"]]
             found.setdefault(("nerfacto-xl, a cell a GPU", "rays/s"), {})[gpus] = row["rays_per_s"]
             found.setdefault(("nerfacto-xl, a cell a GPU", "dB"), {})[gpus] = row["courses"][-1]["psnr"]
     return report, found
