@@ -1,5 +1,6 @@
 """End of a block of fused steps: behind the last step before something about them changes."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.training import MOST_STEPS, Training
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
+from ns_multigpu.plugin.model.splat_model import SplatModel
 
 STEPS = 700
 
@@ -18,6 +20,7 @@ def training_of(batch: int, **options: Any) -> Any:
     config = SplatModelConfig(**options)
     densifier = make_densifier(config, 40, World.single(), seed=0)
     model = SimpleNamespace(config=config, densifier=densifier, counts=densifier.counts)
+    model.degree = partial(SplatModel.degree, model)
     pipeline = SimpleNamespace(model=model, batch_size=batch)
     return SimpleNamespace(_pipeline=pipeline, _model=model, _signature=Signatures(pipeline))
 
