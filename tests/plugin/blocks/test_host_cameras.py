@@ -40,10 +40,9 @@ def test_they_are_those_of_one_camera_after_another(times: bool, monkeypatch: py
 
 def test_image_size_distinguishes_a_step_from_its_predecessor() -> None:
     options = SimpleNamespace(
-        sh_degree_interval=10, sh_degree=3, num_downscales=2, resolution_schedule=8, depth_loss=0.0,
-        depth_loss_start=0, primitive="3dgs",
-    )  # fmt: skip
-    model: Any = SimpleNamespace(config=options, counts=lambda images: images < 6)
+        num_downscales=2, resolution_schedule=8, depth_loss=0.0, depth_loss_start=0, primitive="3dgs"
+    )
+    model: Any = SimpleNamespace(config=options, counts=lambda images: images < 6, degree=lambda images: images // 10)
     found = Signatures(SimpleNamespace(model=model, batch_size=2))
     assert [found(step)[:3] for step in (0, 3, 4, 8)] == [(0, 4, True), (0, 4, False),
                                                         (0, 2, False), (1, 1, False)]  # fmt: skip
