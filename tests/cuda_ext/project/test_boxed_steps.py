@@ -142,13 +142,13 @@ def test_a_block_in_a_graph() -> None:
 
 def test_boxes_without_widening_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_composed, "widen_boxes", lambda *_: None)
-    plain, boxed = pair("cpu", False, speed=100.0)
+    plain, boxed = pair("cpu", False, speed=300.0)
     with pytest.raises(AssertionError, match=r"step \d+: "):
         follow(plain, boxed)
 
 
 def test_boxes_of_before_a_flush_would_show() -> None:
-    plain, boxed = pair("cpu", True, speed=100.0)
+    plain, boxed = pair("cpu", True, speed=300.0)
     boxed._make_boxes = lambda _: None  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match=r"step \d+: "):
         follow(plain, boxed)
