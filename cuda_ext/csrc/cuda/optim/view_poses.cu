@@ -2,7 +2,7 @@
 // the views that have it; sums are taken in the order of views and ranks, so all ranks get the same bits.
 #include <cuda_runtime.h>
 
-#include "common/pose.h"
+#include "cuda/optim/pose.h"
 #include "cuda/optim/view_poses.h"
 
 namespace nsmg {
