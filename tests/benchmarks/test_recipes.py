@@ -210,8 +210,8 @@ def test_runs_wait_for_their_city(tmp_path: Path, calls: _Calls) -> None:
 def test_table_has_times_of_exclusive_runs_only() -> None:
     row = {"capture": "fox", "recipe": "best", "images": 7, "ssim": 0.5, "gaussians": 9, "peak_mib": 3.0}
     rows = [
-        row | {"psnr": 30.0, "train_seconds": 8.0, "alone": True},
+        row | {"psnr": 30.0, "cc_psnr": 31.5, "train_seconds": 8.0, "alone": True},
         row | {"psnr": 31.0, "train_seconds": 99.0, "alone": False},
     ]
     cells = [list(column.cells) for column in table(rows).columns]
-    assert [cell[0] for cell in cells] == ["fox", "7", "best", "2", "30.50 ±0.50", "0.5000", "9", "3", "8.0"]
+    assert [cell[0] for cell in cells] == ["fox", "7", "best", "2", "30.50 ±0.50", "31.50", "0.5000", "9", "3", "8.0"]
