@@ -52,12 +52,22 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--gpus", nargs="+", type=int, default=[n for n in (1, 2, 4, 8) if n <= there])
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
-    parser.add_argument("--points", nargs="+", default=["8M", "50M", "200M"], help="of `steps` and `views`")
-    parser.add_argument("--image", default="4K", help="of `steps` and `views`: 1080p, 4K, 8K or WIDTHxHEIGHT")
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        type=parse_count,
+        default=[8_000_000, 50_000_000, 200_000_000],
+        help="of `steps` and `views`",
+    )
+    parser.add_argument(
+        "--image", type=image_size, default=(3840, 2160), help="of `steps` and `views`: 1080p, 4K, 8K or WIDTHxHEIGHT"
+    )
     parser.add_argument("--images", type=int, default=15000, help="that each of `runs` sees")
     parser.add_argument("--rays-steps", type=int, default=1000, help="of `radiance`")
     parser.add_argument("--keys", type=float, default=1024, help="of `sort`, in units of 2^20")
-    parser.add_argument("--largest", default="540M", help="points of `largest`, with the compact optimizer state")
+    parser.add_argument(
+        "--largest", type=parse_count, default=540_000_000, help="points of `largest`, with the compact optimizer state"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that all of it runs")
     parser.add_argument("--seconds", type=float, default=1e9, help="after so many no part begins")
     parser.add_argument("--json", type=Path, help="the report, rewritten after every part")
@@ -68,23 +78,33 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     if not options.dataparser and {"runs", "radiance"} & set(options.parts):
         parser.error("runs and radiance need a capture: give a dataparser behind --, or leave both out of --parts.")
     if options.quick:
-        options.points, options.image, options.images, options.rays_steps = ["2000"], "96x64", 40, 4
-        options.keys, options.largest = 0.01, "2000"
+        options.points, options.image, options.images, options.rays_steps = [2000], (96, 64), 40, 4
+        options.keys, options.largest = 0.01, 2000
+    options.until = time.time() + options.seconds
     return options
 
 
 def report_of(module: str, words: Sequence[Any], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run a benchmark's command; return its report. If it fails: {"error": its last lines}."""
+    """Run a benchmark's command; return its report, with `error` (its last lines) if it fails.
+
+    Args:
+        module: below `benchmarks`. words: of its command line. folder: for its report.
+    """
     path = folder / f"{module}.json"
     command = [sys.executable, "-m", f"benchmarks.{module}", "--device", options.device, "--json", str(path)]
     done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True, check=False)
-    if not path.exists():
-        return {"error": (done.stdout + done.stderr)[-2000:]}
-    return json.loads(path.read_text())
+    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return report if done.returncode == 0 else {**report, "error": (done.stdout + done.stderr)[-2000:]}
+
+
+def size_of(options: argparse.Namespace) -> str:
+    """Return the size of images as the benchmarks take it, WIDTHxHEIGHT."""
+    return "{}x{}".format(*options.image)
 
 
 def steps(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
-    words = ["--gpus", *options.gpus, "--points", *options.points, "--images", options.image]
+    """Return the report on steps of `tile` with a view a step, and their speeds."""
+    words = ["--gpus", *options.gpus, "--points", *options.points, "--images", size_of(options)]
     words += ["--sections", "single", "tile", *(["--quick"] if options.quick else [])]
     report, found = report_of("scaling.tile", words, options, folder), Speeds()
     for row in report.get("results", []):
@@ -95,11 +115,12 @@ def steps(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
 
 
 def views(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    """Return the rows of steps of each strategy with a view a GPU, and their speeds and bytes."""
     rows, found = list[Job](), Speeds()
     timed = {"warm": 2, "steps": 2, "blocks": 1} if options.quick else {"warm": 16, "steps": 24, "blocks": 2}
-    for points in map(parse_count, options.points):
+    for points in options.points:
         for ranks in options.gpus:
-            scene = CityScene(points, *image_size(options.image), views=max(8, 2 * ranks))
+            scene = CityScene(points, *options.image, views=max(8, 2 * ranks))
             common: Job = {"scene": asdict(scene), "kind": "aerial", "views": ranks, "gbit": None, "estimate": 0.0}
             jobs = [{**common, "way": strategy} for strategy in STRATEGIES]
 
@@ -108,7 +129,7 @@ def views(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
 
             run_jobs(
                 make_worker, {**timed, "folder": str(folder)}, jobs, ranks, options.device, emit,
-                options.began + options.seconds, 240.0,
+                options.until, 240.0,
             )  # fmt: skip
     for row in rows:
         if "ms" in row:
@@ -119,6 +140,7 @@ def views(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
 
 
 def runs(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    """Return the report on whole runs of `batch` and `tile`, and their speeds, durations and PSNR."""
     names = [f"{way}-{n}" for n in options.gpus for way in (("batch", "tile") if n > 1 else ("batch",))]
     words = ["--runs", *names, "--images", options.images, "--", *options.dataparser]
     report, found = report_of("captures.capture", words, options, folder), Speeds()
@@ -131,6 +153,7 @@ def runs(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
 
 
 def radiance(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    """Return the report on `nerfacto-xl` with a cell a GPU, and its rays a second and PSNR."""
     by_way = {f"xl-{n}x{n}" if n > 1 else "xl-1": n for n in options.gpus}
     words = ["--ways", *by_way, "--steps", options.rays_steps, "--views", 4, "--", *options.dataparser]
     report, found = report_of("captures.radiance", words, options, folder), Speeds()
@@ -143,6 +166,7 @@ def radiance(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
 
 
 def sort(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    """Return the report on the merge-path sort, and its speeds."""
     report = report_of("scaling.merge_sort", ["--ranks", *options.gpus, "--sizes", options.keys], options, folder)
     found = Speeds()
     for row in report.get("figures", []):
@@ -152,13 +176,14 @@ def sort(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
 
 
 def largest(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    """Return the report on the largest model, on all GPUs, and the duration of its step."""
     most = max(options.gpus)
-    words = ["--gpus", most, "--points", options.largest, "--image", options.image, "--compact"]
+    words = ["--gpus", most, "--points", options.largest, "--image", size_of(options), "--compact"]
     report = report_of(
         "scaling.largest", [*words, *(["--steps", 4, "--views", 2] if options.quick else [])], options, folder
     )
     ms = report.get("result", {}).get("ms")
-    return report, {} if ms is None else {(f"largest model, {options.largest} Gaussians", "ms a step"): {most: ms}}
+    return report, {} if ms is None else {(f"largest model, {options.largest:,} Gaussians", "ms a step"): {most: ms}}
 
 
 PARTS: Mapping[str, Callable[[argparse.Namespace, Path], tuple[Any, Speeds]]] = {
@@ -196,16 +221,17 @@ def errors(reports: Mapping[str, Any]) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     options = arguments(words)
-    options.began = time.time()
-    console, reports, speeds = Console(width=None if sys.stdout.isatty() else 150), dict[str, Any](), Speeds()
+    began, reports, speeds = time.time(), dict[str, Any](), Speeds()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     with tempfile.TemporaryDirectory(prefix="all-strategies-") as folder:
         for part in options.parts:
-            if time.time() - options.began > options.seconds:
+            found = Speeds()
+            if time.time() > options.until:
                 reports[part] = {"skipped": "no time left"}
-                continue
-            reports[part], found = PARTS[part](options, Path(folder))
+            else:
+                reports[part], found = PARTS[part](options, Path(folder))
             speeds |= found
-            console.print(f"[{time.time() - options.began:.0f} s] {part}", markup=False)
+            console.print(f"[{time.time() - began:.0f} s] {part}", markup=False)
             if options.json:
                 lines = [{"what": name, "unit": unit, "by_gpus": by} for (name, unit), by in speeds.items()]
                 report = {"benchmark": "all_strategies", **describe(), "speeds": lines, "reports": reports}

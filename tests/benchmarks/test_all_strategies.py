@@ -52,6 +52,19 @@ def test_speeds_come_from_the_reports(tmp_path: Path, monkeypatch: pytest.Monkey
     ]  # fmt: skip
 
 
+def test_a_benchmark_that_fails_is_reported(tmp_path: Path) -> None:
+    options = all_strategies.arguments(["--device", "cpu", "--gpus", "1", "--parts", "sort"])
+    found = all_strategies.report_of("scaling.merge_sort", ["--ranks", 0], options, tmp_path)
+    assert "--ranks [0]: this machine has 4 GPUs" in found["error"]
+    assert all_strategies.errors({"sort": found}) == ["sort : " + found["error"].strip().splitlines()[-1]]
+
+
+def test_a_part_without_time_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cpu", "--gpus", "1", "--parts", "sort", "--seconds", "-1", "--json", str(tmp_path / "a.json")]
+    assert all_strategies.main(words) == 1 and "no time left" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a.json").read_text())["reports"] == {"sort": {"skipped": "no time left"}}
+
+
 def test_ratios_are_of_what_is_better_when_higher() -> None:
     shown = all_strategies.table({("a", "images/s"): {1: 2.0, 2: 3.0}, ("a", "s, Enter"): {1: 2.0, 2: 1.0}}, [1, 2])
     assert list(shown.columns[3].cells) == ["3 (1.50x)", "1"]
