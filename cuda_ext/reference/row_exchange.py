@@ -11,6 +11,8 @@ from torch import Tensor
 
 RECORD_FLOATS = 16
 """Numbers of 4 bytes in a record."""
+GRADIENT_FLOATS = 12
+"""Numbers of a gradient's record that are gradients: its first."""
 
 
 @torch.no_grad()

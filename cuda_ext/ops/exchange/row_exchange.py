@@ -21,7 +21,8 @@ from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.reference import row_exchange as composed
-from cuda_ext.reference.row_exchange import RECORD_FLOATS
+from cuda_ext.reference.row_exchange import GRADIENT_FLOATS as GRADIENT_FLOATS
+from cuda_ext.reference.row_exchange import RECORD_FLOATS as RECORD_FLOATS
 
 MOST_RANKS = 32
 """Ranks that rows can go to: a bit each in the kernels."""

@@ -5,14 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS
+from cuda_ext.ops.exchange.row_exchange import GRADIENT_FLOATS, RECORD_FLOATS
 from ns_multigpu.core.dist.collectives import all_gather_into
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transport import Collective, Parts, Returned
 from ns_multigpu.core.kernels import real_rows
-
-_MEANT = 12
-"""Numbers of a record of 16 that gradients use, which are its first."""
 
 
 class NonFiniteSteps:
@@ -42,7 +39,7 @@ class NonFiniteSteps:
         """
         if not self._skips:
             return more
-        records = back.records.view(len(back.records), -1, RECORD_FLOATS)[:, :, :_MEANT].flatten(1)
+        records = back.records.view(len(back.records), -1, RECORD_FLOATS)[:, :, :GRADIENT_FLOATS].flatten(1)
         finite = (records.isfinite().all(-1) | ~real_rows(back.rows.point_ids, back.rows.count)).all()
         finite &= more.contiguous().view(torch.float32).isfinite().all()
         fits = (torch.stack(list(counts), dim=1) <= limits[: len(counts)]).all()

@@ -7,7 +7,7 @@ A strategy defines drawing ranks and exchanges; a primitive's kernels define row
 host. So the numbers of rows and of intersections are known on the device alone, and both have a capacity. Where one is
 exceeded on any rank the step, and all that follow it, leave parameters, moments and statistics as they are on all ranks
 (`Status.done` stops counting); the host detects that at the next readback, grows the capacity, and retries them.
-With `StepSettings.skips` the same happens at a gradient that is not finite; the host goes on with the next step.
+With `StepSettings.skips` a gradient that is not finite has the same effect; the host then skips that step.
 
 Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs
 (`cuda_ext.band_loss`); received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
@@ -81,7 +81,7 @@ class Step:
             With exposures or poses the views' indices follow the times, [B].
         report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
             B), and the finite flag: NaN or infinity if the step was taken and a gradient of a row drawn or received
-            here was not finite. With `settings.skips` it is NaN on all ranks if the step is to be skipped.
+            here was not finite. With `settings.skips` it is NaN on all ranks if the step is skipped.
         rgb: this rank's renderings of the last step, one a patch, without halo [h, w, 3].
         measured_work: int64, input of `Assignment.learn`, `Assignment.counts` numbers a rank or, where
             they are added up over ranks, in all.

@@ -87,7 +87,7 @@ class Status:
         rows, intersections: the most that any rank had in any of them, taken or not.
         segments: by rank, the most rows that this one had for each (also itself) in any of them. `all_gather_counts`
             publishes those of all pairs.
-        full: whether a capacity was exceeded, a lazy step waits for a flush, or one is to be skipped; later steps have
+        full: whether a capacity was exceeded, a lazy step waits for a flush, or a step is skipped; later steps have
             waited.
         sent: rows that this rank sent to other ranks.
     """

@@ -175,7 +175,7 @@ class Training:
                     status = step.status()
                 taken.done += status.done
                 self._graphs.count_exchanges()
-                if status.full and self._to_skip(taken.done):
+                if status.full and self._is_skipped(taken.done):
                     status = replace(status, full=False)
                     self._skip(taken, feeds)
                 self._learn(status)
@@ -187,8 +187,8 @@ class Training:
         mse = self._mse(step) if metrics else None
         return BlockResult(steps, [step_inputs.indices for step_inputs in feeds], self._queue.reports(len(steps)), mse)
 
-    def _to_skip(self, place: int) -> bool:
-        """Return whether the block's step number `place` is to be skipped, the same on every rank."""
+    def _is_skipped(self, place: int) -> bool:
+        """Return whether step number `place` of the block is skipped, the same on every rank."""
         return self._skips and not bool(self._queue.reports(place + 1)[place, -1].isfinite())
 
     def _skip(self, taken: CompletedSteps, feeds: list[StepInputs]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS
+from cuda_ext.ops.exchange.row_exchange import GRADIENT_FLOATS, RECORD_FLOATS
 from cuda_ext.ops.optim.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, splat_flush
 from cuda_ext.ops.project.boxes import new_boxes, splat_boxes
@@ -17,8 +17,6 @@ from ns_multigpu.primitives.gaussians.schema import ORDER
 
 _MEANS, _LOG_SCALES = ORDER.index("means"), ORDER.index("scales")
 _COLORS = slice(6, 9)
-_MEANT = 12
-"""Numbers of a gradient's record that mean something, which are its first."""
 """Slice of the colour gradients in a gradient record."""
 _CONICS = 3
 """Index of the conics among the published arrays, from which densification computes radii."""
@@ -124,7 +122,7 @@ class GaussianReplicaRows(ReplicaRows):
 
     def to_put(self, rows: SplatRows, records: Tensor, first_view: int) -> PutRows:
         arrays = [rows.view_ids, rows.point_ids, rows.radii, rows.conics, records]
-        return PutRows(arrays, [1, 1, 2, 3, _MEANT], rows.features, _COLORS.start, first_view, (_CONICS,))
+        return PutRows(arrays, [1, 1, 2, 3, GRADIENT_FLOATS], rows.features, _COLORS.start, first_view, (_CONICS,))
 
     def rows(self, counts: Tensor) -> tuple[SplatRows, Tensor]:
         view_ids, point_ids, radii, conics, records = self.everyone
