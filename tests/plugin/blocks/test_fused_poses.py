@@ -15,9 +15,12 @@ from tests.plugin.blocks.tried_steps import start_with_small_capacity, take_from
 
 STEPS, VIEWS = 10, 4
 KINDS: dict[str, dict[str, Any]] = {
-    "SO3xR3": {**OPTIONS, MODEL + "exposure": "gain", "optimizers.exposures.optimizer.eps": 1e-4},
+    "SO3xR3": {
+        **OPTIONS, MODEL + "exposure": "gain", "optimizers.exposures.optimizer.eps": 1e-4,
+        "optimizers.exposures.optimizer.lr": 1e-2,
+    },
     "SE3": STILL,
-}
+}  # fmt: skip
 
 
 def train(world: World, folder: Path, mode: str, tile: bool, fused: str) -> Outcome:
