@@ -1,4 +1,4 @@
-"""Which steps `NonFiniteSteps` finds."""
+"""The steps that `NonFiniteSteps` finds."""
 
 from types import SimpleNamespace
 from typing import Any
