@@ -99,9 +99,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return alike and one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()
 
 
-@pytest.mark.parametrize(("method", "each"), [("splatfacto-batch", 1), ("splatfacto-tile", 2)])
-def test_two_machines_end_with_the_bits_of_one(machines: TwoMachines, tmp_path: Path, method: str, each: int) -> None:
-    """With one worker a machine, and with two."""
+def test_two_machines_end_with_the_bits_of_one(machines: TwoMachines, tmp_path: Path) -> None:
+    """With two workers on each."""
+    method, each = "splatfacto-tile", 2
     logs = [tmp_path / f"machine-{machine}.log" for machine in range(2)]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(log.open("w")) for log in logs]
@@ -110,9 +110,8 @@ def test_two_machines_end_with_the_bits_of_one(machines: TwoMachines, tmp_path: 
             machines.start(n, _torchrun(_static(n), words, each), _variables(), files[n], folder=ROOT) for n in range(2)
         ]
         said = _ended(started, logs)
-    first, second = ("rank 0", "rank 1") if each == 1 else ("ranks 0 to 1", "ranks 2 to 3")
-    assert f"2 machines: machine 0 (node0) has {first}; machine 1 (node1) has {second}." in said[0]
-    where = f"This is machine 1 (node1), with {second} of {2 * each}. Progress is shown by rank 0 on machine 0"
+    assert "2 machines: machine 0 (node0) has ranks 0 to 1; machine 1 (node1) has ranks 2 to 3." in said[0]
+    where = "This is machine 1 (node1), with ranks 2 to 3 of 4. Progress is shown by rank 0 on machine 0"
     assert where in said[1]
     assert "Training finished" in said[0] and "Training finished" not in said[1]
     run = tmp_path / "two" / "unnamed" / method / "now"

@@ -67,7 +67,7 @@ def test_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert results["psnr"] > 8 and all(map(math.isfinite, means)), "a metric that is missing is left out"
     ours = tmp_path / "ours.json"
     common = ("--load-config", str(run / "config.yml"), "--device-type", "cpu")
-    _run("ns_multigpu.cli", "eval", *common, "--output-path", str(ours))
+    cli.main(["eval", *common, "--output-path", str(ours)])
     assert json.loads(ours.read_text())["results"]["psnr"] == pytest.approx(results["psnr"], abs=1e-3)
     for words, error in (
         (("eval", "--num-devices", "4"), "has 3 cells, and each device wants one at least. Use 3 devices or fewer"),

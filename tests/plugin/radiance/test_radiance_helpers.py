@@ -27,7 +27,7 @@ from ns_multigpu.plugin.tools.shots import Dataset
 from ns_multigpu.plugin.train.config import read_config
 from tests.lib.radiance_scene import rays
 from tests.lib.ranks import run_ranks
-from tests.lib.with_helpers import done, killed, same_images, start
+from tests.lib.with_helpers import done, same_images, start
 from tests.plugin.radiance.test_radiance_run import CELLS
 from tests.plugin.radiance.test_radiance_tools import Look, write_run
 
@@ -221,8 +221,3 @@ def test_ns_eval_and_ns_render_with_helpers(run: Path, tmp_path: Path) -> None:
     said = done(start("render", *words, "--rendered-output-names", "rgb", "depth", **more))
     assert "3 cells on 2 processes" in said
     same_images(tmp_path / "renders", one / "renders", 4, least=2)
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_a_viewer(run: Path) -> None:
-    killed(run, 1, "parent", **ENVIRONMENT)

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 
-def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
+def _train(world: World, folder: Path, port: int) -> list[int]:
     """Train with a viewer, without changing the model, until there is a file `stop`, and return the lengths of
     blocks."""
     lengths, usual_run, usual_render = list[int](), Training.run, PageRenderer._render_img
@@ -76,7 +76,7 @@ def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
         "pipeline.model.cull_alpha_thresh": 0.45,  # to twice which opacities are reset at the start
         "pipeline.model.num_downscales": 0,
         "fused_steps": "always", "vis": "viewer", "viewer.websocket_port": port, "viewer.max_num_display_images": 0,
-        "viewer.quit_on_train_completion": True, "pipeline.strategy": strategy, "steps_per_checksum": 0,
+        "viewer.quit_on_train_completion": True, "pipeline.strategy": "tile", "steps_per_checksum": 0,
         "logging.steps_per_log": 10**6, "steps_per_numeric_check": 10**6,
     }  # fmt: skip
     training_run.follow(world, folder / "tiny", folder / "runs", options, 10**7, 1, double=False, ready=begin)
@@ -86,8 +86,8 @@ def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
 class Run:
     """Two workers that train while this process runs."""
 
-    def __init__(self, folder: Path, strategy: str) -> None:
-        self.folder, self.strategy = folder, strategy
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         training_run.write_capture(folder / "tiny", wide=False)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -99,7 +99,7 @@ class Run:
 
     def _run(self) -> None:
         try:
-            self.lengths = run_ranks(_train, 2, self.folder, self.port, self.strategy, seconds=120)
+            self.lengths = run_ranks(_train, 2, self.folder, self.port, seconds=120)
         except BaseException as error:
             self._error = error
 
@@ -144,9 +144,9 @@ class Run:
         return self.lengths
 
 
-@pytest.fixture(params=["batch", "tile"])
-def run(request: Any, tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path, request.param)
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
     yield made
     (made.folder / "stop").touch()
 
@@ -159,8 +159,7 @@ def model(tmp_path: Path) -> Any:
         pipeline = make_pipeline(World.single(), run.folder / "tiny", "single")
         parts = [torch.load(run.folder / f"points-{rank}.pt") for rank in range(2)]
         for name in parts[0]:
-            whole = torch.cat([part[name] for part in parts]) if run.strategy == "tile" else parts[0][name]
-            pipeline.model.gauss_params[name] = torch.nn.Parameter(whole)
+            pipeline.model.gauss_params[name] = torch.nn.Parameter(torch.cat([part[name] for part in parts]))
         pipeline.eval()
         pipeline.model.set_background(torch.tensor([38.0, 42.0, 55.0]) / 255)
         return pipeline.model
@@ -236,7 +235,6 @@ def test_a_page_shows_the_model_and_follows_the_camera(run: Run, model: Any, tmp
     assert max(lengths[0]) > 8 and min(lengths[0][len(lengths[0]) // 2 :]) < 8, "blocks are short while a page is open"
 
 
-@pytest.mark.parametrize("run", ["tile"], indirect=True)
 def test_three_restless_browsers(run: Run, tmp_path: Path) -> None:
     """Random drags, wheels, reloads closed pages. Then a page still shows the scene, and all ranks stop together."""
     assert run.until(lambda: run.step() > 2, 180)

@@ -23,24 +23,18 @@ TABLE = {
     name: OPTIONS[name]
     for name in (
         "defaults (absgrad, random background, mixed sizes)",
-        "use-absgrad False",
         "densifier mcmc",
         "split-screen-size, cull-screen-size, stop-screen-size-at",
         "camera-optimizer SO3xR3",
         "use-bilateral-grid",
         "exposure gain",
         "masks",
-        "RGBA images, random background",
         "RGBA images with masks, resolution schedule",
-        "background-color white",
         "rasterize-mode antialiased",
         "use-scale-regularization, max-gauss-ratio",
         "random-init, num-random, random-scale",
-        "sh-degree 0",
         "output-depth-during-training",
-        "color-corrected-metrics",
         "optimizers' max-norm (gradient clipping)",
-        "batch-scaling none",
     )
 }
 OWN: dict[str, dict[str, Any]] = {
