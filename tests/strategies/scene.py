@@ -87,6 +87,13 @@ def make_gains(views: int, dtype: torch.dtype, device: torch.device | str = "cpu
     return (1 + 0.25 * torch.randn(views + 3, 3, generator=g)).to(device, dtype)
 
 
+def make_grids(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Bilateral grids [views + 3, 12, 2, 4, 3] around maps that change nothing, some of whose results leave [0, 1]."""
+    g = torch.Generator().manual_seed(8)
+    maps = torch.eye(3, 4).flatten()[:, None, None, None] + 0.15 * torch.randn(views + 3, 12, 2, 4, 3, generator=g)
+    return maps.to(device, dtype)
+
+
 def make_corrections(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """Pose corrections [views + 3, 6]: there are more views than those of a batch. Some turn by next to nothing, one by
     nothing at all."""

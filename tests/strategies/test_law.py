@@ -17,6 +17,7 @@ from nerfstudio.cameras.camera_optimizers import CameraOptimizer
 from ns_multigpu.core.dist.collectives import all_gather_rows, sum_all
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, mapped, variation
 from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import drift
 from ns_multigpu.core.step.loss import photometric_loss
@@ -35,6 +36,7 @@ from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import (
     make_gains,
+    make_grids,
     make_image,
     make_layers,
     make_moving_points,
@@ -92,12 +94,12 @@ def on_machines(world: World, machines: int) -> World:
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
-    layered: bool = False, corrects: CameraOptimizer | None = None,
+    layered: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False,
 ) -> Outcome:  # fmt: skip
     """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
-    depth counts. `exposes`: their colours have gains. `layered`: photographs have alpha and masks.
-    `corrects`: the first two views are one, and poses are corrected."""
+    depth counts. `exposes`, `grids`: their colours have gains, or bilateral grids. `layered`: photographs
+    have alpha and masks. `corrects`: the first two views are one, and poses are corrected."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     batch = seen = make_views(views, dtype, world.device, size)
@@ -116,12 +118,15 @@ def take_step(
     rendering = spread.render(drawn, held, batch, plan)
     loss = sum((r.sum() * 0.0 for r in rendering.splats.rows.values() if r.requires_grad), start=torch.zeros(()))
     gains = make_gains(views, dtype, world.device).requires_grad_() if exposes else None
+    maps = make_grids(views, dtype, world.device).requires_grad_() if grids else None
     images: Fragments = []
     depths: Fragments = []
     for pixels in rendering.pixels:
         view = batch[pixels.patch.view]
         rgb = pixels.color + (1 - pixels.alpha) * 0.3
         rgb = (rgb if gains is None else rgb * gains[view.index]).clamp(0, 1)
+        if maps is not None:
+            rgb = mapped(maps[view.index], rgb, pixels.patch.rendered(view), (view.width, view.height))
         x0, y0, x1, y1 = pixels.patch.inner(view)
         images.append((pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()))
         if pixels.depth is not None:
@@ -139,12 +144,14 @@ def take_step(
             loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
         if observes:
             loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
-    trainable = {} if gains is None else {"exposures": gains}
+    of_views = {"exposures": gains, "grids": maps}
+    trainable: dict[str, torch.Tensor] = {name: value for name, value in of_views.items() if value is not None}
     if corrects is not None:
         poses, trainable["corrections"] = [], corrects.pose_adjustment
     leaves = [*poses, *trainable.values(), *held.params.values()]
     spread.gradients.begin_backward(leaves)
     held_back = [] if gains is None else [drift(gains)]
+    held_back += [] if maps is None else [VARIATION_WEIGHT * variation(maps)]
     if corrects is not None:
         held_back += penalties(corrects).values()
     sum((term / world.size for term in held_back), start=loss).backward()

@@ -22,6 +22,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.legs import LocalRows, SummedGradients, WholePixels
 from ns_multigpu.core.exchange.transports import make_transport
 from ns_multigpu.core.observations import Observations
+from ns_multigpu.core.step.bilateral_grids import StepGrids
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.fused_support import unsupported_reason
 from ns_multigpu.core.step.poses import StepPoses
@@ -36,7 +37,15 @@ from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.lib.recorded import RecordedPool
-from tests.strategies.scene import make_gains, make_image, make_layers, make_observations, make_points, make_views
+from tests.strategies.scene import (
+    make_gains,
+    make_grids,
+    make_image,
+    make_layers,
+    make_observations,
+    make_points,
+    make_views,
+)
 from tests.strategies.test_law import (
     KNOW_MACHINES,
     LIKE_SINGLE,
@@ -87,11 +96,11 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 def take_one(
     spread: Strategy, kind: Any, count: int, size: Size, mode: str, by_sort: bool = False, half: bool | None = None,
     whole: Points | None = None, observes: bool = False, exposes: bool = False, layered: bool = False,
-    corrects: CameraOptimizer | None = None, **more: Any,
+    corrects: CameraOptimizer | None = None, grids: bool = False, **more: Any,
 ) -> Outcome:  # fmt: skip
     """Return the results of `one_step` for a fused step. With `half` given rows use collectives. The points are 3D
-    Gaussians, unless given; `observes`, `exposes`, `layered`, `corrects`: see `take_step`; `more` are options of the
-    kernels."""
+    Gaussians, unless given; `observes`, `exposes`, `layered`, `corrects`, `grids`: see `take_step`; `more` are
+    options of the kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -103,12 +112,15 @@ def take_one(
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
     spread.observe(kind, held, 0)
     observed = make_observations(count, torch.float32, device) if observes else None
-    step_exposures = None
-    if exposes:
-        gains = make_gains(count, torch.float32, device)
-        begun["exposures"], params["exposures"] = gains.clone(), gains
-        moments["exposures"] = torch.zeros_like(gains), torch.zeros_like(gains)
-        step_exposures = StepExposures(gains, *moments["exposures"], count)
+    of_views: dict[str, Any] = {}
+    for name, wanted, make, kept in (
+        ("exposures", exposes, make_gains, StepExposures), ("grids", grids, make_grids, StepGrids)
+    ):  # fmt: skip
+        if wanted:
+            values = make(count, torch.float32, device)
+            begun[name], params[name] = values.clone(), values
+            moments[name] = torch.zeros_like(values), torch.zeros_like(values)
+            of_views[name] = kept(values, *moments[name], count)
     step_poses = None
     if corrects is not None:
         views = [replace(view, index=max(view.index - 1, 0)) for view in views]
@@ -121,14 +133,14 @@ def take_one(
             corrections, *moments["corrections"], count, cast(Any, corrects.config.mode), weights, summed
         )  # fmt: skip
     step = made(
-        spread, kind, views, params, moments, statistics, by_sort, half, observed, step_exposures, layered,
-        poses=step_poses, **more
+        spread, kind, views, params, moments, statistics, by_sort, half, observed, layered=layered, poses=step_poses,
+        **of_views, **more
     )  # fmt: skip
     fill(step, views)
     if step_poses is not None:
         step_poses.indices.copy_(torch.tensor([view.index for view in views]))
-    if step_exposures is not None:
-        step_exposures.indices.copy_(torch.tensor([view.index for view in views]))
+    for kept in of_views.values():
+        kept.indices.copy_(torch.tensor([view.index for view in views]))
     plan = with_halos(spread.plan_alike(views), views)
     targets = []
     for patch in plan.owned[world.rank]:
@@ -158,17 +170,18 @@ def take_one(
 def made(
     spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
     half: bool | None = None, observed: Observations | None = None, exposures: StepExposures | None = None,
-    layered: bool = False, capacities: Any = None, poses: StepPoses | None = None, **more: Any,
+    layered: bool = False, capacities: Any = None, poses: StepPoses | None = None, grids: StepGrids | None = None,
+    **more: Any,
 ) -> Step:  # fmt: skip
     """Return the step of a strategy and a primitive, with what carries its rows."""
-    world = spread.world
+    world, of_views = spread.world, exposures or grids
     settings = StepSettings(
         max(view.width for view in views),
         max(view.height for view in views),
         len(views),
         LAMBDA,
         **{**CAPACITIES, **(capacities or {})},
-        exposures=exposures is not None,
+        view_numbers=0 if of_views is None else of_views.now[0].numel(),
         poses=poses is not None,
         alpha=layered,
         masked=layered,
@@ -185,7 +198,7 @@ def made(
     counted = statistics if world.is_main or not spread.gradients.summed else {}
     return Step(
         kernels, params, moments, counted, settings, spread, transport, lists=lists, observed=observed,
-        exposures=exposures, poses=poses,
+        exposures=exposures, grids=grids, poses=poses,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.ops.loss.loss import SSIM_HALO, l1_ssim_backward_torch, l1_ssim_torch
 from cuda_ext.ops.raster import compositing
 
-__all__ = ["BandLoss", "band_loss", "band_loss_into"]
+__all__ = ["BandLoss", "band_loss", "band_loss_into", "rectangle_loss", "skip_halo"]
 
 
 class BandLoss(NamedTuple):
@@ -136,9 +136,25 @@ def _band_loss_composed(
     out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return `band_loss` out of the other operators."""
+    rgb = compositing.composite(out, alpha, background).view(target.shape)
+    l1, ssim, v_rgb = rectangle_loss(rgb, target, inner, v_l1, v_ssim)
+    return rgb, l1, ssim, *compositing.composite_backward_torch(out, alpha, background, v_rgb.view(-1, 3))
+
+
+@torch.no_grad()
+def rectangle_loss(
+    rgb: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`band_loss` of colours that are blended already and need not lie in [0, 1].
+
+    Args:
+        rgb: [h,w,3]. target, inner, v_l1, v_ssim: as `band_loss`'s.
+
+    Returns:
+        l1, ssim: [] as `BandLoss`'s. v_rgb: [h,w,3] the gradient of the view's loss; zero beyond the own pixels.
+    """
     height, width = target.shape[:2]
     x0, y0, x1, y1 = inner
-    rgb = compositing.composite(out, alpha, background).view(height, width, 3)
     v_rgb = torch.zeros_like(rgb)
     l1, ssim = rgb.new_zeros(()), rgb.new_zeros(())
     if x0 < x1 and y0 < y1:
@@ -152,7 +168,19 @@ def _band_loss_composed(
         wide = (max(x0 - halo, 0), max(y0 - halo, 0), min(x1 + halo, width), min(y1 + halo, height))
         dssim = forward(rgb, target, wide)[2]
         v_rgb[own] = backward(rgb, target, dssim, wide, v_l1, v_ssim)[own]
-    return rgb, l1, ssim, *compositing.composite_backward_torch(out, alpha, background, v_rgb.view(-1, 3))
+    return l1, ssim, v_rgb
+
+
+def skip_halo(last: Tensor, inner: Sequence[int], shape: Sequence[int]) -> None:
+    """Set `last` [h w], `rasterize`'s, to -1 beyond the own pixels, where the way back then looks at nothing.
+
+    Args:
+        inner: as `band_loss`'s. shape: (h, w, ...).
+    """
+    x0, y0, x1, y1 = inner
+    beyond = torch.ones(shape[:2], dtype=torch.bool, device=last.device)
+    beyond[y0:y1, x0:x1] = False
+    last.masked_fill_(beyond.view(-1), -1)
 
 
 def _band_loss_into_composed(
@@ -165,10 +193,7 @@ def _band_loss_into_composed(
     v_alpha.copy_(found.v_alpha)
     loss.add_(offset + scale * (v_l1 * found.l1 + v_ssim * found.ssim))
     if last is not None:
-        x0, y0, x1, y1 = inner
-        beyond = torch.ones(target.shape[:2], dtype=torch.bool, device=last.device)
-        beyond[y0:y1, x0:x1] = False
-        last.masked_fill_(beyond.view(-1), -1)
+        skip_halo(last, inner, target.shape)
 
 
 @in_gsplat_mode

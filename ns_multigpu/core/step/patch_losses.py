@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.loss.band_loss import band_loss_into
+from cuda_ext.ops.loss.band_loss import band_loss_into, rectangle_loss, skip_halo
 from cuda_ext.ops.raster.compositing import composite
 from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
+from ns_multigpu.core.step.bilateral_grids import StepGrids
 from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.step_settings import StepSettings
@@ -20,14 +21,15 @@ class PatchLosses:
     Args:
         settings: the step's.
         backgrounds: [B, 3], by view. report: [B + 1], to whose first B numbers, by view, losses are added.
-        exposures: of the views, if their colours are mapped before they are compared.
+        exposures, grids: of the views, if their colours are mapped before they are compared.
     """
 
     def __init__(
-        self, settings: StepSettings, backgrounds: Tensor, report: Tensor, exposures: StepExposures | None = None
-    ) -> None:
+        self, settings: StepSettings, backgrounds: Tensor, report: Tensor, exposures: StepExposures | None = None,
+        grids: StepGrids | None = None,
+    ) -> None:  # fmt: skip
         self._settings, self._backgrounds, self._report = settings, backgrounds, report
-        self._exposures = exposures
+        self._exposures, self._grids = exposures, grids
         self._weights: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by size of a view: graphs hold addresses
         self._weights_of(settings.width, settings.height)
 
@@ -41,45 +43,80 @@ class PatchLosses:
             drawn: the patches. own: which they are. views: the batch.
             targets: of each patch the photograph under its rendered rectangle [h, w, channels], uint8 or float.
         """
-        s = self._settings
         rgbs: list[Tensor] = []
         colors = drawn.color[:, :3].contiguous()
         v_color, v_alpha = torch.empty_like(colors), torch.empty_like(drawn.alpha)
-        start = 0
+        add, start = self._add_blended if self._grids is None else self._add_mapped, 0
         for patch, layers in zip(own, targets, strict=True):
-            v_l1, v_ssim = self._weights_of(views[patch.view].width, views[patch.view].height)
             left, top, right, bottom = patch.rendered(views[patch.view])
-            inner = patch.inner(views[patch.view])
             piece = slice(start, start + (bottom - top) * (right - left))
             start = piece.stop
-            target, mask = self.photograph(layers, patch.view)
-            rgb = colors.new_empty(target.shape)
-            offset = s.ssim_lambda if (patch.x0, patch.y0) == (0, 0) else 0.0
-            # Halo pixels have zero gradient: `last` = -1 makes backward skip them.
-            color, alpha, background = colors[piece], drawn.alpha[piece], self._backgrounds[patch.view]
-            blended = color, alpha, background
-            if self._exposures is not None:
-                color, background = self._exposures.applied(patch.view, color, background)
-            seen = color, alpha
-            if mask is not None:  # of clamped colours, over nothing
-                seen = composite(color, alpha, background) * mask, torch.ones_like(alpha)
-            band_loss_into(
-                *seen, background, target, inner,
-                v_l1, v_ssim, offset=offset, scale=s.views, rgb=rgb, loss=self._report[patch.view],
-                v_out=v_color[piece], v_alpha=v_alpha[piece], last=None if drawn.last is None else drawn.last[piece],
-            )  # fmt: skip
-            if mask is not None:
-                v_rgb = v_color[piece] * mask
-                found = torch.ops.ns_multigpu.composite_backward(color, alpha, background, v_rgb)
-                v_color[piece], v_alpha[piece] = found
-            if self._exposures is not None:
-                self._exposures.backward(patch.view, *blended, v_color[piece])
-            x0, y0, x1, y1 = inner
+            blended = colors[piece], drawn.alpha[piece], self._backgrounds[patch.view]
+            last = None if drawn.last is None else drawn.last[piece]
+            rgb = add(patch, views[patch.view], blended, layers, v_color[piece], v_alpha[piece], last)
+            x0, y0, x1, y1 = patch.inner(views[patch.view])
             rgbs.append(rgb[y0:y1, x0:x1])
-        if s.depth_weight > 0:
+        if self._settings.depth_weight > 0:
             v_depth, v_covered = self._add_depths(drawn, own, views)
             v_color, v_alpha = torch.cat([v_color, v_depth[:, None]], dim=1), v_alpha + v_covered
         return rgbs, v_color, v_alpha
+
+    def _add_blended(
+        self, patch: Patch, view: View, blended: tuple[Tensor, Tensor, Tensor], layers: Tensor,
+        v_color: Tensor, v_alpha: Tensor, last: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Add the loss of a patch; return its rendering, with halo, and write the gradients by colour and alpha.
+
+        Args:
+            blended: its colours [P, 3], alpha [P] and background [3]. layers: see `photograph`.
+            v_color, v_alpha: to be written. last: [P] set to -1 in the halo, where backward then skips pixels.
+        """
+        target, mask = self.photograph(layers, patch.view)
+        (color, alpha, background), rgb = blended, v_color.new_empty(target.shape)
+        if self._exposures is not None:
+            color, background = self._exposures.applied(patch.view, color, background)
+        seen = color, alpha
+        if mask is not None:  # of clamped colours, over nothing
+            seen = composite(color, alpha, background) * mask, torch.ones_like(alpha)
+        band_loss_into(
+            *seen, background, target, patch.inner(view), *self._weights_of(view.width, view.height),
+            offset=self._offset(patch), scale=self._settings.views, rgb=rgb, loss=self._report[patch.view],
+            v_out=v_color, v_alpha=v_alpha, last=last,
+        )  # fmt: skip
+        if mask is not None:
+            found = torch.ops.ns_multigpu.composite_backward(color, alpha, background, v_color * mask)
+            for gradient, by in zip((v_color, v_alpha), found, strict=True):
+                gradient.copy_(by)
+        if self._exposures is not None:
+            self._exposures.backward(patch.view, *blended, v_color)
+        return rgb
+
+    def _add_mapped(
+        self, patch: Patch, view: View, blended: tuple[Tensor, Tensor, Tensor], layers: Tensor,
+        v_color: Tensor, v_alpha: Tensor, last: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """`_add_blended` with bilateral grids, which map clamped colours to colours that are not clamped."""
+        assert self._grids is not None
+        target, mask = self.photograph(layers, patch.view)
+        inner, shown = patch.inner(view), composite(*blended).view(target.shape)
+        rgb, backward = self._grids.applied(patch.view, shown, patch.rendered(view), (view.width, view.height))
+        mask = None if mask is None else mask.view(*target.shape[:2], 1)
+        rgb = rgb if mask is None else rgb * mask
+        weights = self._weights_of(view.width, view.height)
+        l1, ssim, v_rgb = rectangle_loss(rgb, target, inner, *weights)
+        loss = weights[0] * l1 + weights[1] * ssim
+        self._report[patch.view].add_(self._offset(patch) + self._settings.views * loss)
+        v_shown = backward(v_rgb if mask is None else v_rgb * mask).reshape(-1, 3)
+        found = torch.ops.ns_multigpu.composite_backward(*blended, v_shown)
+        for gradient, by in zip((v_color, v_alpha), found, strict=True):
+            gradient.copy_(by)
+        if last is not None:
+            skip_halo(last, inner, target.shape)
+        return rgb
+
+    def _offset(self, patch: Patch) -> float:
+        """Return what a view's loss begins with, once a view."""
+        return self._settings.ssim_lambda if (patch.x0, patch.y0) == (0, 0) else 0.0
 
     def _add_depths(self, drawn: OwnedPixels, own: Sequence[Patch], views: Sequence[View]) -> tuple[Tensor, Tensor]:
         """Add the losses of the patches' depths; return the gradients by blended depth [P] and by alpha [P].

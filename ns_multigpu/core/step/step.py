@@ -35,6 +35,7 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.exchange.transport import Parts, Transport, launched
 from ns_multigpu.core.kernels import Cameras, Kernels
 from ns_multigpu.core.observations import Observations
+from ns_multigpu.core.step.bilateral_grids import StepGrids
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.forward_pass import ForwardPass
 from ns_multigpu.core.step.fused_support import follow_each_other, unsupported_reason
@@ -67,8 +68,9 @@ class Step:
         measure: called with the name of each part (project, send, sort, raster, pixels, loss, backward, return,
             update), gives a context to do it in.
         observed: what the batch's views observe [B, K], where kernels have a loss of depth; filled as inputs are.
-        exposures: what the views' colours are mapped by, and learns of it. Its Adam has the line of `scalars` behind
-            those of the parameters. poses: corrections of the views' poses. Their Adam has the last line.
+        exposures, grids: the views' gains, or their bilateral grids: at most one of the two. Their Adam has the line
+            of `scalars` behind those of the parameters.
+        poses: corrections of the views' poses. Their Adam has the last line.
 
     Raises:
         ValueError: no step supports the strategy's legs, or lazy steps are not supported.
@@ -77,8 +79,8 @@ class Step:
         inputs: one vector that holds the next five, in this order.
         viewmats: [B, 4, 4] the batch's world-to-camera matrices, uncorrected. Ks: [B, 3, 3] its intrinsics.
         backgrounds: [B, 3]. times: [B] the views', see `View.time`.
-        scalars: [parameters (+ 1 of exposures, + 1 of poses), 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
-            With exposures or poses the views' indices follow the times, [B].
+        scalars: [parameters (+ 1 of gains or grids, + 1 of poses), 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
+            With any of these the views' indices follow the times, [B].
         report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
             B), and the finite flag: NaN or infinity if the step was taken and a gradient of a row drawn or received
             here was not finite. With `settings.skips` it is NaN on all ranks if the step is skipped.
@@ -102,6 +104,7 @@ class Step:
         group_culling: bool | None = None,
         observed: Observations | None = None,
         exposures: StepExposures | None = None,
+        grids: StepGrids | None = None,
         poses: StepPoses | None = None,
     ) -> None:
         reason = unsupported_reason(strategy, settings.views)
@@ -117,14 +120,15 @@ class Step:
         self._learns = strategy.assignment.learns
         device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
         self._device = device
-        assert (exposures is not None) == settings.exposures, "step statistics include them"
+        of_views = exposures or grids
+        assert (0 if of_views is None else of_views.now[0].numel()) == settings.view_numbers, "messages include them"
         assert (poses is not None) == settings.poses
-        self._exposures, self._poses, lines = exposures, poses, count + settings.exposures + settings.poses
+        self._of_views, self._poses, lines = of_views, poses, count + (of_views is not None) + settings.poses
         parts = (16 * batch, 9 * batch, 3 * batch, lines * SCALARS, batch, batch * settings.has_indices)
         self.inputs = torch.zeros(sum(parts), device=device)
         viewmats, Ks, backgrounds, scalars, self.times, indices = self.inputs.split(parts)
-        if exposures is not None:
-            exposures.indices = indices
+        if of_views is not None:
+            of_views.indices = indices
         self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, 3, 3)
         self._viewmats = self.viewmats
         if poses is not None:
@@ -133,7 +137,7 @@ class Step:
         self.report = torch.zeros(batch + 1, device=device)
         self.rgb: list[Tensor] = []
         ranks, is_exchanged = self._world.size, transport.is_exchanged
-        self._ends = transport.words - settings.tail  # exposures' words follow the step statistics
+        self._ends = transport.words - settings.tail  # words of the views' parameters follow the step statistics
         counts = self._ends - HEAD
         shape = (counts,) if self._learns is Feedback.WORK else (ranks, counts)
         self.measured_work = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -152,7 +156,7 @@ class Step:
         limits = [settings.rows, 0, settings.intersections, 0]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
         self._nonfinite = NonFiniteSteps(self._world, skips=settings.skips)
-        self._losses = PatchLosses(settings, self.backgrounds, self.report, exposures)
+        self._losses = PatchLosses(settings, self.backgrounds, self.report, exposures, grids)
         self._message = StepMessage(
             settings, self._forward.pixels, transport.local_index, transport.words, self._learns
         )
@@ -182,9 +186,9 @@ class Step:
             what `rgb` is to be.
         """
         self.rgb = []  # the memory of the last step's renderings is this one's
-        for of_views in (self._exposures, self._poses):
-            if of_views is not None:
-                of_views.begin()
+        for trained in (self._of_views, self._poses):
+            if trained is not None:
+                trained.begin()
         s, world, kernels, transport, measure = (
             self.settings, self._world, self._kernels, self._transport, self._measure
         )  # fmt: skip
@@ -205,7 +209,7 @@ class Step:
             kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
         with measure("message"):
             numbers, own = (self._forward.counts, self._capacities, self._most), plan.drawn[world.rank]
-            message = self._message.of(rows, numbers, plan, lists, views, own, splatted.start, self._exposures)
+            message = self._message.of(rows, numbers, plan, lists, views, own, splatted.start, self._of_views)
         del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's
         with measure("return"):
             back = yield from transport.return_gradients(rows, self._forward.place, message, splatted)
@@ -225,8 +229,8 @@ class Step:
             count = len(kernels.parameters)
             whole = splatted if back.finite_flag_views is None else range(s.views)
             cameras = self._cameras(whole, views)
-            if self._exposures is not None:
-                self._exposures.step(more, scalars[count : count + 1])
+            if self._of_views is not None:
+                self._of_views.step(more, scalars[count : count + 1])
             v_viewmats = None if self._poses is None else self._poses.v_viewmats[whole.start : whole.stop]
             kernels.update(
                 self._model, cameras, scalars[:count], rows, back.records, self.report[-1:], back.finite_flag_views,

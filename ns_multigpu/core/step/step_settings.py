@@ -8,7 +8,7 @@ from cuda_ext.ops.optim.step_control import HEAD
 from ns_multigpu.core.assign.assignment import Assignment
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.exchange.pair_capacities import Pairs
-from ns_multigpu.core.step.exposures import words_of
+from ns_multigpu.core.step.view_parameters import words_of
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, Sizes, View, sizes_of
 
 HALO = TILE
@@ -31,7 +31,7 @@ class StepSettings:
         rows: capacity of a rank's own rows.
         segment: capacity in rows of each pair of ranks, or one for all, if rows are exchanged.
         intersections: capacity of what a rank draws.
-        exposures: True if each view has trained gains (see `StepExposures`).
+        view_numbers: of each view's trained `ViewParameters`; 0 without.
         poses: True if each view has a trained pose correction (see `StepPoses`).
         alpha, masked: whether photographs have an alpha channel and masks: see `photograph`.
         depth_weight: of the loss of depth (see `core.step.depth_loss`); 0 for none.
@@ -45,7 +45,7 @@ class StepSettings:
     rows: int
     segment: int | Pairs
     intersections: int
-    exposures: bool = False
+    view_numbers: int = 0
     poses: bool = False
     alpha: bool = False
     masked: bool = False
@@ -60,7 +60,7 @@ class StepSettings:
     @property
     def has_indices(self) -> bool:
         """True if a step's inputs hold the views' indices."""
-        return self.exposures or self.poses
+        return self.view_numbers > 0 or self.poses
 
     @property
     def tile_rows(self) -> int:
@@ -74,8 +74,8 @@ class StepSettings:
 
     @property
     def tail(self) -> int:
-        """Words at the end of a message: of exposures."""
-        return words_of(self.views) if self.exposures else 0
+        """Words at the end of a message: of the views' parameters."""
+        return words_of(self.views, self.view_numbers)
 
 
 @dataclass(frozen=True)

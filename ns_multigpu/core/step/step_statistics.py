@@ -12,8 +12,8 @@ from ns_multigpu.core.assign.assignment import Feedback
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.exchange.pixel_operators import PixelOperators
 from ns_multigpu.core.kernels import Lists, Rows
-from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.step_settings import StepSettings
+from ns_multigpu.core.step.view_parameters import ViewParameters
 from ns_multigpu.core.types import TILE, Patch, View
 
 
@@ -34,7 +34,7 @@ class StepMessage:
     def of(
         self, rows: Rows, numbers: tuple[Tensor, Tensor, Tensor], plan: Plan, lists: Lists,
         views: Sequence[View], own: Sequence[Patch], first_view: int,
-        exposures: StepExposures | None = None,
+        of_views: ViewParameters | None = None,
     ) -> Tensor:  # fmt: skip
         """The message [words] int64.
 
@@ -43,7 +43,7 @@ class StepMessage:
             numbers: of rows that go each way: how many, their capacity, and the most so far.
             lists: of the tiles that were drawn.
             own: what this rank draws. first_view: the position in the batch of the first view of the rows.
-            exposures: their words are appended, if there are any.
+            of_views: their words are appended, if there are any.
         """
         counts, capacities, most_rows = numbers
         offsets, _, met = lists
@@ -57,7 +57,7 @@ class StepMessage:
             message[HEAD : HEAD + len(found)] = found  # smaller views may have fewer patches
         elif self._learns is Feedback.LIVE:
             message[HEAD:] = self._pixels.live()
-        return message if exposures is None else torch.cat([message, exposures.published()])
+        return message if of_views is None else torch.cat([message, of_views.published()])
 
     def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
         """Return the positions of this rank's bands in rows of tiles, without halos, if they count: see

@@ -8,7 +8,7 @@ from cuda_ext.ops.optim.adam import FusedAdam, is_plain
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.fused_support import unsupported_reason
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.model import exposures, poses
+from ns_multigpu.plugin.model import view_parameters
 from ns_multigpu.primitives.registry import FIRST, titled
 
 _MOST_VIEWS = 128
@@ -99,16 +99,15 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     """Return the option or property of the capture that prevents fused steps; None if there is none."""
     model, options = pipeline.model, pipeline.model.config
     kernels = model.primitive(depth=False).kernels()
-    names = () if kernels is None else (*kernels.parameters, *exposures.groups(model), *poses.groups(model))
+    names = () if kernels is None else (*kernels.parameters, *view_parameters.groups(model))
     groups = [optimizers.optimizers.get(name) for name in names]
     legs = unsupported_reason(pipeline.strategy, pipeline.batch_size)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
         (legs is not None, lambda: str(legs)),
         (
-            bool(poses.groups(model)) and not pipeline.strategy.pixels.whole,
+            view_parameters.POSES in view_parameters.groups(model) and not pipeline.strategy.pixels.whole,
             lambda: "camera poses are optimized, and the host plans which cells a view sees",
         ),
-        (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (kernels is None, lambda: f"{titled(options.primitive)} have no operators for it"),
         (
             kernels is not None and not kernels.supports_half and pipeline.config.wire == "half",

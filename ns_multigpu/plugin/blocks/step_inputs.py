@@ -19,7 +19,7 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.types import Sizes, View, sizes_of
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
-from ns_multigpu.plugin.model import exposures, poses
+from ns_multigpu.plugin.model import view_parameters
 from ns_multigpu.plugin.model.batch_scaling import next_rates
 
 TOGETHER = 8
@@ -33,8 +33,8 @@ class StepInputs:
     Attributes:
         step: its number. indices: its views' indices in the capture. views: these views, on the host.
         inputs: the values of `Step.inputs`, float32 on the host. Of B views: 16 B numbers of world-to-camera matrices,
-            9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times, and with exposures or
-            trained poses B indices.
+            9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times, and with trained
+            parameters of views B indices.
         plan: the step's plan. rate: see `StepNoise.rate`. sizes: of the views.
     """
 
@@ -110,8 +110,7 @@ class StepInputsMaker:
         lines = adam.count()
         for scheduler in self._optimizers.schedulers.values():
             next_rates(scheduler)
-        has_indices = exposures.groups(pipeline.model) or poses.groups(pipeline.model)
-        times = [view.time for view in views] + (indices if has_indices else [])
+        times = [view.time for view in views] + (indices if view_parameters.groups(pipeline.model) else [])
         inputs = np.zeros(28 * batch + sum(map(len, lines)) + len(times), dtype=np.float32)
         matrices, Ks = inputs[: 16 * batch].reshape(batch, 16), inputs[16 * batch : 25 * batch].reshape(batch, 9)
         for place, (_, numbers) in enumerate(cameras):

@@ -44,7 +44,7 @@ from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import LEAST_INTERSECTIONS, LEAST_ROWS, StepCapacities
 from ns_multigpu.plugin.blocks.step_inputs import StepInputs, StepInputsMaker
-from ns_multigpu.plugin.model import exposures, poses, surfaces
+from ns_multigpu.plugin.model import surfaces, view_parameters
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 
 MOST_STEPS = 64
@@ -94,7 +94,7 @@ class Training:
         self._key: object = None
         self._names = names(self._model.schema)
         # All that is updated by the same Adam.
-        self._stepped = [*self._names, *exposures.groups(self._model), *poses.groups(self._model)]
+        self._stepped = [*self._names, *view_parameters.groups(self._model)]
         options = self._model.config
         cap = options.max_gaussians if options.densifier == "mcmc" else None
         self._points = PointStorage(names=self._names, cap=cap)
@@ -308,19 +308,20 @@ class Training:
         assert self._capacities.now is not None and self._adam is not None
         options, strategy = self._model.config, self._pipeline.strategy
         rows, pairs, intersections = self._capacities.now
+        moments = dict(zip(self._stepped, zip(self._adam.exp_avgs, self._adam.exp_avg_sqs, strict=True), strict=True))
+        world, views = None if strategy.gradients.summed else self._world, self._pipeline.batch_size
+        of_views = view_parameters.in_steps(self._model, moments, views, world)
+        photographs = of_views["exposures"] or of_views["grids"]
         settings = StepSettings(
-            *size, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
+            *size, views=views, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections,
-            exposures=self._model.exposures is not None, poses=bool(poses.groups(self._model)),
+            view_numbers=0 if photographs is None else photographs.now[0].numel(), poses=of_views["poses"] is not None,
             alpha=self._queue.images.alpha, masked=self._queue.images.masked,
             depth_weight=dict(losses).get(surfaces.DEPTH, 0.0), skips=self._skips,
         )  # fmt: skip
         # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
         transport = self._buffers.transport(settings, kernels)
-        moments = dict(
-            zip(self._stepped, zip(self._adam.exp_avgs, self._adam.exp_avg_sqs, strict=True), strict=True)
-        )  # fmt: skip
         self._buffers.make_pictures(settings, kind)
         return Step(
             kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}, settings,
@@ -328,10 +329,7 @@ class Training:
             # Noise moves all points after each step: rebuilding group boxes would cost as much as culling saves.
             group_culling=False if self._noise.active else None,
             observed=None if self._observed is None else self._observed.batch,
-            exposures=exposures.in_steps(self._model, moments, settings.views),
-            poses=poses.in_steps(
-                self._model, moments, settings.views, None if strategy.gradients.summed else self._world
-            ),
+            **of_views,
         )  # fmt: skip
 
     def _kernels(self, degree: int | None, counts: bool, losses: Sequence[tuple[str, float]]) -> Kernels:

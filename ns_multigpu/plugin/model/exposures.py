@@ -1,13 +1,10 @@
 """Exposure gains of a model, three for each training view, and their presence (`--pipeline.model.exposure`)."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.plugin.faults.errors import InputError
 
 Choice = Literal["off", "gain", "auto"]
@@ -20,22 +17,6 @@ def add(model: Any) -> None:
     """Set a model's gains to 1, replacing existing ones."""
     gains = torch.ones(model.num_train_data, 3, device=model.gauss_params[POSITION].device)
     model.register_parameter(GROUP, torch.nn.Parameter(gains))
-
-
-def groups(model: Any) -> list[str]:
-    """Return the parameter groups of a model's gains."""
-    return [] if model.exposures is None else [GROUP]
-
-
-def in_steps(model: Any, moments: Mapping[str, tuple[Tensor, Tensor]], views: int) -> StepExposures | None:
-    """Return a model's gains as fused steps take them; None if it has none.
-
-    Args:
-        moments: Adam's, by the name of their optimizer. views: of a batch.
-    """
-    if model.exposures is None:
-        return None
-    return StepExposures(model.exposures.detach(), *moments[GROUP], views)
 
 
 def expect(model: Any, state: dict[str, Any], *, looks: bool) -> None:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
-from nerfstudio.model_components.lib_bilagrid import BilateralGrid, total_variation_loss
-from nerfstudio.model_components.lib_bilagrid import slice as slice_grid
+from nerfstudio.model_components.lib_bilagrid import BilateralGrid
 from nerfstudio.models.splatfacto import SplatfactoModel
 from nerfstudio.utils.colors import get_color
 from pytorch_msssim import SSIM
@@ -25,6 +24,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
+from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, mapped, variation
 from ns_multigpu.core.step.exposures import drift
 from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, Splats, View
@@ -249,7 +249,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         extra = dict[str, Tensor]()
         self.camera_optimizer.get_loss_dict(extra)
         if self.config.use_bilateral_grid:
-            extra["tv_loss"] = 10 * total_variation_loss(self.bil_grids.grids)
+            extra["tv_loss"] = VARIATION_WEIGHT * variation(self.bil_grids.grids)
         if self.exposures is not None:
             extra["exposure_drift"] = drift(self.exposures)
         losses.update({name: value / world.size for name, value in extra.items()})
@@ -284,13 +284,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         rgb = (rgb if self.exposures is None else rgb * self.exposures[view.index]).clamp(0.0, 1.0)
         if not self.config.use_bilateral_grid:
             return rgb
-        x0, y0, x1, y1 = pixels.patch.rendered(view)
-        ys = torch.linspace(0, 1.0, view.height, device=self.device)[y0:y1]
-        xs = torch.linspace(0, 1.0, view.width, device=self.device)[x0:x1]
-        y, x = torch.meshgrid(ys, xs, indexing="ij")
-        index = torch.tensor(view.index, device=self.device, dtype=torch.long)
-        out = slice_grid(bil_grids=self.bil_grids, rgb=rgb[None], xy=torch.stack([x, y], dim=-1)[None], grid_idx=index)
-        return out["rgb"].reshape(rgb.shape)
+        return mapped(self.bil_grids.grids[view.index], rgb, pixels.patch.rendered(view), (view.width, view.height))
 
     def _target(self, part: ImagePart, patch: Patch, view: View, background: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the image under a patch, halo included, and its mask; uint8 while nothing is computed on it."""

@@ -106,7 +106,6 @@ def _cells(run: SimpleNamespace) -> None:
 OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_cells, "camera poses are optimized, and the host plans which cells a view sees"),
     (partial(_correct_poses, weight_decay=0.1), "an optimizer has weight decay"),
-    (_set("pipeline.model.config.use_bilateral_grid", True), "there is a bilateral grid"),
     (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
     (_set("pipeline.batch_size", 129), "there are more than 128 views a step"),
     (_other_optimizer, "an optimizer is not Adam"),

@@ -1,4 +1,4 @@
-"""Fused steps train pose corrections as ordinary steps do."""
+"""Fused steps train pose corrections, gains and bilateral grids as ordinary steps do."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,11 @@ KINDS: dict[str, dict[str, Any]] = {
         **OPTIONS, MODEL + "exposure": "gain", "optimizers.exposures.optimizer.eps": 1e-4,
         "optimizers.exposures.optimizer.lr": 1e-2,
     },
-    "SE3": STILL,
+    "SE3": {
+        **STILL, MODEL + "use_bilateral_grid": True, MODEL + "grid_shape": (4, 3, 2),
+        "optimizers.bilateral_grid.scheduler": None, "optimizers.bilateral_grid.optimizer.eps": 1e-4,
+        "optimizers.bilateral_grid.optimizer.lr": 1e-2,
+    },
 }  # fmt: skip
 
 
@@ -45,6 +49,8 @@ def test_fused_steps_learn_what_others_do(mode: str, tile: bool, tmp_path: Path)
     expected = train(World.single(), tmp_path, mode, False, "never")
     poses = expected["parameters"]["camera_optimizer.pose_adjustment"]
     assert float(poses.abs().amax(1).min()) > 1e-3, "all poses have moved"
+    if mode == "SE3":
+        assert float(expected["parameters"]["bil_grids.grids"][:, 3].abs().max()) > 1e-2, "maps have changed"
     alone = train(World.single(), tmp_path, mode, tile, "always")
     for found in (alone, *run_ranks(train, 2, tmp_path, mode, tile, "always")):
         away = furthest(found, expected)

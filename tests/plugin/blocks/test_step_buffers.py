@@ -87,7 +87,7 @@ def test_replica_memory_is_reused_for_steps_of_other_sizes(monkeypatch: pytest.M
     assert at(128) is first and at(32) is first and OwnMemory.made == 1
     second = at(132)
     assert second is not first and at(9) is second and OwnMemory.made == 2, "so few are not too many"
-    assert at(9, exposures=True) is not second, "a message of another length"
+    assert at(9, view_numbers=3) is not second, "a message of another length"
     large = at(1 << 22)
     assert at((1 << 20) + 1) is not large, "of which three quarters would lie idle"
 

@@ -194,9 +194,11 @@ def test_complete_run_equals_splatfacto(tmp_path: Path, options: dict[str, Any])
         torch.testing.assert_close(ours["grad2d"], theirs.statistics["grad2d"], rtol=1e-8, atol=1e-8)
     ours, theirs = trained(both.ours), trained(stock.trainer)
     assert ours.keys() == theirs.keys()
+    # Nerfstudio has places in bilateral grids in single precision.
+    near, absolute = (1e-5, 1e-7) if options.get("use_bilateral_grid") else (1e-8, 1e-8)
     for name, value in theirs.items():
         torch.testing.assert_close(
-            ours[name], value, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
+            ours[name], value, rtol=near, atol=absolute, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
