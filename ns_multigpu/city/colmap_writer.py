@@ -10,7 +10,7 @@ The binary layout is that of COLMAP's documentation, "Output format" (https://co
 
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -50,8 +50,18 @@ def quaternion(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(result[:, :1] < 0, -result, result)
 
 
-def write_model(folder: Path, capture: CityCapture, suffix: str, points: SeedPoints) -> None:
-    """Write cameras.bin, images.bin and points3D.bin; views are numbered from 1, points have empty tracks."""
+Observed = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""What a view observes: indices [n] of seed points, and where [n, 2], pixels."""
+
+
+def write_model(
+    folder: Path, capture: CityCapture, suffix: str, points: SeedPoints, observed: Sequence[Observed] = ()
+) -> None:
+    """Write cameras.bin, images.bin and points3D.bin; views and points are numbered from 1.
+
+    Args:
+        suffix: of the photographs' files. observed: by each view; nothing by any unless given.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "cameras.bin").open("wb") as file:
         file.write(struct.pack("<Q", 1))
@@ -63,17 +73,37 @@ def write_model(folder: Path, capture: CityCapture, suffix: str, points: SeedPoi
         file.write(struct.pack("<Q", len(capture)))
         for view in range(len(capture)):
             file.write(struct.pack("<i7di", view + 1, *rotations[view], *viewmats[view, :3, 3], 1))
-            file.write(f"{capture.name(view)}{suffix}".encode() + b"\0" + struct.pack("<Q", 0))
+            features = np.zeros(len(observed[view][0]) if observed else 0, [("xy", "<f8", 2), ("point", "<i8")])
+            if observed:
+                features["point"], features["xy"] = observed[view][0] + 1, observed[view][1]
+            file.write(f"{capture.name(view)}{suffix}".encode() + b"\0" + struct.pack("<Q", len(features)))
+            file.write(features.tobytes())
     record = np.dtype(
         [("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error", "<f8"), ("track_length", "<u8")], align=False
     )
-    table = np.zeros(len(points.xyz), record)
+    table, tracks = np.zeros(len(points.xyz), record), _tracks(observed)
     table["id"] = np.arange(1, len(table) + 1)
     table["xyz"], table["rgb"] = points.xyz.numpy(), points.rgb.numpy()
     table["error"] = 0.5
+    table["track_length"] = np.bincount(tracks["point"], minlength=len(table))
+    ends = table["track_length"].cumsum().tolist()
+    elements = np.stack([tracks["view"] + 1, tracks["feature"]], axis=1).astype("<i4")
     with (folder / "points3D.bin").open("wb") as file:
         file.write(struct.pack("<Q", len(table)))
-        file.write(table.tobytes())
+        if not observed:
+            file.write(table.tobytes())
+        for row, begin, end in zip(table, [0, *ends], ends, strict=False) if observed else ():
+            file.write(row.tobytes() + elements[begin:end].tobytes())
+
+
+def _tracks(observed: Sequence[Observed]) -> dict[str, NDArray[np.int64]]:
+    """Return of each observation the point, the view and the feature of the view; by points, then views."""
+    counts = [len(points) for points, _ in observed]
+    point = np.concatenate([np.zeros(0, np.int64), *(points for points, _ in observed)])
+    feature = np.concatenate([np.zeros(0, np.int64), *map(np.arange, counts)])
+    order = np.argsort(point, kind="stable")
+    view = np.repeat(np.arange(len(observed)), counts)
+    return {"point": point[order], "view": view[order], "feature": feature[order]}
 
 
 def prepare_folder(folder: Path, overwrite: bool) -> None:
