@@ -26,21 +26,22 @@ def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
         InputError: the option conflicts with another one.
     """
     config = model.config
-    if config.exposure != "off" and config.use_bilateral_grid:
+    if config.exposure == "gain" and config.use_bilateral_grid:
         raise InputError(
-            f"--pipeline.model.exposure {config.exposure} and --pipeline.model.use-bilateral-grid True both correct "
-            "the exposure of views. Leave out one of them."
+            "--pipeline.model.exposure gain and --pipeline.model.use-bilateral-grid True both correct the exposure of "
+            "views. Leave out one of them."
         )
-    if config.exposure == "auto":
+    if config.exposure == "auto" and not config.use_bilateral_grid:
         found = exposures_of(datamanager, model.seed_points, world)
         if found is not None and differ(found):
             exposures.add(model)
         CONSOLE.print(described(found), soft_wrap=True)
     else:
-        text = {"off": "no correction", "gain": "a correction per photograph"}[config.exposure]
-        option = f"exposure {config.exposure}"
+        text, option = "no correction", "exposure off"
         if config.use_bilateral_grid:
             text, option = "a bilateral grid per photograph", "use-bilateral-grid True"
+        elif config.exposure == "gain":
+            text, option = "a correction per photograph", "exposure gain"
         CONSOLE.print(f"Exposure: {text} (--pipeline.model.{option}).", soft_wrap=True)
     run_parts().done("exposure of the photographs")
 
