@@ -38,7 +38,7 @@ demo: venv ## a city on two workers: train, evaluate, render a video, print a ta
 	@$(BIN)/python -m demo.run --workers $(WORKERS)
 
 # A thread each: processes whose threads wait for each other's cores take a fifth longer. Long files not last.
-PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --durations 40
 
 test: venv ## the tests but for those that take long, in TEST_JOBS processes
 	@$(PYTEST) -m "not slow"
