@@ -10,6 +10,7 @@ from nerfstudio.data.utils import colmap_parsing_utils as colmap
 from PIL import Image
 
 from benchmarks.captures.splat_city import main
+from ns_multigpu.city import City, CityCapture
 
 WORDS = [
     *("--blocks", "1", "--views", "9", "--width", "128", "--height", "72", "--device", "cpu", "--compare", "2"),
@@ -30,8 +31,10 @@ def test_tracks_are_of_what_photographs_show(tmp_path: Path, capsys: pytest.Capt
     cameras, images, points = read(tmp_path)
     fx, fy, cx, cy = cameras[1].params
     assert len(images) == 9 and len(points) == 1500
-    near, tracks = [], 0
+    near, visible, tracks = [], [], 0
+    city = CityCapture(City(1, 0), views=9, width=128, height=72)
     for image in images.values():
+        depths = city.depth(image.id - 1)
         with Image.open(tmp_path / "images" / image.name) as file:
             picture = np.asarray(file, dtype=float)
         assert picture.shape == (72, 128, 3) and 50 < len(image.xys) <= 300
@@ -40,11 +43,13 @@ def test_tracks_are_of_what_photographs_show(tmp_path: Path, capsys: pytest.Capt
             x, y, z = image.qvec2rotmat() @ point.xyz + image.tvec
             assert np.allclose([fx * x / z + cx, fy * y / z + cy], xy, atol=1e-3)
             assert (image.id, feature) in zip(point.image_ids.tolist(), point.point2D_idxs.tolist(), strict=True)
+            visible.append(z < 1.05 * float(depths[int(xy[1]), int(xy[0])]))
             near.append(np.abs(picture[int(xy[1]), int(xy[0])] - point.rgb).mean())
     for point in points.values():
         tracks += len(point.image_ids)
     assert tracks == sum(len(image.xys) for image in images.values())
     assert float(np.median(near)) < 25, "photographs have the points' colours there"
+    assert np.mean(visible) > 0.95, "what houses hide is not observed"
 
 
 def test_photographs_differ_if_asked(tmp_path: Path) -> None:
