@@ -159,5 +159,5 @@ def test_held_out_views_are_measured_with_corrected_colours_too(folder: Path, mo
 
 
 def test_two_corrections_are_refused(folder: Path) -> None:
-    with pytest.raises(InputError, match="exposure gain and --pipeline.model.use-bilateral-grid True both"):
+    with pytest.raises(InputError, match=r"exposure gain and --pipeline.model.use-bilateral-grid True both"):
         begin(folder, "both", 2, exposure="gain", use_bilateral_grid=True)
