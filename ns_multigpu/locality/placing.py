@@ -15,7 +15,7 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_rows, broadcast_object
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import FAR, View
 from ns_multigpu.locality.graph import SeenGraph, count_seen
 from ns_multigpu.locality.groups import LEAST, Groups, cube_around, group_size, z_codes
 from ns_multigpu.locality.options import LocalityOptions
@@ -80,6 +80,7 @@ class ByViews(Placement):
     def __init__(self, world: World, options: LocalityOptions, access: Access) -> None:
         self._world, self._options, self._access = world, options, access
         self._look: Callable[[], Sequence[View]] = lambda: ()
+        self._far = FAR
         self._remarks: list[str] = []
         self._placings = 0
         self.group_owners: GroupOwners | None = None
@@ -89,8 +90,8 @@ class ByViews(Placement):
         """Its name, and how the ranks are spread over machines."""
         return f"ByViews {self._world.machines}x{self._world.size // self._world.machines}"
 
-    def look(self, views: Callable[[], Sequence[View]]) -> None:
-        self._look = views
+    def look(self, views: Callable[[], Sequence[View]], far: float = FAR) -> None:
+        self._look, self._far = views, far
 
     def remarks(self) -> list[str]:
         found, self._remarks = self._remarks, []
@@ -233,7 +234,8 @@ class ByViews(Placement):
         sizes = [n for k, _, _ in cut for n in (views[k].width, views[k].height)]
         rects = [n for k, _, patch in cut for n in patch.rendered(views[k])]
         dots, solid = torch.full_like(sample, 1e-12), torch.ones_like(sample[:, 0])
-        patch_ids, group_ids, counts = count_seen(groups, sample, dots, solid, viewmats, Ks, sizes, rects)
+        cameras = viewmats, Ks, sizes, rects
+        patch_ids, group_ids, counts = count_seen(groups, sample, dots, solid, *cameras, far=self._far)
         if len(counts) == 0:
             return None
         places = torch.tensor([k * factor * factor + number for k, number, _ in cut], device=patch_ids.device)

@@ -11,7 +11,7 @@ import torch
 from ns_multigpu.core.assign.placement import NewPoints
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import FAR, View
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.placing import ByViews
 from ns_multigpu.locality.rules import Access
@@ -29,11 +29,11 @@ def towns(points: int = POINTS) -> torch.Tensor:
     return where
 
 
-def above(index: int, x: float) -> View:
-    """From two above a town, down on all of it."""
+def above(index: int, x: float, height: float = 2.0) -> View:
+    """From above a town, down on all of it."""
     pose = torch.eye(4)
     pose[:3, :3] = torch.tensor([[1.0, 0, 0], [0, -1, 0], [0, 0, -1]])
-    pose[:3, 3] = -pose[:3, :3] @ torch.tensor([x, 0.0, 2.0])
+    pose[:3, 3] = -pose[:3, :3] @ torch.tensor([x, 0.0, height])
     K = torch.tensor([[240.0, 0, 128], [0, 240, 128], [0, 0, 1]])
     return View(pose, K, 256, 256, index)
 
@@ -81,6 +81,18 @@ def test_each_machine_has_the_town_that_its_views_see() -> None:
     assert POINTS / 2 <= needed.sum() <= POINTS, "all of the town; what is in two halos counts twice"
     level = needed[:, 2 * int(first[0]) : 2 * int(first[0]) + 2].sum(0)
     assert level.max() < 1.2 * level.mean(), "in a single view, too"
+
+
+def test_what_lies_beyond_the_far_plane_is_not_needed() -> None:
+    """Views from above, of which every second is too high to see its town."""
+    seen = [above(index, -50.0 if index % 2 == 0 else 50.0, 2.0 if index % 2 == 0 else 9.0) for index in range(VIEWS)]
+    for far, shows in ((FAR, True), (5.0, False)):
+        made, access = placement(alone(4, 2))
+        made.look(lambda: seen, far)
+        owners_of(made, towns(), 4)
+        low, high = access.of(0), access.of(1)
+        assert low is not None and high is not None and low.sum() > POINTS / 3
+        assert (high.sum() > POINTS / 3) == shows
 
 
 def settle(world: World, made: ByViews, where: torch.Tensor, threshold: float = 1.1) -> Any:

@@ -20,7 +20,7 @@ from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.warmup import warm_up
-from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
+from ns_multigpu.plugin.capture.checks import DIFFERENT, check_far_plane, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.image_owners import image_owners_of
@@ -202,8 +202,10 @@ class DistributedPipeline(RunPipeline):
         checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
         if note := times_note(config.model.primitive, self.datamanager.train_dataset.cameras):
             CONSOLE.print(note, soft_wrap=True)
-        self.strategy.placement.look(self._training_views)
         seeds = self.model.seed_points
+        if config.model.far_plane is not None and seeds is not None:
+            check_far_plane(config.model.far_plane, seeds[0], self._training_views(), self.world)
+        self.strategy.placement.look(self._training_views, self.model.far)
         if config.model.load_ply is not None and config.resumed_from is None:
             outputs = self.datamanager.train_dataparser_outputs
             begin_from_ply(self.model, outputs, self.strategy.placement, self.world)
@@ -272,7 +274,7 @@ class DistributedPipeline(RunPipeline):
             return None
         work: list[float] = []
         if self.world.is_main:
-            work = works(seeds[0].cpu(), self._training_views())
+            work = works(seeds[0].cpu(), self._training_views(), self.model.far)
         work = broadcast_object(work, 0, self.world)  # processors round differently
         return lambda order, begins: alike(order, work, size, -begins % size)
 
