@@ -23,7 +23,7 @@ from ns_multigpu.plugin.blocks.warmup import warm_up
 from ns_multigpu.plugin.capture.checks import DIFFERENT, check_far_plane, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
-from ns_multigpu.plugin.capture.image_owners import image_owners_of
+from ns_multigpu.plugin.capture.image_owners import image_owners_of, swapped_owners
 from ns_multigpu.plugin.capture.tracks import training_tracks
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kind
 from ns_multigpu.plugin.checkpoint.own_rows import SavedRows, own_rows
@@ -262,6 +262,15 @@ class DistributedPipeline(RunPipeline):
         _ = self.datamanager.train_share
         _ = self.datamanager.train_cameras_on_device
         run_parts().done("images")
+
+    def move_images(self) -> None:
+        """Move images to the machines whose points their views see, after points were placed again. Every rank calls it
+        between steps.
+        """
+        share, at_home = self.datamanager.train_share, self.strategy.placement.view_owners
+        if self.world.machines > 1 and len(at_home) == len(share.shapes):
+            per_machine = self.world.size // self.world.machines
+            share.move(swapped_owners(share.owners, at_home, share.shapes, per_machine))
 
     def _arranged(self) -> Callable[[list[int], int], list[int]] | None:
         """Return a function that groups views of similar work into one step; None if there is no choice, or no seed
