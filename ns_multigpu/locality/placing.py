@@ -222,6 +222,8 @@ class ByViews(Placement):
         found = partition(graph, world.machines, world.size // world.machines)
         self._remarks += found.notes
         needed = counter.by_rank(views, self._options.patches, found.ranks, world.size) * np.float32(stride)
+        if empty := int((needed.sum((1, 2)) == 0).sum()):
+            self._remarks.append(f"{empty} of {len(views)} training views show none of the points that were looked at.")
         indices = np.array([view.index for view in views], dtype=np.int64)
         return found.ranks, _machines(needed, world.machines), (indices, needed)
 

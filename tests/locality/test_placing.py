@@ -248,5 +248,6 @@ def test_images_of_views_that_see_no_point_are_spread_over_machines() -> None:
     made, access = placement(alone(4, 2), seen)
     owners_of(made, towns(), 4)
     assert sorted(made.view_owners[-4:]) == [0, 0, 1, 1]
+    assert made.remarks() == ["4 of 16 training views show none of the points that were looked at."]
     blank = access.of(VIEWS)
     assert blank is not None and blank.sum() == 0
