@@ -61,7 +61,9 @@ def test_what_is_beyond_a_limit_is_not_drawn(primitive: str) -> None:
     assert float((found - everything).abs().max()) > 0.05
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "primitive"), [("locality", 2, "3dgs"), ("tile", 3, "convex")])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "primitive"), [("locality", 2, "3dgs"), ("tile", 3, "convex"), ("pixel", 2, "2dgs")]
+)
 def test_ordinary_steps_equal_single(strategy: str, ranks: int, primitive: str) -> None:
     expected = autograd_step(World.single(), "single", primitive)
     check(run_ranks(autograd_step, ranks, strategy, primitive), expected, torch.float32)

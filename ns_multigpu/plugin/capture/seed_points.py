@@ -18,6 +18,8 @@ _FEW_VIEWS = 0.1
 """Share of views that see a seed point, below which a capture is refused."""
 _EMPTY = 0.1
 """Share of views that see no seed point, above which a note is printed."""
+_LEAST = 100
+"""Number of seed points from which on it is: views may miss fewer by chance."""
 _BETTER = 2.0
 """Factor by which another reading of the poses must show more points for a capture to be refused."""
 _PLAUSIBLE = 0.5
@@ -142,7 +144,7 @@ def unseen_problem(views: PinholeViews, xyz: _Floats) -> str | None:
 def unseen_note(views: PinholeViews, xyz: _Floats) -> str | None:
     """Return a note if many views see no seed point; arguments as in `unseen_problem`."""
     some, xyz = _countable(views, xyz)
-    if len(xyz) == 0:
+    if len(xyz) < _LEAST:
         return None
     seen = seen_points(some, _sample(xyz, _POINTS))
     if np.mean(seen == 0) > _EMPTY:

@@ -41,11 +41,11 @@ def test_images_of_a_machine_are_spread_evenly_over_its_ranks() -> None:
 
 def test_machines_swap_images_of_one_shape_in_pairs() -> None:
     large = replace(SMALL, height=8)
-    owners = [0, 1, 2, 3, 4, 0, 3, 2]
-    wanted = [1, 0, 0, 2, 1, 1, 0, 1]  # of three machines with two ranks; views 3 and 4, and 0 and 2 change places
-    shapes = [SMALL, SMALL, SMALL, SMALL, SMALL, large, SMALL, large]
+    owners = [0, 1, 2, 3, 4, 3, 0, 2]
+    wanted = [1, 0, 0, 2, 1, 0, 1, 1]  # of three machines with two ranks; views 3 and 4, and 0 and 2 change places
+    shapes = [*[SMALL] * 6, large, large]
     found = swapped_owners(owners, wanted, shapes, 2)
-    assert found == [2, 1, 0, 4, 3, 0, 3, 2], "views 5, the only large one, and 6 have no partner"
+    assert found == [2, 1, 0, 4, 3, 3, 0, 2], "views 5 and 6 have no partner of their shape"
     assert _held(found, shapes, 6) == _held(owners, shapes, 6)
     assert swapped_owners(found, wanted, shapes, 2) == found
 
