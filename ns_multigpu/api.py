@@ -64,6 +64,7 @@ def render(
     sh_degree: int | None = None,
     near_plane: float = 0.01,
     far_plane: float = 1e10,
+    radius_clip: float = 0.0,
     eps2d: float = 0.3,
     backgrounds: Tensor | None = None,
     render_mode: Literal["RGB", "RGB+ED"] = "RGB",
@@ -81,6 +82,7 @@ def render(
         width, height: of all images, pixels.
         sh_degree: harmonics in use, 0 to 3; None for plain colours.
         near_plane, far_plane: depths beyond which nothing is drawn.
+        radius_clip: half extents in pixels up to which a splat is not drawn.
         eps2d: blur added to 2D covariances, pixels squared.
         backgrounds: [C, 3]; black unless given.
         render_mode: "RGB+ED" adds the expected depth as a fourth channel.
@@ -107,7 +109,14 @@ def render(
         "features_dc": features[:, 0], "features_rest": features[:, 1 : (degree + 1) ** 2],
     }  # fmt: skip
     kind = _Activated(
-        degree, rasterize_mode == "antialiased", absgrad, render_mode == "RGB+ED", eps2d, near_plane, far_plane
+        degree,
+        rasterize_mode == "antialiased",
+        absgrad,
+        render_mode == "RGB+ED",
+        eps2d,
+        near_plane,
+        far_plane,
+        radius_clip,
     )
     views = [View(viewmats[i], Ks[i], width, height, i) for i in range(len(viewmats))]
     plan = spread.plan(views)

@@ -83,9 +83,10 @@ def test_the_readmes_five_lines_render(without_nerfstudio: dict[str, str]) -> No
 def test_images_are_those_of_the_primitive() -> None:
     splats = model()
     backgrounds = torch.rand(4, 3, generator=torch.Generator().manual_seed(3))
-    images, alphas, info = drawn(splats, backgrounds=backgrounds, render_mode="RGB+ED")
+    limits = {"far_plane": 3.3, "radius_clip": 5.0}
+    images, alphas, info = drawn(splats, backgrounds=backgrounds, render_mode="RGB+ED", **limits)
     views = make_views(4, torch.float32, size=SIZE)
-    spread, kind = ns_multigpu.make_strategy("single"), Gaussians(3, depth=True)
+    spread, kind = ns_multigpu.make_strategy("single"), Gaussians(3, depth=True, far=3.3, radius_clip=5.0)
     points = make_points(120, torch.float32)
     expected = spread.render(kind, points, views, spread.plan(views))
     for piece in expected.pixels:

@@ -3,6 +3,7 @@
     python -m benchmarks.scaling.locality_sim --kind aerial --ranks 8 16 32 64 128 --cache /tmp/seen --json FILE
     python -m benchmarks.scaling.locality_sim --kind street --seen near
     python -m benchmarks.scaling.locality_sim --large 122500        # METIS on the graph of 500 M points
+    python -m benchmarks.scaling.locality_sim --place 100M --views 60000 --threads 2   # all of a placement
     python -m benchmarks.scaling.locality_sim --plan-time           # 64 views x 16 patches on 32 ranks
 
 The city and its visible points: `benchmarks.scenes.seen_city`. Nothing is drawn or exchanged: points that a patch needs
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.baselines.placements import Way, assigner, partitioned, random_assignment
 from benchmarks.lib.environment import describe
-from benchmarks.scaling.locality_times import large_graph_seconds, plan_times
+from benchmarks.scaling.locality_times import large_graph_seconds, placing_seconds, plan_times
 from benchmarks.scenes.seen_city import FACTORS, VISIBILITY_RULES, SeenCity, seen_city
 from ns_multigpu.locality.assign import Volume
 from ns_multigpu.locality.graph import SeenGraph
@@ -233,6 +234,7 @@ def main() -> None:
     parser.add_argument("--ablate", type=int, default=16, help="ranks of the ablation table; 0 for none")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--large", type=int, help="instead: place a graph of so many groups and --views views")
+    parser.add_argument("--place", type=parse_count, help="instead: place so many points by --views views")
     parser.add_argument("--plan-time", action="store_true", help="instead: 64 views x 16 patches on 32 ranks")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--json", type=Path)
@@ -244,6 +246,9 @@ def main() -> None:
     if options.large:
         report["large"] = large_graph_seconds(options.large, options.views)
         console.print(report["large"])
+    elif options.place:
+        report["placing"] = placing_seconds(options.place, options.views)
+        console.print(report["placing"])
     else:
         city = seen_city(
             options.kind, options.blocks, options.views, options.points, options.group, options.altitude, options.cache

@@ -1,16 +1,23 @@
 """Duration of placement and planning, at the sizes that the strategy must handle."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import sparse
 
 from benchmarks.baselines.placements import assigner
 from benchmarks.scenes.seen_city import SeenCity
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.types import View
 from ns_multigpu.locality.assign import Volume
 from ns_multigpu.locality.graph import SeenGraph
+from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.partition import partition
+from ns_multigpu.locality.placing import ByViews
+from ns_multigpu.locality.rules import Access
 
 
 def large_graph_seconds(groups: int, views: int, shown: float = 0.0035, machines: int = 8) -> dict[str, Any]:
@@ -40,6 +47,36 @@ def large_graph_seconds(groups: int, views: int, shown: float = 0.0035, machines
     took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - work}
     shares = np.bincount(found.ranks, minlength=found.count) / (side * side / found.count)
     return {"groups": side * side, "views": views, "edges": int(starts[-1]), **took, "most_points": float(shares.max())}
+
+
+def placing_seconds(points: int, views: int, machines: int = 8, shown: float = 0.0035) -> dict[str, Any]:
+    """Return seconds that a run's placement takes: `ByViews` of points of a flat city, seen from above.
+
+    Args:
+        points: number of points, 12 bytes each and some 100 more of those whose owners are found at once.
+        views: number of views of 16 patches. shown: fraction of the points that a view shows.
+        machines: of four GPUs.
+    """
+    side, width, height = 1000.0, 1920, 1080
+    focal = height * 80 / (side * (shown * height / width) ** 0.5)  # at a height of 80
+    where = torch.rand(points, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([side, side, 5.0])
+    K = torch.tensor([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]])
+    centres = torch.rand(views, 2, generator=torch.Generator().manual_seed(1)) * side
+    poses = torch.diag(torch.tensor([1.0, -1, -1, 1])).repeat(views, 1, 1)
+    poses[:, 0, 3], poses[:, 1, 3], poses[:, 2, 3] = -centres[:, 0], centres[:, 1], 85.0
+    seen = [View(pose, K, width, height, index) for index, pose in enumerate(poses)]
+    world, options = replace(World.single(), size=4 * machines, local_size=4), LocalityOptions()
+    placement = ByViews(world, options, Access(options.patches**2, world.size))
+    placement.look(lambda: seen)
+    start, work = time.perf_counter(), time.process_time()
+    shares = placement.shares(points, lambda: where, world.size)
+    report = {"points": points, "views": views, "seconds": time.perf_counter() - start}
+    report["cpu_seconds"], start = time.process_time() - work, time.perf_counter()
+    assert placement.group_owners is not None
+    placement.group_owners.of(where)
+    report["owners_seconds"] = time.perf_counter() - start
+    counts = [len(share) for share in shares]
+    return {**report, "most_points": max(counts) * len(counts) / points}
 
 
 def plan_times(city: SeenCity, way: str, batch: int = 64, machines: int = 8, repeats: int = 20) -> dict[str, Any]:

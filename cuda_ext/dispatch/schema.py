@@ -210,7 +210,10 @@ SCHEMAS: tuple[str, ...] = (
     # On the host alone: a batch is planned while the device works.
     "assign_patches(Tensor counts, Tensor totals, Tensor sent, Tensor? start, float alpha, float beta, float gamma, "
     "float delta, int power, int most_swaps, float seconds) -> (Tensor ranks, Tensor summary)",
+    # On the host alone: one rank counts for all.
+    "patch_counts(Tensor points, int size, Tensor boxes, Tensor labels, int num_labels, Tensor viewmats, "
+    "Tensor lenses, Tensor columns, Tensor rows, Tensor halos, float near, float far) -> Tensor counts",
 )
 
-HOST_ONLY = ("assign_patches",)
-"""Operators that have no CUDA twin: what they do is done while the device works."""
+HOST_ONLY = ("assign_patches", "patch_counts")
+"""Operators that have no CUDA twin: they plan."""

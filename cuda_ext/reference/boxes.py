@@ -1,4 +1,6 @@
-"""The reference of `splat_boxes` and `box_views`, and how a step widens boxes. Shapes: `cuda_ext.ops.project.boxes`.
+"""The reference of `splat_boxes`, `box_views` and `patch_counts`, and how a step widens boxes.
+
+Shapes: `cuda_ext.ops.project.boxes`, `cuda_ext.ops.project.patch_counts`.
 
 Which box may show is derived in cuda_ext/csrc/common/box.h.
 """
@@ -130,3 +132,27 @@ def _motion(boxes: Tensor, table: Tensor | None, compact: bool) -> tuple[Tensor,
         return boxes.new_zeros(()), boxes.new_zeros(())
     bounds = (WANDER if compact else 1.0) * table[:, :, _BOUND].amax(0)
     return 1.7321 * bounds[PARAMETERS.index("means")], bounds[PARAMETERS.index("log_scales")]
+
+
+@torch.no_grad()
+def patch_counts(
+    points: Tensor, size: int, boxes: Tensor, labels: Tensor, num_labels: int, viewmats: Tensor, lenses: Tensor,
+    columns: Tensor, rows: Tensor, halos: Tensor, near: float, far: float,
+) -> Tensor:  # fmt: skip
+    """See `cuda_ext.ops.project.patch_counts`; boxes are not needed."""
+    of_point = labels.repeat_interleave(size)[: points.shape[1]]
+    parts = columns.shape[1] - 1
+    counts = torch.zeros(len(viewmats), parts * parts, num_labels, dtype=torch.int32)
+    for v, pose in enumerate(viewmats):
+        x, y, depth = pose[:3, :3] @ points + pose[:3, 3:]
+        fx, fy, cx, cy = lenses[v]
+        shown, inside = (depth >= near) & (depth <= far), list[Tensor]()
+        for at, cuts in ((fx * x / depth + cx, columns[v]), (fy * y / depth + cy, rows[v])):
+            shown = shown & (at >= 0) & (at < cuts[-1])
+            low, high = cuts[:-1, None], cuts[1:, None]
+            inside.append((at >= low - halos[v]) & (at < high + halos[v]) & (low < high))
+        for row in range(parts):
+            for column in range(parts):
+                here = shown & inside[1][row] & inside[0][column]
+                counts[v, row * parts + column] = torch.bincount(of_point[here], minlength=num_labels)
+    return counts

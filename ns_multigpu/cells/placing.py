@@ -19,7 +19,7 @@ from ns_multigpu.core.dist.collectives import all_gather_rows, max_in_place, sum
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.composite import LocalCells
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.types import Points, View
+from ns_multigpu.core.types import FAR, Points, View
 
 LOOKED_EVERY = 100
 """Images after which the cells' boxes are measured again, where no refinement came between."""
@@ -75,7 +75,7 @@ class ByCells(Placement):
         self._stale = True  # points have moved to their cells since these were measured
         self._moved, self._looked = True, 0  # or since training went on; images at which it measured
 
-    def look(self, views: Callable[[], Sequence[View]]) -> None:
+    def look(self, views: Callable[[], Sequence[View]], far: float = FAR) -> None:
         self._look = views
 
     def arranged(self, size: int) -> Callable[[list[int], int], list[int]] | None:

@@ -17,6 +17,8 @@ TILE = 16
 """Side of a rasterizer's tile in pixels."""
 Sizes = tuple[tuple[int, int], ...]
 """Width and height of each view of a batch, in pixels."""
+FAR = 1e10
+"""Largest depth that is drawn without a far plane, world units."""
 SSIM_HALO = 5
 """Pixels that an 11 x 11 SSIM window extends beyond its centre: the halo that a patch needs to have an exact loss."""
 

@@ -2,6 +2,7 @@
 
     groups      groups of points along the Z-order, their boxes, and which views a box may show in
     graph       the bipartite graph of groups and views
+    counting    the points that views and their patches show
     metis       METIS, as pymetis packs it
     partition   groups to ranks: over machines, then over a machine's GPUs
     assign      a batch's patches to ranks

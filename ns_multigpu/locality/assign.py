@@ -31,26 +31,12 @@ class Weights:
         if min(self.alpha, self.beta, self.gamma, self.delta) < 0 or self.power not in POWERS:
             raise ValueError(f"weights must not be negative, and power one of {POWERS}: {self}")
 
-    @staticmethod
-    def profiled(
-        exchange: float, drawing: float, most_sent: float, most_received: float, alpha: float, power: int = 4
-    ) -> "Weights":
-        """By measured rates (appendix C.1): the exchange's share of the time is split by the busiest rank's receiving
-        and sending, the rest is drawing's.
-
-        Args:
-            exchange, drawing: seconds of a step that each took, in the mean.
-            most_sent, most_received: points that the busiest rank sent and received.
-            alpha: the paper drops the sum from the search and has p stand for it; here it may stay, 0 within a machine.
-        """
-        total, loads = exchange + drawing, most_sent + most_received
-        share = exchange / total if total > 0 else 0.5
-        receiving = most_received / loads if loads > 0 else 0.5
-        return Weights(alpha, receiving * share, (1 - receiving) * share, 1 - share, power)
-
 
 BETWEEN = Weights(alpha=1.0, beta=0.5, gamma=0.5, delta=0.2)
-"""Over machines, until rates are known: what crosses counts most, and whose link is busiest."""
+"""Over machines: what crosses counts most, and whose link is busiest.
+
+The paper takes weights from measured times (appendix C.1). Times differ from run to run, and with them would plans and
+the order of sums: a resumed run would not equal an uninterrupted one. So weights are constants."""
 WITHIN = Weights(alpha=0.0, beta=0.2, gamma=0.5, delta=1.0)
 """Over a machine's ranks: levelness alone (section 4.2.2)."""
 

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import scipy  # its parts are loaded when they are first asked for
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -15,18 +13,20 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_rows, broadcast_object
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.types import View
-from ns_multigpu.locality.graph import SeenGraph, count_seen
+from ns_multigpu.core.types import FAR, View
+from ns_multigpu.locality.counting import PatchCounter
+from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.groups import LEAST, Groups, cube_around, group_size, z_codes
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.partition import IMBALANCE, partition
-from ns_multigpu.locality.patches import patches_of
 from ns_multigpu.locality.rules import Access
 
 MOST_SAMPLED = 4_000_000
 """Points that are looked at to place a model: of a larger one every k-th. A group still has 32 of them."""
 MOST_VIEWS = 2000
 """Views that METIS is given: of more, so many drawn at random."""
+_AT_ONCE = 1 << 20
+"""Points whose owners are found at once: their places on the curve take some 100 bytes each."""
 _WORSE = 1.1
 """Points are redistributed when they have become so much less level than they were when they were placed."""
 _GROUPS_PER_RANK = 32
@@ -55,9 +55,12 @@ class GroupOwners:
 
     def of(self, positions: Tensor) -> Tensor:
         """The owners [N] int64 of points at these positions [N, 3]."""
-        codes = z_codes(positions, self.low.to(positions.device), self.side)
-        starts, owners = self.starts.to(positions.device), self.owners.to(positions.device)
-        return owners[(torch.searchsorted(starts, codes, right=True) - 1).clamp_(min=0)]
+        low, starts, owners = (part.to(positions.device) for part in (self.low, self.starts, self.owners))
+        found = [owners[:0]]
+        for some in positions.split(_AT_ONCE):
+            places = torch.searchsorted(starts, z_codes(some, low, self.side), right=True) - 1
+            found.append(owners[places.clamp_(min=0)])
+        return torch.cat(found)
 
 
 class ByViews(Placement):
@@ -80,6 +83,7 @@ class ByViews(Placement):
     def __init__(self, world: World, options: LocalityOptions, access: Access) -> None:
         self._world, self._options, self._access = world, options, access
         self._look: Callable[[], Sequence[View]] = lambda: ()
+        self._far = FAR
         self._remarks: list[str] = []
         self._placings = 0
         self.group_owners: GroupOwners | None = None
@@ -89,8 +93,8 @@ class ByViews(Placement):
         """Its name, and how the ranks are spread over machines."""
         return f"ByViews {self._world.machines}x{self._world.size // self._world.machines}"
 
-    def look(self, views: Callable[[], Sequence[View]]) -> None:
-        self._look = views
+    def look(self, views: Callable[[], Sequence[View]], far: float = FAR) -> None:
+        self._look, self._far = views, far
 
     def remarks(self) -> list[str]:
         found, self._remarks = self._remarks, []
@@ -203,42 +207,32 @@ class ByViews(Placement):
         self, groups: Groups, sample: Tensor, stride: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Each group's owner, each view's machine, and the views that patches were counted of with what these need."""
-        world, factor = self._world, self._options.patches
-        none = np.zeros(0, dtype=np.int64), np.zeros((0, factor * factor, world.size), dtype=np.float32)
-        seen_by = self._look()
-        by_patch = self._by_patch(groups, sample, stride, seen_by)
-        if len(groups) < world.size or by_patch is None:
-            if seen_by:
-                why = "no training view shows any" if by_patch is None else f"{len(groups)} groups are too few"
+        world, views = self._world, self._look()
+        none = np.zeros(0, dtype=np.int64), np.zeros((0, self._access.patches, world.size), dtype=np.float32)
+        counter = PatchCounter(groups, sample, self._far)
+        some = np.sort(np.random.default_rng(0).permutation(len(views))[:MOST_VIEWS])
+        seen = counter.by_group([views[k] for k in some]) if views else None
+        if len(groups) < world.size or seen is None or seen.nnz == 0:
+            if seen is not None:
+                why = f"{len(groups)} groups are too few" if seen.nnz else "no training view shows any"
                 self._remarks.append(f"Points are placed by ranges of the Z-order: {why}.")
             owners = np.arange(len(groups), dtype=np.int64) * world.size // len(groups)
             return owners, np.zeros(0, dtype=np.int64), none
-        views = len(seen_by)
-        by_view = SeenGraph(_summed(by_patch.seen, views), by_patch.points)
-        per_machine = world.size // world.machines
-        found = partition(by_view.thinned(MOST_VIEWS), world.machines, per_machine)
+        graph = SeenGraph(seen * stride, (groups.points * stride).cpu().numpy())
+        found = partition(graph, world.machines, world.size // world.machines)
         self._remarks += found.notes
-        machines = by_view.by_rank(found.ranks // per_machine, world.machines).argmax(1).astype(np.int64)
-        needed = by_patch.by_rank(found.ranks, world.size).astype(np.float32).reshape(views, -1, world.size)
-        return found.ranks, machines, (np.array([view.index for view in seen_by], dtype=np.int64), needed)
+        needed = counter.by_rank(views, self._options.patches, found.ranks, world.size) * np.float32(stride)
+        if empty := int((needed.sum((1, 2)) == 0).sum()):
+            self._remarks.append(f"{empty} of {len(views)} training views show none of the points that were looked at.")
+        indices = np.array([view.index for view in views], dtype=np.int64)
+        return found.ranks, _machines(needed, world.machines), (indices, needed)
 
-    def _by_patch(self, groups: Groups, sample: Tensor, stride: int, views: Sequence[View]) -> SeenGraph | None:
-        """The graph of groups and patches, `factor` squared a view; None where no patch shows a point."""
-        factor = self._options.patches
-        if not views:
-            return None
-        cut = [(k, number, patch) for k, view in enumerate(views) for number, patch in patches_of(view, k, factor)]
-        viewmats = torch.stack([views[k].viewmat for k, _, _ in cut]).to(sample)
-        Ks = torch.stack([views[k].K for k, _, _ in cut]).to(sample)
-        sizes = [n for k, _, _ in cut for n in (views[k].width, views[k].height)]
-        rects = [n for k, _, patch in cut for n in patch.rendered(views[k])]
-        dots, solid = torch.full_like(sample, 1e-12), torch.ones_like(sample[:, 0])
-        patch_ids, group_ids, counts = count_seen(groups, sample, dots, solid, viewmats, Ks, sizes, rects)
-        if len(counts) == 0:
-            return None
-        places = torch.tensor([k * factor * factor + number for k, number, _ in cut], device=patch_ids.device)
-        total = len(views) * factor * factor
-        return SeenGraph.of(places[patch_ids], group_ids, counts * stride, total, groups.points * stride)
+
+def _machines(needed: NDArray[np.float32], machines: int) -> NDArray[np.int64]:
+    """Return the machine [V] whose points each view sees most of; views that see none are distributed round-robin."""
+    by_machine = needed.sum(1).reshape(len(needed), machines, -1).sum(2)
+    empty = by_machine.sum(1) == 0
+    return np.where(empty, np.cumsum(empty) % machines, by_machine.argmax(1)).astype(np.int64)
 
 
 def _stride(points: int) -> int:
@@ -251,11 +245,3 @@ def _sampled_group_size(wanted: int, points: int, ranks: int, stride: int) -> in
         return max(1, wanted // stride)
     size = min(group_size(points), max(LEAST, points // (_GROUPS_PER_RANK * ranks)))
     return max(1, min(size // stride, points // stride // (2 * ranks)))  # of tiny models
-
-
-def _summed(by_patch: Any, views: int) -> Any:
-    """[V * patches, C] csr -> [V, C] csr: a view's patches added up. A point in two patches' halos counts twice."""
-    each = by_patch.shape[0] // views
-    rows = np.repeat(np.arange(views), each)
-    chosen = scipy.sparse.csr_matrix((np.ones(len(rows), dtype=np.int64), (rows, np.arange(len(rows)))))
-    return (chosen @ by_patch).tocsr()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.schema import Parameter
-from ns_multigpu.core.types import Splats
+from ns_multigpu.core.types import FAR, Splats
 from ns_multigpu.primitives.convexes.densifier import ConvexParts
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
@@ -45,6 +45,7 @@ class RenderOptions:
         depth: render expected depth as well.
         antialiased, absgrad: see `Gaussians`.
         channels: further outputs, by the primitive's names.
+        far: largest depth that is drawn, world units. radius_clip: see `clip_rows`.
     """
 
     sh_degree: int | None
@@ -52,6 +53,13 @@ class RenderOptions:
     antialiased: bool = False
     absgrad: bool = False
     channels: tuple[str, ...] = ()
+    far: float = FAR
+    radius_clip: float = 0.0
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Return the limits of what is drawn, which all primitives support."""
+        return {"far": self.far, "radius_clip": self.radius_clip}
 
 
 @dataclass(frozen=True)
@@ -80,19 +88,19 @@ class Kind:
 
 
 def _gaussians(wanted: RenderOptions) -> Primitive:
-    return Gaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
+    return Gaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth, **wanted.limits)
 
 
 def _moving(wanted: RenderOptions) -> Primitive:
-    return MovingGaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
+    return MovingGaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth, **wanted.limits)
 
 
 def _surfels(wanted: RenderOptions) -> Primitive:
-    return Surfels(wanted.sh_degree, wanted.depth, wanted.channels)
+    return Surfels(wanted.sh_degree, wanted.depth, wanted.channels, **wanted.limits)
 
 
 def _convexes(wanted: RenderOptions) -> Primitive:
-    return Convexes(wanted.sh_degree, wanted.depth)
+    return Convexes(wanted.sh_degree, wanted.depth, **wanted.limits)
 
 
 def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from benchmarks.baselines.placements import assigner, random_assignment
 from cuda_ext.dispatch.load import use_reference
 from cuda_ext.ops.exchange.assign_patches import assign_patches
 from cuda_ext.reference.assign_patches import least_transport, objective
-from ns_multigpu.locality.assign import BETWEEN, WITHIN, Assigner, Volume, Weights, by_capacity
+from ns_multigpu.locality.assign import Assigner, Volume, Weights, by_capacity
 
 EVEN = (1.0, 1.0, 1.0, 1.0)
 
@@ -235,10 +235,3 @@ def test_capacity_rule_prefers_the_owner_of_points() -> None:
     totals = [Volume.of(needed, chosen, 1).total for chosen in (found, ruled, random)]
     assert totals[0] < 1.1 * totals[1] < 0.8 * totals[2]
     assert by_capacity(np.zeros((0, 3))).tolist() == []
-
-
-def test_weights_follow_measured_times() -> None:
-    weights = Weights.profiled(exchange=3.0, drawing=1.0, most_sent=100.0, most_received=300.0, alpha=0.0)
-    assert (weights.beta, weights.gamma, weights.delta) == (pytest.approx(0.5625), pytest.approx(0.1875), 0.25)
-    assert Weights.profiled(0, 0, 0, 0, 1.0).delta == 0.5
-    assert WITHIN.alpha == 0 < BETWEEN.alpha

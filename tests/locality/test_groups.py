@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from cuda_ext.ops.project.culling import cull
-from ns_multigpu.locality.graph import count_seen
 from ns_multigpu.locality.groups import LEAST, Groups, cull_groups, group_size, z_order
 from tests.locality.towns import HEIGHT, WIDTH, cameras, town
 
@@ -112,24 +111,6 @@ def test_boxes_hold_under_small_motion_and_report_overflow() -> None:
     assert groups.refitted(moved, scales).still_hold(moved, scales).all()
     assert not groups.still_hold(means, scales * 2).any()
     assert not Groups.of(means, scales, LEAST, margin=0.0).still_hold(means + 0.1, scales).any()
-
-
-def test_counts_are_those_of_culling_all_points() -> None:
-    means, scales, opacities = town(3000)
-    groups = Groups.of(means, scales, 64)
-    poses, Ks = cameras(12)
-    sizes, rects = [WIDTH, HEIGHT] * 12, [0, 0, WIDTH, HEIGHT] * 12
-    view_ids, point_ids = cull(means, scales, opacities, poses, Ks, sizes, rects)
-    expected = torch.zeros(12, len(groups), dtype=torch.int64)
-    expected.index_put_((view_ids.long(), groups.of_points()[point_ids.long()]), torch.tensor(1), accumulate=True)
-    found = torch.zeros_like(expected)
-    v, g, n = count_seen(groups, means, scales, opacities, poses, Ks, sizes, rects)
-    found[v, g] = n
-    assert torch.equal(found, expected)
-    v, g, n = count_seen(groups, means, scales, opacities, poses, Ks, sizes, rects, exact=False)
-    whole = torch.zeros_like(expected)
-    whole[v, g] = n
-    assert (whole >= expected).all()
 
 
 def test_errors_name_the_argument() -> None:

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from scipy import sparse
 
 from benchmarks.baselines.placements import at_random, partitioned
@@ -127,17 +126,5 @@ def test_flat_and_one_rank() -> None:
 
 
 def test_errors_name_the_argument() -> None:
-    none = torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(ValueError, match="no views"):
-        SeenGraph.of(none, none, none, 0, torch.tensor([5]))
-    with pytest.raises(ValueError, match="none of the 3 views"):
-        SeenGraph.of(none, none, none, 3, torch.tensor([5]))
     with pytest.raises(ValueError, match="at least one of each"):
         partition(plain(4, 20), 0, 2)
-
-
-def test_a_graph_is_thinned_by_views() -> None:
-    graph = plain()
-    thin = graph.thinned(40)
-    assert thin.views == 40 and thin.groups == graph.groups
-    assert graph.thinned(1000) is graph

@@ -11,7 +11,7 @@ import torch
 from ns_multigpu.core.assign.placement import NewPoints
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import FAR, View
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.placing import ByViews
 from ns_multigpu.locality.rules import Access
@@ -29,11 +29,11 @@ def towns(points: int = POINTS) -> torch.Tensor:
     return where
 
 
-def above(index: int, x: float) -> View:
-    """From two above a town, down on all of it."""
+def above(index: int, x: float, height: float = 2.0) -> View:
+    """From above a town, down on all of it."""
     pose = torch.eye(4)
     pose[:3, :3] = torch.tensor([[1.0, 0, 0], [0, -1, 0], [0, 0, -1]])
-    pose[:3, 3] = -pose[:3, :3] @ torch.tensor([x, 0.0, 2.0])
+    pose[:3, 3] = -pose[:3, :3] @ torch.tensor([x, 0.0, height])
     K = torch.tensor([[240.0, 0, 128], [0, 240, 128], [0, 0, 1]])
     return View(pose, K, 256, 256, index)
 
@@ -81,6 +81,18 @@ def test_each_machine_has_the_town_that_its_views_see() -> None:
     assert POINTS / 2 <= needed.sum() <= POINTS, "all of the town; what is in two halos counts twice"
     level = needed[:, 2 * int(first[0]) : 2 * int(first[0]) + 2].sum(0)
     assert level.max() < 1.2 * level.mean(), "in a single view, too"
+
+
+def test_what_lies_beyond_the_far_plane_is_not_needed() -> None:
+    """Views from above, of which every second is too high to see its town."""
+    seen = [above(index, -50.0 if index % 2 == 0 else 50.0, 2.0 if index % 2 == 0 else 9.0) for index in range(VIEWS)]
+    for far, shows in ((FAR, True), (5.0, False)):
+        made, access = placement(alone(4, 2))
+        made.look(lambda: seen, far)
+        owners_of(made, towns(), 4)
+        low, high = access.of(0), access.of(1)
+        assert low is not None and high is not None and low.sum() > POINTS / 3
+        assert (high.sum() > POINTS / 3) == shows
 
 
 def settle(world: World, made: ByViews, where: torch.Tensor, threshold: float = 1.1) -> Any:
@@ -178,7 +190,8 @@ def test_a_large_model_is_placed_by_a_sample(monkeypatch: pytest.MonkeyPatch) ->
     where = towns()
     made, access = placement(alone(4, 2), views())
     owners = owners_of(made, where, 4)
-    assert len(set((owners[where[:, 0] < 0] // 2).tolist())) == 1
+    machines = torch.bincount(owners[where[:, 0] < 0] // 2, minlength=2)
+    assert machines.min() <= 32, "one group at most lies in both towns"
     needed = access.of(0)
     assert needed is not None and 0.9 * POINTS / 2 < needed.sum() < POINTS, "a point of the sample stands for all"
 
@@ -228,3 +241,13 @@ def test_other_ranks_than_its_own_are_refused() -> None:
     made, _ = placement(alone(4, 2), views())
     with pytest.raises(ValueError, match="4 ranks of this run, not on 3"):
         made.shares(10, lambda: towns(10), 3)
+
+
+def test_images_of_views_that_see_no_point_are_spread_over_machines() -> None:
+    seen = [*views(), *(above(VIEWS + k, 1e4) for k in range(4))]
+    made, access = placement(alone(4, 2), seen)
+    owners_of(made, towns(), 4)
+    assert sorted(made.view_owners[-4:]) == [0, 0, 1, 1]
+    assert made.remarks() == ["4 of 16 training views show none of the points that were looked at."]
+    blank = access.of(VIEWS)
+    assert blank is not None and blank.sum() == 0

@@ -4,11 +4,11 @@ How much there is to draw differs: a view from the air that looks straight down 
 does, and a step takes as long as the longest of its views. Gains: benchmarks/results/whole-runs.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import FAR, View
 
 WINDOW = 16
 """Steps that views are exchanged between. With more, views of a step are more alike; and always the same ones."""
@@ -20,33 +20,38 @@ LEAST_POINTS = 1_000
 """Points that are looked at all the same."""
 
 
-def works(points: Tensor, views: Sequence[View]) -> list[float]:
+def works(points: Tensor, views: Sequence[View], far: float = FAR) -> list[float]:
     """Return the work of each view, 2 in the mean: half by the points that it sees, half by its pixels.
 
     Args:
-        points, views: see `points_seen`.
+        points, views, far: see `points_seen`.
     """
-    seen, pixels = points_seen(points, views), [view.width * view.height for view in views]
+    seen, pixels = points_seen(points, views, far), [view.width * view.height for view in views]
     of_seen, of_pixels = (len(views) / max(sum(counts), 1) for counts in (seen, pixels))
     return [of_seen * s + of_pixels * p for s, p in zip(seen, pixels, strict=True)]
 
 
-def points_seen(points: Tensor, views: Sequence[View]) -> list[int]:
+def points_seen(points: Tensor, views: Sequence[View], far: float = FAR) -> list[int]:
     """Return the number of points within each view's image.
 
     Args:
         points: [N, 3], world units. views: pinhole cameras. All on the host.
+        far: largest depth at which a point is seen, world units.
     """
+    return [int((depths <= far).sum()) for depths in depths_seen(points, views)]
+
+
+def depths_seen(points: Tensor, views: Sequence[View]) -> Iterator[Tensor]:
+    """Yield the depths [K] float64 of the points within each view's image; arguments as in `points_seen`."""
     most = max(MOST_LOOKS // max(len(views), 1), LEAST_POINTS)
-    some, result = points[:: -(-len(points) // most) or 1].double().T.contiguous(), list[int]()
+    some = points[:: -(-len(points) // most) or 1].double().T.contiguous()
     for view in views:
         viewmat, K = view.viewmat.double(), view.K.double()
         matrix = K @ viewmat[:3]  # its last row is the depth
         x, y, depth = matrix[:, :3] @ some + matrix[:, 3:]
         x, y = x / depth, y / depth
         seen = (depth >= NEAR) & (x > 0) & (x < view.width) & (y > 0) & (y < view.height)
-        result.append(int(seen.sum()))
-    return result
+        yield depth[seen]
 
 
 def alike(order: Sequence[int], work: Sequence[float], size: int, lead: int = 0) -> list[int]:

@@ -19,7 +19,7 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.splitters import find_splitters, imbalance
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.types import Points, View
+from ns_multigpu.core.types import FAR, Points, View
 
 Shares = Sequence[range] | Sequence[Tensor]
 """Places of each rank's points, ascending: ranges, or [N] int64."""
@@ -74,11 +74,12 @@ class Placement(ABC):
         order. A run with as many ranks and the same kind resumes with each rank's points."""
         return None if self.in_ranges else type(self).__name__
 
-    def look(self, views: Callable[[], Sequence[View]]) -> None:
+    def look(self, views: Callable[[], Sequence[View]], far: float = FAR) -> None:
         """Receive the training views, before any other call.
 
         Args:
             views: returns all training views on demand, the same on every rank.
+            far: largest depth that they draw, world units.
         """
         return
 

@@ -15,9 +15,10 @@ import torch
 from nerfstudio.cameras.cameras import CAMERA_MODEL_TO_TYPE, Cameras, CameraType
 from torch import Tensor
 
+from ns_multigpu.core.assign.balanced_views import depths_seen
 from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.types import SSIM_HALO
+from ns_multigpu.core.types import SSIM_HALO, View
 from ns_multigpu.plugin.capture.split_lists import missing_list
 from ns_multigpu.plugin.faults.errors import InputError
 
@@ -60,6 +61,28 @@ def raise_together(problems: Sequence[str], world: World, headline: str) -> None
             for line in sorted(seen, key=_natural)
         ]
         raise InputError("\n  ".join([headline.replace("{count}", str(len(lines))), *lines]))
+
+
+def check_far_plane(far: float, points: Tensor, views: Sequence[View], world: World) -> None:
+    """Raise if no seed point is within the far plane for most views that see any. Every rank calls it.
+
+    Args:
+        far: depth of the plane. points: [N, 3]. Both in world units.
+
+    Raises:
+        InputError: on every rank; rank 0 decides.
+    """
+    nearest: list[float] = []
+    if world.is_main:
+        nearest = sorted(float(depths.min()) for depths in depths_seen(points.cpu(), views) if len(depths))
+    nearest = broadcast_object(nearest, 0, world)
+    empty = sum(depth > far for depth in nearest)
+    if 2 * empty > len(nearest):
+        raise InputError(
+            f"--pipeline.model.far-plane {far:g}: {empty} of {len(nearest)} training views see no seed point within. "
+            f"Half of the views see none nearer than {nearest[len(nearest) // 2]:.3g}. Give a larger depth, in the "
+            "same units, or leave the option out."
+        )
 
 
 def _machines(numbers: Collection[int], world: World) -> str:

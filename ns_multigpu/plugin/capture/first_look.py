@@ -39,6 +39,7 @@ from ns_multigpu.plugin.capture.seed_points import (
     distinct_rows,
     invalid_points,
     rounded_points,
+    unseen_note,
     unseen_problem,
 )
 from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio, missing_list
@@ -476,6 +477,8 @@ def _look_at_seed_points(
         found.problems.append(problem)
         return
     found.unseen = unseen_problem(views, xyz) or ""
+    if not found.unseen and (note := unseen_note(views, xyz)) is not None:
+        found.notes.append(note)
     offset = offset_for(views.poses[:, :3, 3])
     if offset.any() and (note := rounded_points(file, xyz)) is not None:
         found.notes.append(note)

@@ -2,6 +2,7 @@
 
 import zlib
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 
 from ns_multigpu.core.dist.collectives import all_gather_ints
@@ -69,6 +70,33 @@ def image_owners_of(
     left = deal(left, [range(len(held))] * machines, budget)
     deal(left, own, None)
     return owners
+
+
+def swapped_owners(
+    owners: Sequence[int], view_machines: Sequence[int], shapes: Sequence[ImageShape], per_machine: int
+) -> list[int]:
+    """Return the owners after machines have swapped images that they prefer of each other.
+
+    Two images of the same shape are swapped, so no rank needs more memory. Images without a counterpart stay.
+
+    Args:
+        owners: [V] rank that holds each view's image.
+        view_machines: [V] preferred machine of each view.
+        shapes: of the views' images.
+        per_machine: ranks of each machine.
+    """
+    found = list(owners)
+    waiting: defaultdict[tuple[int, int, ImageShape], list[int]] = defaultdict(list)  # by present and preferred machine
+    for view, (rank, wanted, shape) in enumerate(zip(owners, view_machines, shapes, strict=True)):
+        here = rank // per_machine
+        if here == wanted:
+            continue
+        if others := waiting[wanted, here, shape]:
+            other = others.pop()
+            found[view], found[other] = found[other], found[view]
+        else:
+            waiting[here, wanted, shape].append(view)
+    return found
 
 
 def checked_owners(owners: Sequence[int] | None, views: int, label: str, world: World) -> list[int]:

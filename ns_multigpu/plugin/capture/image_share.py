@@ -86,6 +86,24 @@ class ImageShare:
         raise_together(problems, world, "{count} image(s) cannot be used:")
         self._say_what_is_kept()
 
+    def move(self, owners: Sequence[int]) -> None:
+        """Change the rank that holds each view. A rank's images must keep their shapes: see `swapped_owners`.
+
+        Ranks that hold all of their images in memory decode new ones from their files. Every rank calls it between
+        steps, with the same owners.
+
+        Raises:
+            InputError: on every rank, naming each image that is unreadable now.
+            ValueError: on every rank, if owners are not one rank per view, or differ between ranks.
+        """
+        found, rank = checked_owners(owners, len(self.shapes), self._label, self._world), self._world.rank
+        gone = [view for view in self.own if found[view] != rank]
+        come = [view for view, home in enumerate(found) if home == rank != self.owners[view]]
+        self.owners, self.own = found, [view for view, home in enumerate(found) if home == rank]
+        failed = self.store.replace(gone, {view: self.shapes[view] for view in come})
+        problems = [f"{self._label} view {i}: {type(e).__name__}: {e}" for i, e in sorted(failed.items())]
+        raise_together(problems, self._world, "{count} image(s) cannot be used:")
+
     def holder(self, index: int) -> int:
         """Return the rank that holds a view's image."""
         return self.owners[index]

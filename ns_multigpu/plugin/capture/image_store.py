@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -138,10 +139,41 @@ class ImageStore:
         Returns:
             the error of each unreadable image, by view.
         """
-        failed: dict[int, Exception] = {}
         for index in self._shapes:
             self._start(index, self._free.pop())
-        for index in list(self._shapes):
+        return self._started(list(self._shapes), each)
+
+    def replace(self, gone: Sequence[int], come: Mapping[int, ImageShape]) -> dict[int, Exception]:
+        """Replace some views by as many of the same shapes, and decode these if the store is complete.
+
+        Args:
+            gone: views of this store. come: others, with their images' shapes.
+
+        Returns:
+            the error of each unreadable image, by view.
+        """
+        if self._locked or self._block.is_cuda:
+            torch.cuda.synchronize()  # copies of images that are about to be overwritten
+        slots: defaultdict[ImageShape, list[int]] = defaultdict(list)
+        for index in gone:
+            filling = self._filling.pop(index, None)
+            if filling is not None:
+                filling.exception()
+            shape = self._shapes.pop(index)
+            if index in self._starts:
+                (slots[shape] if self.complete else self._free).append(self._starts.pop(index))
+        self._shapes.update(come)
+        self._table = None
+        if not self.complete:
+            return {}
+        for index, shape in come.items():
+            self._start(index, slots[shape].pop())
+        return self._started(list(come), lambda: None)
+
+    def _started(self, indices: Sequence[int], each: Callable[[], None]) -> dict[int, Exception]:
+        """Wait for images that are being decoded; return the error of each unreadable one, by view."""
+        failed: dict[int, Exception] = {}
+        for index in indices:
             try:
                 self._finish(index)
             except Exception as error:  # decoders raise various errors; the caller reports them all

@@ -16,6 +16,10 @@ _AT_ONCE = 200_000
 """Number of pairs of a view and a point that are counted at once."""
 _FEW_VIEWS = 0.1
 """Share of views that see a seed point, below which a capture is refused."""
+_EMPTY = 0.1
+"""Share of views that see no seed point, above which a note is printed."""
+_LEAST = 100
+"""Number of seed points from which on it is: views may miss fewer by chance."""
 _BETTER = 2.0
 """Factor by which another reading of the poses must show more points for a capture to be refused."""
 _PLAUSIBLE = 0.5
@@ -130,14 +134,36 @@ def unseen_problem(views: PinholeViews, xyz: _Floats) -> str | None:
         views: the capture's views.
         xyz: [m, 3] the seed points in the poses' frame.
     """
-    xyz = xyz[np.isfinite(xyz).all(axis=1)]
-    # Other checks name invalid poses.
-    if len(xyz) == 0 or not np.isfinite(views.poses).all() or np.any(np.linalg.det(views.poses) == 0):
+    some, xyz = _countable(views, xyz)
+    if len(xyz) == 0:
         return None
-    step = -(-len(views.poses) // _VIEWS)
-    some = replace(views, poses=views.poses[::step], lenses=views.lenses[::step], sizes=views.sizes[::step])
     problem = _problem(some, _sample(xyz, _POINTS))
     return problem if problem is None or len(xyz) <= _POINTS else _problem(some, _sample(xyz, _POINTS_IN_DOUBT))
+
+
+def unseen_note(views: PinholeViews, xyz: _Floats) -> str | None:
+    """Return a note if many views see no seed point; arguments as in `unseen_problem`."""
+    some, xyz = _countable(views, xyz)
+    if len(xyz) < _LEAST:
+        return None
+    seen = seen_points(some, _sample(xyz, _POINTS))
+    if np.mean(seen == 0) > _EMPTY:
+        seen = seen_points(some, _sample(xyz, _POINTS_IN_DOUBT))
+    if np.mean(seen == 0) <= _EMPTY:
+        return None
+    return (
+        f"{_share(seen == 0)} of the views, of {len(seen)} looked at, see no seed point, so training begins without "
+        "anything in them. If they are of another scene, leave them out"
+    )
+
+
+def _countable(views: PinholeViews, xyz: _Floats) -> tuple[PinholeViews, _Floats]:
+    """Return a sample of the views, and the finite points; no points if a pose is invalid, which other checks name."""
+    xyz = xyz[np.isfinite(xyz).all(axis=1)]
+    if not np.isfinite(views.poses).all() or np.any(np.linalg.det(views.poses) == 0):
+        xyz = xyz[:0]
+    step = -(-len(views.poses) // _VIEWS)
+    return replace(views, poses=views.poses[::step], lenses=views.lenses[::step], sizes=views.sizes[::step]), xyz
 
 
 def _sample(xyz: _Floats, most: int) -> _Floats:

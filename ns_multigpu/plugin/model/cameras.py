@@ -52,16 +52,25 @@ def view_at(camera: Intrinsics, viewmat: Tensor, index: int, downscale: int = 1)
 
 def views_of(cameras: Cameras) -> list[View]:
     """Return the views of all these cameras, on the host, with their poses."""
-    poses = cameras.camera_to_worlds.reshape(-1, 3, 4)
-    pairs = zip(intrinsics_of(cameras), poses, strict=True)
-    return [view_at(one, world_to_camera(pose), index) for index, (one, pose) in enumerate(pairs)]
+    poses, lenses = world_to_cameras(cameras.camera_to_worlds.reshape(-1, 3, 4)), intrinsics_of(cameras)
+    Ks = torch.eye(3, device=poses.device).repeat(len(lenses), 1, 1)
+    Ks[:, [0, 1, 0, 1], [0, 1, 2, 2]] = torch.tensor([lens[:4] for lens in lenses], device=poses.device).view(-1, 4)
+    return [
+        View(pose, K, lens.width, lens.height, index=index, time=lens.time)
+        for index, (pose, K, lens) in enumerate(zip(poses.unbind(), Ks.unbind(), lenses, strict=True))
+    ]
 
 
 def world_to_camera(camera_to_world: Tensor) -> Tensor:
     """Convert [3, 4] camera-to-world with OpenGL axes to [4, 4] world-to-camera with OpenCV axes; differentiable."""
-    flip = camera_to_world.new_tensor([1.0, -1.0, -1.0])
-    rotation = (camera_to_world[:3, :3] * flip).transpose(0, 1)
+    return world_to_cameras(camera_to_world[None])[0]
+
+
+def world_to_cameras(camera_to_worlds: Tensor) -> Tensor:
+    """Convert [N, 3, 4] to [N, 4, 4]; see `world_to_camera`."""
+    flip = camera_to_worlds.new_tensor([1.0, -1.0, -1.0])
+    rotation = (camera_to_worlds[:, :3, :3] * flip).transpose(1, 2)
     # A product of batches, as nerfstudio's: on some processors that of plain matrices rounds otherwise.
-    translation = -torch.bmm(rotation[None], camera_to_world[None, :3, 3:4])[0]
-    last = camera_to_world.new_tensor([[0.0, 0.0, 0.0, 1.0]])
-    return torch.cat([torch.cat([rotation, translation], dim=1), last], dim=0)
+    translation = -torch.bmm(rotation, camera_to_worlds[:, :3, 3:4])
+    last = camera_to_worlds.new_tensor([[0.0, 0.0, 0.0, 1.0]]).expand(len(camera_to_worlds), 1, 4)
+    return torch.cat([torch.cat([rotation, translation], dim=2), last], dim=1)

@@ -62,6 +62,13 @@ class SplatModelConfig(SplatfactoModelConfig):
     """Storage of Adam's two moments of every parameter of the Gaussians: "full" is float32, 8 bytes a parameter and 472
     a Gaussian; "compact" is bfloat16 with stochastic rounding, half of that. With compact a Gaussian takes 484 bytes in
     all instead of 720. For fused steps only (see --fused-steps)."""
+    far_plane: float | None = None
+    """Largest depth at which points are drawn, in the run's units: cameras lie within 1 of the origin unless the
+    dataparser scales otherwise. For streets, which views see along: about a sixteenth of the scene. "None": no limit.
+    Training, evaluation, rendering and the viewer apply it."""
+    radius_clip: float = 0.0
+    """Pixels: a splat is not drawn if its half extents on the screen are at most this, as with gsplat's radius_clip. 0
+    draws all; 3 is usual for streets."""
     densifier: Literal["default", "mcmc"] = "default"
     """Rule that adds and removes points: "default" splits, clones and prunes; "mcmc" relocates, up to max-gaussians.
     Add it to --help to see the options of MCMC: --help --pipeline.model.densifier mcmc."""

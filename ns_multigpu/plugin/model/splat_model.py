@@ -27,7 +27,7 @@ from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, mapped, variation
 from ns_multigpu.core.step.exposures import drift
 from ns_multigpu.core.step.loss import photometric_loss
-from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, Splats, View
+from ns_multigpu.core.types import FAR, Patch, Pixels, Points, Rendering, Splats, View
 from ns_multigpu.plugin.launch.checks import check_first_points, check_random_points
 from ns_multigpu.plugin.model import exposures, surfaces
 from ns_multigpu.plugin.model.cameras import view_from_camera
@@ -149,6 +149,11 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         config = self.config
         return min(images // config.sh_degree_interval, config.sh_degree) if config.sh_degree > 0 else None
 
+    @property
+    def far(self) -> float:
+        """Largest depth that is drawn, world units."""
+        return FAR if self.config.far_plane is None else self.config.far_plane
+
     def primitive(self, *, depth: bool, counted: bool = True) -> Primitive:
         """Return the primitive for the images seen so far.
 
@@ -164,6 +169,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
             depth=depth or not counted_here.keys().isdisjoint(("normals", surfaces.DEPTH)),
             channels=tuple(name for name in counted_here if name != surfaces.DEPTH),
+            far=self.far,
+            radius_clip=config.radius_clip,
         )
         return self.kind.make(wanted)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ns_multigpu.core.assign.balanced_views import NEAR
 from ns_multigpu.core.types import Pixels, View
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.registry import PRIMITIVES
@@ -54,6 +55,12 @@ def check_primitive(options: "SplatModelConfig", strategy: str) -> None:
                 f"--pipeline.model.{name.replace('_', '-')} {value} is not for {kind.title} "
                 f"(--pipeline.model.primitive {options.primitive}): {why}."
             )
+    if options.far_plane is not None and not options.far_plane > NEAR:
+        raise InputError(
+            f"--pipeline.model.far-plane {options.far_plane}: give a depth above that of the near plane, {NEAR}."
+        )
+    if not 0 <= options.radius_clip < float("inf"):
+        raise InputError(f"--pipeline.model.radius-clip {options.radius_clip}: give 0 pixels or more.")
     of_channels = ("normal_loss", "distortion_loss") if options.primitive == SURFACES else ()
     for name in ("depth_loss", *of_channels):
         option, value = f"--pipeline.model.{name.replace('_', '-')}", getattr(options, name)

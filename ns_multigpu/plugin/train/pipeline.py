@@ -20,10 +20,10 @@ from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.warmup import warm_up
-from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
+from ns_multigpu.plugin.capture.checks import DIFFERENT, check_far_plane, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
-from ns_multigpu.plugin.capture.image_owners import image_owners_of
+from ns_multigpu.plugin.capture.image_owners import image_owners_of, swapped_owners
 from ns_multigpu.plugin.capture.tracks import training_tracks
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kind
 from ns_multigpu.plugin.checkpoint.own_rows import SavedRows, own_rows
@@ -202,8 +202,10 @@ class DistributedPipeline(RunPipeline):
         checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
         if note := times_note(config.model.primitive, self.datamanager.train_dataset.cameras):
             CONSOLE.print(note, soft_wrap=True)
-        self.strategy.placement.look(self._training_views)
         seeds = self.model.seed_points
+        if config.model.far_plane is not None and seeds is not None:
+            check_far_plane(config.model.far_plane, seeds[0], self._training_views(), self.world)
+        self.strategy.placement.look(self._training_views, self.model.far)
         if config.model.load_ply is not None and config.resumed_from is None:
             outputs = self.datamanager.train_dataparser_outputs
             begin_from_ply(self.model, outputs, self.strategy.placement, self.world)
@@ -261,6 +263,15 @@ class DistributedPipeline(RunPipeline):
         _ = self.datamanager.train_cameras_on_device
         run_parts().done("images")
 
+    def move_images(self) -> None:
+        """Move images to the machines whose points their views see, after points were placed again. Every rank calls it
+        between steps.
+        """
+        share, at_home = self.datamanager.train_share, self.strategy.placement.view_owners
+        if self.world.machines > 1 and len(at_home) == len(share.shapes):
+            per_machine = self.world.size // self.world.machines
+            share.move(swapped_owners(share.owners, at_home, share.shapes, per_machine))
+
     def _arranged(self) -> Callable[[list[int], int], list[int]] | None:
         """Return a function that groups views of similar work into one step; None if there is no choice, or no seed
         point.
@@ -272,7 +283,7 @@ class DistributedPipeline(RunPipeline):
             return None
         work: list[float] = []
         if self.world.is_main:
-            work = works(seeds[0].cpu(), self._training_views())
+            work = works(seeds[0].cpu(), self._training_views(), self.model.far)
         work = broadcast_object(work, 0, self.world)  # processors round differently
         return lambda order, begins: alike(order, work, size, -begins % size)
 

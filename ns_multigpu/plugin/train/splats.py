@@ -126,10 +126,13 @@ class SplatObjective(Objective):
         return self.picture is not None and self.picture.due
 
     def draw_partition(self, folder: Path) -> None:
-        """Draw the partition at the start and after each change of placement; see `Objective.draw_partition`."""
+        """Draw the partition at the start and after each change of placement, which images follow; see
+        `Objective.draw_partition`."""
         if self.picture is None:
             poses = self.pipeline.datamanager.train_dataset.cameras.camera_to_worlds
             self.picture = PartitionPicture(self.pipeline.model, poses, self.world, folder)
+        elif self.picture.due:
+            self.pipeline.move_images()
         if self.picture.due:
             self.picture.draw()
 

@@ -15,6 +15,7 @@ from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.convexes.kernels import ConvexKernels
 from ns_multigpu.primitives.convexes.schema import SCHEMA
 from ns_multigpu.primitives.gaussians.functions import sizes_of
+from ns_multigpu.primitives.radius_clip import clip_rows
 from ns_multigpu.primitives.shading import row_colors
 
 _AT_ONCE = 1 << 18
@@ -34,12 +35,14 @@ class Convexes(Primitive):
         sh_degree: harmonics in use now, 0 to 3; None for plain colours.
         depth: render expected depth as well: of the depths of centres.
         near, far: depths of centres beyond which nothing is drawn; what has a corner nearer than `near` is not, either.
+        radius_clip: half extents in pixels up to which a splat is not drawn; see `clip_rows`.
     """
 
     sh_degree: int | None = 3
     depth: bool = False
     near: float = 0.01
     far: float = 1e10
+    radius_clip: float = 0.0
 
     schema = SCHEMA
 
@@ -128,7 +131,7 @@ class Convexes(Primitive):
     ) -> ConvexProjection:
         """Return the screen geometry of rows; see `cuda_ext.ops.raster.convexes.project_convexes`."""
         corners = points.params["corners"].view(-1, CORNERS, 3)
-        return project_convexes(
+        rows = project_convexes(
             points.params["means"],
             (corners - corners.mean(1, keepdim=True)).flatten(1),
             self.activated(points, "deltas").reshape(-1),
@@ -142,6 +145,7 @@ class Convexes(Primitive):
             near=self.near,
             far=self.far,
         )
+        return clip_rows(rows, self.radius_clip)
 
     def colors(self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor) -> Tensor:
         """Return the colours [M, 3] of rows."""

@@ -15,6 +15,7 @@ from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, Vi
 from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
+from ns_multigpu.primitives.radius_clip import clip_rows
 from ns_multigpu.primitives.shading import row_colors
 
 CUTOFF = (2 * math.log(255)) ** 0.5
@@ -38,6 +39,7 @@ class Gaussians(Primitive):
         depth: render expected depth as well.
         eps2d: blur added to the 2D covariance, pixels squared.
         near, far: depths beyond which nothing is drawn.
+        radius_clip: half extents in pixels up to which a splat is not drawn; see `clip_rows`.
     """
 
     sh_degree: int | None = 3
@@ -47,13 +49,14 @@ class Gaussians(Primitive):
     eps2d: float = 0.3
     near: float = 0.01
     far: float = 1e10
+    radius_clip: float = 0.0
 
     schema = SCHEMA
 
     def kernels(self, **options: Any) -> GaussianKernels:
         """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, and `depth`."""
         return GaussianKernels(
-            self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, **options
+            self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, self.radius_clip, **options
         )
 
     @torch.no_grad()
@@ -116,7 +119,7 @@ class Gaussians(Primitive):
             antialiased=self.antialiased,
         )
         colors = row_colors(params, self.sh_degree, viewmats, hits.view_ids, hits.point_ids)
-        return self.splats(hits, projection, colors)
+        return self.splats(hits, clip_rows(projection, self.radius_clip), colors)
 
     def splats(self, hits: Hits, projection: cuda_ext.Projection, colors: Tensor) -> Splats:
         """Return the rows of `splat` from their projection and colours [M, 3]."""

@@ -14,6 +14,7 @@ from ns_multigpu.core.kernels import Cameras, Model, PutRows, ReplicaRows
 from ns_multigpu.core.schema import flat
 from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER
+from ns_multigpu.primitives.radius_clip import clip_rows
 
 _MEANS, _LOG_SCALES = ORDER.index("means"), ORDER.index("scales")
 _COLORS = slice(6, 9)
@@ -28,7 +29,7 @@ class GaussianKernels(GaussianRowKernels):
 
     Attributes:
         degree: harmonics in use, 0 to 3; None for plain colours.
-        antialiased, absgrad, eps2d, near, far: see `Gaussians`.
+        antialiased, absgrad, eps2d, near, far, radius_clip: see `Gaussians`.
         opacity_weight, scale_weight: see `splat_update`.
         depth: `draw` blends depths too, as a fourth number of the colour.
         sized: see `Kernels`.
@@ -40,6 +41,7 @@ class GaussianKernels(GaussianRowKernels):
     eps2d: float = 0.3
     near: float = 0.01
     far: float = 1e10
+    radius_clip: float = 0.0
     opacity_weight: float = 0.0
     scale_weight: float = 0.0
     depth: bool = False
@@ -66,11 +68,12 @@ class GaussianKernels(GaussianRowKernels):
             splat_boxes(model.params[_MEANS], model.params[_LOG_SCALES], model.boxes)
 
     def project(self, model: Model, cameras: Cameras, capacity: int) -> SplatRows:
-        return splat_forward(
+        rows = splat_forward(
             *model.params, viewmats=cameras.viewmats, Ks=cameras.Ks, sizes=cameras.sizes, degree=self.degree,
             capacity=capacity, eps2d=self.eps2d, near=self.near, far=self.far, antialiased=self.antialiased,
             exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=model.lazy, boxes=model.boxes,
         )  # fmt: skip
+        return clip_rows(rows, self.radius_clip)
 
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "GaussianReplicaRows":
         return GaussianReplicaRows(ranks * capacity, device)

@@ -19,6 +19,7 @@ from ns_multigpu.primitives.gaussians.functions import CUTOFF, Gaussians, sizes_
 from ns_multigpu.primitives.moving.kernels import MovingKernels
 from ns_multigpu.primitives.moving.schema import COSINES, SCHEMA
 from ns_multigpu.primitives.moving.turning import turn
+from ns_multigpu.primitives.radius_clip import clip_rows
 from ns_multigpu.primitives.shading import camera_centers
 
 _AT_ONCE = 1 << 20
@@ -42,7 +43,7 @@ class MovingGaussians(Primitive):
     A point is culled from views outside of which it is seen, and from those at whose time its opacity is below 1/255.
 
     Attributes:
-        sh_degree, antialiased, absgrad, depth, eps2d, near, far: see `Gaussians`.
+        sh_degree, antialiased, absgrad, depth, eps2d, near, far, radius_clip: see `Gaussians`.
     """
 
     sh_degree: int | None = 3
@@ -52,6 +53,7 @@ class MovingGaussians(Primitive):
     eps2d: float = 0.3
     near: float = 0.01
     far: float = 1e10
+    radius_clip: float = 0.0
 
     schema = SCHEMA
 
@@ -59,7 +61,8 @@ class MovingGaussians(Primitive):
     def momentary(self) -> Gaussians:
         """The 3D Gaussian primitive that draws these points at a fixed time."""
         return Gaussians(
-            self.sh_degree, self.antialiased, self.absgrad, self.depth, self.eps2d, self.near, self.far
+            self.sh_degree, self.antialiased, self.absgrad, self.depth, self.eps2d, self.near, self.far,
+            self.radius_clip,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -148,10 +151,11 @@ class MovingGaussians(Primitive):
         self, moment: cuda_ext.Moment, view_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
     ) -> cuda_ext.Projection:
         """Return the screen geometry of rows; see `cuda_ext.project_axes`."""
-        return cuda_ext.project_axes(
+        rows = cuda_ext.project_axes(
             *moment, viewmats, Ks, sizes=sizes, view_ids=view_ids, eps2d=self.eps2d, near=self.near, far=self.far,
             antialiased=self.antialiased,
         )  # fmt: skip
+        return clip_rows(rows, self.radius_clip)
 
     def colors(
         self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, view_times: Tensor, means: Tensor

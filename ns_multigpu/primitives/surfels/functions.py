@@ -15,6 +15,7 @@ from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.deterministic import rotations
+from ns_multigpu.primitives.radius_clip import clip_rows
 from ns_multigpu.primitives.shading import row_colors
 from ns_multigpu.primitives.surfels.kernels import SurfelKernels
 from ns_multigpu.primitives.surfels.schema import CHANNELS, SCHEMA
@@ -38,6 +39,7 @@ class Surfels(Primitive):
         depth: render expected depth as well: of the depths of centres, as gsplat 1.4.0's.
         channels: of `CHANNELS`, what else is rendered, into `Pixels.extra`.
         near, far: depths of centres beyond which nothing is drawn.
+        radius_clip: half extents in pixels up to which a splat is not drawn; see `clip_rows`.
 
     Raises:
         ValueError: there is no channel of that name.
@@ -48,6 +50,7 @@ class Surfels(Primitive):
     channels: tuple[str, ...] = ()
     near: float = 0.01
     far: float = 1e10
+    radius_clip: float = 0.0
 
     schema = SCHEMA
     shown = {"normals": 3}  # noqa: RUF012 - a class's, and never changed
@@ -200,11 +203,12 @@ class Surfels(Primitive):
     ) -> SurfelProjection:
         """Return the screen geometry of rows; see `cuda_ext.ops.raster.surfels.project_surfels`."""
         params = points.params
-        return project_surfels(
+        rows = project_surfels(
             params["means"], params["quats"], self.activated(points, "scales"),
             self.activated(points, "opacities").reshape(-1), viewmats, Ks, sizes=sizes, view_ids=view_ids,
             point_ids=point_ids, near=self.near, far=self.far,
         )  # fmt: skip
+        return clip_rows(rows, self.radius_clip)
 
     def colors(self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor) -> Tensor:
         """The colours [M, 3] of rows."""

@@ -8,7 +8,7 @@ import torch
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture import image_share
-from ns_multigpu.plugin.capture.image_owners import image_owners_of
+from ns_multigpu.plugin.capture.image_owners import image_owners_of, swapped_owners
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, aligned
 from tests.lib.ranks import run_ranks
@@ -37,6 +37,17 @@ def test_images_of_a_machine_are_spread_evenly_over_its_ranks() -> None:
         own = held[4 * machine : 4 * machine + 4]
         assert max(own) - min(own) < 0.01 * sum(own) / 4
     assert owners == image_owners_of(machines, shapes, 3, 4, budget=max(held)), "a budget that is kept changes nothing"
+
+
+def test_machines_swap_images_of_one_shape_in_pairs() -> None:
+    large = replace(SMALL, height=8)
+    owners = [0, 1, 2, 3, 4, 3, 0, 2]
+    wanted = [1, 0, 0, 2, 1, 0, 1, 1]  # of three machines with two ranks; views 3 and 4, and 0 and 2 change places
+    shapes = [*[SMALL] * 6, large, large]
+    found = swapped_owners(owners, wanted, shapes, 2)
+    assert found == [2, 1, 0, 4, 3, 3, 0, 2], "views 5 and 6 have no partner of their shape"
+    assert _held(found, shapes, 6) == _held(owners, shapes, 6)
+    assert swapped_owners(found, wanted, shapes, 2) == found
 
 
 def test_images_of_one_size_are_distributed_round_robin() -> None:

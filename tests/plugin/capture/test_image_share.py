@@ -300,6 +300,51 @@ def test_rows_of_an_image_are_all_that_is_copied(budget: int | None) -> None:
         store.rows(8, torch.device("cpu"), 0, 1)
 
 
+def _moved(world: World, budget: int | None) -> int:
+    """Move images twice, also before some are read; each is there for all ranks afterwards."""
+
+    def decode(view: int) -> ImageData:
+        return {name: (value + view).to(value.dtype) for name, value in _image(view // 2).items()}
+
+    share = ImageShare([shape_of(decode(view)) for view in range(8)], decode, world, label="test", budget=budget)
+    decoded = share.store.decoded
+    for owners in ([1, 0, 0, 1, 1, 0, 0, 1], [0, 1, 0, 1, 1, 0, 1, 0]):
+        share.expect([3, 1, 0, 4])
+        share.move(owners)
+        assert share.owners == owners and share.own == [view for view in range(8) if owners[view] == world.rank]
+        for view, data in enumerate(share.fetch_all(range(8), world.device)):
+            assert _same(data, decode(view))
+    return share.store.decoded - decoded
+
+
+@pytest.mark.parametrize("budget", [None, 256])
+def test_images_move_between_ranks(budget: int | None) -> None:
+    found = run_ranks(_moved, 2, budget)
+    if budget is None:
+        assert found == [4, 4], "only what has moved"
+
+
+def _lost(world: World) -> str:
+    there = [0]
+
+    def decode(index: int) -> ImageData:
+        if index not in there:
+            raise OSError("photo.jpg: gone")
+        return _plain(index)
+
+    there += range(4)
+    share = ImageShare([PLAIN] * 4, decode, world, label="training")
+    there.remove(2)
+    with pytest.raises(InputError) as error:
+        share.move([1, 0, 1, 0])
+    return str(error.value)
+
+
+def test_an_image_that_is_gone_when_it_moves_is_named_on_all_ranks() -> None:
+    said = run_ranks(_lost, 2)
+    assert said[0] == said[1] and "training view 2: OSError: photo.jpg: gone" in said[0]
+
+
 def test_expected_images_are_decoded_in_the_background() -> None:
     done = threading.Event()
 

@@ -18,7 +18,7 @@ from ns_multigpu.plugin.capture.first_look import Findings, first_look
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.capture.ply import read_ply, sample_ply
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
-from ns_multigpu.plugin.capture.seed_points import FLIP, PinholeViews, seen_points, unseen_problem
+from ns_multigpu.plugin.capture.seed_points import FLIP, PinholeViews, seen_points, unseen_note, unseen_problem
 from tests.lib import captures, colmap_files
 
 XYZ = np.random.default_rng(5).normal(size=(400, 3)) * 0.4
@@ -123,6 +123,15 @@ def test_few_points_in_many_are_counted_in_full() -> None:
     assert unseen_problem(_views(), some) is None
 
 
+def test_views_that_see_no_point_are_counted() -> None:
+    poses = _views().poses
+    poses[:4, :3, 3] += 1e4
+    views = _views(poses=poses)
+    assert unseen_problem(views, XYZ) is None
+    assert (unseen_note(views, XYZ) or "").startswith("44% of the views, of 9 looked at, see no seed point")
+    assert unseen_note(_views(), XYZ) is None and unseen_note(views, XYZ[:50]) is None
+
+
 # ---- whole captures ----
 
 
@@ -136,6 +145,8 @@ def _transforms(folder: Path, xyz: NDArray[np.float64] = XYZ, allow: bool = Fals
 
 def test_unseen_points_are_refused_unless_allowed(tmp_path: Path) -> None:
     assert _transforms(tmp_path / "good") == Findings()
+    half = _transforms(tmp_path / "half", np.tile(XYZ[XYZ[:, 0] > 0.55] + [1.2, 0, 0], (9, 1)))
+    assert half.problems == [] and "of the views, of" in "".join(half.notes)
     (problem,) = _transforms(tmp_path / "far", XYZ + 1e5).problems
     assert "another frame" in problem and problem.endswith("--allow-unseen-points True")
     found = _transforms(tmp_path / "far", allow=True)

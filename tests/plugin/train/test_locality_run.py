@@ -1,9 +1,11 @@
 """Runs of `splatfacto-locality`: the model of `tile`, on with as many ranks bit for bit, and with others."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -93,10 +95,19 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
         if strategy == "locality":
             options["pipeline.locality.plans"] = "ahead"
         part = on_machines(world, world.size if strategy == "locality" else 1)
-        at_home: list[int] = []  # at the start: images stay where their views were at home then
+        begun: list[list[int]] = []
 
-        def ready(trainer: DistributedTrainer, at_home: list[int] = at_home) -> None:
-            at_home += trainer.pipeline.strategy.placement.view_owners
+        def ready(trainer: DistributedTrainer, begun: list[list[int]] = begun) -> None:
+            """Have each image wanted by the other machine whenever points were placed again."""
+            pipeline: Any = trainer.pipeline
+            move, placement = pipeline.move_images, pipeline.strategy.placement
+
+            def swap_all() -> None:
+                begun.append(list(pipeline.datamanager.train_share.owners))
+                placement.group_owners = replace(placement.group_owners, view_machines=1 - np.array(begun[-1]))
+                move()
+
+            pipeline.move_images = swap_all
 
         trainer = follow(
             part, capture, out / strategy, options, 3 * STEPS, VIEWS, method=f"splatfacto-{strategy}", double=False,
@@ -107,8 +118,9 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
         report[strategy] = {
             "rows": [json.loads(line) for line in written.read_text().splitlines()] if world.is_main else [],
             "points": trainer.pipeline.model.total_points,
-            "held": list(data.train_share.own),
-            "at home": at_home,
+            "begun": begun,
+            "owners": data.train_share.owners,
+            "held": data.train_share.own,
         }
     return report
 
@@ -128,5 +140,8 @@ def test_fused_steps_with_plans_made_ahead(tmp_path: Path) -> None:
     assert all(row[f"busiest_{who}"] >= 1 for row in locality for who in ("sender", "receiver", "drawer"))
     assert "plan_misses" not in tile[-1]
     for rank, report in enumerate(reports):
-        owners = report["locality"]["at home"]
-        assert report["locality"]["held"] == [view for view, home in enumerate(owners) if home == rank]
+        images = report["locality"]
+        assert images["held"] == [view for view, home in enumerate(images["owners"]) if home == rank]
+        before = images["begun"][-1]
+        moved = [(a, b) for a, b in zip(before, images["owners"], strict=True) if a != b]
+        assert len(moved) == 2 * min(before.count(0), before.count(1)) > 0, "machines swapped what they could"

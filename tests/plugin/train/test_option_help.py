@@ -26,7 +26,7 @@ SPECS = {
         methods.nerfacto_xl,
     )
 }  # fmt: skip
-MOST = 46
+MOST = 48
 """Options of ours that a method may show."""
 
 
@@ -74,8 +74,8 @@ RUN = "eval-at-start max-num-images save-in-background save-fallback-dir save-re
 RATES = "recipe batch-scaling rates-at-end rates-fall-from"
 VIEWS = "pipeline.strategy pipeline.views-per-rank pipeline.views-per-step pipeline.level-steps"
 IMAGES = "pipeline.datamanager.image-memory-gb load-ply"
-MODEL = """primitive depth-loss depth-loss-start exposure optimizer-state densifier morton-order max-gs-num
-    max-gaussians initial-opacity initial-scale"""
+MODEL = """primitive depth-loss depth-loss-start exposure optimizer-state far-plane radius-clip densifier
+    morton-order max-gs-num max-gaussians initial-opacity initial-scale"""
 SPLATS = f"{GUARDS} {RUN} {RATES} {VIEWS} {IMAGES} {' '.join('pipeline.model.' + name for name in MODEL.split())}"
 TILE = "pipeline.transport pipeline.wire pipeline.model.rebalance-above"
 FROZEN = {
