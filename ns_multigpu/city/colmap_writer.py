@@ -51,7 +51,7 @@ def quaternion(rotation: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 Observed = tuple[NDArray[np.int64], NDArray[np.float64]]
-"""What a view observes: indices [n] of seed points, and where [n, 2], pixels."""
+"""Observations of a view: indices [n] of seed points, and where [n, 2], pixels."""
 
 
 def write_model(
