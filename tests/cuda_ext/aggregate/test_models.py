@@ -1,0 +1,84 @@
+"""Models on the aggregate device: splats and a diffusion model equal those on the CPU, for any number of members."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import ns_multigpu
+from ns_multigpu import aggregate
+from tests.strategies.scene import make_points, make_views
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SIZE = (40, 24)
+Use = Callable[..., None]
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def drawn(device: str) -> list[Tensor]:
+    """Return pixels, alphas, a loss and all gradients of a tiny model of splats, on the CPU."""
+    params = {
+        name: value.detach().to(device).requires_grad_()
+        for name, value in make_points(60, torch.float32).params.items()
+    }
+    (view,) = make_views(1, torch.float32, device, SIZE)
+    harmonics = torch.cat([params["features_dc"][:, None], params["features_rest"]], 1)
+    images, alphas, _ = ns_multigpu.render(
+        params["means"], params["quats"], params["scales"].exp(), params["opacities"][:, 0].sigmoid(), harmonics,
+        view.viewmat[None], view.K[None], *SIZE, sh_degree=3,
+    )  # fmt: skip
+    loss = images.square().mean() + alphas.mean()
+    loss.backward()
+    found = [images, alphas, loss, *(value.grad for value in params.values())]
+    return [value.detach().cpu() for value in found]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("members", [1, 2, 3])
+def test_splats_equal_single(use: Use, members: int) -> None:
+    expected = drawn("cpu")
+    use(members, small_bytes=1024)
+    found = drawn("multigpu")
+    assert min(aggregate.calls()) > 50
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-3)
+    assert float(expected[0].std()) > 0.01 and float(expected[3].abs().max()) > 1e-4
+
+
+def test_splats_train(use: Use, examples: None) -> None:
+    import aggregate_splats
+
+    expected = aggregate_splats.train("cpu", 9, 24, 60)
+    use(2, small_bytes=256)
+    found = aggregate_splats.train("multigpu", 9, 24, 60)
+    assert found == pytest.approx(expected, rel=1e-3) and found[8] < found[0]
+    assert min(aggregate.calls()) > 1000
+
+
+def test_the_diffusion_example(
+    use: Use, examples: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One member and three write the same pictures, every operator is distributed, and the CPU agrees."""
+    import aggregate_diffusion
+
+    files = []
+    for members in (1, 3):
+        use(members)
+        files.append(tmp_path / f"{members}.ppm")
+        words = ["--host-members", str(members), "--pictures", "5", "--output", str(files[-1])]
+        monkeypatch.setattr(sys, "argv", ["aggregate_diffusion.py", *words])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            aggregate_diffusion.main()
+    assert min(aggregate.calls()) > 300 and str(aggregate.calls()) in capsys.readouterr().out
+    one, three = (torch.tensor(list(file.read_bytes()[13:])) for file in files)
+    assert (one - three).abs().max() <= 1 and one.float().std() > 20
+    pixels = (255 * torch.cat(list(aggregate_diffusion.sample("cpu", 5)), -1)).byte().permute(1, 2, 0).flatten()
+    assert len(pixels) == len(one) and (pixels - one).abs().max() <= 1
