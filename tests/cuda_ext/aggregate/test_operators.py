@@ -76,6 +76,7 @@ INDEXING: dict[str, tuple[Case, tuple[Tensor, ...]]] = {
     ),
     "index": (lambda a, ids: a[ids], (A, IDS)),
     "index pairs": (lambda a, ids: a[ids, ids % 6], (A, IDS)),
+    "index by a grid": (lambda a, ids: a[ids[:16].view(8, 2), None], (A, IDS)),
     "index columns": (lambda a, ids: a[:, ids % 6], (A, IDS)),
     "mask": (lambda a: a[a[:, 0] > 0], (A,)),
     "index_select": (lambda a, ids: (a.index_select(0, ids), a.index_select(1, ids % 6)), (A, IDS)),
