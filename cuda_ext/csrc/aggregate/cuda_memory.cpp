@@ -24,9 +24,7 @@ Function* driver(const char* name) {
 
 void check(CUresult status, const char* what) {
   const char* said = "unknown error";
-  if (status != CUDA_SUCCESS) {
-    DRIVER(cuGetErrorString)(status, &said);
-  }
+  if (status != CUDA_SUCCESS) DRIVER(cuGetErrorString)(status, &said);
   TORCH_CHECK(status == CUDA_SUCCESS, "multigpu: CUDA cannot ", what, ": ", said);
 }
 
@@ -42,9 +40,7 @@ struct CudaMemory final : Memory {
     }
   }
 
-  size_t granularity() const override {
-    return unit;
-  }
+  size_t granularity() const override { return unit; }
 
   void* map(size_t share) override {
     CUdeviceptr base = 0;
@@ -61,20 +57,14 @@ struct CudaMemory final : Memory {
       }
     }
     std::vector<CUmemAccessDesc> access;
-    for (int gpu : gpus) {
-      access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, gpu}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
-    }
+    for (int gpu : gpus) access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, gpu}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
     if (status == CUDA_SUCCESS) {
       status = DRIVER(cuMemSetAccess)(base, share * gpus.size(), access.data(), access.size());
     }
     if (status != CUDA_SUCCESS) {
-      for (size_t member = 0; member < mapped; ++member) {
-        DRIVER(cuMemUnmap)(base + member * share, share);
-      }
+      for (size_t member = 0; member < mapped; ++member) DRIVER(cuMemUnmap)(base + member * share, share);
       DRIVER(cuMemAddressFree)(base, share * gpus.size());
-      if (status != CUDA_ERROR_OUT_OF_MEMORY) {
-        check(status, "map memory of several GPUs into one range");
-      }
+      if (status != CUDA_ERROR_OUT_OF_MEMORY) check(status, "map memory of several GPUs into one range");
       return nullptr;
     }
     return reinterpret_cast<void*>(base);
@@ -101,9 +91,7 @@ struct CudaMemory final : Memory {
 
 } // namespace
 
-std::unique_ptr<Memory> cuda_memory(const std::vector<int>& gpus) {
-  return std::make_unique<CudaMemory>(gpus);
-}
+std::unique_ptr<Memory> cuda_memory(const std::vector<int>& gpus) { return std::make_unique<CudaMemory>(gpus); }
 
 } // namespace aggregate
 

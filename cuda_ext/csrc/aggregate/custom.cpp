@@ -35,9 +35,7 @@ void on_each(const std::vector<Part>& parts, Function function) {
 // Shares are scanned; then each member adds the totals of those before it.
 bool cumsum(const Operator&, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), out = arguments.back().toTensor();
-  if (self.dim() != 1) {
-    return false;
-  }
+  if (self.dim() != 1) return false;
   const auto parts = parts_of(self.numel());
   const Tensor totals = aggregate_empty({static_cast<int64_t>(parts.size())}, out, out.scalar_type());
   on_each(parts, [&](const Part& part) {
@@ -67,45 +65,46 @@ bool flip(const Operator&, const Stack& arguments, Stack& results) {
   return true;
 }
 
+at::ScalarType key_type(at::ScalarType type) {
+  if (!at::isFloatingType(type)) return type == at::kBool ? at::kByte : type;
+  return type == at::kDouble ? at::kLong : at::kInt;
+}
+
 // Integers in the order that sort has: NaN is the largest, zeros are equal; reversed where the order descends.
 Tensor sort_keys(const Tensor& sorted, bool descending) {
+  const auto type = key_type(sorted.scalar_type());
   Tensor keys = sorted;
-  if (sorted.scalar_type() == at::kBool) {
-    keys = sorted.to(at::kByte);
-  } else if (sorted.is_floating_point()) {
-    const bool wide = sorted.scalar_type() == at::kDouble;
+  if (sorted.is_floating_point()) {
+    const bool wide = type == at::kLong;
     keys = sorted.to(wide ? at::kDouble : at::kFloat).add(0); // -0 becomes 0
-    keys = at::where(keys.isnan(), std::numeric_limits<double>::quiet_NaN(), keys).view(wide ? at::kLong : at::kInt);
+    keys = at::where(keys.isnan(), std::numeric_limits<double>::quiet_NaN(), keys).view(type);
     const auto magnitude = wide ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
     keys = keys.bitwise_xor(keys.bitwise_right_shift(wide ? 63 : 31).bitwise_and(magnitude));
   }
-  return descending ? at::bitwise_not(keys) : keys;
+  return descending ? at::bitwise_not(keys.to(type)) : keys.to(type);
 }
 
 // Members sort their shares, then merge: a row's place is the number of rows before it in every share.
 bool sort(const Operator&, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), values = arguments[4].toTensor(), indices = arguments[5].toTensor();
-  if (self.dim() != 1 || self.is_complex()) {
-    return false;
-  }
+  if (self.dim() != 1 || self.is_complex()) return false;
   const bool descending = arguments[3].toBool();
   const auto parts = parts_of(self.numel());
-  std::vector<Tensor> sorted(parts.size()), keys(parts.size()), origins(parts.size());
+  const Tensor keys = aggregate_empty(self.sizes(), self, key_type(self.scalar_type()));
+  std::vector<Tensor> sorted(parts.size()), origins(parts.size());
   on_each(parts, [&](const Part& part) {
     const auto [rows, order] =
         at::sort(plain(self, part.member, 0, part.begin, part.length), /*stable=*/true, 0, descending);
-    const Tensor key = sort_keys(rows, descending);
-    keys[part.member] = aggregate_empty(key.sizes(), self, key.scalar_type());
-    plain(keys[part.member], part.member).copy_(key);
+    plain(keys, part.member, 0, part.begin, part.length).copy_(sort_keys(rows, descending));
     sorted[part.member] = rows;
     origins[part.member] = order.add(part.begin);
   });
   on_each(parts, [&](const Part& part) {
-    const Tensor mine = plain(keys[part.member], part.member);
-    Tensor place = at::arange(part.length, mine.options().dtype(at::kLong));
-    for (const Part& other : parts) {
-      if (other.member != part.member) { // of equal rows those of earlier members come first
-        place.add_(at::searchsorted(plain(keys[other.member], part.member), mine, false, other.member < part.member));
+    const auto of = [&](const Part& other) { return plain(keys, part.member, 0, other.begin, other.length); };
+    Tensor place = at::arange(part.length, origins[part.member].options());
+    for (const Part& other : parts) { // of equal rows those of earlier members come first
+      if (other.member != part.member) {
+        place.add_(at::searchsorted(of(other), of(part), false, other.member < part.member));
       }
     }
     plain(values, part.member).scatter_(0, place, sorted[part.member]);
@@ -119,9 +118,7 @@ bool sort(const Operator&, const Stack& arguments, Stack& results) {
 // The first of the shares' best rows: argmax and argmin of all elements.
 bool arg_best(const Operator& op, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), out = arguments.back().toTensor();
-  if (!self.is_contiguous()) {
-    return false;
-  }
+  if (!self.is_contiguous()) return false;
   const Tensor flat = self.view({-1});
   const auto parts = parts_of(flat.numel());
   const std::vector<int64_t> shape{static_cast<int64_t>(parts.size())};
@@ -208,12 +205,8 @@ bool index(const Operator& op, const Stack& arguments, Stack& results) {
   const Tensor out = arguments[2].toTensor();
   const auto indices = expanded(arguments);
   int64_t dims = 0;
-  for (const auto& one : indices) {
-    dims = std::max(dims, one ? one->dim() : 0);
-  }
-  if (out.dim() == 0 || indices.empty() || (indices[0] && dims == 0)) {
-    return false;
-  }
+  for (const auto& one : indices) dims = std::max(dims, one ? one->dim() : 0);
+  if (out.dim() == 0 || indices.empty() || (indices[0] && dims == 0)) return false;
   Stack changed = arguments;
   changed[1] = c10::List<std::optional<Tensor>>(indices);
   // The rows of the result are those of the indices if the first dimension is indexed, else those of self.
@@ -225,9 +218,7 @@ bool index(const Operator& op, const Stack& arguments, Stack& results) {
 bool index_put(const Operator& op, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor();
   const auto indices = expanded(arguments);
-  if (static_cast<int64_t>(indices.size()) >= self.dim()) {
-    return false;
-  }
+  if (static_cast<int64_t>(indices.size()) >= self.dim()) return false;
   Stack changed = arguments;
   changed[1] = c10::List<std::optional<Tensor>>(indices);
   call_shares(op, changed, "s.s", "s", {-1, self.size(-1)}, -1, results);
@@ -237,9 +228,7 @@ bool index_put(const Operator& op, const Stack& arguments, Stack& results) {
 bool index_select(const Operator& op, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), index = arguments[2].toTensor();
   const bool rows = self.dim() < 2 || arguments[1].toInt() % self.dim() == 0;
-  if (self.dim() == 0 || index.dim() == 0) {
-    return false;
-  }
+  if (self.dim() == 0 || index.dim() == 0) return false;
   call_shares(op, arguments, rows ? ".0" : "0.", "0", {0, rows ? index.size(0) : self.size(0)}, -1, results);
   return true;
 }
@@ -247,9 +236,7 @@ bool index_select(const Operator& op, const Stack& arguments, Stack& results) {
 bool gather(const Operator& op, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), index = arguments[2].toTensor();
   const bool rows = self.dim() < 2 || arguments[1].toInt() % self.dim() == 0;
-  if (index.dim() == 0 || (!rows && self.size(0) != index.size(0))) {
-    return false;
-  }
+  if (index.dim() == 0 || (!rows && self.size(0) != index.size(0))) return false;
   call_shares(op, arguments, rows ? ".00" : "000", "0", {0, index.size(0)}, -1, results);
   return true;
 }
@@ -281,9 +268,7 @@ bool convolution_backward(const Operator&, const Stack& arguments, Stack& result
 bool layer_norm(const Operator& op, const Stack& arguments, Stack& results) {
   const bool backward = arguments.size() > 5;
   const Tensor input = arguments[backward].toTensor();
-  if (static_cast<int64_t>(arguments[backward ? 2 : 1].toIntVector().size()) == input.dim()) {
-    return false;
-  }
+  if (static_cast<int64_t>(arguments[backward ? 2 : 1].toIntVector().size()) == input.dim()) return false;
   call_shares(op, arguments, backward ? "0000.." : "0..", backward ? "0++" : "000", {0, input.size(0)}, -1, results);
   return true;
 }
@@ -295,9 +280,7 @@ bool fused_adam(const Operator& op, const Stack& arguments, Stack& results) {
   for (int k = 0; k < 5; ++k) {
     const auto list = arguments[k].toTensorVector();
     for (size_t i = 0; i < list.size(); ++i) {
-      if (!list[i].is_non_overlapping_and_dense() || list[i].strides() != parameters[i].strides()) {
-        return false;
-      }
+      if (!list[i].is_non_overlapping_and_dense() || list[i].strides() != parameters[i].strides()) return false;
     }
   }
   Together together;
@@ -322,9 +305,7 @@ bool fused_adam(const Operator& op, const Stack& arguments, Stack& results) {
       }
       changed[k] = shares;
     }
-    if (changed[0].toTensorVector().empty()) {
-      continue;
-    }
+    if (changed[0].toTensorVector().empty()) continue;
     call_member(op, changed, "", {0, 0}, {member, 0, 0});
   }
   return true;
@@ -334,32 +315,25 @@ bool fused_adam(const Operator& op, const Stack& arguments, Stack& results) {
 
 bool reduce_all(const Operator& op, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor();
-  const int64_t dim = std::distance(
-      self.sizes().begin(), std::max_element(self.sizes().begin(), self.sizes().end()));
+  const int64_t dim =
+      std::distance(self.sizes().begin(), std::max_element(self.sizes().begin(), self.sizes().end()));
   const auto parts = parts_of(self.size(dim));
   const bool has_out = !op.outs.empty();
-  const Tensor out = has_out ? arguments.back().toTensor() : Tensor();
   c10::DimVector sizes(self.dim(), 1);
   sizes[0] = static_cast<int64_t>(parts.size());
-  Tensor partial = has_out ? at::empty(sizes, out.options()) : Tensor();
-  {
-    Together together;
-    for (const Part& part : parts) {
-      Stack changed = arguments;
-      changed[0] = self.narrow(dim, part.begin, part.length);
-      Tensor place;
-      if (has_out) {
-        place = partial.narrow(0, part.member, 1).view(out.sizes());
-        changed.back() = place;
-      }
-      const Stack found = call_member(op, changed, "", {0, 0}, part);
-      if (!has_out) {
-        const Tensor one = found[0].toTensor();
-        partial = partial.defined() ? partial : empty_like_sizes(one, sizes);
-        c10::DeviceGuard guard(device(part.member));
-        plain(partial, part.member, 0, part.member, 1).copy_(one);
-      }
-    }
+  Tensor partial = has_out ? at::empty(sizes, arguments.back().toTensor().options()) : Tensor();
+  std::vector<Stack> found;
+  on_each(parts, [&](const Part& part) {
+    Stack changed = arguments;
+    changed[0] = self.narrow(dim, part.begin, part.length);
+    if (has_out) changed.back() = partial.narrow(0, part.member, 1).view(arguments.back().toTensor().sizes());
+    found.push_back(call_member(op, changed, "", {0, 0}, part));
+  });
+  if (!has_out) {
+    partial = empty_like_sizes(found[0][0].toTensor(), sizes);
+    on_each(parts, [&](const Part& part) {
+      plain(partial, part.member, 0, part.member, 1).copy_(found[part.member][0].toTensor());
+    });
   }
   Stack last = arguments;
   last[0] = partial;
@@ -390,6 +364,10 @@ Custom custom(const std::string& name) {
       {"native_layer_norm_backward", layer_norm},
       {"_fused_adam_", fused_adam},
       {"_fused_adam_.tensor_lr", fused_adam},
+      {"ns_multigpu::project_backward", project_backward},
+      {"ns_multigpu::sh_colors_backward", sh_colors_backward},
+      {"ns_multigpu::rasterize", rasterize},
+      {"ns_multigpu::rasterize_backward", rasterize_backward},
   };
   const auto found = all.find(name);
   return found == all.end() ? nullptr : found->second;

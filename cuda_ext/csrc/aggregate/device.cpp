@@ -26,58 +26,28 @@ const c10::Device kOurs(c10::kPrivateUse1, 0);
 
 // One device with one stream: the first member's order is the order of all.
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::kPrivateUse1> {
-  c10::Device exchangeDevice(c10::Device) const override {
-    return kOurs;
-  }
-  c10::Device getDevice() const override {
-    return kOurs;
-  }
-  c10::Stream getStream(c10::Device) const noexcept override {
-    return c10::Stream(c10::Stream::DEFAULT, kOurs);
-  }
-  c10::Stream getDefaultStream(c10::Device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, kOurs);
-  }
-  c10::Stream exchangeStream(c10::Stream) const noexcept override {
-    return c10::Stream(c10::Stream::DEFAULT, kOurs);
-  }
-  void synchronizeStream(const c10::Stream&) const override {
-    synchronize();
-  }
-  void synchronizeDevice(c10::DeviceIndex) const override {
-    synchronize();
-  }
+  c10::Device exchangeDevice(c10::Device) const override { return kOurs; }
+  c10::Device getDevice() const override { return kOurs; }
+  c10::Stream getStream(c10::Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, kOurs); }
+  c10::Stream getDefaultStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, kOurs); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, kOurs); }
+  void synchronizeStream(const c10::Stream&) const override { synchronize(); }
+  void synchronizeDevice(c10::DeviceIndex) const override { synchronize(); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 REGISTER_ALLOCATOR(c10::kPrivateUse1, allocator());
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override {
-    return true;
-  }
-  bool isAvailable() const override {
-    return true;
-  }
-  bool hasPrimaryContext(c10::DeviceIndex) const override {
-    return true;
-  }
-  c10::DeviceIndex deviceCount() const override {
-    return 1;
-  }
-  c10::DeviceIndex getCurrentDevice() const override {
-    return 0;
-  }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
   void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override {
-    return 0;
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
-    return 0;
-  }
-  c10::Device getDeviceFromPtr(void*) const override {
-    return kOurs;
-  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::Device getDeviceFromPtr(void*) const override { return kOurs; }
   // The first member draws all numbers, so its generators are the device's.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     count();
@@ -106,9 +76,7 @@ const bool registered = (at::RegisterPrivateUse1HooksInterface(new Hooks), true)
 
 // Without `use` the first tensor chooses all GPUs: Python knows how.
 void ensure_started() {
-  if (!is_started()) {
-    c10::Dispatcher::singleton().findSchemaOrThrow("multigpu::use_all", "").typed<void()>().call();
-  }
+  if (!is_started()) c10::Dispatcher::singleton().findSchemaOrThrow("multigpu::use_all", "").typed<void()>().call();
 }
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
@@ -145,9 +113,7 @@ std::vector<int64_t> shares_of(const Tensor& tensor) {
 
 void start_members(at::IntArrayRef gpus, int64_t host_members, int64_t host_bytes, int64_t small) {
   std::vector<c10::Device> members(host_members, c10::Device(c10::kCPU));
-  for (int64_t gpu : gpus) {
-    members.emplace_back(c10::kCUDA, static_cast<c10::DeviceIndex>(gpu));
-  }
+  for (int64_t gpu : gpus) members.emplace_back(c10::kCUDA, static_cast<c10::DeviceIndex>(gpu));
   calls().assign(members.size(), 0);
   start(
       members,
@@ -167,12 +133,11 @@ TORCH_LIBRARY(multigpu, m) {
   m.def("memory() -> int[]", &aggregate::memory_stats);
   m.def("empty_cache() -> ()", &aggregate::empty_cache);
   m.def("synchronize() -> ()", &aggregate::synchronize);
+  m.def("is_host() -> bool", [] { return aggregate::device(0).is_cpu(); });
   m.def("forked() -> bool", &aggregate::forked);
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&aggregate::fallback>());
-}
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&aggregate::fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &aggregate::empty);

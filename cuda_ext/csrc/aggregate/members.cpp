@@ -19,13 +19,9 @@ namespace {
 
 struct HostMemory final : Memory {
   HostMemory(int members, size_t limit) : members(members), limit(limit) {}
-  size_t granularity() const override {
-    return 64;
-  }
+  size_t granularity() const override { return 64; }
   void* map(size_t share) override {
-    if (share > limit - used) {
-      return nullptr;
-    }
+    if (share > limit - used) return nullptr;
     void* base = std::aligned_alloc(64, share * members);
     used += base ? share : 0;
     return base;
@@ -63,9 +59,7 @@ State& started() {
 }
 
 void release_cached(State& all) {
-  for (auto [share, base] : all.cached) {
-    all.memory->unmap(base, share);
-  }
+  for (auto [share, base] : all.cached) all.memory->unmap(base, share);
   all.cached.clear();
   all.cached_bytes = 0;
 }
@@ -115,9 +109,7 @@ struct Pool final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     State& all = started();
     const c10::Device ours(c10::kPrivateUse1, 0);
-    if (bytes == 0) {
-      return {nullptr, ours};
-    }
+    if (bytes == 0) return {nullptr, ours};
     if (bytes >= all.small) {
       void* base = take(all, bytes);
       return {base, base, &give_back, ours};
@@ -129,23 +121,17 @@ struct Pool final : c10::Allocator {
     ++all.small_tensors;
     return {plain->get(), plain, &free_small, ours};
   }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return nullptr;
-  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void*, const void*, size_t) const override {
     TORCH_CHECK(false, "multigpu: a storage is copied by its tensor");
   }
 };
 
-c10::Stream stream(c10::Device member) {
-  return c10::impl::VirtualGuardImpl(member.type()).getStream(member);
-}
+c10::Stream stream(c10::Device member) { return c10::impl::VirtualGuardImpl(member.type()).getStream(member); }
 
 } // namespace
 
-std::unique_ptr<Memory> host_memory(int members, size_t limit) {
-  return std::make_unique<HostMemory>(members, limit);
-}
+std::unique_ptr<Memory> host_memory(int members, size_t limit) { return std::make_unique<HostMemory>(members, limit); }
 
 void start(std::vector<c10::Device> members, std::unique_ptr<Memory> memory, size_t small) {
   check_not_forked();
@@ -158,47 +144,31 @@ void start(std::vector<c10::Device> members, std::unique_ptr<Memory> memory, siz
       "The members of multigpu cannot change while its tensors exist: delete them first");
   release_cached(all);
   all.events.clear();
-  for (c10::Device member : members) {
-    all.events.emplace_back(member.type());
-  }
+  for (c10::Device member : members) all.events.emplace_back(member.type());
   all.members = std::move(members);
   all.memory = std::move(memory);
   all.small = small;
 }
 
-bool is_started() {
-  return !state().members.empty();
-}
+bool is_started() { return !state().members.empty(); }
 
-int count() {
-  return static_cast<int>(started().members.size());
-}
+int count() { return static_cast<int>(started().members.size()); }
 
-c10::Device device(int member) {
-  return state().members[member];
-}
+c10::Device device(int member) { return state().members[member]; }
 
-size_t small() {
-  return state().small;
-}
+size_t small() { return state().small; }
 
 Together::Together() {
   State& all = started();
-  if (!all.members[0].is_cuda()) {
-    return;
-  }
+  if (!all.members[0].is_cuda()) return;
   std::lock_guard lock(all.mutex);
   all.events[0].record(stream(all.members[0]));
-  for (size_t member = 1; member < all.members.size(); ++member) {
-    all.events[0].block(stream(all.members[member]));
-  }
+  for (size_t member = 1; member < all.members.size(); ++member) all.events[0].block(stream(all.members[member]));
 }
 
 Together::~Together() {
   State& all = state();
-  if (!all.members[0].is_cuda()) {
-    return;
-  }
+  if (!all.members[0].is_cuda()) return;
   std::lock_guard lock(all.mutex);
   for (size_t member = 1; member < all.members.size(); ++member) {
     all.events[member].record(stream(all.members[member]));
@@ -208,15 +178,11 @@ Together::~Together() {
 
 void synchronize() {
   for (c10::Device member : state().members) {
-    if (member.is_cuda()) {
-      c10::impl::VirtualGuardImpl(member.type()).synchronizeDevice(member.index());
-    }
+    if (member.is_cuda()) c10::impl::VirtualGuardImpl(member.type()).synchronizeDevice(member.index());
   }
 }
 
-bool forked() {
-  return in_child;
-}
+bool forked() { return in_child; }
 
 void check_not_forked() {
   TORCH_CHECK(

@@ -34,9 +34,7 @@ const std::unordered_map<std::string, Rule>& rules() {
   static const auto* all = [] {
     auto* made = new std::unordered_map<std::string, Rule>;
     const auto add = [&](const Rule& rule, std::initializer_list<const char*> names) {
-      for (const char* name : names) {
-        (*made)[name] = rule;
-      }
+      for (const char* name : names) (*made)[name] = rule;
     };
     add({Kind::kFixed, "a.a"}, {"mm.out"});
     add({Kind::kFixed, "aa.a"}, {"addmm.out"});
@@ -82,6 +80,10 @@ const std::unordered_map<std::string, Rule>& rules() {
     add({Kind::kAlone},
         {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave.Tensor",
          "arange.start_out", "linspace.out", "eye.out", "eye.m_out"});
+    add({Kind::kFixed, "......00", "00000"}, {"ns_multigpu::project"}); // rows
+    add({Kind::kFixed, "....00", "0"}, {"ns_multigpu::sh_colors"});
+    add({Kind::kAlone},
+        {"ns_multigpu::cull", "ns_multigpu::intersect", "ns_multigpu::l1_ssim", "ns_multigpu::l1_ssim_backward"});
     return made;
   }();
   return *all;
@@ -91,14 +93,15 @@ const std::unordered_map<std::string, Rule>& rules() {
 struct Plan {
   explicit Plan(const c10::OperatorHandle& handle) : op(handle) {
     const auto& name = handle.operator_name();
-    const std::string short_name =
-        name.name.substr(name.name.find("::") + 2) + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    whole = name.name.rfind("aten::", 0) == 0 ? custom(short_name) : nullptr;
+    const bool aten = name.name.rfind("aten::", 0) == 0;
+    const std::string dot = name.overload_name.empty() ? "" : ".";
+    const std::string key = name.name.substr(aten ? 6 : 0) + dot + name.overload_name;
+    whole = custom(key);
     const auto& returns = handle.schema().returns();
     const bool tensors = std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
       return result.type()->kind() == c10::TypeKind::TensorType;
     });
-    const auto found = name.name.rfind("aten::", 0) == 0 ? rules().find(short_name) : rules().end();
+    const auto found = rules().find(key);
     if (found != rules().end()) {
       rule = found->second;
     } else if (whole) {
@@ -124,31 +127,21 @@ Plan& plan_of(const c10::OperatorHandle& handle) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   auto& plan = (*plans)[&handle.schema()];
-  if (!plan) {
-    plan = std::make_unique<Plan>(handle);
-  }
+  if (!plan) plan = std::make_unique<Plan>(handle);
   return *plan;
 }
 
 template <typename Function>
 void for_tensors(const Operator& op, const Stack& arguments, Function function) {
   for (size_t k = 0; k < arguments.size(); ++k) {
-    if (!op.is_tensor(k)) {
-      continue;
-    }
+    if (!op.is_tensor(k)) continue;
     if (arguments[k].isTensor()) {
-      if (arguments[k].toTensor().defined()) {
-        function(k, arguments[k].toTensor());
-      }
+      if (arguments[k].toTensor().defined()) function(k, arguments[k].toTensor());
     } else if (arguments[k].isTensorList()) {
-      for (const Tensor& tensor : arguments[k].toTensorVector()) {
-        function(k, tensor);
-      }
+      for (const Tensor& tensor : arguments[k].toTensorVector()) function(k, tensor);
     } else if (arguments[k].isOptionalTensorList()) {
       for (const std::optional<Tensor>& tensor : arguments[k].toOptionalTensorVector()) {
-        if (tensor && tensor->defined()) {
-          function(k, *tensor);
-        }
+        if (tensor && tensor->defined()) function(k, *tensor);
       }
     }
   }
@@ -182,9 +175,7 @@ void fit_outs(const Operator& op, const Stack& arguments) {
       value = meta(value.toTensor());
     } else if (value.isTensorList()) {
       c10::List<Tensor> list;
-      for (const Tensor& tensor : value.toTensorVector()) {
-        list.push_back(meta(tensor));
-      }
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(meta(tensor));
       value = std::move(list);
     } else if (value.isOptionalTensorList()) {
       return; // masks have no sizes without their values: index has sized its result
@@ -192,9 +183,7 @@ void fit_outs(const Operator& op, const Stack& arguments) {
   }
   const Stack metas = stack;
   op.handle.callBoxed(&stack);
-  for (size_t k : op.outs) {
-    at::native::resize_output(arguments[k].toTensor(), metas[k].toTensor().sizes());
-  }
+  for (size_t k : op.outs) at::native::resize_output(arguments[k].toTensor(), metas[k].toTensor().sizes());
 }
 
 bool pointwise(const Plan& plan, const Stack& arguments, Stack& results) {
@@ -207,9 +196,7 @@ bool pointwise(const Plan& plan, const Stack& arguments, Stack& results) {
     }
   });
   for_tensors(op, arguments, [&](size_t k, const Tensor& tensor) {
-    if (std::find(op.outs.begin(), op.outs.end(), k) != op.outs.end()) {
-      at::native::resize_output(tensor, sizes);
-    }
+    if (std::find(op.outs.begin(), op.outs.end(), k) != op.outs.end()) at::native::resize_output(tensor, sizes);
     lead = tensor.sizes() == at::IntArrayRef(sizes) ? tensor : lead;
   });
   int64_t best = -1;
@@ -220,9 +207,7 @@ bool pointwise(const Plan& plan, const Stack& arguments, Stack& results) {
     };
     best = best < 0 || rank(k) > rank(best) ? k : best;
   }
-  if (best < 0) {
-    return false;
-  }
+  if (best < 0) return false;
   call_shares(op, arguments, plan.rule.letters, plan.rule.outs, {best - dims, sizes[best]}, -1, results);
   return true;
 }
@@ -236,9 +221,7 @@ bool fixed(const Plan& plan, const Stack& arguments, Stack& results) {
     const int64_t dim = split_dim(plan.rule.letters[plan.op.letter_of[k]], {cut.dim, 1}, tensor);
     cut.size = dim >= 0 ? std::max(cut.size, tensor.size(dim)) : cut.size;
   });
-  if (!enough || cut.size == 0) {
-    return false;
-  }
+  if (!enough || cut.size == 0) return false;
   call_shares(plan.op, arguments, plan.rule.letters, plan.rule.outs, cut, plan.rule.rows, results);
   return true;
 }
@@ -247,9 +230,7 @@ bool kept(const Plan& plan, const Stack& arguments, Stack& results) {
   const Operator& op = plan.op;
   const Tensor self = arguments[0].toTensor();
   const int64_t last = self.dim() - 1;
-  if (last < 0) {
-    return false;
-  }
+  if (last < 0) return false;
   std::vector<int64_t> named;
   const c10::IValue none, &dims = op.dim_argument < 0 ? none : arguments[op.dim_argument];
   if (dims.isInt()) {
@@ -285,9 +266,7 @@ bool kept(const Plan& plan, const Stack& arguments, Stack& results) {
       equal = equal && tensor.dim() > dim && tensor.size(dim) == cut.size;
     }
   });
-  if (!equal) {
-    return false;
-  }
+  if (!equal) return false;
   call_shares(op, arguments, letters, outs, cut, -1, results);
   return true;
 }
@@ -334,9 +313,7 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* sta
   const Stack arguments = torch::jit::pop(*stack, plan.op.letter_of.size());
   check_devices(plan.op, arguments);
   Stack results;
-  if (plan.rule.kind != Kind::kAlone) {
-    fit_outs(plan.op, arguments);
-  }
+  if (plan.rule.kind != Kind::kAlone) fit_outs(plan.op, arguments);
   const bool always = plan.op.handle.operator_name().name.find("overrideable") != std::string::npos;
   const bool large = largest(plan.op, arguments) >= small();
   if ((!large && !always) || !distributed(plan, arguments, results)) {
@@ -348,9 +325,7 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* sta
     }
     call_alone(plan.op, arguments, results);
   }
-  for (auto& result : results) {
-    stack->push_back(std::move(result));
-  }
+  for (auto& result : results) stack->push_back(std::move(result));
 }
 
 } // namespace aggregate

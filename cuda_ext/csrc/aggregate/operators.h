@@ -11,6 +11,12 @@ using Custom = bool (*)(const Operator& op, const Stack& arguments, Stack& resul
 // The custom function of an operator, or nullptr.
 Custom custom(const std::string& name);
 
+// Splats: points by share, tiles by member.
+bool project_backward(const Operator& op, const Stack& arguments, Stack& results);
+bool sh_colors_backward(const Operator& op, const Stack& arguments, Stack& results);
+bool rasterize(const Operator& op, const Stack& arguments, Stack& results);
+bool rasterize_backward(const Operator& op, const Stack& arguments, Stack& results);
+
 // Reduces shares to partial results and those to the result: the operator of its own results, such as a maximum.
 bool reduce_all(const Operator& op, const Stack& arguments, Stack& results);
 

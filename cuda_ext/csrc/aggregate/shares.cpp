@@ -9,9 +9,7 @@ namespace aggregate {
 namespace {
 
 bool holds_tensors(const c10::Type& type) {
-  if (type.kind() == c10::TypeKind::TensorType) {
-    return true;
-  }
+  if (type.kind() == c10::TypeKind::TensorType) return true;
   const bool wraps = type.kind() == c10::TypeKind::OptionalType || type.kind() == c10::TypeKind::ListType;
   return wraps && holds_tensors(*type.containedTypes()[0]);
 }
@@ -30,9 +28,7 @@ Tensor on_device(const Tensor& tensor, c10::Device device, c10::DispatchKey key)
       storage_on(tensor.storage(), device), c10::DispatchKeySet(key), tensor.dtype());
   auto* impl = result.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    impl->set_wrapped_number(true);
-  }
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
   return result;
 }
 
@@ -46,9 +42,7 @@ Operator::Operator(const c10::OperatorHandle& handle) : handle(handle) {
     letter_of.push_back(holds_tensors(*argument.real_type()) ? letters++ : -1);
     dim_argument = argument.name() == "dim" || argument.name() == "dims" ? static_cast<int>(k) : dim_argument;
     keepdim_argument = argument.name() == "keepdim" ? static_cast<int>(k) : keepdim_argument;
-    if (argument.is_out()) {
-      outs.push_back(k);
-    }
+    if (argument.is_out()) outs.push_back(k);
   }
   stages = !handle.hasTag(at::Tag::pointwise);
   for (const auto& result : schema.returns()) {
@@ -73,9 +67,7 @@ std::vector<Part> parts_of(int64_t size) {
 }
 
 int64_t split_dim(char letter, const Cut& cut, const Tensor& tensor) {
-  if (letter == '.' || letter == '+' || !tensor.defined()) {
-    return -1;
-  }
+  if (letter == '.' || !tensor.defined()) return -1;
   int64_t dim = letter == 's' ? cut.dim : letter == 'a' ? -2 : letter == 'b' ? -3 : letter - '0';
   dim += dim < 0 ? tensor.dim() : 0;
   const bool has = dim >= 0 && dim < tensor.dim();
@@ -83,9 +75,7 @@ int64_t split_dim(char letter, const Cut& cut, const Tensor& tensor) {
 }
 
 Tensor plain(const Tensor& tensor, int member, int64_t dim, int64_t begin, int64_t length) {
-  if (!tensor.defined() || !tensor.is_privateuseone()) {
-    return dim < 0 ? tensor : tensor.narrow(dim, begin, length);
-  }
+  if (!tensor.defined() || !tensor.is_privateuseone()) return dim < 0 ? tensor : tensor.narrow(dim, begin, length);
   const c10::Device where = device(member);
   Tensor result = on_device(tensor, where, where.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
   if (dim >= 0) {
@@ -98,9 +88,7 @@ Tensor plain(const Tensor& tensor, int member, int64_t dim, int64_t begin, int64
 }
 
 Tensor wrapped(const Tensor& plain) {
-  if (!plain.defined() || plain.device() != device(0)) {
-    return plain;
-  }
+  if (!plain.defined() || plain.device() != device(0)) return plain;
   return on_device(plain, {c10::kPrivateUse1, 0}, c10::DispatchKey::PrivateUse1);
 }
 
@@ -143,9 +131,7 @@ Stack call_member(
       stack.emplace_back(std::move(tensor));
     } else if (value.isTensorList()) {
       c10::List<Tensor> list;
-      for (const Tensor& tensor : value.toTensorVector()) {
-        list.push_back(share(tensor));
-      }
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(share(tensor));
       stack.emplace_back(std::move(list));
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
@@ -169,9 +155,7 @@ Stack call_member(
   for (const auto& [tensor, sizes] : written) {
     TORCH_CHECK(tensor.sizes() == at::IntArrayRef(sizes), op.handle.operator_name(), ": `out` has another shape");
   }
-  for (const auto& [from, to] : staged) {
-    to.copy_(from);
-  }
+  for (const auto& [from, to] : staged) to.copy_(from);
   return stack;
 }
 
@@ -197,9 +181,7 @@ void call_alone(const Operator& op, const Stack& arguments, Stack& results) {
       results.emplace_back(wrapped(found[k].toTensor()));
     } else if (found[k].isTensorList()) {
       c10::List<Tensor> list;
-      for (const Tensor& tensor : found[k].toTensorVector()) {
-        list.push_back(wrapped(tensor));
-      }
+      for (const Tensor& tensor : found[k].toTensorVector()) list.push_back(wrapped(tensor));
       results.emplace_back(std::move(list));
     } else {
       results.push_back(found[k]);
@@ -207,49 +189,61 @@ void call_alone(const Operator& op, const Stack& arguments, Stack& results) {
   }
 }
 
-void call_shares(
-    const Operator& op, const Stack& arguments, const std::string& letters, const std::string& outs, Cut cut, int rows,
-    Stack& results) {
-  const auto parts = parts_of(cut.size);
-  if (parts.size() < 2) {
-    return call_alone(op, arguments, results);
+// The members' k-th results in one tensor. It is allocated when the first member's stream is ahead of all: memory that
+// a member's call has freed may be in use until then.
+static Tensor joined(
+    const std::vector<Stack>& found, size_t k, char letter, const Cut& cut, const std::vector<Part>& parts) {
+  const Tensor first = found[0][k].toTensor();
+  if (!first.defined()) return first;
+  if (letter == '-') return empty_like_sizes(first, {0});
+  const bool add = letter == '+';
+  const int64_t dim = add ? 0 : split_dim(letter, {cut.dim, parts[0].length}, first);
+  TORCH_CHECK(dim >= 0 || first.numel() == 0, "multigpu: results of shares cannot be joined");
+  c10::DimVector sizes(first.sizes());
+  if (add) {
+    sizes.insert(sizes.begin(), parts.size());
+  } else if (dim >= 0) {
+    sizes[dim] = cut.size;
   }
-  std::vector<Tensor> joined(op.returned.size());
+  const Tensor all = empty_like_sizes(first, sizes);
   {
     Together together;
-    std::vector<Stack> found;
-    for (const Part& part : parts) {
-      found.push_back(call_member(op, arguments, letters, cut, part, rows));
-    }
-    for (size_t k = 0; k < joined.size(); ++k) {
-      const Tensor first = op.returned[k] < 0 ? found[0][k].toTensor() : Tensor();
-      if (!first.defined()) {
-        continue;
-      }
-      const bool add = outs.at(k) == '+';
-      const int64_t dim = add ? 0 : split_dim(outs[k], {cut.dim, parts[0].length}, first);
-      TORCH_CHECK(dim >= 0 || first.numel() == 0, op.handle.operator_name(), " cannot be joined");
-      c10::DimVector sizes(first.sizes());
-      if (add) {
-        sizes.insert(sizes.begin(), parts.size());
-      } else if (dim >= 0) {
-        sizes[dim] = cut.size;
-      }
-      joined[k] = empty_like_sizes(first, sizes);
-      for (size_t i = 0; i < parts.size() && joined[k].numel(); ++i) {
-        c10::DeviceGuard guard(device(parts[i].member));
-        const Tensor one = found[i][k].toTensor();
-        plain(joined[k], parts[i].member, dim, add ? i : parts[i].begin, add ? 1 : parts[i].length)
-            .copy_(add ? one.unsqueeze(0) : one);
-      }
+    for (size_t i = 0; i < parts.size() && all.numel() > 0; ++i) {
+      c10::DeviceGuard guard(device(parts[i].member));
+      const Tensor one = found[i][k].toTensor();
+      plain(all, parts[i].member, dim, add ? i : parts[i].begin, add ? 1 : parts[i].length)
+          .copy_(add ? one.unsqueeze(0) : one);
     }
   }
   c10::DeviceGuard guard(device(0));
-  for (size_t k = 0; k < joined.size(); ++k) {
-    const bool add = joined[k].defined() && outs.at(k) == '+';
+  return add ? wrapped(at::sum(plain(all, 0), 0)) : all;
+}
+
+void call_shares(
+    const Operator& op, const Stack& arguments, const std::string& letters, const std::string& outs, Cut cut, int rows,
+    Stack& results) {
+  call_parts(op, arguments, letters, outs, cut, rows, parts_of(cut.size), nullptr, results);
+}
+
+void call_parts(
+    const Operator& op, const Stack& arguments, const std::string& letters, const std::string& outs, Cut cut, int rows,
+    const std::vector<Part>& parts, const Change& change, Stack& results) {
+  if (parts.size() < 2) return call_alone(op, arguments, results);
+  std::vector<Stack> found;
+  {
+    Together together;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      Stack changed = arguments;
+      if (change) {
+        c10::DeviceGuard guard(device(parts[i].member));
+        change(changed, i);
+      }
+      found.push_back(call_member(op, changed, letters, cut, parts[i], rows));
+    }
+  }
+  for (size_t k = 0; k < op.returned.size(); ++k) {
     results.push_back(
-        op.returned[k] >= 0 ? arguments[op.returned[k]]
-                            : c10::IValue(add ? wrapped(at::sum(plain(joined[k], 0), 0)) : joined[k]));
+        op.returned[k] >= 0 ? arguments[op.returned[k]] : c10::IValue(joined(found, k, outs.at(k), cut, parts)));
   }
 }
 

@@ -7,6 +7,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -31,16 +32,14 @@ struct Cut {
 
 // Says for each tensor of a call which of its dimensions is split, one letter each:
 // '.': none; 's': the cut's; 'a': the last but one; 'b': the third from the end; '0' to '9': that one.
-// '+', for a result only: none, but the members' results are added.
+// For results only: '+': none, but the members' results are added; '-': an empty tensor takes their place.
 // A tensor with one row there is broadcast: each member's call sees all of it.
 int64_t split_dim(char letter, const Cut& cut, const Tensor& tensor);
 
 // An operator and what its schema says about its arguments.
 struct Operator {
   explicit Operator(const c10::OperatorHandle& handle);
-  bool is_tensor(size_t argument) const {
-    return letter_of[argument] >= 0;
-  }
+  bool is_tensor(size_t argument) const { return letter_of[argument] >= 0; }
   c10::OperatorHandle handle;
   std::vector<int> letter_of; // of each argument: the number of its letter, or -1
   std::vector<int> returned; // of each result: the argument that it is, or -1
@@ -61,6 +60,11 @@ void call_alone(const Operator& op, const Stack& arguments, Stack& results);
 void call_shares(
     const Operator& op, const Stack& arguments, const std::string& letters, const std::string& outs, Cut cut, int rows,
     Stack& results);
+// The same for given parts; `change` adapts the arguments of the k-th.
+using Change = std::function<void(Stack& arguments, size_t k)>;
+void call_parts(
+    const Operator& op, const Stack& arguments, const std::string& letters, const std::string& outs, Cut cut, int rows,
+    const std::vector<Part>& parts, const Change& change, Stack& results);
 // Calls `op` for one member, on its share if a part is given, and returns the results.
 Stack call_member(
     const Operator& op, const Stack& arguments, const std::string& letters, const Cut& cut, const Part& part,

@@ -123,7 +123,7 @@ def test_devices_do_not_mix(use: Use) -> None:
         with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*multigpu:0 and cpu"):
             mixed()
     with (
-        pytest.raises(RuntimeError, match="aten::mm.out: `out` has another shape"),
+        pytest.raises(RuntimeError, match=r"aten::mm.out: `out` has another shape"),
         pytest.warns(UserWarning, match="resized"),
     ):
         torch.mm(there, there, out=torch.ones(4, 5, device="multigpu"))

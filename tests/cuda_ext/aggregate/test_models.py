@@ -3,18 +3,20 @@
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import cuda_ext
 import ns_multigpu
 from ns_multigpu import aggregate
 from tests.strategies.scene import make_points, make_views
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-SIZE = (40, 24)
+SIZE = (40, 44)
 Use = Callable[..., None]
 
 
@@ -24,31 +26,32 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(device: str) -> list[Tensor]:
-    """Return pixels, alphas, a loss and all gradients of a tiny model of splats, on the CPU."""
-    params = {
-        name: value.detach().to(device).requires_grad_()
-        for name, value in make_points(60, torch.float32).params.items()
-    }
-    (view,) = make_views(1, torch.float32, device, SIZE)
-    harmonics = torch.cat([params["features_dc"][:, None], params["features_rest"]], 1)
+    """Return pixels, alphas, a loss and all gradients of a tiny model of splats in two views, on the CPU."""
+    points, views = make_points(60, torch.float32, device), make_views(3, torch.float32, device, SIZE)[:2]
+    params = {name: value.detach().requires_grad_() for name, value in points.params.items()}
+    viewmats = torch.stack([view.viewmat for view in views]).requires_grad_()
     images, alphas, _ = ns_multigpu.render(
-        params["means"], params["quats"], params["scales"].exp(), params["opacities"][:, 0].sigmoid(), harmonics,
-        view.viewmat[None], view.K[None], *SIZE, sh_degree=3,
+        params["means"], params["quats"], params["scales"].exp(), params["opacities"][:, 0].sigmoid(),
+        torch.cat([params["features_dc"][:, None], params["features_rest"]], 1),
+        viewmats, torch.stack([view.K for view in views]), *SIZE, sh_degree=3,
     )  # fmt: skip
     loss = images.square().mean() + alphas.mean()
     loss.backward()
-    found = [images, alphas, loss, *(value.grad for value in params.values())]
+    found = [images, alphas, loss, *(value.grad for value in params.values()), viewmats.grad]
     return [value.detach().cpu() for value in found]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("members", [1, 2, 3])
-def test_splats_equal_single(use: Use, members: int) -> None:
+@pytest.mark.parametrize("operators", ["native", "reference"])
+def test_splats_equal_single(use: Use, members: int, operators: str) -> None:
+    """Compiled operators on each member, points by share and tiles by member; and plain torch."""
     expected = drawn("cpu")
     use(members, small_bytes=1024)
-    found = drawn("multigpu")
-    assert min(aggregate.calls()) > 50
+    with cuda_ext.use_reference() if operators == "reference" else nullcontext():
+        found = drawn("multigpu")
+    assert min(aggregate.calls()) > (50 if operators == "reference" else 20)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-3)
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-3 if operators == "reference" else 1e-5)
     assert float(expected[0].std()) > 0.01 and float(expected[3].abs().max()) > 1e-4
 
 
@@ -59,7 +62,7 @@ def test_splats_train(use: Use, examples: None) -> None:
     use(2, small_bytes=256)
     found = aggregate_splats.train("multigpu", 9, 24, 60)
     assert found == pytest.approx(expected, rel=1e-3) and found[8] < found[0]
-    assert min(aggregate.calls()) > 1000
+    assert min(aggregate.calls()) > 100
 
 
 def test_the_diffusion_example(
