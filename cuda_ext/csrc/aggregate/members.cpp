@@ -142,6 +142,7 @@ void start(std::vector<c10::Device> members, std::unique_ptr<Memory> memory, siz
   TORCH_CHECK(
       all.used.empty() && all.small_tensors == 0,
       "The members of multigpu cannot change while its tensors exist: delete them first");
+  if (!all.cached.empty()) synchronize(); // members may still read what was freed
   release_cached(all);
   all.events.clear();
   for (c10::Device member : members) all.events.emplace_back(member.type());

@@ -13,6 +13,7 @@ from torch import Tensor
 import cuda_ext
 import ns_multigpu
 from ns_multigpu import aggregate
+from tests.cuda_ext.scenes import random_scene
 from tests.strategies.scene import make_points, make_views
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -53,6 +54,26 @@ def test_splats_equal_single(use: Use, members: int, operators: str) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-3 if operators == "reference" else 1e-5)
     assert float(expected[0].std()) > 0.01 and float(expected[3].abs().max()) > 1e-4
+
+
+def test_rows_of_tiles_name_places_of_the_whole_lists(use: Use) -> None:
+    """Two patches, cut between rows of tiles: each pixel's last splat, and the gradient of the probe."""
+    found = []
+    for device in ("cpu", "multigpu"):
+        use(3, small_bytes=1024)
+        scene = random_scene().on(device)
+        view_ids, point_ids = scene.cull()
+        means2d, conics, depths, opacities, radii = scene.project(view_ids, point_ids)
+        patches = [0, 8, 3, 90, 61, 1, 0, 0, 80, 72]
+        lists = cuda_ext.intersect(means2d, conics, opacities, radii, depths, view_ids, patches)
+        probe = torch.zeros_like(means2d, requires_grad=True)
+        colors = torch.stack([depths, opacities], 1)
+        out, _, last = cuda_ext.rasterize(means2d, conics, opacities, colors, *lists, patches, absgrad_probe=probe)
+        out.sum().backward()
+        found.append([value.detach().cpu() for value in (out, last, probe.grad, *lists)])  # type: ignore[union-attr]
+    assert min(aggregate.calls()) >= 5 and int(found[0][1].max()) > 100
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
 
 
 def test_splats_train(use: Use, examples: None) -> None:
