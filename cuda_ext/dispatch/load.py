@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal, cast
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -139,13 +140,14 @@ def native_serves(tensor: Tensor) -> bool:
     Raises:
         NativeBuildError: as `load_native` for CPU tensors, and as `cuda_ext.dispatch.cuda.load` for CUDA tensors.
     """
-    if tensor.device.type == "cpu":
+    kind = tensor.device.type
+    if kind == "cpu" or (kind == "multigpu" and torch.ops.multigpu.is_host()):
         return load_native()
     if reference_forced():
         return False
-    if tensor.device.type == "cuda" and not isinstance(tensor, FakeTensor):  # a fake one needs no kernel
+    if kind in ("cuda", "multigpu") and not isinstance(tensor, FakeTensor):  # a fake one needs no kernel
         _cuda.load()
-    return tensor.device.type in ("cuda", "meta")
+    return kind in ("cuda", "meta", "multigpu")
 
 
 def kernels_serve(tensor: Tensor) -> bool:

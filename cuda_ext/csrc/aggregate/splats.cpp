@@ -1,0 +1,148 @@
+// The operators of splats: gradients of points by share, pixels by rows of tiles.
+#include "operators.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/where.h>
+
+namespace aggregate {
+namespace {
+
+// Calls `op` for each member's share of the points and the rows that name them. `letters` as of call_shares, and 'r':
+// rows, of which a member gets those of its points first, and padding behind. The host learns no count.
+bool by_points(
+    const Operator& op, const Stack& arguments, std::string letters, const std::string& outs, size_t point_ids,
+    size_t cameras, Stack& results) {
+  const Tensor ids = arguments[point_ids].toTensor();
+  const int64_t points = arguments[cameras - 1].toTensor().size(0), rows = ids.size(0);
+  const auto parts = parts_of(points);
+  const auto change = [&](Stack& changed, size_t i) {
+    const Part& part = parts[i];
+    const Tensor all = plain(ids, part.member).sub(part.begin);
+    const Tensor mine = all.ge(0).logical_and(all.lt(part.length));
+    const Tensor place = at::where(mine, mine.cumsum(0).sub(1), rows);
+    for (size_t k = 0; k < changed.size(); ++k) {
+      if (op.is_tensor(k) && letters[op.letter_of[k]] == 'r') {
+        const Tensor row = k == point_ids ? all : plain(changed[k].toTensor(), part.member);
+        c10::DimVector sizes(row.sizes());
+        sizes[0] += 1; // rows of other members' points end there
+        const int64_t last_view = changed[cameras].toTensor().size(0) - 1;
+        const int64_t padding = k == point_ids ? -1 : k == point_ids - 1 ? last_view : 0;
+        changed[k] = at::full(sizes, padding, row.options()).index_copy_(0, place, row).narrow(0, 0, rows);
+      }
+    }
+  };
+  std::string plain_rows = letters;
+  std::replace(plain_rows.begin(), plain_rows.end(), 'r', '.');
+  call_parts(op, arguments, plain_rows, outs, {0, points}, -1, parts, change, results);
+  return true;
+}
+
+// Rows of tiles of one member: patches, their tiles and their pixels.
+struct Band {
+  std::vector<int64_t> patches;
+  int64_t first_tile = 0, tiles = 0;
+};
+
+// Cuts patches (view, x0, y0, x1, y1) between rows of tiles, so that members have about as many tiles.
+std::vector<Band> bands_of(const std::vector<int64_t>& patches, int64_t tile, std::vector<Part>& parts) {
+  const auto tiles_along = [&](int64_t pixels) { return (pixels + tile - 1) / tile; };
+  int64_t total = 0, tiles = 0, pixels = 0;
+  for (size_t p = 0; p < patches.size(); p += 5) {
+    total += tiles_along(patches[p + 3] - patches[p + 1]) * tiles_along(patches[p + 4] - patches[p + 2]);
+  }
+  std::vector<Band> bands;
+  for (size_t p = 0; p < patches.size(); p += 5) {
+    const int64_t width = patches[p + 3] - patches[p + 1];
+    for (int64_t y = patches[p + 2]; width > 0 && y < patches[p + 4]; y += tile) {
+      const int64_t end = std::min(y + tile, patches[p + 4]);
+      const int member = static_cast<int>(tiles * count() / total);
+      if (parts.empty() || parts.back().member != member) {
+        parts.push_back({member, pixels, 0});
+        bands.push_back({{}, tiles, 0});
+      }
+      std::vector<int64_t>& mine = bands.back().patches;
+      if (y > patches[p + 2] && !mine.empty()) {
+        mine.back() = end;
+      } else {
+        mine.insert(mine.end(), {patches[p], patches[p + 1], y, patches[p + 3], end});
+      }
+      bands.back().tiles += tiles_along(width);
+      parts.back().length += width * (end - y);
+      tiles += tiles_along(width);
+      pixels += width * (end - y);
+    }
+  }
+  return bands;
+}
+
+// Arguments of rasterize and its backward.
+enum { kTileOffsets = 4, kRowIds = 5, kPatches = 6, kTileSize = 7, kLast = 9, kState = 10 };
+
+// The arguments of a band: its patches, and its part of the tiles' lists. The host waits for where that begins.
+Change of_bands(const std::vector<Part>& parts, const std::vector<Band>& bands, const Tensor& offsets) {
+  return [&parts, &bands, offsets](Stack& changed, size_t i) {
+    const auto begin = offsets[bands[i].first_tile].item<int>();
+    const auto end = offsets[bands[i].first_tile + bands[i].tiles].item<int>();
+    const Tensor all = plain(changed[kTileOffsets].toTensor(), parts[i].member);
+    changed[kTileOffsets] = all.narrow(0, bands[i].first_tile, bands[i].tiles + 1).sub(begin);
+    changed[kRowIds] = changed[kRowIds].toTensor().narrow(0, begin, end - begin);
+    changed[kPatches] = bands[i].patches;
+  };
+}
+
+// The places in lists that pixels hold, -1 for none, counted from the bands' lists (sign -1) or from all (1).
+Tensor shifted(
+    const Tensor& last, const std::vector<Part>& parts, const std::vector<Band>& bands, const Tensor& offsets,
+    int sign) {
+  std::vector<Tensor> places;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Tensor mine = last.narrow(0, parts[i].begin, parts[i].length);
+    places.push_back(mine.add(mine.ge(0), sign * offsets[bands[i].first_tile].item<int>()));
+  }
+  return at::cat(places);
+}
+
+} // namespace
+
+bool project_backward(const Operator& op, const Stack& arguments, Stack& results) {
+  return by_points(op, arguments, "0000..rrrrrrrr", "0000+", 8, 4, results);
+}
+
+bool sh_colors_backward(const Operator& op, const Stack& arguments, Stack& results) {
+  return by_points(op, arguments, "0.00rrrr", "0+00", 6, 2, results);
+}
+
+bool rasterize(const Operator& op, const Stack& arguments, Stack& results) {
+  std::vector<Part> parts;
+  const auto bands = bands_of(arguments[kPatches].toIntVector(), arguments[kTileSize].toInt(), parts);
+  if (parts.size() < 2) return false;
+  const Tensor offsets = arguments[kTileOffsets].toTensor().cpu();
+  const Cut pixels{0, parts.back().begin + parts.back().length};
+  call_parts(op, arguments, ".......", "000-", pixels, -1, parts, of_bands(parts, bands, offsets), results);
+  results[2] = shifted(results[2].toTensor(), parts, bands, offsets, 1);
+  return true;
+}
+
+// What forward keeps for backward has no form for several bands: each member computes that of its band again.
+bool rasterize_backward(const Operator& op, const Stack& arguments, Stack& results) {
+  static const Operator forward(c10::Dispatcher::singleton().findSchemaOrThrow("ns_multigpu::rasterize", ""));
+  std::vector<Part> parts;
+  const auto bands = bands_of(arguments[kPatches].toIntVector(), arguments[kTileSize].toInt(), parts);
+  if (parts.size() < 2) return false;
+  const Tensor offsets = arguments[kTileOffsets].toTensor().cpu();
+  const Cut pixels{0, parts.back().begin + parts.back().length};
+  Stack changed = arguments;
+  changed[kLast] = shifted(arguments[kLast].toTensor(), parts, bands, offsets, -1);
+  const Change of_band = of_bands(parts, bands, offsets);
+  const auto change = [&](Stack& shares, size_t i) {
+    of_band(shares, i);
+    Stack again(shares.begin(), shares.begin() + kTileSize + 1);
+    again.insert(again.end(), {c10::IValue(), false});
+    shares[kState] = call_member(forward, again, "", {0, 0}, parts[i])[3];
+  };
+  call_parts(op, changed, "......00.000", "+++++", pixels, -1, parts, change, results);
+  return true;
+}
+
+} // namespace aggregate

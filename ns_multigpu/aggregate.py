@@ -1,0 +1,133 @@
+"""Several GPUs as one PyTorch device, `multigpu`, in one process (after torch-dgx).
+
+    from ns_multigpu import aggregate
+
+    model = Model().to("multigpu")                  # all visible GPUs
+    aggregate.use(gpus=[0, 1])                      # or: these, before the first tensor
+    aggregate.use(host_members=2)                   # or: two pretended GPUs in host memory, for tests
+
+A tensor is one range of addresses that all members can access; each member holds an even share. An operator is torch's
+own, called by each member for its share of the result. docs/methods/aggregate.md lists what is split.
+
+Importing this module registers the device, and the module itself as `torch.multigpu`.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from cuda_ext.aggregate import load
+
+SMALL_BYTES = 256 * 1024
+"""Tensors below this stay on the first member: starting kernels on all would take longer than they."""
+
+load()
+_ops = torch.ops.multigpu
+
+
+def use(
+    gpus: Sequence[int] | None = None, host_members: int = 0, host_bytes: int = 2**40, small_bytes: int = SMALL_BYTES
+) -> None:
+    """Choose the members of the device. Without a call the first tensor chooses all visible GPUs.
+
+    Args:
+        gpus: numbers of GPUs; None: all visible ones.
+        host_members: number of pretended GPUs in host memory, instead of GPUs.
+        host_bytes: memory of each of them.
+        small_bytes: tensors of fewer bytes stay on the first member.
+
+    Raises:
+        RuntimeError: no GPU is visible, two GPUs cannot access each other's memory, tensors of the device exist, or
+            this process was forked from one that uses it.
+        ValueError: the GPUs or sizes are out of range.
+    """
+    if host_members < 0 or small_bytes < 1 or (gpus is not None and (host_members or not gpus)):
+        raise ValueError("Give numbers of GPUs, or at least one of host_members; small_bytes is at least 1.")
+    chosen = [] if host_members else list(range(torch.cuda.device_count()) if gpus is None else gpus)
+    if not host_members:
+        _check_gpus(chosen)
+    _ops.start(chosen, host_members, host_bytes, small_bytes)
+
+
+def _check_gpus(gpus: Sequence[int]) -> None:
+    if not gpus:
+        raise RuntimeError("No GPU is visible. aggregate.use(host_members=2) makes pretended ones in host memory.")
+    if len(set(gpus)) < len(gpus) or not all(0 <= gpu < torch.cuda.device_count() for gpu in gpus):
+        raise ValueError(f"gpus must be different numbers below {torch.cuda.device_count()}, and are {list(gpus)}.")
+    torch.cuda.init()
+    for gpu in gpus:
+        for other in gpus:
+            if gpu != other and not torch.cuda.can_device_access_peer(gpu, other):
+                raise RuntimeError(
+                    f"GPU {gpu} cannot access the memory of GPU {other}: multigpu needs peer access (NVLink, or PCIe "
+                    "without isolation). Choose other GPUs by aggregate.use(gpus=[...]), or splatfacto-tile."
+                )
+            if gpu != other:  # with its first copy torch opens the memory of its own allocator to the other GPU
+                torch.zeros(1, device=f"cuda:{gpu}").to(f"cuda:{other}")
+
+
+def calls() -> list[int]:
+    """Return the number of calls of torch's operators by each member since `use`."""
+    return _ops.calls()
+
+
+def memory() -> dict[str, int]:
+    """Return the bytes of tensors and of the pool's unused blocks on each member, without small tensors."""
+    allocated, cached = _ops.memory()
+    return {"allocated": allocated, "cached": cached}
+
+
+def empty_cache() -> None:
+    """Free the pool's unused blocks."""
+    _ops.empty_cache()
+
+
+def synchronize(device: object = None) -> None:
+    """Wait until all members have finished."""
+    del device
+    _ops.synchronize()
+
+
+def is_available() -> bool:
+    """Return whether a GPU is visible, or host members are in use."""
+    return torch.cuda.is_available() or bool(calls())
+
+
+def device_count() -> int:
+    """Return 1: all members are one device."""
+    return 1
+
+
+def current_device() -> int:
+    """Return 0: all members are one device."""
+    return 0
+
+
+def _is_in_bad_fork() -> bool:
+    return _ops.forked()
+
+
+def manual_seed_all(seed: int) -> None:
+    """Do nothing: the first member draws by torch's own generators, which torch seeds itself."""
+
+
+@contextmanager
+def _current(device: object) -> Iterator[None]:
+    yield
+
+
+device = _current
+torch.utils.rename_privateuse1_backend("multigpu")
+torch._register_device_module("multigpu", sys.modules[__name__])
+torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+_library = Library("multigpu", "IMPL")
+_library.impl("use_all", use, "CompositeExplicitAutograd")
+
+
+def shares(tensor: Tensor) -> list[int]:
+    """Return the bytes of a tensor's storage on each member."""
+    return _ops.shares(tensor)

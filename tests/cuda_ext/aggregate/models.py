@@ -1,0 +1,108 @@
+"""Models on the aggregate device: splats and a diffusion model equal those on the CPU, for any number of members."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import cuda_ext
+import ns_multigpu
+from ns_multigpu import aggregate
+from tests.cuda_ext.scenes import random_scene
+from tests.strategies.scene import make_points, make_views
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SIZE = (40, 44)
+Use = Callable[..., None]
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def drawn(device: str) -> list[Tensor]:
+    """Return pixels, alphas, a loss and all gradients of a tiny model of splats in two views, on the CPU."""
+    points, views = make_points(60, torch.float32, device), make_views(3, torch.float32, device, SIZE)[:2]
+    params = {name: value.detach().requires_grad_() for name, value in points.params.items()}
+    viewmats = torch.stack([view.viewmat for view in views]).requires_grad_()
+    images, alphas, _ = ns_multigpu.render(
+        params["means"], params["quats"], params["scales"].exp(), params["opacities"][:, 0].sigmoid(),
+        torch.cat([params["features_dc"][:, None], params["features_rest"]], 1),
+        viewmats, torch.stack([view.K for view in views]), *SIZE, sh_degree=3,
+    )  # fmt: skip
+    loss = images.square().mean() + alphas.mean()
+    loss.backward()
+    found = [images, alphas, loss, *(value.grad for value in params.values()), viewmats.grad]
+    return [value.detach().cpu() for value in found]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("members", [1, 2, 3])
+@pytest.mark.parametrize("operators", ["native", "reference"])
+def test_splats_equal_single(use: Use, members: int, operators: str) -> None:
+    """Compiled operators on each member, points by share and tiles by member; and plain torch."""
+    expected = drawn("cpu")
+    use(members, small_bytes=1024)
+    with cuda_ext.use_reference() if operators == "reference" else nullcontext():
+        found = drawn("multigpu")
+    assert min(aggregate.calls()) > (50 if operators == "reference" else 20)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-3 if operators == "reference" else 1e-5)
+    assert float(expected[0].std()) > 0.01 and float(expected[3].abs().max()) > 1e-4
+
+
+def test_rows_of_tiles_name_places_of_the_whole_lists(use: Use) -> None:
+    """Two patches, cut between rows of tiles: each pixel's last splat, and the gradient of the probe."""
+    found = []
+    for device in ("cpu", "multigpu"):
+        use(3, small_bytes=1024)
+        scene = random_scene().on(device)
+        view_ids, point_ids = scene.cull()
+        means2d, conics, depths, opacities, radii = scene.project(view_ids, point_ids)
+        patches = [0, 8, 3, 90, 61, 1, 0, 0, 80, 72]
+        lists = cuda_ext.intersect(means2d, conics, opacities, radii, depths, view_ids, patches)
+        probe = torch.zeros_like(means2d, requires_grad=True)
+        colors = torch.stack([depths, opacities], 1)
+        out, _, last = cuda_ext.rasterize(means2d, conics, opacities, colors, *lists, patches, absgrad_probe=probe)
+        out.sum().backward()
+        found.append([value.detach().cpu() for value in (out, last, probe.grad, *lists)])  # type: ignore[union-attr]
+    assert min(aggregate.calls()) >= 5 and int(found[0][1].max()) > 100
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+
+
+def test_splats_train(use: Use, examples: None) -> None:
+    import aggregate_splats
+
+    expected = aggregate_splats.train("cpu", 9, 24, 60)
+    use(2, small_bytes=256)
+    found = aggregate_splats.train("multigpu", 9, 24, 60)
+    assert found == pytest.approx(expected, rel=1e-3) and found[8] < found[0]
+    assert min(aggregate.calls()) > 100
+
+
+def test_the_diffusion_example(
+    use: Use, examples: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One member and three write the same pictures, every operator is distributed, and the CPU agrees."""
+    import aggregate_diffusion
+
+    files = []
+    for members in (1, 3):
+        use(members)
+        files.append(tmp_path / f"{members}.ppm")
+        words = ["--host-members", str(members), "--pictures", "5", "--output", str(files[-1])]
+        monkeypatch.setattr(sys, "argv", ["aggregate_diffusion.py", *words])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            aggregate_diffusion.main()
+    assert min(aggregate.calls()) > 300 and str(aggregate.calls()) in capsys.readouterr().out
+    one, three = (torch.tensor(list(file.read_bytes()[13:])) for file in files)
+    assert (one - three).abs().max() <= 1 and one.float().std() > 20
+    pixels = (255 * torch.cat(list(aggregate_diffusion.sample("cpu", 5)), -1)).byte().permute(1, 2, 0).flatten()
+    assert len(pixels) == len(one) and (pixels - one).abs().max() <= 1
