@@ -9,7 +9,7 @@ import json
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,14 +29,11 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.random import keyed_generator
-from ns_multigpu.core.step.depth_loss import keypoints
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_files import missing_file
 from ns_multigpu.plugin.capture.tracks import Tracks, scene_scale, training_tracks
 from ns_multigpu.plugin.launch.run_parts import run_parts
-from ns_multigpu.plugin.model.cameras import views_of
 
 OPTION = "--pipeline.model.depth-maps"
 Kind = Literal["metric", "relative", "inverse", "off"]
@@ -56,6 +53,8 @@ _LEAST_POINTS = 20
 """Smallest number of COLMAP's points in a map to which it is fitted."""
 _FAR = 1000.0
 """Largest depth of a fitted map, in sizes of the scene."""
+_LOGS = np.arange(-160.5, 161) / 10
+"""Borders of the bins of logarithms of ratios of depths; one bin is around 0."""
 _SEEDS = 20_000
 """Number of seed points that metric maps are compared with."""
 _HEADLINE = f"{OPTION}: {{count}} problem(s) with the capture's depth maps:"
@@ -76,6 +75,22 @@ class MapSamples:
     pose: Floats
     rays: Floats
     spacing: float
+
+    @property
+    def places(self) -> Floats:
+        """Positions [n, 2] of the rays in the plane at z-depth 1, along the camera's axes."""
+        return self.rays @ self.pose[:, :2]
+
+    def project(self, points: Floats) -> tuple[Floats, Floats]:
+        """Return the places [k, 2] and z-depths [k] of those points [m, 3] that lie in front of the camera."""
+        seen = (points - self.pose[:, 3]) @ self.pose[:, :3]
+        seen = seen[seen[:, 2] < 0]
+        return -seen[:, :2] / seen[:, 2:], -seen[:, 2]
+
+    def nearest(self, places: Floats) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the distance of each place [k, 2] to the nearest sample, and that sample's row."""
+        off, rows = KDTree(self.places).query(places)
+        return np.asarray(off), np.asarray(rows)
 
 
 def needs_tracks(datamanager: Any, model: Any) -> bool:
@@ -152,15 +167,17 @@ def read_maps(outputs: DataparserOutputs, kind: Kind, world: World, tracks: Trac
         problems.append("all training views are taken from one place, so that the scene has no size: add views")
     raise_together(problems, world, _HEADLINE)
     unit = float(outputs.metadata["depth_unit_scale_factor"])
+    known = outputs.metadata.get("points3D_xyz")
+    seeds = np.zeros((0, 3)) if known is None else known.double().cpu().numpy()
+    seeds = seeds[:: max(1, len(seeds) // _SEEDS)]
     ends = np.cumsum([0, *(tracks.counts if tracks else ())])
     points: dict[int, Tensor] = {}
-    fits: list[float] = []  # ratios of metric depths to seed points', or fitted scales
+    fits: list[Any] = []  # counts of `unit_counts`, or fitted scales
     for index, some in samples.items():
         assert isinstance(some, MapSamples)
         if tracks is None:
             depths = some.values * unit * float(outputs.dataparser_scale)
-            seeds = _seed_depths(outputs, cameras[index : index + 1])
-            fits += [float(np.median(depths) / np.median(seeds))] if len(depths) and len(seeds) else []
+            fits.append(unit_counts(some, depths, seeds))
         else:
             own = tracks.points[tracks.ids[int(ends[index]) : int(ends[index + 1])].long()]
             depths, found = fitted_depths(some, own.double().numpy(), kind, _FAR * scale)
@@ -174,7 +191,7 @@ def read_maps(outputs: DataparserOutputs, kind: Kind, world: World, tracks: Trac
     parts = [merged[index] for index in range(count)]
     fits = [fit for part in all_gather_objects(fits, world) for fit in part]
     file = str(outputs.metadata["depth_filenames"][0])
-    problems = _unit_problems(fits, file, unit) if tracks is None else _fit_problems(fits, file, kind)
+    problems = unit_problems(np.sum(fits, axis=0), file, unit) if tracks is None else _fit_problems(fits, file, kind)
     raise_together(problems, world, _HEADLINE)
     total, seen = sum(map(len, parts)), sum(len(part) > 0 for part in parts)
     if not total:
@@ -201,15 +218,12 @@ def fitted_depths(samples: MapSamples, points: Floats, kind: Kind, far: float) -
         `_LEAST_POINTS` points are in the map.
     """
     nothing = np.zeros(len(samples.values))
-    seen = (points - samples.pose[:, 3]) @ samples.pose[:, :3]
-    depths = -seen[:, 2]
-    seen, depths = seen[depths > 0], depths[depths > 0]
-    if min(len(samples.values), len(depths)) < _LEAST_POINTS:
+    if len(samples.values) < _LEAST_POINTS:
         return nothing, None
+    at, depths = samples.project(points)
     x = samples.values if kind == "inverse" else 1 / samples.values
-    places, at = samples.rays @ samples.pose[:, :2], seen[:, :2] / depths[:, None]
-    interpolated = LinearNDInterpolator(places, x)(at)
-    near = (KDTree(places).query(at)[0] < samples.spacing) & np.isfinite(interpolated)
+    interpolated = LinearNDInterpolator(samples.places, x)(at)
+    near = (samples.nearest(at)[0] < samples.spacing) & np.isfinite(interpolated)
     if near.sum() < _LEAST_POINTS:
         return nothing, None
     scale, shift = line_through(interpolated[near], 1 / depths[near])
@@ -220,15 +234,14 @@ def fitted_depths(samples: MapSamples, points: Floats, kind: Kind, far: float) -
 
 def line_through(x: Floats, y: Floats) -> tuple[float, float]:
     """Return the scale and shift that minimise the sum of |scale x + shift - y|, by reweighted least squares."""
-    centre, spread = float(np.median(x)), float(np.ptp(x)) or 1.0
-    x = (x - centre) / spread
     weights = np.ones_like(y)
-    slope, height = 0.0, 0.0
+    slope, centre, height = 0.0, 0.0, 0.0
     for _ in range(50):
-        table = np.stack([x, np.ones_like(x)], axis=1) * weights[:, None]
-        (slope, height), *_ = np.linalg.lstsq(table, y * weights, rcond=None)
-        weights = np.maximum(np.abs(slope * x + height - y), 1e-4 * float(np.abs(y).mean())) ** -0.5
-    return float(slope) / spread, float(height) - float(slope) / spread * centre
+        centre, height = float(np.average(x, weights=weights)), float(np.average(y, weights=weights))
+        away = x - centre
+        slope = float((weights * away * (y - height)).sum()) / max(float((weights * away**2).sum()), 1e-300)
+        weights = 1 / np.maximum(np.abs(slope * away + height - y), 1e-4 * float(np.abs(y).mean()))
+    return slope, height - slope * centre
 
 
 def pixels_of(height: int, width: int, wanted: int, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -327,22 +340,27 @@ class _MapReader:
         return mask[rows, columns]
 
 
-def _seed_depths(outputs: DataparserOutputs, camera: Cameras) -> Floats:
-    """Return the depths of seed points in front of a camera [1] and within its image, but for its distortion."""
-    seeds = outputs.metadata.get("points3D_xyz")
-    if seeds is None or len(seeds) == 0:
-        return np.zeros(0)
-    seeds = seeds[:: -(-len(seeds) // _SEEDS)].cpu()
-    observed = Observations(seeds, torch.arange(len(seeds), dtype=torch.int32), 1.0)
-    found = keypoints(replace(views_of(camera)[0], observations=observed))
-    return found.depths[found.inside].double().numpy()
+def unit_counts(samples: MapSamples, depths: Floats, seeds: Floats) -> NDArray[np.int64]:
+    """Return the histogram of log(depth of a view's map / depth of a seed point in it), over `_LOGS`.
+
+    Hidden points spread over it. Visible ones have one value, which is the unit of the map in that of the capture.
+    """
+    if len(depths) == 0:
+        return np.zeros(len(_LOGS) - 1, np.int64)
+    at, far = samples.project(seeds)
+    off, rows = samples.nearest(at)
+    near = off < samples.spacing
+    return np.histogram(np.log(depths[rows[near]] / far[near]), _LOGS)[0]
 
 
-def _unit_problems(ratios: Sequence[float], file: str, unit: float) -> list[str]:
+def unit_problems(counts: NDArray[np.int64], file: str, unit: float) -> list[str]:
     """Compare the unit of metric maps with the capture's: return a line if it is wrong, print a note if it may be."""
-    ratio = float(np.median(ratios)) if ratios else 1.0
+    if counts.sum() < _LEAST_POINTS:
+        return []
+    mode = int(counts.argmax())
+    ratio = float(np.exp((_LOGS[mode] + _LOGS[mode + 1]) / 2))
     line = (
-        f"depths of the maps are {ratio:.3g} times those of the capture's points. Maps in another unit take "
+        f"depths of the maps are about {ratio:.2g} times those of the capture's points. Maps in another unit take "
         f"--depth-unit-scale-factor {unit / ratio:.2g} (behind the dataparser's name; now {unit:g}), maps known up to "
         f"scale {OPTION} relative"
     )

@@ -1,6 +1,7 @@
 """Depth maps as observations: their pixels' points lie where the photograph's lens and the map have them."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from ns_multigpu.plugin.train.depth_maps import (
     pixels_of,
     read_maps,
     training_observations,
+    unit_counts,
+    unit_problems,
 )
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import HEIGHT, WIDTH, Scene, add_model, make_scene, write_images, write_model
@@ -147,6 +150,19 @@ def test_maps_up_to_scale_are_fitted_to_points(kind: Any) -> None:
     assert line_through(np.linspace(0, 4, 5), np.linspace(-3, 5, 5)) == pytest.approx((2, -3))
 
 
+def test_units_are_compared_with_visible_seed_points() -> None:
+    """In a street: nine tenths of the points in a view are behind the fronts that its map shows."""
+    random = np.random.default_rng(2)
+    x, y = (part.reshape(-1) for part in np.mgrid[-1:1:40j, -1:1:40j])
+    samples = MapSamples(np.full(1600, 5.0), POSE, np.stack([x, y, -np.ones_like(x)], axis=1) @ POSE[:, :3].T, 0.05)
+    far = np.where(np.arange(1600) % 10 == 0, 5.0, random.uniform(5, 500, 1600))
+    seeds = POSE[:, 3] + samples.rays * far[:, None]
+    assert unit_problems(unit_counts(samples, samples.values, seeds), "a.png", 0.01) == []
+    (line,) = unit_problems(unit_counts(samples, 1000 * samples.values, seeds), "a.png", 1.0)
+    assert re.match(r"a.png: .* about 9.9e\+02 times .* --depth-unit-scale-factor 0.001 .*; now 1\)", line)
+    assert unit_problems(unit_counts(samples, 1000 * samples.values, seeds[:19]), "a.png", 1.0) == [], "too few"
+
+
 def spoil(name: str, values: Any) -> Any:
     def apply(folder: Path) -> None:
         Image.fromarray(values).save(folder / "depth" / name)
@@ -166,8 +182,8 @@ WIDE, NAN = np.ones((18, 30), np.uint16), np.full((18, 24), np.nan, np.float32)
         (spoil("02.png", RGB), {}, r"depth/02.png: it has the shape \[18, 24, 3\].*one number for each pixel"),
         (spoil("02.png", WIDE), {}, r"depth/02.png: it has 30x18 pixels and its photograph 48x36: .*same aspect"),
         (spoil("02.png", ZEROS), {}, r"depth/02.png: it has no depth, as all of it is 0.*leave out"),
-        (lambda _: None, {"depth_unit_scale_factor": 2.0}, r"depth/.*maps are .* times .*-factor 0.00\d+ .*now 2"),
-        (lambda _: None, {"depth_unit_scale_factor": 1e-5}, r"depth/.*are 0.00\d+ times .*-factor 0.0"),
+        (lambda _: None, {"depth_unit_scale_factor": 2.0}, r"depth/.*about \d.*e\+02 times .*-factor 0.00\d+ .*now 2"),
+        (lambda _: None, {"depth_unit_scale_factor": 1e-5}, r"depth/.*about 0.00\d+ times .*-factor 0.00\d+ .*1e-05"),
     ],
 )  # fmt: skip
 def test_bad_maps_are_named_before_training(scene: Scene, tmp_path: Path, change: Any, options: Any, said: str) -> None:
