@@ -147,6 +147,10 @@ def test_maps_up_to_scale_are_fitted_to_points(kind: Any) -> None:
     assert fitted_depths(samples, points[:19], kind, 100.0)[1] is None
     outside = POSE[:, 3] + 2 * (points - POSE[:, 3]) + 30 * POSE[:, 1]
     assert fitted_depths(samples, outside, kind, 100.0)[1] is None, "in no pixel"
+    hole = (np.abs(x) < 0.5) & (np.abs(y) < 0.5)
+    there = POSE[:, 3] + rays[(np.abs(x) < 0.4) & (np.abs(y) < 0.4)] * 4
+    around = replace(samples, values=values[~hole], rays=rays[~hole])
+    assert len(there) > 50 and fitted_depths(around, there, kind, 100.0)[1] is None, "in a hole"
     assert line_through(np.linspace(0, 4, 5), np.linspace(-3, 5, 5)) == pytest.approx((2, -3))
 
 
@@ -211,7 +215,7 @@ def test_a_map_of_nans_or_of_wrong_sense_is_named(scene: Scene, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["inverse", "relative"])
 def test_kinds_that_are_mistaken_for_another_are_refused(tmp_path: Path, kind: Any) -> None:
-    data = manager(plane(tmp_path, (lambda depth: 2e3 * depth) if kind == "inverse" else (lambda depth: 1e5 / depth)))
+    data = manager(plane(tmp_path, (lambda depth: 2e3 * depth) if kind == "inverse" else (lambda depth: 1e5 / depth - 2e3)))
     other: Any = {"inverse": "relative", "relative": "inverse"}[kind]
     with pytest.raises(InputError, match=rf"depth/01.png: in most maps, .*give --pipeline.model.depth-maps {other}"):
         training_observations(data, kind, World.single())
@@ -240,6 +244,7 @@ def plane(folder: Path, stored: Any) -> Any:
         facing = pose[:3, :3] @ normal
         depths = facing @ (pose[:3, :3] @ middle + pose[:3, 3]) / (rays @ facing)
         values = np.where((depths > 2) & (depths < 20), stored(np.abs(depths)), 0)
+        values[3] = 0
         Image.fromarray(values.astype(np.uint16)).save(folder / "depth" / name)
     return parser_of(folder)
 
