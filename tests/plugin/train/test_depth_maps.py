@@ -197,7 +197,7 @@ def test_bad_maps_are_named_before_training(scene: Scene, tmp_path: Path, change
         training_observations(data, "metric", World.single())
 
 
-def test_a_map_of_nans_or_of_wrong_sense_is_named(scene: Scene, tmp_path: Path) -> None:
+def test_maps_of_nans_or_of_two_channels_are_named(scene: Scene, tmp_path: Path) -> None:
     data = manager(parser_of(tmp_path))
     outputs = data.train_dataparser_outputs
     outputs.metadata["depth_filenames"] = [tmp_path / f"{i}.npy" for i in range(len(outputs.image_filenames))]
@@ -215,7 +215,9 @@ def test_a_map_of_nans_or_of_wrong_sense_is_named(scene: Scene, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["inverse", "relative"])
 def test_kinds_that_are_mistaken_for_another_are_refused(tmp_path: Path, kind: Any) -> None:
-    data = manager(plane(tmp_path, (lambda depth: 2e3 * depth) if kind == "inverse" else (lambda depth: 1e5 / depth - 2e3)))
+    data = manager(
+        plane(tmp_path, (lambda depth: 2e3 * depth) if kind == "inverse" else (lambda depth: 1e5 / depth - 2e3))
+    )
     other: Any = {"inverse": "relative", "relative": "inverse"}[kind]
     with pytest.raises(InputError, match=rf"depth/01.png: in most maps, .*give --pipeline.model.depth-maps {other}"):
         training_observations(data, kind, World.single())
