@@ -1,7 +1,7 @@
 # `make demo` and `make test` are all that a fresh machine needs: each makes .venv first if it is not there.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-all test-gpu lint format bench-cpu clean
+.PHONY: help venv demo test test-slow test-all test-gpu lint format bench-cpu compile-cuda clean
 SHELL := /bin/bash
 
 # Python 3.10, 3.11 or 3.12; name another with `make PYTHON=/path/to/python3.11 ...`.
@@ -68,6 +68,10 @@ format: venv ## rewrites the style that ruff can mend by itself
 
 bench-cpu: venv ## the CPU operators against the pure-torch reference
 	@$(BIN)/python -m benchmarks.kernels.cpu_operators
+
+# Compiled and linked, not run: neither a GPU nor a driver is needed. Not in .ci/run, which has 45 minutes.
+compile-cuda: venv ## the CUDA operators for every supported GPU, into OUTPUT (build/cuda); needs nvcc, not a GPU
+	@TORCH_CUDA_ARCH_LIST="8.0;8.6;8.9;9.0;10.0;12.0" $(BIN)/python -m cuda_ext build --cuda --output $(or $(OUTPUT),build/cuda)
 
 clean: ## removes what the demo made; leaves .venv
 	rm -rf demo-output

@@ -1,6 +1,8 @@
-"""Depth error of trained models against COLMAP's points, at keypoints of held-out views, and their PSNR.
+"""Depth error of trained models at keypoints of held-out views, and their PSNR.
 
     python -m benchmarks.captures.depth_error --runs without=RUN/config.yml with=RUN/config.yml --output FILE.json
+
+Keypoints are COLMAP's points; with --maps pixels of the held-out views' depth maps, which must be metric.
 
 Runs are trained before, by `ns-train`, with and without `--pipeline.model.depth-loss`. An error is |1/depth drawn -
 1/depth of the point| times the scene's size, as in that loss, which has not seen these views.
@@ -18,11 +20,13 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.lib.environment import describe
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.depth_loss import disparities_at, keypoints
 from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.tracks import read_tracks, scene_scale
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.train.depth_maps import read_maps
 
 
 def errors_of(depth: Tensor, covered: Tensor, view: View, scale: float) -> Tensor:
@@ -38,13 +42,14 @@ def errors_of(depth: Tensor, covered: Tensor, view: View, scale: float) -> Tenso
 
 
 @torch.no_grad()
-def measure(config: Path) -> dict[str, Any]:
-    """PSNR and errors of a run on its held-out views."""
+def measure(config: Path, maps: bool = False) -> dict[str, Any]:
+    """PSNR and errors of a run on its held-out views, against COLMAP's points or depth maps."""
     setup: tuple[Any, Any, Path, int] = eval_setup(config, test_mode="test")
     run, pipeline, _, step = setup
     data, model = pipeline.datamanager, pipeline.model
     pipeline.eval()
-    tracks = read_tracks(data.dataparser_config, data.dataparser.get_dataparser_outputs(split="test"))
+    held_out = data.dataparser.get_dataparser_outputs(split="test")
+    tracks = read_maps(held_out, "metric", World.single()) if maps else read_tracks(data.dataparser_config, held_out)
     observed = DeviceObservations(tracks, 1, torch.device(pipeline.device))
     scale = scene_scale(data.train_dataset.cameras.camera_to_worlds.double().numpy())
     errors: list[Tensor] = []
@@ -60,6 +65,8 @@ def measure(config: Path) -> dict[str, Any]:
     return {
         "primitive": options.primitive,
         "depth_loss": options.depth_loss,
+        "depth_maps": options.depth_maps if held_out.metadata.get("depth_filenames") else "none",
+        "errors_at": "pixels of maps" if maps else "COLMAP's points",
         "seed": run.machine.seed,
         "images": (step + 1) * run.pipeline.batch(1),
         "points": model.num_points,
@@ -75,9 +82,10 @@ def main() -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", required=True, metavar="NAME=CONFIG")
+    parser.add_argument("--maps", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    found = {name: measure(Path(config)) for name, config in (word.split("=", 1) for word in args.runs)}
+    found = {name: measure(Path(config), args.maps) for name, config in (word.split("=", 1) for word in args.runs)}
     table = Table()
     shown = ("psnr", "disparity_error_mean", "disparity_error_median", "points")
     for head in ("run", *shown):

@@ -1,4 +1,4 @@
-"""Points of a structure-from-motion reconstruction that views observe with known depth."""
+"""Points that views observe with known depth: those of a reconstruction, or pixels of depth maps."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Observations:
-    """Points of a reconstruction, and which of them a view, or each of several, observes.
+    """Points of known position, and which of them a view, or each of several, observes.
 
     Attributes:
         points: [P, 3] positions in the world; P is at least 1.

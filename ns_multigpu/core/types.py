@@ -33,7 +33,7 @@ class View:
         width, height: the image's size in pixels.
         index: the view's number in its capture; keys everything random that belongs to the view.
         time: the moment of a time-varying capture, in [0, 1].
-        observations: what it observes of a reconstruction, for a loss of depth; None if unused.
+        observations: points that it observes, for a loss of depth; None if unused.
     """
 
     viewmat: Tensor

@@ -24,7 +24,7 @@ class Only:
 
     Attributes:
         option: the other's name on the command line, with underscores and without leading dashes.
-        values: those with which the marked option has an effect; none if any value but the default None does.
+        values: those with which the marked option has an effect; none if any value but a default None or 0.0 does.
     """
 
     option: str
@@ -77,7 +77,7 @@ def _hide(kind: type, config: Any, asked: dict[str, str]) -> None:
 
 
 def _applies(mark: Only, value: str | None) -> bool:
-    return value in mark.values if mark.values else value not in (None, "None")
+    return value in mark.values if mark.values else value not in (None, "None", "0.0")
 
 
 def _value(config: Any, asked: dict[str, str], option: str) -> str | None:

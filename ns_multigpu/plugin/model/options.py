@@ -13,6 +13,7 @@ from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.primitives.registry import FIRST, PrimitiveName
 
 _CONVEX = Only("pipeline.model.primitive", "convex")
+_DEPTH = Only("pipeline.model.depth_loss")
 _FLAT = Only("pipeline.model.primitive", "2dgs")
 _MCMC = Only("pipeline.model.densifier", "mcmc")
 _FROM_FILE = Only("load_ply")
@@ -50,10 +51,15 @@ class SplatModelConfig(SplatfactoModelConfig):
     distortion_loss_start: Annotated[int, _FLAT] = 3000
     """With 2dgs, number of images seen before the depth distortion applies."""
     depth_loss: float = 0.0
-    """Weight of the loss by which the depth that is drawn, and that of COLMAP's points where a view observes them,
-    agree: of disparities, in units of the scene; 0 for none. The published weight is 0.01. It needs COLMAP's tracks."""
-    depth_loss_start: int = 0
+    """Weight of the loss by which the depth that is drawn agrees with the capture's depth maps, or else with COLMAP's
+    points where a view observes them: of disparities, in units of the scene; 0 for none. The published weight is 0.01.
+    It needs depth maps or COLMAP's tracks."""
+    depth_loss_start: Annotated[int, _DEPTH] = 0
     """Number of images seen before the depth loss applies."""
+    depth_maps: Annotated[Literal["metric", "relative", "inverse", "off"], _DEPTH] = "metric"
+    """Kind of the capture's depth maps (depth_file_path in transforms.json, or colmap's depths-path), for depth-loss:
+    "metric", in the capture's unit; "relative", up to scale, or "inverse", disparities up to scale and shift as
+    monocular estimators give, both fitted to COLMAP's points view by view; "off" takes those points alone."""
     exposure: exposures.Choice = "off"
     """Correction of each training view, for photographs of different exposure or white balance: "gain" trains a gain of
     each channel, "off" none, and "auto" trains them if the photographs differ. Held-out views and rendered images have

@@ -49,6 +49,7 @@ from ns_multigpu.plugin.launch.run_folder import (
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.batch_scaling import RateSchedule, ScalingChoice, scaling_rule
 from ns_multigpu.plugin.model.surfaces import check_primitive
+from ns_multigpu.plugin.train.depth_maps import needs_tracks
 from ns_multigpu.plugin.train.objective import Objective
 from ns_multigpu.plugin.train.recipe import Recipe, apply_recipe, recipe_lines
 from ns_multigpu.plugin.train.splats import SplatObjective
@@ -250,10 +251,9 @@ class RunConfig(TrainerConfig):
             InputError: something is wrong with it; lists all problems, one per line.
         """
         pipeline = cast(Any, self.pipeline)
-        tracks = getattr(pipeline.model, "depth_loss", 0.0) > 0  # nerfacto-xl has none
-        found = first_look(
-            pipeline.datamanager, pipeline.model, tracks=tracks, allow_unseen_points=self.allow_unseen_points
-        )
+        data, model = pipeline.datamanager, pipeline.model
+        tracks = needs_tracks(data, model)
+        found = first_look(data, model, tracks=tracks, allow_unseen_points=self.allow_unseen_points)
         for note in found.notes:
             CONSOLE.print(Text(f"Note: {note}.", "yellow"), soft_wrap=True)
         if found.problems:

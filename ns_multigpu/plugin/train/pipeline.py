@@ -24,7 +24,6 @@ from ns_multigpu.plugin.capture.checks import DIFFERENT, check_far_plane, differ
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.image_owners import image_owners_of, swapped_owners
-from ns_multigpu.plugin.capture.tracks import training_tracks
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kind
 from ns_multigpu.plugin.checkpoint.own_rows import SavedRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, learn_placement, load_points, shapes_in
@@ -44,6 +43,7 @@ from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.render.spiral import let_spirals_begin
 from ns_multigpu.plugin.train.capacity import choose_cap
+from ns_multigpu.plugin.train.depth_maps import training_observations
 from ns_multigpu.plugin.train.exposure_choice import choose_exposure
 from ns_multigpu.plugin.train.from_ply import begin_from_ply
 from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
@@ -196,7 +196,7 @@ class DistributedPipeline(RunPipeline):
         self.datamanager.check_capture()
         raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
         if config.model.depth_loss > 0:
-            tracks = training_tracks(self.datamanager, self.world)
+            tracks = training_observations(self.datamanager, config.model.depth_maps, self.world)
             self.observed = DeviceObservations(tracks, self.batch_size, self.world.device)
         sharded = not self.strategy.placement.replicated
         checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)

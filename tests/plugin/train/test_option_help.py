@@ -26,7 +26,7 @@ SPECS = {
         methods.nerfacto_xl,
     )
 }  # fmt: skip
-MOST = 48
+MOST = 47
 """Options of ours that a method may show."""
 
 
@@ -74,7 +74,7 @@ RUN = "eval-at-start max-num-images save-in-background save-fallback-dir save-re
 RATES = "recipe batch-scaling rates-at-end rates-fall-from"
 VIEWS = "pipeline.strategy pipeline.views-per-rank pipeline.views-per-step pipeline.level-steps"
 IMAGES = "pipeline.datamanager.image-memory-gb load-ply"
-MODEL = """primitive depth-loss depth-loss-start exposure optimizer-state far-plane radius-clip densifier
+MODEL = """primitive depth-loss exposure optimizer-state far-plane radius-clip densifier
     morton-order max-gs-num max-gaussians initial-opacity initial-scale"""
 SPLATS = f"{GUARDS} {RUN} {RATES} {VIEWS} {IMAGES} {' '.join('pipeline.model.' + name for name in MODEL.split())}"
 TILE = "pipeline.transport pipeline.wire pipeline.model.rebalance-above"
@@ -91,6 +91,7 @@ FROZEN = {
 ONLY = {
     "primitive 2dgs": "densify-grad-thresh-2dgs normal-loss normal-loss-start distortion-loss distortion-loss-start",
     "primitive convex": "densify-grad-thresh-convex cull-alpha-thresh-convex",
+    "depth-loss 0.01": "depth-loss-start depth-maps",
     "densifier mcmc": "gs-per-seed noise-lr mcmc-opacity-reg mcmc-scale-reg mcmc-min-opacity mcmc-picks",
 }
 """By the value that makes them apply, options of the model that are shown then."""

@@ -1,0 +1,387 @@
+"""Depth maps of training views, turned into observations for the depth loss.
+
+Pixels of each map become points of the world that its view alone observes. So the maps take the path of COLMAP's points
+through all steps (`core.step.depth_loss`). A pixel is lifted along its ray through the photograph's own lens.
+So maps are not resampled: their size may differ from the photograph's, and lenses and downscaling make no difference.
+"""
+
+import json
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import cv2
+import numpy as np
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
+from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from nerfstudio.data.utils.data_utils import get_image_mask_tensor_from_path
+from nerfstudio.utils.rich_utils import CONSOLE
+from numpy.typing import NDArray
+from scipy.interpolate import LinearNDInterpolator
+from scipy.spatial import KDTree
+from torch import Tensor
+
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.plugin.capture.checks import raise_together
+from ns_multigpu.plugin.capture.image_files import missing_file
+from ns_multigpu.plugin.capture.tracks import Tracks, scene_scale, training_tracks
+from ns_multigpu.plugin.launch.run_parts import run_parts
+
+OPTION = "--pipeline.model.depth-maps"
+Kind = Literal["metric", "relative", "inverse", "off"]
+"""Kind of maps: see the option."""
+Floats = NDArray[np.float64]
+
+SAMPLES = 2**14
+"""Largest number of a map's pixels that are compared."""
+_ALL_SAMPLES = 2**26
+"""Largest number of pixels of all maps: 1 GiB on each device."""
+_THREADS = 8
+_ASPECT = 0.02
+"""Largest relative difference between the aspects of a map and of its photograph."""
+_WRONG_UNIT, _OTHER_UNIT = 10.0, 1.5
+"""Factors between depths of maps and of seed points from which metric maps are refused, and noted."""
+_LEAST_POINTS = 20
+"""Smallest number of COLMAP's points in a map to which it is fitted."""
+_FAR = 1000.0
+"""Largest depth of a fitted map, in sizes of the scene."""
+_LOGS = np.arange(-160.5, 161) / 10
+"""Borders of the bins of logarithms of ratios of depths; one bin is around 0."""
+_SEEDS = 20_000
+"""Number of seed points that metric maps are compared with."""
+_HEADLINE = f"{OPTION}: {{count}} problem(s) with the capture's depth maps:"
+
+
+@dataclass(frozen=True)
+class MapSamples:
+    """Valid pixels of one view's map.
+
+    Attributes:
+        values: [n] the file's values, above 0.
+        pose: [3, 4] the camera's, OpenGL's axes, world units.
+        rays: [n, 3] from its position to z-depth 1 through each pixel's centre.
+        spacing: mean distance between neighbouring rays at z-depth 1.
+    """
+
+    values: Floats
+    pose: Floats
+    rays: Floats
+    spacing: float
+
+    @property
+    def places(self) -> Floats:
+        """Positions [n, 2] of the rays in the plane at z-depth 1, along the camera's axes."""
+        return self.rays @ self.pose[:, :2]
+
+    def project(self, points: Floats) -> tuple[Floats, Floats]:
+        """Return the places [k, 2] and z-depths [k] of those points [m, 3] that lie in front of the camera."""
+        seen = (points - self.pose[:, 3]) @ self.pose[:, :3]
+        seen = seen[seen[:, 2] < 0]
+        return -seen[:, :2] / seen[:, 2:], -seen[:, 2]
+
+    def nearest(self, places: Floats) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the distance of each place [k, 2] to the nearest sample, and that sample's row."""
+        off, rows = KDTree(self.places).query(places)
+        return np.asarray(off), np.asarray(rows)
+
+
+def needs_tracks(datamanager: Any, model: Any) -> bool:
+    """Return True if the depth loss is known, before the capture is read, to need COLMAP's tracks.
+
+    Args:
+        datamanager: the configuration of a datamanager. model: that of the model.
+    """
+    if getattr(model, "depth_loss", 0.0) <= 0:  # nerfacto-xl has none
+        return False
+    if model.depth_maps != "metric":
+        return True
+    parser = datamanager.dataparser
+    if isinstance(parser, ColmapDataParserConfig):
+        return parser.depths_path is None
+    if isinstance(parser, NerfstudioDataParserConfig):
+        data = Path(datamanager.data or parser.data)
+        path = data if data.suffix == ".json" else data / "transforms.json"
+        try:
+            return not any("depth_file_path" in frame for frame in json.loads(path.read_text("utf8"))["frames"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return True  # the first look reports it
+    return False
+
+
+def training_observations(datamanager: Any, kind: Kind, world: World) -> Tracks:
+    """Return the observations of the training views: of the capture's depth maps, else of COLMAP's points.
+
+    Args:
+        datamanager: a `DistributedDataManager`, its capture checked.
+        kind: of the maps.
+        world: the ranks. Every rank calls it; each reads a part of the maps.
+
+    Raises:
+        InputError: on every rank, with all problems of the maps, or of COLMAP's model where it is needed.
+    """
+    outputs = datamanager.train_dataparser_outputs
+    has_maps = bool(outputs.metadata.get("depth_filenames"))
+    if kind == "off" or (kind == "metric" and not has_maps):
+        return training_tracks(datamanager, world)
+    missing = [
+        "the capture has none: give depth_file_path for each frame of transforms.json, or --depths-path (behind "
+        f"colmap), or leave {OPTION} out"
+    ]
+    raise_together([] if has_maps else missing, world, _HEADLINE)
+    tracks = training_tracks(datamanager, world) if kind != "metric" else None
+    found = read_maps(outputs, kind, world, tracks)
+    run_parts().done("depth maps")
+    return found
+
+
+def read_maps(outputs: DataparserOutputs, kind: Kind, world: World, tracks: Tracks | None = None) -> Tracks:
+    """Read the depth maps of a split's views. Every rank calls it.
+
+    Args:
+        outputs: the dataparser's outputs of the split, with `depth_filenames` and `depth_unit_scale_factor`.
+        kind: of the maps. world: the ranks.
+        tracks: COLMAP's points that the views observe, to which maps that are not metric are fitted.
+
+    Raises:
+        InputError: on every rank, with all problems.
+    """
+    count = len(outputs.image_filenames)
+    mine = range(world.rank, count, world.size)
+    wanted = min(SAMPLES, _ALL_SAMPLES // count)
+    cameras = outputs.cameras.to("cpu")
+    scale = scene_scale(cameras.camera_to_worlds.double().numpy())
+    reader = _MapReader(outputs, cameras, wanted)
+    with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as pool:
+        warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # nerfstudio's rays
+        samples = dict(zip(mine, pool.map(reader.read, mine), strict=True))
+    problems = [value for value in samples.values() if isinstance(value, str)]
+    if scale == 0:
+        problems.append("all training views are taken from one place, so that the scene has no size: add views")
+    raise_together(problems, world, _HEADLINE)
+    unit = float(outputs.metadata["depth_unit_scale_factor"])
+    known = outputs.metadata.get("points3D_xyz")
+    seeds = np.zeros((0, 3)) if known is None else known.double().cpu().numpy()
+    seeds = seeds[:: max(1, len(seeds) // _SEEDS)]
+    ends = np.cumsum([0, *(tracks.counts if tracks else ())])
+    points: dict[int, Tensor] = {}
+    fits: list[Any] = []  # counts of `unit_counts`, or fitted scales
+    for index, some in samples.items():
+        assert isinstance(some, MapSamples)
+        if tracks is None:
+            depths = some.values * unit * float(outputs.dataparser_scale)
+            fits.append(unit_counts(some, depths, seeds))
+        else:
+            own = tracks.points[tracks.ids[int(ends[index]) : int(ends[index + 1])].long()]
+            depths, found = fitted_depths(some, own.double().numpy(), kind, _FAR * scale)
+            fits += [] if found is None else [found]
+        ahead = depths > 0
+        lifted = some.pose[:, 3] + some.rays[ahead] * depths[ahead, None]
+        points[index] = torch.from_numpy(lifted.astype(np.float32))
+    merged: dict[int, Tensor] = {}
+    for part in all_gather_objects(points, world):
+        merged.update(part)
+    parts = [merged[index] for index in range(count)]
+    fits = [fit for part in all_gather_objects(fits, world) for fit in part]
+    file = str(outputs.metadata["depth_filenames"][0])
+    problems = unit_problems(np.sum(fits, axis=0), file, unit) if tracks is None else _fit_problems(fits, file, kind)
+    raise_together(problems, world, _HEADLINE)
+    total, seen = sum(map(len, parts)), sum(len(part) > 0 for part in parts)
+    if not total:
+        raise_together([f"{file}: masks hide all depth of this map and all others"], world, _HEADLINE)
+    CONSOLE.print(f"Depth loss: {total:,} pixels of {seen} of {count} depth maps ({kind}).", soft_wrap=True)
+    return Tracks(torch.cat(parts), torch.arange(total, dtype=torch.int32), [len(part) for part in parts], scale)
+
+
+def fitted_depths(samples: MapSamples, points: Floats, kind: Kind, far: float) -> tuple[Floats, float | None]:
+    """Return the depths [n] of a map that is known up to a scale and shift of its disparities, and that scale.
+
+    Scale and shift minimise the sum of |scale disparity + shift - 1 / depth| over the points, which is the depth loss
+    of the map itself. Between samples their disparities are interpolated, which is exact on planes. Points farther from
+    a sample than the samples' spacing do not count.
+    The sum of absolute differences withstands outliers, as Ranftl et al. 2020 (section 5) ask of such an alignment.
+
+    Args:
+        samples: of the map. points: [k, 3] points that its view observes.
+        kind: "inverse" for disparities, "relative" for depths.
+        far: depth from which on a depth is 0, no observation.
+
+    Returns:
+        depths of 0, which are no observations, where the scale is not above 0; also, with None, if fewer than
+        `_LEAST_POINTS` points are in the map.
+    """
+    nothing = np.zeros(len(samples.values))
+    if len(samples.values) < _LEAST_POINTS:
+        return nothing, None
+    at, depths = samples.project(points)
+    x = samples.values if kind == "inverse" else 1 / samples.values
+    interpolated = LinearNDInterpolator(samples.places, x)(at)
+    near = (samples.nearest(at)[0] < samples.spacing) & np.isfinite(interpolated)
+    if near.sum() < _LEAST_POINTS:
+        return nothing, None
+    scale, shift = line_through(interpolated[near], 1 / depths[near])
+    disparities = scale * x + shift
+    ahead = (disparities > 1 / far) & (scale > 0)
+    return np.where(ahead, 1 / np.where(ahead, disparities, 1.0), 0.0), scale
+
+
+def line_through(x: Floats, y: Floats) -> tuple[float, float]:
+    """Return the scale and shift that minimise the sum of |scale x + shift - y|, by reweighted least squares."""
+    weights = np.ones_like(y)
+    slope, centre, height = 0.0, 0.0, 0.0
+    for _ in range(50):
+        centre, height = float(np.average(x, weights=weights)), float(np.average(y, weights=weights))
+        away = x - centre
+        slope = float((weights * away * (y - height)).sum()) / max(float((weights * away**2).sum()), 1e-300)
+        weights = 1 / np.maximum(np.abs(slope * away + height - y), 1e-4 * float(np.abs(y).mean()))
+    return slope, height - slope * centre
+
+
+def pixels_of(height: int, width: int, wanted: int, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return rows and columns of up to `wanted` pixels of a map; of all if there are no more.
+
+    Of each cell of a grid one pixel is drawn, by the view's number.
+    """
+    if height * width <= wanted:
+        rows, columns = np.divmod(np.arange(height * width), width)
+        return rows, columns
+    down = min(height, max(1, int((wanted * height / width) ** 0.5)))
+    across = min(width, wanted // down)
+    drawn = torch.rand(2, down, across, generator=keyed_generator("depth map", index), dtype=torch.float64).numpy()
+    tops, lefts = np.arange(down + 1) * height // down, np.arange(across + 1) * width // across
+    rows = tops[:-1, None] + (drawn[0] * np.diff(tops)[:, None]).astype(np.int64)
+    columns = lefts[None, :-1] + (drawn[1] * np.diff(lefts)).astype(np.int64)
+    return rows.reshape(-1), columns.reshape(-1)
+
+
+def read_map(path: Path) -> NDArray[np.float32]:
+    """Read a map [h, w]: float or integer numbers of a .npy file, or those of a picture of one channel.
+
+    Raises:
+        ValueError: the file is missing, unreadable or not of one channel.
+    """
+    if not path.exists():
+        raise ValueError(
+            f"{missing_file(path)}. Maps of any size will do, so a folder for a downscale factor may be a link to the "
+            "full one"
+        )
+    values: Any
+    try:
+        values = np.load(path) if path.suffix == ".npy" else cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+        values = None if values is None else np.squeeze(values).astype(np.float32)
+    except (ValueError, OSError, EOFError, TypeError, cv2.error) as error:
+        raise ValueError(f"{path}: it is no depth map that can be read ({error}): write it again") from error
+    if values is None or values.ndim != 2:
+        what = "is no picture" if values is None else f"has the shape {list(values.shape)}"
+        raise ValueError(f"{path}: it {what}: give one number for each pixel, as 16-bit png or float32 npy")
+    return values
+
+
+class _MapReader:
+    """Reader of the maps of a split's views.
+
+    Args:
+        outputs: the dataparser's. cameras: those of its photographs, with their lenses.
+        wanted: largest number of pixels of a map.
+    """
+
+    def __init__(self, outputs: DataparserOutputs, cameras: Cameras, wanted: int) -> None:
+        self._files: Sequence[Any] = outputs.metadata["depth_filenames"]
+        self._masks, self._cameras, self._wanted = outputs.mask_filenames, cameras, wanted
+
+    def read(self, index: int) -> MapSamples | str:
+        """Return the samples of a view's map, or its problem."""
+        try:
+            return self._read(index)
+        except ValueError as error:
+            return str(error)
+
+    def _read(self, index: int) -> MapSamples:
+        path = Path(self._files[index])
+        values, camera = read_map(path), self._cameras[index : index + 1]
+        (height, width), size = values.shape, (int(camera.width.item()), int(camera.height.item()))
+        if abs(width * size[1] / (height * size[0]) - 1) > _ASPECT + 1 / min(height, width):
+            raise ValueError(
+                f"{path}: it has {width}x{height} pixels and its photograph {size[0]}x{size[1]}: give a map of the "
+                "whole photograph, of any size but the same aspect"
+            )
+        valid = np.isfinite(values) & (values > 0)
+        if not valid.any():
+            raise ValueError(
+                f"{path}: it has no depth, as all of it is 0, negative, NaN or infinite: write it again, or leave out "
+                f"its view, or all maps by {OPTION} off"
+            )
+        rows, columns = pixels_of(height, width, self._wanted, index)
+        at = np.stack([(rows + 0.5) / height, (columns + 0.5) / width], axis=1)
+        kept = valid[rows, columns] & self._unmasked(index, at)
+        coords = torch.from_numpy(at * [size[1], size[0]]).float()
+        found = camera.generate_rays(torch.zeros(len(at), 1, dtype=torch.long), coords=coords)
+        pose, directions = camera.camera_to_worlds[0].double(), found.directions.double()
+        cosines = directions @ -pose[:, 2]
+        kept &= (cosines > 0.01).numpy()
+        rays = (directions / cosines[:, None]).numpy()[kept]
+        area = size[0] / float(camera.fx) * size[1] / float(camera.fy)
+        own = values[rows, columns][kept].astype(np.float64)
+        return MapSamples(own, pose.numpy(), rays, (area / len(at)) ** 0.5)
+
+    def _unmasked(self, index: int, at: Floats) -> NDArray[np.bool_]:
+        """Return which positions [n, 2], y and x as parts of the photograph's size, its mask keeps."""
+        if self._masks is None:
+            return np.ones(len(at), dtype=bool)
+        mask = get_image_mask_tensor_from_path(Path(self._masks[index]))[..., 0].numpy()
+        rows, columns = (at * mask.shape).astype(np.int64).T
+        return mask[rows, columns]
+
+
+def unit_counts(samples: MapSamples, depths: Floats, seeds: Floats) -> NDArray[np.int64]:
+    """Return the histogram of log(depth of a view's map / depth of a seed point in it), over `_LOGS`.
+
+    Hidden points spread over it. Visible ones have one value, which is the unit of the map in that of the capture.
+    """
+    if len(depths) == 0:
+        return np.zeros(len(_LOGS) - 1, np.int64)
+    at, far = samples.project(seeds)
+    off, rows = samples.nearest(at)
+    near = off < samples.spacing
+    return np.histogram(np.log(depths[rows[near]] / far[near]), _LOGS)[0]
+
+
+def unit_problems(counts: NDArray[np.int64], file: str, unit: float) -> list[str]:
+    """Compare the unit of metric maps with the capture's: return a line if it is wrong, print a note if it may be."""
+    if counts.sum() < _LEAST_POINTS:
+        return []
+    mode = int(counts.argmax())
+    ratio = float(np.exp((_LOGS[mode] + _LOGS[mode + 1]) / 2))
+    line = (
+        f"depths of the maps are about {ratio:.2g} times those of the capture's points. Maps in another unit take "
+        f"--depth-unit-scale-factor {unit / ratio:.2g} (behind the dataparser's name; now {unit:g}), maps known up to "
+        f"scale {OPTION} relative"
+    )
+    if not 1 / _WRONG_UNIT < ratio < _WRONG_UNIT:
+        return [f"{file}: {line}"]
+    if not 1 / _OTHER_UNIT < ratio < _OTHER_UNIT:
+        CONSOLE.print(f"[yellow]Note: {line}.", soft_wrap=True)
+    return []
+
+
+def _fit_problems(scales: Sequence[float], file: str, kind: Kind) -> list[str]:
+    """Return a line if no map was fitted, or if most of them fall where COLMAP's points rise."""
+    if not scales:
+        return [
+            f"{file}: this map and all others show fewer than {_LEAST_POINTS} of the points that COLMAP observes in "
+            f"their views, and cannot be fitted to them: give metric maps, or {OPTION} off"
+        ]
+    if 2 * sum(scale > 0 for scale in scales) <= len(scales):
+        what, other = ("larger", "relative") if kind == "inverse" else ("smaller", "inverse")
+        return [
+            f"{file}: in most maps, not only this one, {what} values lie farther away, so that they are not {kind}: "
+            f"give {OPTION} {other}"
+        ]
+    return []
