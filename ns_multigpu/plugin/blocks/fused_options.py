@@ -42,6 +42,8 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
     """Return whether steps are fused, and the reason if they are not."""
     if config.fused_steps == "never":
         return False, "--fused-steps never"
+    if config.fused_steps == "auto" and not _on_gpu(world):
+        return False, "on a CPU they are only with --fused-steps always"
     reason = obstacle(config, pipeline, optimizers)
     if reason is None and not _on_gpu(world) and backend() == "reference":
         reason = "this CPU has no compiled operators (no C++ compiler, or NS_MULTIGPU_OPS=reference)"
@@ -51,8 +53,6 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
                 f"--fused-steps always: steps cannot be fused, for {reason}. Change that, or use --fused-steps auto."
             )
         return True, ""
-    if not _on_gpu(world):
-        return False, reason or "on a CPU they are only with --fused-steps always"
     if reason is None and not kernels_serve(pipeline.model.means):
         reason = "gsplat's kernels serve instead of ours"
     return reason is None, reason or ""
