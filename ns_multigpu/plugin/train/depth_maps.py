@@ -24,7 +24,7 @@ from nerfstudio.data.utils.data_utils import get_image_mask_tensor_from_path
 from nerfstudio.utils.rich_utils import CONSOLE
 from numpy.typing import NDArray
 from scipy.interpolate import LinearNDInterpolator
-from scipy.spatial import KDTree
+from scipy.spatial import KDTree, QhullError
 from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import all_gather_objects
@@ -222,7 +222,10 @@ def fitted_depths(samples: MapSamples, points: Floats, kind: Kind, far: float) -
         return nothing, None
     at, depths = samples.project(points)
     x = samples.values if kind == "inverse" else 1 / samples.values
-    interpolated = LinearNDInterpolator(samples.places, x)(at)
+    try:
+        interpolated = LinearNDInterpolator(samples.places, x)(at)
+    except QhullError:  # all samples lie on one line, and no point lies between them
+        return nothing, None
     near = (samples.nearest(at)[0] < samples.spacing) & np.isfinite(interpolated)
     if near.sum() < _LEAST_POINTS:
         return nothing, None

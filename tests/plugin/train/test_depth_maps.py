@@ -151,6 +151,8 @@ def test_maps_up_to_scale_are_fitted_to_points(kind: Any) -> None:
     there = POSE[:, 3] + rays[(np.abs(x) < 0.4) & (np.abs(y) < 0.4)] * 4
     around = replace(samples, values=values[~hole], rays=rays[~hole])
     assert len(there) > 50 and fitted_depths(around, there, kind, 100.0)[1] is None, "in a hole"
+    line = replace(samples, values=values[:40], rays=rays[:40])  # of one row
+    assert fitted_depths(line, points, kind, 100.0)[1] is None, "on a line"
     assert line_through(np.linspace(0, 4, 5), np.linspace(-3, 5, 5)) == pytest.approx((2, -3))
 
 
