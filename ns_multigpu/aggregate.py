@@ -6,8 +6,8 @@
     aggregate.use(gpus=[0, 1])                      # or: these, before the first tensor
     aggregate.use(host_members=2)                   # or: two pretended GPUs in host memory, for tests
 
-A tensor is one range of addresses that all members can access; each member holds an even share. An operator is torch's
-own, called by each member for its share of the result. docs/methods/aggregate.md lists what is split.
+A tensor is one range of addresses that all members can access; each member holds an even shard. An operator is torch's
+own, called by each member for its shard of the result. docs/methods/aggregate.md lists what is split.
 
 Importing this module registers the device, and the module itself as `torch.multigpu`.
 """
@@ -128,6 +128,6 @@ _library = Library("multigpu", "IMPL")
 _library.impl("use_all", use, "CompositeExplicitAutograd")
 
 
-def shares(tensor: Tensor) -> list[int]:
+def shards(tensor: Tensor) -> list[int]:
     """Return the bytes of a tensor's storage on each member."""
-    return _ops.shares(tensor)
+    return _ops.shards(tensor)

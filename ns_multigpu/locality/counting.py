@@ -33,7 +33,7 @@ class PatchCounter:
         self._boxes = torch.cat([(lower + upper) / 2, (upper - lower) / 2], dim=1).T.contiguous()
 
     def by_group(self, views: Sequence[View]) -> Any:
-        """Return the points [V, C] of each group that whole views show, as csr of int64 without zeros."""
+        """Return the points [V, C] of each group that views show, as csr of int64 without zeros."""
         groups = self._boxes.shape[1]
         labels, step = torch.arange(groups), max(1, _AT_ONCE // groups)
         parts = [

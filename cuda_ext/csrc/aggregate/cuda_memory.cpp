@@ -42,40 +42,40 @@ struct CudaMemory final : Memory {
 
   size_t granularity() const override { return unit; }
 
-  void* map(size_t share) override {
+  void* map(size_t shard) override {
     CUdeviceptr base = 0;
-    check(DRIVER(cuMemAddressReserve)(&base, share * gpus.size(), unit, 0, 0), "reserve addresses");
+    check(DRIVER(cuMemAddressReserve)(&base, shard * gpus.size(), unit, 0, 0), "reserve addresses");
     size_t mapped = 0;
     CUresult status = CUDA_SUCCESS;
     for (; mapped < gpus.size() && status == CUDA_SUCCESS; mapped += status == CUDA_SUCCESS) {
       const CUmemAllocationProp wanted = property(gpus[mapped]);
       CUmemGenericAllocationHandle handle = 0;
-      status = DRIVER(cuMemCreate)(&handle, share, &wanted, 0);
+      status = DRIVER(cuMemCreate)(&handle, shard, &wanted, 0);
       if (status == CUDA_SUCCESS) {
-        status = DRIVER(cuMemMap)(base + mapped * share, share, 0, handle, 0);
+        status = DRIVER(cuMemMap)(base + mapped * shard, shard, 0, handle, 0);
         DRIVER(cuMemRelease)(handle); // the mapping keeps the memory
       }
     }
     std::vector<CUmemAccessDesc> access;
     for (int gpu : gpus) access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, gpu}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
     if (status == CUDA_SUCCESS) {
-      status = DRIVER(cuMemSetAccess)(base, share * gpus.size(), access.data(), access.size());
+      status = DRIVER(cuMemSetAccess)(base, shard * gpus.size(), access.data(), access.size());
     }
     if (status != CUDA_SUCCESS) {
-      for (size_t member = 0; member < mapped; ++member) DRIVER(cuMemUnmap)(base + member * share, share);
-      DRIVER(cuMemAddressFree)(base, share * gpus.size());
+      for (size_t member = 0; member < mapped; ++member) DRIVER(cuMemUnmap)(base + member * shard, shard);
+      DRIVER(cuMemAddressFree)(base, shard * gpus.size());
       if (status != CUDA_ERROR_OUT_OF_MEMORY) check(status, "map memory of several GPUs into one range");
       return nullptr;
     }
     return reinterpret_cast<void*>(base);
   }
 
-  void unmap(void* start, size_t share) override {
+  void unmap(void* start, size_t shard) override {
     const auto base = reinterpret_cast<CUdeviceptr>(start);
     for (size_t member = 0; member < gpus.size(); ++member) {
-      check(DRIVER(cuMemUnmap)(base + member * share, share), "unmap memory");
+      check(DRIVER(cuMemUnmap)(base + member * shard, shard), "unmap memory");
     }
-    check(DRIVER(cuMemAddressFree)(base, share * gpus.size()), "free addresses");
+    check(DRIVER(cuMemAddressFree)(base, shard * gpus.size()), "free addresses");
   }
 
   static CUmemAllocationProp property(int gpu) {

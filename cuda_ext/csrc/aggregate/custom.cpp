@@ -39,9 +39,9 @@ bool cumsum(const Operator&, const Stack& arguments, Stack& results) {
   const auto parts = parts_of(self.numel());
   const Tensor totals = aggregate_empty({static_cast<int64_t>(parts.size())}, out, out.scalar_type());
   on_each(parts, [&](const Part& part) {
-    Tensor share = plain(out, part.member, 0, part.begin, part.length);
-    at::cumsum_out(share, plain(self, part.member, 0, part.begin, part.length), 0, out.scalar_type());
-    plain(totals, part.member, 0, part.member, 1).copy_(share.narrow(0, part.length - 1, 1));
+    Tensor shard = plain(out, part.member, 0, part.begin, part.length);
+    at::cumsum_out(shard, plain(self, part.member, 0, part.begin, part.length), 0, out.scalar_type());
+    plain(totals, part.member, 0, part.member, 1).copy_(shard.narrow(0, part.length - 1, 1));
   });
   on_each(parts, [&](const Part& part) {
     if (part.member > 0) {
@@ -53,7 +53,7 @@ bool cumsum(const Operator&, const Stack& arguments, Stack& results) {
   return true;
 }
 
-// A share of the reversed rows is the reversed share at the other end.
+// A shard of the reversed rows is the reversed shard at the other end.
 bool flip(const Operator&, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), out = at::empty(self.sizes(), self.options());
   on_each(parts_of(self.size(0)), [&](const Part& part) {
@@ -84,7 +84,7 @@ Tensor sort_keys(const Tensor& sorted, bool descending) {
   return descending ? at::bitwise_not(keys.to(type)) : keys.to(type);
 }
 
-// Members sort their shares, then merge: a row's place is the number of rows before it in every share.
+// Members sort their shards, then merge: a row's place is the number of rows before it in every shard.
 bool sort(const Operator&, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), values = arguments[4].toTensor(), indices = arguments[5].toTensor();
   if (self.dim() != 1 || self.is_complex()) return false;
@@ -115,7 +115,7 @@ bool sort(const Operator&, const Stack& arguments, Stack& results) {
   return true;
 }
 
-// The first of the shares' best rows: argmax and argmin of all elements.
+// The first of the shards' best rows: argmax and argmin of all elements.
 bool arg_best(const Operator& op, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), out = arguments.back().toTensor();
   if (!self.is_contiguous()) return false;
@@ -131,8 +131,8 @@ bool arg_best(const Operator& op, const Stack& arguments, Stack& results) {
     return place.view({1});
   };
   on_each(parts, [&](const Part& part) {
-    const Tensor share = plain(flat, part.member, 0, part.begin, part.length), place = arg(share);
-    plain(best, part.member, 0, part.member, 1).copy_(share.index_select(0, place));
+    const Tensor shard = plain(flat, part.member, 0, part.begin, part.length), place = arg(shard);
+    plain(best, part.member, 0, part.member, 1).copy_(shard.index_select(0, place));
     plain(places, part.member, 0, part.member, 1).copy_(place.add(part.begin));
   });
   c10::DeviceGuard guard(device(0));
@@ -210,7 +210,7 @@ bool index(const Operator& op, const Stack& arguments, Stack& results) {
   Stack changed = arguments;
   changed[1] = c10::List<std::optional<Tensor>>(indices);
   // The rows of the result are those of the indices if the first dimension is indexed, else those of self.
-  call_shares(op, changed, indices[0] ? ".s0" : "0.0", "0", {indices[0] ? -dims : 0, out.size(0)}, -1, results);
+  call_shards(op, changed, indices[0] ? ".s0" : "0.0", "0", {indices[0] ? -dims : 0, out.size(0)}, -1, results);
   return true;
 }
 
@@ -221,7 +221,7 @@ bool index_put(const Operator& op, const Stack& arguments, Stack& results) {
   if (static_cast<int64_t>(indices.size()) >= self.dim()) return false;
   Stack changed = arguments;
   changed[1] = c10::List<std::optional<Tensor>>(indices);
-  call_shares(op, changed, "s.s", "s", {-1, self.size(-1)}, -1, results);
+  call_shards(op, changed, "s.s", "s", {-1, self.size(-1)}, -1, results);
   return true;
 }
 
@@ -229,7 +229,7 @@ bool index_select(const Operator& op, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), index = arguments[2].toTensor();
   const bool rows = self.dim() < 2 || arguments[1].toInt() % self.dim() == 0;
   if (self.dim() == 0 || index.dim() == 0) return false;
-  call_shares(op, arguments, rows ? ".0" : "0.", "0", {0, rows ? index.size(0) : self.size(0)}, -1, results);
+  call_shards(op, arguments, rows ? ".0" : "0.", "0", {0, rows ? index.size(0) : self.size(0)}, -1, results);
   return true;
 }
 
@@ -237,7 +237,7 @@ bool gather(const Operator& op, const Stack& arguments, Stack& results) {
   const Tensor self = arguments[0].toTensor(), index = arguments[2].toTensor();
   const bool rows = self.dim() < 2 || arguments[1].toInt() % self.dim() == 0;
   if (index.dim() == 0 || (!rows && self.size(0) != index.size(0))) return false;
-  call_shares(op, arguments, rows ? ".00" : "000", "0", {0, index.size(0)}, -1, results);
+  call_shards(op, arguments, rows ? ".00" : "000", "0", {0, index.size(0)}, -1, results);
   return true;
 }
 
@@ -247,7 +247,7 @@ bool convolution(const Operator&, const Stack& arguments, Stack& results) {
     call_alone(plain_one, arguments, results);
     return true;
   }
-  call_shares(plain_one, arguments, "0..", "0", {0, arguments[0].toTensor().size(0)}, -1, results);
+  call_shards(plain_one, arguments, "0..", "0", {0, arguments[0].toTensor().size(0)}, -1, results);
   return true;
 }
 
@@ -261,7 +261,7 @@ bool convolution_backward(const Operator&, const Stack& arguments, Stack& result
     call_alone(plain_one, changed, results);
     return true;
   }
-  call_shares(plain_one, changed, "00.", "0++", {0, arguments[0].toTensor().size(0)}, -1, results);
+  call_shards(plain_one, changed, "00.", "0++", {0, arguments[0].toTensor().size(0)}, -1, results);
   return true;
 }
 
@@ -269,11 +269,11 @@ bool layer_norm(const Operator& op, const Stack& arguments, Stack& results) {
   const bool backward = arguments.size() > 5;
   const Tensor input = arguments[backward].toTensor();
   if (static_cast<int64_t>(arguments[backward ? 2 : 1].toIntVector().size()) == input.dim()) return false;
-  call_shares(op, arguments, backward ? "0000.." : "0..", backward ? "0++" : "000", {0, input.size(0)}, -1, results);
+  call_shards(op, arguments, backward ? "0000.." : "0..", backward ? "0++" : "000", {0, input.size(0)}, -1, results);
   return true;
 }
 
-// Updates shares of the flattened parameters, all of them in one call for each member.
+// Updates shards of the flattened parameters, all of them in one call for each member.
 bool fused_adam(const Operator& op, const Stack& arguments, Stack& results) {
   (void)results;
   const auto parameters = arguments[0].toTensorVector();
@@ -294,16 +294,16 @@ bool fused_adam(const Operator& op, const Stack& arguments, Stack& results) {
       mine.push_back(has ? parts[member] : Part{member, 0, alone ? parameter.numel() : 0});
     }
     for (int k = 0; k < 6; ++k) {
-      c10::List<Tensor> shares;
+      c10::List<Tensor> shards;
       const auto list = arguments[k].toTensorVector();
       for (size_t i = 0; i < list.size(); ++i) {
         if (mine[i].length > 0) {
-          shares.push_back(
+          shards.push_back(
               k == 5 ? list[i]
                      : list[i].as_strided({list[i].numel()}, {1}).narrow(0, mine[i].begin, mine[i].length));
         }
       }
-      changed[k] = shares;
+      changed[k] = shards;
     }
     if (changed[0].toTensorVector().empty()) continue;
     call_member(op, changed, "", {0, 0}, {member, 0, 0});

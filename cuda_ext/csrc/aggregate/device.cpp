@@ -107,8 +107,8 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
   return to;
 }
 
-std::vector<int64_t> shares_of(const Tensor& tensor) {
-  return shares(tensor.storage().data(), tensor.storage().nbytes());
+std::vector<int64_t> shards_of(const Tensor& tensor) {
+  return shards(tensor.storage().data(), tensor.storage().nbytes());
 }
 
 void start_members(at::IntArrayRef gpus, int64_t host_members, int64_t host_bytes, int64_t small) {
@@ -128,7 +128,7 @@ void start_members(at::IntArrayRef gpus, int64_t host_members, int64_t host_byte
 TORCH_LIBRARY(multigpu, m) {
   m.def("start(int[] gpus, int host_members, int host_bytes, int small) -> ()", &aggregate::start_members);
   m.def("use_all() -> ()");
-  m.def("shares(Tensor tensor) -> int[]", &aggregate::shares_of);
+  m.def("shards(Tensor tensor) -> int[]", &aggregate::shards_of);
   m.def("calls() -> int[]", [] { return aggregate::calls(); });
   m.def("memory() -> int[]", &aggregate::memory_stats);
   m.def("empty_cache() -> ()", &aggregate::empty_cache);
@@ -155,7 +155,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
-  // torch composes these of others; on shares its own kernels are faster.
+  // torch composes these of others; on shards its own kernels are faster.
   for (const char* name :
        {"convolution_overrideable", "convolution_backward_overrideable", "native_group_norm", "native_layer_norm"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&aggregate::fallback>());

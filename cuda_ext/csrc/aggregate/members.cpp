@@ -20,15 +20,15 @@ namespace {
 struct HostMemory final : Memory {
   HostMemory(int members, size_t limit) : members(members), limit(limit) {}
   size_t granularity() const override { return 64; }
-  void* map(size_t share) override {
-    if (share > limit - used) return nullptr;
-    void* base = std::aligned_alloc(64, share * members);
-    used += base ? share : 0;
+  void* map(size_t shard) override {
+    if (shard > limit - used) return nullptr;
+    void* base = std::aligned_alloc(64, shard * members);
+    used += base ? shard : 0;
     return base;
   }
-  void unmap(void* base, size_t share) override {
+  void unmap(void* base, size_t shard) override {
     std::free(base);
-    used -= share;
+    used -= shard;
   }
   size_t members, limit, used = 0;
 };
@@ -39,8 +39,8 @@ struct State {
   std::unique_ptr<Memory> memory;
   size_t small = 0;
   std::mutex mutex; // of all below
-  std::multimap<size_t, void*> cached; // by share
-  std::unordered_map<void*, size_t> used; // share
+  std::multimap<size_t, void*> cached; // by shard
+  std::unordered_map<void*, size_t> used; // shard
   size_t used_bytes = 0, cached_bytes = 0, small_tensors = 0; // bytes on each member
   std::vector<c10::Event> events;
 };
@@ -59,27 +59,27 @@ State& started() {
 }
 
 void release_cached(State& all) {
-  for (auto [share, base] : all.cached) all.memory->unmap(base, share);
+  for (auto [shard, base] : all.cached) all.memory->unmap(base, shard);
   all.cached.clear();
   all.cached_bytes = 0;
 }
 
 void* take(State& all, size_t bytes) {
   const size_t members = all.members.size(), unit = all.memory->granularity();
-  const size_t share = ((bytes + members - 1) / members + unit - 1) / unit * unit;
+  const size_t shard = ((bytes + members - 1) / members + unit - 1) / unit * unit;
   std::lock_guard lock(all.mutex);
-  auto found = all.cached.lower_bound(share);
+  auto found = all.cached.lower_bound(shard);
   void* base = nullptr;
-  size_t taken = share;
-  if (found != all.cached.end() && found->first <= share + share / 8) {
+  size_t taken = shard;
+  if (found != all.cached.end() && found->first <= shard + shard / 8) {
     taken = found->first;
     base = found->second;
     all.cached.erase(found);
     all.cached_bytes -= taken;
-  } else if (!(base = all.memory->map(share)) && !all.cached.empty()) {
+  } else if (!(base = all.memory->map(shard)) && !all.cached.empty()) {
     synchronize(); // members may still read what was freed
     release_cached(all);
-    base = all.memory->map(share);
+    base = all.memory->map(shard);
   }
   TORCH_CHECK_WITH(
       OutOfMemoryError, base, "multigpu out of memory. Tried to allocate ", bytes, " bytes over ", members,
@@ -210,15 +210,15 @@ std::vector<int64_t> memory_stats() {
   return {static_cast<int64_t>(all.used_bytes), static_cast<int64_t>(all.cached_bytes)};
 }
 
-std::vector<int64_t> shares(const void* base, size_t bytes) {
+std::vector<int64_t> shards(const void* base, size_t bytes) {
   State& all = started();
   std::lock_guard lock(all.mutex);
   const auto found = all.used.find(const_cast<void*>(base));
-  const size_t share = found == all.used.end() ? bytes : found->second;
+  const size_t shard = found == all.used.end() ? bytes : found->second;
   std::vector<int64_t> held;
   for (size_t member = 0; member < all.members.size(); ++member) {
-    held.push_back(static_cast<int64_t>(std::min(share, bytes)));
-    bytes -= std::min(share, bytes);
+    held.push_back(static_cast<int64_t>(std::min(shard, bytes)));
+    bytes -= std::min(shard, bytes);
   }
   return held;
 }

@@ -1,4 +1,4 @@
-// The members of the aggregate device: GPUs, or pretended ones in host memory, and the memory that they share.
+// The members of the aggregate device: GPUs, or pretended ones in host memory, and the memory that they all address.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -10,14 +10,14 @@
 
 namespace aggregate {
 
-// Memory that all members can address: one virtual range of equal shares, each on its own member.
+// Memory that all members can address: one virtual range of equal shards, each on its own member.
 struct Memory {
   virtual ~Memory() = default;
   // Shares are multiples of this number of bytes.
   virtual size_t granularity() const = 0;
-  // Returns a range with `share` bytes on each member, or nullptr if a member lacks memory.
-  virtual void* map(size_t share) = 0;
-  virtual void unmap(void* base, size_t share) = 0;
+  // Returns a range with `shard` bytes on each member, or nullptr if a member lacks memory.
+  virtual void* map(size_t shard) = 0;
+  virtual void unmap(void* base, size_t shard) = 0;
 };
 
 // Host memory of `members` pretended GPUs with `limit` bytes each.
@@ -52,6 +52,6 @@ void empty_cache();
 // Bytes of tensors and of unused blocks, on each member.
 std::vector<int64_t> memory_stats();
 // Bytes on each member of a storage: all on the first if it is small.
-std::vector<int64_t> shares(const void* base, size_t bytes);
+std::vector<int64_t> shards(const void* base, size_t bytes);
 
 } // namespace aggregate

@@ -13,7 +13,7 @@ namespace aggregate {
 namespace {
 
 enum class Kind {
-  kPointwise, // shares of the result's largest stride, inputs broadcast
+  kPointwise, // shards of the result's largest stride, inputs broadcast
   kFixed, // the letters say which dimension
   kKept, // the first or last dimension that "dim" does not name; else `custom`, or reduce_all
   kCustom,
@@ -208,7 +208,7 @@ bool pointwise(const Plan& plan, const Stack& arguments, Stack& results) {
     best = best < 0 || rank(k) > rank(best) ? k : best;
   }
   if (best < 0) return false;
-  call_shares(op, arguments, plan.rule.letters, plan.rule.outs, {best - dims, sizes[best]}, -1, results);
+  call_shards(op, arguments, plan.rule.letters, plan.rule.outs, {best - dims, sizes[best]}, -1, results);
   return true;
 }
 
@@ -222,7 +222,7 @@ bool fixed(const Plan& plan, const Stack& arguments, Stack& results) {
     cut.size = dim >= 0 ? std::max(cut.size, tensor.size(dim)) : cut.size;
   });
   if (!enough || cut.size == 0) return false;
-  call_shares(plan.op, arguments, plan.rule.letters, plan.rule.outs, cut, plan.rule.rows, results);
+  call_shards(plan.op, arguments, plan.rule.letters, plan.rule.outs, cut, plan.rule.rows, results);
   return true;
 }
 
@@ -267,7 +267,7 @@ bool kept(const Plan& plan, const Stack& arguments, Stack& results) {
     }
   });
   if (!equal) return false;
-  call_shares(op, arguments, letters, outs, cut, -1, results);
+  call_shards(op, arguments, letters, outs, cut, -1, results);
   return true;
 }
 

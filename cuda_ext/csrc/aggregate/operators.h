@@ -1,7 +1,7 @@
 // How operators are split over the members: a table of rules, and what no rule can say.
 #pragma once
 
-#include "shares.h"
+#include "shards.h"
 
 namespace aggregate {
 
@@ -11,18 +11,18 @@ using Custom = bool (*)(const Operator& op, const Stack& arguments, Stack& resul
 // The custom function of an operator, or nullptr.
 Custom custom(const std::string& name);
 
-// Splats: points by share, tiles by member.
+// Splats: points by shard, tiles by member.
 bool project_backward(const Operator& op, const Stack& arguments, Stack& results);
 bool sh_colors_backward(const Operator& op, const Stack& arguments, Stack& results);
 bool rasterize(const Operator& op, const Stack& arguments, Stack& results);
 bool rasterize_backward(const Operator& op, const Stack& arguments, Stack& results);
 
-// Reduces shares to partial results and those to the result: the operator of its own results, such as a maximum.
+// Reduces shards to partial results and those to the result: the operator of its own results, such as a maximum.
 bool reduce_all(const Operator& op, const Stack& arguments, Stack& results);
 
 void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack);
 
-// Copies with broadcasting and conversion, each member its share; from or to one device, that device.
+// Copies with broadcasting and conversion, each member its shard; from or to one device, that device.
 void copy_tensor(const Tensor& from, const Tensor& to);
 
 // The bytes of the largest tensor, scalars left out.

@@ -1,4 +1,4 @@
-// The operators of splats: gradients of points by share, pixels by rows of tiles.
+// The operators of splats: gradients of points by shard, pixels by rows of tiles.
 #include "operators.h"
 
 #include <ATen/ops/cat.h>
@@ -8,7 +8,7 @@
 namespace aggregate {
 namespace {
 
-// Calls `op` for each member's share of the points and the rows that name them. `letters` as of call_shares, and 'r':
+// Calls `op` for each member's shard of the points and the rows that name them. `letters` as of call_shards, and 'r':
 // rows, of which a member gets those of its points first, and padding behind. The host learns no count.
 bool by_points(
     const Operator& op, const Stack& arguments, std::string letters, const std::string& outs, size_t point_ids,
@@ -135,11 +135,11 @@ bool rasterize_backward(const Operator& op, const Stack& arguments, Stack& resul
   Stack changed = arguments;
   changed[kLast] = shifted(arguments[kLast].toTensor(), parts, bands, offsets, -1);
   const Change of_band = of_bands(parts, bands, offsets);
-  const auto change = [&](Stack& shares, size_t i) {
-    of_band(shares, i);
-    Stack again(shares.begin(), shares.begin() + kTileSize + 1);
+  const auto change = [&](Stack& shards, size_t i) {
+    of_band(shards, i);
+    Stack again(shards.begin(), shards.begin() + kTileSize + 1);
     again.insert(again.end(), {c10::IValue(), false});
-    shares[kState] = call_member(forward, again, "", {0, 0}, parts[i])[3];
+    shards[kState] = call_member(forward, again, "", {0, 0}, parts[i])[3];
   };
   call_parts(op, changed, "......00.000", "+++++", pixels, -1, parts, change, results);
   return true;

@@ -88,7 +88,7 @@ def band_loss_into(
         out, alpha, background, target, inner, v_l1, v_ssim: as `band_loss`'s.
         offset, scale: `offset + scale * (v_l1 * l1 + v_ssim * ssim)` is added to `loss`, which is [].
         rgb, v_out, v_alpha: as `BandLoss`'s; written, all of them. They must be contiguous, as must `last`.
-        last: [h w] int32, `rasterize`'s: set to -1 beyond the own pixels, where the way back then looks at nothing.
+        last: [h w] int32, `rasterize`'s: set to -1 beyond the own pixels, where backward then skips pixels.
 
     Raises:
         TypeError, ValueError, NativeBuildError: as `band_loss`.
@@ -172,7 +172,7 @@ def rectangle_loss(
 
 
 def skip_halo(last: Tensor, inner: Sequence[int], shape: Sequence[int]) -> None:
-    """Set `last` [h w], `rasterize`'s, to -1 beyond the own pixels, where the way back then looks at nothing.
+    """Set `last` [h w], `rasterize`'s, to -1 beyond the own pixels, where backward then skips pixels.
 
     Args:
         inner: as `band_loss`'s. shape: (h, w, ...).

@@ -15,10 +15,10 @@ Use = Callable[..., None]
 MIB = 2**20
 
 
-def test_a_tensor_has_an_even_share_on_each_member(use: Use) -> None:
+def test_a_tensor_has_an_even_shard_on_each_member(use: Use) -> None:
     use(3, small_bytes=1024)
-    assert aggregate.shares(torch.ones(3000, device="multigpu")) == [4032, 4032, 3936]
-    assert aggregate.shares(torch.ones(100, device="multigpu")) == [400, 0, 0]
+    assert aggregate.shards(torch.ones(3000, device="multigpu")) == [4032, 4032, 3936]
+    assert aggregate.shards(torch.ones(100, device="multigpu")) == [400, 0, 0]
     before = aggregate.calls()
     large = torch.ones(3000, device="multigpu") + 1
     assert [now - then for now, then in zip(aggregate.calls(), before, strict=True)] == [2, 2, 2]

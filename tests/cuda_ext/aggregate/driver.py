@@ -66,8 +66,8 @@ def test_ranges_over_two_gpus(tmp_path: Path) -> None:
         return list((ctypes.c_long * size).in_dll(driver, name))
 
     torch.ops.multigpu.start([0, 1], 0, 0, 1024)
-    one = torch.empty(3 * MIB // 4, device="multigpu")  # 3 MiB: shares of 2 MiB
-    assert aggregate.shares(one) == [2 * MIB, MIB] and one.data_ptr() >= 2**40
+    one = torch.empty(3 * MIB // 4, device="multigpu")  # 3 MiB: shards of 2 MiB
+    assert aggregate.shards(one) == [2 * MIB, MIB] and one.data_ptr() >= 2**40
     assert count("created", 2) == [2 * MIB] * 2 and count("mapped") == count("reserved") == [4 * MIB]
     assert count("opened") == [8 * MIB]  # the range for both GPUs
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1048576 bytes over 2 members"):

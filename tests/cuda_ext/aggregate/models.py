@@ -45,7 +45,7 @@ def drawn(device: str) -> list[Tensor]:
 @pytest.mark.parametrize("members", [1, 2, 3])
 @pytest.mark.parametrize("operators", ["native", "reference"])
 def test_splats_equal_single(use: Use, members: int, operators: str) -> None:
-    """Compiled operators on each member, points by share and tiles by member; and plain torch."""
+    """Compiled operators on each member, points by shard and tiles by member; and plain torch."""
     expected = drawn("cpu")
     use(members, small_bytes=1024)
     with cuda_ext.use_reference() if operators == "reference" else nullcontext():

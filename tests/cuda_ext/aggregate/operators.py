@@ -1,4 +1,4 @@
-"""Operators on the aggregate device equal those on the CPU for any number of members, and each computes its share."""
+"""Operators on the aggregate device equal those on the CPU for any number of members, and each computes its shard."""
 
 import warnings
 from collections.abc import Callable

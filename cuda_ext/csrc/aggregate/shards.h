@@ -1,4 +1,4 @@
-// Calls torch's own kernels on shares of tensors: each member's call sees plain tensors of that member.
+// Calls torch's own kernels on shards of tensors: each member's call sees plain tensors of that member.
 #pragma once
 
 #include "members.h"
@@ -57,7 +57,7 @@ Tensor empty_like_sizes(const Tensor& plain, at::IntArrayRef sizes);
 // Calls an operator on the first member alone.
 void call_alone(const Operator& op, const Stack& arguments, Stack& results);
 // Calls `op` once for each part of the cut. `rows`: an argument that repeats the number of rows, or -1.
-void call_shares(
+void call_shards(
     const Operator& op, const Stack& arguments, const std::string& letters, const std::string& outs, Cut cut, int rows,
     Stack& results);
 // The same for given parts; `change` adapts the arguments of the k-th.
@@ -65,7 +65,7 @@ using Change = std::function<void(Stack& arguments, size_t k)>;
 void call_parts(
     const Operator& op, const Stack& arguments, const std::string& letters, const std::string& outs, Cut cut, int rows,
     const std::vector<Part>& parts, const Change& change, Stack& results);
-// Calls `op` for one member, on its share if a part is given, and returns the results.
+// Calls `op` for one member, on its shard if a part is given, and returns the results.
 Stack call_member(
     const Operator& op, const Stack& arguments, const std::string& letters, const Cut& cut, const Part& part,
     int rows = -1);

@@ -1,4 +1,4 @@
-#include "shares.h"
+#include "shards.h"
 
 #include <ATen/native/Resize.h>
 #include <ATen/ops/empty.h>
@@ -58,10 +58,10 @@ Operator::Operator(const c10::OperatorHandle& handle) : handle(handle) {
 
 std::vector<Part> parts_of(int64_t size) {
   const int members = count();
-  const int64_t share = (size + members - 1) / members;
+  const int64_t shard = (size + members - 1) / members;
   std::vector<Part> parts;
-  for (int member = 0; member < members && member * share < size; ++member) {
-    parts.push_back({member, member * share, std::min(share, size - member * share)});
+  for (int member = 0; member < members && member * shard < size; ++member) {
+    parts.push_back({member, member * shard, std::min(shard, size - member * shard)});
   }
   return parts;
 }
@@ -114,11 +114,11 @@ Stack call_member(
   for (size_t k = 0; k < arguments.size(); ++k) {
     const auto& value = arguments[k];
     const char letter = op.is_tensor(k) && !letters.empty() ? letters.at(op.letter_of[k]) : '.';
-    const auto share = [&](const Tensor& tensor) {
+    const auto shard = [&](const Tensor& tensor) {
       return plain(tensor, part.member, split_dim(letter, cut, tensor), part.begin, part.length);
     };
     if (value.isTensor()) {
-      Tensor tensor = share(value.toTensor());
+      Tensor tensor = shard(value.toTensor());
       const auto* alias = op.handle.schema().arguments()[k].alias_info();
       if (op.stages && !tensor.is_contiguous() && std::find(op.outs.begin(), op.outs.end(), k) != op.outs.end()) {
         c10::DeviceGuard guard(device(part.member));
@@ -131,12 +131,12 @@ Stack call_member(
       stack.emplace_back(std::move(tensor));
     } else if (value.isTensorList()) {
       c10::List<Tensor> list;
-      for (const Tensor& tensor : value.toTensorVector()) list.push_back(share(tensor));
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(shard(tensor));
       stack.emplace_back(std::move(list));
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
       for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-        list.push_back(tensor ? std::optional(share(*tensor)) : std::nullopt);
+        list.push_back(tensor ? std::optional(shard(*tensor)) : std::nullopt);
       }
       stack.emplace_back(std::move(list));
     } else if (value.isDevice() && value.toDevice().is_privateuseone()) {
@@ -198,7 +198,7 @@ static Tensor joined(
   if (letter == '-') return empty_like_sizes(first, {0});
   const bool add = letter == '+';
   const int64_t dim = add ? 0 : split_dim(letter, {cut.dim, parts[0].length}, first);
-  TORCH_CHECK(dim >= 0 || first.numel() == 0, "multigpu: results of shares cannot be joined");
+  TORCH_CHECK(dim >= 0 || first.numel() == 0, "multigpu: results of shards cannot be joined");
   c10::DimVector sizes(first.sizes());
   if (add) {
     sizes.insert(sizes.begin(), parts.size());
@@ -219,7 +219,7 @@ static Tensor joined(
   return add ? wrapped(at::sum(plain(all, 0), 0)) : all;
 }
 
-void call_shares(
+void call_shards(
     const Operator& op, const Stack& arguments, const std::string& letters, const std::string& outs, Cut cut, int rows,
     Stack& results) {
   call_parts(op, arguments, letters, outs, cut, rows, parts_of(cut.size), nullptr, results);
