@@ -119,6 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if not 0 < given.seed_points <= given.gaussians:
         parser.error(f"--seed-points {given.seed_points}: give 1 to --gaussians {given.gaussians}.")
+    if given.gaussians < 4 or min(given.stops, given.noise) < 0:
+        parser.error("give 4 --gaussians at least, and --stops and --noise from 0 on.")
+    if given.output.is_dir() and any(given.output.iterdir()):
+        parser.error(f"--output {given.output} is not empty: give a new folder.")
     try:
         prepare_folder(given.output, overwrite=False)
         capture = CityCapture(

@@ -64,5 +64,19 @@ def test_photographs_differ_if_asked(tmp_path: Path) -> None:
     held_out = np.arange(9) % 8 == 0
     assert np.allclose(brighter[held_out], 1, atol=0.01) and np.ptp(brighter[~held_out]) > 0.2
     assert 2 < np.std(differing[0] - usual[0]) < 8, "noise of 0.02 of 255, also in held-out photographs"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gaussians", "3", "--seed-points", "2"], "give 4 --gaussians at least"),
+        (["--noise", "-1"], "--noise from 0 on"),
+        (["--seed-points", "30000"], "--seed-points 30000: give 1 to --gaussians 20000"),
+        ([], "is not empty: give a new folder"),
+    ],
+)
+def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
-        main(["--output", str(tmp_path / "usual"), *WORDS])
+        main(["--output", str(tmp_path), *WORDS, *words])
+    assert said in capsys.readouterr().err
