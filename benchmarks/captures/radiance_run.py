@@ -178,17 +178,20 @@ class Run:
 
     @torch.no_grad()
     def _evaluated(self) -> dict[str, float]:
-        """PSNR and SSIM of held-out views, of each way in the same manner."""
+        """PSNR and SSIM of held-out views, of each way in the same manner, and rays rendered a second."""
         pipeline = self.trainer.pipeline
         data, model = pipeline.datamanager, pipeline.model
         pipeline.eval()
-        dataset, found = data.eval_dataset, list[tuple[float, float]]()
+        dataset, found, seconds, rays = data.eval_dataset, list[tuple[float, float]](), 0.0, 0
         count = min(self._options.views, len(dataset)) or len(dataset)
         if self._theirs and self.rank:
             count = 0  # every rank has all of the model
         for index in range(count):
             camera = dataset.cameras[index * len(dataset) // count].reshape((1,)).to(self._device)
+            began = self._now()
             image = model.get_outputs_for_camera(camera)["rgb"]
+            if index > 0:  # the first loads kernels
+                seconds, rays = seconds + self._now() - began, rays + image.shape[0] * image.shape[1]
             if self.rank == 0:
                 truth = dataset.get_data(index * len(dataset) // count)["image"][..., :3].to(image)
                 pair = [picture.moveaxis(-1, 0)[None] for picture in (image, truth)]
@@ -200,7 +203,7 @@ class Run:
         if not found:
             return {}
         psnr, ssim = np.mean(found, axis=0).tolist()
-        return {"psnr": psnr, "ssim": ssim, "views": count}
+        return {"psnr": psnr, "ssim": ssim, "views": count, "rays_per_s": rays / seconds if rays else 0.0}
 
     def _any(self, here: bool) -> bool:
         return self._total(float(here)) > 0

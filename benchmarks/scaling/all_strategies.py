@@ -1,16 +1,17 @@
 """Every strategy on one, two, four and eight GPUs of one machine: one table of speeds and of their ratios to one GPU.
 
-    python -m benchmarks.scaling.all_strategies --gpus 1 2 4 8 --seconds 560 --json FILE -- \\
-        colmap --data south --colmap-path sparse/0 --downscale-factor 1 --eval-mode interval --eval-interval 8
+    python -m benchmarks.scaling.all_strategies --gpus 1 2 4 8 --seconds 560 --json FILE \\
+        --captures fox=FOX south=SOUTH "city=CITY:--recipe best --pipeline.model.max-gaussians 3000000"
 
 The parts, in the order of --parts:
 
 - `steps`: `tile`'s training step, a view a step, in images a second (`benchmarks.scaling.tile`);
 - `views`: steps of `batch`, `tile`, `locality` and `pixel` with a view a GPU (`benchmarks.scaling.links.training`);
-- `runs`: whole runs of `batch` and `tile` on the capture behind `--`: training, and from Enter to prompt
+- `runs`: whole runs of `batch` and `tile` on each capture: training, and from Enter to prompt
   (`benchmarks.captures.capture`);
-- `radiance`: rays a second of `nerfacto-xl` with a cell a GPU on that capture (`benchmarks.captures.radiance`);
+- `radiance`: rays a second of `nerfacto-xl` with a cell a GPU on the first capture (`benchmarks.captures.radiance`);
 - `sort`: the merge-path sort (`benchmarks.scaling.merge_sort`);
+- `aggregate`: operators and training steps of the device `multigpu` (`benchmarks.scaling.aggregate`);
 - `largest`: some steps of the largest model on all GPUs (`benchmarks.scaling.largest`).
 
 Each part but `views` is the named benchmark's own command, whose report is kept whole. After --seconds no part begins;
@@ -63,6 +64,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         "--image", type=image_size, default=(3840, 2160), help="of `steps` and `views`: 1080p, 4K, 8K or WIDTHxHEIGHT"
     )
     parser.add_argument("--images", type=int, default=15000, help="that each of `runs` sees")
+    parser.add_argument("--options", default="", help="of ns-train, for all of `runs`, as one string")
     parser.add_argument("--rays-steps", type=int, default=1000, help="of `radiance`")
     parser.add_argument("--keys", type=float, default=1024, help="of `sort`, in units of 2^20")
     parser.add_argument(
@@ -71,12 +73,15 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that all of it runs")
     parser.add_argument("--seconds", type=float, default=1e9, help="after so many no part begins")
     parser.add_argument("--json", type=Path, help="the report, rewritten after every part")
-    parser.add_argument("dataparser", nargs="*", help="after --: the dataparser of `runs` and `radiance`")
+    parser.add_argument(
+        "--captures", nargs="*", default=[], metavar="NAME=FOLDER[:OPTIONS]",
+        help="of `runs` and `radiance`, in COLMAP's layout (sparse/0), with options of ns-train",
+    )  # fmt: skip
     options = parser.parse_args(words)
     if options.device == "cuda" and max(options.gpus) > there:
         parser.error(f"--gpus {max(options.gpus)}: there are {there}.")
-    if not options.dataparser and {"runs", "radiance"} & set(options.parts):
-        parser.error("runs and radiance need a capture: give a dataparser behind --, or leave both out of --parts.")
+    if not options.captures and {"runs", "radiance"} & set(options.parts):
+        parser.error("runs and radiance need --captures, or leave both out of --parts.")
     if options.quick:
         options.points, options.image, options.images, options.rays_steps = [2000], (96, 64), 40, 4
         options.keys, options.largest = 0.01, 2000
@@ -136,32 +141,47 @@ def views(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
             name = f"{row['way']}, {row['scene']['points']:,} Gaussians, a view a GPU"
             found.setdefault((name, "images/s"), {})[row["gpus"]] = row["images_per_s"]
             found.setdefault((name, "MB sent a step"), {})[row["gpus"]] = row["bytes"] / 1e6
+            found.setdefault((name, "% of the time exchange"), {})[row["gpus"]] = 100 * max(row["exchange"])
     return rows, found
 
 
+def dataparser_of(folder: str) -> list[str]:
+    """Return the dataparser of a capture in COLMAP's layout, every 8th view held out."""
+    where = ["colmap", "--data", folder, "--colmap-path", "sparse/0", "--downscale-factor", "1"]
+    return [*where, "--eval-mode", "interval", "--eval-interval", "8"]
+
+
 def runs(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
-    """Return the report on whole runs of `batch` and `tile`, and their speeds, durations and PSNR."""
+    """Return the rows of whole runs of `batch` and `tile`, and their speeds, durations and PSNR."""
+    rows, found = list[Any](), Speeds()
     names = [f"{way}-{n}" for n in options.gpus for way in (("batch", "tile") if n > 1 else ("batch",))]
-    words = ["--runs", *names, "--images", options.images, "--", *options.dataparser]
-    report, found = report_of("captures.capture", words, options, folder), Speeds()
-    for row in report.get("results", []):
-        way, _, count = row["run"].partition("-")
-        for key, unit in (("images_per_s", "images/s"), ("wall_s", "s, Enter to prompt"), ("psnr", "dB")):
-            for name in (way,) if int(count) > 1 else ("batch", "tile"):
-                found.setdefault((f"{name}, whole run", unit), {})[int(count)] = row[key]
-    return report, found
+    for capture in options.captures:
+        label, _, place = capture.partition("=")
+        place, _, more = place.partition(":")
+        words = ["--runs", *names, "--images", options.images, "--options", f"{options.options} {more}".strip()]
+        report = report_of("captures.capture", [*words, "--", *dataparser_of(place)], options, folder)
+        rows += [{"capture": label, **row} for row in report.get("results", [])]
+        rows += [{"capture": label, "error": report["error"]}] if "error" in report else []
+        for row in report.get("results", []):
+            way, _, count = row["run"].partition("-")
+            for key, unit in (("images_per_s", "images/s"), ("wall_s", "s, Enter to prompt"), ("psnr", "dB")):
+                for name in (way,) if int(count) > 1 else ("batch", "tile"):
+                    found.setdefault((f"{label}, {name}", unit), {})[int(count)] = row[key]
+    return rows, found
 
 
 def radiance(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
     """Return the report on `nerfacto-xl` with a cell a GPU, and its rays a second and PSNR."""
     by_way = {f"xl-{n}x{n}" if n > 1 else "xl-1": n for n in options.gpus}
-    words = ["--ways", *by_way, "--steps", options.rays_steps, "--views", 4, "--", *options.dataparser]
+    place = options.captures[0].partition("=")[2].partition(":")[0]
+    words = ["--ways", *by_way, "--steps", options.rays_steps, "--views", 4, "--", *dataparser_of(place)]
     report, found = report_of("captures.radiance", words, options, folder), Speeds()
     for row in report.get("rows", []):
         if "rays_per_s" in row:
-            gpus = by_way[row["way"]]
-            found.setdefault(("nerfacto-xl, a cell a GPU", "rays/s"), {})[gpus] = row["rays_per_s"]
-            found.setdefault(("nerfacto-xl, a cell a GPU", "dB"), {})[gpus] = row["courses"][-1]["psnr"]
+            gpus, last = by_way[row["way"]], row["courses"][-1]
+            figures = {"rays/s": row["rays_per_s"], "rays/s rendered": last["rays_per_s"], "dB": last["psnr"]}
+            for unit, value in figures.items():
+                found.setdefault(("nerfacto-xl, a cell a GPU", unit), {})[gpus] = value
     return report, found
 
 
@@ -172,6 +192,19 @@ def sort(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
     for row in report.get("figures", []):
         name = f"merge-path sort, {row['keys']:,} keys"
         found.setdefault((name, "billion keys/s"), {})[row["ranks"]] = row["giga_keys_per_second"]
+    return report, found
+
+
+def aggregate(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
+    """Return the report on the aggregate device, and milliseconds of its operators and steps."""
+    words = ["--gpus", 0, *options.gpus, "--elements", int(options.keys * 2**20), "--image", size_of(options)]
+    words += ["--points", min(options.points)]
+    report, found = report_of("scaling.aggregate", words, options, folder), Speeds()
+    for gpus, parts in report.get("rows", {}).items():
+        for part, values in parts.items():
+            for name, value in values.items():
+                if name != "error" and int(gpus) > 0:
+                    found.setdefault((f"multigpu, {part}: {name}", "ms"), {})[int(gpus)] = value
     return report, found
 
 
@@ -187,7 +220,8 @@ def largest(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
 
 
 PARTS: Mapping[str, Callable[[argparse.Namespace, Path], tuple[Any, Speeds]]] = {
-    "steps": steps, "views": views, "runs": runs, "radiance": radiance, "sort": sort, "largest": largest,
+    "steps": steps, "views": views, "runs": runs, "radiance": radiance, "sort": sort,
+    "aggregate": aggregate, "largest": largest,
 }  # fmt: skip
 
 

@@ -25,7 +25,9 @@ def test_speeds_come_from_the_reports(tmp_path: Path, monkeypatch: pytest.Monkey
                 for way, n in (("batch", 1), ("batch", 2), ("tile", 2))
             ]
         },
-        "captures.radiance": {"rows": [{"way": "xl-2x2", "rays_per_s": 5e5, "courses": [{"psnr": 24.0}]}]},
+        "captures.radiance": {
+            "rows": [{"way": "xl-2x2", "rays_per_s": 5e5, "courses": [{"psnr": 24.0, "rays_per_s": 2e6}]}]
+        },
         "scaling.largest": {"error": "FAILED: out of memory"},
     }  # fmt: skip
     asked: dict[str, list[Any]] = {}
@@ -37,16 +39,19 @@ def test_speeds_come_from_the_reports(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(all_strategies, "report_of", report_of)
     parts = ["steps", "runs", "radiance", "largest"]
     path = tmp_path / "all.json"
-    words = ["--device", "cpu", "--quick", "--gpus", "1", "2", "--parts", *parts, "--json", str(path), "--", "city"]
+    words = ["--device", "cpu", "--quick", "--gpus", "1", "2", "--parts", *parts, "--json", str(path)]
+    words += ["--captures", "city=FOLDER:--recipe best"]
     assert all_strategies.main(words) == 1, "two things failed"
-    assert (
-        asked["captures.capture"][1:4] == ["batch-1", "batch-2", "tile-2"] and asked["captures.capture"][-1] == "city"
-    )
+    asked_for = asked["captures.capture"]
+    assert asked_for[1:4] == ["batch-1", "batch-2", "tile-2"] and asked_for[6:11] == [
+        "--options", "--recipe best", "--", "colmap", "--data",
+    ]  # fmt: skip
     report = json.loads(path.read_text())
     found = {(line["what"], line["unit"]): line["by_gpus"] for line in report["speeds"]}
     assert found["tile, 2,000 Gaussians, a view a step", "images/s"] == {"1": 10.0, "2": 19.0}
-    assert found["tile, whole run", "s, Enter to prompt"] == {"1": 30.0, "2": 15.0}
+    assert found["city, tile", "s, Enter to prompt"] == {"1": 30.0, "2": 15.0}
     assert found["nerfacto-xl, a cell a GPU", "rays/s"] == {"2": 5e5}
+    assert found["nerfacto-xl, a cell a GPU", "rays/s rendered"] == {"2": 2e6}
     assert all_strategies.errors(report["reports"]) == [
         "steps tile, peer: is lost", "largest : FAILED: out of memory",
     ]  # fmt: skip
@@ -73,4 +78,4 @@ def test_ratios_are_of_what_is_better_when_higher() -> None:
 def test_a_capture_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         all_strategies.arguments(["--device", "cpu", "--gpus", "1"])
-    assert "give a dataparser behind --" in capsys.readouterr().err
+    assert "need --captures" in capsys.readouterr().err

@@ -1,6 +1,7 @@
-"""The aggregate device over pretended GPUs in host memory."""
+"""The aggregate device over pretended GPUs in host memory, or over the GPUs that NS_MULTIGPU_TEST_GPUS counts."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +14,11 @@ def use() -> Iterator[Callable[..., None]]:
 
     def spread(members: int, small_bytes: int = 1, **options: int) -> None:
         gc.collect()
-        aggregate.use(host_members=members, small_bytes=small_bytes, **options)
+        gpus = int(os.environ.get("NS_MULTIGPU_TEST_GPUS", "0"))
+        if 0 < gpus < members:
+            pytest.skip(f"there are {gpus} GPUs")
+        chosen = list(range(members)) if gpus else None
+        aggregate.use(chosen, host_members=0 if gpus else members, small_bytes=small_bytes, **options)
 
     yield spread
     gc.collect()

@@ -4,6 +4,9 @@ A device stays registered with torch, as its accelerator: other tests must not m
 """
 
 import contextlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,14 @@ def test_file(name: str, tmp_path: Path) -> None:
     finally:
         process.end()
     assert f"{TESTS[name]} passed" in output.read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["operators.py", "models.py"])
+def test_file_on_gpus(name: str) -> None:
+    """The same tests over GPUs; those of more members than there are GPUs are skipped."""
+    environment = {**os.environ, "NS_MULTIGPU_TEST_GPUS": str(torch.cuda.device_count())}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / name)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
