@@ -1,6 +1,6 @@
 """Assignment of each view's cells to drawing ranks, and of pixels to owners."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,9 +10,9 @@ from ns_multigpu.cells.occlusion import Occlusion, around
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.seen import Rectangle, camera_position, tiles_seen
 from ns_multigpu.cells.tree import CellTree
-from ns_multigpu.core.assign.assignment import Assignment, Feedback
+from ns_multigpu.core.assign.assignment import MOST_KEPT, Assignment, Feedback
 from ns_multigpu.core.assign.plan import Plan
-from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
+from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View, sizes_of
 
 
 @dataclass
@@ -53,13 +53,17 @@ class CellPixels(Assignment):
     def learns(self) -> Feedback:  # pyright: ignore[reportIncompatibleVariableOverride]
         return Feedback.LIVE if self._hides else Feedback.NOTHING
 
-    recurs = False  # a plan says what each view sees of each cell, and front to back
+    @property
+    def recurs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True if views are drawn whole: other plans say what each view sees of each cell."""
+        return self.fast_links and not self._hides
 
     def __init__(self, space: ByCells, *, hide: bool = False) -> None:
         self._space, self._hides = space, hide
         self._occlusion = Occlusion()
         self._seen = _Seen()
         self._sights: dict[tuple[int, int, int], _Sight] = {}  # by a training view's index and size
+        self._whole: dict[Hashable, Plan] = {}  # made lately
 
     def figures(self) -> dict[str, float]:
         """Means since the last time.
@@ -100,22 +104,49 @@ class CellPixels(Assignment):
                     drawn[rank].append(Patch(position, *seen, cell=cell))
                     seen_by[position][rank] = seen_by[position].get(rank, 0) + (x1 - x0) * (y1 - y0)
             order.append(front_to_back)
-        rows = [-(-view.height // TILE) for view in views]
-        spans = share_rows(rows, seen_by, ranks)
-        owned = [
+        owned = self._owned(views, seen_by, ranks)
+        plan = replace(Plan.of(drawn, owned), order=tuple(order), hidden=tuple(hidden), partition=space.tree)
+        self._count(plan, views)
+        return plan
+
+    def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
+        """As `assign`, but where links are fast with whole views: the plan then depends on the cells' order alone."""
+        if not self.recurs:
+            return self.assign(views, ranks)
+        space = self._space
+        order, sizes = tuple(self._sight(view)[1] for view in views), sizes_of(views)
+        key = order, sizes, space.tree, ranks
+        if key not in self._whole:
+            drawn: list[list[Patch]] = [[] for _ in range(ranks)]
+            for position, view in enumerate(views):
+                for cell in range(space.cells):
+                    drawn[space.rank_of(cell)].append(replace(Patch.whole(position, view), cell=cell))
+            alike = [dict.fromkeys(map(space.rank_of, range(space.cells)), 1)] * len(views)
+            plan = replace(Plan.of(drawn, self._owned(views, alike, ranks)), order=order, partition=space.tree)
+            self._whole = {**dict(list(self._whole.items())[1 - 4 * MOST_KEPT :]), key: plan}
+        self._count(self._whole[key], views)
+        return self._whole[key]
+
+    def _count(self, plan: Plan, views: Sequence[View]) -> None:
+        """Add a plan to the totals, if it is of training views."""
+        if all(view.index < 0 for view in views):
+            return
+        pixels = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in plan.drawn]
+        self._seen.steps += 1
+        self._seen.at_work += sum(1 for patches in plan.drawn if patches) / len(pixels)
+        self._seen.level += sum(pixels) / (len(pixels) * max(pixels)) if any(pixels) else 1.0
+        self._seen.drawn += sum(pixels)
+        self._seen.hidden += sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in plan.hidden)
+        self._seen.pixels += self._space.cells * sum(view.width * view.height for view in views)
+
+    @staticmethod
+    def _owned(views: Sequence[View], seen_by: Sequence[Mapping[int, int]], ranks: int) -> list[list[Patch]]:
+        """Return the bands of views that each rank owns; arguments as `share_rows`'."""
+        spans = share_rows([-(-view.height // TILE) for view in views], seen_by, ranks)
+        return [
             [_band(position, views[position], *span) for position, span in enumerate(of_rank) if span is not None]
             for of_rank in spans
         ]
-        plan = replace(Plan.of(drawn, owned), order=tuple(order), hidden=tuple(hidden))
-        if any(view.index >= 0 for view in views):  # training views only
-            self._seen.steps += 1
-            self._seen.at_work += sum(1 for patches in drawn if patches) / ranks
-            pixels = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in drawn]
-            self._seen.level += sum(pixels) / (ranks * max(pixels)) if any(pixels) else 1.0
-            self._seen.drawn += sum(pixels)
-            self._seen.hidden += sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in hidden)
-            self._seen.pixels += space.cells * sum(view.width * view.height for view in views)
-        return plan
 
     def _sight(self, view: View) -> tuple[list[Rectangle | None], tuple[int, ...]]:
         """Return the rectangle of tiles in which a view sees each cell, and the cells front to back."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ns_multigpu.core.assign.assignment import Assignment, Feedback
+from ns_multigpu.core.assign.assignment import MOST_KEPT, Assignment, Feedback
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
@@ -23,6 +23,9 @@ from ns_multigpu.locality.rules import Access, Planner
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+SLACK = 17 / 16
+"""An assignment is made again where the most work of a rank is at most so many times the least possible."""
 
 
 def cuts(pixels: int, parts: int) -> list[int]:
@@ -104,7 +107,8 @@ class LocalPatches(Assignment):
         self._factor = options.patches if world.size > 1 else 1  # alone a rank draws views whole
         self._assigner = Assigner(world.machines, world.size // world.machines)
         ahead = options.plans == "ahead" or (options.plans == "auto" and world.device.type == "cuda")
-        self._planner = Planner(self._assigner) if ahead and world.size > 1 else None
+        self._planner = Planner(self._assigner) if ahead and world.machines > 1 else None
+        self._kept: list[tuple[int, ...]] = []  # assignments in one machine, those used last at the end
         self._coming: deque[tuple[_Key, int]] = deque()  # prefetched batches, and their numbers
         self._prefetched, self._agreed = 0, -1
         self.tally = Tally()
@@ -113,11 +117,15 @@ class LocalPatches(Assignment):
         return self._made(views, self._at_once(views, ranks), ranks)
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """Return the prefetched plan of this batch, or the rule's if that is late."""
+        """Return the prefetched plan of this batch, or the rule's if that is late; in one machine, where levelness
+        alone counts, an earlier batch's assignment if that is nearly as level."""
         chosen = self._prefetched_plan(_key(views))
+        needed = self._needed(views)
+        if chosen is None and needed is not None and self._world.machines == 1:
+            chosen = self._kept_or_new(needed)
         if chosen is None:
             chosen = self._at_once(views, ranks)
-        self._count(chosen, self._needed(views))
+        self._count(chosen, needed)
         return self._made(views, chosen, ranks)
 
     @property
@@ -168,6 +176,12 @@ class LocalPatches(Assignment):
         table = np.array(counts, dtype=np.float64).reshape(self._world.size, -1)
         self._record(views, table.T)
 
+    def state(self) -> list[list[int]]:
+        return [list(one) for one in self._kept]
+
+    def load_state(self, state: Sequence[Sequence[int]]) -> None:
+        self._kept = [tuple(one) for one in state]
+
     # ---- of rows that autograd exchanges: `RowCounts` ----
 
     def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
@@ -205,6 +219,22 @@ class LocalPatches(Assignment):
         if needed is None:
             return in_runs(len(self._cut(views)), ranks)
         return self._assigner.assign(needed)
+
+    def _kept_or_new(self, needed: Floats) -> Ints:
+        """Return the most level of the assignments that are kept, or a new one if that is clearly more level."""
+        work, ranks = needed.sum(1), needed.shape[1]
+
+        def most(chosen: Sequence[int]) -> float:
+            return float(np.bincount(chosen, weights=work, minlength=ranks).max())
+
+        fitting = [one for one in self._kept if len(one) == len(work)]
+        chosen = min(reversed(fitting), key=most, default=None)
+        if chosen is None or most(chosen) > SLACK * max(work.sum() / ranks, work.max()):
+            best = tuple(self._assigner.assign(needed).tolist())
+            if chosen is None or most(chosen) > SLACK * most(best):
+                chosen = best
+        self._kept = [*(one for one in self._kept if one != chosen), chosen][-MOST_KEPT:]
+        return np.array(chosen, dtype=np.int64)
 
     def _made(self, views: Sequence[View], chosen: Ints, ranks: int) -> Plan:
         drawn: list[list[Patch]] = [[] for _ in range(ranks)]

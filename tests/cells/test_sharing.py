@@ -71,6 +71,26 @@ def test_kept_rectangles_follow_camera_boxes_and_tree() -> None:
     assert len(views._sights) == 1, "cameras of a viewer are not kept"
 
 
+def test_plans_recur_where_links_are_fast() -> None:
+    """Whole views, so that a plan follows from the order of cells: a graph holds it, and the planes."""
+    space, batch = _two_cells(), [_sees(0), _sees(1)]
+    views = CellPixels(space)
+    assert not views.recurs and views.assign_alike(batch, 2) == views.assign(batch, 2)
+    views.fast_links = True
+    moved = [_sees(2, 0.7), _sees(3, -0.4)]
+    one, other = views.assign_alike(batch, 2), views.assign_alike(moved, 2)
+    assert views.recurs and one == other and views.assign(batch, 2) != views.assign(moved, 2)
+    drawn = {(p.view, p.cell, p.x0, p.y0, p.x1, p.y1) for patches in one.drawn for p in patches}
+    assert drawn == {(view, cell, 0, 0, 96, 64) for view in range(2) for cell in range(2)}
+    views.figures()
+    assert views.assign_alike(batch, 2) == one and views.figures()["pixels_in_sight"] == 1.0
+    space.tree = CellTree((Split(0, 0.1, -1, -2),))
+    assert views.assign_alike(batch, 2) != one, "the plane has moved"
+    hiding = CellPixels(space, hide=True)
+    hiding.fast_links = True
+    assert not hiding.recurs, "what is hidden differs"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_fragments_of_one_rank_are_those_of_all(rank: int) -> None:
     batch = [_sees(0), _sees(1, 1.0)]

@@ -182,3 +182,20 @@ def test_plan_missing_on_another_rank_is_not_used(monkeypatch: pytest.MonkeyPatc
     made.prefetch_plans([])
     made.assign_alike(batch, 2)
     assert made.figures()["plan_misses"] == 1
+
+
+def test_assignments_recur_in_one_machine() -> None:
+    """A batch gets an earlier one's assignment if that is nearly as level; a resumed run goes on alike."""
+    made, access = assignment(2, 1)
+    access.record(range(3), np.random.default_rng(3).integers(900, 1000, (48, 2)).astype(np.float64))
+    views = [view_of((64, 64), k) for k in range(4)]
+    first = made.assign_alike(views[:2], 2)
+    assert made.assign_alike(views[1:3], 2) == first != made.assign(views[1:3], 2)
+    numbers = [4 * (patch.y0 // 16) + patch.x0 // 16 for patch in first.drawn[0] if patch.view == 0]
+    access.record([3], np.array([[900.0 if k in numbers else 1.0] * 2 for k in range(16)]))
+    uneven = [views[3], views[0]]  # the first rank would draw all of a view
+    assert made.assign_alike(uneven, 2) == made.assign(uneven, 2) != first
+    resumed = assignment(2, 1)[0]
+    resumed._access = access
+    resumed.load_state(made.state())
+    assert len(made.state()) == 2 and resumed.assign_alike(views[:2], 2) == made.assign_alike(views[:2], 2)

@@ -26,7 +26,7 @@ from strategies import STRATEGIES
 from strategies.pixel import pixel
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_points, make_views
-from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, stitch, take_step
+from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, points_of, stitch, take_step
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
 
 VIEWS, POINTS = 5, 150
@@ -204,3 +204,28 @@ def test_the_law_on_gpus(mode: str, ranks: int, cells: int) -> None:
     for primitive in KERNELS:
         outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT, device="cuda")
         check_fused(outcomes, cells, primitive, PORTRAIT)
+
+
+def in_whole_views(world: World, mode: str) -> Outcome:
+    """A fused step as where links are fast: every rank draws its cell over whole views."""
+    spread = STRATEGIES["pixel"](world)
+    spread.assignment.fast_links = True
+    kind, whole = points_of("gaussians", POINTS, torch.float32, world.device)
+    return take_one(spread, kind, 3, None, mode, whole=whole)
+
+
+def check_whole_views(ranks: int, mode: str, device: str) -> None:
+    kind = points_of("gaussians", POINTS, torch.float32)
+    expected = take_step(STRATEGIES["single"](World.single()), "gaussians", 3, POINTS, torch.float32, None, kind=kind)
+    check_outcomes(run_ranks(in_whole_views, ranks, mode, device=device), expected, 3, None, replicated=False)
+
+
+def test_steps_in_whole_views_equal_single() -> None:
+    check_whole_views(3, "captured", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_steps_in_whole_views_equal_single_on_gpus(ranks: int) -> None:
+    skip_without_gpus(ranks)
+    check_whole_views(ranks, "captured", "cuda")

@@ -38,6 +38,8 @@ class Assignment(ABC):
     """Input of `learn`."""
     recurs: ClassVar[bool] = True
     """True if plans are few, so that what is prepared for one, such as a CUDA graph, is reused."""
+    fast_links: bool = False
+    """True if ranks access each other's memory: plans that recur may then send more than others would."""
     by_size: ClassVar[bool] = False
     """True if a plan follows from the sizes of its views alone, without preferred holders."""
 

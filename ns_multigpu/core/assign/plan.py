@@ -1,6 +1,6 @@
 """A plan: who draws what of a step's batch, and whose pixels are whose."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ns_multigpu.core.types import Patch, View
@@ -17,18 +17,20 @@ class Plan:
         order: [view] its cells, front to back, if views are drawn cell by cell: `drawn` patches may then overlap, and
             need not cover a view. Empty otherwise.
         hidden: occluded rectangles of cells that are in sight and not drawn; their transmittance is still measured.
+        partition: the cells of space, if views are drawn cell by cell: prepared state holds their planes.
     """
 
     drawn: tuple[tuple[Patch, ...], ...]
     owned: tuple[tuple[Patch, ...], ...]
     order: tuple[tuple[int, ...], ...] = ()
     hidden: tuple[Patch, ...] = ()
+    partition: Hashable = None
 
     def __hash__(self) -> int:
         # Kept: a step asks for it several times, and there are many numbers in a plan.
         found = self.__dict__.get("_hash")
         if found is None:
-            found = hash((self.drawn, self.owned, self.order, self.hidden))
+            found = hash((self.drawn, self.owned, self.order, self.hidden, self.partition))
             object.__setattr__(self, "_hash", found)
         return found  # type: ignore[no-any-return]
 

@@ -32,7 +32,6 @@ class StepBuffers:
         InputError: the options for the exchange of rows cannot be met.
 
     Attributes:
-        captures: True if CUDA graphs can hold steps.
         peer: True if all rows are written into the memory of other GPUs.
         uses_peer_replicas: True if replicas exchange the rows that they drew through peer memory.
         hierarchy: forwards rows between machines; None if rows are sent directly.
@@ -52,7 +51,6 @@ class StepBuffers:
         self.hierarchy: Hierarchy | None = None
         self._half = options.wire == "half"
         self.one_for_all = self._by_sort
-        self.captures = world.device.type == "cuda" and not self._by_sort and self._strategy.assignment.recurs
         if self._by_sort and self._strategy.assignment.learns is not Feedback.WORK and self._strategy.rows.is_exchanged:
             raise InputError(
                 f"--pipeline.tile-lists sort: sorted lists want bands of rows of tiles, and {self._strategy.name} cuts "
@@ -72,6 +70,7 @@ class StepBuffers:
         if can_forward_rows and is_hierarchical(self._strategy.rows, world, peer=choice.peer):
             self.hierarchy = Hierarchy.of(world)
         self.one_for_all = self.peer or self._by_sort
+        self._strategy.assignment.fast_links = choice.peer and world.size > 1
         if self._half and self.peer and world.size > 1:
             raise InputError(
                 "--pipeline.wire half: it is for collectives; splats are exchanged through peer memory here. Leave it "
@@ -79,6 +78,11 @@ class StepBuffers:
             )
         if world.is_main and world.size > 1:
             CONSOLE.print(choice.reason)
+
+    @property
+    def captures(self) -> bool:
+        """True if CUDA graphs can hold steps, and plans recur."""
+        return self._world.device.type == "cuda" and not self._by_sort and self._strategy.assignment.recurs
 
     def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
         """Return the transport of rows and their gradients."""
