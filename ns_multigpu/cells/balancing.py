@@ -33,6 +33,7 @@ def leveled(order: Sequence[int], loads: NDArray[np.int64], size: int, lead: int
 
     A step begins with the next view of the order. Of the views that follow, it takes that which leaves the cell
     with the most to draw with the least, and of equal ones the next; until it is full. An epoch has each view once.
+    Views of a step are sorted by the cell that they show most of, so that plans of steps recur.
 
     Args:
         order: views of an epoch. loads: `loads_of` all views.
@@ -46,12 +47,13 @@ def leveled(order: Sequence[int], loads: NDArray[np.int64], size: int, lead: int
     waiting, found = list(order), list[int]()
     capacity = lead or size
     while waiting:
-        load = np.zeros(loads.shape[1], dtype=np.int64)
+        load, together = np.zeros(loads.shape[1], dtype=np.int64), list[int]()
         for place in range(min(capacity, len(waiting))):
             near = waiting[: WINDOW if place else 1]
             best = int((load + loads[near]).max(axis=1).argmin()) if loads.shape[1] else 0
             view = waiting.pop(best)
             load += loads[view]
-            found.append(view)
+            together.append(view)
+        found += sorted(together, key=lambda view: int(loads[view].argmax()) if loads.shape[1] else 0)
         capacity = size
     return found

@@ -23,6 +23,7 @@ def test_disjoint_views_are_grouped() -> None:
     found = leveled(range(6), SIDES, 2)
     assert found == [0, 2, 1, 4, 3, 5] and most(found, SIDES, 2) == [9, 9, 9]
     assert leveled(range(6), SIDES, 2, lead=1) == [0, 1, 2, 3, 4, 5], "the first is alone, and so is the last"
+    assert leveled([2, 0, 5, 3], SIDES, 2) == [0, 2, 3, 5], "by the cell that a view shows most of"
     assert leveled(range(6), SIDES, 1) == list(range(6)) and leveled([], SIDES, 3) == []
     with pytest.raises(ValueError, match="at least 1"):
         leveled(range(6), SIDES, 0)
