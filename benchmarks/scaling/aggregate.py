@@ -1,4 +1,4 @@
-"""Operators, allocation and training steps of the aggregate device `multigpu`, beside plain torch on one GPU.
+"""Operators, allocation and training steps of the aggregate device `multigpu`, compared with plain torch on one GPU.
 
     python -m benchmarks.scaling.aggregate --gpus 1 2 4 --elements 64M 1024M --points 8M --image 4K --json FILE
 

@@ -86,9 +86,9 @@ def test_plans_recur_where_links_are_fast() -> None:
     assert views.assign_alike(batch, 2) == one and views.figures()["pixels_in_sight"] == 1.0
     space.tree = CellTree((Split(0, 0.1, -1, -2),))
     assert views.assign_alike(batch, 2) != one, "the plane has moved"
-    hiding = CellPixels(space, hide=True)
-    hiding.fast_links = True
-    assert not hiding.recurs, "what is hidden differs"
+    occluded = CellPixels(space, hide=True)
+    occluded.fast_links = True
+    assert not occluded.recurs, "occluded rectangles differ"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
