@@ -170,6 +170,8 @@ def splat_update(
     finite_flag_views: range | None = None,
     boxes: Tensor | None = None,
     v_viewmats: Tensor | None = None,
+    needles: Tensor | None = None,
+    max_ratio: float = 1.0,
 ) -> None:
     """Return the gradients of rows to the parameters and take Adam's step there, all in place.
 
@@ -207,6 +209,8 @@ def splat_update(
         finite_flag_views: the views whose rows `finite_flag` covers, a range; all unless given.
         boxes: of the points' groups, see `splat_boxes`: widened where points leave them.
         v_viewmats: [V, 4, 4], an output: the gradient by `viewmats`. The same rows give the same bits.
+        needles: [1], the loss also holds this times what the ratio of the largest to the smallest scale exceeds
+            `max_ratio` by, of every point, drawn or not (PhysGaussian's regularisation). Not with `lazy`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape.
@@ -237,6 +241,10 @@ def splat_update(
         check_boxes(means, boxes)
     if v_viewmats is not None:
         check_floats(means, v_viewmats=(v_viewmats, (views, 4, 4)))
+    if needles is not None:
+        check_floats(means, needles=(needles, (1,)))
+        if lazy is not None:
+            raise ValueError("needles are of all points, and lazy steps leave out those that are not drawn.")
     shown = [] if finite_flag_views is None else [finite_flag_views.start, finite_flag_views.stop]
     given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     statistics = [means.new_empty(0) if t is None else t for t in (grad2d, seen, radii_max)]
@@ -245,7 +253,7 @@ def splat_update(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
         sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
         _number(degree), eps2d, near, far, antialiased, absgrad, opacity_weight, scale_weight, *missed,
-        finite_flag, shown, boxes, v_viewmats,
+        finite_flag, shown, boxes, v_viewmats, needles, max_ratio,
     )  # fmt: skip
 
 

@@ -121,7 +121,8 @@ def splat_update_composed(
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
     steps: Tensor | None = None, finite_flag: Tensor | None = None, finite_flag_views: Sequence[int] = (),
-    boxes: Tensor | None = None, v_viewmats: Tensor | None = None,
+    boxes: Tensor | None = None, v_viewmats: Tensor | None = None, needles: Tensor | None = None,
+    max_ratio: float = 1.0,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.optim.fused.splat_update`."""
     if finite_flag is not None:
@@ -135,7 +136,7 @@ def splat_update_composed(
         _update(
             params, firsts, seconds, scalars, viewmats, Ks, sizes, view_ids, point_ids, count, conics, features, radii,
             row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad,
-            opacity_weight, scale_weight, last, table, steps, v_viewmats,
+            opacity_weight, scale_weight, last, table, steps, v_viewmats, needles, max_ratio,
         )  # fmt: skip
     if boxes is not None:
         widen_boxes(params[0], params[2], boxes)
@@ -147,7 +148,7 @@ def _update(
     features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None, table: Tensor | None, steps: Tensor | None,
-    v_viewmats: Tensor | None,
+    v_viewmats: Tensor | None, needles: Tensor | None, max_ratio: float,
 ) -> None:  # fmt: skip
     """The same with moments of the parameters' type."""
     real = _real(point_ids, count)
@@ -174,6 +175,9 @@ def _update(
         weighted = point_ids[alive].long()
         outputs += [opacities[weighted].sum(), scales[weighted].sum()]
         incoming += [means.new_tensor(opacity_weight), means.new_tensor(scale_weight)]
+        if needles is not None:
+            outputs.append((scales.amax(-1) / scales.amin(-1)).clamp(min=max_ratio).sum())
+            incoming.append(needles[0])
         *gradients, by_poses = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True, materialize_grads=True)
 
     with torch.no_grad():

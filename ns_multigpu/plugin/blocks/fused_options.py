@@ -113,7 +113,10 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
             kernels is not None and not kernels.supports_half and pipeline.config.wire == "half",
             lambda: f"rows of {titled(options.primitive)} cross the wire whole, and --pipeline.wire half is asked for",
         ),
-        (options.use_scale_regularization, lambda: "scales are regularised"),
+        (
+            options.use_scale_regularization and options.primitive != FIRST,
+            lambda: f"scales of {titled(options.primitive)} are regularised",
+        ),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
         (any(not isinstance(group, FusedAdam) for group in groups), lambda: "an optimizer is not Adam"),
         (not all(is_plain(group) for group in groups if group), lambda: "an optimizer has weight decay"),

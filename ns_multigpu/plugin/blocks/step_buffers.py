@@ -32,6 +32,7 @@ class StepBuffers:
         InputError: the options for the exchange of rows cannot be met.
 
     Attributes:
+        captures: True if CUDA graphs can hold steps, and plans recur.
         peer: True if all rows are written into the memory of other GPUs.
         uses_peer_replicas: True if replicas exchange the rows that they drew through peer memory.
         hierarchy: forwards rows between machines; None if rows are sent directly.
@@ -51,6 +52,7 @@ class StepBuffers:
         self.hierarchy: Hierarchy | None = None
         self._half = options.wire == "half"
         self.one_for_all = self._by_sort
+        self.captures = self._can_capture()
         if self._by_sort and self._strategy.assignment.learns is not Feedback.WORK and self._strategy.rows.is_exchanged:
             raise InputError(
                 f"--pipeline.tile-lists sort: sorted lists want bands of rows of tiles, and {self._strategy.name} cuts "
@@ -71,6 +73,7 @@ class StepBuffers:
             self.hierarchy = Hierarchy.of(world)
         self.one_for_all = self.peer or self._by_sort
         self._strategy.assignment.fast_links = choice.peer and world.size > 1
+        self.captures = self._can_capture()
         if self._half and self.peer and world.size > 1:
             raise InputError(
                 "--pipeline.wire half: it is for collectives; splats are exchanged through peer memory here. Leave it "
@@ -79,9 +82,7 @@ class StepBuffers:
         if world.is_main and world.size > 1:
             CONSOLE.print(choice.reason)
 
-    @property
-    def captures(self) -> bool:
-        """True if CUDA graphs can hold steps, and plans recur."""
+    def _can_capture(self) -> bool:
         return self._world.device.type == "cuda" and not self._by_sort and self._strategy.assignment.recurs
 
     def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:

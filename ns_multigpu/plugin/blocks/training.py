@@ -100,6 +100,8 @@ class Training:
         self._points = PointStorage(names=self._names, cap=cap)
         self._noise = StepNoise(pipeline, optimizers)
         self._refining = Refining(pipeline, optimizers, self._noise)
+        needles = options.use_scale_regularization
+        self._needles = torch.zeros(1, device=world.device) if needles else None  # the next step's weight
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # maximum per rank and step
         self._buffers = StepBuffers(pipeline, world)
@@ -216,8 +218,9 @@ class Training:
             self._wants_lazy, self._key = wanted, None
 
     def _may_put_off(self) -> bool:
-        """Return whether steps may be deferred: not if noise moves undrawn points, or the kernels lack support."""
-        return self._model.primitive(depth=False).kernels().puts_off and not self._noise.active
+        """Return whether steps may be deferred: not if undrawn points move otherwise, or the kernels lack support."""
+        defers = self._model.primitive(depth=False).kernels().puts_off
+        return defers and not self._noise.active and self._needles is None
 
     def refine(self, steps: range) -> None:
         """Run the densification that is due after a block."""
@@ -273,6 +276,9 @@ class Training:
                 self._queue.ready(self._buffers, step_inputs, plan, factor)
                 if self._observed is not None:
                     self._observed.fill(step_inputs.indices)
+                if self._needles is not None:
+                    batch, points = self._pipeline.batch_size, max(self._model.total_points, 1)
+                    self._needles.fill_(self._model.needle_weight(step_inputs.step * batch, batch) / points)
             step.rgb = self._graphs.take(plan, lambda: self._queue.parts(self._buffers, step, step_inputs), steps)
             if self._pipeline.strategy.assignment.learns is not Feedback.NOTHING:
                 self._readback.send(step_inputs.views, step.measured_work)
@@ -280,8 +286,8 @@ class Training:
 
     def _follow(self, feeds: Sequence[StepInputs]) -> bool:
         """Return whether steps need no host work between them: their inputs are in place or selected on the device."""
-        between = self._noise.active or self._observed is not None or not self._queue.shows(self._buffers)
-        return not between and self._inputs_maker.alike(feeds)
+        between = self._noise.active or self._observed is not None or self._needles is not None
+        return not between and self._queue.shows(self._buffers) and self._inputs_maker.alike(feeds)
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
         """Return the context that times a part of a step."""
@@ -340,6 +346,8 @@ class Training:
         more: dict[str, Any] = {"losses": of_channels} if of_channels else {}
         if len(of_channels) < len(losses):
             more["depth"] = True
+        if self._needles is not None:
+            more |= {"needles": self._needles, "max_ratio": options.max_gauss_ratio}
         kernels = primitive.kernels(**self._noise.weights(), **more)
         assert kernels is not None, "asked before: see `fused_options.obstacle`"
         sized = counts and "radii" in self._points.statistics

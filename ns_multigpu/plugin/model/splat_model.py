@@ -316,6 +316,14 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             return image
         return avg_pool2d(image.float().permute(2, 0, 1)[None], factor)[0].permute(1, 2, 0).contiguous()
 
+    def needle_weight(self, images: int, batch: int) -> float:
+        """Return the weight of PhysGaussian's penalty on needles in a step, which counts for every tenth image.
+
+        Args:
+            images: seen before the step. batch: of the step.
+        """
+        return 0.1 * len(dues(10, images, batch)) / batch if self.config.use_scale_regularization else 0.0
+
     def regularisation(self, splats: Splats, batch: int, world: World) -> dict[str, Tensor]:
         """Return this rank's share of the mean over a batch's images of the regularization of the points.
 
@@ -327,13 +335,11 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """
         config = self.config
         terms = {"scale_reg": torch.zeros((), device=self.device)}
-        # PhysGaussian's penalty on needles counts for every tenth image.
-        share = len(dues(10, self.step, batch)) / batch
-        if config.use_scale_regularization and share > 0:
+        weight = self.needle_weight(self.step, batch)
+        if weight > 0:
             scales = self.scales.exp()
             ratio = (scales.amax(dim=-1) / scales.amin(dim=-1)).clamp(min=config.max_gauss_ratio)
-            mean = mean_of(ratio - config.max_gauss_ratio)
-            terms["scale_reg"] = 0.1 * share * mean * self.share_of_points(world)
+            terms["scale_reg"] = weight * mean_of(ratio - config.max_gauss_ratio) * self.share_of_points(world)
         if config.densifier == "mcmc":
             drawn = splats.hits.point_ids[(splats.rows["radii"] > 0).all(-1)].long()
             views = torch.bincount(drawn, minlength=self.num_points).to(self.scales)[:, None]  # that draw each point

@@ -54,7 +54,7 @@ class Gaussians(Primitive):
     schema = SCHEMA
 
     def kernels(self, **options: Any) -> GaussianKernels:
-        """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, and `depth`."""
+        """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, `needles`, `max_ratio` and `depth`."""
         return GaussianKernels(
             self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, self.radius_clip, **options
         )

@@ -1,7 +1,7 @@
 """Step operators of 3D Gaussians."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class GaussianKernels(GaussianRowKernels):
     Attributes:
         degree: harmonics in use, 0 to 3; None for plain colours.
         antialiased, absgrad, eps2d, near, far, radius_clip: see `Gaussians`.
-        opacity_weight, scale_weight: see `splat_update`.
+        opacity_weight, scale_weight, needles, max_ratio: see `splat_update`.
         depth: `draw` blends depths too, as a fourth number of the colour.
         sized: see `Kernels`.
     """
@@ -46,6 +46,8 @@ class GaussianKernels(GaussianRowKernels):
     scale_weight: float = 0.0
     depth: bool = False
     sized: bool = True
+    needles: Tensor | None = field(default=None, compare=False)
+    max_ratio: float = 1.0
 
     parameters = ORDER
 
@@ -92,7 +94,7 @@ class GaussianKernels(GaussianRowKernels):
             seen=statistics.get("count"), radii_max=statistics.get("radii"),
             opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy,
             finite_flag=finite_flag, finite_flag_views=finite_flag_views, boxes=model.boxes,
-            v_viewmats=v_viewmats,
+            v_viewmats=v_viewmats, needles=self.needles, max_ratio=self.max_ratio,
         )  # fmt: skip
 
     def flush(self, model: Model) -> None:

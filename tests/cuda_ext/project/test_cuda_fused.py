@@ -100,11 +100,13 @@ def test_update(case: tuple[Any, ...], records: bool) -> None:
     gradients = to(to(gradients, "cpu"), "cpu", F64)
     ours = {k: torch.full((case[0],), 0.5, device="cuda") for k in ("grad2d", "seen", "radii_max")}
     theirs = {k: v.cpu().double() for k, v in ours.items()}
-    common = {"antialiased": antialiased, "absgrad": records, "opacity_weight": 0.01}
+    common = {"antialiased": antialiased, "absgrad": records, "opacity_weight": 0.01, "max_ratio": 4.0}
+    needles = torch.tensor([0.02], dtype=F64)
     before = device.to("cuda")
-    model.update(rows, gradients, degree, **common, **theirs)
+    model.update(rows, gradients, degree, needles=needles, **common, **theirs)
     given: Any = to(gradients, "cuda")
-    device.update(found_rows, as_records(given) if records else given, degree, **common, **ours)
+    given = as_records(given) if records else given
+    device.update(found_rows, given, degree, needles=needles.float().cuda(), **common, **ours)
     for i, name in enumerate(PARAMETERS):
         if model.params[i].numel() == 0:
             continue

@@ -109,6 +109,20 @@ def test_regularisation_is_of_drawn_rows() -> None:
         torch.testing.assert_close(model.exp_avgs[i], 0.9 * old + 0.1 * leaf.grad, rtol=1e-12, atol=1e-14)
 
 
+def test_needles_are_of_all_points() -> None:
+    model = make_model(40)
+    rows = model.forward(200)
+    gradients = RowGradients(*(torch.zeros_like(gradient) for gradient in make_gradients(rows)))
+    leaf = model.params[2].clone().requires_grad_()
+    scales = leaf.exp()
+    excess = (scales.amax(-1) / scales.amin(-1) - 4).clamp(min=0)
+    assert 5 < int((excess > 0).sum()) < 35
+    (0.3 * excess.sum()).backward()
+    before, weight = model.exp_avgs[2].clone(), torch.tensor([0.3], dtype=torch.float64)
+    model.update(rows, gradients, needles=weight, max_ratio=4)
+    torch.testing.assert_close(model.exp_avgs[2], 0.9 * before + 0.1 * leaf.grad, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("absgrad", [False, True])
 def test_statistics_are_the_densifiers(absgrad: bool) -> None:
     views = make_views(3, torch.float32, "cpu")

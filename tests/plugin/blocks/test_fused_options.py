@@ -103,10 +103,17 @@ def _cells(run: SimpleNamespace) -> None:
     run.pipeline.strategy = STRATEGIES["pixel"](World.single())
 
 
+def _needles_of_surfels(run: SimpleNamespace) -> None:
+    options = run.pipeline.model.config
+    options.use_scale_regularization = True
+    assert obstacle(run.config, run.pipeline, run.optimizers) is None, "3D Gaussians have kernels for it"
+    options.primitive = "2dgs"
+
+
 OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_cells, "camera poses are optimized, and the host plans which cells a view sees"),
     (partial(_correct_poses, weight_decay=0.1), "an optimizer has weight decay"),
-    (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
+    (_needles_of_surfels, r"scales of 2D Gaussians \(2dgs\) are regularised"),
     (_set("pipeline.batch_size", 129), "there are more than 128 views a step"),
     (_other_optimizer, "an optimizer is not Adam"),
     (_no_optimizer, "an optimizer is not Adam"),
@@ -239,7 +246,7 @@ def test_steps_of_mcmc_are_never_deferred(noise: bool) -> None:
     training = object.__new__(Training)
     training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
     run.pipeline.model.densifier = McmcDensifier() if noise else run.pipeline.model.densifier
-    training._noise = StepNoise(run.pipeline, run.optimizers)
+    training._noise, training._needles = StepNoise(run.pipeline, run.optimizers), None
     training._rows_drawn, training._wants_lazy, training._key = 10, False, "made"
     training._choose_lazy()
     assert (training._wants_lazy, training._key) == ((False, "made") if noise else (True, None))

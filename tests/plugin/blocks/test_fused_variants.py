@@ -21,6 +21,7 @@ from tests.plugin.blocks.test_fused_photographs import STEPS, train
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain colours": {MODEL + "sh_degree": 0},
     "views smaller than SSIM's window": {MODEL + "ssim_lambda": 0.0, MODEL + "num_downscales": 2},
+    "no needles": {MODEL + "use_scale_regularization": True, MODEL + "max_gauss_ratio": 1.05},
     "a loss of depth from image 24 on": {MODEL + "depth_loss": 0.3, MODEL + "depth_loss_start": 24},
 }
 NAN_IMAGES = (45, 61)

@@ -204,7 +204,8 @@ void splat_update(Call& call) {
   launch.views = batch_views(call);
   launch.rows = update_rows(call, launch.views.count);
   launch.settings = {checked_degree(call, params[kShRest].size(1)), call.read<float>("eps2d"), call.flag("antialiased"),
-                     call.flag("absgrad"), call.read<float>("opacity_weight"), call.read<float>("scale_weight")};
+                     call.flag("absgrad"), call.read<float>("opacity_weight"), call.read<float>("scale_weight"),
+                     call.read<float>("max_ratio")};
   launch.gradients = update_gradients(call, launch.rows, launch.settings.absgrad);
   launch.statistics = {statistic(call, "grad2d", launch.points), statistic(call, "seen", launch.points),
                        statistic(call, "radii_max", launch.points)};
@@ -216,6 +217,7 @@ void splat_update(Call& call) {
     launch.viewmats = call.in_place<float>("v_viewmats", {launch.views.count, 4, 4});
     launch.poses = call.scratch<float>(int64_t{launch.views.count} * kPose * kPoseBlocks);
   }
+  launch.needles = call.read<const float*>("needles[1]");
   call.run(splat_update_launch, launch);
 }
 

@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
     const int32_t* start = launch.starts + int64_t{v} * (groups + 1) + group;
     shown |= start[0] != start[1];
   }
-  shown = __any_sync(0xffffffffu, shown);
+  const float needles = launch.needles == nullptr ? 0.0f : *launch.needles;
+  shown = __any_sync(0xffffffffu, shown) || needles > 0.0f;
 
   if (shown) {
     if constexpr (Degree > 0) {
@@ -87,6 +88,10 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
     const auto dc = [&] { return load3(launch.values[kShDc], id); };
     mine.sum_rows(point, color_slope<Degree>(launch.settings, dc), sums, statistics);
     if (statistics.counted) statistics.store(launch.statistics, id);
+    if (needles > 0.0f) {
+      const Vec3<float> slope = needle_slope(point.scale, launch.settings.max_ratio);
+      sums.scale = sums.scale + times(slope, Vec3<float>{needles, needles, needles});
+    }
     if constexpr (Degree > 0) mine.outer_products(point.mean);
     put_gradients(shared, lane, sums, point);
     __syncwarp();

@@ -47,6 +47,7 @@ struct UpdateSettings {
   float eps2d;
   bool antialiased, absgrad;
   float opacity_weight, scale_weight;  // of each row that is drawn
+  float max_ratio;                     // of scales, beyond which `needles` weighs
 };
 
 struct UpdateLaunch {
@@ -63,6 +64,7 @@ struct UpdateLaunch {
   int32_t* starts;  // [views, groups + 1]: where a view's rows of a group begin
   float* viewmats;  // [views, 4, 4]: the gradient by the cameras' matrices; or null
   float* poses;     // [views, kPose, kPoseBlocks]: the blocks' parts of it
+  const float* needles;  // the weight of every point's ratio of scales; or null
   float* boxes;     // of the points' groups, widened to what is written; or null
   LazyState lazy;   // null pointers: every point takes every step
   Views views;

@@ -46,6 +46,19 @@ __device__ __forceinline__ Vec3<float> color_slope(const UpdateSettings& setting
   return times(color, Vec3<float>{1.0f, 1.0f, 1.0f} - color);
 }
 
+// The slope, by a point's scales, of the ratio of the largest to the smallest where that exceeds `most`. Equal scales
+// share it, as in torch.
+__device__ __forceinline__ Vec3<float> needle_slope(const Vec3<float>& scale, float most) {
+  const float high = fmaxf(scale.x, fmaxf(scale.y, scale.z)), low = fminf(scale.x, fminf(scale.y, scale.z));
+  if (!(high > most * low)) return {};
+  const auto equal = [&](float value) {
+    return static_cast<float>((scale.x == value) + (scale.y == value) + (scale.z == value));
+  };
+  const float up = 1.0f / (low * equal(high)), down = -high / (low * low * equal(low));
+  const auto slope = [&](float value) { return value == high ? up : value == low ? down : 0.0f; };
+  return {slope(scale.x), slope(scale.y), slope(scale.z)};
+}
+
 // One lane's point while its rows are gone through.
 template <int Degree>
 struct Lane {
