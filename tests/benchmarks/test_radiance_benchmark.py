@@ -16,7 +16,7 @@ from tests.lib.rendering import write_capture
 def options(**more: Any) -> argparse.Namespace:
     usual = {
         "options": "--a 1", "device": "cpu", "steps": 3, "seconds": 1e9, "views": 1, "seed": 7, "at": [2],
-        "profile": False, "limit": None, "gpus": [], "at_once": 1, "deadline": None,
+        "profile": False, "limit": None, "gpus": [], "at_once": 1, "deadline": None, "ways": ["xl-1", "xl-2"],
         "dataparser": ["colmap", "--data", "fox"],
     }  # fmt: skip
     return argparse.Namespace(**{**usual, **more})
@@ -96,7 +96,7 @@ def test_a_run_writes_down_each_evaluation(tmp_path: Path) -> None:
     assert kept[0]["psnr"] == pytest.approx(sum(kept[0]["psnr_by_view"]) / kept[0]["views"], abs=1e-3)
 
 
-def test_ways_share_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_share_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many at once as slots; each sees its GPU alone. After the deadline none is started."""
 
     def command(way: str, given: Any, output: Path) -> list[str]:
@@ -108,7 +108,7 @@ def test_ways_share_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return [sys.executable, "-c", wait + "exit(0 if time.time() < end else 1)"]
 
     monkeypatch.setattr(radiance, "command", command)
-    given = options(ways=["xl-1", "xl-2"], gpus=[3, 5])
+    given = options(gpus=[3, 5])
     assert {row["way"] for row in radiance.in_turn(given, tmp_path) if "failed" not in row} == {"xl-1", "xl-2"}
     assert {name.name[-1] for name in (tmp_path / "met").iterdir()} == {"3", "5"}
-    assert not list(radiance.in_turn(options(ways=["xl-1"], deadline=1.0), tmp_path / "late"))
+    assert not list(radiance.in_turn(options(deadline=1.0), tmp_path / "late"))
