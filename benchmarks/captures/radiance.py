@@ -11,18 +11,24 @@ A way is one of
 - `mega-CxG`, `block-CxG`: Mega-NeRF and Block-NeRF (`benchmarks.baselines.separate_fields`).
 
 Behind its name a way may have options of its own, after a colon: "xl-2:--pipeline.model.log2-hashmap-size 18".
-Ways are run one after the other, each in processes of its own. A way ends after --steps steps or --seconds seconds of
-training. Of one that fails, or outlasts --limit, what had been evaluated is kept. What follows `--` is the dataparser,
-as `ns-train` takes it. A city to train on: `ns-multigpu city`.
+It may have a seed of its own as well: "xl-2@43". Ways are run in their order, each in processes of its own: one after
+the other, or --at-once of them on each of --gpus (ways of one GPU; their speeds mean nothing then). A way ends after
+--steps steps or --seconds seconds of training. Of one that fails, or outlasts --limit, what had been evaluated is kept.
+What follows `--` is the dataparser, as `ns-train` takes it. A city to train on: `ns-multigpu city`.
 """
 
 import argparse
 import json
+import math
+import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from tempfile import mkdtemp
 from typing import Any
 
@@ -33,7 +39,11 @@ from benchmarks.lib.environment import describe
 
 EVALUATIONS = "courses.json"
 """The file, in a way's folder, with what has been evaluated so far."""
-_WAY = re.compile(r"(nerfacto|(?P<spread>xl|ddp|mega|block)-(?P<cells>\d+))(x(?P<gpus>\d+))?(:(?P<options>.*))?")
+_SHORTEST = 30.0
+"""Seconds before --deadline at which no more ways are started."""
+_WAY = re.compile(
+    r"(nerfacto|(?P<spread>xl|ddp|mega|block)-(?P<cells>\d+))(x(?P<gpus>\d+))?(@(?P<seed>\d+))?(:(?P<options>.*))?"
+)
 
 
 def command(way: str, options: argparse.Namespace, output: Path) -> list[str]:
@@ -57,23 +67,31 @@ def command(way: str, options: argparse.Namespace, output: Path) -> list[str]:
     own += [f"--pipeline.model.spread {spread}"] if cells and not separate else []
     extra = " ".join([*own, options.options, found["options"] or ""]).strip()
     words += ["--device", options.device, "--steps", str(options.steps), "--seconds", str(options.seconds)]
-    words += ["--views", str(options.views), "--seed", str(options.seed), "--output", str(output)]
+    words += ["--views", str(options.views), "--seed", found["seed"] or str(options.seed), "--output", str(output)]
     words += [f"--options={extra}"] if extra else []
     words += ["--at", *map(str, options.at)] if options.at else []
     words += ["--profile"] if options.profile else []
     return [*words, "--", *options.dataparser]
 
 
-def run(way: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the measurements of a method, or the reason why there are none."""
+def run(
+    way: str, options: argparse.Namespace, folder: Path, gpu: int | None = None, limit: float | None = None
+) -> dict[str, Any]:
+    """Return the measurements of a method, or the reason why there are none.
+
+    Args:
+        gpu: the one that it may use; None for all. limit: seconds, all included; None for any.
+    """
     output = folder / re.sub(r"\W+", "-", way)
     output.mkdir(parents=True)
+    here = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     start = time.perf_counter()
     with (output / "log.txt").open("w") as log:
         try:
             code = subprocess.run(
-                command(way, options, output), stdout=log, stderr=subprocess.STDOUT, check=False, timeout=options.limit
-            ).returncode
+                command(way, options, output), stdout=log, stderr=subprocess.STDOUT, check=False,
+                timeout=limit, env={**os.environ, **here},
+            ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             code = -1
     wall = time.perf_counter() - start
@@ -106,6 +124,34 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return shown
 
 
+def in_turn(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run all ways, on GPUs as they become free, and yield the results as they come.
+
+    Args:
+        options: see `main`. folder: of logs.
+    """
+    begun, free = time.perf_counter(), SimpleQueue[int | None]()
+    for gpu in options.gpus * options.at_once or [None]:
+        free.put(gpu)
+
+    def taken(way: str) -> dict[str, Any] | None:
+        gpu = free.get()
+        try:
+            left = math.inf if options.deadline is None else options.deadline - (time.perf_counter() - begun)
+            if left < _SHORTEST:
+                return None
+            limit = min(left, options.limit or math.inf)
+            return run(way, options, folder, gpu, None if limit == math.inf else limit)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        started = [pool.submit(taken, way) for way in options.ways]
+        for done in as_completed(started):
+            if (row := done.result()) is not None:
+                yield row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", default=["nerfacto", "xl-1", "xl-2"])
@@ -115,6 +161,9 @@ def main() -> None:
     parser.add_argument("--at", type=int, nargs="*", default=[], help="evaluate after so many steps too, off the clock")
     parser.add_argument("--views", type=int, default=0, help="held-out views to evaluate, at most; 0: all")
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[], help="numbers of GPUs, for ways of one GPU")
+    parser.add_argument("--deadline", type=float, default=None, help="seconds in all; later ways are left out")
+    parser.add_argument("--at-once", type=int, default=1, help="ways on each of --gpus at a time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--options", default="", help="further options of ns-train for all ways, as one string")
     parser.add_argument("--profile", action="store_true", help="see where five more steps of each way spend their time")
@@ -123,10 +172,12 @@ def main() -> None:
     options = parser.parse_args()
     folder, rows, console = Path(mkdtemp(prefix="radiance-")), list[dict[str, Any]](), Console(soft_wrap=True)
     for way in options.ways:
-        command(way, options, folder)  # a wrong name is found at once
-    for way in options.ways:
-        rows.append(run(way, options, folder))
-        console.print(rows[-1].get("failed", f"{way}: done in {rows[-1]['wall_s']:.0f} s"), markup=False)
+        words = command(way, options, folder)  # a wrong name is found at once
+        if options.gpus and "torch.distributed.run" in words:
+            parser.error(f"--gpus: {way} is run on several GPUs")
+    for row in in_turn(options, folder):
+        rows.append(row)
+        console.print(row.get("failed", f"{row['way']}: done in {row['wall_s']:.0f} s"), markup=False)
         if options.json:
             options.json.write_text(json.dumps({**describe(), "rows": rows}, indent=2) + "\n")
     console.print(table(rows))

@@ -88,7 +88,7 @@ class Run:
         """Takes steps until there are enough of them, or the time is over."""
         options = self._options
         recent: deque[Tensor] = deque(maxlen=_AVERAGED)
-        evaluations: list[dict[str, float]] = []
+        evaluations: list[dict[str, Any]] = []
         rates: list[tuple[int, float]] = []
         off, begun, step = 0.0, self._now(), 0
         while step < options.steps:
@@ -177,22 +177,25 @@ class Run:
         }
 
     @torch.no_grad()
-    def _evaluated(self) -> dict[str, float]:
-        """PSNR and SSIM of held-out views, of each way in the same manner, and rays rendered a second."""
+    def _evaluated(self) -> dict[str, Any]:
+        """PSNR, SSIM and opacity of held-out views, of each way in the same manner, and rays rendered a second."""
         pipeline = self.trainer.pipeline
         data, model = pipeline.datamanager, pipeline.model
         pipeline.eval()
         dataset, found, seconds, rays = data.eval_dataset, list[tuple[float, float]](), 0.0, 0
+        opacity = list[float]()
         count = min(self._options.views, len(dataset)) or len(dataset)
         if self._theirs and self.rank:
             count = 0  # every rank has all of the model
         for index in range(count):
             camera = dataset.cameras[index * len(dataset) // count].reshape((1,)).to(self._device)
             began = self._now()
-            image = model.get_outputs_for_camera(camera)["rgb"]
+            outputs = model.get_outputs_for_camera(camera)
+            image = outputs["rgb"]
             if index > 0:  # the first loads kernels
                 seconds, rays = seconds + self._now() - began, rays + image.shape[0] * image.shape[1]
             if self.rank == 0:
+                opacity.append(float(outputs["accumulation"].mean()))
                 truth = dataset.get_data(index * len(dataset) // count)["image"][..., :3].to(image)
                 pair = [picture.moveaxis(-1, 0)[None] for picture in (image, truth)]
                 ssim = float(structural_similarity_index_measure(*pair, data_range=1.0))  # pyright: ignore
@@ -203,7 +206,12 @@ class Run:
         if not found:
             return {}
         psnr, ssim = np.mean(found, axis=0).tolist()
-        return {"psnr": psnr, "ssim": ssim, "views": count, "rays_per_s": rays / seconds if rays else 0.0}
+        by_view = [round(view, 3) for view, _ in found]
+        speed = rays / seconds if rays else 0.0
+        return {
+            "psnr": psnr, "ssim": ssim, "views": count, "psnr_by_view": by_view, "opacity": float(np.mean(opacity)),
+            "rays_per_s": speed,
+        }  # fmt: skip
 
     def _any(self, here: bool) -> bool:
         return self._total(float(here)) > 0

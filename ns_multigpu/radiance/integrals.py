@@ -159,7 +159,7 @@ class Distortion:
 class Last:
     """A value of the last sample of a ray: nerfacto's background, "last_sample".
 
-    One more component is positive if a stretch has a sample; the last such stretch counts.
+    One more component is positive if the samples of a stretch have a length; the last such stretch counts.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Last:
 
     def within(self, samples: Samples) -> Tensor:
         last = self.of(samples)[:, -1]
-        return torch.cat([last, torch.ones_like(last[:, :1])], 1)
+        return torch.cat([last, (samples.edges[:, -1:] > samples.edges[:, :1]).to(last)], 1)
 
     def join(self, front: State, back: State) -> Tensor:
         return torch.where(back[self.name][:, -1:] > 0, back[self.name], front[self.name])

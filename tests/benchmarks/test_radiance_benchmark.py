@@ -16,7 +16,8 @@ from tests.lib.rendering import write_capture
 def options(**more: Any) -> argparse.Namespace:
     usual = {
         "options": "--a 1", "device": "cpu", "steps": 3, "seconds": 1e9, "views": 1, "seed": 7, "at": [2],
-        "profile": False, "limit": None, "dataparser": ["colmap", "--data", "fox"],
+        "profile": False, "limit": None, "gpus": [], "at_once": 1, "deadline": None, "ways": ["xl-1", "xl-2"],
+        "dataparser": ["colmap", "--data", "fox"],
     }  # fmt: skip
     return argparse.Namespace(**{**usual, **more})
 
@@ -28,12 +29,14 @@ def options(**more: Any) -> argparse.Namespace:
         ("nerfacto-x2", "nerfacto", 2, "--a 1"),
         ("xl-4", "nerfacto-xl", 1, "--pipeline.model.cells 4 --pipeline.model.spread xl --a 1"),
         ("mega-2x4:--b 3", "nerfacto-mega", 4, "--pipeline.model.cells 2 --a 1 --b 3"),
+        ("xl-4@43:--b 3", "nerfacto-xl", 1, "--pipeline.model.cells 4 --pipeline.model.spread xl --a 1 --b 3"),
         ("ddp-2", "nerfacto-xl", 1, "--pipeline.model.cells 2 --pipeline.model.spread ddp --a 1"),
     ],
 )
 def test_a_way_is_a_command(way: str, method: str, gpus: int, own: str) -> None:
     words = radiance.command(way, options(), Path("out"))
     assert words[words.index("--method") + 1] == method
+    assert words[words.index("--seed") + 1] == ("43" if "@" in way else "7")
     assert ("torch.distributed.run" in words) == (gpus > 1)
     assert gpus == 1 or words[words.index("--nproc-per-node") + 1] == str(gpus)
     assert f"--options={own}" in words and words[words.index("--at") + 1] == "2"
@@ -69,7 +72,7 @@ def test_a_way_that_fails_keeps_what_it_has_evaluated(
     code: int, limit: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(radiance, "command", ends(code, done=False))
-    row = radiance.run("xl-2", options(limit=limit), tmp_path)
+    row = radiance.run("xl-2", options(), tmp_path, limit=limit)
     assert row["code"] == code and [look["psnr"] for look in row["courses"]] == [21.5]
     assert limit or row["failed"] == "words\n"
     monkeypatch.setattr(radiance, "command", ends(0, done=True))
@@ -90,3 +93,22 @@ def test_a_run_writes_down_each_evaluation(tmp_path: Path) -> None:
     assert "failed" not in row, row
     kept = json.loads((tmp_path / "runs" / "xl-2" / radiance.EVALUATIONS).read_text())
     assert [look["steps"] for look in kept] == [2, 3] and kept == row["courses"]
+    assert kept[0]["psnr"] == pytest.approx(sum(kept[0]["psnr_by_view"]) / kept[0]["views"], abs=1e-3)
+
+
+def test_runs_share_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many at once as slots; each sees its GPU alone. After the deadline none is started."""
+
+    def command(way: str, given: Any, output: Path) -> list[str]:
+        (output / "result.json").write_text("{}")
+        met = output.parent / "met"
+        wait = f"import os, pathlib, time\nmet = pathlib.Path({str(met)!r})\nmet.mkdir(exist_ok=True)\n"
+        wait += f"(met / ('{way}' + os.environ['CUDA_VISIBLE_DEVICES'])).touch()\n"
+        wait += "end = time.time() + 60\nwhile len(list(met.iterdir())) < 2 and time.time() < end: time.sleep(0.01)\n"
+        return [sys.executable, "-c", wait + "exit(0 if time.time() < end else 1)"]
+
+    monkeypatch.setattr(radiance, "command", command)
+    given = options(gpus=[3, 5])
+    assert {row["way"] for row in radiance.in_turn(given, tmp_path) if "failed" not in row} == {"xl-1", "xl-2"}
+    assert {name.name[-1] for name in (tmp_path / "met").iterdir()} == {"3", "5"}
+    assert not list(radiance.in_turn(options(deadline=1.0), tmp_path / "late"))

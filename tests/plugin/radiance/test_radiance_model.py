@@ -160,6 +160,7 @@ def test_background_behind_cells(cells: int, options: dict[str, Any], background
         (4, 2, {"background_color": "random"}),
         (4, 3, {"samples_per": "segment"}),
         (4, 3, {"background_color": "sky"}),
+        (4, 3, {"proposals": "shared", "background_color": "last_sample"}),
         (3, 2, {"sampling": "occupancy"}),
         (3, 2, {"spread": "ddp"}),
         (3, 2, {"spread": "ddp", "background_color": "sky"}),
@@ -169,6 +170,7 @@ def test_any_number_of_ranks_is_one(cells: int, ranks: int, options: dict[str, A
     one = step_of(World.single(), cells, options)
     groups = {"cells", "camera_optimizer", "shared"}
     groups |= {"sky"} if options.get("background_color") == "sky" else set()
+    groups |= {"proposal_networks"} if "proposals" in options else set()
     assert {name.split(".")[0] for name in one["gradients"]} == groups
     assert (one["outside"] > 0) == ("disable_scene_contraction" in options), "some rays miss a box"
     found = run_ranks(step_of, ranks, cells, options)
@@ -265,6 +267,65 @@ def test_segments_share_the_samples_of_a_ray_or_have_as_many_each(asked: str | N
     one, four = (step_of(World.single(), cells, options)["samples"] for cells in (1, 4))
     assert one == 48 * 8 and least * one <= four < most * one
     assert asked != "segment" or four % 8 == 0  # each segment has a ray's 8
+
+
+def _set_alike(ours: NerfactoXLModel) -> None:
+    """Make all cells one fog whose density and colour vary along no axis but a world position's."""
+    for cell in ours.cells.values():
+        density, colour = cell.field.get_density, cell.field.get_outputs
+
+        def of_place(samples: Any, density: Any = density) -> Any:
+            value, features = density(samples)
+            x = samples.frustums.get_positions()
+            return 0 * value + (2 + 2 * torch.sin(3 * x).prod(-1, keepdim=True)), features
+
+        def of_colour(samples: Any, density_embedding: Any = None, colour: Any = colour) -> Any:
+            found = colour(samples, density_embedding)
+            x = samples.frustums.get_positions()
+            return {name: 0 * value + 0.5 + 0.5 * torch.sin(5 * x) for name, value in found.items()}
+
+        cell.field.get_density, cell.field.get_outputs = of_place, of_colour
+        cell.field.together = lambda several, field=cell.field: [field(one) for one in several]
+
+
+def test_shared_proposals_sample_as_one_field_does() -> None:
+    """Whatever the cells: edges differ by cuts at faces only, and so do pixels and the proposal loss."""
+    found, edges = list[dict[str, torch.Tensor]](), list[set[float]]()
+    for cells in (1, 4):
+        ours = model(World.single(), cells, proposals="shared", background_color="last_sample", far_plane=3.0)
+        assert ours.partition is not None and ours.proposal_networks is not None
+        _set_alike(ours)
+        ours.begin_step(3)
+        bundle = ours.collider(rays())
+        segments = clip(bundle.origins, bundle.directions, bundle.nears[:, 0], bundle.fars[:, 0], ours.spread._worlds)
+        groups = ours.own_segments(bundle, segments, 0)
+        ray = 0
+        if cells > 1:
+            ray = int(segments.counts.argmax())
+            assert int(segments.counts[ray]) > 2
+            edges.append(_edges(groups, segments, ray))
+            one = model(World.single(), 1, proposals="shared", background_color="last_sample", far_plane=3.0)
+            one.begin_step(3)
+            whole = clip(bundle.origins, bundle.directions, bundle.nears[:, 0], bundle.fars[:, 0], one.spread._worlds)
+            edges.append(_edges(one.own_segments(bundle, whole, 0), whole, ray))
+            faces = {float(t) for at in (segments.ray == ray).nonzero() for t in (segments.near[at], segments.far[at])}
+            assert edges[1] - edges[0] == set() and edges[0] - edges[1] <= faces
+        outputs = ours.of_segments(bundle, segments)
+        losses = {"interlevel": outputs["interlevel"], "distortion": outputs["distortion"].mean()}
+        found.append({name: outputs[name].detach() for name in ("rgb", "accumulation")} | losses)
+    for name in ("accumulation", "rgb", "distortion", "interlevel"):
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=0.05, atol=0.05, msg=name)
+
+
+def _edges(groups: list[Any], segments: Any, ray: int) -> set[float]:
+    """Return the edges of a ray's samples."""
+    return {
+        float(edge)
+        for group in groups
+        for row, edges in zip(group.rows, group.taken.edges, strict=True)
+        if int(segments.ray[row]) == ray
+        for edge in edges
+    }
 
 
 def test_proposal_loss_is_weighted_by_transmittance() -> None:

@@ -1,7 +1,7 @@
 """The fields of a cell, built from nerfstudio's, and the parts that all cells share (NeRF-XL, appendix A.1)."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +31,18 @@ class CellCoordinates(SpatialDistortion):
     Args:
         extent: [2, 3] the cell's corners, as of `Partition.extents`.
         domain: space that cells are cut from.
+        whole: True to scale by the domain's size instead of the cell's, so that voxels are those of one field.
     """
 
     low: Tensor
     size: Tensor
 
-    def __init__(self, extent: Tensor, domain: Domain) -> None:
+    def __init__(self, extent: Tensor, domain: Domain, whole: bool = False) -> None:
         super().__init__()
         self.domain = domain
+        size = torch.tensor(domain.upper) - torch.tensor(domain.lower) if whole else extent[1] - extent[0]
         self.register_buffer("low", extent[0].float(), persistent=False)
-        self.register_buffer("size", (extent[1] - extent[0]).float(), persistent=False)
+        self.register_buffer("size", size.float(), persistent=False)
 
     def forward(self, positions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the coordinates of world positions [..., 3]."""
@@ -157,37 +159,53 @@ class Cell(nn.Module):
         self.occupancy = nn.Parameter(torch.ones(resolution**3), requires_grad=False) if resolution else None
         with drawn("cpu", seed, _CELL, number):
             self.field = CellField(coordinates, shared, field_options(config, images))
-            count = 1 if config.use_same_proposal_network else config.num_proposal_iterations
-            count = 0 if resolution else count
-            listed = config.proposal_net_args_list
-            self.proposal_networks = nn.ModuleList(
-                HashMLPDensityField(
-                    torch.zeros(2, 3),
-                    spatial_distortion=coordinates,
-                    **listed[min(i, len(listed) - 1)],
-                    average_init_density=config.average_init_density,
-                    implementation=config.implementation,
-                )
-                for i in range(count)
-            )
-
-        for module in self.modules():
-            if isinstance(module, HashEncoding) and module.tcnn_encoding is None:
-                # nerfstudio's is a plain tensor, which would remain on the host.
-                scalings = vars(module).pop("scalings").float()
-                module.register_buffer("scalings", scalings, persistent=False)
-                module.pytorch_fwd = functools.partial(_encoded, module)  # type: ignore[method-assign]
+            self.proposal_networks = nn.ModuleList() if resolution else proposal_networks(coordinates, config)
+        use_operator(self)
 
     def forget(self) -> None:
-        """Release the last samples that nerfstudio's fields store: they keep a step's whole graph alive."""
-        for one in (self.field, *self.proposal_networks):
-            assert isinstance(one, Field)
-            vars(one)["_sample_locations"] = vars(one)["_density_before_activation"] = None
+        """See `forget`."""
+        forget((self.field, *self.proposal_networks))
 
-    def density_fns(self, levels: int) -> list[Any]:
-        """Return the density functions of each proposal level, as nerfstudio's sampler expects them."""
-        networks = list(self.proposal_networks)
-        return [networks[min(level, len(networks) - 1)].density_fn for level in range(levels)]
+
+def proposal_networks(coordinates: CellCoordinates, config: NerfactoModelConfig) -> nn.ModuleList:
+    """Return nerfacto's proposal networks over a cell."""
+    count = 1 if config.use_same_proposal_network else config.num_proposal_iterations
+    listed = config.proposal_net_args_list
+    return nn.ModuleList(
+        HashMLPDensityField(
+            torch.zeros(2, 3),
+            spatial_distortion=coordinates,
+            **listed[min(i, len(listed) - 1)],
+            average_init_density=config.average_init_density,
+            implementation=config.implementation,
+        )
+        for i in range(count)
+    )
+
+
+def shared_proposals(config: NerfactoModelConfig, domain: Domain, seed: int) -> nn.ModuleList:
+    """Return the proposal networks over all of space, which all cells share."""
+    with drawn("cpu", seed, _SHARED, _CELL):
+        networks = proposal_networks(CellCoordinates(torch.tensor([domain.lower, domain.upper]), domain), config)
+    use_operator(networks)
+    return networks
+
+
+def use_operator(fields: nn.Module) -> None:
+    """Replace torch's hash encodings by one operator, and move their scalings with the module."""
+    for module in fields.modules():
+        if isinstance(module, HashEncoding) and module.tcnn_encoding is None:
+            # nerfstudio's is a plain tensor, which would remain on the host.
+            scalings = vars(module).pop("scalings").float()
+            module.register_buffer("scalings", scalings, persistent=False)
+            module.pytorch_fwd = functools.partial(_encoded, module)  # type: ignore[method-assign]
+
+
+def forget(fields: Iterable[nn.Module]) -> None:
+    """Release the last samples that nerfstudio's fields store: they keep a step's whole graph alive."""
+    for one in fields:
+        assert isinstance(one, Field)
+        vars(one)["_sample_locations"] = vars(one)["_density_before_activation"] = None
 
 
 def _flat(several: Sequence[RaySamples]) -> RaySamples:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ns_multigpu.core.exchange.transport import Parts, launched
 from ns_multigpu.plugin.radiance.field.draws import background, jitter
 from ns_multigpu.plugin.radiance.field.figures import Figures
-from ns_multigpu.plugin.radiance.field.sampling import Asked, CellSegments, Group, ProposalSampling
+from ns_multigpu.plugin.radiance.field.sampling import Asked, CellSegments, Group, ProposalSampling, WholeRays
 from ns_multigpu.plugin.radiance.field.shape_buckets import ShapeBuckets
 from ns_multigpu.radiance.integrals import Breakable
 from ns_multigpu.radiance.slots import Slots, all_slots_in_parts, packed
@@ -94,7 +94,8 @@ class FixedShapes:
         assert isinstance(model.sampling, ProposalSampling) and model.partition is not None
         self._model, self._sampling = model, model.sampling
         self._numbers: StepNumbers | None = None
-        shared = model.config.samples_per == "ray"
+        self._whole = self._sampling.networks is not None  # samples of whole rays, cut at faces
+        shared = model.config.samples_per == "ray" and not self._whole
         self._classes = range(1, model.partition.cells + 1) if shared else range(1, 2)
 
     @property
@@ -110,7 +111,8 @@ class FixedShapes:
         if self._numbers is None or self._numbers.anneal.device != device:
             coloured = model.background == "random"
             widths = {parts: sampling.widths(parts) for parts in self._classes}
-            self._numbers = StepNumbers(model.seed, model.numbers, widths, device, coloured)
+            cells = range(1) if self._whole else model.numbers
+            self._numbers = StepNumbers(model.seed, cells, widths, device, coloured)
         self._numbers.fill(sampling.step, rays, sampling.anneal)
         return self._numbers
 
@@ -147,12 +149,13 @@ class FixedShapes:
         numbers, cells = self.numbers(len(rays)), model.numbers
         assert rays.nears is not None
         groups, own = list[Group](), list[Tensor]()
+        whole = sampling.whole(rays, numbers.moved[0, 1], numbers.anneal) if self._whole else None
         taken = torch.zeros((), dtype=torch.int64, device=rays.nears.device)
         for place, cell in enumerate(cells):
             states = model.family.empty(len(rays) + 1, rays.nears)  # the last row receives the results of padding lines
             given = zip(self._classes, buckets[place], strict=True)
             lines = {parts: self._lines(cell, parts, capacity, slots) for parts, capacity in given if capacity}
-            asked = [self._asked(cell, place, parts, at, rays, slots, numbers) for parts, at in lines.items()]
+            asked = [self._asked(cell, place, parts, at, rays, slots, numbers, whole) for parts, at in lines.items()]
             found = sampling.taken(model.cell(cell), asked, numbers.anneal) if asked else []
             for one, at, group in zip(asked, lines.values(), found, strict=True):
                 states = states.index_copy(0, at, model.family.within(group.taken).to(states))
@@ -174,8 +177,9 @@ class FixedShapes:
         return packed(live if len(self._classes) == 1 else live & (slots.counts == parts), capacity)
 
     def _asked(
-        self, cell: int, place: int, parts: int, at: Tensor, rays: RayBundle, slots: Slots, numbers: StepNumbers
-    ) -> Asked:
+        self, cell: int, place: int, parts: int, at: Tensor, rays: RayBundle, slots: Slots, numbers: StepNumbers,
+        whole: WholeRays | None,
+    ) -> Asked:  # fmt: skip
         """Return the sampling request of some lines."""
         ray = at.clamp_max(len(rays) - 1)
         bundle = rays[ray]
@@ -185,4 +189,6 @@ class FixedShapes:
         there = at < len(rays)
         rows = torch.where(there, place * len(rays) + at, len(self._model.numbers) * len(rays))
         lines = CellSegments(rows, ray, len(rays), bundle, (nears, fars), there)
+        if whole is not None:
+            return Asked(parts, lines, None, whole.of(ray))
         return Asked(parts, lines, [level[ray] for level in numbers.moved[cell, parts]])

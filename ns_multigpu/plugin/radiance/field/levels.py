@@ -59,6 +59,14 @@ class Bins:
         """End of each sample, [n, S, 1]."""
         return self.edges[:, 1:, None]
 
+    def within(self, ends: Ends, near: Tensor, far: Tensor) -> "Bins":
+        """Return the parts of whole rays' bins that are inside segments; bins outside get length zero.
+
+        Args:
+            ends: of the segments. near, far: [n, 1] the segments' ends in their whole rays, from 0 to 1.
+        """
+        return Bins(self.spaced.maximum(near).minimum(far), self.edges.maximum(ends.near).minimum(ends.far))
+
     def up_to_faces(self, ends: Ends) -> "Bins":
         """Return the bins with the outermost samples widened to the faces between cells.
 

@@ -26,7 +26,7 @@ from ns_multigpu.plugin.launch.removed_options import REMOVED_VALUES
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.radiance.field.backgrounds import blended, chosen, mean_colour
 from ns_multigpu.plugin.radiance.field.draws import background
-from ns_multigpu.plugin.radiance.field.fields import Cell, Head
+from ns_multigpu.plugin.radiance.field.fields import Cell, Head, shared_proposals
 from ns_multigpu.plugin.radiance.field.figures import Figures
 from ns_multigpu.plugin.radiance.field.fixed import FixedShapes, why_not
 from ns_multigpu.plugin.radiance.field.marching import OccupancySampling
@@ -72,6 +72,15 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     """Unit of nerfacto's sample counts, with proposals. ray: the k segments of a ray have a k-th each. segment: each
     segment has all, so that a ray through k cells has k times as many. Occluded segments then have as many samples as
     visible ones and can overfit each view's background."""
+    proposals: Annotated[Literal["cell", "shared"], Only("pipeline.model.sampling", "proposals")] = "cell"
+    """Proposal networks. cell: each cell has its own, for its segments. shared: all cells share those of one field,
+    which sample whole rays; samples are cut at faces."""
+    voxels: Literal["cell", "field"] = "cell"
+    """Size of hash grids' voxels: nerfacto's resolutions over a cell, or over all of space."""
+    opacity_loss_mult: float = 0.0
+    """Weight of the mean squared transmittance of rays."""
+    relative_distortion: bool = False
+    """Divide the distortion of a ray by its opacity squared."""
     grid_resolution: Annotated[int, _GRID] = 128
     """Voxels of a cell's occupancy grid along each axis."""
     alpha_thre: Annotated[float, _GRID] = 0.01
@@ -111,7 +120,11 @@ class NerfactoXLModel(NerfactoModel):
         self.cells = nn.ModuleDict()
         self.partition: Partition | None = None
         self.world = World.single()
-        self.sampling: ProposalSampling | OccupancySampling = ProposalSampling(config, self.seed)
+        shares = config.proposals == "shared" and config.sampling == "proposals" and config.spread == "xl"
+        self.proposal_networks = shared_proposals(config, self.domain, self.seed) if shares else None
+        self.sampling: ProposalSampling | OccupancySampling = ProposalSampling(
+            config, self.seed, self.proposal_networks
+        )
         if config.sampling == "occupancy":
             scaled = config.use_gradient_scaling
             self.sampling = OccupancySampling(self.seed, config.march_steps, config.alpha_thre, scaled)
@@ -141,13 +154,16 @@ class NerfactoXLModel(NerfactoModel):
         grid = config.grid_resolution if config.sampling == "occupancy" else 0
         made = {str(c): self.made_cell(c, grid) for c in ([0] if self.way.replicated else self.numbers)}
         # In the model's mode: a new module would use each image's own appearance in evaluation, not the mean.
+        if self.proposal_networks is not None:
+            for cell in made.values():
+                cell.proposal_networks = nn.ModuleList()
         self.cells = nn.ModuleDict(made).to(self.device).train(self.training)
         fits = not why_not(config, self.integrals)
         self.fixed: FixedShapes | None = FixedShapes(self) if self.may_fix and fits else None
 
     def spread_over(self, partition: Partition) -> Joint:
         """Return the distribution of the field over a partition of space."""
-        return self.way(partition, self.device)
+        return self.way(partition, self.device, self.config.voxels == "field")
 
     def made_cell(self, number: int, grid: int) -> Cell:
         """Return a new cell with an occupancy grid of this many voxels along each axis; 0 for none."""
@@ -173,14 +189,23 @@ class NerfactoXLModel(NerfactoModel):
         with ddp all."""
         return {name: p for name, p in self.named_parameters() if not self._is_own(name) and p.numel()}
 
+    def summed_parameters(self) -> list[nn.Parameter]:
+        """Return the shared parameters whose gradients the ranks sum in this step: none of proposal networks that are
+        not trained in it."""
+        learns = isinstance(self.sampling, OccupancySampling) or self.sampling.learns
+        named = self.shared_parameters().items()
+        return [p for name, p in named if p.requires_grad and (learns or not _is_proposal(name))]
+
     def get_param_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return nerfacto's groups for this rank's cells; the fields' group includes colour head and appearance
         embedding."""
         parts = [part for part in (self.shared, self.sky) if part is not None]
         proposals, fields = [], [p for part in parts for p in part.parameters()]
+        if self.proposal_networks is not None:
+            proposals += self.proposal_networks.parameters()
         for name, p in self.cells.named_parameters():
             if p.requires_grad:
-                (proposals if ".proposal_networks." in name else fields).append(p)
+                (proposals if _is_proposal(name) else fields).append(p)
         groups = {"fields": fields, **({"proposal_networks": proposals} if proposals else {})}
         self.camera_optimizer.get_param_groups(param_groups=groups)
         return groups
@@ -262,10 +287,13 @@ class NerfactoXLModel(NerfactoModel):
         nears, fars = rays.nears, rays.fars
         assert nears is not None and fars is not None
         groups: list[Group] = []
+        sampling = self.sampling
+        whole = sampling.whole_of(rays, self.training) if isinstance(sampling, ProposalSampling) else None
+        given = {} if whole is None else {"whole": whole}
         base = list(self.numbers)
         lines, ends = slice(first, segments.begins[base[-1] + 1]), segments.counts[segments.ray]
         longest = segments.order.shape[1]
-        if self.config.samples_per == "segment":
+        if self.config.samples_per == "segment" or whole is not None:
             longest, ends = 1, torch.ones_like(ends)
         key = (cell_of(segments)[lines] - base[0]) * (longest + 1) + ends[lines]
         sizes = key.new_zeros(len(base) * (longest + 1)).index_add_(0, key, torch.ones_like(key)).tolist()
@@ -277,7 +305,7 @@ class NerfactoXLModel(NerfactoModel):
                 bundle = rays[ray]
                 bundle.nears, bundle.fars = segments.near[at, None], segments.far[at, None]
                 lines = CellSegments(rows, ray, segments.rays, bundle, (nears[ray], fars[ray]))
-                group = self.sampling.sample(self.cell(base[local]), base[local], parts, lines, self.training)
+                group = sampling.sample(self.cell(base[local]), base[local], parts, lines, self.training, **given)
                 groups += [] if group is None else [group]
         return groups
 
@@ -343,7 +371,12 @@ class NerfactoXLModel(NerfactoModel):
         if self.training:
             if "interlevel" in outputs:
                 losses["interlevel_loss"] = self.config.interlevel_loss_mult * outputs["interlevel"]
-            losses["distortion_loss"] = self.config.distortion_loss_mult * outputs["distortion"].mean()
+            distortion, opacity = outputs["distortion"], outputs["accumulation"]
+            if self.config.relative_distortion:
+                distortion = distortion / opacity.clamp_min(0.1).square()
+            losses["distortion_loss"] = self.config.distortion_loss_mult * distortion.mean()
+            if self.config.opacity_loss_mult:
+                losses["opacity_loss"] = self.config.opacity_loss_mult * (1 - opacity).square().mean()
             if self.world.is_main:
                 self.camera_optimizer.get_loss_dict(losses)
         return losses
@@ -376,3 +409,8 @@ class NerfactoXLModel(NerfactoModel):
             "depth": depth,
         }
         return {name: float(value) for name, value in measured.items()}, images
+
+
+def _is_proposal(name: str) -> bool:
+    """Return True if a parameter is one of proposal networks."""
+    return "proposal_networks." in name

@@ -11,10 +11,10 @@ from nerfstudio.cameras.rays import Frustums, RayBundle, RaySamples
 from nerfstudio.field_components.field_heads import FieldHeadNames
 from nerfstudio.model_components.losses import lossfun_outer, scale_gradients_by_distance_squared
 from nerfstudio.models.nerfacto import NerfactoModelConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from ns_multigpu.plugin.radiance.field.draws import jitter
-from ns_multigpu.plugin.radiance.field.fields import Cell
+from ns_multigpu.plugin.radiance.field.fields import Cell, forget
 from ns_multigpu.plugin.radiance.field.levels import Bins, Ends, by_weights, evenly, weights_of
 from ns_multigpu.radiance.integrals import TRANSMITTANCE, Samples, State
 from ns_multigpu.radiance.partition import spacing
@@ -46,17 +46,36 @@ class CellSegments:
 
 
 @dataclass(frozen=True)
+class WholeRays:
+    """Samples of whole rays by the proposal networks that all cells share.
+
+    Attributes:
+        bins: [R, S + 1] of the field. proposals: of each level, weights [R, S] and sample positions.
+    """
+
+    bins: Bins
+    proposals: Sequence[tuple[Tensor, Bins]]
+
+    def of(self, ray: Tensor) -> "WholeRays":
+        """Return those of some rays [n]."""
+        chosen = [(weights.index_select(0, ray), _rows(bins, ray)) for weights, bins in self.proposals]
+        return WholeRays(_rows(self.bins, ray), chosen)
+
+
+@dataclass(frozen=True)
 class Asked:
     """Sampling request: segments of one cell with the same number of samples.
 
     Attributes:
         parts: number of segments that share nerfacto's number of samples. lines: the segments.
         moved: of each level, random offsets from 0 to 1, [n, 1 or its edges]; None for no offsets.
+        whole: [n] samples of their whole rays; None if the cell has proposal networks of its own.
     """
 
     parts: int
     lines: CellSegments
     moved: Sequence[Tensor] | None
+    whole: WholeRays | None = None
 
 
 @dataclass
@@ -78,19 +97,20 @@ class Group:
 
 
 class ProposalSampling:
-    """Nerfacto's proposal sampling, separate for each cell.
+    """Nerfacto's proposal sampling, separate for each cell or along whole rays.
 
     Args:
         config: the model's. seed: of random numbers.
+        networks: the proposal networks that all cells share; None if each cell has its own.
 
     Raises:
         ValueError: the number of proposal levels is below one.
     """
 
-    def __init__(self, config: NerfactoModelConfig, seed: int) -> None:
+    def __init__(self, config: NerfactoModelConfig, seed: int, networks: nn.ModuleList | None = None) -> None:
         if config.num_proposal_iterations < 1:
             raise ValueError("num_proposal_iterations: one at least")
-        self.config, self.seed, self.step = config, seed, 0
+        self.config, self.seed, self.step, self.networks = config, seed, 0, networks
         self.since_update = 0
         """Steps since the last training step of proposal networks."""
         self.anneal: float = 1.0
@@ -131,15 +151,38 @@ class ProposalSampling:
         """Return the number of random numbers per segment for each level."""
         return [1 if self.config.use_single_jitter else count + 1 for count in self.counts(parts)]
 
-    def sample(self, cell: Cell, number: int, parts: int, lines: CellSegments, training: bool) -> Group:
+    def whole(self, rays: RayBundle, moved: Sequence[Tensor] | None, anneal: float | Tensor) -> WholeRays:
+        """Sample whole rays [R] by the shared networks. See `taken`."""
+        assert self.networks is not None and rays.nears is not None and rays.fars is not None
+        asked = [Asked(1, CellSegments(slice(None), None, len(rays), rays, (rays.nears, rays.fars)), moved)]
+        bins, proposals = self._proposed(asked, self.networks, anneal)
+        forget(self.networks)
+        return WholeRays(bins[0], proposals[0])
+
+    def whole_of(self, rays: RayBundle, training: bool) -> WholeRays | None:
+        """Sample whole rays as of `whole`, with this step's random numbers; None without shared networks."""
+        if self.networks is None:
+            return None
+        widths, moved = self.widths(), None
+        if training:
+            numbers = torch.empty(len(rays) * sum(widths), device=rays.origins.device)
+            moved = jitter(numbers, widths, len(rays), self.seed, self.step, 0, 1)
+        return self.whole(rays, moved, self.anneal)
+
+    def sample(
+        self, cell: Cell, number: int, parts: int, lines: CellSegments, training: bool, whole: WholeRays | None = None
+    ) -> Group:
         """Return the samples of some segments of a cell.
 
         Args:
             cell: the cell. number: its number, or another seed of random numbers.
             parts: number of segments that share nerfacto's number of samples.
-            lines: the segments. training: True to move samples at random.
+            lines: the segments. training: True to move samples at random. whole: of all rays.
         """
         moved: list[Tensor] | None = None
+        if whole is not None:
+            assert lines.ray is not None
+            return self.taken(cell, [Asked(parts, lines, None, whole.of(lines.ray))], self.anneal)[0]
         if training:
             widths, device = self.widths(parts), lines.bundle.origins.device
             numbers = torch.empty(lines.rays * sum(widths), device=device)
@@ -156,25 +199,11 @@ class ProposalSampling:
             anneal: exponent of proposal weights.
         """
         config = self.config
-        counts = [self.counts(one.parts) for one in asked]
-        numbers = [list(one.moved) if one.moved is not None else [None] * len(counts[0]) for one in asked]
-        each = list(zip(asked, counts, numbers, strict=True))
-        bins = [evenly(self._ends(one), count[0], moved[0]) for one, count, moved in each]
-        proposals: list[list[tuple[Tensor, Bins]]] = [[] for _ in asked]
-        for level, density_of in enumerate(cell.density_fns(config.num_proposal_iterations)):
-            if level:
-                bins = self._by_weights(each, level, bins, proposals, anneal)
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-                places = [
-                    one.lines.bundle.origins[:, None] + one.lines.bundle.directions[:, None] * (b.starts + b.ends) / 2
-                    for one, b in zip(asked, bins, strict=True)
-                ]
-                for found, one, at, densities in zip(
-                    proposals, asked, bins, _together(density_of, places), strict=True
-                ):
-                    found.append((weights_of(at, _of_live(densities, one.lines.live)), at))
-        bins = self._by_weights(each, -1, bins, proposals, anneal)
-        bins = [b.up_to_faces(self._ends(one)) for b, one in zip(bins, asked, strict=True)]
+        if self.networks is None:
+            bins, proposals = self._proposed(asked, cell.proposal_networks, anneal)
+            bins = [b.up_to_faces(self._ends(one)) for b, one in zip(bins, asked, strict=True)]
+        else:
+            bins, proposals = [self._cut(one) for one in asked], [one.whole.proposals for one in asked if one.whole]
         samples = [_samples(one.lines.bundle, b) for one, b in zip(asked, bins, strict=True)]
         groups: list[Group] = []
         for one, at, sample, found, proposed in zip(
@@ -188,9 +217,40 @@ class ProposalSampling:
                 self.coordinates(at.edges, *one.lines.ends),
                 {"colour": found[FieldHeadNames.RGB]},
             )
-            groups.append(Group(one.lines.rows, taken, taken.density.numel(), at, proposed))
+            groups.append(Group(one.lines.rows, taken, taken.density.numel(), at, list(proposed)))
         cell.forget()
         return groups
+
+    def _cut(self, asked: Asked) -> Bins:
+        """Return the parts of whole rays' samples that are inside segments."""
+        ends, whole = self._ends(asked), asked.whole
+        assert whole is not None
+        near, far = (self.coordinates(t, *asked.lines.ends) for t in (ends.near, ends.far))
+        return whole.bins.within(ends, near, far)
+
+    def _proposed(
+        self, asked: Sequence[Asked], networks: nn.ModuleList, anneal: float | Tensor
+    ) -> tuple[list[Bins], list[list[tuple[Tensor, Bins]]]]:
+        """Return the field's sample positions of each request, and the proposals of each level."""
+        counts = [self.counts(one.parts) for one in asked]
+        numbers = [list(one.moved) if one.moved is not None else [None] * len(counts[0]) for one in asked]
+        each = list(zip(asked, counts, numbers, strict=True))
+        bins = [evenly(self._ends(one), count[0], moved[0]) for one, count, moved in each]
+        proposals: list[list[tuple[Tensor, Bins]]] = [[] for _ in asked]
+        for level in range(self.config.num_proposal_iterations):
+            density_of: Any = networks[min(level, len(networks) - 1)].density_fn
+            if level:
+                bins = self._by_weights(each, level, bins, proposals, anneal)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
+                places = [
+                    one.lines.bundle.origins[:, None] + one.lines.bundle.directions[:, None] * (b.starts + b.ends) / 2
+                    for one, b in zip(asked, bins, strict=True)
+                ]
+                for found, one, at, densities in zip(
+                    proposals, asked, bins, _together(density_of, places), strict=True
+                ):
+                    found.append((weights_of(at, _of_live(densities, one.lines.live)), at))
+        return self._by_weights(each, -1, bins, proposals, anneal), proposals
 
     def _ends(self, asked: Asked) -> Ends:
         bundle = asked.lines.bundle
@@ -234,8 +294,14 @@ class ProposalSampling:
             weights, edges = group.taken.weights.detach() * transmittance, group.bins.spaced
             for proposed, bins in group.proposals:
                 around = bins.spaced.expand_as(bins.edges)
-                total = total + lossfun_outer(edges, weights, around, proposed * transmittance).sum()
+                seen = proposed * transmittance if self.networks is None else proposed  # of whole rays as they are
+                total = total + lossfun_outer(edges, weights, around, seen).sum()
         return {"interlevel": total / max(rays * self.config.num_nerf_samples_per_ray, 1)}
+
+
+def _rows(bins: Bins, ray: Tensor) -> Bins:
+    """Return the bins of some rays [n]."""
+    return Bins(bins.spaced.expand_as(bins.edges).index_select(0, ray), bins.edges.index_select(0, ray))
 
 
 def _samples(bundle: RayBundle, bins: Bins) -> RaySamples:

@@ -159,8 +159,7 @@ class FastSteps:
         loss = functools.reduce(torch.add, losses.values())
         if loss.requires_grad:  # False if no ray meets this rank's cells
             loss.backward()
-        shared = [p for p in model.shared_parameters().values() if p.requires_grad]
-        yield from sum_gradients_in_parts(shared, self._world)
+        yield from sum_gradients_in_parts(model.summed_parameters(), self._world)
         graded = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.numel()}
         seen = finite_flags(list(graded.values()))
         if self._skips and seen:

@@ -91,7 +91,7 @@ class RadianceObjective(Objective):
         loss = functools.reduce(torch.add, losses.values())
         if loss.requires_grad:  # False if no ray of the batch meets this rank's cells
             loss.backward()
-        sum_gradients([p for p in model.shared_parameters().values() if p.requires_grad], self.world)
+        sum_gradients(model.summed_parameters(), self.world)
         if self.guards.numbers.watch(step, {}, dict(model.named_parameters()), self.optimizers.optimizers):
             self.optimizers.optimizer_step_all()
         return losses, measured
