@@ -18,7 +18,7 @@ from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
 from nerfstudio.scripts.train import _set_random_seed
 from PIL import Image
 
-from benchmarks.captures import splatfacto_baseline
+from benchmarks.captures import splat_city, splatfacto_baseline
 from benchmarks.captures.splatfacto_baseline import draw_view, peak_mib
 from ns_multigpu.city import City, CityCapture, write_colmap
 from ns_multigpu.plugin.render.evaluation import spread
@@ -112,4 +112,20 @@ def make_city(kind: Any, seed: int, folder: Path, size: tuple[int, int, int, int
     where = "cuda" if device == "cuda" else "cpu"
     unfinished = folder.with_name(folder.name + ".unfinished")
     write_colmap(made, unfinished, image_format="jpg", overwrite=True, device=where, workers=2)
+    unfinished.rename(folder)
+
+
+def make_splat_city(kind: str, seed: int, folder: Path, views: int, device: str, log: Path) -> None:
+    """Draws a capture of so many views of 320x180 of a city: a block, 60,000 Gaussians and 6,000 seed points for each
+    100 views."""
+    begin(log)
+    unfinished, blocks = folder.with_name(folder.name + ".unfinished"), max(round((views / 100) ** 0.5), 1)
+    numbers = {
+        "blocks": blocks, "views": views, "width": 320, "height": 180, "seed": seed,
+        "gaussians": 60_000 * blocks**2, "seed-points": 6_000 * blocks**2,
+    }  # fmt: skip
+    words = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+    failed = splat_city.main(["--output", str(unfinished), "--kind", kind, "--device", device, *words])
+    if failed:
+        raise SystemExit(failed)
     unfinished.rename(folder)

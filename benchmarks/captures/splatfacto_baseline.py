@@ -156,11 +156,13 @@ def main() -> None:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start - earlier.seconds
     peak = peak_mib()
+    trainer.pipeline.model.config.color_corrected_metrics = True
     scores = trainer.pipeline.get_average_eval_image_metrics()
     if options.picture is not None:
         draw_view(trainer.pipeline, options.picture)
     result = {
         "psnr": scores["psnr"],
+        "cc_psnr": scores["cc_psnr"],
         "ssim": scores["ssim"],
         "train_seconds": seconds,
         "images_per_s": options.images / seconds,
