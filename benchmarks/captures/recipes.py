@@ -3,7 +3,7 @@
     python -m benchmarks.captures.recipes --captures fox=../data/fox ../data/bonsai aerial-1 street-1 \\
         --recipes splatfacto mcmc best --images 7000 15000 30000 --seeds 42 43 44 --at-once 4 --json recipes.json
 
-"Corrected" is PSNR after nerfstudio's colour correction (`cc_psnr`), of runs of ours.
+"Corrected" is PSNR after nerfstudio's colour correction (`cc_psnr`), where at most 100 views are held out.
 
 A capture is a folder in COLMAP's layout (NAME=FOLDER, or FOLDER alone), every 8th view held out; or a city
 of ours, `aerial-SEED` or `street-SEED`, which is rendered into --cities first; or `aerial-SEED-VIEWS`, a city of
