@@ -3,11 +3,12 @@
     python -m benchmarks.captures.recipes --captures fox=../data/fox ../data/bonsai aerial-1 street-1 \\
         --recipes splatfacto mcmc best --images 7000 15000 30000 --seeds 42 43 44 --at-once 4 --json recipes.json
 
-"Corrected" is PSNR after nerfstudio's colour correction (`cc_psnr`), of runs of ours.
+"Corrected" is PSNR after nerfstudio's colour correction (`cc_psnr`), where at most 100 views are held out.
 
 A capture is a folder in COLMAP's layout (NAME=FOLDER, or FOLDER alone), every 8th view held out; or a city
-of ours, `aerial-SEED` or `street-SEED`, which is rendered into --cities first. In a --plan, `fox~0.2` is fox with a
-fifth of its views to train on, evenly spread, and the others held out. A recipe is one of
+of ours, `aerial-SEED` or `street-SEED`, which is rendered into --cities first; or `aerial-SEED-VIEWS`, a city of
+VIEWS / 100 blocks in that many small pictures, drawn by `benchmarks.captures.splat_city`. In a --plan, `fox~0.2` is
+fox with a fifth of its views to train on, evenly spread, and the others held out. A recipe is one of
 
 - `splatfacto`: nerfstudio's own, with gsplat; one run is scored at each of --images, for its schedules do not differ;
 - `ours`: splatfacto's recipe in `splatfacto-batch`; `mcmc`: that with gsplat's settings of MCMC and a cap of a million;
@@ -19,7 +20,8 @@ With --plan FILE the runs are those of its lines instead, in that order, `CAPTUR
 separated by blanks. Runs that --json holds already are not repeated. After --seconds no run begins that would not end
 in time, by what its like have taken, and runs that are under way are ended.
 
-With --at-once above 1 runs share the GPU: their times say nothing, and each result says so (`alone`).
+With --at-once above 1 runs share a GPU: their times say nothing, and each result says so (`alone`). With --gpus there
+are so many at once on each of these GPUs.
 
 LPIPS is not measured: it needs weights of a network that no package contains.
 """
@@ -28,13 +30,16 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
+from queue import SimpleQueue
 from shutil import rmtree
 from tempfile import mkdtemp
 from threading import Condition
@@ -48,10 +53,10 @@ from benchmarks.lib.environment import describe
 MODEL = "--pipeline.model."
 RECIPES: dict[str, list[str] | None] = {
     "splatfacto": None,
-    "ours": [],
+    "ours": ["--recipe", "splatfacto"],
     "mcmc": [
-        MODEL + "densifier", "mcmc", MODEL + "max-gaussians", "1000000", MODEL + "stop-split-at", "25000",
-        MODEL + "initial-opacity", "0.5", MODEL + "initial-scale", "0.1",
+        "--recipe", "splatfacto", MODEL + "densifier", "mcmc", MODEL + "max-gaussians", "1000000",
+        MODEL + "stop-split-at", "25000", MODEL + "initial-opacity", "0.5", MODEL + "initial-scale", "0.1",
     ],
     "best": ["--recipe", "best"],
 }  # fmt: skip
@@ -92,13 +97,14 @@ class Job:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--captures", nargs="+", default=[], help="NAME=FOLDER, FOLDER, aerial-SEED or street-SEED")
+    parser.add_argument("--captures", nargs="+", default=[], help="NAME=FOLDER, FOLDER, aerial-SEED, street-SEED…")
     parser.add_argument("--recipes", nargs="+", default=["ours", "mcmc", "best"])
     parser.add_argument("--images", nargs="+", type=int, default=[7000])
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--variants", type=Path, help="a file with further recipes")
     parser.add_argument("--plan", type=Path, help="a file with the runs, in their order")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share the GPU")
+    parser.add_argument("--gpus", nargs="+", help="their numbers, as in CUDA_VISIBLE_DEVICES; by default those of it")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all of it")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--method", default="splatfacto-batch", help="of the runs of ours")
@@ -155,7 +161,7 @@ def folders_of(options: argparse.Namespace, jobs: Sequence[Job]) -> tuple[dict[s
         name, equals, folder = word.partition("=")
         folders[name if equals else Path(word).name] = Path(folder if equals else word)
     asked = dict.fromkeys(job.of for job in jobs)
-    cities = [n for n in asked if n.partition("-")[0] in ("aerial", "street") and n.partition("-")[2].isdigit()]
+    cities = [name for name in asked if re.fullmatch(r"(aerial|street)-\d+(-\d+)?", name)]
     for name in asked:
         if name in cities:
             folders[name] = (options.cities or Path(mkdtemp(prefix="cities-"))) / name
@@ -201,22 +207,29 @@ class Runs:
         self.waiting = [job for job in self.jobs if not done.issuperset(job.rows())]
         self.ready = {name for name in self.folders if name not in self.cities or self.folders[name].is_dir()}
         self.changed = Condition()
+        gpus = options.gpus or [None]
+        self.gpus = SimpleQueue[str | None]()
+        for place in range(len(gpus) * options.at_once):
+            self.gpus.put(gpus[place % len(gpus)])
         self.took: dict[tuple[str, str, tuple[int, ...]], float] = {}
         trains_in_forks()
 
     def left(self) -> float:
         return self.options.seconds - (time.perf_counter() - self.began)
 
-    def call(self, function: str, *given: Any) -> float | None:
+    def call(self, function: str, *given: Any, gpu: str | None = None) -> float | None:
         """`called`, while there is time."""
-        return called(function, *given, seconds=None if self.left() == float("inf") else max(self.left(), 0.0))
+        seconds = None if self.left() == float("inf") else max(self.left(), 0.0)
+        return called(function, *given, seconds=seconds, gpu=gpu)
 
-    def make(self, city: str) -> None:
-        kind, _, seed = city.partition("-")
+    def make(self, city: str, gpu: str | None) -> None:
+        kind, seed, *views = city.split("-")
         self.folders[city].parent.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{city}.log"
         size = tuple(self.options.city_size)
-        took = self.call("make_city", kind, int(seed), self.folders[city], size, self.options.device, log)
+        function, described = ("make_splat_city", int(views[0])) if views else ("make_city", size)
+        given = (kind, int(seed), self.folders[city], described, self.options.device, log)
+        took = self.call(function, *given, gpu=gpu)
         Console().print(f"{city}: " + ("not made; see " + str(log) if took is None else f"made in {took:.0f} s"))
         with self.changed:
             if took is None:
@@ -243,17 +256,18 @@ class Runs:
         return "splatfacto" if self.recipes[job.recipe] is None else "ours"
 
     def work(self) -> None:
+        gpu = self.gpus.get()
         while (job := self.next()) is not None:
-            self.one(job)
+            self.one(job, gpu)
 
-    def one(self, job: Job) -> None:
+    def one(self, job: Job, gpu: str | None) -> None:
         label = f"{job.name}-{job.recipe}-{job.images[-1]}-{job.seed}"
         folder, log, output = self.logs / label, self.logs / f"{label}.log", self.logs / label / "recipe.json"
         folder.mkdir(parents=True, exist_ok=True)
         words = words_of(job, self.recipes[job.recipe], self.folders[job.of], folder, self.options)
         picture = None if self.options.pictures is None else self.options.pictures / f"{label}.png"
         shown = [picture] if self.recipes[job.recipe] is None else [None, picture]
-        took = self.call("train_" + self._kind(job), words, log, output, *shown)
+        took = self.call("train_" + self._kind(job), words, log, output, *shown, gpu=gpu)
         if took is None or not output.exists():
             looks = folder / "looks.json"
             self._keep(job, json.loads(looks.read_text()) if looks.exists() else [], {"wall_s": None})
@@ -287,9 +301,10 @@ class Runs:
     def go(self) -> None:
         wanted = {job.of for job in self.waiting}
         cities = [city for city in self.cities if city not in self.ready and city in wanted]
-        makers: list[Callable[[], None]] = [lambda city=city: self.make(city) for city in cities]
-        with ThreadPoolExecutor(self.options.at_once + len(makers) + 1) as pool:
-            tasks = [pool.submit(task) for task in [*makers, *[self.work] * self.options.at_once]]
+        gpus, workers = self.options.gpus or [None], self.gpus.qsize()
+        makers = [partial(self.make, city, gpus[place % len(gpus)]) for place, city in enumerate(cities)]
+        with ThreadPoolExecutor(workers + len(makers) + 1) as pool:
+            tasks = [pool.submit(task) for task in [*makers, *[self.work] * workers]]
             for task in tasks:
                 task.result()
 
@@ -301,10 +316,11 @@ def trains_in_forks() -> None:
     forkserver.set_forkserver_preload(["benchmarks.captures.recipe_run"])
 
 
-def called(function: str, *given: Any, seconds: float | None = None) -> float | None:
-    """Calls a function of `recipe_run` in a process of its own: seconds, or None where it failed or time is up."""
+def called(function: str, *given: Any, seconds: float | None = None, gpu: str | None = None) -> float | None:
+    """Calls a function of `recipe_run` in a process of its own, which sees all GPUs or that one: seconds, or None where
+    it failed or time is up."""
     start = time.perf_counter()
-    process = multiprocessing.get_context("forkserver").Process(target=_call, args=(function, *given))
+    process = multiprocessing.get_context("forkserver").Process(target=_call, args=(gpu, function, *given))
     process.start()
     process.join(seconds)
     if process.is_alive():
@@ -314,8 +330,10 @@ def called(function: str, *given: Any, seconds: float | None = None) -> float | 
     return time.perf_counter() - start if process.exitcode == 0 else None
 
 
-def _call(function: str, *given: Any) -> None:
+def _call(gpu: str | None, function: str, *given: Any) -> None:
     """In the forked process."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # nothing has asked CUDA yet: see `trains_in_forks`
     from benchmarks.captures import recipe_run
 
     getattr(recipe_run, function)(*given)

@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import os
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,11 +85,13 @@ class _Calls:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.called, self.now, self.cut = seconds, list[str](), 0.0, False
-        self.given = list[tuple[Any, ...]]()
+        self.given, self.gpus = list[tuple[Any, ...]](), list[str | None]()
 
-    def __call__(self, runs: Runs, function: str, *given: Any) -> float | None:
+    def __call__(self, runs: Runs, function: str, *given: Any, gpu: str | None = None) -> float | None:
         self.called.append(function)
-        if function == "make_city":
+        self.gpus.append(gpu)
+        if "city" in function:
+            self.given.append(given)
             return self.seconds
         words, _, output, *_ = given
         self.given.append(given)
@@ -106,7 +110,7 @@ class _Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     stand_in = _Calls(10.0)
-    monkeypatch.setattr(Runs, "call", lambda self, *given: stand_in(self, *given))
+    monkeypatch.setattr(Runs, "call", lambda self, *given, gpu=None: stand_in(self, *given, gpu=gpu))
     monkeypatch.setattr(Runs, "left", lambda self: self.options.seconds - stand_in.now)
     monkeypatch.setattr(recipes.forkserver, "set_forkserver_preload", lambda _: None)
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -205,6 +209,32 @@ def test_runs_wait_for_their_city(tmp_path: Path, calls: _Calls) -> None:
     assert runs.ready == set()
     runs.go()
     assert calls.called == ["make_city", "train_ours"] and runs.results[0]["capture"] == "street-4"
+
+
+def test_a_city_with_a_number_of_views_is_drawn_from_splats(tmp_path: Path, calls: _Calls) -> None:
+    words = ("--captures", "aerial-4-1600", "--recipes", "ours", "--cities", str(tmp_path), "--gpus", "5")
+    Runs(options(tmp_path, *words)).go()
+    assert calls.called == ["make_splat_city", "train_ours"] and calls.gpus == ["5", "5"]
+    bound = inspect.signature(recipe_run.make_splat_city).bind(*calls.given[0]).arguments
+    assert (bound["kind"], bound["seed"], bound["views"]) == ("aerial", 4, 1600)
+
+
+def test_each_gpu_has_as_many_runs_at_once(tmp_path: Path, calls: _Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them begin before any ends."""
+    begun = Barrier(4, timeout=20)
+    monkeypatch.setattr(Runs, "one", lambda self, job, gpu: (begun.wait(), calls.gpus.append(gpu)))
+    words = ("--captures", str(tmp_path / "fox"), "--recipes", "ours", "--seeds", *"1234", "--gpus", "0", "7")
+    Runs(options(tmp_path, *words, "--at-once", "2")).go()
+    assert sorted(map(str, calls.gpus)) == ["0", "0", "7", "7"]
+
+
+def test_a_process_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Any]()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
+    monkeypatch.setattr(recipe_run, "begin", lambda log: seen.append((log, os.environ["CUDA_VISIBLE_DEVICES"])))
+    for gpu in (None, "3"):
+        recipes._call(gpu, "begin", "log")
+    assert seen == [("log", "all"), ("log", "3")]
 
 
 def test_table_has_times_of_exclusive_runs_only() -> None:
