@@ -110,6 +110,8 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor v_sharpness, Tensor v_row_opacities, Tensor v_colors, Tensor v_depths)",
     "composite(Tensor out, Tensor alpha, Tensor background) -> Tensor rgb",
     "composite_backward(Tensor out, Tensor alpha, Tensor background, Tensor v_rgb) -> (Tensor v_out, Tensor v_alpha)",
+    "bilateral_map(Tensor grid, Tensor rgb, int[] place) -> Tensor out",
+    "bilateral_map_backward(Tensor grid, Tensor rgb, Tensor v_out, int[] place) -> (Tensor v_grid, Tensor v_rgb)",
     "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",
     "l1_ssim_backward(Tensor pred, Tensor target, Tensor dssim_dpred, int[] inner, Tensor v_l1, Tensor v_ssim) -> "
     "Tensor v_pred",

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from nerfstudio.cameras.camera_optimizers import CameraOptimizer
 
+from cuda_ext.ops.loss.bilateral_map import bilateral_map
 from ns_multigpu.core.dist.collectives import all_gather_rows, sum_all
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
-from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, mapped, variation
+from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, variation
 from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import drift
 from ns_multigpu.core.step.loss import photometric_loss
@@ -126,7 +127,7 @@ def take_step(
         rgb = pixels.color + (1 - pixels.alpha) * 0.3
         rgb = (rgb if gains is None else rgb * gains[view.index]).clamp(0, 1)
         if maps is not None:
-            rgb = mapped(maps[view.index], rgb, pixels.patch.rendered(view), (view.width, view.height))
+            rgb = bilateral_map(maps[view.index], rgb, pixels.patch.rendered(view), (view.width, view.height))
         x0, y0, x1, y1 = pixels.patch.inner(view)
         images.append((pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()))
         if pixels.depth is not None:

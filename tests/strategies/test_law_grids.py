@@ -4,8 +4,9 @@ import pytest
 import torch
 from nerfstudio.model_components.lib_bilagrid import BilateralGrid, slice, total_variation_loss
 
+from cuda_ext.ops.loss.bilateral_map import bilateral_map
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.step.bilateral_grids import mapped, variation
+from ns_multigpu.core.step.bilateral_grids import variation
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_grids
@@ -66,7 +67,7 @@ def test_maps_and_variation_are_nerfstudios() -> None:
     rgb = torch.rand(20, 30, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     ys, xs = torch.meshgrid(torch.linspace(0, 1, 20).double(), torch.linspace(0, 1, 30).double(), indexing="ij")
     expected = slice(theirs, torch.stack([xs, ys], -1)[None], rgb[None], torch.tensor(2))["rgb"][0]
-    found = mapped(grids[2], rgb[5:15, 3:], (3, 5, 30, 15), (30, 20))
+    found = bilateral_map(grids[2], rgb[5:15, 3:], (3, 5, 30, 15), (30, 20))
     torch.testing.assert_close(found, expected[5:15, 3:], rtol=0, atol=1e-6)
     torch.testing.assert_close(variation(grids), total_variation_loss(grids))
     assert float(variation(grids[:, :, :1, :1, :1])) == 0, "one map has no variation"

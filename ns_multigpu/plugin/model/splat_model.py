@@ -18,13 +18,14 @@ from pytorch_msssim import SSIM
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
+from cuda_ext.ops.loss.bilateral_map import bilateral_map
 from ns_multigpu.core.assign.image_part import ImagePart
 from ns_multigpu.core.densifier import Densifier
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
-from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, mapped, variation
+from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, variation
 from ns_multigpu.core.step.exposures import drift
 from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.types import FAR, Patch, Pixels, Points, Rendering, Splats, View
@@ -291,7 +292,9 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         rgb = (rgb if self.exposures is None else rgb * self.exposures[view.index]).clamp(0.0, 1.0)
         if not self.config.use_bilateral_grid:
             return rgb
-        return mapped(self.bil_grids.grids[view.index], rgb, pixels.patch.rendered(view), (view.width, view.height))
+        return bilateral_map(
+            self.bil_grids.grids[view.index], rgb, pixels.patch.rendered(view), (view.width, view.height)
+        )
 
     def _target(self, part: ImagePart, patch: Patch, view: View, background: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the image under a patch, halo included, and its mask; uint8 while nothing is computed on it."""

@@ -2,6 +2,7 @@
 
 #include "cuda/bind/call.h"
 #include "cuda/loss/band_loss.h"
+#include "cuda/loss/bilateral_map.h"
 #include "cuda/loss/composite.h"
 #include "cuda/loss/l1_ssim.h"
 
@@ -20,6 +21,30 @@ void composited(Call& call) {
   TORCH_CHECK_VALUE(out.dim() == 2 && out.size(1) >= 3, "composite: out needs at least 3 channels, not ", out.sizes(),
                     ".");
   launched<kLaunch, kItems>(call);
+}
+
+BilateralGrid bilateral_grid(Call& call) { return call.read<BilateralGrid>("grid[12,L,G,C] L G C"); }
+
+MappedColors mapped_colors(Call& call) {
+  const float* rgb = call.read<const float*>("rgb[H,W,3]");
+  const int height = call.read<int>("H"), width = call.read<int>("W");
+  call.read<int>("3W");
+  const at::IntArrayRef place = call.integers("place");
+  return {rgb, height, width, int(place[0]), int(place[1]), int(place[2]), int(place[3])};
+}
+
+void bilateral_map(Call& call) {
+  const BilateralGrid grid = bilateral_grid(call);
+  const MappedColors colors = mapped_colors(call);
+  call.run(bilateral_map_launch, grid, colors, call.read<float*>(">out[H,W,3]"));
+}
+
+void bilateral_map_backward(Call& call) {
+  const BilateralGrid grid = bilateral_grid(call);
+  const MappedColors colors = mapped_colors(call);
+  const auto* v_out = call.read<const float*>("v_out[H,W,3]");
+  auto* v_grid = call.read<float*>(">v_grid[12,L,G,C]=0");
+  call.run(bilateral_map_backward_launch, grid, colors, v_out, v_grid, call.read<float*>(">v_rgb[H,W,3]"));
 }
 
 // A rectangle (x0, y0, x1, y1) of an image.
@@ -99,6 +124,8 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   using nsmg::bound;
   m.impl("composite", bound<composited<nsmg::composite_launch, kComposite>>());
   m.impl("composite_backward", bound<composited<nsmg::composite_backward_launch, kCompositeBackward>>());
+  m.impl("bilateral_map", bound<bilateral_map>());
+  m.impl("bilateral_map_backward", bound<bilateral_map_backward>());
   m.impl("l1_ssim", bound<l1_ssim>());
   m.impl("l1_ssim_backward", bound<l1_ssim_backward>());
   m.impl("band_loss", bound<band_loss<kBandLoss>>());
