@@ -54,9 +54,9 @@ class PatchCounter:
         sides = [(_padded(view.width, factor), _padded(view.height, factor)) for view in views]
         columns, rows = (torch.tensor(side, dtype=torch.int32) for side in zip(*sides, strict=True))
         halos = torch.tensor([patches_of(view, 0, factor)[0][1].halo for view in views], dtype=torch.int32)
-        Ks = torch.stack([view.K for view in views]).float()
+        Ks = torch.stack([view.K for view in views]).float().cpu()
         lenses = torch.stack([Ks[:, 0, 0], Ks[:, 1, 1], Ks[:, 0, 2], Ks[:, 1, 2]], dim=1)
-        poses = torch.stack([view.viewmat for view in views]).float()
+        poses = torch.stack([view.viewmat for view in views]).float().cpu()
         return patch_counts(
             self._points, self._size, self._boxes, labels, num_labels, poses, lenses, columns, rows, halos,
             far=self._far,

@@ -175,7 +175,7 @@ def _checked_fragments(fragments: Sequence[int], pixels: int, rows: int, place: 
         at = fragments[k + place]
         within = corner >= 0 and 0 < width <= stride and height > 0
         within = within and corner + (height - 1) * stride + width <= pixels
-        if not within or not (at <= rows - width * height and (at >= 0 or (place == 5 and at == -1))):
+        if not within or not (0 <= at <= rows - width * height or (place == 5 and at == -1)):
             raise ValueError(f"piece {k // 6} is {tuple(fragments[k : k + 6])}, of {pixels} pixels and {rows} rows.")
     return list(fragments)
 
