@@ -93,10 +93,11 @@ bool sort(const Operator&, const Stack& arguments, Stack& results) {
   const Tensor keys = aggregate_empty(self.sizes(), self, key_type(self.scalar_type()));
   std::vector<Tensor> sorted(parts.size()), origins(parts.size());
   on_each(parts, [&](const Part& part) {
-    const auto [rows, order] =
-        at::sort(plain(self, part.member, 0, part.begin, part.length), /*stable=*/true, 0, descending);
-    plain(keys, part.member, 0, part.begin, part.length).copy_(sort_keys(rows, descending));
-    sorted[part.member] = rows;
+    // By keys: the sorts of members' devices may have orders of their own for special numbers.
+    const Tensor rows = plain(self, part.member, 0, part.begin, part.length);
+    const auto [ascending, order] = at::sort(sort_keys(rows, descending), /*stable=*/true, 0, false);
+    plain(keys, part.member, 0, part.begin, part.length).copy_(ascending);
+    sorted[part.member] = rows.index_select(0, order);
     origins[part.member] = order.add(part.begin);
   });
   on_each(parts, [&](const Part& part) {
