@@ -39,9 +39,10 @@ def step(world: World, strategy: str, name: str, dtype: torch.dtype, exposes: bo
     return take_step(STRATEGIES[strategy](world), name, 4, 90, dtype, kind=kind, exposes=exposes)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
-@pytest.mark.parametrize("name", PRIMITIVES)
+@pytest.mark.parametrize(
+    ("name", "strategy", "ranks"),
+    [*(("gaussians", strategy, 3) for strategy in STRATEGY_NAMES), *((name, "tile", 2) for name in PRIMITIVES[1:])],
+)
 def test_equals_single(name: str, strategy: str, ranks: int) -> None:
     expected = step(World.single(), "single", name, torch.float64)
     without = step(World.single(), "single", name, torch.float64, False)
@@ -74,27 +75,25 @@ def check_fused(outcomes: list[Outcome], strategy: str, primitive: str = "gaussi
     check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated, sized=sized)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize(
+    ("strategy", "mode", "ranks"),
+    [("batch", "captured", 1), *((name, mode, 2) for name in STRATEGY_NAMES for mode in MODES)],
+)
 def test_a_fused_step_equals_single(strategy: str, mode: str, ranks: int) -> None:
     check_fused(run_ranks(fused, ranks, strategy, mode), strategy)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "mode"),
-    [("single", 1, "captured"), ("batch", 2, "captured"), ("tile", 3, "step"), ("locality", 2, "captured")],
-)  # fmt: skip
-@pytest.mark.parametrize("primitive", PRIMITIVES[1:])
+    ("primitive", "strategy", "ranks", "mode"),
+    [("4D gaussians", "tile", 3, "step"), ("2dgs", "locality", 2, "captured"), ("convex", "batch", 2, "captured")],
+)
 def test_a_fused_step_of_other_points_equals_single(primitive: str, strategy: str, ranks: int, mode: str) -> None:
     check_fused(run_ranks(fused, ranks, strategy, mode, primitive), strategy, primitive)
 
 
-@pytest.mark.parametrize(("ranks", "machines"), [(4, 2), (2, 1)])
-def test_a_fused_step_over_machines_equals_single(ranks: int, machines: int) -> None:
+def test_a_fused_step_over_machines_equals_single() -> None:
     """Statistics of exposures are at the end of the step statistics, which other ranks forward."""
-    outcomes = run_ranks(fused, ranks, "locality", "captured", "gaussians", machines)
-    check_fused(outcomes, "locality")
+    check_fused(run_ranks(fused, 4, "locality", "captured", "gaussians", 2), "locality")
 
 
 @pytest.mark.gpu

@@ -40,8 +40,7 @@ def check_fused(outcomes: list[Outcome], strategy: str, layered: bool) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mode"),
     [
-        ("single", 1, "step"), ("single", 1, "captured"), ("tile", 3, "captured"),
-        ("batch", 2, "several"),
+        ("single", 1, "captured"), ("tile", 3, "captured"), ("batch", 2, "several"),
         *((name, 2, "step" if name == "batch" else "captured") for name in [*LIKE_SINGLE, "pixel"]),
     ],
 )  # fmt: skip

@@ -60,7 +60,7 @@ def check_fused(
 @pytest.mark.parametrize(
     ("strategy", "ranks", "mode", "pose"),
     [
-        ("single", 1, "step", "SO3xR3"), ("single", 1, "captured", "SE3"), ("tile", 2, "captured", "SO3xR3"),
+        ("single", 1, "captured", "SE3"),
         *((name, 2, "step", "SE3") for name in LIKE_SINGLE), *((name, 3, "captured", "SO3xR3") for name in LIKE_SINGLE),
     ],
 )  # fmt: skip
