@@ -1,4 +1,4 @@
-"""What scenes of surfels and of convexes have in common: views that turn, patches, and gradients of all outputs."""
+"""Views, patches and gradients of all outputs, which scenes of surfels and of convexes share."""
 
 from collections.abc import Callable
 from typing import Any
