@@ -186,6 +186,38 @@ def test_early_scalars_are_written_with_the_first_block(
     assert lines[0].startswith(f"step 20 of {STEPS} (33 %), loss ") and "images/s, 60 Gaussians, " in lines[0]
 
 
+def test_refinement_within_storage_keeps_the_step_and_adam(
+    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are rebuilt if points have moved in memory or exceeded the storage."""
+    made, after = list[object](), list[tuple[bool, bool, int]]()
+    plain, refine = Training._made, Training.refine
+
+    def counted(self: Training, *given: Any) -> Step:
+        made.append(0)
+        return plain(self, *given)
+
+    def refined(self: Training, steps: range) -> None:
+        adam, due = self._adam, self._refining.due(steps[-1])
+        before = self._model.num_points
+        refine(self, steps)
+        if due and steps[-1] > 0:  # behind the very first, opacities are reset
+            after.append((self._adam is adam, self._model.num_points <= self._points.rows, before))
+
+    monkeypatch.setattr(Training, "_made", counted)
+    monkeypatch.setattr(Training, "refine", refined)
+    eager = {
+        "pipeline.model.warmup_length": 4, "pipeline.model.refine_every": 8, "pipeline.model.densify_grad_thresh": 1e-5,
+        "pipeline.model.stop_split_at": 1000, "pipeline.model.sh_degree_interval": 1000,
+    }  # fmt: skip
+    trainer, _ = run(eager)
+    stayed = [adam for adam, fits, _ in after if fits]
+    assert len(stayed) >= 3 and all(stayed), after
+    assert len({points for _, _, points in after}) > 2, "the model changes"
+    assert trainer.pipeline.model.num_points != after[0][2]
+    assert len(made) < len(after), "steps are not rebuilt for each"
+
+
 def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:
     """Its points may be others by then."""
     training: Any = object.__new__(Training)
