@@ -70,13 +70,3 @@ def test_cancelled_step_moves_no_points(either: str) -> None:
     assert torch.equal(moved(points, taken=torch.tensor(0.0)), points[0])
     assert torch.equal(moved(points, taken=torch.tensor(1.0)), moved(points))
     assert moved([x[:0] for x in points]).shape == (0, 3)
-
-
-def test_wrong_arguments_are_named() -> None:
-    points = gaussians(5)
-    with pytest.raises(ValueError, match=r"logits must have the shape \[5\]"):
-        moved([*points[:3], points[3][:, None]])
-    with pytest.raises(TypeError, match=r"rows is torch\.int32"):
-        moved(points, rows=torch.arange(5, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"rows must have the shape \[5\]"):
-        moved(points, rows=torch.arange(4))

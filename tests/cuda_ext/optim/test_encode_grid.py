@@ -60,16 +60,6 @@ def test_empty_input() -> None:
     assert out.shape == (0, 8) and moved.shape == (0, 3) and not table_grad.any()
 
 
-def test_wrong_arguments_are_named() -> None:
-    positions, table, scalings, size = grid()
-    with pytest.raises(ValueError, match="table"):
-        encode_grid(positions, table, scalings, size + 1)
-    with pytest.raises(ValueError, match="positions"):
-        encode_grid(positions[:, :2], table, scalings, size)
-    with pytest.raises(TypeError, match="table"):
-        encode_grid(positions, table.double(), scalings, size)
-
-
 def test_the_operators_have_fake_kernels() -> None:
     positions, table, scalings, size = grid(count=9)
     out = OPS.encode_grid(positions, table, scalings, size)

@@ -61,16 +61,3 @@ def test_a_point_counts_in_each_patch_whose_halo_holds_it() -> None:
     )  # fmt: skip
     shown = [set(column.nonzero()[:, 0].tolist()) for column in found[0].T]
     assert shown == [{0}, {0, 1}, {0, 1}, {1}, {0, 1, 2, 3}, set(), set(), set(), set()]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"size": 8}, "in groups of 8 are not"), ({"num_labels": 4}, r"labels must be in 0\.\.3"),
-        ({"near": 0.0}, "near"), ({"halos": torch.zeros(3, dtype=torch.int32)}, "halos"),
-        (dict.fromkeys(("columns", "rows"), torch.zeros(VIEWS, 1, dtype=torch.int32)), "cuts"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_argument(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        patch_counts(**inputs(50, **changes))
