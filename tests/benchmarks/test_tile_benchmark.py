@@ -1,19 +1,14 @@
 """The benchmarks of several GPUs at toy size, and what runs their jobs."""
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.lib.rank_jobs import Job, JobFailed, run_jobs
 from benchmarks.scaling import largest, tile
 from benchmarks.scaling.tile_jobs import differences
 from benchmarks.scaling.tile_run import PARTS
-from ns_multigpu.core.dist.collectives import barrier
-from ns_multigpu.core.dist.world import World
 
 TOY = ["--device", "cpu", "--points", "2000"]
 
@@ -59,28 +54,3 @@ def test_the_largest_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     result = json.loads(path.read_text())["result"]
     assert result["steps"] == len(result["step_ms"]) == 5 and result["points"] == 2000
     assert all(losses[-1] < losses[0] for losses in result["losses_by_view"].values())
-
-
-def make_clumsy(world: World, shared: Job) -> Callable[[Job], Job]:
-    def do(job: Job) -> Job:
-        if job["do"] == "break" and world.rank == 1:
-            raise ValueError("rank 1 is clumsy")
-        if job["do"] == "decline":
-            raise JobFailed("all ranks decline")
-        barrier(world)
-        return {"by": world.size, "shared": shared["word"]}
-
-    return do
-
-
-@pytest.mark.slow
-def test_jobs_outlive_a_rank_that_fails() -> None:
-    jobs: list[Job] = [
-        {"do": "decline"}, {"do": "break"}, {"do": "work"}, {"do": "work", "estimate": 1e6}
-    ]  # fmt: skip
-    found: dict[int, Job] = {}
-    run_jobs(make_clumsy, {"word": "hello"}, jobs, 2, "cpu", found.__setitem__, time.time() + 600, 100)
-    assert found[0]["error"] == "all ranks decline"
-    assert "rank 1 is clumsy" in found[1]["error"]
-    assert found[2]["by"] == 2 and found[2]["shared"] == "hello"
-    assert found[3]["skipped"]

@@ -91,7 +91,8 @@ def test_train_evaluate_export(small_fox: Path, tmp_path: Path, monkeypatch: pyt
     )
     runs = list(tmp_path.glob("fox/splatfacto-batch/*"))
     assert len(runs) == 1, "both ranks share one run folder"
-    assert said.count("Run folder ") == 1 and "─ Config ─" not in said
+    shown = [line for line in said.splitlines() if line.startswith("Run folder ")]
+    assert len(shown) == 1 and "─ Config ─" not in said
     run = runs[0]
     assert sorted(p.name for p in run.glob("config*.yml")) == ["config.yml"]
     assert len(list(run.glob("events.out.tfevents*"))) == 1, "one rank writes TensorBoard's file"

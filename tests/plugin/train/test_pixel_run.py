@@ -72,10 +72,10 @@ def test_any_number_of_ranks_trains_the_model_of_one(tmp_path: Path, densifier: 
     assert len(placings) == 1 and placings.pop() > 1, "cells were cut again, after the same refinements"
 
 
-def fused(world: World, capture: Path, out: Path, boundary_mode: str) -> dict[str, Any]:
+def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
     """Fused steps on these ranks, and what is logged of them."""
     options: dict[str, Any] = {"fused_steps": "always", "pipeline.views_per_step": VIEWS}
-    options |= {"pipeline.pixel.cells": CELLS, "pipeline.pixel.crossing": boundary_mode}
+    options |= {"pipeline.pixel.cells": CELLS}
     options |= {"logging.steps_per_log": 6, MODEL + "morton_order": True, MODEL + "num_downscales": 1}
     options |= {MODEL + "resolution_schedule": 20, MODEL + "warmup_length": 2, MODEL + "refine_every": 6}
     options |= {
@@ -91,10 +91,9 @@ def fused(world: World, capture: Path, out: Path, boundary_mode: str) -> dict[st
     }
 
 
-@pytest.mark.parametrize("boundary_mode", ["none", "ghosts"])
-def test_fused_steps(tmp_path: Path, boundary_mode: str) -> None:
+def test_fused_steps(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False)
-    alone, several = (run_ranks(fused, n, tmp_path / "capture", tmp_path / str(n), boundary_mode)[0] for n in (1, 2))
+    alone, several = (run_ranks(fused, n, tmp_path / "capture", tmp_path / str(n))[0] for n in (1, 2))
     assert len(alone["rows"]) == len(several["rows"]) > 4
     for one, other in zip(several["rows"], alone["rows"], strict=True):
         assert one["main_loss"] == pytest.approx(other["main_loss"], rel=0.02), one["step"]
