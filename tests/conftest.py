@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,16 @@ def _an_ffmpeg(tmp_path_factory: pytest.TempPathFactory) -> None:
         folder = tmp_path_factory.mktemp("ffmpeg")
         (folder / "ffmpeg").symlink_to(imageio_ffmpeg.get_ffmpeg_exe())
         os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.fixture(scope="session")
+def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a small capture of images of one size once."""
+    from tests.lib.training_run import write_capture
+
+    folder = tmp_path_factory.mktemp("capture") / "tiny"
+    write_capture(folder, wide=False)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -102,15 +102,9 @@ class TwoMachines:
                     *("rate", f"{self.megabits:g}mbit", "burst", str(burst), "latency", _LATENCY),
                 )
 
-    def command(self, machine: int, words: Sequence[str], hidden: Path | None = None) -> list[str]:
-        """The command that runs `words` on a machine.
-
-        Args:
-            hidden: a folder that this machine is not to share with the other: it finds it empty.
-        """
+    def command(self, machine: int, words: Sequence[str]) -> list[str]:
+        """The command that runs `words` on a machine."""
         script = f'mount --bind {self._hosts} /etc/hosts && hostname {self.names[machine]} && exec "$@"'
-        if hidden is not None:
-            script = f"mount -t tmpfs none {hidden} && {script}"
         inside = ["unshare", "--mount", "--uts", "sh", "-c", script, "sh", *words]
         return ["ip", "netns", "exec", self._spaces[machine], *inside]
 
@@ -120,12 +114,11 @@ class TwoMachines:
         words: Sequence[str],
         variables: Mapping[str, str] | None = None,
         log: IO[str] | None = None,
-        hidden: Path | None = None,
         folder: Path | None = None,
     ) -> subprocess.Popen[str]:
         """Starts a program on a machine; what it prints goes to `log`, errors too."""
         process = subprocess.Popen(
-            self.command(machine, words, hidden), env={**os.environ, **(variables or {})}, stdout=log,
+            self.command(machine, words), env={**os.environ, **(variables or {})}, stdout=log,
             stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=folder,
         )  # fmt: skip
         self._started.append(process)

@@ -22,7 +22,7 @@ from cuda_ext.ops.project.culling import cull
 from ns_multigpu.city.capture import CityCapture, Kind
 from ns_multigpu.city.city import City
 from ns_multigpu.core.types import SSIM_HALO
-from ns_multigpu.locality.groups import Groups, cull_groups
+from ns_multigpu.locality.groups import Groups, z_codes
 
 VISIBILITY_RULES = ("frustum", "near", "visible")
 FACTORS = (1, 2, 4)
@@ -75,7 +75,9 @@ def seen_city(
     capture = CityCapture(city, kind, views, width, height, 1, altitude=altitude)
     depths = torch.stack([capture.depth(v, scale=_TRACED / width) for v in track(range(views), "tracing")])
     means, scales = points_seen(capture, depths, points)
-    groups = Groups.of(means, scales, size)
+    low = means.amin(0)
+    codes = z_codes(means, low, float((means.amax(0) - low).amax()))
+    groups = Groups.along(means, torch.sort(codes, stable=True).indices, size)
     rows: dict[tuple[str, int], list[Any]] = {(way, f): [] for way in VISIBILITY_RULES for f in FACTORS}
     means, scales = means[groups.order].contiguous(), scales[groups.order].contiguous()
     opacities = torch.full((len(means),), 0.7)
@@ -114,16 +116,11 @@ def _count(
     pose = viewmat_of(capture, view)
     K = torch.tensor([[[capture.fx, 0.0, capture.cx], [0.0, capture.fy, capture.cy], [0.0, 0.0, 1.0]]])
     size = [capture.width, capture.height]
-    kept = cull_groups(groups, pose, K, size, [0, 0, *size])[1]
-    candidates = (kept[:, None] * groups.size + torch.arange(groups.size)).view(-1)
-    candidates = candidates[candidates < len(means)]
-    some = [t[candidates] for t in (means, scales, opacities)]
-    hits = cull(*some, pose, K, size, [0, 0, *size])[1].long()
-    point = candidates[hits]
-    seen = some[0][hits] @ pose[0, :3, :3].T + pose[0, :3, 3]
+    point = cull(means, scales, opacities, pose, K, size, [0, 0, *size])[1].long()
+    seen = means[point] @ pose[0, :3, :3].T + pose[0, :3, 3]
     depth = seen[:, 2]
     at = seen[:, :2] / depth[:, None] * capture.fx + torch.tensor([capture.cx, capture.cy])
-    radius = 3 * (some[1][hits, 0] * capture.fx / depth) + 1 + SSIM_HALO
+    radius = 3 * (scales[point, 0] * capture.fx / depth) + 1 + SSIM_HALO
     height, width = depths.shape
     # Shown, if nearer than the furthest thing that is seen around it.
     shown = torch.where(depths > 0, depths, torch.full_like(depths, 1e9))[None]

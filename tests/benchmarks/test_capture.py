@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.captures import capture
-from benchmarks.captures.capture import command, environment, main, parts_table
+from benchmarks.captures.capture import command, environment, main
 
 OPTIONS = Namespace(images=70, device="cpu", also_at=0, options="", dataparser=["colmap", "--data", "fox"])
 
@@ -41,15 +41,6 @@ def test_gsplat_kernels_are_requested_for_runs_with_evaluation(monkeypatch: pyte
 def test_unknown_runs_are_named(run: str) -> None:
     with pytest.raises(SystemExit, match=run):
         command(run, 7, OPTIONS, Path("out"))
-
-
-def test_they_are_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--runs", "splatfacto", "batc-4", "--output", str(tmp_path / "out"), "--", "colmap"]
-    monkeypatch.setattr("sys.argv", ["capture", *words])
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it ran"))
-    with pytest.raises(SystemExit, match="batc-4"):
-        main()
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -84,27 +75,3 @@ def test_runs_that_share_a_gpu_are_evaluated_at_once(
     assert done == (one_by_one if shared else ["train 1", "train 2", "evaluate 1", "evaluate 2"])
     assert earlier_rows == [[], [shared]]
     assert all(r["psnr"] == 1.0 for r in json.loads(file.read_text())["results"])
-
-
-def test_time_breakdown_has_its_own_table() -> None:
-    results: list[dict[str, Any]] = [
-        {"run": "batch-1", "alone": True, "startup_ms": {"imports": 1000.0, "training": 4000.0}},
-        {"run": "batch-1", "alone": True, "startup_ms": {"imports": 3000.0, "training": 4000.0}},
-        {"run": "batch-1", "alone": False, "startup_ms": {"imports": 9e6}},
-        {"run": "batch-2", "alone": True, "startup_ms": {"imports": 500.0, "start of the workers": 250.0}},
-        {"run": "splatfacto", "alone": True},
-    ]
-    table = parts_table(["batch-1", "batch-2", "splatfacto"], results)
-    assert table is not None
-    cells = [list(column.cells) for column in table.columns]
-    assert cells[0] == ["imports", "training", "start of the workers"]
-    assert cells[1:] == [["2.00", "4.00", "0.00"], ["0.50", "0.00", "0.25"]]
-    assert parts_table(["splatfacto"], results) is None
-
-
-def test_each_log_has_gaussians_and_step_time(tmp_path: Path) -> None:
-    parts = {"step_ms": 1.2, "compute_ms": 0.7, "exchange_ms": 0.2, "waiting_ms": 0.1}
-    rows = [{"step": 0, "gaussians": 10.0, **parts, "loss": 0.5}, {"step": 250, "gaussians": 12.0, "split": 2.0}]
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
-    assert capture.trajectory(file) == [{"step": 0, "gaussians": 10.0, **parts}, rows[1]]

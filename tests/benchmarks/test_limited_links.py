@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling.limited_links import arguments, jobs_of, table
-from benchmarks.scaling.links.limiting import library, limit, variables, why_none
+from benchmarks.scaling.links.limiting import variables, why_none
 from benchmarks.scaling.links.training import Timed
 from benchmarks.scenes.city_model import CityScene
 from ns_multigpu.core.dist.world import World
@@ -85,12 +84,6 @@ def test_rate_limit_holds_in_both_directions(blocks: bool) -> None:
     assert max(tries) > 0.95 * GBIT, tries
 
 
-def test_a_library_that_is_not_preloaded() -> None:
-    assert library().exists()
-    with pytest.raises(RuntimeError, match="start it with the variables"):
-        limit(1.0)
-
-
 def test_a_run_is_timed(tmp_path: Path) -> None:
     scene = CityScene(600, 48, 32, views=4)
     run = Timed(World.single(), "pixel", scene, "street", 2, tmp_path, leveled=True)
@@ -99,16 +92,3 @@ def test_a_run_is_timed(tmp_path: Path) -> None:
     assert found["gaussians"] == 600 and len(found["ms_by_block"]) == 2 and found["bytes"] == 0
     assert 0.5 < found["compute"][0] < 1 and found["images_per_s"] == pytest.approx(2e3 / found["ms"])
     assert "wire" not in found and found["figures"]["gpus_at_work"] == 1
-
-
-def test_jobs_keep_a_run_over_all_links() -> None:
-    some = ["--device", "cpu", "--points", "2M", "8M", "--gbit", "25", "10"]
-    options = arguments([*some, "--strategies", "tile", "mixed"])
-    jobs = jobs_of(options, options.gbit)
-    assert [(job["way"], job["link"]) for job in jobs[:6]] == [
-        ("raw", "25 Gbit/s"), ("raw", "10 Gbit/s"), ("tile", "25 Gbit/s"), ("tile", "10 Gbit/s"),
-        ("mixed", "25 Gbit/s"), ("mixed", "10 Gbit/s"),
-    ]  # fmt: skip
-    assert [job["scene"]["points"] for job in jobs[2:]] == 4 * [2_000_000] + 4 * [8_000_000]
-    failed = [{**jobs[0], "error": "broken\n"}, {**jobs[2], "skipped": "no time left"}]
-    assert table(failed).row_count == 2

@@ -8,7 +8,6 @@ import torch
 from benchmarks.kernels import primitives_step, surfels
 from benchmarks.scenes.cloud import make_scene
 from benchmarks.scenes.garden import TINY, Scene
-from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS
 from ns_multigpu.primitives.registry import PRIMITIVES
 from tests.lib.recorded import RecordedPool
 
@@ -49,14 +48,3 @@ def test_a_whole_step_of_2d_gaussians_counts_for_densification(monkeypatch: pyte
         assert float((statistics["count"] - counted).max()) == 1, f"step {turn}"
     assert all(bool((value != before[name]).any()) for name, value in params.items())
     assert params["scales"].shape == (200, 2) and float(taken.report[0]) > 0
-
-
-def test_convexes_are_as_training_begins_with_them() -> None:
-    """Whatever their number: less dense, and larger."""
-    for count in (100, 6400):
-        params = primitives_step.make("convex", count, torch.device("cpu"))
-        size = params["corners"].view(count, 6, 3).norm(dim=-1).mean()
-        assert abs(float(size) / (SIZE * 0.4 * (count / 144) ** (-1 / 3)) - 1) < 0.05
-        steep = (params["deltas"] + params["sigmas"]).exp() * (size / SIZE) ** 2
-        assert abs(float(steep.log().mean().exp()) / STEEPNESS - 1) < 0.2
-        assert abs(float(params["deltas"].exp().mean() * size / SIZE) / DELTA - 1) < 0.1

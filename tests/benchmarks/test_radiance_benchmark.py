@@ -43,12 +43,6 @@ def test_a_way_is_a_command(way: str, method: str, gpus: int, own: str) -> None:
     assert words[words.index("--") :] == ["--", "colmap", "--data", "fox"]
 
 
-@pytest.mark.parametrize("way", ["nerfacto-2", "xl", "xl-2x", "splat-2"])
-def test_unknown_variant_is_refused(way: str) -> None:
-    with pytest.raises(SystemExit, match=f"no way '{way}'"):
-        radiance.command(way, options(), Path("out"))
-
-
 def ends(code: int, *, done: bool) -> Any:
     """Return a command that leaves what it has evaluated, and its result if it is done."""
     evaluations = [{"psnr": 21.5, "rays": 2_000_000, "seconds": 9.0}]

@@ -5,15 +5,11 @@ import json
 import os
 from pathlib import Path
 from threading import Barrier
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
-from benchmarks.captures import recipe_run, recipes, splatfacto_baseline
+from benchmarks.captures import recipe_run, recipes
 from benchmarks.captures.recipes import Job, Runs, arguments, folders_of, jobs_of, table, variants, words_of
 
 
@@ -74,12 +70,6 @@ def test_few_views(tmp_path: Path) -> None:
         assert " ".join(words_of(job, [], tmp_path / "fox", Path("out"), given)).endswith(held_out)
 
 
-def test_a_capture_without_a_folder_is_named(tmp_path: Path) -> None:
-    given = options(tmp_path, "--captures", str(tmp_path / "nowhere"))
-    with pytest.raises(SystemExit, match="nowhere"):
-        folders_of(given, jobs_of(given, variants("")))
-
-
 class _Calls:
     """Replacement of processes: each run takes the given seconds and writes a result."""
 
@@ -134,51 +124,6 @@ def test_existing_results_are_not_run_again(tmp_path: Path, calls: _Calls) -> No
     assert len(again.results) == 8
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_each_run_writes_a_picture_if_requested(tmp_path: Path, calls: _Calls, asked: bool) -> None:
-    words = ("--captures", str(tmp_path / "fox"), "--recipes", "splatfacto", "ours", "--images", "9")
-    Runs(options(tmp_path, *words, *(["--pictures", str(tmp_path / "pictures")] if asked else []))).go()
-    for function, given in zip(calls.called, calls.given, strict=True):
-        bound = inspect.signature(getattr(recipe_run, function)).bind(*given).arguments
-        name = f"fox-{function.removeprefix('train_')}-9-42.png"
-        assert bound["picture"] == (tmp_path / "pictures" / name if asked else None)
-        assert bound.get("normals") is None
-    assert (tmp_path / "pictures").is_dir() == asked
-
-
-@pytest.mark.parametrize("option", ["--output", "--pictures"])
-def test_a_file_where_a_folder_should_be_is_named(tmp_path: Path, option: str) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(SystemExit, match=f"{option} {file}: that is a file. Give a folder."):
-        Runs(options(tmp_path, "--captures", str(tmp_path / "fox"), option, str(file)))
-
-
-def test_a_picture_is_the_photograph_and_what_was_rendered(tmp_path: Path) -> None:
-    photographs = torch.rand(5, 6, 4, 3)
-    rendered = photographs[2].clone()
-    rendered[0, 0] = torch.tensor([2.0, 0.0, -1.0])
-    asked = list[torch.Tensor]()
-
-    def render(camera: torch.Tensor) -> dict[str, torch.Tensor]:
-        asked.append(camera)
-        return {"rgb": rendered}
-
-    class Views(list[dict[str, torch.Tensor]]):
-        cameras = torch.arange(5)
-
-    pipeline = SimpleNamespace(
-        eval=lambda: None, device="cpu", model=SimpleNamespace(get_outputs_for_camera=render),
-        datamanager=SimpleNamespace(eval_dataset=Views({"image": image} for image in photographs)),
-    )  # fmt: skip
-    splatfacto_baseline.draw_view(pipeline, tmp_path / "view.png")
-    assert [int(camera) for camera in asked] == [2], "the middle one"
-    seen = torch.tensor(np.asarray(Image.open(tmp_path / "view.png"))) / 255
-    assert seen.shape == (6, 8, 3)
-    assert bool(((seen[:, :4] - photographs[2]).abs() < 0.003).all())
-    assert bool(((seen[:, 4:] - rendered.clamp(0, 1)).abs() < 0.003).all())
-
-
 def test_a_run_that_is_cut_off_leaves_its_scores(tmp_path: Path, calls: _Calls) -> None:
     words = ("--captures", str(tmp_path / "fox"), "--recipes", "splatfacto", "--images", "5", "9")
     calls.cut = True
@@ -189,26 +134,12 @@ def test_a_run_that_is_cut_off_leaves_its_scores(tmp_path: Path, calls: _Calls) 
     assert [(r["images"], r["psnr"], r["wall_s"]) for r in runs.results] == [(5, 18.0, None), (9, 20.0, 10.0)]
 
 
-def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path, calls: _Calls) -> None:
-    words = ("--captures", str(tmp_path / "fox"), "--recipes", "ours", "--seeds", *map(str, range(9)))
-    runs = Runs(options(tmp_path, *words, "--seconds", "35"))
-    runs.go()
-    assert len(runs.results) == 3, "a fourth would end after 40 s"
-
-
 def test_a_run_that_fails_leaves_the_others(tmp_path: Path, calls: _Calls) -> None:
     (tmp_path / "v").write_text("bad = ours fails\n")
     words = ("--captures", str(tmp_path / "fox"), "--recipes", "bad", "ours", "--variants", str(tmp_path / "v"))
     runs = Runs(options(tmp_path, *words))
     runs.go()
     assert [r["recipe"] for r in runs.results] == ["ours"]
-
-
-def test_runs_wait_for_their_city(tmp_path: Path, calls: _Calls) -> None:
-    runs = Runs(options(tmp_path, "--captures", "street-4", "--recipes", "ours", "--cities", str(tmp_path)))
-    assert runs.ready == set()
-    runs.go()
-    assert calls.called == ["make_city", "train_ours"] and runs.results[0]["capture"] == "street-4"
 
 
 def test_a_city_with_a_number_of_views_is_drawn_from_splats(tmp_path: Path, calls: _Calls) -> None:

@@ -18,7 +18,7 @@ from ns_multigpu.radiance.partition import Partition
 from tests.lib.radiance_scene import model, rays
 from tests.lib.ranks import run_ranks
 from tests.plugin.radiance.test_radiance_model import compare, step_of
-from tests.plugin.radiance.test_radiance_run import configured, everything, near, trained, write_capture
+from tests.plugin.radiance.test_radiance_run import configured, everything, near, trained
 
 
 def attend(made: Any, points: Tensor, cells: Partition) -> None:
@@ -119,13 +119,6 @@ def test_a_blend_is_of_the_fields_that_are_near() -> None:
 def of_baseline(way: str, capture: Path, out: Path, **options: Any) -> Any:
     """Return a baseline's configuration, made small as `configured` makes the method's."""
     return configured(capture, out, method=BASELINES[way], **options)
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("capture") / "capture"
-    write_capture(folder, wide=False)
-    return folder
 
 
 @pytest.mark.parametrize("way", VARIANTS)

@@ -50,33 +50,3 @@ def test_tracks_are_of_what_photographs_show(tmp_path: Path, capsys: pytest.Capt
     assert tracks == sum(len(image.xys) for image in images.values())
     assert float(np.median(near)) < 25, "photographs have the points' colours there"
     assert np.mean(visible) > 0.95, "what houses hide is not observed"
-
-
-def test_photographs_differ_if_asked(tmp_path: Path) -> None:
-    for name, more in (("usual", []), ("differing", ["--stops", "1", "--noise", "0.02"])):
-        main(["--output", str(tmp_path / name), *WORDS, *more])
-    files = sorted((tmp_path / "usual/images").iterdir())
-    usual, differing = (
-        np.stack([np.asarray(Image.open(tmp_path / name / "images" / file.name), dtype=float) for file in files])
-        for name in ("usual", "differing")
-    )
-    brighter = differing.mean((1, 2, 3)) / usual.mean((1, 2, 3))
-    held_out = np.arange(9) % 8 == 0
-    assert np.allclose(brighter[held_out], 1, atol=0.01) and np.ptp(brighter[~held_out]) > 0.2
-    assert 2 < np.std(differing[0] - usual[0]) < 8, "noise of 0.02 of 255, also in held-out photographs"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--gaussians", "3", "--seed-points", "2"], "give 4 --gaussians at least"),
-        (["--noise", "-1"], "--noise from 0 on"),
-        (["--seed-points", "30000"], "--seed-points 30000: give 1 to --gaussians 20000"),
-        ([], "is not empty: give a new folder"),
-    ],
-)
-def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        main(["--output", str(tmp_path), *WORDS, *words])
-    assert said in capsys.readouterr().err

@@ -1,8 +1,5 @@
-"""`benchmarks.captures.surfels`: what it runs, and that gsplat's 2D Gaussians are put into splatfacto rightly."""
+"""gsplat's 2D Gaussians, as `benchmarks.captures.surfels` puts them into splatfacto."""
 
-import json
-from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,57 +7,11 @@ import pytest
 import torch
 from gsplat import DefaultStrategy
 
-from benchmarks.captures import surfels
 from benchmarks.captures.gsplat_surfels import FLAT, Peer
-from benchmarks.captures.recipe_run import draw_normals
-from benchmarks.captures.surfels import Comparison, arguments, table, words_of
 from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.primitives.surfels.losses import normal_loss, normals_of_depth
 
-END = ["--", "colmap", "--data", "fox"]
 SIZE = (9, 7)
-
-
-def test_both_get_the_same_arguments(tmp_path: Path) -> None:
-    options = arguments(["--images", "70", "--normal-loss", "0.1", "--output", str(tmp_path), *END])
-    ours, theirs = (words_of(way, 3, tmp_path, options) for way in ("ours", "gsplat"))
-    for words in (ours, theirs):
-        assert words[-3:] == END[1:]
-        named = dict(pairwise(words))
-        assert {named.get(name) for name in ("--images", "--max-num-images")} == {"70", None}
-        assert {named.get(name) for name in ("--normal-loss", "--pipeline.model.normal-loss")} == {"0.1", None}
-        start = {named.get(name) for name in ("--normal-loss-start", "--pipeline.model.normal-loss-start")}
-        assert start == {"35", None}
-        assert {named.get(name) for name in ("--seed", "--machine.seed")} == {"3", None}
-    assert any("densify-grad-thresh 0.0002" in word for word in theirs) and theirs[-4] == "--"
-
-
-@pytest.mark.parametrize("wrong", [["--images", "0"], ["--device", "cpu"], ["--ways", "nobody"]])
-def test_unavailable_variant_is_reported(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        arguments([*wrong, *END])
-    assert wrong[0] in capsys.readouterr().err
-
-
-def test_results_are_kept_and_missing_ones_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-
-    def called(function: str, words: Any, log: Path, output: Path, *more: Any, seconds: float | None) -> float | None:
-        given.append((function, more, seconds))
-        if function == "train_splatfacto":
-            return None
-        scores = {"psnr": 20.0, "ssim": 0.5, "gaussians": 7, "train_seconds": 1.0, "peak_mib": None}
-        output.write_text(json.dumps(scores))
-        return 2.0
-
-    monkeypatch.setattr(surfels, "called", called)
-    words = ["--apart", "--output", str(tmp_path), "--picture", str(tmp_path / "a.png"), "--seeds", "1", "2"]
-    comparison = Comparison(arguments([*words, "--seconds", "9", *END]))
-    assert comparison.go() == 2
-    assert [(one["way"], one["seed"]) for one in comparison.results] == [("ours", 1), ("ours", 2)]
-    pictures = [more for function, more, _ in given if function == "train_ours"]
-    assert pictures == [((3, tmp_path / "a.png"),), (None,)] and {seconds for *_, seconds in given} == {9.0}
-    assert table(comparison.results).row_count == 2 and comparison.summary()["options"]["images"] == 7000
 
 
 def drawing(means: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -136,33 +87,3 @@ def test_normal_loss_equals_ours() -> None:
     peer = Peer(1.0, 0)
     peer._normals = (normals, normals_of_depth(depth, view, (0, 0)), alpha)
     torch.testing.assert_close(peer.normal_loss(), normal_loss(pixels, view))
-
-
-def test_the_picture_has_photographs_renderings_and_normals(tmp_path: Path) -> None:
-    class Cameras:
-        def __getitem__(self, some: slice) -> int:
-            return some.start
-
-    class Views:
-        cameras = Cameras()
-
-        def __len__(self) -> int:
-            return 5
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            return {"image": torch.full((4, 6, 4), index / 10)}
-
-    def outputs(camera: int) -> dict[str, torch.Tensor]:
-        return {"rgb": torch.full((4, 6, 3), 0.5), "normals": torch.full((4, 6, 3), 1.0 - camera / 10)}
-
-    model = SimpleNamespace(get_outputs_for_camera=outputs)
-    data = SimpleNamespace(eval_dataset=Views())
-    pipeline = SimpleNamespace(eval=lambda: None, datamanager=data, model=model)
-    draw_normals(pipeline, 2, tmp_path / "a.png")
-    from PIL import Image
-
-    with Image.open(tmp_path / "a.png") as image:
-        assert image.size == (18, 8)
-        assert [image.getpixel((x, y)) for y in (0, 4) for x in (0, 6, 12)] == [
-            (v, v, v) for v in (0, 128, 255, 51, 128, 204)
-        ]

@@ -40,28 +40,3 @@ def test_a_picture_of_two_traces(tmp_path: Path) -> None:
     traces = [f"{name}={tmp_path / name}.json.gz" for name in ("one", "two")]
     timeline.main(["draw", "--traces", *traces, "--picture", str(tmp_path / "steps.png"), "--milliseconds", "3"])
     assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize(
-    ("trace", "said"), [("no title", "give TITLE=FILE"), ("a=none.gz", "there is no file none.gz")]
-)
-def test_a_trace_that_is_none(trace: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        timeline.main(["draw", "--traces", trace, "--picture", str(tmp_path / "none.png")])
-    assert said in capsys.readouterr().err
-
-
-def test_trace_without_gpu_is_reported(tmp_path: Path) -> None:
-    with gzip.open(file := tmp_path / "cpu.json.gz", "wt") as out:
-        json.dump({"traceEvents": []}, out)
-    with pytest.raises(SystemExit, match="nothing in it ran on a GPU"):
-        timeline.bars(file, 0.0, 1.0)
-
-
-def test_kernels_are_classified_by_name() -> None:
-    names = {
-        "ncclDevKernel_AllGather_RING_LL": "exchange", "Memcpy PtoP (Device -> Device)": "exchange",
-        "void nsmg::update_kernel<3, false, float>": "update", "void nsmg::band_kernel<unsigned char>": "loss",
-        "void cub::DeviceRadixSortOnesweepKernel": "project, sort", "void at::native::gather": "other",
-    }  # fmt: skip
-    assert {name: timeline.kind_of(name) for name in names} == names

@@ -1,6 +1,7 @@
 """A small scene of convexes: large and small ones, sharp and soft ones, flat ones, one too near, some with ties."""
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +12,7 @@ from cuda_ext.ops.raster.convexes import (
     project_convexes,
     rasterize_convexes,
 )
-
-WIDTH, HEIGHT = 41, 37
+from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, all_pairs, gradients_of, turned_views, whole
 
 
 class Scene(NamedTuple):
@@ -61,23 +61,10 @@ def make_scene(
         means[4, 2] = -1.0
         opacities[5] = 0.003
         opacities[6], sigmas[6] = 0.9995, 20 / (deltas[6] * size[6] ** 2)  # the cap
-    viewmats = torch.eye(4, dtype=torch.float64).repeat(views, 1, 1)
-    for view in range(views):
-        turn = torch.tensor(0.15 * view, dtype=torch.float64)
-        viewmats[view, 0, 0] = viewmats[view, 2, 2] = turn.cos()
-        viewmats[view, 0, 2], viewmats[view, 2, 0] = turn.sin(), -turn.sin()
-        viewmats[view, :3, 3] = torch.tensor([0.1 * view, -0.05 * view, 0.2 * view])
-    K = torch.tensor([[50.0, 0, WIDTH / 2 + 0.4], [0, 47.0, HEIGHT / 2 - 0.7], [0, 0, 1]], dtype=torch.float64)
+    viewmats, Ks = turned_views(views)
     floats = [means, corners.flatten(1), deltas, sigmas, opacities, uniform(count * views, 3), viewmats]
     ready = [value.to(device, dtype).requires_grad_(grad) for value in floats]
-    view_ids = torch.arange(views).repeat_interleave(count).int().to(device)
-    point_ids = torch.arange(count).repeat(views).int().to(device)
-    return Scene(*ready, K.to(device, dtype).repeat(views, 1, 1), view_ids, point_ids)
-
-
-def whole(views: int) -> list[int]:
-    """Patch that are all of each view."""
-    return [n for view in range(views) for n in (view, 0, 0, WIDTH, HEIGHT)]
+    return Scene(*ready, Ks.to(device, dtype), *all_pairs(count, views, device))
 
 
 def project(scene: Scene) -> ConvexProjection:
@@ -94,12 +81,4 @@ def draw(scene: Scene, patches: list[int] | None = None) -> tuple[ConvexProjecti
     return rows, rasterize_convexes(rows, scene.colors, *lists, patches)
 
 
-def gradients(scene: Scene, patches: list[int] | None = None, seed: int = 3) -> list[Any]:
-    """Of a sum of all outputs with random weights, by the scene's floats."""
-    g = torch.Generator().manual_seed(seed)
-    _, pixels = draw(scene, patches)
-    loss = torch.zeros((), dtype=scene.means.dtype, device=scene.means.device)
-    for name, value in pixels._asdict().items():
-        value = value.abs() if name == "alphas" else value
-        loss = loss + (value * torch.randn(value.shape, generator=g, dtype=torch.float64).to(value)).sum()
-    return list(torch.autograd.grad(loss, scene.floats))
+gradients = partial(gradients_of, draw)

@@ -109,15 +109,6 @@ def random_scene(
     ).to(dtype)
 
 
-def random_rows(
-    points: int = 300, views: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[Scene, Tensor, Tensor, cuda_ext.Projection]:
-    """Return a random scene with its culled rows and their projection: what the tile operators start from."""
-    scene = random_scene(points, views, seed, dtype)
-    view_ids, point_ids = scene.cull()
-    return scene, view_ids, point_ids, scene.project(view_ids, point_ids)
-
-
 def one_point(dtype: torch.dtype = torch.float64, **changes: list[float]) -> Scene:
     """Return one round point of scale 0.1 at (0, 0, 5), before one 100 x 80 camera at the origin that looks along z;
     any attribute of the scene can be given as a list."""

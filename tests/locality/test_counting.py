@@ -6,7 +6,7 @@ import torch
 from ns_multigpu.core.types import View
 from ns_multigpu.locality import counting
 from ns_multigpu.locality.counting import PatchCounter
-from ns_multigpu.locality.groups import Groups, z_order
+from ns_multigpu.locality.groups import Groups, cube_around, z_codes
 from ns_multigpu.locality.patches import patches_of
 from tests.locality.towns import HEIGHT, WIDTH, cameras, town
 
@@ -18,14 +18,14 @@ def test_counts_are_those_of_each_point(monkeypatch: object) -> None:
     poses, Ks = cameras(VIEWS, seed=3)
     sizes = [(WIDTH, HEIGHT), (WIDTH, 30), (20, 12)]
     views = [View(poses[v], Ks[v], *sizes[v % 3], v) for v in range(VIEWS)]
-    groups = Groups.along(means, z_order(means), 40)
+    groups = Groups.along(means, z_codes(means, *cube_around(means)).argsort(), 40)
     counter = PatchCounter(groups, means, FAR)
     owners = np.arange(len(groups)) % 4
     of_group, of_rank = np.zeros((VIEWS, len(groups)), int), np.zeros((VIEWS, FACTOR * FACTOR, 4), int)
     for v, view in enumerate(views):
         x, y, z = (view.viewmat[:3, :3] @ means.T + view.viewmat[:3, 3:]).double()
         u, w = view.K[0, 0] * x / z + view.K[0, 2], view.K[1, 1] * y / z + view.K[1, 2]
-        group = groups.of_points()
+        group = groups.order.argsort() // groups.size
         deep = (z >= 0.01) & (z <= FAR)
 
         def within(rectangle: tuple[int, ...], u=u, w=w, deep=deep) -> torch.Tensor:  # type: ignore[no-untyped-def]

@@ -1,20 +1,17 @@
 """The assignment of patches: they cover views, ranks have equally many, each goes where its points are, plans are made
 ahead and the rule serves where one is late."""
 
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import TILE, View
-from ns_multigpu.locality.assign import Assigner
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.patches import LocalPatches, cuts, patches_of
-from ns_multigpu.locality.rules import Access, Planner
+from ns_multigpu.locality.rules import Access
 
 SIZES = [(200, 120), (64, 64), (15, 17), (33, 1000), (1, 1), (16, 16)]
 
@@ -117,37 +114,6 @@ def test_autograd_statistics_equal_those_of_steps() -> None:
     sent = sum(table[1 - drawers[patch]][k] for k, patch in enumerate(plan.patches()))
     assert figures["splats_sent"] == figures["splats_between_machines"] == sent
     assert through_autograd.figures() == {}, "means since it was asked last"
-
-
-class Slow(Assigner):
-    """Waits before each plan."""
-
-    gate: threading.Event
-
-    def assign(self, needed: np.ndarray) -> np.ndarray:
-        assert self.gate.wait(30)
-        return super().assign(needed)
-
-
-def test_prefetched_plan_is_used_and_a_late_one_is_a_miss() -> None:
-    made, access = assignment(2, 2, plans="ahead")
-    access.record(range(4), np.random.default_rng(3).integers(0, 99, (64, 2)).astype(np.float64))
-    batches = [[view_of((64, 64), 2 * k), view_of((64, 64), 2 * k + 1)] for k in range(2)]
-    wanted = [made.assign(batch, 2) for batch in batches]
-    slow = Slow(2, 1)
-    object.__setattr__(slow, "gate", threading.Event())
-    made._planner = Planner(slow)
-    made.prefetch_plans(batches[:1])
-    late = made.assign_alike(batches[0], 2)
-    assert isinstance(late, Plan) and made.figures()["plan_misses"] == 1
-    slow.gate.set()
-    made.prefetch_plans(batches[1:])
-    while made._planner.ready_through() < 1:
-        pass
-    made.prefetch_plans([])  # all ranks exchange which plans are ready
-    assert made.assign_alike(batches[1], 2) == wanted[1] and made.figures()["plan_misses"] == 0
-    # This plan was not prefetched.
-    assert made.assign_alike(batches[0], 2) == wanted[0] and made.figures()["plan_misses"] == 0
 
 
 def test_plan_for_another_resolution_is_not_used() -> None:

@@ -136,25 +136,6 @@ def test_failure_in_the_thread_is_raised() -> None:
         planner.serve(0, 0)
 
 
-def test_errors_name_the_argument() -> None:
-    access = Access(PATCHES, RANKS)
-    with pytest.raises(ValueError, match="clock"):
-        Planner(Assigner(2, 2, seconds=0.1))
-    planner = Planner(Assigner(2, 2))
-    planner.submit(5, needs(1))
-    with pytest.raises(ValueError, match="submitted before"):
-        planner.submit(5, needs(1))
-    with pytest.raises(ValueError, match="needed must be"):
-        planner.submit(6, needs(1)[:, :2])
-    with pytest.raises(KeyError):
-        planner.serve(4, 9)
-    with pytest.raises(ValueError, match="needed must be"):
-        access.record([0], needs(2))
-    with pytest.raises(ValueError, match="at least one"):
-        Access(0, 1)
-    planner.close()
-
-
 def test_access_is_kept_for_a_checkpoint() -> None:
     access = Access(PATCHES, RANKS)
     access.record([4, 2], needs(2))

@@ -41,7 +41,7 @@ def _gather(world: World, cells: int) -> tuple[torch.Tensor, torch.Tensor | None
     return found.detach(), own.grad
 
 
-@pytest.mark.parametrize(("cells", "ranks"), [(2, 1), (2, 2), (5, 3)])
+@pytest.mark.parametrize(("cells", "ranks"), [(2, 1), (5, 3)])
 def test_all_ranks_know_all_slots(cells: int, ranks: int) -> None:
     every = torch.arange(cells * 15.0).view(cells, 5, 3)
     gradients: list[torch.Tensor] = []

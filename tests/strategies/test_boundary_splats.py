@@ -38,8 +38,8 @@ def step_of(
 
 
 @pytest.mark.parametrize(("ranks", "cells", "primitive"), [
-    (1, 5, "gaussians"), (2, 2, "gaussians, antialiased, absgrad"), (2, 5, "gaussians"), (3, 3, "gaussians"),
-    (4, 4, "gaussians, plain colours"),
+    (1, 5, "gaussians"), (2, 2, "gaussians, antialiased, absgrad"), (2, 5, "gaussians"),
+    (3, 3, "gaussians, plain colours"),
 ])  # fmt: skip
 def test_any_cells_are_single(ranks: int, cells: int, primitive: str) -> None:
     dtype = torch.float64 if primitive == "gaussians" else torch.float32
@@ -155,7 +155,7 @@ def check_fused(outcomes: list[Outcome], primitive: str, size: tuple[int, int]) 
     check_outcomes(outcomes, expected, CUT, size, replicated=False)
 
 
-@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (4, 4)])
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 3), (3, 3)])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_is_singles(mode: str, ranks: int, cells: int) -> None:
     primitive = KERNELS[ranks % len(KERNELS)]

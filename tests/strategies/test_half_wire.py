@@ -33,8 +33,7 @@ def differences(found: list[Outcome], wanted: list[Outcome]) -> dict[str, tuple[
     return table
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("mode", ["step", "captured"])
+@pytest.mark.parametrize(("mode", "ranks"), [("step", 1), ("step", 3), ("captured", 2)])
 def test_half_a_wire_is_nearly_a_whole_one(mode: str, ranks: int) -> None:
     whole, half = (run_ranks(step_of, ranks, "tile", KERNELS[0], LANDSCAPE, mode, False, h) for h in (False, True))
     check(half, whole, ranks)
@@ -48,10 +47,9 @@ def autograd_step(world: World, strategy: str, half: bool) -> Outcome:
     return take_step(spread, KERNELS[0], 11, POINTS, torch.float32, LANDSCAPE)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_half_a_wire_is_nearly_a_whole_one_through_autograd(ranks: int) -> None:
-    whole, half = (run_ranks(autograd_step, ranks, "tile", h) for h in (False, True))
-    check(half, whole, ranks)
+def test_half_a_wire_is_nearly_a_whole_one_through_autograd() -> None:
+    whole, half = (run_ranks(autograd_step, 3, "tile", h) for h in (False, True))
+    check(half, whole, 3)
 
 
 def check(half: list[Outcome], whole: list[Outcome], ranks: int) -> None:

@@ -56,7 +56,7 @@ PRIMITIVES: dict[str, Callable[[], Primitive]] = {
 # Forward and gradients: rounding of a changed order of summation, far inside KERNELS.md's tolerances for the operators.
 TOLERANCES = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 2e-6}}
 
-MACHINES = [(2, 2), (4, 2), (4, 4), (6, 3)]
+MACHINES = [(2, 2), (4, 2), (6, 3)]
 """Ranks, and the machines that they are on; one machine is what all other cases have."""
 BY_CELLS = ["pixel"]
 """Strategies that blend cell by cell: `test_pixel` says what they equal."""
@@ -252,7 +252,7 @@ def check(outcomes: list[Outcome], expected: Outcome, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("strategy", LIKE_SINGLE)
 def test_equals_single(strategy: str, size: int, primitive: str) -> None:
     dtype = torch.float64 if primitive in ("gaussians", "4D gaussians") else torch.float32

@@ -25,7 +25,7 @@ CASES = [
     ("convex", "tile", 2),
 ]  # fmt: skip
 STEPS = [
-    ("gaussians", "single", 1, "captured"), ("gaussians", "tile", 3, "captured"), ("gaussians", "locality", 2, "step"),
+    ("gaussians", "single", 1, "captured"), ("gaussians", "locality", 2, "step"),
     ("gaussians", "batch", 2, "captured"), ("gaussians", "pixel", 2, "captured"), (ABSGRAD, "tile", 2, "step"),
     ("4D gaussians", "tile", 2, "captured"), ("2dgs", "tile", 3, "captured"), ("2dgs", "batch", 2, "captured"),
     ("convex", "tile", 2, "captured"),

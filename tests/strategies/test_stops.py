@@ -79,7 +79,6 @@ def test_a_step_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         assert float((there - gradient).norm() / gradient.norm()) < 1e-3, name
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_stops_are_equal_on_all_ranks(ranks: int) -> None:
+def test_stops_are_equal_on_all_ranks() -> None:
     expected = step(World.single(), "pixel")
-    check(run_ranks(step, ranks, "pixel"), expected, torch.float64)
+    check(run_ranks(step, 3, "pixel"), expected, torch.float64)

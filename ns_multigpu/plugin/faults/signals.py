@@ -4,14 +4,13 @@
 are those that a restart would not fix, or that name the cause of a run's end.
 """
 
-import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -152,19 +151,6 @@ class StopSignals:
         self.granted = answer + _FAR
         return GO_ON
 
-    @contextlib.contextmanager
-    def as_keyboard_interrupt(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at a signal in the context, or at an earlier one: for waits that nothing else
-        ends."""
-        kept = {signum: signal.signal(signum, _interrupt) for signum in self._before}
-        try:
-            if self.requested:
-                raise KeyboardInterrupt
-            yield
-        finally:
-            for signum, handler in kept.items():
-                signal.signal(signum, handler)
-
     def _handle(self, signum: int, _: object) -> None:
         now = time.monotonic()
         if not self.requested:
@@ -227,10 +213,6 @@ def _stop_at_once(signum: int, _: object) -> None:
 def signal_name(signum: int) -> str:
     """Return the name of a signal, such as SIGTERM for 15."""
     return signal.Signals(signum).name
-
-
-def _interrupt(signum: int, _: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _end_now(signum: int) -> None:

@@ -1,7 +1,5 @@
 """Relocation of points: exact draws, shares that look alike, rows copied on the spot, and a step not taken."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -106,22 +104,3 @@ def test_vectors_are_turned() -> None:
     assert torch.equal(cuda_ext.turn(quats[7:9], vectors[:, 7:9]), turned[:, 7:9])
     with pytest.raises(ValueError, match="vectors must have the shape"):
         cuda_ext.turn(quats, vectors[0])
-
-
-def test_bad_input() -> None:
-    sums, empty = places()
-    sources, copies = cuda_ext.draw_sources(sums, empty, start=START)
-    logits, scales = torch.zeros(COUNT), torch.zeros(COUNT, 3)
-    wrong: list[tuple[Any, str]] = [
-        (lambda: cuda_ext.draw_sources(sums.int(), empty, start=0), "sums is torch.int32"),
-        (lambda: cuda_ext.draw_sources(sums, empty[1:], start=0), "empty must have the shape"),
-        (lambda: cuda_ext.draw_sources(sums, empty, start=0, taken=torch.ones(1)), "taken must have the shape"),
-        (lambda: cuda_ext.share_out(logits, scales[1:], copies, min_opacity=0.1), "log_scales must have the shape"),
-        (lambda: cuda_ext.share_out(logits, scales, copies.long(), min_opacity=0.1), "copies is torch.int64"),
-        (lambda: cuda_ext.share_out(logits, scales, copies, min_opacity=0.1, cleared=[scales.T]), "have 500 rows"),
-        (lambda: cuda_ext.copy_rows([logits[::2]], sources[::2]), "must be contiguous and have 250 rows"),
-        (lambda: cuda_ext.copy_rows([logits[1:]], sources), "have 500 rows"),
-    ]
-    for call, message in wrong:
-        with pytest.raises((TypeError, ValueError), match=message):
-            call()

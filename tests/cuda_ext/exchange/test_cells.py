@@ -103,17 +103,6 @@ def test_reference_returns_cells_that_rows_overlap(cells: int, real: int, paddin
     assert real < 100 or (0.05 < found[:, :real].float().mean() < 0.95 and not found[:, 5:7].all(0).any())
 
 
-def test_wrong_arguments_are_named() -> None:
-    scene = scene_of(3)
-    with pytest.raises(ValueError, match=r"patches 0 is .* a patch begins with a whole tile"):
-        scene.windows([], [0, 0, 8, 0, 32, 32])
-    with pytest.raises(ValueError, match=r"drawn 1 is .*of 3 views and 3 cells"):
-        scene.windows([0, 0, 0, 0, 16, 16, 0, 3, 0, 0, 16, 16], [])
-    rows, depths = rows_of(5, 0)
-    with pytest.raises(ValueError, match="boxes hold 5 numbers"):
-        cells_reached(rows.view_ids, rows.means2d, rows.radii, depths, scene.viewmats, scene.Ks, [0.0] * 5)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("cells", [2, 5, 33])
 @pytest.mark.parametrize("many", [False, True])

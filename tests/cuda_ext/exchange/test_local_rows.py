@@ -48,21 +48,6 @@ def test_local_rows_have_the_order_of_exchanged_rows(ranks: int, half: bool, slo
     check_kept(sent, half, slots)
 
 
-def test_wrong_arguments_are_named() -> None:
-    rows = make_rows(10, 2)
-    place, counts = rows.route([0, 0, 0, 0, 50, 70], 1)
-    wire, options = torch.zeros(144, dtype=torch.int32), {"half": False, "slots": False}
-    arrived = unpack_wire(wire, [LOCAL], [12], counts, 0, 2, **options)
-    keep_rows(*rows.packed(), place[0], arrived, 0, 12, slots=False)
-    for start, capacity in ((1, 12), (-1, 12), (0, -1)):
-        with pytest.raises(ValueError, match=f"lines {start} to {start + capacity} are to be kept, of 12"):
-            keep_rows(*rows.packed(), place[0], arrived, start, capacity, slots=False)
-    with pytest.raises(ValueError, match=r"^place must"):
-        keep_rows(*rows.packed(), place, arrived, 0, 12, slots=False)
-    with pytest.raises(TypeError, match=r"arrived.radii is"):
-        keep_rows(*rows.packed(), place[0], arrived._replace(radii=arrived.radii.long()), 0, 12, slots=False)
-
-
 def test_opcheck() -> None:
     rows = splats(make_rows(20, 4))
     place, counts = rows.route(numbers(bands(2, 2), 2), 2)

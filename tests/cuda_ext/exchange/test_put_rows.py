@@ -1,7 +1,5 @@
 """Rows that are put into the memory of other ranks: written addresses, skipped rows, and refused arguments."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -93,31 +91,3 @@ def test_many_lines_on_a_gpu() -> None:
     places = torch.tensor([[kept.data_ptr(), there.data_ptr()]], device="cuda")
     put_rows([ids, array], [1, 12], torch.tensor([lines], device="cuda"), places)
     assert torch.equal(kept, ids) and torch.equal(there[:, :12], array[:, :12])
-
-
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"arrays": [], "taken": []}, ValueError, "1 to 8 arrays"),
-    ({"arrays": [torch.zeros(4, 2)] * 9, "taken": [2] * 9}, ValueError, "1 to 8 arrays"),
-    ({"arrays": [torch.zeros(4, 2, dtype=torch.float64)]}, TypeError, "array 0 is torch.float64"),
-    ({"arrays": [torch.zeros(2, 4).T]}, ValueError, "array 0 must be contiguous"),
-    ({"arrays": [torch.zeros(9, 1)[1:]], "taken": [1]}, ValueError, "multiple of 16 bytes"),
-    ({"arrays": [torch.zeros(4, 2), torch.zeros(3, 2)], "taken": [2, 2]}, ValueError, "array 1 .* hold 4 lines"),
-    ({"taken": [1]}, ValueError, "with 2 words a line, 1 are to be taken"),
-    ({"taken": [3]}, ValueError, "with 2 words a line, 3 are to be taken"),
-    ({"count": torch.tensor(3)}, ValueError, r"count must be \[1\] int64"),
-    ({"destinations": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, r"destinations must be \[ranks, 1\] int64"),
-    ({"offset": 1}, ValueError, r"an offset is for lines of int32, .* not \[4, 2\]"),
-    ({"arrays": [torch.zeros(4, 4, dtype=torch.int32)], "taken": [4], "offset": 1}, ValueError, r"not \[4, 4\]"),
-    ({"gate": torch.zeros(4, 3)}, ValueError, "does not fit lines of 2 words"),
-    ({"arrays": [torch.zeros(4, 8)], "taken": [8], "gate": torch.zeros(4, 3), "gate_column": 6}, ValueError, "not fit"),
-]
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), BAD)
-def test_invalid_arguments_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    given: dict[str, Any] = {
-        "arrays": [torch.zeros(4, 2)], "taken": [2], "count": torch.tensor([3]),
-        "destinations": torch.zeros(2, 1, dtype=torch.int64),
-    }  # fmt: skip
-    with pytest.raises(error, match=message):
-        put_rows(**{**given, **changes})

@@ -231,36 +231,6 @@ def test_nothing_to_send() -> None:
     assert unpack(torch.zeros(3, 0, 16), counts, 2).means2d.shape == (0, 2)
 
 
-def test_wrong_arguments_are_named() -> None:
-    rows = make_rows(10, 2)
-    place, counts = rows.route([0, 0, 0, 0, 50, 70], 1)
-    records, somewhere = torch.zeros(1, 12, 16), torch.zeros(1, dtype=torch.int64)
-    for patches, ranks, text in (([0, 0, 0, 0, 5], 1, "6 integers"), ([1, 0, 0, 0, 5, 5], 1, "0 <= rank < 1"),
-                                 ([0, 0, 5, 0, 3, 5], 1, "x1 >= x0"), ([], 0, "ranks"), ([], 33, "ranks")):  # fmt: skip
-        with pytest.raises(ValueError, match=text):
-            rows.route(patches, ranks)
-    with pytest.raises(TypeError, match="float32"):
-        replace(rows, means2d=rows.means2d.double()).route([], 1)
-    with pytest.raises(TypeError, match="view_ids"):
-        replace(rows, view_ids=rows.view_ids.long()).route([], 1)
-    with pytest.raises(ValueError, match="count"):
-        replace(rows, count=torch.tensor(5)).route([], 1)
-    with pytest.raises(ValueError, match="features"):
-        pack(*replace(rows, features=torch.zeros(12, 4)).packed(), place, somewhere, 12)
-    with pytest.raises(ValueError, match="destinations"):
-        pack(*rows.packed(), place, torch.zeros(2, dtype=torch.int64), 12)
-    with pytest.raises(ValueError, match="capacity"):
-        pack(*rows.packed(), place, somewhere, -1)
-    with pytest.raises(ValueError, match="records"):
-        unpack(records.view(12, 16), counts, 2)
-    with pytest.raises(ValueError, match="view"):
-        unpack(records, counts, 0)
-    with pytest.raises(TypeError, match="counts"):
-        unpack(records, counts.int(), 2)
-    with pytest.raises(ValueError, match="sources"):
-        collect(place, rows.count, torch.zeros(2, dtype=torch.int64), 12)
-
-
 def test_opcheck() -> None:
     rows, patches = make_rows(20, 4), numbers(bands(2, 2), 2)
     place, counts = rows.route(patches, 2)

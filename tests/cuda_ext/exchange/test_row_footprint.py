@@ -40,18 +40,6 @@ def test_counts_are_those_of_routing(real: int, padding: int, views: int, factor
     assert real < 100 or int(found.min()) > 0
 
 
-def test_wrong_arguments_are_named() -> None:
-    rows = make_rows(10, 0, 1)
-    arguments = (rows.view_ids, rows.count, rows.means2d, rows.radii)
-    with pytest.raises(ValueError, match="patch 1 is"):
-        footprint_counts(*arguments, [0, 0, 0, 5, 5, 0, 9, 0, 5, 5])
-    with pytest.raises(ValueError, match="patches"):
-        footprint_counts(*arguments, [0, 0, 0, 5])
-    with pytest.raises(ValueError, match="radii"):
-        footprint_counts(rows.view_ids, rows.count, rows.means2d, rows.radii[:5], [])
-    assert footprint_counts(*arguments, []).tolist() == []
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("real", "padding", "views"), [*SIZES, (2_000_000, 77, 40)])
 @pytest.mark.parametrize("factor", [1, 8, 20])

@@ -51,19 +51,6 @@ def test_routed_and_packed_in_parts(device: str, ranks: int, real: int, padding:
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(parts, whole, strict=True))
 
 
-def test_wrong_lines_are_named() -> None:
-    rows = make_rows(10, 2)
-    place, counts = rows.route([0, 0, 0, 0, 50, 70], 1)
-    given = (rows.view_ids, rows.count, rows.means2d, rows.radii, [])
-    for first, end in ((-1, 5), (6, 5), (0, 13)):
-        with pytest.raises(ValueError, match=f"lines {first} to {end}"):
-            route_lines(*given, first, end, place, counts)
-        with pytest.raises(ValueError, match=f"lines {first} to {end}"):
-            pack(*rows.packed(), place, torch.zeros(1, dtype=torch.int64), 5, first, end)
-    with pytest.raises(ValueError, match="place"):
-        route_lines(*given, 0, 12, place[:, 1:], counts)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     rows, patches = make_rows(20, 4).to(device), numbers(bands(2, 2), 2)

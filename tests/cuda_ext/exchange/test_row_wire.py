@@ -8,7 +8,6 @@ from torch import Tensor
 
 from cuda_ext.ops.exchange.row_exchange import ReceivedRows
 from cuda_ext.ops.exchange.row_wire import (
-    LOCAL,
     MOST_SEGMENTS,
     MOST_VIEWS,
     collect_wire,
@@ -317,36 +316,6 @@ def test_rows_are_received_from_the_largest_number_of_ranks() -> None:
 @pytest.mark.gpu
 def test_rows_are_received_from_the_largest_number_of_ranks_on_a_gpu() -> None:
     come_from_many("cuda")
-
-
-def test_wrong_arguments_are_named() -> None:
-    rows = make_rows(10, 2)
-    place, counts = rows.route([0, 0, 0, 0, 50, 70], 1)
-    wire = torch.zeros(144, dtype=torch.int32)
-    options = {"half": False, "slots": False}
-    pack_wire(*rows.packed(), place, wire, [0], [12], 0, **options)
-    for starts, capacities, rank, text in (([1], [12], 0, "leaves the 144 words"), ([0, 0], [12], 0, "2 starts"),
-                                           ([0], [12], 1, "rank 1"), ([-2], [12], 0, "leaves"),
-                                           ([LOCAL], [-1], 0, "leaves")):  # fmt: skip
-        with pytest.raises(ValueError, match=text):
-            pack_wire(*rows.packed(), place, wire, starts, capacities, rank, **options)
-    with pytest.raises(ValueError, match="lines 3 to 13"):
-        pack_wire(*rows.packed(), place, wire, [0], [12], 0, first=3, end=13, **options)
-    with pytest.raises(TypeError, match="float32"):
-        pack_wire(*replace(rows, means2d=rows.means2d.double()).packed(), place, wire, [0], [12], 0, **options)
-    with pytest.raises(TypeError, match="wire"):
-        pack_wire(*rows.packed(), place, wire.float(), [0], [12], 0, **options)
-    with pytest.raises(ValueError, match="leaves the 144 words"):
-        pack_wire(*rows.packed(), place, wire, [0], [12], 0, half=False, slots=True)
-    for views in (0, 257):
-        with pytest.raises(ValueError, match=f"1 to 256 views on the wire, not of {views}"):
-            unpack_wire(wire, [0], [12], counts, 0, views, **options)
-    with pytest.raises(TypeError, match="counts"):
-        unpack_wire(wire, [0], [12], counts.int(), 0, 2, **options)
-    with pytest.raises(ValueError, match="records"):
-        pack_gradients(torch.zeros(11, 16), counts, wire, [0], [12], 0, half=False, absgrad=False)
-    with pytest.raises(ValueError, match="own"):
-        collect_wire(place, counts, wire, [0], [12], torch.zeros(11, 16), 0, half=False, absgrad=False)
 
 
 def test_opcheck() -> None:

@@ -35,11 +35,3 @@ def test_a_row_on_the_border_is_in_one_window() -> None:
     depths = torch.tensor([1.5, 2.0, 1.0])
     before, behind = (clip_lists(offsets, ids, depths, torch.tensor([window]))[1] for window in ([0, 1.5], [1.5, 9.0]))
     assert before.tolist() == [2, -1, -1] and behind.tolist() == [0, 1, -1]
-
-
-def test_wrong_windows_are_named() -> None:
-    offsets, ids, depths = torch.zeros(3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(1)
-    with pytest.raises(ValueError, match=r"windows must be \[2, 2\], got \(3, 2\)"):
-        clip_lists(offsets, ids, depths, torch.zeros(3, 2))
-    with pytest.raises(TypeError, match="rounding would part them"):
-        clip_lists(offsets, ids, depths, torch.zeros(2, 2).double())

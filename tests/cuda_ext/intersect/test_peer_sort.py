@@ -266,33 +266,6 @@ def test_rows_not_yet_received_are_kept_in_bounds(device: str) -> None:
     assert ids.tolist() == [0, 15, 14, 14]
 
 
-def test_wrong_arguments_are_named() -> None:
-    keys, values = random_pairs(5, 9)
-    count, where = torch.tensor([5]), torch.zeros((1, 4), dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"values is torch\.int64"):
-        sort_pairs(keys, keys, count)
-    with pytest.raises(ValueError, match="begin_bit < end_bit"):
-        sort_pairs(keys, values, count, 9, 9)
-    with pytest.raises(ValueError, match="contiguous"):
-        sort_pairs(torch.stack([keys, keys], dim=1)[:, 0], values, count)
-    with pytest.raises(ValueError, match="one address a rank"):
-        publish_count(count, [], 5)
-    at = [keys.data_ptr()] * 2, [values.data_ptr()] * 2
-    with pytest.raises(ValueError, match="neighbours"):
-        merge_level(*at, torch.tensor([5, 5]), (0, 1), (0, 2), 0, (keys, values))
-    with pytest.raises(ValueError, match="counts"):
-        merge_level(*at, count, (0, 1), (1, 2), 0, (keys, values))
-    with pytest.raises(ValueError, match="ascending"):
-        band_lists(*at, torch.tensor([5, 5]), [3, 2], where, 4, 5)
-    with pytest.raises(ValueError, match="segment"):
-        band_lists(*at, torch.tensor([5, 5]), [2, 3], where, 0, 5)
-    splats = make_splats(5, 32, 32)
-    with pytest.raises(ValueError, match="owner 16"):
-        keys_of(splats, 16, 5)
-    with pytest.raises(ValueError, match="capacity"):
-        keys_of(splats, 1, -1)
-
-
 def test_opcheck(device: str) -> None:
     splats = make_splats(20, 40, 30).to(device)
     keys, values, count = keys_of(splats, 1, 100, device)  # makes sure that the operators are loaded

@@ -212,34 +212,6 @@ def test_into_given_tensors(inner: Rectangle) -> None:
     band_loss_into(*r[:4], inner, r.v_l1, r.v_ssim, offset=0.0, scale=1.0, **results_of(r))
 
 
-def test_wrong_arguments_are_named() -> None:
-    r = rendering(12, 14)
-    whole = (0, 0, 14, 12)
-    for field, wrong in (
-        ("out", r.out[:-1]), ("out", r.out[:, :2]), ("alpha", r.alpha[:-1]), ("background", r.background[:2]),
-        ("target", r.target[..., 0]), ("v_l1", r.v_l1[None]),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=field if field != "target" else "target must be"):
-            r._replace(**{field: wrong}).run(whole)
-    for field, wrong in (("alpha", r.alpha.float()), ("target", r.target.float()), ("out", r.out.half())):
-        with pytest.raises(TypeError):
-            r._replace(**{field: wrong}).run(whole)
-    for inner in ((0, 0, 15, 12), (-1, 0, 14, 12), (3, 0, 2, 12), (0, 0, 14)):
-        with pytest.raises(ValueError, match="inner"):
-            r.run(inner)  # type: ignore[arg-type]
-    results = results_of(r)
-    for name, wrong in (
-        ("rgb", results["rgb"].permute(1, 0, 2).contiguous().permute(1, 0, 2)), ("v_out", results["v_out"][:-1]),
-        ("last", torch.zeros(5, dtype=torch.int32)), ("loss", torch.zeros(1, dtype=torch.float64)),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=name):
-            band_loss_into(*r[:4], whole, r.v_l1, r.v_ssim, offset=0.0, scale=1.0, **(results | {name: wrong}))
-    with pytest.raises(TypeError, match="last"):
-        band_loss_into(
-            *r[:4], whole, r.v_l1, r.v_ssim, offset=0.0, scale=1.0, last=torch.zeros(12 * 14), **results
-        )  # fmt: skip
-
-
 def check_operators(device: str) -> None:
     r = rendering(20, 22, torch.float32, device=device)
     given = (*r[:4], [2, 0, 22, 18], r.v_l1, r.v_ssim)

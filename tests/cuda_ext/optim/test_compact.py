@@ -233,23 +233,6 @@ def test_disabled_step_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
-@native
-def test_wrong_moments_are_named() -> None:
-    rows = make_model(20).to("cpu").forward(50)
-    gradients = make_gradients(rows)
-    mixed, double = compact(make_model(20)), make_model(20)
-    mixed.exp_avg_sqs[3] = mixed.exp_avg_sqs[3].float()
-    with pytest.raises(TypeError, match=r"must all be of the parameters' dtype.*torch.bfloat16, torch.float32"):
-        mixed.update(rows, gradients)
-    with pytest.raises(TypeError, match=r"the parameters torch\.float64"):
-        double.exp_avgs, double.exp_avg_sqs = ([t.to(BF16) for t in ts] for ts in (double.exp_avgs, double.exp_avg_sqs))
-        double.update(rows, gradients)
-    short = compact(make_model(20))
-    short.exp_avgs[2] = short.exp_avgs[2][:5]
-    with pytest.raises(ValueError, match=r"exp_avgs: log_scales must have the shape \[20, 3\]"):
-        short.update(rows, gradients)
-
-
 def test_spacing() -> None:
     assert spacing(torch.tensor([1.0, 1.99, 2.0, 0.75])).tolist() == [2**-7, 2**-7, 2**-6, 2**-8]
 

@@ -1,7 +1,5 @@
 """Input queue of steps: lines read from tables, patches copied from images, and stored reports."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -116,29 +114,6 @@ def test_schemas_are_right() -> None:
 
 
 AT, INTS = torch.tensor([0]), torch.zeros(2, dtype=torch.int32)
-BAD: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
-    (take_lines, ([], AT, []), ValueError, "1 to 4 tables"),
-    (take_lines, ([torch.zeros(2, 3)], AT, [torch.zeros(3)] * 2), ValueError, "as many places"),
-    (take_lines, ([torch.zeros(2, 3)], torch.tensor(0), [torch.zeros(3)]), ValueError, r"at must be \[1\] int64"),
-    (take_lines, ([torch.zeros(2, 3)], AT, [torch.zeros(3, dtype=torch.int32)]), TypeError, "table 0 is torch.float32"),
-    (take_lines, ([torch.zeros(2, 3)], AT, [torch.zeros(4)]), ValueError, r"table 0 must be \[2, 4\]"),
-    (take_lines, ([torch.zeros(3, 2).T], AT, [torch.zeros(3)]), ValueError, "contiguous"),
-    (keep_line, (torch.zeros(3).double(), torch.zeros(2, 3), AT), TypeError, "line is torch.float64"),
-    (keep_line, (torch.zeros(4), torch.zeros(2, 3), AT), ValueError, r"a line \[4\] does not fit a table \[2, 3\]"),
-    (keep_line, (torch.zeros(3), torch.zeros(3, 2).T, AT), ValueError, "contiguous"),
-    (show_patches, (torch.zeros(1, 4, 4, 3), AT, [], torch.zeros(9)), TypeError, "chosen is torch.int64"),
-    (show_patches, (torch.zeros(1, 4, 4, 3), INTS, [0], torch.zeros(9)), ValueError, "5 numbers a patch"),
-    (show_patches, (torch.zeros(1, 4, 4, 3), INTS, [2, 0, 0, 1, 1], torch.zeros(9)), ValueError, "one of 2 images"),
-    (show_patches, (torch.zeros(1, 4, 4, 3), INTS, [0, 0, 0, 5, 1], torch.zeros(99)), ValueError, "of 4x4"),
-    (show_patches, (torch.zeros(1, 4, 4, 3), INTS, [0, 0, 0, 2, 2], torch.zeros(9)), ValueError, "have 12 numbers"),
-    (show_patches, (torch.zeros(1, 4, 3, 4).mT, INTS, [0, 0, 0, 1, 1], torch.zeros(9)), ValueError, "contiguous"),
-]
-
-
-@pytest.mark.parametrize(("what", "given", "error", "message"), BAD)
-def test_invalid_arguments_are_refused(what: Any, given: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        what(*given)
 
 
 @pytest.mark.gpu

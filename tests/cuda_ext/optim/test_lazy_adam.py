@@ -1,8 +1,5 @@
 """Deferred steps equal dense Adam: composed on CPU, over blocks in which points enter and leave views."""
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -190,18 +187,3 @@ def test_the_registered_operators() -> None:
     cameras = (model.viewmats, model.Ks, model.sizes)
     inputs = (*model.params, *cameras, 3, 0.3, 0.01, 1e9, True, True, 60, *lists[1:], *state)
     torch.library.opcheck(ops.splat_forward_lazy, inputs, test_utils=tests)
-
-
-def test_wrong_arguments_are_named() -> None:
-    model, lazy = make_model(20), LazyAdam.make(20, "cpu", F64)
-    with pytest.raises(ValueError, match="exp_avgs must be means, quats"):
-        model.forward(60, lazy=lazy)
-    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (ValueError, r"last must have the shape \[20\]", {"last": lazy.last[:3]}),
-        (TypeError, r"last is torch.int32", {"last": lazy.last.int()}),
-        (ValueError, r"table must have the shape", {"table": lazy.table[:3]}),
-        (TypeError, r"steps is torch.int64", {"steps": lazy.steps.long()}),
-    ]
-    for kind, message, changed in wrong:
-        with pytest.raises(kind, match=message):
-            splat_flush(model.params, model.exp_avgs, model.exp_avg_sqs, dataclasses.replace(lazy, **changed))

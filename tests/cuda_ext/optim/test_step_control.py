@@ -238,46 +238,6 @@ def test_finite_flag(records: bool) -> None:
     )
 
 
-def test_wrong_arguments_are_named() -> None:
-    message_inputs = make_message_inputs(2, 3)
-    inputs: list[Any] = list(message_inputs.on("cpu"))
-    lines, tiles = message_inputs.lines, len(message_inputs.tile_offsets) - 1
-    for place, value, error, text in (
-        (0, message_inputs.own_rows.int(), TypeError, "own_rows"),
-        (1, message_inputs.segment_counts[:0], ValueError, "0 ranks"),
-        (2, message_inputs.segment_capacity[1:], ValueError, "segment_capacity"),
-        (3, message_inputs.segment_most.int(), TypeError, "segment_most"),
-        (4, message_inputs.met[0], ValueError, "met"),
-        (5, message_inputs.tile_offsets.long(), TypeError, "tile_offsets"),
-        (6, [1, 2], ValueError, "line, tile, count"), (6, [lines, 0, 1, 5], ValueError, "leaves"),
-        (6, [0, tiles, 1, 5], ValueError, "leaves"), (6, [-1, 0, 1, 5], ValueError, "leaves"),
-        (6, [0, 0, 1, 0], ValueError, "leaves"), (7, 2, ValueError, "not of"),
-    ):  # fmt: skip
-        changed: list[Any] = [value if k == place else given for k, given in enumerate(inputs)]
-        with pytest.raises(error, match=text):
-            step_message(*changed)
-    gated = make_gated(2, 1, "")
-    counts = [gated.messages[:, k] for k in range(3)]
-    start = (gated.limits, gated.status, gated.scalars)
-    given = (*start, gated.still, gated.row_counts)
-    with pytest.raises(ValueError, match="1 to 4 tensors"):
-        step_gate([], *given)
-    with pytest.raises(ValueError, match="limits"):
-        step_gate(counts[:2], *given)
-    with pytest.raises(ValueError, match="status"):
-        step_gate(counts, *given)
-    with pytest.raises(ValueError, match="together"):
-        step_gate(counts, *given, sent=counts[0][:1], totals=gated.totals)
-    with pytest.raises(ValueError, match="contiguous"):
-        step_gate(counts, *given, sent=counts[0][:1], work=gated.messages[:, HEAD:], totals=gated.totals.T)
-    with pytest.raises(TypeError, match="still"):
-        step_gate(counts, *start, gated.still.double(), gated.row_counts, sent=counts[0][:1])
-    model = make_model(20)
-    rows = model.forward(60)
-    with pytest.raises(ValueError, match="finite_flag"):
-        model.update(rows, make_gradients(rows), finite_flag=torch.zeros(2, dtype=F64))
-
-
 def test_opcheck() -> None:
     message_inputs, gated = make_message_inputs(2, 3), make_gated(2, 2, "over 1")
     assert gated.lazy is not None

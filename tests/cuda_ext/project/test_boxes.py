@@ -186,21 +186,3 @@ def test_opcheck(device: str) -> None:
     views = (cameras.viewmats.to(device), cameras.Ks.to(device), cameras.sizes, 0.3, 0.05, 5.0)
     for table in (None, LazyAdam.make(1, device).table):
         torch.library.opcheck(ops.box_views.default, (boxes, *views, table, False))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_wrong_arguments_are_named(device: str) -> None:
-    means = torch.zeros(40, 3, device=device)
-    boxes, cameras = new_boxes(means), make_cameras(1.0, 0.05, 5.0, F32)
-    with pytest.raises(ValueError, match=r"boxes must have the shape \[2, 8\]"):
-        splat_boxes(means, means, boxes[:1])
-    with pytest.raises(TypeError, match=r"boxes is torch.float64"):
-        splat_boxes(means, means, boxes.double())
-    with pytest.raises(ValueError, match=r"log_scales must have the shape \[40, 3\]"):
-        splat_boxes(means, means[:3], boxes)
-    cameras.viewmats, cameras.Ks = cameras.viewmats.to(device), cameras.Ks.to(device)
-    with pytest.raises(ValueError, match="table must have the shape"):
-        shown(boxes, cameras, torch.zeros(3, 6, 8, device=device))
-    cameras.sizes = cameras.sizes[:3]
-    with pytest.raises(ValueError, match="sizes must hold 2 ints a view"):
-        shown(boxes, cameras)

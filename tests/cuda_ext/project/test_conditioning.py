@@ -138,19 +138,3 @@ def test_nothing_to_do(either: str, points: int, views: int) -> None:
     found = drawn(scene, rows[0], False, *moment, scene.viewmats)
     assert found.means2d.shape == (0, 2)
     sum(part.sum() for part in (*moment, found.means2d)).backward()  # type: ignore[union-attr]
-
-
-def test_wrong_arguments_are_named() -> None:
-    scene, leaves, view_times = moving_scene(points=5, views=1)
-    rows = scene.all_rows()
-    with pytest.raises(ValueError, match=r"scales must have the shape \[5, 4\]"):
-        cuda_ext.condition(*leaves[:4], leaves[4][:, 1:], leaves[5], view_times, *rows)
-    with pytest.raises(TypeError, match=r"view_times is torch\.float64"):
-        cuda_ext.condition(*leaves, view_times.double(), *rows)
-    moment = cuda_ext.condition(*leaves, view_times, *rows)
-    with pytest.raises(ValueError, match=r"axes must have the shape \[5, 3, 3\]"):
-        cuda_ext.project_axes(
-            moment.means, moment.axes[:, 0], moment.opacities, scene.viewmats, scene.Ks, scene.sizes, rows[0]
-        )
-    with pytest.raises(IndexError, match="view or point that does not exist"):
-        cuda_ext.condition(*leaves, view_times, rows[0], rows[1] + 1)

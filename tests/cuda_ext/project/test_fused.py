@@ -1,6 +1,5 @@
 """splat_forward and splat_update put together on CPU: what the other operators, autograd and torch's Adam give."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.optim.fused import PARAMETERS, RowGradients, SplatRows, splat_update
+from cuda_ext.ops.optim.fused import PARAMETERS, RowGradients, SplatRows
 from ns_multigpu.core.types import Hits, Points, Splats
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -185,22 +184,3 @@ def test_the_registered_operators() -> None:
     ops.splat_update(*arguments(direct))
     model.update(rows, gradients, far=1e9, antialiased=True)
     assert all(torch.equal(a, b) for a, b in zip(model.params, direct.params, strict=True))
-
-
-def test_wrong_arguments_are_named() -> None:
-    model = make_model(20)
-    rows = model.forward(60)
-    gradients = make_gradients(rows)
-    with pytest.raises(ValueError, match="absgrad needs"):
-        model.update(rows, gradients._replace(absolute=torch.zeros(0, 2, dtype=F64)), absgrad=True)
-    with pytest.raises(ValueError, match="capacity must not be negative"):
-        model.forward(-1)
-    with pytest.raises(ValueError, match=r"exp_avgs: quats must have the shape \[20, 4\]"):
-        model.exp_avgs[1] = model.exp_avgs[1][:, :3]
-        model.update(rows, gradients)
-    with pytest.raises(ValueError, match="params must be means, quats"):
-        arguments = SimpleNamespace(**vars(make_model(20)))
-        splat_update(
-            arguments.params[:5], arguments.exp_avgs, arguments.exp_avg_sqs, arguments.scalars, arguments.viewmats,
-            arguments.Ks, arguments.sizes, rows, gradients, 3,
-        )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cuda_ext.ops.project.patch_counts import patch_counts
 from cuda_ext.reference import boxes as reference
-from ns_multigpu.locality.groups import Groups, z_order
+from ns_multigpu.locality.groups import Groups, cube_around, z_codes
 from tests.locality.towns import HEIGHT, WIDTH, cameras, town
 
 SIZE, LABELS, VIEWS = 7, 5, 12
@@ -17,7 +17,7 @@ SIZE, LABELS, VIEWS = 7, 5, 12
 def inputs(points: int = 6000, **changes: Any) -> dict[str, Any]:
     """Groups of a town, seen by cameras from anywhere; views of two sizes, the second with fewer parts along a side."""
     means, viewmats, Ks = town(points)[0], *cameras(VIEWS)
-    groups = Groups.along(means, z_order(means), SIZE)
+    groups = Groups.along(means, z_codes(means, *cube_around(means)).argsort(), SIZE)
     boxes = torch.cat([(groups.lower + groups.upper) / 2, (groups.upper - groups.lower) / 2], 1).T.contiguous()
     columns = torch.tensor([[0, 32, 48, WIDTH], [0, 16, 32, 32]], dtype=torch.int32).repeat(VIEWS // 2, 1)
     rows = torch.tensor([[0, 16, 48, HEIGHT], [0, 16, 32, 48]], dtype=torch.int32).repeat(VIEWS // 2, 1)
@@ -61,16 +61,3 @@ def test_a_point_counts_in_each_patch_whose_halo_holds_it() -> None:
     )  # fmt: skip
     shown = [set(column.nonzero()[:, 0].tolist()) for column in found[0].T]
     assert shown == [{0}, {0, 1}, {0, 1}, {1}, {0, 1, 2, 3}, set(), set(), set(), set()]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"size": 8}, "in groups of 8 are not"), ({"num_labels": 4}, r"labels must be in 0\.\.3"),
-        ({"near": 0.0}, "near"), ({"halos": torch.zeros(3, dtype=torch.int32)}, "halos"),
-        (dict.fromkeys(("columns", "rows"), torch.zeros(VIEWS, 1, dtype=torch.int32)), "cuts"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_argument(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        patch_counts(**inputs(50, **changes))

@@ -75,14 +75,3 @@ def test_nothing_to_do(either: str) -> None:
     found = cuda_ext.series(base, terms, weights, none, none, 1)
     assert found.shape == (0, 3)
     found.sum().backward()
-
-
-def test_wrong_arguments_are_named() -> None:
-    rows = rows_of(5, 1)
-    base, terms, weights = tables(5, len(rows[0]), 3, 2)
-    with pytest.raises(ValueError, match=r"terms must have the shape \[5, -1, 3\]"):
-        cuda_ext.series(base, terms[:4], weights, *rows, 1)
-    with pytest.raises(ValueError, match=r"weights must have the shape"):
-        cuda_ext.series(base, terms, weights[:, :1], *rows, 1)
-    with pytest.raises(TypeError, match=r"weights is torch\.float32"):
-        cuda_ext.series(base, terms, weights.float(), *rows, 1)

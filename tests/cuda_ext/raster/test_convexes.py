@@ -1,7 +1,5 @@
 """3D convexes: the reference by what the paper says and by finite differences; the C++ twin by it."""
 
-from typing import Any
-
 import pytest
 import torch
 from scipy.spatial import ConvexHull
@@ -9,7 +7,8 @@ from scipy.spatial import ConvexHull
 import cuda_ext
 from cuda_ext.ops.raster.convexes import CORNERS, convex_lists, rasterize_convexes
 from cuda_ext.reference.convexes import hull_lines
-from tests.cuda_ext.convex_scene import HEIGHT, WIDTH, Scene, draw, gradients, make_scene, project, whole
+from tests.cuda_ext.convex_scene import Scene, draw, make_scene, project
+from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, whole
 
 DRAWN = {0, 3, 6}
 """Of the scene's special convexes those that are drawn: see `make_scene`."""
@@ -126,15 +125,6 @@ def test_image_is_independent_of_depth_and_resolution() -> None:
     torch.testing.assert_close(*middles)
 
 
-def test_a_pixel_does_not_depend_on_its_patch() -> None:
-    scene = make_scene(grad=False)
-    _, pixels = draw(scene, [1, 0, 0, WIDTH, HEIGHT])
-    _, part = draw(scene, [1, 7, 5, 30, 29])
-    for found, expected in zip(part, pixels, strict=True):
-        cut = expected.view(HEIGHT, WIDTH, -1)[5:29, 7:30].reshape(found.shape)
-        assert torch.equal(found, cut)
-
-
 def test_reference_by_finite_differences() -> None:
     scene = make_scene(8, 1, spread=0.6, seed=5)
 
@@ -144,38 +134,6 @@ def test_reference_by_finite_differences() -> None:
         return pixels.colors, pixels.depths, pixels.alphas.abs()
 
     assert torch.autograd.gradcheck(render, scene.floats, eps=1e-7, atol=1e-4, rtol=1e-3, fast_mode=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("count", [0, 1, 40])
-def test_the_twin_equals_the_reference(count: int, dtype: torch.dtype) -> None:
-    scene = make_scene(count, dtype=dtype, spread=1.2)
-    close = {"rtol": 1e-8, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-3, "atol": 2e-4}
-    rows, pixels = draw(scene)
-    found = gradients(scene)
-    with cuda_ext.use_reference():
-        expected_rows, expected = draw(scene)
-        wanted = gradients(scene)
-    assert count == 0 or float(pixels.alphas.detach().abs().sum()) > 1
-    for group, others in ((rows, expected_rows), (pixels, expected)):
-        for one, other in zip(group, others, strict=True):
-            slack = 0 if one.dtype != torch.int32 else 1  # radii are rounded up
-            torch.testing.assert_close(one, other, rtol=close["rtol"], atol=max(close["atol"], slack))
-    for one, other in zip(found, wanted, strict=True):
-        scale = float(other.abs().max()) if other.numel() else 1.0
-        torch.testing.assert_close(one, other, rtol=close["rtol"], atol=close["atol"] * max(scale, 1.0))
-
-
-def test_gradients_have_the_same_bits_on_any_number_of_threads() -> None:
-    scene, before = make_scene(40, dtype=torch.float32), torch.get_num_threads()
-    found: list[Any] = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(gradients(scene))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_operators_keep_their_promises() -> None:

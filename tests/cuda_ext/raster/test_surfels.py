@@ -1,7 +1,5 @@
 """2D Gaussians: the reference by what the paper says, by finite differences and by gsplat's; the C++ twin by it."""
 
-from typing import Any
-
 import pytest
 import torch
 from gsplat.cuda._torch_impl_2dgs import _fully_fused_projection_2dgs
@@ -9,7 +7,8 @@ from gsplat.cuda._torch_impl_2dgs import _fully_fused_projection_2dgs
 import cuda_ext
 from cuda_ext.ops.raster.surfels import box_lists, rasterize_surfels
 from cuda_ext.reference.surfels import surfel_radii
-from tests.cuda_ext.surfel_scene import HEIGHT, WIDTH, Scene, draw, gradients, make_scene, project, whole
+from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, whole
+from tests.cuda_ext.surfel_scene import Scene, draw, make_scene, project
 
 DRAWN = {0, 1, 3, 6}
 """Of the scene's special surfels those that are drawn: see `make_scene`."""
@@ -85,15 +84,6 @@ def test_nothing_shows_outside_of_its_radii() -> None:
     assert shown > 20
 
 
-def test_a_pixel_does_not_depend_on_its_patch() -> None:
-    scene = make_scene(grad=False)
-    _, pixels = draw(scene, [1, 0, 0, WIDTH, HEIGHT])
-    _, part = draw(scene, [1, 7, 5, 30, 29])
-    for found, expected in zip(part, pixels, strict=True):
-        cut = expected.view(HEIGHT, WIDTH, -1)[5:29, 7:30].reshape(found.shape)
-        assert torch.equal(found, cut)
-
-
 def test_distortion_and_median_equal_their_definitions() -> None:
     scene = make_scene(30, 1, spread=0.7, grad=False)
     rows = project(scene)
@@ -129,37 +119,6 @@ def test_reference_by_finite_differences() -> None:
         return tuple(value.abs() if name == "alphas" else value for name, value in pixels._asdict().items())
 
     assert torch.autograd.gradcheck(render, scene.floats, eps=1e-7, atol=1e-4, rtol=1e-3, fast_mode=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("count", [0, 1, 40])
-def test_the_twin_equals_the_reference(count: int, dtype: torch.dtype) -> None:
-    scene = make_scene(count, dtype=dtype, spread=1.2)
-    close = {"rtol": 1e-8, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-3, "atol": 2e-4}
-    rows, pixels = draw(scene)
-    found = gradients(scene)
-    with cuda_ext.use_reference():
-        expected_rows, expected = draw(scene)
-        wanted = gradients(scene)
-    assert count == 0 or float(pixels.alphas.abs().sum()) > 1
-    for group, others in ((rows, expected_rows), (pixels, expected)):
-        for one, other in zip(group, others, strict=True):
-            torch.testing.assert_close(one, other, **close)
-    for one, other in zip(found, wanted, strict=True):
-        scale = float(other.abs().max()) if other.numel() else 1.0
-        torch.testing.assert_close(one, other, rtol=close["rtol"], atol=close["atol"] * max(scale, 1.0))
-
-
-def test_gradients_have_the_same_bits_on_any_number_of_threads() -> None:
-    scene, before = make_scene(40, dtype=torch.float32), torch.get_num_threads()
-    found: list[Any] = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(gradients(scene))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_operators_keep_their_promises() -> None:

@@ -83,8 +83,7 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
     return {**outcome, **seen, "plans": len(seen["plans"])}
 
 
-@pytest.mark.parametrize("tile", [False, True], ids=["batch", "tile"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "tile"), [(1, False), (2, True)], ids=["batch", "tile"])
 def test_replayed_steps_are_the_launched_ones(ranks: int, tile: bool, tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False, taller=24 if tile else 0)
     for launched, captured in run_ranks(both, ranks, tmp_path / "capture", tmp_path / "runs", tile):

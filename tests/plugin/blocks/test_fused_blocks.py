@@ -11,19 +11,15 @@ import pytest
 import torch
 from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventName
-from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.step import Step
-from ns_multigpu.plugin.blocks import fused_blocks
 from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.blocks.training import Training
-from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.numerics import NumericGuard
-from ns_multigpu.plugin.faults.signals import MANY, NonFiniteError
+from ns_multigpu.plugin.faults.signals import NonFiniteError
 from ns_multigpu.plugin.model.splat_model import SplatModel
-from ns_multigpu.plugin.train import pipeline, progress, terminal
-from ns_multigpu.plugin.train.progress import ProgressLog
+from ns_multigpu.plugin.train import progress, terminal
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -190,50 +186,6 @@ def test_early_scalars_are_written_with_the_first_block(
     assert lines[0].startswith(f"step 20 of {STEPS} (33 %), loss ") and "images/s, 60 Gaussians, " in lines[0]
 
 
-def test_images_of_the_first_step_are_loaded_before_timing(
-    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    happened: list[object] = []
-    copy_images, restart = DeviceImages.load, ProgressLog.restart_clock
-
-    def brought(self: DeviceImages, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
-        happened.append((factor, tuple(shrink(torch.zeros(24, 32, 3)).shape)))
-        copy_images(self, factor, shrink)
-
-    def restarted(self: ProgressLog, step: int) -> None:
-        happened.append("clock")
-        restart(self, step)
-
-    monkeypatch.setattr(DeviceImages, "load", brought)
-    monkeypatch.setattr(ProgressLog, "restart_clock", restarted)
-    monkeypatch.setattr(fused_blocks, "fuses", lambda *_: (True, ""))  # these views are too small at half their size
-
-    def ready(trainer: DistributedTrainer) -> None:
-        trainer._start_step, trainer._may_go_on = 24, lambda step: False
-
-    run({"pipeline.model.num_downscales": 2, "pipeline.model.resolution_schedule": 20}, ready)
-    assert happened[:2] == [(2, (12, 16, 3)), "clock"]
-
-
-def test_warm_up_ends_before_the_first_step(
-    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    happened, usual = list[object](), Training.run
-
-    def warmed_up(model: Any, world: World) -> Callable[[], None]:
-        happened.append((isinstance(model, SplatModel), world.size))
-        return lambda: happened.append("done")
-
-    def steps(self: Training, *args: Any, **more: Any) -> Any:
-        happened.append("steps")
-        return usual(self, *args, **more)
-
-    monkeypatch.setattr(pipeline, "warm_up", warmed_up)
-    monkeypatch.setattr(Training, "run", steps)
-    run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: step == 0))
-    assert happened == [(True, 1), "done", "steps"]
-
-
 def test_refinement_within_storage_keeps_the_step_and_adam(
     run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,17 +303,3 @@ def test_absgrad_is_computed_only_if_it_is_used(
         monkeypatch.setattr(SplatModel, "primitive", ordinary)
     run({**options, "fused_steps": {"fused": "always", "ordinary": "never"}[training]})
     assert list(dict.fromkeys(computed)) == expected
-
-
-def test_blocks_are_as_short_as_was_granted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, usual = list[int](), Training.run
-    monkeypatch.setattr(
-        Training, "run", lambda self, steps, **more: lengths.append(len(steps)) or usual(self, steps, **more)
-    )
-
-    def grant(trainer: Any, step: int) -> bool:
-        trainer.guards.signals.granted = 3 if step < 30 else MANY
-        return True
-
-    run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: grant(trainer, step)))
-    assert sum(lengths) == STEPS and lengths[:3] == [1, 3, 3] and max(lengths) > 3

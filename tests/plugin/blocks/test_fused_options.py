@@ -158,24 +158,6 @@ FUSED_ONLY: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "flag"), FUSED_ONLY)
-@pytest.mark.parametrize(("change", "reason"), OBSTACLES, ids=[reason for _, reason in OBSTACLES])
-def test_an_option_of_fused_steps_is_refused_without_them(
-    change: Callable[[SimpleNamespace], None], reason: str, name: str, value: Any, flag: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: True)
-    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
-    run = make_run("auto")
-    setattr(run.pipeline.model.config, name, value)
-    assert asked(run, gpu) == (True, "Steps are fused.")
-    change(run)
-    for world, why in ((gpu, reason), (World.single(), "on a CPU they are only with --fused-steps always")):
-        said = f"^--pipeline.model.{flag}: .* not fused: {why}. Change that, or leave"
-        with pytest.raises(InputError, match=said):
-            asked(run, world)
-
-
-@pytest.mark.parametrize(("name", "value", "flag"), FUSED_ONLY)
 def test_an_option_of_fused_steps_is_refused_wherever_they_are_not(
     name: str, value: Any, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

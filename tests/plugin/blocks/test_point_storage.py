@@ -1,7 +1,6 @@
 """Points keep their place while their number changes, and what fused steps make of them does not depend on that."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.checkpoint.storage import save_file
-from ns_multigpu.plugin.model.sharded_points import ShardedPoints
 from ns_multigpu.primitives.gaussians.gathering import gather_points, zeros_there
 from ns_multigpu.primitives.gaussians.index_map import IndexMap
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
@@ -238,32 +236,6 @@ def test_graphs_outlast_refinements() -> None:
     assert (with_spare["means"] - start).abs().max() > 1e-2
 
 
-def test_tensors_remain_those_of_the_model() -> None:
-    model, points = Model(50), PointStorage()
-    AdamStep(model.optimizers, with_grads=False)  # makes the moments
-    before = model.values()
-    assert model.held(points)[0] is False
-    assert model.held(points)[0] is True
-    for name, value in model.values().items():
-        assert torch.equal(value, before[name])
-    assert all(model.params[name].data_ptr() == points.params[name].data_ptr() for name in ORDER)
-    assert points.rows == 128
-    assert points.params["means"][50:].isnan().all()
-    assert model.state["scene_scale"] == 1.0
-
-
-def test_larger_models_get_spare_storage_if_capped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(point_storage, "MOST_SPARED", 50)
-    points = PointStorage(cap=190)
-    model = Model(180)
-    model.held(points)
-    assert points.keeps(200) and not points.keeps(201) and points.rows == 192
-    assert model.held(points)[0] is True
-    free = PointStorage()
-    Model(180).held(free)
-    assert not free.keeps(180) and free.rows == 180
-
-
 def test_large_models_get_no_spare_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_storage, "MOST_SPARED", 100)
     model, points = Model(90), PointStorage()
@@ -323,17 +295,6 @@ def test_storage_is_limited_by_the_cap() -> None:
     assert model.held(points)[0] is True
 
 
-@pytest.mark.parametrize(
-    ("count", "rows", "least"), [(500, 1024, 342), (40_000, 72_768, 24_256), (400_000, 500_032, 250_016)]
-)
-def test_small_models_soon_have_twice_as_many_points(count: int, rows: int, least: int) -> None:
-    """Storage has 32,768 spare rows, of large models a quarter. It is released if far fewer points remain."""
-    assert point_storage.capacity_for(count) == rows
-    points = PointStorage()
-    points.params, points._has_capacity = {"means": torch.zeros(rows, 0)}, True
-    assert points.has_capacity(least) and not points.has_capacity(least - 1)
-
-
 def test_ranks_with_unequal_shards_rebuild_steps_together() -> None:
     """All ranks have the storage of the longest shard, and check that it suffices for the longest."""
     shards, storages = [Model(50), Model(200)], [PointStorage(), PointStorage()]
@@ -353,12 +314,6 @@ def test_ranks_with_unequal_shards_rebuild_steps_together() -> None:
         for model, points, count in zip(shards, storages, counts, strict=True):
             assert len(model.params["means"]) == count
             assert points.params["means"][count:].isnan().all() and points.params["means"][:count].isfinite().all()
-
-
-def test_the_longest_shard_is_known_on_all_ranks() -> None:
-    most: Any = ShardedPoints.most_points.fget
-    assert most(SimpleNamespace(num_points=3, shard_counts=[3, 5, 4])) == 5
-    assert most(SimpleNamespace(num_points=3, shard_counts=None)) == 3
 
 
 def test_other_sums_or_other_moments_are_another_step() -> None:

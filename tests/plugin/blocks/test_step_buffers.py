@@ -15,7 +15,7 @@ from ns_multigpu.core.exchange import replicated_rows
 from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows
 from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.pair_capacities import pairs_of
-from ns_multigpu.core.exchange.replicated_rows import PeerReplicas, ReplicatedRows
+from ns_multigpu.core.exchange.replicated_rows import PeerReplicas
 from ns_multigpu.core.exchange.transports import CollectiveRows, PeerRows
 from ns_multigpu.core.step.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.types import Patch, View
@@ -35,25 +35,6 @@ def make_buffers(strategy: str, **options: Any) -> StepBuffers:
     config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
     vars(config).update(options)
     return StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
-
-
-@pytest.mark.parametrize(("strategy", "kind"), [("tile", CollectiveRows), ("batch", ReplicatedRows)])
-def test_a_transport_serves_as_long_as_its_sizes_do(strategy: str, kind: type) -> None:
-    """A new one needs a rendezvous, so it is kept for other harmonics and other weights of MCMC's terms."""
-    buffers = make_buffers(strategy)
-    first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
-    assert type(first) is kind
-    other = GaussianKernels(degree=1, opacity_weight=0.1, absgrad=True)
-    before = first.step_bytes if isinstance(first, CollectiveRows) else 0
-    assert buffers.transport(replace(SETTINGS, intersections=512), other) is first and first.kernels == other
-    if isinstance(first, CollectiveRows):  # two ranks, 32 rows; with two absolute gradients each from now on
-        assert first.step_bytes - before == 32 * 2 * 4
-    for change in ({"rows": 128}, {"segment": 64}, {"segment": ((64, 16), (8, 64))}):
-        second = buffers.transport(replace(SETTINGS, **change), other)
-        assert second is not first
-        pairs = pairs_of(change.get("segment", 32), 2)
-        assert (second.rows, second.pairs) == (change.get("rows", 64), pairs) and second.capacity == pairs[0][0]
-        first = second
 
 
 class OwnMemory:

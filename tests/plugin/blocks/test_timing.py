@@ -88,19 +88,6 @@ def test_steps_that_are_taken_at_once_stand_for_as_many(gpu: Gpu, groups: list[i
     assert gpu.recorded == 2 * measured, "those among which is one that is measured in any case"
 
 
-def test_events_are_reused_and_awaited_once(gpu: Gpu) -> None:
-    timer = StepTimer(torch.device("cuda", 0))
-    take_steps(timer, gpu, 50)
-    assert gpu.waits == 0
-    timer.take()
-    made = gpu.made
-    for _ in range(20):
-        take_steps(timer, gpu, 50)
-        timer.take()
-    assert gpu.made <= made + 10 and gpu.waits == 21
-    assert timer.take() == {} and gpu.waits == 21
-
-
 def test_measurements_can_be_read_later(gpu: Gpu) -> None:
     timer, other = StepTimer(torch.device("cuda", 0)), StepTimer(torch.device("cuda", 0))
     answers = []
@@ -118,14 +105,6 @@ def test_slow_first_step_of_a_block_counts_once(gpu: Gpu, block: int) -> None:
     for _ in range(ONE_OF):
         take_steps(timer, gpu, block, slower=11.0)
     assert timer.take()["compute"] == pytest.approx(6.0 * ONE_OF * (block + 10))
-
-
-def test_steps_that_are_not_enclosed_are_all_measured(gpu: Gpu) -> None:
-    timer = StepTimer(torch.device("cuda", 0))
-    for seconds in (1.0, 2.0, 4.0):
-        with timer.measure("compute"):
-            gpu.now += seconds
-    assert timer.take() == {"compute": 7.0}
 
 
 def test_failed_step_does_not_change_the_timer(gpu: Gpu) -> None:

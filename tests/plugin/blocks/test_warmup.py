@@ -14,7 +14,7 @@ from ns_multigpu.plugin.blocks import warmup
 from ns_multigpu.plugin.blocks.warmup import warm_up
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
-from ns_multigpu.primitives.gaussians import densifier, mcmc
+from ns_multigpu.primitives.gaussians import densifier
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -62,30 +62,6 @@ def test_points_are_split_duplicated_pruned_and_ordered(
     assert all(made[0].changes[name] > 0 for name in ("duplicated", "split", "pruned"))
     assert orders == {"beside", "morton"} and len(resets) == 1
     assert all(torch.equal(value, before[name]) for name, value in model.gauss_params.items()), "the model stays"
-
-
-def test_mcmc_relocates_grows_and_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set[str]()
-
-    def noted(name: str) -> Any:
-        usual = getattr(mcmc.McmcDensifier, name)
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = usual(self, *args, **kwargs)
-            if name != "_rearrange" or len(args[2]):
-                seen.add(name)
-            return result
-
-        return call
-
-    for name in ("_relocate", "_rearrange", "move"):
-        monkeypatch.setattr(mcmc.McmcDensifier, name, noted(name))
-    warmup._refine(model_of(50, densifier="mcmc", mcmc_picks="both"), CPU)
-    assert seen == {"_relocate", "_rearrange", "move"}
-
-
-def test_warm_up_covers_numerics_checks() -> None:
-    warmup._look(CPU)
 
 
 def test_cpu_needs_no_warm_up() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 from tests.lib.ranks import run_ranks
-from tests.lib.training_run import TRAIN, follow, write_capture
+from tests.lib.training_run import follow, write_capture
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fused": {"fused_steps": "always"},
 }  # fmt: skip
-OWNERS = {"dealt": None, "one holder": [2] * TRAIN, "given": [1, 1, 0, 2, 0, 0, 2, 1]}
+OWNERS = {"dealt": None, "given": [1, 1, 0, 2, 0, 0, 2, 1]}
 RANKS = 3
 
 

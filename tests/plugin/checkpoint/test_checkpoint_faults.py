@@ -237,20 +237,6 @@ def test_every_file_is_synced_to_disk(models: Path, monkeypatch: pytest.MonkeyPa
     assert synced == {path.name: path.stat().st_size for path in files_of(models, 3)}
 
 
-def test_model_is_written_in_the_folder_of_the_state(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    met, usual, waited = threading.Barrier(2), checkpoint_storage.write_bytes, set[str]()
-
-    def write_bytes(file: Any, data: Any) -> None:
-        name = Path(file.name).name
-        if name in ("__0_0.distcp", "step-000000003.ckpt") and name not in waited:
-            waited.add(name)
-            met.wait(60)  # for the other
-        usual(file, data)
-
-    monkeypatch.setattr(checkpoint_storage, "write_bytes", write_bytes)
-    assert write(models, 3) == "" and len(waited) == 2
-
-
 def test_a_gpu_has_done_its_work_before_threads_copy_from_it(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their streams do not wait for the one that training uses; and they begin with the first GPU for theirs."""
     recorded: list[tuple[str, Any, bool]] = []

@@ -200,12 +200,6 @@ def test_disk_error_is_summarized() -> None:
     assert in_short("") == "" and in_short("it does not get to rank 0") == "it does not get to rank 0"
 
 
-def test_folders_with_free_space() -> None:
-    assert last_save._places(10**18) == []
-    assert all(path.is_dir() and free > 1 for path, free in last_save._places(1))
-    assert len({path.stat().st_dev for path, _ in last_save._places(1)}) == len(last_save._places(1)) > 0
-
-
 # ---- two ranks, of which one has a full disk ----
 
 
@@ -266,17 +260,6 @@ def test_views_are_evaluated_during_the_write(capture: Path, tmp_path: Path) -> 
     with disk(written.append):
         assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=lambda: there.append(2)) == trainer.base_dir
     assert there == [[], 2] and not written, "it is there"
-
-
-def test_no_background_write_if_disabled(capture: Path, tmp_path: Path) -> None:
-    trainer, threads, there = set_up(capture, tmp_path, save_in_background=False), set[str](), list[Any]()
-
-    def look() -> None:
-        there.append(steps_in(trainer.checkpoint_dir))
-
-    with disk(lambda _: threads.add(threading.current_thread().name)):
-        assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=look) == trainer.base_dir
-    assert there == [[1]] and "checkpoint" not in threads
 
 
 def test_failing_disk_is_tried_again(

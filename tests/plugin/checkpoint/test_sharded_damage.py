@@ -7,18 +7,17 @@ import pytest
 import torch
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
 from ns_multigpu.plugin.checkpoint.atomic_save import open_checkpoint
 from ns_multigpu.plugin.checkpoint.sharded_state import (
     SavedPoints,
     counts_in,
     shapes_in,
 )
-from ns_multigpu.plugin.checkpoint.verify import SHARDS, latest_checkpoint, read_checkpoint_file, states_folder, step_of
+from ns_multigpu.plugin.checkpoint.verify import SHARDS, latest_checkpoint, read_checkpoint_file, step_of
 from ns_multigpu.plugin.faults.errors import InputError
 from tests.lib.ranks import run_ranks
 from tests.lib.saving import ALONE, copied, files_of, write
-from tests.lib.sharding import carried, rows_of, save_sharded, whole_model, whole_state
+from tests.lib.sharding import carried, whole_model
 
 
 def _twice(world: World, models: Path) -> None:
@@ -75,20 +74,6 @@ def test_shards_that_are_not_there(models: Path, tmp_path: Path) -> None:
     other = pipeline | {SHARDS: pipeline[SHARDS] | {"shapes": {"means": [38, 3]}}}
     with pytest.raises(InputError, match="other Gaussians than its checkpoint says"):
         SavedPoints.of(other, moved / models.name)
-
-
-def _full(world: World, models: Path) -> str:
-    if world.rank == 1:
-        checkpoint_storage.write_bytes = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    return save_sharded(world, models, 3, rows_of(world, [30, 7]), whole_model(), whole_state())
-
-
-def test_a_full_disk_on_one_rank_leaves_the_old_ones(models: Path) -> None:
-    said = run_ranks(_full, 2, models)
-    assert said[0] == said[1] and "No space left" in said[0]
-    assert sorted(path.name for path in models.iterdir()) == ["step-000000001.ckpt", "step-000000002.ckpt"]
-    assert len(list(states_folder(models).iterdir())) == 2
-    assert latest_checkpoint(models) == models / "step-000000002.ckpt"
 
 
 def test_sharded_with_ordinary_checkpoints(models: Path) -> None:

@@ -3,23 +3,45 @@
 import json
 import os
 import signal
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
 COMMAND = "ns-train splatfacto-batch --load-config '/my runs/config.yml' --load-dir '/my runs/nerfstudio_models'"
 
 
 def run(program: str, **variables: str) -> tuple[int, str]:
-    """Return the exit status of a Python program, and what it wrote to stderr, on a narrow terminal."""
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
-    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "60", **variables}
-    words = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240, check=False)
-    return done.returncode, done.stderr
+    """Return the exit status of a Python program, and what it wrote to stderr, on a narrow terminal.
+
+    A fork of this process runs it as the interpreter would: new processes would import torch for each.
+    """
+    with tempfile.TemporaryFile("w+") as written:
+        child = os.fork()
+        if child == 0:
+            code: Any = 1
+            try:
+                for name in ("RANK", "LOCAL_RANK"):
+                    os.environ.pop(name, None)
+                os.environ.update({"COLUMNS": "60", **variables})
+                os.dup2(written.fileno(), 2)
+                sys.stderr, sys.excepthook = os.fdopen(2, "w", closefd=False), sys.__excepthook__
+                for signum in (signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(signum, signal.SIG_DFL)
+                exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+                code = 0
+            except SystemExit as ended:
+                code = ended.code or 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        written.seek(0)
+        return status, written.read()
 
 
 def uncaught(what: str, before: str = "", **variables: str) -> tuple[int, str]:

@@ -88,18 +88,10 @@ def started(folder: Path, process: subprocess.Popen[str], workers: int) -> float
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("raise", "the toy is broken"),
-        ("exit", "Worker 1 ended with exit code 7"),
-        ("SIGKILL", "Worker 1 was killed by SIGKILL"),
-    ],
-)
-def test_dying_worker_ends_the_others(tmp_path: Path, what: str, said: str) -> None:
+def test_dying_worker_ends_the_others(tmp_path: Path) -> None:
     """Ranks 0 and 2 sit in a collective by then. They are down within 10 s (a second, where nothing else runs), or
     within the time that the start took, if this machine is so busy that it took longer."""
-    run = start(tmp_path, 3, steps=10**6, pace=0.01, faults=((1, 100, what),))
+    run = start(tmp_path, 3, steps=10**6, pace=0.01, faults=((1, 100, "raise"),))
     took = started(tmp_path, run, 3)
     first = int((tmp_path / "pid-1").read_text())
     assert wait_until(lambda: not alive(first), HANG)
@@ -107,10 +99,8 @@ def test_dying_worker_ends_the_others(tmp_path: Path, what: str, said: str) -> N
     output, _ = run.communicate(timeout=HANG)
     assert time.monotonic() - died < max(10.0, took)
     assert run.returncode == 1 and gone(tmp_path)
-    assert said in output
-    if what == "raise":
-        last = output[output.rindex("Traceback") :]
-        assert "KeyError: 'the toy is broken'" in last and "misbehave" in last, "its own traceback is the last one"
+    last = output[output.rindex("Traceback") :]
+    assert "KeyError: 'the toy is broken'" in last and "misbehave" in last, "its own traceback is the last one"
 
 
 def test_restarts_from_the_last_checkpoint_and_ends_the_same(tmp_path: Path) -> None:
@@ -156,7 +146,6 @@ def test_torchrun_restarts_too(tmp_path: Path) -> None:
     [
         (0, (), "parent", signal.SIGINT),
         (2, (), "group", signal.SIGINT),  # as a terminal does
-        (2, (), "parent", signal.SIGTERM),
         (2, (), "rank 1", signal.SIGTERM),
         (0, ("--nproc-per-node=2",), "group", signal.SIGTERM),
     ],
@@ -216,25 +205,17 @@ def test_a_pause_on_rank_0_holds_all_and_ends(tmp_path: Path) -> None:
     assert run.returncode == 0 and saved_step(tmp_path) == 19, output
 
 
-def test_a_stall_is_reported_and_ended(tmp_path: Path) -> None:
+def test_a_stall_is_ended_and_names_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 sleeps in step 12; rank 0 waits for it in the exchange."""
+    monkeypatch.setenv(PRETEND_MACHINES, "2")
     with pytest.raises(WorkerFailed) as caught:
         run_workers(
             GuardedConfig(str(tmp_path), faults=((1, 12, "sleep"),), stall_seconds=1.0, stall_abort_seconds=5.0), 2
         )
-    text = str(caught.value)
-    assert "StallError" in text and "Rank 1 is late: in step 12, phase compute" in text
-    assert "time.sleep(300)" in text, "the stack of the late one"
-    assert "rank 0 in step 12, exchange" in text
-
-
-def test_the_machine_that_the_others_wait_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PRETEND_MACHINES, "2")
-    with pytest.raises(WorkerFailed) as caught:
-        run_workers(GuardedConfig(str(tmp_path), faults=((1, 12, "sleep"),), stall_abort_seconds=2.0), 2)
     text, host = str(caught.value), socket.gethostname()
     assert f"Rank 1 on machine 1 ({host}) is late: in step 12, phase compute" in text
     assert f"Waiting for it: rank 0 on machine 0 ({host}) in step 12, exchange" in text
+    assert "StallError" in text and "time.sleep(300)" in text, "the stack of the late one"
 
 
 @pytest.mark.slow
@@ -252,16 +233,3 @@ def test_torchrun_shows_the_first_traceback_last(tmp_path: Path) -> None:
     assert run.returncode == 1 and gone(tmp_path)
     last = output[output.rindex("Root Cause") :]
     assert "rank      : 1" in last and "KeyError: 'the toy is broken'" in last and "misbehave" in last, output
-
-
-@pytest.mark.slow
-def test_a_killed_training_run_ends_as_if_nothing_had_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real thing, once; `python -m benchmarks.robustness.faults` does it twenty times."""
-    from benchmarks.robustness.faults import measure
-
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("NS_MULTIGPU_OPS")
-    undisturbed, disturbed = measure(tmp_path / "runs", times=1, workers=2, images=160, every=16, seed=3)
-    assert undisturbed.good and undisturbed.resumed_from is None
-    assert disturbed.good and disturbed.resumed_from is not None

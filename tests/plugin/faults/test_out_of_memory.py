@@ -21,17 +21,9 @@ from ns_multigpu.plugin.faults.out_of_memory import Counts, StepOutOfMemory
 from ns_multigpu.plugin.faults.signals import RanOutOfMemory
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import differing, everything, start
-from tests.lib.training_run import write_capture
 
 STEP = 4
 """The step in which memory runs out."""
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("capture") / "tiny"
-    write_capture(folder, wide=False)
-    return folder
 
 
 def no_memory(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`nerfacto-xl` through nerfstudio's commands: ns-train on two workers, ns-eval in one process."""
+"""`nerfacto-xl` through nerfstudio's commands: ns-train on two workers, ns-eval with a helper."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ns_multigpu import cli
+from ns_multigpu.plugin.render.team import RENDER_RANKS
 from tests.lib.training_run import write_capture
 
 ROOT = Path(__file__).parents[3]
@@ -24,10 +25,10 @@ def _environment() -> dict[str, str]:
     return {**keep, "PYTHONPATH": str(ROOT), **more}
 
 
-def _run(*command: str) -> str:
+def _run(*command: str, **more: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *command], env=_environment(), capture_output=True, text=True,
-        timeout=300, check=False,
+        [sys.executable, "-W", "ignore", "-m", *command], env={**_environment(), **more}, timeout=300, check=False,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
     return result.stdout + result.stderr
@@ -60,7 +61,11 @@ def test_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["psnr"] > rows[0]["psnr"] + 1 and len(rows[0]["samples_by_rank"]) == 2
     output = tmp_path / "eval.json"
-    _run("nerfstudio.scripts.eval", "--load-config", str(run / "config.yml"), "--output-path", str(output))
+    said = _run(
+        *("nerfstudio.scripts.eval", "--load-config", str(run / "config.yml"), "--output-path", str(output)),
+        **{RENDER_RANKS: "2", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert "3 cells on 2 processes: cell 0; cells 1 to 2." in said and f"{RENDER_RANKS}=1 keeps to one" in said
     results = json.loads(output.read_text())["results"]
     # The capture has one view for evaluation, and one has no deviation.
     means = [value for name, value in results.items() if not name.endswith("_std")]

@@ -19,7 +19,7 @@ from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.radiance_scene import GRIDS, SMALL
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import part_of
-from tests.lib.training_run import TinyDataParserConfig, write_capture
+from tests.lib.training_run import TinyDataParserConfig
 
 STEPS, SAVED, CELLS, RAYS = 16, 12, 3, 64
 
@@ -92,13 +92,6 @@ def train_modes(world: World, capture: Path, out: Path) -> dict[str, dict[str, t
 def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Return the names of tensors of `a` that differ from those of `b`."""
     return [name for name, value in a.items() if not torch.allclose(value, b[name], rtol=5e-3, atol=2e-3)]
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("capture") / "capture"
-    write_capture(folder, wide=False)
-    return folder
 
 
 @pytest.mark.slow

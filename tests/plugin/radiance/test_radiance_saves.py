@@ -15,18 +15,10 @@ from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
 from ns_multigpu.plugin.train.config import read_config
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.saving import disk, steps_in
-from tests.lib.training_run import write_capture
 from tests.plugin.checkpoint.test_last_save import full
 from tests.plugin.radiance.test_radiance_run import RAYS, configured, trained
 
 RUN = Path("run", "nerfacto-xl", "now")
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("capture") / "capture"
-    write_capture(folder, wide=False)
-    return folder
 
 
 def test_a_run_is_as_long_as_its_images_have_pixels(capture: Path, tmp_path: Path, capsys: Any) -> None:

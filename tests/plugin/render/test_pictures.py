@@ -16,15 +16,10 @@ from ns_multigpu.core.types import View
 from ns_multigpu.locality.palette import rank_colors
 from ns_multigpu.plugin.render import pictures
 from tests.lib.ranks import run_ranks, skip_without_gpus
-from tests.lib.rendering import camera, make_pipeline, write_capture
+from tests.lib.rendering import camera, make_pipeline
 
 BOUNDS = {1: (0, 90), 2: (0, 50, 90), 3: (0, 20, 20, 90)}
 SIZE = (70, 161)
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_capture(tmp_path_factory.mktemp("capture") / "tiny")
 
 
 def _pipeline(world: World, capture: Path, strategy: str) -> Any:

@@ -14,15 +14,10 @@ from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 from strategies import STRATEGIES
 from strategies.pixel import pixel
 from tests.lib.ranks import run_ranks
-from tests.lib.rendering import POINTS, camera, make_pipeline, write_capture
+from tests.lib.rendering import POINTS, camera, make_pipeline
 from tests.plugin.render.test_render_service import CROPS, SIZES
 
 CELLS = 3
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_capture(tmp_path_factory.mktemp("capture") / "tiny")
 
 
 def pipeline_of(world: World, capture: Path, cells: int = CELLS) -> DistributedPipeline:

@@ -11,7 +11,7 @@ from nerfstudio.data.scene_box import OrientedBox
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.locality.palette import rank_colors
 from tests.lib.ranks import run_ranks, skip_without_gpus
-from tests.lib.rendering import POINTS, camera, make_pipeline, write_capture
+from tests.lib.rendering import POINTS, camera, make_pipeline
 
 BOUNDS = {1: (0, 90), 2: (0, 50, 90), 3: (0, 20, 20, 90), 4: (0, 0, 60, 61, 90)}
 """With three ranks and more, one has no points."""
@@ -21,11 +21,6 @@ CROPS = {
     "nothing": OrientedBox.from_params((50.0, 0.0, 0.0), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
 }
 SIZES = [(70, 61), (40, 17), (33, 9), (1, 1)]
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_capture(tmp_path_factory.mktemp("capture") / "tiny")
 
 
 def _images(world: World, capture: Path, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """nerfstudio's viewer: pages that come and go at any moment, and ports that are taken."""
 
-import os
-import re
 import socket
 import subprocess
 import sys
@@ -12,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from nerfstudio.configs.base_config import ViewerConfig
 from nerfstudio.viewer.viewer import Viewer
-from PIL import Image
 from websockets.sync.client import ClientConnection, connect
 
 from ns_multigpu.core.dist.world import World
-from tests.lib import browser
 from tests.lib.rendering import make_pipeline, write_capture
 
 ROOT = Path(__file__).parents[3]
-FOX = ROOT.parent / "shared" / "data" / "fox"
 CAMERA = {
     "type": "ViewerCameraMessage",
     "wxyz": (1.0, 0.0, 0.0, 0.0), "fov": 1.0, "aspect": 1.5, "look_at": (0.0, 0.0, 0.0),
@@ -180,49 +174,3 @@ def test_no_thread_of_the_viewer_keeps_a_process(tmp_path: Path) -> None:
         "server._websock_server._thread_executor.submit(hang); begun.wait()\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, timeout=120, check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(browser.PROGRAM is None, reason="there is no Chromium: apt install chromium")
-@pytest.mark.skipif(not FOX.is_dir(), reason=f"the fox capture is not at {FOX}")
-def test_tabs_of_a_real_browser(tmp_path: Path) -> None:
-    """Eight tabs, each closed about two seconds after it was opened, while two workers train. Then one that stays."""
-    port = free_port()
-    command = [
-        *(sys.executable, "-W", "ignore", "-m", "nerfstudio.scripts.train", "splatfacto-tile"),
-        *("--machine.device-type", "cpu", "--machine.num-devices", "2", "--vis", "viewer", "--timestamp", "now"),
-        *("--output-dir", str(tmp_path), "--max-num-images", "100000", "--viewer.websocket-port", str(port)),
-        *("--data", str(FOX), "colmap", "--colmap-path", "sparse/0", "--downscale-factor", "4"),
-    ]
-    with (tmp_path / "log").open("w") as log:
-        run = subprocess.Popen(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
-        )
-    try:
-        log_says = (tmp_path / "log").read_text
-        assert until(lambda: "step 0 of" in log_says() or run.poll() is not None, 240) and run.poll() is None, (
-            log_says()
-        )
-        with browser.Browser() as chromium:
-            for _ in range(8):
-                page = chromium.open(f"http://127.0.0.1:{port}")
-                time.sleep(1.8)
-                page.drag()
-                page.close()
-            picture = tmp_path / "page.png"
-
-            def shows_the_scene(page: browser.Page) -> bool:
-                page.screenshot(picture)
-                scene = np.asarray(Image.open(picture).convert("RGB"))[80:480, 20:450]
-                return bool(np.median(scene.max(axis=2)) > 30)  # the model's background is 38 to 55, the page's 20
-
-            # Where cores are few, the browser draws slowly; what is guarded here kept every later page black.
-            later = (chromium.open(f"http://127.0.0.1:{port}") for _ in range(3))
-            assert any(until(lambda page=page: shows_the_scene(page), 120) for page in later), "later pages stay black"
-        run.send_signal(2)
-        assert run.wait(120) == 130
-    finally:
-        run.kill()
-        run.wait()
-    said = log_says()
-    assert "Traceback" not in said and re.search(r"Stopped by SIGINT after step \d+. Saved", said), said[-3000:]

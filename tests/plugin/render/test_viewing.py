@@ -23,17 +23,12 @@ from ns_multigpu.plugin.render import viewing
 from ns_multigpu.plugin.render.viewer_throttle import LONGEST_WAIT, SHARE, WAIT, ViewerThrottle
 from tests.lib.guarded_toy import GuardedConfig
 from tests.lib.ranks import run_ranks
-from tests.lib.rendering import make_pipeline, write_capture
+from tests.lib.rendering import make_pipeline
 
 STATE = CameraState(
     fov=1.2, aspect=1.5, camera_type=CameraType.PERSPECTIVE,
     c2w=torch.tensor([[0.0, -0.24254, 0.97014, 2.0], [1.0, 0, 0, 0.1], [0, 0.97014, 0.24254, 0.5]]),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_capture(tmp_path_factory.mktemp("capture") / "tiny")
 
 
 class Viewer:

@@ -8,8 +8,10 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from nerfstudio.scripts import eval, exporter
 from PIL import Image
 
 ROOT = Path(__file__).parents[3]
@@ -29,6 +31,15 @@ def _run(*command: str, **variables: str) -> str:
     )
     assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
     return result.stdout + result.stderr
+
+
+def _here(monkeypatch: pytest.MonkeyPatch, script: ModuleType, *words: str) -> None:
+    """Run one of nerfstudio's commands in this process."""
+    monkeypatch.setattr(sys, "argv", [script.__name__, *words])
+    try:
+        script.entrypoint()
+    except SystemExit as ended:
+        assert not ended.code
 
 
 def _free_port() -> str:
@@ -57,9 +68,9 @@ def _vertices(ply: Path) -> int:
     return next(int(line.split()[-1]) for line in header.splitlines() if line.startswith("element vertex"))
 
 
-def test_train_evaluate_export(small_fox: Path, tmp_path: Path) -> None:
+def test_train_evaluate_export(small_fox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = ("--downscale-factor", "8")  # sparse/0 is found, by all workers
-    _run(
+    said = _run(
         *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", _free_port()),
         *("-m", "nerfstudio.scripts.train", "splatfacto-batch", "--machine.device-type", "cpu"),
         *(
@@ -80,6 +91,8 @@ def test_train_evaluate_export(small_fox: Path, tmp_path: Path) -> None:
     )
     runs = list(tmp_path.glob("fox/splatfacto-batch/*"))
     assert len(runs) == 1, "both ranks share one run folder"
+    shown = [line for line in said.splitlines() if line.startswith("Run folder ")]
+    assert len(shown) == 1 and "─ Config ─" not in said
     run = runs[0]
     assert sorted(p.name for p in run.glob("config*.yml")) == ["config.yml"]
     assert len(list(run.glob("events.out.tfevents*"))) == 1, "one rank writes TensorBoard's file"
@@ -92,17 +105,15 @@ def test_train_evaluate_export(small_fox: Path, tmp_path: Path) -> None:
     assert rows[-1]["gaussians"] != rows[0]["gaussians"], "densification ran"
 
     evaluated = tmp_path / "eval.json"
-    _run("-m", "nerfstudio.scripts.eval", "--load-config", str(run / "config.yml"), "--output-path", str(evaluated))
+    _here(monkeypatch, eval, "--load-config", str(run / "config.yml"), "--output-path", str(evaluated))
     results = json.loads(evaluated.read_text())["results"]
     assert results["psnr"] > summary["psnr_start"] + 5
     assert results["ssim"] > summary["ssim_start"] + 0.05
     assert summary["psnr"] == pytest.approx(results["psnr"], abs=1e-3), "the box at the end says what ns-eval finds"
     assert summary["ssim"] == pytest.approx(results["ssim"], abs=1e-4)
 
-    _run(
-        *("-m", "nerfstudio.scripts.exporter", "gaussian-splat"),
-        *("--load-config", str(run / "config.yml"), "--output-dir", str(tmp_path / "ply")),
-    )
+    words = ("gaussian-splat", "--load-config", str(run / "config.yml"), "--output-dir", str(tmp_path / "ply"))
+    _here(monkeypatch, exporter, *words)
     ply = tmp_path / "ply" / "splat.ply"
     assert _vertices(ply) == summary["gaussians"]
     body = ply.read_bytes().split(b"end_header\n", 1)[1]

@@ -22,7 +22,7 @@ from ns_multigpu.plugin.train import splats
 from ns_multigpu.plugin.train.splats import PARTITION, PartitionPicture
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import make_pipeline
-from tests.lib.training_run import follow, write_capture
+from tests.lib.training_run import follow
 from tests.strategies.test_law import on_machines
 
 FIGURES = (
@@ -57,13 +57,6 @@ def _run(world: World, capture: Path, runs: Path, method: str, steps: int) -> di
     }
     trainer = follow(on_machines(world, 2), capture, runs, options, steps, 1, method=method, double=False, ready=ready)
     return {"folder": trainer.base_dir, "drawn": drawn, "placings": trainer.pipeline.strategy.placement.placings}
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("capture") / "tiny"
-    write_capture(folder, wide=False)
-    return folder
 
 
 def _colors(file: Path) -> set[tuple[int, int, int]]:

@@ -216,11 +216,6 @@ def test_drop_just_beyond_the_limit_is_reported() -> None:
     assert len(said) == 1 and watch.fallen
 
 
-def test_watch_is_silent_before_the_first_log() -> None:
-    watch = PsnrWatch()
-    assert watch.now is None and not watch.fallen and math.isinf(watch.best[0])
-
-
 def test_the_box_and_its_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal.CONSOLE, "_width", 60)
     command = "ns-viewer --load-config '/my runs/" + "fox/" * 20 + "config.yml'"

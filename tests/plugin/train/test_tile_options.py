@@ -33,7 +33,7 @@ TABLE = {
         "rasterize-mode antialiased",
         "use-scale-regularization, max-gauss-ratio",
         "random-init, num-random, random-scale",
-        "output-depth-during-training",
+        "output-depth-during-training, color-corrected-metrics, cache-images-type float32",
         "optimizers' max-norm (gradient clipping)",
     )
 }

@@ -1,4 +1,4 @@
-"""A training run with `tile` on any number of ranks equals one rank's with `batch` and points in Morton order.
+"""A training run with `tile` on three ranks equals one rank's with `batch` and points in Morton order.
 
 Ordinary steps are compared in double precision, to rounding. Fused ones have records in single precision, so they are
 compared with a larger tolerance. A view is two rows of tiles high: with one view a step, one of three ranks has no
@@ -20,7 +20,7 @@ from tests.lib.training_run import write_capture
 
 pytestmark = pytest.mark.slow
 
-RANKS, IMAGES = (1, 3), 50
+RANKS, IMAGES = 3, 50
 
 # Refinements at images 16, 24 and 48, an opacity reset at 32, another resolution from 20, harmonics every 12.
 COMMON = {
@@ -78,38 +78,38 @@ def train_all(world: World, folder: Path) -> dict[str, Outcome]:
     return {name: train(world, folder, name, tile=True) for name in CASES}
 
 
+Runs = tuple[dict[str, Outcome], list[dict[str, Outcome]]]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[str, Outcome]]]]:
-    """World size -> what each rank had in the end, by case; 0 -> `batch`'s."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """By case, what `batch` had in the end, and what each rank had with `tile`."""
     folder = tmp_path_factory.mktemp("tile")
     write_capture(folder / "mixed")
     write_capture(folder / "one-size", wide=False)
     batch = {name: train(World.single(), folder, name, tile=False) for name in CASES if name != SORTED}
     batch[SORTED] = batch[GATHERED]
-    yield {0: [batch], **{size: run_ranks(train_all, size, folder) for size in RANKS}}
+    yield batch, run_ranks(train_all, RANKS, folder)
 
 
-@pytest.mark.parametrize("size", RANKS)
 @pytest.mark.parametrize("name", CASES)
-def test_run_equals_single(runs: dict[int, list[dict[str, Outcome]]], name: str, size: int) -> None:
-    case, expected = CASES[name], runs[0][0][name]
+def test_run_equals_single(runs: Runs, name: str) -> None:
+    case, expected = CASES[name], runs[0][name]
     counts = [count for _, count in expected["points"]]
     assert len(set(counts)) >= 3, "the number of points must have changed, and again"
-    for found in (ranks[name] for ranks in runs[size]):
+    for found in (outcomes[name] for outcomes in runs[1]):
         assert found["points"] == expected["points"]
         away = furthest(found, expected)
         assert max(away.values()) < case.away, away
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5)
-        assert len(found["shards"]) == size and sum(found["shards"]) == counts[-1]
+        assert len(found["shards"]) == RANKS and sum(found["shards"]) == counts[-1]
 
 
-def test_shards_are_of_nearly_equal_work(runs: dict[int, list[dict[str, Outcome]]]) -> None:
-    for size in RANKS[1:]:
-        shards = runs[size][0]["one view"]["shards"]
-        assert max(shards) < 1.5 * sum(shards) / size, shards
+def test_shards_are_of_nearly_equal_work(runs: Runs) -> None:
+    shards = runs[1][0]["one view"]["shards"]
+    assert max(shards) < 1.5 * sum(shards) / RANKS, shards
 
 
-def test_lists_of_tiles_change_nothing(runs: dict[int, list[dict[str, Outcome]]]) -> None:
-    for size in RANKS:
-        outcomes = runs[size][0]
-        assert max(furthest(outcomes[SORTED], outcomes[GATHERED]).values()) == 0
+def test_lists_of_tiles_change_nothing(runs: Runs) -> None:
+    outcomes = runs[1][0]
+    assert max(furthest(outcomes[SORTED], outcomes[GATHERED]).values()) == 0
