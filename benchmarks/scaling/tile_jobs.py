@@ -38,6 +38,7 @@ class _Worker:
     def __call__(self, job: Job) -> Job:
         free(self._world.device)
         if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)  # a GPU that was not used yet has no statistics
             torch.cuda.reset_peak_memory_stats(self._world.device)
         model, city_views = self._prepared(CityScene(**job["scene"]))
         made = {"points_by_rank": list(model.counts), "model_seconds": model.seconds}
