@@ -8,6 +8,7 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext.ops.optim.fused import PARAMETERS, RowGradients, SplatRows
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from ns_multigpu.core.types import Hits, Points, Splats
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -120,6 +121,9 @@ def test_needles_are_of_all_points() -> None:
     before, weight = model.exp_avgs[2].clone(), torch.tensor([0.3], dtype=torch.float64)
     model.update(rows, gradients, needles=weight, max_ratio=4)
     torch.testing.assert_close(model.exp_avgs[2], 0.9 * before + 0.1 * leaf.grad, rtol=1e-12, atol=1e-14)
+    lazy = LazyAdam.make(40, torch.device("cpu"))
+    with pytest.raises(ValueError, match="needles are of all points"):
+        model.update(rows, gradients, needles=weight, max_ratio=4, lazy=lazy)
 
 
 @pytest.mark.parametrize("absgrad", [False, True])
