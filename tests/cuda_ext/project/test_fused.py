@@ -121,7 +121,7 @@ def test_needles_are_of_all_points() -> None:
     before, weight = model.exp_avgs[2].clone(), torch.tensor([0.3], dtype=torch.float64)
     model.update(rows, gradients, needles=weight, max_ratio=4)
     torch.testing.assert_close(model.exp_avgs[2], 0.9 * before + 0.1 * leaf.grad, rtol=1e-12, atol=1e-14)
-    lazy = LazyAdam.make(40, torch.device("cpu"))
+    lazy = LazyAdam.make(40, "cpu", torch.float64)
     with pytest.raises(ValueError, match="needles are of all points"):
         model.update(rows, gradients, needles=weight, max_ratio=4, lazy=lazy)
 
