@@ -312,8 +312,10 @@ class CompositeOperators(PixelOperators):
         others = sum(routes.receive)
         gather_fragments(color, drawn.alpha, routes.sent_fragments, out)
         gather_fragments(color, drawn.alpha, routes.local_fragments, received[others : routes.received])
-        arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
-        received[:others].copy_(arrived)
+        into = torch.empty_like(received[:others], dtype=torch.float16) if self._half else received[:others]
+        yield from self._exchange(wire.pack(out), into, routes.receive, routes.send)
+        if self._half:
+            received[:others].copy_(into)
         settled, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
         self._now = routes, wire, received, before, drawn.alpha
         if self._watches:
@@ -333,19 +335,18 @@ class CompositeOperators(PixelOperators):
         del received, before
         others = sum(routes.send_back)
         sent = wire.pack_gradients(gradients[:others])
-        back = yield from self._exchange(sent, routes.receive_back, routes.send_back)
+        back = sent.new_empty(sum(routes.receive_back), sent.shape[1])
+        yield from self._exchange(sent, back, routes.receive_back, routes.send_back)
         back = wire.unpack_gradients(back, gradients)
-        v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
+        # Owned patches cover their views, so each drawn pixel is in one piece that has gradients.
+        v_drawn = v_color.new_empty(routes.drawn, v_color.shape[1]), v_alpha.new_empty(routes.drawn)
         scatter_fragments(back, routes.sent_fragments, *v_drawn)
         scatter_fragments(gradients[others:], routes.local_fragments, *v_drawn)
         # A negative sign only marks stopped pixels: the gradient is by the absolute value.
         return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
 
-    def _exchange(self, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[Tensor]:
+    def _exchange(self, out: Tensor, into: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[None]:
         """Exchange pixels with every other rank; each rank's are contiguous, in the ranks' order."""
-        width = out.shape[1]
-        into = out.new_empty(sum(receive), width)
         if self._world.size > 1:
-            sizes = [width * pixels for pixels in receive], [width * pixels for pixels in send]
+            sizes = [out.shape[1] * pixels for pixels in receive], [out.shape[1] * pixels for pixels in send]
             yield Collective(lambda: all_to_all_parts(into.view(-1), out.view(-1), *sizes, self._world))
-        return into
