@@ -9,6 +9,7 @@ import torch
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import TILE, View
+from ns_multigpu.locality.assign import Assigner
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.patches import LocalPatches, cuts, patches_of
 from ns_multigpu.locality.rules import Access
