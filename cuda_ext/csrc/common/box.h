@@ -1,8 +1,8 @@
 // Culling of whole groups of points: the box around a group's means, and its largest scale.
 //
 // may_show keeps a box wherever may_touch, or may_touch_moving, would keep a point of it, in whatever way these round:
-// rows are the same with boxes and without. It says so from half spaces, as ns_multigpu/locality/groups.py does for
-// planning; here for the test of a point as it is computed, not for the splat.
+// rows are the same with boxes and without. It says so from half spaces, for the test of a point as it is computed, not
+// for the splat.
 //
 // A point is kept only if its depth Z, as computed, lies within the depth range and a rounding error, and if the
 // rectangle around its mean overlaps the image. On the left that is fx X/Z + cx + rx > 0, or, where Z > 0,
