@@ -98,6 +98,7 @@ def test_noise_is_added_once_if_a_step_is_retried(
 def test_retried_block_relocates_once(tile: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Relocations start before their block is known to be valid. Results equal those of large capacities bitwise."""
     options: dict[str, Any] = {"mcmc_min_opacity": GROWING[MODEL + "mcmc_min_opacity"], "mcmc_picks": "both"}
+    options["mcmc_screen_limit"] = 0.3
     enough = train(World.single(), folder, f"enough-{tile}", tile=tile, **options)
     learn, again = StepCapacities.learn, list[bool]()
 
