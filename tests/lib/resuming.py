@@ -24,7 +24,6 @@ DENSIFIERS: dict[str, dict[str, Any]] = {
         "mcmc_min_opacity": 0.095,
         "noise_lr": 5e3,
         "mcmc_picks": "both",
-        "mcmc_screen_limit": 0.3,
     },
 }
 Model = dict[str, torch.Tensor]
