@@ -56,7 +56,6 @@ def make_densifier(
             refine_every=options.refine_every,
             min_opacity=options.mcmc_min_opacity,
             picks=options.mcmc_picks,
-            screen_limit=options.mcmc_screen_limit,
             world=world,
             seed=seed,
         )

@@ -1,6 +1,5 @@
 """Splatfacto's options, and those of MCMC added."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -102,9 +101,6 @@ class SplatModelConfig(SplatfactoModelConfig):
     mcmc_picks: Annotated[Literal["opacity", "gradient", "both"], _MCMC] = "opacity"
     """With mcmc, where relocated and added Gaussians go: onto those of high opacity, as in the paper; onto those of
     steep gradients on screen, which default densification would split; or by the product of both."""
-    mcmc_screen_limit: Annotated[float, _MCMC] = math.inf
-    """With mcmc, largest radius (3 sigma) of a Gaussian on any training view's screen, as a fraction of the longer
-    side: refinements shrink those that are larger. inf: no limit."""
     load_ply: Annotated[Path | None, tyro.conf.arg(prefix_name=False)] = None
     """PLY file of Gaussians that a new run begins from, instead of seed points: ns-export's, ours, Inria's or gsplat's.
     Each GPU reads its own part. All harmonics are drawn from the start. See docs/use/data.md#begin-from-a-ply-file."""

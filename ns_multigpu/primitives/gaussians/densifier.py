@@ -212,23 +212,21 @@ class ReplicatedDensifier(DefaultStrategy):
     def _count(self, params: MutableMapping[str, Tensor], state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Add this rank's rows to the running statistics; `info` has the rows of its own points."""
         self.statistics(params, state)
-        add_rows(state, info)
+        add_gradients(state, info)
+        if self.refine_scale2d_stop_iter > 0:
+            state["radii"].scatter_reduce_(0, info["ids"], info["radii"], "amax")
 
 
-def add_rows(state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Add a step's rows to the statistics that `state` has: their gradients to the sums `grad2d`, their number to
-    `count`, their sizes to the maxima `radii`, [N] each.
+def add_gradients(state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+    """Adds the gradients of a step's rows to the sums `grad2d` and the number of these rows to `count`, [N] each.
 
     Args:
         info: see `densification_info`.
     """
     ids, gradients = info["ids"], info["gradients"]
     visible = info["visible"].to(gradients.dtype)
-    if "grad2d" in state:
-        state["grad2d"].index_add_(0, ids, gradients * visible)
-        state["count"].index_add_(0, ids, visible)
-    if "radii" in state:
-        state["radii"].scatter_reduce_(0, ids, info["radii"], "amax")
+    state["grad2d"].index_add_(0, ids, gradients * visible)
+    state["count"].index_add_(0, ids, visible)
 
 
 @torch.no_grad()

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from ns_multigpu.core.dist.collectives import max_in_place, sum_in_place
+from ns_multigpu.core.dist.collectives import sum_in_place
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.primitives.deterministic import sigmoid
-from ns_multigpu.primitives.gaussians.densifier import add_rows, dues
+from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
 from ns_multigpu.primitives.gaussians.gathering import gather_points, moments_of, zeros_there
 from ns_multigpu.primitives.gaussians.index_map import IndexMap
 from ns_multigpu.primitives.morton import interleaved_order
@@ -57,8 +57,6 @@ class McmcDensifier:
             their mean gradient on screen, to what default densification would split; or by the product of "both".
             (After a step that several refinements follow, the first alone goes by gradients: none has been counted
             since for the others.)
-        screen_limit: largest 3 sigma radius on a view's screen, as a fraction of its longer side. At a refinement,
-            Gaussians that exceeded it since the last one are shrunk to it.
         world: the ranks whose statistics are summed, where each has all Gaussians.
     """
 
@@ -75,7 +73,6 @@ class McmcDensifier:
     morton: bool = False
     order_every: int = 10
     picks: Literal["opacity", "gradient", "both"] = "opacity"
-    screen_limit: float = math.inf
     world: World = field(default_factory=World.single)
     _begun: tuple[int, Tensor | None] | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -84,20 +81,17 @@ class McmcDensifier:
         return {}
 
     def counts(self, images: int) -> bool:
-        """See `Densifier`: True until refining stops if gradients determine picks or sizes on screen are limited."""
-        return bool(self._counted()) and images < self.refine_stop_iter
-
-    def _counted(self) -> list[str]:
-        """Return the names of the statistics that refinements use."""
-        names = ["grad2d", "count"] if self.picks != "opacity" else []
-        return [*names, "radii"] if self.screen_limit < math.inf else names
+        """See `Densifier`: True until refining stops if gradients determine picks."""
+        return self.picks != "opacity" and images < self.refine_stop_iter
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
-        """See `Densifier`: gradient sums and counts if gradients determine picks; radii if they are limited."""
-        for name in (names := self._counted()):
+        """See `Densifier`: gradient sums and counts if gradients determine picks."""
+        if self.picks == "opacity":
+            return {}
+        for name in ("grad2d", "count"):
             if not isinstance(state.get(name), Tensor):
                 state[name] = params["means"].new_zeros(len(params["means"]))
-        return {name: state[name] for name in names}
+        return {name: state[name] for name in ("grad2d", "count")}
 
     def limit(self, cap: int | None, held_back: Callable[[int], None]) -> int | None:
         """See `Densifier`: `cap_max` limits it."""
@@ -110,7 +104,7 @@ class McmcDensifier:
         """See `Densifier`."""
         if self.counts(step):
             self.statistics(params, state)
-            add_rows(state, info())
+            add_gradients(state, info())
         self.step_post_backward(params, optimizers, step, images, rate, state)
 
     @torch.no_grad()
@@ -154,7 +148,8 @@ class McmcDensifier:
             if begun is not None and begun[0] == image:
                 steep = begun[1]
             else:
-                steep = self._begin(params, optimizers, state, image)
+                steep = self._steepness(params, state)
+                self._relocate(params, optimizers, image, steep)
             num_new = self._num_new(params)
             if num_new or self._orders(image):
                 sources = self._growth(params, image, steep, num_new)
@@ -177,27 +172,15 @@ class McmcDensifier:
         if not due or not self._prefetches():
             return False
         if self.replaces(params, step, images):
-            self._begun = (due[0], self._begin(params, optimizers, state, due[0], taken))
+            steep = self._steepness(params, state)
+            self._relocate(params, optimizers, due[0], steep, taken)
+            self._begun = (due[0], steep)
             return False
         for image in due:
-            self._begin(params, optimizers, state, image, taken)
+            self._relocate(params, optimizers, image, self._steepness(params, state), taken)
             for sums in self.statistics(params, state).values():
                 sums.masked_fill_(taken, 0.0)
         return True
-
-    def _begin(
-        self, params: Any, optimizers: Any, state: dict[str, Any], image: int, taken: Tensor | None = None
-    ) -> Tensor | None:
-        """Shrink and relocate, unless `taken` is False; return the pick weights by gradient."""
-        # On copies: the last counted step may have to be retried.
-        sums = {name: value.clone() for name, value in self.statistics(params, state).items()}
-        self._over_ranks(sums)
-        if "radii" in sums:
-            excess = (sums["radii"] / self.screen_limit).clamp(min=1.0).log()
-            params["scales"].data.sub_(excess[:, None] if taken is None else (excess * taken)[:, None])
-        steep = self._steepness(sums)
-        self._relocate(params, optimizers, image, steep, taken)
-        return steep
 
     def _prefetches(self) -> bool:
         """Return True if a relocation needs no readback."""
@@ -219,22 +202,22 @@ class McmcDensifier:
         """Return True if the refinement after that image sorts the Gaussians."""
         return self.morton and image % (self.order_every * self.refine_every) == 0
 
-    def _steepness(self, sums: Mapping[str, Tensor]) -> Tensor | None:
-        """Return pick weights by gradient, [N] in [0, 1], from all ranks' statistics; None for picks by opacity."""
+    def _steepness(self, params: Any, state: dict[str, Any]) -> Tensor | None:
+        """Return pick weights by gradient, [N] in [0, 1]; None for picks by opacity."""
         if self.picks == "opacity":
             return None
+        # On copies: the last counted step may have to be retried.
+        sums = {name: value.clone() for name, value in self.statistics(params, state).items()}
+        self._sum_over_ranks(sums)
         mean = sums["grad2d"] / sums["count"].clamp(min=1)
         return (mean / STEEPEST).clamp(max=1.0)
 
-    def _over_ranks(self, sums: dict[str, Tensor]) -> None:
-        """Merge the statistics of replicas, each of which counts the rows that it draws."""
-        names = [name for name in sums if name != "radii"]
-        if names and self.world.size > 1:
-            together = torch.stack([sums[name] for name in names])  # one collective for all
+    def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
+        """Sum the statistics of replicas, each of which counts the rows that it draws."""
+        if sums and self.world.size > 1:
+            together = torch.stack(list(sums.values()))  # one collective for all
             sum_in_place(together, self.world)
-            sums.update(zip(names, together, strict=True))
-        if "radii" in sums:
-            max_in_place(sums["radii"], self.world)
+            sums.update(zip(sums, together, strict=True))
 
     def _weights(self, opacities: Tensor, steep: Tensor | None) -> Tensor:
         """Return pick weights; 0 for dead Gaussians."""

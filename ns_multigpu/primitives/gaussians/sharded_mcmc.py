@@ -68,7 +68,7 @@ class ShardedMcmc(McmcDensifier):
             self.shard_index.check(count, self.world)
         return first, places
 
-    def _over_ranks(self, sums: dict[str, Tensor]) -> None:
+    def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
         """Do nothing: a rank counts all that is drawn of its own Gaussians."""
 
     def _prefetches(self) -> bool:

@@ -30,7 +30,6 @@ CASES = (
     "all are dead",
     "picked by gradients",
     "picked by both",
-    "limited on screen",
 )
 Outcome = tuple[dict[str, Tensor], list[Reordering], list[int]]
 
@@ -52,11 +51,8 @@ def train(world: World, case: str, sharded: bool, shard_index: ShardIndex | None
     values = initial(case)
     held = ShardIndex(Sharded()) if shard_index is None else shard_index
     where: dict[str, Any] = {"world": world, "shard_index": held} if sharded else {}
-    picks: Any = {"picked by gradients": "gradient", "picked by both": "both", "limited on screen": "both"}.get(
-        case, "opacity"
-    )
-    more: dict[str, Any] = {"screen_limit": 0.7} if case == "limited on screen" else {}
-    densifier = (ShardedMcmc if sharded else McmcDensifier)(**RULES, **where, **more, morton=True, picks=picks)
+    picks: Any = {"picked by gradients": "gradient", "picked by both": "both"}.get(case, "opacity")
+    densifier = (ShardedMcmc if sharded else McmcDensifier)(**RULES, **where, morton=True, picks=picks)
     state: dict[str, Any] = {}
     bounds = bounds_of(case, COUNT, world)
     model = shard({name: value.to(world.device) for name, value in values.items()}, bounds, world.rank, held.places)
@@ -69,8 +65,6 @@ def train(world: World, case: str, sharded: bool, shard_index: ShardIndex | None
         if sums:
             sums["grad2d"].add_(0.01 * model[0]["means"].detach()[:, 0].abs())
             sums["count"].add_(1.0)
-        if "radii" in sums:
-            sums["radii"].copy_(model[0]["means"].detach()[:, 1].abs())
         densifier.step_post_backward(*model, step=step, images=images, rate=1e-2, state=state)
         step += images
         totals.append(sum(row[0] for row in all_gather_ints([len(model[0]["means"])], world)))
