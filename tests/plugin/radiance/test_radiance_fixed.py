@@ -53,7 +53,10 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
     outputs = ours(rays(2.0).to(world.device))
     losses = ours.get_loss_dict(outputs, batch, ours.get_metrics_dict(outputs, batch))
     functools.reduce(torch.add, losses.values()).backward()
-    sum_gradients([p for p in ours.shared_parameters().values() if p.requires_grad], world)
+    sum_gradients(summed := ours.summed_parameters(), world)
+    if ours.proposal_networks is not None:  # zeros in the place of no gradient would be a step of Adam's
+        held = {id(p) for p in summed}
+        assert {id(p) in held for p in ours.proposal_networks.parameters()} == {ours.sampling.learns}
     figures = ours.figures
     assert figures is not None
     return {

@@ -194,7 +194,7 @@ def shared_proposals(config: NerfactoModelConfig, domain: Domain, seed: int) -> 
 def use_operator(fields: nn.Module) -> None:
     """Replace torch's hash encodings by one operator, and move their scalings with the module."""
     for module in fields.modules():
-        if isinstance(module, HashEncoding) and module.tcnn_encoding is None:
+        if isinstance(module, HashEncoding):
             # nerfstudio's is a plain tensor, which would remain on the host.
             scalings = vars(module).pop("scalings").float()
             module.register_buffer("scalings", scalings, persistent=False)

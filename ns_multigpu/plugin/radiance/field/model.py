@@ -14,8 +14,6 @@ from nerfstudio.model_components.renderers import RGBRenderer
 from nerfstudio.model_components.scene_colliders import NearFarCollider
 from nerfstudio.models.nerfacto import NerfactoModel, NerfactoModelConfig
 from nerfstudio.utils import colormaps
-from nerfstudio.utils.external import TCNN_EXISTS
-from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor, nn
 
 from ns_multigpu.core.dist.collectives import sum_in_place
@@ -90,6 +88,8 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     background_color: Literal["auto", "mean", "random", "last_sample", "sky", "black", "white"] = "auto"
     """Background behind transparent rays. auto: mean (the ray's own mean colour) with several cells of xl, else
     last_sample, as in nerfacto. random: in training. sky: a colour for each direction, which all cells share."""
+    implementation: tyro.conf.Suppress[Literal["torch"]] = "torch"
+    """Networks run in torch, and hash grids in an operator of ours: CUDA graphs need it, cells begin differently."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not supported
 
 
@@ -104,9 +104,7 @@ class NerfactoXLModel(NerfactoModel):
         """Create all modules that do not depend on cells."""
         super(NerfactoModel, self).populate_modules()
         config = self.config
-        if config.implementation == "tcnn" and not TCNN_EXISTS:
-            CONSOLE.print("tiny-cuda-nn is not installed: fields run in torch, which is slower.")
-            config.implementation = "torch"  # nerfstudio would do the same, with a warning for each part of each cell
+        config.implementation = "torch"  # a config.yml of an earlier version may say tcnn
         self.family = Family([*_STANDARD, *self.integrals])
         self.seed = torch.initial_seed() & (1 << 62) - 1
         self.domain = Domain.box(self.scene_box.aabb) if config.disable_scene_contraction else Domain.unbounded()
