@@ -307,7 +307,9 @@ def test_shared_proposals_sample_as_one_field_does() -> None:
         bundle = ours.collider(rays())
         segments = clip(bundle.origins, bundle.directions, bundle.nears[:, 0], bundle.fars[:, 0], ours.spread._worlds)
         groups = ours.own_segments(bundle, segments, 0)
-        ray = 0
+        for group in groups:
+            assert group.bins is not None
+            torch.testing.assert_close(group.bins.spaced, group.taken.coordinates, rtol=0, atol=1e-5)
         if cells > 1:
             ray = int(segments.counts.argmax())
             assert int(segments.counts[ray]) > 2
