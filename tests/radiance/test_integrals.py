@@ -121,12 +121,14 @@ def test_distortion_is_nerfstudios() -> None:
 
 def test_the_last_sample_counts_even_if_nothing_is_behind() -> None:
     whole = _ray(8)
-    rows = torch.cat([FAMILY.within(_part(whole, 0, 5)), FAMILY.within(_part(whole, 5, 8))])
+    behind = _part(whole, 5, 8)
+    behind.edges[3] = behind.edges[3, 0].clone()  # the fourth ray's last segment has no samples
+    rows = torch.cat([FAMILY.within(_part(whole, 0, 5)), FAMILY.within(behind)])
     order = torch.tensor([[ray, 5 + ray] for ray in range(5)])
     order[2, 1] = len(rows)  # the third ray ends after the first segment
     found, _ = FAMILY.fold(rows, order)
     last = whole.values["colour"][:, -1].clone()
-    last[2] = whole.values["colour"][2, 4]
+    last[2:4] = whole.values["colour"][2:4, 4]
     torch.testing.assert_close(found["background"][:, :3], last)
 
 

@@ -22,6 +22,7 @@ REMOVED_OPTIONS: dict[str, str | None] = {
     "pipeline.gradients": None,
     "pipeline.overlap": None,
     "pipeline.stages": None,
+    "pipeline.model.implementation": "fields run in torch, and hash grids in an operator of this package",
     "pipeline.model.selective_adam": "every Gaussian takes Adam's step",
     "pipeline.locality.placement": _ABLATION,
     "pipeline.locality.within": _ABLATION,

@@ -52,7 +52,10 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
     outputs = ours(rays(2.0).to(world.device))
     losses = ours.get_loss_dict(outputs, batch, ours.get_metrics_dict(outputs, batch))
     functools.reduce(torch.add, losses.values()).backward()
-    sum_gradients([p for p in ours.shared_parameters().values() if p.requires_grad], world)
+    sum_gradients(summed := ours.summed_parameters(), world)
+    if ours.proposal_networks is not None:  # zeros in the place of no gradient would be a step of Adam's
+        held = {id(p) for p in summed}
+        assert {id(p) in held for p in ours.proposal_networks.parameters()} == {ours.sampling.learns}
     figures = ours.figures
     assert figures is not None
     return {
@@ -73,8 +76,8 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
         (4, 3, {"samples_per": "segment"}),
         (2, 3, {"background_color": "sky"}),
         (2, 3, {"background_color": "mean"}),
-        (3, 3, {"proposals": "shared", "background_color": "last_sample", "opacity_loss_mult": 0.1}),
-        (3, 700, {"proposals": "shared", "proposal_warmup": 5, "use_single_jitter": False, "voxels": "field"}),
+        (3, 3, {"proposals": "shared", "background_color": "last_sample"}),
+        (3, 700, {"proposals": "shared", "proposal_warmup": 5, "use_single_jitter": False}),
         (3, 2000, {"samples_per": "segment", "use_single_jitter": False}),
         (2, 3, {"background_color": "white", "proposal_initial_sampler": "uniform", "use_same_proposal_network": True}),
     ],

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 from nerfstudio.data.scene_box import SceneBox
 from nerfstudio.models.nerfacto import NerfactoModelConfig
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.radiance.field.draws import drawn, mixed
-from ns_multigpu.plugin.radiance.field.model import NerfactoXLModel
+from ns_multigpu.plugin.radiance.field.model import NerfactoXLModel, NerfactoXLModelConfig
 from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.integrals import Weighted
 from ns_multigpu.radiance.segments import clip
@@ -48,6 +49,13 @@ def test_one_cell_is_nerfacto(options: dict[str, Any], monkeypatch: pytest.Monke
     for name in ("rgb", "accumulation", "depth", "expected_depth"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
     assert float(expected["accumulation"].min()) < 0.7 < float(expected["accumulation"].max())
+
+
+def test_fields_run_in_torch() -> None:
+    """Also those of a run whose config.yml names tiny-cuda-nn, which earlier versions only used if installed."""
+    assert model(World.single(), 1, implementation="tcnn").config.implementation == "torch"
+    with pytest.raises(SystemExit):
+        tyro.cli(NerfactoXLModelConfig, args=["--implementation", "tcnn"])
 
 
 def test_cells_begin_differently_and_alike_on_any_rank() -> None:
@@ -93,7 +101,7 @@ def step_of(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]
     loss = functools.reduce(torch.add, losses.values())
     if loss.requires_grad:
         loss.backward()
-    sum_gradients([p for p in ours.shared_parameters().values() if p.requires_grad], world)
+    sum_gradients(ours.summed_parameters(), world)
     gradients = {name: p.grad.cpu() for name, p in ours.named_parameters() if p.grad is not None}
     ours.eval()
     with torch.no_grad():
@@ -299,7 +307,9 @@ def test_shared_proposals_sample_as_one_field_does() -> None:
         bundle = ours.collider(rays())
         segments = clip(bundle.origins, bundle.directions, bundle.nears[:, 0], bundle.fars[:, 0], ours.spread._worlds)
         groups = ours.own_segments(bundle, segments, 0)
-        ray = 0
+        for group in groups:
+            assert group.bins is not None
+            torch.testing.assert_close(group.bins.spaced, group.taken.coordinates, rtol=0, atol=1e-5)
         if cells > 1:
             ray = int(segments.counts.argmax())
             assert int(segments.counts[ray]) > 2
@@ -313,8 +323,8 @@ def test_shared_proposals_sample_as_one_field_does() -> None:
         outputs = ours.of_segments(bundle, segments)
         losses = {"interlevel": outputs["interlevel"], "distortion": outputs["distortion"].mean()}
         found.append({name: outputs[name].detach() for name in ("rgb", "accumulation")} | losses)
-    for name in ("accumulation", "rgb", "distortion", "interlevel"):
-        torch.testing.assert_close(found[1][name], found[0][name], rtol=0.05, atol=0.05, msg=name)
+    for name, atol in (("accumulation", 1e-3), ("rgb", 1e-2), ("distortion", 3e-4), ("interlevel", 4e-4)):
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=0, atol=atol, msg=name)
 
 
 def _edges(groups: list[Any], segments: Any, ray: int) -> set[float]:

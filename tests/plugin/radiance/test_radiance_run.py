@@ -282,8 +282,7 @@ def test_more_cells_than_points(capture: Path, tmp_path: Path, capfd: pytest.Cap
     pipeline = config.pipeline.setup(device="cpu", test_mode="val")
     said = capfd.readouterr().out
     assert (
-        "of 64 cells have none of the 60 points" in said
-        and "8 training views for 64 cells. Below about 150 per cell" in said
+        "of 64 cells have none of the 60 points" in said and "8 training views for 64 cells. Below 75 per cell" in said
     )
     assert len(pipeline.model.cells) == 64
 

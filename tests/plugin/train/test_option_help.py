@@ -86,7 +86,7 @@ FROZEN = {
     "splatfacto-pixel": f"{SPLATS} "
     + " ".join(f"pipeline.pixel.{name}" for name in ("cells", "imbalance", "wire", "level-steps", "crossing", "hide")),
     "nerfacto-xl": f"{GUARDS} {RUN} "
-    + " ".join(f"pipeline.model.{name}" for name in ("cells", "spread", "sampling", "samples-per")),
+    + " ".join(f"pipeline.model.{name}" for name in ("cells", "spread", "sampling", "samples-per", "proposals")),
 }
 ONLY = {
     "primitive 2dgs": "densify-grad-thresh-2dgs normal-loss normal-loss-start distortion-loss distortion-loss-start",

@@ -31,18 +31,16 @@ class CellCoordinates(SpatialDistortion):
     Args:
         extent: [2, 3] the cell's corners, as of `Partition.extents`.
         domain: space that cells are cut from.
-        whole: True to scale by the domain's size instead of the cell's, so that voxels are those of one field.
     """
 
     low: Tensor
     size: Tensor
 
-    def __init__(self, extent: Tensor, domain: Domain, whole: bool = False) -> None:
+    def __init__(self, extent: Tensor, domain: Domain) -> None:
         super().__init__()
         self.domain = domain
-        size = torch.tensor(domain.upper) - torch.tensor(domain.lower) if whole else extent[1] - extent[0]
         self.register_buffer("low", extent[0].float(), persistent=False)
-        self.register_buffer("size", size.float(), persistent=False)
+        self.register_buffer("size", (extent[1] - extent[0]).float(), persistent=False)
 
     def forward(self, positions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the coordinates of world positions [..., 3]."""
@@ -147,11 +145,12 @@ class Cell(nn.Module):
         shared: the colour head, which all cells share.
         images: number of training images. seed: of the parameters, together with the number.
         resolution: voxels of an occupancy grid along each axis; 0 for proposal networks instead.
+        proposes: False if all cells share proposal networks.
     """
 
     def __init__(
         self, number: int, coordinates: CellCoordinates, config: NerfactoModelConfig,
-        shared: Head, images: int, seed: int, resolution: int = 0,
+        shared: Head, images: int, seed: int, resolution: int = 0, proposes: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.coordinates = coordinates
@@ -159,7 +158,9 @@ class Cell(nn.Module):
         self.occupancy = nn.Parameter(torch.ones(resolution**3), requires_grad=False) if resolution else None
         with drawn("cpu", seed, _CELL, number):
             self.field = CellField(coordinates, shared, field_options(config, images))
-            self.proposal_networks = nn.ModuleList() if resolution else proposal_networks(coordinates, config)
+            self.proposal_networks = (
+                proposal_networks(coordinates, config) if proposes and not resolution else nn.ModuleList()
+            )
         use_operator(self)
 
     def forget(self) -> None:
@@ -194,7 +195,7 @@ def shared_proposals(config: NerfactoModelConfig, domain: Domain, seed: int) -> 
 def use_operator(fields: nn.Module) -> None:
     """Replace torch's hash encodings by one operator, and move their scalings with the module."""
     for module in fields.modules():
-        if isinstance(module, HashEncoding) and module.tcnn_encoding is None:
+        if isinstance(module, HashEncoding):
             # nerfstudio's is a plain tensor, which would remain on the host.
             scalings = vars(module).pop("scalings").float()
             module.register_buffer("scalings", scalings, persistent=False)

@@ -30,8 +30,6 @@ def why_not(config: "NerfactoXLModelConfig", integrals: Sequence[Breakable]) -> 
         return f"--pipeline.model.spread {config.spread}"
     if config.sampling != "proposals":
         return f"--pipeline.model.sampling {config.sampling}"
-    if config.implementation != "torch":
-        return f"--pipeline.model.implementation {config.implementation}"
     return "integrals of the model's own" if integrals else ""
 
 

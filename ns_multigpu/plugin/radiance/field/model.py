@@ -14,8 +14,6 @@ from nerfstudio.model_components.renderers import RGBRenderer
 from nerfstudio.model_components.scene_colliders import NearFarCollider
 from nerfstudio.models.nerfacto import NerfactoModel, NerfactoModelConfig
 from nerfstudio.utils import colormaps
-from nerfstudio.utils.external import TCNN_EXISTS
-from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor, nn
 
 from ns_multigpu.core.dist.collectives import sum_in_place
@@ -74,13 +72,8 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     visible ones and can overfit each view's background."""
     proposals: Annotated[Literal["cell", "shared"], Only("pipeline.model.sampling", "proposals")] = "cell"
     """Proposal networks. cell: each cell has its own, for its segments. shared: all cells share those of one field,
-    which sample whole rays; samples are cut at faces."""
-    voxels: Literal["cell", "field"] = "cell"
-    """Size of hash grids' voxels: nerfacto's resolutions over a cell, or over all of space."""
-    opacity_loss_mult: float = 0.0
-    """Weight of the mean squared transmittance of rays."""
-    relative_distortion: bool = False
-    """Divide the distortion of a ray by its opacity squared."""
+    which sample whole rays on every GPU; samples are cut at faces. It gave slightly better pictures with several
+    cells."""
     grid_resolution: Annotated[int, _GRID] = 128
     """Voxels of a cell's occupancy grid along each axis."""
     alpha_thre: Annotated[float, _GRID] = 0.01
@@ -90,6 +83,8 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     background_color: Literal["auto", "mean", "random", "last_sample", "sky", "black", "white"] = "auto"
     """Background behind transparent rays. auto: mean (the ray's own mean colour) with several cells of xl, else
     last_sample, as in nerfacto. random: in training. sky: a colour for each direction, which all cells share."""
+    implementation: tyro.conf.Suppress[Literal["torch"]] = "torch"
+    """Networks run in torch, and hash grids in an operator of ours: CUDA graphs need it, cells begin differently."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not supported
 
 
@@ -104,9 +99,7 @@ class NerfactoXLModel(NerfactoModel):
         """Create all modules that do not depend on cells."""
         super(NerfactoModel, self).populate_modules()
         config = self.config
-        if config.implementation == "tcnn" and not TCNN_EXISTS:
-            CONSOLE.print("tiny-cuda-nn is not installed: fields run in torch, which is slower.")
-            config.implementation = "torch"  # nerfstudio would do the same, with a warning for each part of each cell
+        config.implementation = "torch"  # a config.yml of an earlier version may say tcnn
         self.family = Family([*_STANDARD, *self.integrals])
         self.seed = torch.initial_seed() & (1 << 62) - 1
         self.domain = Domain.box(self.scene_box.aabb) if config.disable_scene_contraction else Domain.unbounded()
@@ -154,22 +147,20 @@ class NerfactoXLModel(NerfactoModel):
         grid = config.grid_resolution if config.sampling == "occupancy" else 0
         made = {str(c): self.made_cell(c, grid) for c in ([0] if self.way.replicated else self.numbers)}
         # In the model's mode: a new module would use each image's own appearance in evaluation, not the mean.
-        if self.proposal_networks is not None:
-            for cell in made.values():
-                cell.proposal_networks = nn.ModuleList()
         self.cells = nn.ModuleDict(made).to(self.device).train(self.training)
         fits = not why_not(config, self.integrals)
         self.fixed: FixedShapes | None = FixedShapes(self) if self.may_fix and fits else None
 
     def spread_over(self, partition: Partition) -> Joint:
         """Return the distribution of the field over a partition of space."""
-        return self.way(partition, self.device, self.config.voxels == "field")
+        return self.way(partition, self.device)
 
     def made_cell(self, number: int, grid: int) -> Cell:
         """Return a new cell with an occupancy grid of this many voxels along each axis; 0 for none."""
         assert isinstance(self.shared, Head)
         coordinates = self.spread.coordinates(number)
-        return Cell(number, coordinates, self.config, self.shared, self.num_train_data, self.seed, grid)
+        own = self.proposal_networks is None
+        return Cell(number, coordinates, self.config, self.shared, self.num_train_data, self.seed, grid, own)
 
     def cell(self, number: int) -> Cell:
         """Return one of this rank's cells."""
@@ -371,12 +362,7 @@ class NerfactoXLModel(NerfactoModel):
         if self.training:
             if "interlevel" in outputs:
                 losses["interlevel_loss"] = self.config.interlevel_loss_mult * outputs["interlevel"]
-            distortion, opacity = outputs["distortion"], outputs["accumulation"]
-            if self.config.relative_distortion:
-                distortion = distortion / opacity.clamp_min(0.1).square()
-            losses["distortion_loss"] = self.config.distortion_loss_mult * distortion.mean()
-            if self.config.opacity_loss_mult:
-                losses["opacity_loss"] = self.config.opacity_loss_mult * (1 - opacity).square().mean()
+            losses["distortion_loss"] = self.config.distortion_loss_mult * outputs["distortion"].mean()
             if self.world.is_main:
                 self.camera_optimizer.get_loss_dict(losses)
         return losses

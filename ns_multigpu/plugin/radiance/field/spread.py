@@ -22,20 +22,20 @@ class Joint:
     """NeRF-XL: one field per cell, with each ray clipped at cells.
 
     Args:
-        cells: of space. device: of rays. whole: True if voxels are those of one field (`CellCoordinates`).
+        cells: of space. device: of rays.
     """
 
     replicated = False
     """True if all ranks have the one field and the rays are distributed round-robin."""
 
-    def __init__(self, cells: Partition, device: torch.device, whole: bool = False) -> None:
-        self.cells, self._whole = cells, whole
+    def __init__(self, cells: Partition, device: torch.device) -> None:
+        self.cells = cells
         self._extents = cells.extents()
         self._worlds = cells.boxes().to(device)
 
     def coordinates(self, number: int) -> CellCoordinates:
         """Return the map from world positions to the coordinates of a cell's field."""
-        return CellCoordinates(self._extents[number], self.cells.domain, self._whole)
+        return CellCoordinates(self._extents[number], self.cells.domain)
 
     def take(self, rays: RayBundle) -> Segments:
         """Return the segments to render of rays [R] with `nears` and `fars`."""
@@ -63,8 +63,8 @@ class DataParallel(Joint):
 
     replicated = True
 
-    def __init__(self, cells: Partition, device: torch.device, whole: bool = False) -> None:
-        super().__init__(cells, device, whole)
+    def __init__(self, cells: Partition, device: torch.device) -> None:
+        super().__init__(cells, device)
         self._all = cells.domain.outward(self._domain()).to(device)
 
     def coordinates(self, number: int) -> CellCoordinates:

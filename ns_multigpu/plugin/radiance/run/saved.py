@@ -137,8 +137,7 @@ def read_parameters(model: CellModel, saved: SavedField, state: Mapping[str, Any
         what = [f"it has no {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}"] if missing else []
         raise InputError(
             f"The checkpoint in {models} does not fit this model: {'; '.join(what + wrong[:3])}. Use the options and "
-            "the capture that it was trained with (its run folder's config.yml has them), and the same "
-            "--pipeline.model.implementation."
+            "the capture that it was trained with (its run folder's config.yml has them)."
         )
     values = {**tensors.read([MODEL + name for name in own]), **{MODEL + name: saved.shared[name] for name in shared}}
     for name, param in {**own, **shared}.items():
