@@ -18,8 +18,9 @@ def test_only_drawn_points_are_regularised_once_for_each_view() -> None:
         use_scale_regularization=False, densifier="mcmc", mcmc_opacity_reg=0.4, mcmc_scale_reg=0.6
     )
     model: Any = SimpleNamespace(
-        config=options, step=0, device="cpu", opacities=opacities, scales=scales, num_points=4, total_points=8
-    )
+        config=options, step=0, device="cpu", opacities=opacities, scales=scales, num_points=4, total_points=8,
+        needle_weight=lambda *_: 0.0,
+    )  # fmt: skip
     hits = Hits(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 2, 0, 1], dtype=torch.int32))
     splats = Splats(hits, {"radii": torch.tensor([[3, 2], [-3, -3], [1, 1], [2, 2]], dtype=torch.int32)})
     terms = SplatModel.regularisation(model, splats, 2, World.single())
