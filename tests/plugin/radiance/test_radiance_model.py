@@ -302,6 +302,7 @@ def test_shared_proposals_sample_as_one_field_does() -> None:
     for cells in (1, 4):
         ours = model(World.single(), cells, proposals="shared", background_color="last_sample", far_plane=3.0)
         assert ours.partition is not None and ours.proposal_networks is not None
+        assert not any(len(cell.proposal_networks) for cell in ours.cells.values())
         _set_alike(ours)
         ours.begin_step(3)
         bundle = ours.collider(rays())
