@@ -71,7 +71,7 @@ def test_kept_rectangles_follow_camera_boxes_and_tree() -> None:
     assert len(views._sights) == 1, "cameras of a viewer are not kept"
 
 
-def test_plans_recur_where_links_are_fast() -> None:
+def test_plans_recur_where_links_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole views, so that a plan follows from the order of cells: a graph holds it, and the planes."""
     space, batch = _two_cells(), [_sees(0), _sees(1)]
     views = CellPixels(space)
@@ -86,6 +86,8 @@ def test_plans_recur_where_links_are_fast() -> None:
     assert views.assign_alike(batch, 2) == one and views.figures()["pixels_in_sight"] == 1.0
     space.tree = CellTree((Split(0, 0.1, -1, -2),))
     assert views.assign_alike(batch, 2) != one, "the plane has moved"
+    monkeypatch.setattr("ns_multigpu.cells.sharing.MOST_WHOLE", 2 * 96 * 64 - 1)
+    assert views.assign_alike(batch, 2) == views.assign(batch, 2), "views are too large"
     occluded = CellPixels(space, hide=True)
     occluded.fast_links = True
     assert not occluded.recurs, "occluded rectangles differ"
