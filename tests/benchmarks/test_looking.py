@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def _run(module: str, *words: object) -> str:
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.looking.{module}", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 
