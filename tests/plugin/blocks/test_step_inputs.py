@@ -127,8 +127,8 @@ def test_graph_steps_beyond_capacity_are_retried(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("between", "follow_each_other"),
-    [({}, True), ({"noise": True}, False), ({"observed": True}, False), ({"needles": True}, False), ({"shows": False}, False), ({"plan": 2}, False),
-     ({"count": 7}, False)],
+    [({}, True), ({"noise": True}, False), ({"observed": True}, False), ({"needles": True}, False),
+     ({"shows": False}, False), ({"plan": 2}, False), ({"count": 7}, False)],
 )  # fmt: skip
 def test_steps_with_host_work_between_run_one_by_one(between: dict[str, Any], follow_each_other: bool) -> None:
     given = {"noise": False, "observed": None, "needles": None, "shows": True, "plan": 1, "count": 8} | between
