@@ -1,6 +1,6 @@
 """Operators, allocation and training steps of the aggregate device `multigpu`, compared with plain torch on one GPU.
 
-    python -m benchmarks.scaling.aggregate --gpus 1 2 4 --elements 64M 1024M --points 8M --image 4K --json FILE
+    python -m benchmarks.scaling.aggregate --gpus 0 1 2 4 --points 8M --image 4K --json FILE
 
 `fill`, `add`, `addmm`, `sum` and `cumsum` are those of torch-dgx's Table 1: `addmm` is of square matrices with so many
 elements each. `allocate` takes and frees a tensor of so many elements with the pool, and without it (Table 4). A
@@ -44,22 +44,29 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds that a number of GPUs may take")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--own", type=int, help=argparse.SUPPRESS)  # of the process of one number of GPUs
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    there = torch.cuda.device_count() if options.device == "cuda" else max(*options.gpus, 0)
+    if not all(0 <= gpus <= there for gpus in options.gpus):
+        parser.error(f"--gpus {' '.join(map(str, options.gpus))}: give numbers from 0 to {there}.")
+    return options
 
 
 class Timed:
     """Timer of calls on one device; `ms` waits for the device before and after the calls."""
 
     def __init__(self, options: argparse.Namespace, gpus: int) -> None:
-        self.device, self._repeats, self._wait = options.device, options.repeats, lambda: None
+        self.device, self._repeats = options.device, options.repeats
+        self._wait: Callable[[], None] = lambda: None
+        self.empty_cache: Callable[[], None] = lambda: None
         if gpus == 0:
-            self._wait = torch.cuda.synchronize if options.device == "cuda" else self._wait
+            if options.device == "cuda":
+                self._wait, self.empty_cache = torch.cuda.synchronize, torch.cuda.empty_cache
             return
         from ns_multigpu import aggregate  # registers the device, for this process alone
 
         on_host = options.device == "cpu"
         aggregate.use(None if on_host else list(range(gpus)), host_members=gpus if on_host else 0)
-        self.device, self._wait = "multigpu", aggregate.synchronize
+        self.device, self._wait, self.empty_cache = "multigpu", aggregate.synchronize, aggregate.empty_cache
 
     def ms(self, call: Callable[[], Any], repeats: int = 0) -> float:
         """Return milliseconds a call."""
@@ -91,14 +98,10 @@ def operators(timed: Timed, elements: int) -> dict[str, float]:
 
 def allocation(timed: Timed, elements: int) -> dict[str, float]:
     """Return milliseconds of taking and freeing a tensor, from the pool and from the driver."""
-    free = (
-        torch.cuda.empty_cache if timed.device == "cuda" else getattr(torch, timed.device).empty_cache
-        if timed.device == "multigpu" else lambda: None
-    )  # fmt: skip
 
     def afresh() -> None:
         torch.empty(elements, device=timed.device)
-        free()
+        timed.empty_cache()
 
     return {"pool": timed.ms(lambda: torch.empty(elements, device=timed.device)), "driver": timed.ms(afresh, 4)}
 
@@ -161,7 +164,7 @@ def main() -> int:
     if options.own is not None:
         measure(options)
         return 0
-    rows: dict[int, dict[str, Any]] = {}
+    rows = list[dict[str, Any]]()
     for gpus in options.gpus:
         command = [sys.executable, "-m", "benchmarks.scaling.aggregate", *sys.argv[1:], "--own", str(gpus)]
         try:
@@ -169,21 +172,27 @@ def main() -> int:
             out, problem = done.stdout, done.stderr[-1500:] if done.returncode else ""
         except subprocess.TimeoutExpired as late:
             out, problem = (late.stdout or b"").decode(), f"stopped after {options.limit:.0f} s"
-        rows[gpus] = {}
+        parts: dict[str, Any] = {}
         for line in out.splitlines():
             if line.startswith("{"):
-                rows[gpus] |= json.loads(line)
-        if problem:
-            rows[gpus]["process"] = {"error": problem}
+                parts |= json.loads(line)
+        failed = [problem, *(f"{name}: {part['error']}" for name, part in parts.items() if "error" in part)]
+        row = {"gpus": gpus, "way": f"{gpus} GPUs" if gpus else "torch", "parts": parts}
+        problems = [text for text in failed if text]
+        rows.append(row | ({"error": "; ".join(problems)} if problems else {}))
         if options.json:
             options.json.write_text(json.dumps({"benchmark": "aggregate", **describe(), "rows": rows}, indent=1) + "\n")
-    shown = Table("ms", *(f"{n} GPUs" if n else "torch" for n in options.gpus))
-    lines = dict.fromkeys((part, call) for row in rows.values() for part, calls in row.items() for call in calls)
+    shown = Table("ms", *(row["way"] for row in rows))
+    lines = dict.fromkeys((part, call) for row in rows for part, calls in row["parts"].items() for call in calls)
     for part, call in lines:
-        values = [rows[n].get(part, {}).get(call, "") for n in options.gpus]
+        values = [row["parts"].get(part, {}).get(call, "") for row in rows]
         shown.add_row(f"{part}: {call}", *(f"{v:.4g}" if isinstance(v, float) else str(v)[-300:] for v in values))
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
-    return int(any("error" in part for row in rows.values() for part in row.values()))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(shown)
+    for row in rows:
+        if "error" in row:
+            console.print(f"{row['way']}: {row['error']}", markup=False, highlight=False)
+    return int(any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

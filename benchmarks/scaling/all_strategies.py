@@ -82,6 +82,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--gpus {max(options.gpus)}: there are {there}.")
     if not options.captures and {"runs", "radiance"} & set(options.parts):
         parser.error("runs and radiance need --captures, or leave both out of --parts.")
+    for capture in options.captures:
+        name, _, place = capture.partition("=")
+        if not name or not Path(place.partition(":")[0] or "-").is_dir():
+            parser.error(f"--captures {capture}: give NAME=FOLDER, of a folder that exists.")
     if options.quick:
         options.points, options.image, options.images, options.rays_steps = [2000], (96, 64), 40, 4
         options.keys, options.largest = 0.01, 2000
@@ -158,7 +162,7 @@ def runs(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
     for capture in options.captures:
         label, _, place = capture.partition("=")
         place, _, more = place.partition(":")
-        words = ["--runs", *names, "--images", options.images, "--options", f"{options.options} {more}".strip()]
+        words = ["--runs", *names, "--images", options.images, f"--options={options.options} {more}".rstrip()]
         report = report_of("captures.capture", [*words, "--", *dataparser_of(place)], options, folder)
         rows += [{"capture": label, **row} for row in report.get("results", [])]
         rows += [{"capture": label, "error": report["error"]}] if "error" in report else []
@@ -200,11 +204,11 @@ def aggregate(options: argparse.Namespace, folder: Path) -> tuple[Any, Speeds]:
     words = ["--gpus", 0, *options.gpus, "--elements", int(options.keys * 2**20), "--image", size_of(options)]
     words += ["--points", min(options.points)]
     report, found = report_of("scaling.aggregate", words, options, folder), Speeds()
-    for gpus, parts in report.get("rows", {}).items():
-        for part, values in parts.items():
+    for row in report.get("rows", []):
+        for part, values in row["parts"].items():
             for name, value in values.items():
-                if name != "error" and int(gpus) > 0:
-                    found.setdefault((f"multigpu, {part}: {name}", "ms"), {})[int(gpus)] = value
+                if name != "error" and row["gpus"] > 0:
+                    found.setdefault((f"multigpu, {part}: {name}", "ms"), {})[row["gpus"]] = value
     return report, found
 
 

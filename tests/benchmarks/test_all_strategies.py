@@ -28,6 +28,12 @@ def test_speeds_come_from_the_reports(tmp_path: Path, monkeypatch: pytest.Monkey
         "captures.radiance": {
             "rows": [{"way": "xl-2x2", "rays_per_s": 5e5, "courses": [{"psnr": 24.0, "rays_per_s": 2e6}]}]
         },
+        "scaling.aggregate": {
+            "rows": [
+                {"gpus": 0, "way": "torch", "parts": {"8 elements": {"fill": 2.0}}},
+                {"gpus": 2, "way": "2 GPUs", "parts": {"8 elements": {"fill": 1.0, "error": "no"}}, "error": "no sum"},
+            ]
+        },
         "scaling.largest": {"error": "FAILED: out of memory"},
     }  # fmt: skip
     asked: dict[str, list[Any]] = {}
@@ -37,23 +43,23 @@ def test_speeds_come_from_the_reports(tmp_path: Path, monkeypatch: pytest.Monkey
         return reports[module]
 
     monkeypatch.setattr(all_strategies, "report_of", report_of)
-    parts = ["steps", "runs", "radiance", "largest"]
+    parts = ["steps", "runs", "radiance", "aggregate", "largest"]
     path = tmp_path / "all.json"
     words = ["--device", "cpu", "--quick", "--gpus", "1", "2", "--parts", *parts, "--json", str(path)]
-    words += ["--captures", "city=FOLDER:--recipe best"]
-    assert all_strategies.main(words) == 1, "two things failed"
+    words += ["--captures", f"city={tmp_path}:--recipe best"]
+    assert all_strategies.main(words) == 1, "three things failed"
     asked_for = asked["captures.capture"]
-    assert asked_for[1:4] == ["batch-1", "batch-2", "tile-2"] and asked_for[6:11] == [
-        "--options", "--recipe best", "--", "colmap", "--data",
-    ]  # fmt: skip
+    assert asked_for[1:4] == ["batch-1", "batch-2", "tile-2"]
+    assert asked_for[6:10] == ["--options= --recipe best", "--", "colmap", "--data"]
     report = json.loads(path.read_text())
     found = {(line["what"], line["unit"]): line["by_gpus"] for line in report["speeds"]}
     assert found["tile, 2,000 Gaussians, a view a step", "images/s"] == {"1": 10.0, "2": 19.0}
     assert found["city, tile", "s, Enter to prompt"] == {"1": 30.0, "2": 15.0}
     assert found["nerfacto-xl, a cell a GPU", "rays/s"] == {"2": 5e5}
     assert found["nerfacto-xl, a cell a GPU", "rays/s rendered"] == {"2": 2e6}
+    assert found["multigpu, 8 elements: fill", "ms"] == {"2": 1.0}
     assert all_strategies.errors(report["reports"]) == [
-        "steps tile, peer: is lost", "largest : FAILED: out of memory",
+        "steps tile, peer: is lost", "aggregate 2 GPUs: no sum", "largest : FAILED: out of memory",
     ]  # fmt: skip
 
 
@@ -79,3 +85,7 @@ def test_a_capture_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         all_strategies.arguments(["--device", "cpu", "--gpus", "1"])
     assert "need --captures" in capsys.readouterr().err
+    for wrong in ("folder", "city=nowhere"):
+        with pytest.raises(SystemExit):
+            all_strategies.arguments(["--device", "cpu", "--gpus", "1", "--captures", wrong])
+        assert f"--captures {wrong}: give NAME=FOLDER" in capsys.readouterr().err
