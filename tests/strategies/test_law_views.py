@@ -31,11 +31,13 @@ ALL = [*LIKE_SINGLE, "pixel"]
 OTHERS = ["4D gaussians", "2dgs", "convex"]
 Row = tuple[str, int, str, str, str]
 """Strategy, ranks, mode, primitive, and words: gains, grids, layers, SO3xR3, SE3, sizes (views of several sizes), and
-machines (two of them)."""
+needles, and machines (two of them)."""
 
 ROWS: list[Row] = [
     ("batch", 1, "captured", "gaussians", "gains"),
     *((name, 2, mode, "gaussians", "gains") for name in ALL for mode in MODES),
+    *((name, 2, mode, "gaussians", "needles") for name in ALL for mode in MODES),
+    ("tile", 1, "several", "gaussians", "needles"),
     ("tile", 3, "step", "4D gaussians", "gains"), ("locality", 2, "captured", "2dgs", "gains"),
     ("batch", 2, "captured", "convex", "gains"), ("locality", 4, "captured", "gaussians", "gains machines"),
     ("single", 1, "captured", "gaussians", "layers gains sizes"),
@@ -54,6 +56,7 @@ ON_GPUS: list[Row] = [
       for name in ALL for mode in MODES for n in (1, 2)),
     *((name, n, mode, "gaussians", "SO3xR3" if mode == "step" else "SE3")
       for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
+    *((name, 2, "captured", "gaussians", "needles") for name in ALL),
     *(("batch", 1, "captured", kind, "SO3xR3") for kind in OTHERS),
 ]  # fmt: skip
 
@@ -66,7 +69,7 @@ def kind_of(name: str, count: int, dtype: torch.dtype, device: Any = "cpu") -> t
     return points_of(name, count, dtype, device)
 
 
-def options_of(words: str, views: int) -> dict[str, Any]:
+def options_of(words: str, views: int, device: Any = "cpu") -> dict[str, Any]:
     """Return options of `take_step` and `take_one`."""
     asked = words.split()
     pose: Any = next((word for word in asked if word in ("SO3xR3", "SE3")), None)
@@ -75,7 +78,15 @@ def options_of(words: str, views: int) -> dict[str, Any]:
         config = CameraOptimizerConfig(mode=pose, trans_l2_penalty=0.3, rot_l2_penalty=0.2)
         corrects = CameraOptimizer(config, views + 3, "cpu")
         corrects.pose_adjustment.data = make_corrections(views, torch.float32)
-    return {"exposes": "gains" in asked, "layered": "layers" in asked, "grids": "grids" in asked, "corrects": corrects}
+    needles: dict[str, Any] = {}
+    if "needles" in asked:
+        needles = {"needles": torch.tensor([0.002], device=device), "max_ratio": 1.2}
+    return needles | {
+        "exposes": "gains" in asked,
+        "layered": "layers" in asked,
+        "grids": "grids" in asked,
+        "corrects": corrects,
+    }
 
 
 def size_of(words: str) -> tuple[int, int] | None:
@@ -87,7 +98,7 @@ def fused(world: World, row: Row) -> Outcome:
     kind, whole = kind_of(primitive, POINTS, torch.float32, world.device)
     spread = STRATEGIES[strategy](on_machines(world, 2) if "machines" in words else world)
     count = count_of(strategy)
-    return take_one(spread, kind, count, size_of(words), mode, whole=whole, **options_of(words, count))
+    return take_one(spread, kind, count, size_of(words), mode, whole=whole, **options_of(words, count, world.device))
 
 
 def check_fused(outcomes: list[Outcome], row: Row) -> None:
