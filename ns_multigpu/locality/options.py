@@ -20,7 +20,8 @@ class LocalityOptions:
     """A splat that several GPUs of another machine need crosses to it once, and is handed on there. False: once to each
     of them."""
     plans: Literal["auto", "ahead", "at-once"] = "auto"
-    """Plan coming steps on the CPU while GPUs work, or each step when it comes; "auto" plans ahead on GPUs."""
+    """Over several machines: plan coming steps on the CPU while GPUs work, or each step when it comes; "auto" plans
+    ahead on GPUs. In one machine plans recur and are made at once."""
     place_again_at: float = 1.5
     """Redistribute points when the model has grown by this factor; above 1."""
 
