@@ -92,17 +92,24 @@ def on_machines(world: World, machines: int) -> World:
     return replace(world, local_rank=world.rank % each, local_size=each, local_group=group)
 
 
+def needle_terms(held: Points, needles: torch.Tensor | None = None, max_ratio: float = 1.0) -> list[torch.Tensor]:
+    """Return the loss's term of needles, if any; of one rank, which holds all points. See `splat_update`."""
+    if needles is None:
+        return []
+    scales = held.params["scales"].exp()
+    return [needles[0] * (scales.amax(-1) / scales.amin(-1)).clamp(min=max_ratio).sum()]
+
+
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
-    layered: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False,
-    needles: torch.Tensor | None = None, max_ratio: float = 1.0,
+    layered: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False, **needles: Any,
 ) -> Outcome:  # fmt: skip
     """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
     depth counts. `exposes`, `grids`: their colours have gains, or bilateral grids. `layered`: photographs
-    have alpha and masks. `corrects`: the first two views are one, and poses are corrected. `needles`, `max_ratio`: see
-    `splat_update`; of one rank."""
+    have alpha and masks. `corrects`: the first two views are one, and poses are corrected. `needles`: see
+    `needle_terms`."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     batch = seen = make_views(views, dtype, world.device, size)
@@ -155,9 +162,7 @@ def take_step(
     spread.gradients.begin_backward(leaves)
     held_back = [] if gains is None else [drift(gains)]
     held_back += [] if maps is None else [VARIATION_WEIGHT * variation(maps)]
-    if needles is not None:
-        scales = held.params["scales"].exp()
-        held_back.append(needles[0] * (scales.amax(-1) / scales.amin(-1)).clamp(min=max_ratio).sum())
+    held_back += needle_terms(held, **needles)
     if corrects is not None:
         held_back += penalties(corrects).values()
     sum((term / world.size for term in held_back), start=loss).backward()
