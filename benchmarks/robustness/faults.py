@@ -64,6 +64,7 @@ def command(output: Path, workers: int, images: int, every: int) -> list[str]:
         *(sys.executable, "-W", "ignore", "-m", "nerfstudio.scripts.train", "splatfacto-batch"),
         *("--output-dir", str(output), "--timestamp", "run", "--vis", "tensorboard"),
         *("--machine.device-type", "cpu", "--machine.num-devices", str(workers)),
+        *("--recipe", "splatfacto"),
         *("--max-num-images", str(images), "--steps-per-save", str(every), "--max-restarts", "1"),
         *("--steps-per-eval-image", "0", "--steps-per-eval-all-images", "1000000"),
         *("--pipeline.model.num-downscales", "0", "--pipeline.model.warmup-length", "50"),

@@ -407,9 +407,9 @@ class RunConfig(TrainerConfig):
 class RecipeOption:
     """The option that `--help` lists first: the fields of a dataclass begin with those of its last base."""
 
-    recipe: Recipe = "splatfacto"
-    """Preset of the options that decide image quality; options that you give take precedence. "splatfacto" has the
-    values of nerfstudio's splatfacto; "best" gives the best held-out images that we know how to get
+    recipe: Recipe = "best"
+    """Preset of the options that decide image quality; options that you give take precedence. "best" gives the best
+    held-out images that we know how to get; "splatfacto" has the values of nerfstudio's splatfacto
     (docs/use/recipes.md).
     """
 

@@ -69,11 +69,12 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
                 "out, or begin another run, without --load-config."
             )
         return
-    kind = PRIMITIVES[config.pipeline.model.primitive]
-    if ("densifier", "mcmc") in kind.lacks:
+    model = config.pipeline.model
+    kind, default = PRIMITIVES[model.primitive], model.densifier == "default" and "pipeline.model.densifier" in named
+    if default or ("densifier", "mcmc") in kind.lacks:
+        why = "the default densifier is asked for" if default else f"{kind.title} do not support it"
         vars(config)[_RECIPE_LINE] = (
-            f"Recipe: splatfacto. {config.recipe} is MCMC, which {kind.title} do not support: it sets nothing "
-            "(docs/use/recipes.md)."
+            f"Recipe: splatfacto. {config.recipe} is MCMC, and {why}: it sets nothing (docs/use/recipes.md)."
         )
         return
     batch = config.pipeline.batch(ranks)

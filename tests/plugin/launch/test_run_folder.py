@@ -51,8 +51,9 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(capture: Path, out: Path, **options: Any) -> Any:
-    """Return the configuration of a run, as `ns-train` reads it from a command line."""
+    """Return the configuration of a run, as `ns-train --recipe splatfacto` reads it from a command line."""
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
+    config.recipe = "splatfacto"
     config.machine.device_type, config.output_dir, config.timestamp = "cpu", out, "now"
     config.pipeline.datamanager.data = capture
     config.pipeline.model.num_downscales = 0  # images are small

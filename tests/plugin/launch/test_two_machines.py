@@ -33,7 +33,7 @@ def _train(method: str, out: Path, images: int, every: int = 10**6) -> list[str]
     """Return ns-train's words: a small city, with densification; a checkpoint every so many steps."""
     return [
         *("-m", "nerfstudio.scripts.train", method, "--machine.device-type", "cpu", "--vis", "tensorboard"),
-        *("--output-dir", str(out), "--timestamp", "now", "--max-num-images", str(images)),
+        *("--output-dir", str(out), "--timestamp", "now", "--max-num-images", str(images), "--recipe", "splatfacto"),
         *("--steps-per-save", str(every), "--steps-per-eval-image", "0", "--steps-per-eval-batch", "0"),
         *("--steps-per-eval-all-images", "1000000", "--pipeline.views-per-step", "4"),
         *("--pipeline.model.num-downscales", "0", "--pipeline.model.warmup-length", "16"),

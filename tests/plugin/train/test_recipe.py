@@ -1,4 +1,4 @@
-"""`--recipe best` sets what the command line leaves open, and nothing else does."""
+"""The recipe, by default `best`, sets what the command line leaves open; `splatfacto` sets nothing."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -38,12 +38,25 @@ def value(config: Any, name: str) -> Any:
     return config
 
 
-def test_without_it_nothing_is_set() -> None:
+def test_splatfactos_sets_nothing() -> None:
     config: Any = deepcopy(splatfacto_batch.config)
-    apply_recipe(config, 1, ["splatfacto-batch"])
-    assert config == splatfacto_batch.config and recipe_lines(config) == [
-        "Recipe: splatfacto (--recipe best gives better images)."
-    ]
+    config.recipe = "splatfacto"
+    before = deepcopy(config)
+    apply_recipe(config, 1, ["splatfacto-batch", "--recipe", "splatfacto"])
+    assert config == before and recipe_lines(config) == ["Recipe: splatfacto (--recipe best gives better images)."]
+
+
+def test_best_is_the_default() -> None:
+    config, asked = given(), given("--recipe", "best")
+    assert config == asked and config.pipeline.model.densifier == "mcmc"
+    assert recipe_lines(config) == recipe_lines(asked) and recipe_lines(config)[0].startswith("Recipe: best (--")
+
+
+@pytest.mark.parametrize("words", ["--pipeline.model.densifier default", "--pipeline.model.densifier=default"])
+def test_the_default_densifier_has_splatfactos_recipe(words: str) -> None:
+    config, plain = given(*words.split()), given("--recipe", "splatfacto")
+    assert config.pipeline == plain.pipeline and config.optimizers == plain.optimizers
+    assert recipe_lines(config)[0].startswith("Recipe: splatfacto. best is MCMC, and the default densifier is asked")
 
 
 @pytest.mark.parametrize("method", ["splatfacto-batch", "splatfacto-tile", "splatfacto-locality", "splatfacto-pixel"])
@@ -58,11 +71,13 @@ def test_every_method_has_it(method: str) -> None:
 
 @pytest.mark.parametrize("primitive", ["2dgs", "4dgs"])
 def test_primitives_without_mcmc_keep_their_densifier_with_a_message(primitive: Any) -> None:
-    config, plain = (given(*words, "--pipeline.model.primitive", primitive) for words in (("--recipe", "best"), ()))
+    config, plain = (
+        given("--recipe", recipe, "--pipeline.model.primitive", primitive) for recipe in ("best", "splatfacto")
+    )
     assert config.pipeline.model == plain.pipeline.model and config.pipeline.model.densifier == "default"
     title = PRIMITIVES[primitive].title
     assert recipe_lines(config)[0].startswith(
-        f"Recipe: splatfacto. best is MCMC, which {title} do not support: it sets nothing"
+        f"Recipe: splatfacto. best is MCMC, and {title} do not support it: it sets nothing"
     )
     assert recipe_lines(config)[0] in config._in_short()
     check_primitive(config.pipeline.model, "tile")
@@ -72,7 +87,7 @@ def test_primitives_without_mcmc_keep_their_densifier_with_a_message(primitive: 
 
 
 def test_of_the_optimizers_only_the_rate_of_higher_harmonics_is_another() -> None:
-    best_ones, plain = given("--recipe", "best").optimizers, given().optimizers
+    best_ones, plain = (given("--recipe", recipe).optimizers for recipe in ("best", "splatfacto"))
     rates = {name: (best_ones[name]["optimizer"].lr, plain[name]["optimizer"].lr) for name in plain}
     assert {name for name, (ours, theirs) in rates.items() if ours != theirs} == {"features_rest"}
     assert rates["features_rest"] == (pytest.approx(4 * rates["features_rest"][1]), rates["features_rest"][1])
@@ -109,7 +124,7 @@ def test_all_rates_fall_over_the_last_part_of_the_run_and_not_before(views: int)
     steps = IMAGES // views
     factors = [schedule.at(round(part * steps)) for part in (0.0, 0.84, 0.85, 0.925, 1.0)]
     assert factors == pytest.approx([1, 1, 1, 0.1**0.5, 0.1])
-    assert given(*words).rate_schedule(views, 50).at(steps) == 1, "splatfacto's do not"
+    assert given("--recipe", "splatfacto", *words).rate_schedule(views, 50).at(steps) == 1, "splatfacto's do not"
 
 
 def test_resumed_run_keeps_its_options() -> None:
