@@ -98,7 +98,8 @@ class Bench:
         words = ["splatfacto-batch", "--machine.device-type", self._options.device, "--output-dir", str(self._folder)]
         words += ["--experiment-name", "beside", "--timestamp", name, "--vis", "tensorboard"]
         words += ["--max-num-images", str(images), "--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0"]
-        words += ["--pipeline.model.stop-split-at", str(self._options.images - 50), *more, *self._options.dataparser]
+        words += ["--recipe", "splatfacto", "--pipeline.model.stop-split-at", str(self._options.images - 50)]
+        words += [*more, *self._options.dataparser]
         config: Any = tyro.cli(AnnotatedBaseConfigUnion, args=words)
         torch.manual_seed(42)
         trainer = config.setup(local_rank=0, world_size=1)

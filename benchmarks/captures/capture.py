@@ -97,6 +97,7 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
         words += [f"--pipeline.views-per-{'rank' if strategy == 'batch' else 'step'}", views]
     words += ["--max-num-images", str(options.images), "--vis", "tensorboard", "--logging.steps-per-log", "250"]
     words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0"]
+    words += [] if "--recipe" in options.options else ["--recipe", "splatfacto"]
     words += VARIANTS.get(otherwise, [])
     return [sys.executable, *words, *options.options.split(), *options.dataparser]
 

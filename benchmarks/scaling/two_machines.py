@@ -110,7 +110,7 @@ def command(task: Task, machine: int, output: Path) -> list[str]:
         *("--max-num-images", str(task.steps * task.views), "--pipeline.views-per-step", str(task.views)),
         *("--logging.steps-per-log", str(task.every), "--steps-per-save", "1000000", "--fused-steps", task.fused),
         *("--steps-per-eval-image", "0", "--steps-per-eval-all-images", "1000000", "--steps-per-checksum", "0"),
-        *("--pipeline.model.num-downscales", "0"),
+        *("--recipe", "splatfacto", "--pipeline.model.num-downscales", "0"),
         *(("--pipeline.wire", task.wire) if task.wire != "full" else ()),
         *(("--pipeline.locality.relays", "False") if not task.relays else ()),
         *("city", "--blocks", str(task.blocks), "--views", str(task.capture), "--capture", task.kind),

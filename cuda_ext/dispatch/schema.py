@@ -112,6 +112,7 @@ SCHEMAS: tuple[str, ...] = (
     "composite_backward(Tensor out, Tensor alpha, Tensor background, Tensor v_rgb) -> (Tensor v_out, Tensor v_alpha)",
     "bilateral_map(Tensor grid, Tensor rgb, int[] place) -> Tensor out",
     "bilateral_map_backward(Tensor grid, Tensor rgb, Tensor v_out, int[] place) -> (Tensor v_grid, Tensor v_rgb)",
+    "bilateral_variation_backward(Tensor grids, float weight) -> Tensor v_grids",
     "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",
     "l1_ssim_backward(Tensor pred, Tensor target, Tensor dssim_dpred, int[] inner, Tensor v_l1, Tensor v_ssim) -> "
     "Tensor v_pred",

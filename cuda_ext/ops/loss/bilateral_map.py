@@ -1,5 +1,5 @@
 """Colours mapped by a bilateral grid (Wang et al. 2024, "Bilateral Guided Radiance Field Processing", section 4): the
-operator, its gradient and its form in torch.
+operator, its gradient and its form in torch; and the gradient of the grids' total variation.
 
 Torch's own gradient of the grid adds each pixel to a few addresses at once. With it a step on photographs of 2.8
 megapixels took 30 ms, with this operator 2.4 ms (benchmarks/results/kinds-step-h200.md).
@@ -16,7 +16,7 @@ from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import native_serves, reference_forced
 
-__all__ = ["MOST_LEVELS", "bilateral_map"]
+__all__ = ["MOST_LEVELS", "bilateral_map", "bilateral_variation_backward"]
 
 MOST_LEVELS = 64
 """Levels of gray that the CUDA operator takes."""
@@ -52,9 +52,29 @@ def bilateral_map(grid: Tensor, rgb: Tensor, rectangle: Sequence[int], size: tup
             f"{MOST_LEVELS} levels of gray, not {grid.shape[1]}."
         )
     place = [x0, y0, width, height]
-    if rgb.is_cuda and not reference_forced() and _cuda.mode() == "native" and native_serves(rgb):
+    if _native(rgb):
         return torch.ops.ns_multigpu.bilateral_map(grid.contiguous(), rgb.contiguous(), place)
     return _map_torch(grid, rgb, place)
+
+
+def bilateral_variation_backward(grids: Tensor, weight: float) -> Tensor:
+    """Return the gradient of `weight` times the total variation of grids [N, 12, levels, rows, columns].
+
+    The variation is the mean squares of differences along levels, rows and columns, summed over these axes.
+    """
+    if _native(grids):
+        return torch.ops.ns_multigpu.bilateral_variation_backward(grids.contiguous(), weight)
+    found = torch.zeros_like(grids)
+    for axis in (2, 3, 4):
+        differences = grids.diff(dim=axis)
+        differences *= 2 * weight / max(differences.numel(), 1)
+        found.narrow(axis, 1, differences.shape[axis]).add_(differences)
+        found.narrow(axis, 0, differences.shape[axis]).sub_(differences)
+    return found
+
+
+def _native(given: Tensor) -> bool:
+    return given.is_cuda and not reference_forced() and _cuda.mode() == "native" and native_serves(given)
 
 
 def _map_torch(grid: Tensor, rgb: Tensor, place: Sequence[int]) -> Tensor:
@@ -78,6 +98,11 @@ def _fake(grid: Tensor, rgb: Tensor, place: Sequence[int]) -> Tensor:
 @fake("bilateral_map_backward")
 def _backward_fake(grid: Tensor, rgb: Tensor, v_out: Tensor, place: Sequence[int]) -> tuple[Tensor, Tensor]:
     return torch.empty_like(grid), torch.empty_like(rgb)
+
+
+@fake("bilateral_variation_backward")
+def _variation_fake(grids: Tensor, weight: float) -> Tensor:
+    return torch.empty_like(grids)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

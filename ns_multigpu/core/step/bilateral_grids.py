@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.loss.bilateral_map import bilateral_map
+from cuda_ext.ops.loss.bilateral_map import bilateral_map, bilateral_variation_backward
 from ns_multigpu.core.step.view_parameters import ViewParameters
 
 VARIATION_WEIGHT = 10.0
@@ -49,7 +49,4 @@ class StepGrids(ViewParameters):
 
     def penalty(self) -> Tensor:
         """Return the gradient of `variation`, weighted."""
-        with torch.enable_grad():
-            values = self.values.detach().requires_grad_()
-            (found,) = torch.autograd.grad(VARIATION_WEIGHT * variation(values), values)
-        return found
+        return bilateral_variation_backward(self.values, VARIATION_WEIGHT)

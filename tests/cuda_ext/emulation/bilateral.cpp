@@ -13,4 +13,8 @@ void bilateral_map_backward(const BilateralGrid* grid, const MappedColors* color
                             float* v_rgb) {
   bilateral_map_backward_launch(*grid, *colors, v_out, v_grid, v_rgb, nullptr);
 }
+
+void bilateral_variation_backward(const float* grids, const int* shape, float weight, float* v_grids) {
+  bilateral_variation_backward_launch(grids, shape[0], shape[1], shape[2], shape[3], weight, v_grids, nullptr);
+}
 }

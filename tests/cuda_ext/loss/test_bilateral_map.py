@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.loss.bilateral_map import bilateral_map
+from cuda_ext.ops.loss.bilateral_map import bilateral_map, bilateral_variation_backward
+from ns_multigpu.core.step.bilateral_grids import variation
 from tests.cuda_ext.emulated import compiled
 
 CASES = [
-    ((8, 16, 16), (3, 5, 70, 61), (90, 77)),  # tiles of 6 x 5 pixels
-    ((4, 3, 2), (0, 0, 100, 70), (100, 70)),  # of 32 x 32 pixels
+    ((8, 16, 16), (3, 5, 70, 61), (90, 77)),  # cells of 6 x 5 pixels
+    ((4, 3, 2), (0, 0, 100, 70), (100, 70)),  # cells of several tiles
+    ((17, 2, 3), (5, 0, 45, 80), (45, 80)),  # more levels than a thread sums
     ((5, 9, 30), (10, 0, 24, 9), (25, 9)),  # cells smaller than a pixel
     ((1, 1, 1), (0, 2, 40, 35), (40, 40)),  # one map
 ]
@@ -82,6 +84,36 @@ def test_kernels_on_a_gpu(case: Case) -> None:
     leaves = [grid.requires_grad_(), rgb.requires_grad_()]
     found = bilateral_map(*leaves, *case[1:])
     check([found.detach(), *torch.autograd.grad(found, leaves, v_out)], case)
+
+
+SHAPES = [(2, 12, 8, 5, 7), (1, 12, 1, 3, 1), (3, 12, 2, 1, 4)]
+
+
+def expected_of_variation(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return grids, and the gradient of their variation in float64, three times."""
+    grids = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    leaf = grids.double().requires_grad_()
+    (found,) = torch.autograd.grad(3 * variation(leaf), leaf)
+    return grids, found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradient_of_variation(shape: tuple[int, ...], library: ctypes.CDLL) -> None:
+    grids, wanted = expected_of_variation(shape)
+    torch.testing.assert_close(bilateral_variation_backward(grids, 3.0).double(), wanted, atol=1e-6, rtol=1e-5)
+    found, sizes = torch.full_like(grids, torch.nan), (ctypes.c_int * 4)(shape[0], *shape[2:])
+    library.bilateral_variation_backward(
+        ctypes.c_void_p(grids.data_ptr()), sizes, ctypes.c_float(3.0), ctypes.c_void_p(found.data_ptr())
+    )
+    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradient_of_variation_on_a_gpu(shape: tuple[int, ...]) -> None:
+    grids, wanted = expected_of_variation(shape)
+    found = bilateral_variation_backward(grids.cuda(), 3.0)
+    torch.testing.assert_close(found.double().cpu(), wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_wrong_shapes_are_named() -> None:

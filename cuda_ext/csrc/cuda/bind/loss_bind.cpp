@@ -12,6 +12,7 @@ namespace loss_bind {
 constexpr char kComposite[] = "out[P,C] alpha[P] background[3] P C >rgb[P,3]";
 constexpr char kCompositeBackward[] =
     "out[P,C] alpha[P] background[3] v_rgb[P,3] P C >v_out[P,C] >v_alpha[P]";
+constexpr char kVariation[] = "grids[N,12,L,R,C] N L R C weight >v_grids[N,12,L,R,C]";
 constexpr char kBandLoss[] = ">rgb[H,W,3] >v_out[P,3] >v_alpha[P] - >l1[] >ssim[] - - -";
 constexpr char kBandLossInto[] = "rgb[H,W,3] v_out[P,3] v_alpha[P] last[P] - - loss[] offset scale";
 
@@ -126,6 +127,7 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("composite_backward", bound<composited<nsmg::composite_backward_launch, kCompositeBackward>>());
   m.impl("bilateral_map", bound<bilateral_map>());
   m.impl("bilateral_map_backward", bound<bilateral_map_backward>());
+  m.impl("bilateral_variation_backward", bound<launched<nsmg::bilateral_variation_backward_launch, kVariation>>());
   m.impl("l1_ssim", bound<l1_ssim>());
   m.impl("l1_ssim_backward", bound<l1_ssim_backward>());
   m.impl("band_loss", bound<band_loss<kBandLoss>>());

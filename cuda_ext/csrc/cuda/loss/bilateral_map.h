@@ -25,4 +25,8 @@ cudaError_t bilateral_map_launch(const BilateralGrid& grid, const MappedColors& 
 cudaError_t bilateral_map_backward_launch(const BilateralGrid& grid, const MappedColors& colors, const float* v_out,
                                           float* v_grid, float* v_rgb, cudaStream_t stream);
 
+// The gradient of the weighted sum over axes of mean squares of differences; grids [views, 12, levels, rows, columns].
+cudaError_t bilateral_variation_backward_launch(const float* grids, int views, int levels, int rows, int columns,
+                                                float weight, float* v_grids, cudaStream_t stream);
+
 }  // namespace nsmg
