@@ -116,9 +116,9 @@ SCHEMAS: tuple[str, ...] = (
     "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",
     "l1_ssim_backward(Tensor pred, Tensor target, Tensor dssim_dpred, int[] inner, Tensor v_l1, Tensor v_ssim) -> "
     "Tensor v_pred",
-    f"band_loss({_BAND_INPUTS}) -> (Tensor rgb, Tensor l1, Tensor ssim, Tensor v_out, Tensor v_alpha)",
+    f"band_loss({_BAND_INPUTS}, bool clamp=True) -> (Tensor rgb, Tensor l1, Tensor ssim, Tensor v_out, Tensor v_alpha)",
     f"band_loss_into({_BAND_INPUTS}, float offset, float scale, Tensor(a!) rgb, Tensor(b!) loss, Tensor(c!) v_out, "
-    "Tensor(d!) v_alpha, Tensor(e!)? last=None) -> ()",
+    "Tensor(d!) v_alpha, Tensor(e!)? last=None, bool clamp=True) -> ()",
     f"splat_forward({_SPLAT_INPUTS}, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     f"splat_forward_lazy({_SPLAT_INPUTS}, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor last, Tensor table, "
     f"Tensor steps, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",

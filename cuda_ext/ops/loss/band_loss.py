@@ -18,14 +18,14 @@ from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.ops.loss.loss import SSIM_HALO, l1_ssim_backward_torch, l1_ssim_torch
 from cuda_ext.ops.raster import compositing
 
-__all__ = ["BandLoss", "band_loss", "band_loss_into", "rectangle_loss", "skip_halo"]
+__all__ = ["BandLoss", "band_loss", "band_loss_into"]
 
 
 class BandLoss(NamedTuple):
     """Loss sums, image and gradients of a rectangle.
 
     Attributes:
-        rgb: [h,w,3] all of it over the background, clamped to [0, 1].
+        rgb: [h,w,3] all of it over the background, clamped to [0, 1] if asked for.
         l1, ssim: [] sums over its own pixels, and over the windows centred there, as `cuda_ext.l1_ssim` has them.
         v_out, v_alpha: [h w,3], [h w] the gradient of the view's loss by what was blended; zero beyond its own pixels.
     """
@@ -39,8 +39,9 @@ class BandLoss(NamedTuple):
 
 @torch.no_grad()
 def band_loss(
-    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
-) -> BandLoss:
+    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor,
+    clamp: bool = True,
+) -> BandLoss:  # fmt: skip
     """L1 and SSIM of a rectangle's own pixels, and the gradient of the whole view's loss by them.
 
     The loss is a function of two sums over the view, those of `cuda_ext.l1_ssim`. Summed over rectangles whose own
@@ -54,6 +55,7 @@ def band_loss(
         target: [h,w,3] the image there, uint8, or of out's type and in [0, 1].
         inner: (x0, y0, x1, y1) its own pixels, in pixels of the rectangle; may be empty.
         v_l1, v_ssim: [] the loss's gradient by the view's two sums.
+        clamp: colours to [0, 1]; those beyond have no gradient then.
 
     Raises:
         TypeError, ValueError: a tensor of the wrong shape, dtype or device, or `inner` beyond the rectangle.
@@ -61,7 +63,7 @@ def band_loss(
     """
     _check(out, alpha, background, target, inner, v_l1, v_ssim)
     operator = torch.ops.ns_multigpu.band_loss if kernels_serve(out) else _band_loss_composed
-    return BandLoss(*operator(out, alpha, background, target, inner, v_l1, v_ssim))
+    return BandLoss(*operator(out, alpha, background, target, inner, v_l1, v_ssim, clamp))
 
 
 @torch.no_grad()
@@ -81,11 +83,12 @@ def band_loss_into(
     v_out: Tensor,
     v_alpha: Tensor,
     last: Tensor | None = None,
+    clamp: bool = True,
 ) -> None:
     """`band_loss` that writes its results where they belong, such as one of several views.
 
     Args:
-        out, alpha, background, target, inner, v_l1, v_ssim: as `band_loss`'s.
+        out, alpha, background, target, inner, v_l1, v_ssim, clamp: as `band_loss`'s.
         offset, scale: `offset + scale * (v_l1 * l1 + v_ssim * ssim)` is added to `loss`, which is [].
         rgb, v_out, v_alpha: as `BandLoss`'s; written, all of them. They must be contiguous, as must `last`.
         last: [h w] int32, `rasterize`'s: set to -1 beyond the own pixels, where backward then skips pixels.
@@ -106,7 +109,7 @@ def band_loss_into(
             raise ValueError(f"band_loss_into: {name} is written in place and must be contiguous.")
     operator = torch.ops.ns_multigpu.band_loss_into if kernels_serve(out) else _band_loss_into_composed
     operator(
-        out, alpha, background, target, inner, v_l1, v_ssim, offset, scale, rgb, loss, v_out, v_alpha, last
+        out, alpha, background, target, inner, v_l1, v_ssim, offset, scale, rgb, loss, v_out, v_alpha, last, clamp
     )  # fmt: skip
 
 
@@ -133,30 +136,14 @@ def _check(
 
 
 def _band_loss_composed(
-    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor,
+    clamp: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return `band_loss` out of the other operators."""
-    rgb = compositing.composite(out, alpha, background).view(target.shape)
-    l1, ssim, v_rgb = rectangle_loss(rgb, target, inner, v_l1, v_ssim)
-    return rgb, l1, ssim, *compositing.composite_backward_torch(out, alpha, background, v_rgb.view(-1, 3))
-
-
-@torch.no_grad()
-def rectangle_loss(
-    rgb: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`band_loss` of colours that are blended already and need not lie in [0, 1].
-
-    Args:
-        rgb: [h,w,3]. target, inner, v_l1, v_ssim: as `band_loss`'s.
-
-    Returns:
-        l1, ssim: [] as `BandLoss`'s. v_rgb: [h,w,3] the gradient of the view's loss; zero beyond the own pixels.
-    """
-    height, width = target.shape[:2]
-    x0, y0, x1, y1 = inner
-    v_rgb = torch.zeros_like(rgb)
-    l1, ssim = rgb.new_zeros(()), rgb.new_zeros(())
+    blended = compositing.composite if clamp else compositing.blend
+    rgb = blended(out, alpha, background).view(target.shape)
+    v_rgb, l1, ssim = torch.zeros_like(rgb), rgb.new_zeros(()), rgb.new_zeros(())
+    (x0, y0, x1, y1), (height, width) = inner, target.shape[:2]
     if x0 < x1 and y0 < y1:
         native = native_serves(rgb)
         forward = torch.ops.ns_multigpu.l1_ssim if native else l1_ssim_torch
@@ -168,32 +155,24 @@ def rectangle_loss(
         wide = (max(x0 - halo, 0), max(y0 - halo, 0), min(x1 + halo, width), min(y1 + halo, height))
         dssim = forward(rgb, target, wide)[2]
         v_rgb[own] = backward(rgb, target, dssim, wide, v_l1, v_ssim)[own]
-    return l1, ssim, v_rgb
-
-
-def skip_halo(last: Tensor, inner: Sequence[int], shape: Sequence[int]) -> None:
-    """Set `last` [h w], `rasterize`'s, to -1 beyond the own pixels, where backward then skips pixels.
-
-    Args:
-        inner: as `band_loss`'s. shape: (h, w, ...).
-    """
-    x0, y0, x1, y1 = inner
-    beyond = torch.ones(shape[:2], dtype=torch.bool, device=last.device)
-    beyond[y0:y1, x0:x1] = False
-    last.masked_fill_(beyond.view(-1), -1)
+    return rgb, l1, ssim, *compositing.composite_backward_torch(out, alpha, background, v_rgb.view(-1, 3), clamp)
 
 
 def _band_loss_into_composed(
     out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor,
     offset: float, scale: float, rgb: Tensor, loss: Tensor, v_out: Tensor, v_alpha: Tensor, last: Tensor | None = None,
+    clamp: bool = True,
 ) -> None:  # fmt: skip
-    found = BandLoss(*_band_loss_composed(out, alpha, background, target, inner, v_l1, v_ssim))
+    found = BandLoss(*_band_loss_composed(out, alpha, background, target, inner, v_l1, v_ssim, clamp))
     rgb.copy_(found.rgb)
     v_out.copy_(found.v_out)
     v_alpha.copy_(found.v_alpha)
     loss.add_(offset + scale * (v_l1 * found.l1 + v_ssim * found.ssim))
     if last is not None:
-        skip_halo(last, inner, target.shape)
+        beyond = torch.ones(target.shape[:2], dtype=torch.bool, device=last.device)
+        x0, y0, x1, y1 = inner
+        beyond[y0:y1, x0:x1] = False
+        last.masked_fill_(beyond.view(-1), -1)
 
 
 @in_gsplat_mode

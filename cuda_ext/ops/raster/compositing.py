@@ -39,13 +39,21 @@ def composite(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
     return _composite_torch(out, alpha, background)
 
 
+def blend(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
+    """Return `composite` [S, 3] before it clamps."""
+    return out[:, :3] + (1 - alpha)[:, None] * background
+
+
 def _composite_torch(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
-    return (out[:, :3] + (1 - alpha)[:, None] * background).clamp(0.0, 1.0)
+    return blend(out, alpha, background).clamp(0.0, 1.0)
 
 
-def composite_backward_torch(out: Tensor, alpha: Tensor, background: Tensor, v_rgb: Tensor) -> tuple[Tensor, Tensor]:
-    value = out[:, :3] + (1 - alpha)[:, None] * background
-    v = torch.where((value >= 0) & (value <= 1), v_rgb, torch.zeros_like(v_rgb))
+def composite_backward_torch(
+    out: Tensor, alpha: Tensor, background: Tensor, v_rgb: Tensor, clamp: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `composite`, or of `blend`, by out and alpha."""
+    value = blend(out, alpha, background)
+    v = torch.where((value >= 0) & (value <= 1), v_rgb, torch.zeros_like(v_rgb)) if clamp else v_rgb
     return torch.nn.functional.pad(v, (0, out.shape[1] - 3)), -(v * background).sum(dim=1)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.loss.band_loss import band_loss_into, rectangle_loss, skip_halo
+from cuda_ext.ops.loss.band_loss import band_loss_into
 from cuda_ext.ops.raster.compositing import composite
 from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.step.bilateral_grids import StepGrids
@@ -98,20 +98,20 @@ class PatchLosses:
         """`_add_blended` with bilateral grids, which map clamped colours to colours that are not clamped."""
         assert self._grids is not None
         target, mask = self.photograph(layers, patch.view)
-        inner, shown = patch.inner(view), composite(*blended).view(target.shape)
-        rgb, backward = self._grids.applied(patch.view, shown, patch.rendered(view), (view.width, view.height))
+        shown = composite(*blended).view(target.shape)
+        mapped, backward = self._grids.applied(patch.view, shown, patch.rendered(view), (view.width, view.height))
         mask = None if mask is None else mask.view(*target.shape[:2], 1)
-        rgb = rgb if mask is None else rgb * mask
-        weights = self._weights_of(view.width, view.height)
-        l1, ssim, v_rgb = rectangle_loss(rgb, target, inner, *weights)
-        loss = weights[0] * l1 + weights[1] * ssim
-        self._report[patch.view].add_(self._offset(patch) + self._settings.views * loss)
+        mapped = mapped if mask is None else mapped * mask
+        rgb, v_rgb = torch.empty_like(mapped), torch.empty_like(mapped)
+        band_loss_into(
+            mapped.view(-1, 3), torch.ones_like(v_alpha), torch.zeros_like(blended[2]), target, patch.inner(view),
+            *self._weights_of(view.width, view.height), offset=self._offset(patch), scale=self._settings.views, rgb=rgb,
+            loss=self._report[patch.view], v_out=v_rgb.view(-1, 3), v_alpha=v_alpha, last=last, clamp=False,
+        )  # fmt: skip
         v_shown = backward(v_rgb if mask is None else v_rgb * mask).reshape(-1, 3)
         found = torch.ops.ns_multigpu.composite_backward(*blended, v_shown)
         for gradient, by in zip((v_color, v_alpha), found, strict=True):
             gradient.copy_(by)
-        if last is not None:
-            skip_halo(last, inner, target.shape)
         return rgb
 
     def _offset(self, patch: Patch) -> float:

@@ -24,6 +24,7 @@ class Rendering(NamedTuple):
     target: Tensor
     v_l1: Tensor
     v_ssim: Tensor
+    clamp: bool = True
 
     def cut(self, x0: int, y0: int, x1: int, y1: int) -> "Rendering":
         h, w = self.target.shape[:2]
@@ -33,7 +34,7 @@ class Rendering(NamedTuple):
 
     def run(self, inner: Rectangle | None = None) -> BandLoss:
         h, w = self.target.shape[:2]
-        return band_loss(*self[:4], inner or (0, 0, w, h), self.v_l1, self.v_ssim)
+        return band_loss(*self[:4], inner or (0, 0, w, h), self.v_l1, self.v_ssim, self.clamp)
 
 
 def rendering(
@@ -60,7 +61,8 @@ def expected(r: Rendering) -> BandLoss:
     """Of a whole view, in float64 by autograd and pytorch_msssim's formula, from the very numbers of `r`."""
     h, w = r.target.shape[:2]
     out, alpha = r.out.double().requires_grad_(), r.alpha.double().requires_grad_()
-    rgb = (out + (1 - alpha)[:, None] * r.background.double()).clamp(0, 1).view(h, w, 3)
+    rgb = (out + (1 - alpha)[:, None] * r.background.double()).view(h, w, 3)
+    rgb = rgb.clamp(0, 1) if r.clamp else rgb
     target = r.target.double() / (255 if r.target.dtype == torch.uint8 else 1)
     l1, ssim = (rgb - target).abs().sum(), 0 * rgb.sum()
     if min(h, w) > 10:
@@ -195,7 +197,9 @@ def assert_into_is_the_same(r: Rendering, inner: Rectangle) -> None:
     last = torch.arange(h * w, dtype=torch.int32, device=r.out.device)
     wanted = r.run(inner)
     for _ in range(2):
-        band_loss_into(*r[:4], inner, r.v_l1, r.v_ssim, offset=0.25, scale=4.0, last=last, **results)
+        band_loss_into(
+            *r[:4], inner, r.v_l1, r.v_ssim, offset=0.25, scale=4.0, last=last, clamp=r.clamp, **results
+        )  # fmt: skip
     for name in ("rgb", "v_out", "v_alpha"):
         assert torch.equal(results[name], getattr(wanted, name))
     share = 0.25 + 4.0 * (r.v_l1 * wanted.l1 + r.v_ssim * wanted.ssim)
@@ -203,6 +207,16 @@ def assert_into_is_the_same(r: Rendering, inner: Rectangle) -> None:
     own = torch.zeros(h, w, dtype=torch.bool, device=last.device)
     own[inner[1] : inner[3], inner[0] : inner[2]] = True
     assert torch.equal(last, torch.where(own.view(-1), torch.arange(h * w, device=last.device), -1).int())
+
+
+@pytest.mark.usefixtures("either")
+def test_colours_that_are_not_clamped() -> None:
+    r = rendering(40, 53)._replace(clamp=False)
+    found, wanted = r.run(), expected(r)
+    assert found.rgb.min() < 0 and found.rgb.max() > 1 and found.v_out.all()
+    for got, want in zip(found, wanted, strict=True):
+        assert_near(got, want, 1e-10)
+    assert_into_is_the_same(r, (4, 0, 53, 40))
 
 
 @pytest.mark.parametrize("inner", [(0, 0, 41, 33), (0, 12, 41, 20), (4, 0, 41, 33), (7, 7, 7, 7)])

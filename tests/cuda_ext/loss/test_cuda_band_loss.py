@@ -142,6 +142,13 @@ def test_clamped_colours_have_no_gradient() -> None:
     assert found.rgb.isnan().sum() == 1 and found.rgb[38, 80, 2].isnan()
 
 
+def test_colours_that_are_not_clamped() -> None:
+    r = on_gpu(133, 149)._replace(clamp=False)
+    assert r.run().rgb.max() > 1
+    assert_is(r.run(), expected(r))
+    assert_into_is_the_same(r, (4, 0, 149, 120))
+
+
 @pytest.mark.parametrize("inner", [(0, 0, 141, 133), (0, 12, 141, 20), (4, 0, 141, 133), (7, 7, 7, 7)])
 def test_into_given_tensors(inner: Rectangle) -> None:
     assert_into_is_the_same(on_gpu(133, 141), inner)

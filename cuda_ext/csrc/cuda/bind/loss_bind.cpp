@@ -1,5 +1,7 @@
 // The photometric losses and the composition over a background on CUDA.
 
+#include <limits>
+
 #include "cuda/bind/call.h"
 #include "cuda/loss/band_loss.h"
 #include "cuda/loss/bilateral_map.h"
@@ -101,6 +103,8 @@ void band_loss(Call& call) {
   call.set('H', height);
   call.set('W', width);
   call.set('P', pixels);
+  const bool clamp = call.read<bool>("clamp");
+  const float endless = std::numeric_limits<float>::infinity();
   const BandView view = {call.floats("out", {pixels, 3}),
                          call.floats("alpha", {pixels}),
                          call.floats("background", {3}),
@@ -110,7 +114,9 @@ void band_loss(Call& call) {
                          int(height),
                          inner_rectangle(call, width, height),
                          call.floats("v_l1", {}),
-                         call.floats("v_ssim", {})};
+                         call.floats("v_ssim", {}),
+                         clamp ? 0.0f : -endless,
+                         clamp ? 1.0f : endless};
   const auto results = call.read<BandResults>(kResults);
   BandPlan plan;
   call.check(band_loss_plan(view, &plan));

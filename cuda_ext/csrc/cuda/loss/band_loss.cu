@@ -113,7 +113,7 @@ __device__ __forceinline__ double walk_pixels(const BandView& view, const Walk& 
     if (round < walk.steps && row < view.height) {
       float4* line = memory.images[ring_slot(round)] + lane;
       float shown[2];
-      const float4 images = ahead.images(background, shown, passed);
+      const float4 images = ahead.images(view, background, shown, passed);
       if (near) *line = images;
       if (row >= walk.first && row < walk.end) {
         if (own[0]) rgb[0] = shown[0];
@@ -123,7 +123,7 @@ __device__ __forceinline__ double walk_pixels(const BandView& view, const Walk& 
       if (row + 1 < view.height) ahead.load(out, alpha, target, present);
       if (far) {
         unsigned ignored = 0;
-        line[kFiltered] = far_ahead.images(background, shown, ignored);
+        line[kFiltered] = far_ahead.images(view, background, shown, ignored);
         if (row + 1 < view.height)
           far_ahead.load(out + kChannels * kFar, alpha + kFar, target + kChannels * kFar, far_present);
       }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void do_fringe(const BandView& view, int block, const
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       const size_t number = size_t(kChannels * pixel + c);
-      results.rgb[number] = clamped(blend(__ldg(view.out + number), alpha, __ldg(view.background + c)));
+      results.rgb[number] = clamped(blend(__ldg(view.out + number), alpha, __ldg(view.background + c)), view);
       results.v_out[number] = 0;
     }
     results.v_alpha[pixel] = 0;

@@ -14,7 +14,7 @@ namespace nsmg {
 
 // What was rendered, in device memory: out [height width, 3], alpha [height width], background [3]; target [height,
 // width, 3] is float, or bytes where target_bytes says so. 3 width height < 2^31. v_l1, v_ssim: the loss's gradient by
-// the two sums, one float each.
+// the two sums, one float each. Colours are clamped to [lowest, highest].
 struct BandView {
   const float *out, *alpha, *background;
   const void* target;
@@ -22,6 +22,7 @@ struct BandView {
   int width, height;
   LossRectangle inner;
   const float *v_l1, *v_ssim;
+  float lowest, highest;
 };
 
 // rgb, v_out [height width, 3], v_alpha [height width]; last [height width], set to -1 outside the inner rectangle,

@@ -113,8 +113,8 @@ __device__ __forceinline__ WindowPoint window_point(float u, float v, float uu, 
 __device__ __forceinline__ float blend(float out, float alpha, float background) {
   return fmaf(1.0f - alpha, background, out);
 }
-__device__ __forceinline__ float clamped(float value) {
-  return value < 0.0f ? 0.0f : value > 1.0f ? 1.0f : value;  // NaN stays NaN
+__device__ __forceinline__ float clamped(float value, const BandView& view) {
+  return value < view.lowest ? view.lowest : value > view.highest ? view.highest : value;  // NaN stays NaN
 }
 
 // What a lane reads ahead of a pair of pixels.
@@ -135,12 +135,13 @@ struct Ahead {
   }
 
   // u and v for shared memory; `shown`: the colours; sets a bit in `passed` for each that the clamp leaves as it is.
-  __device__ __forceinline__ float4 images(float background, float (&shown)[2], unsigned& passed) const {
+  __device__ __forceinline__ float4 images(const BandView& view, float background, float (&shown)[2],
+                                           unsigned& passed) const {
     float t[2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const float value = blend(out[side], alpha[side], background);
-      shown[side] = clamped(value);
+      shown[side] = clamped(value, view);
       passed |= unsigned(shown[side] == value) << side;
       t[side] = image_value(target[side]);
     }
