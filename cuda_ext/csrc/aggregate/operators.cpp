@@ -36,8 +36,8 @@ const std::unordered_map<std::string, Rule>& rules() {
     const auto add = [&](const Rule& rule, std::initializer_list<const char*> names) {
       for (const char* name : names) (*made)[name] = rule;
     };
-    add({Kind::kFixed, "a.a"}, {"mm.out"});
-    add({Kind::kFixed, "aa.a"}, {"addmm.out"});
+    add({Kind::kFixed, "ala"}, {"mm.out"});
+    add({Kind::kFixed, "aala"}, {"addmm.out"});
     add({Kind::kFixed, "bbb"}, {"bmm.out"});
     add({Kind::kFixed, "bbbb"}, {"baddbmm.out"});
     add({Kind::kFixed, "00.0"}, {"addmv.out"});

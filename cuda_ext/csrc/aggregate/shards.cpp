@@ -67,7 +67,7 @@ std::vector<Part> parts_of(int64_t size) {
 }
 
 int64_t split_dim(char letter, const Cut& cut, const Tensor& tensor) {
-  if (letter == '.' || !tensor.defined()) return -1;
+  if (letter == '.' || letter == 'l' || !tensor.defined()) return -1;
   int64_t dim = letter == 's' ? cut.dim : letter == 'a' ? -2 : letter == 'b' ? -3 : letter - '0';
   dim += dim < 0 ? tensor.dim() : 0;
   const bool has = dim >= 0 && dim < tensor.dim();
@@ -85,6 +85,20 @@ Tensor plain(const Tensor& tensor, int member, int64_t dim, int64_t begin, int64
     impl->set_sizes_and_strides(sizes, tensor.strides(), tensor.storage_offset() + begin * tensor.stride(dim));
   }
   return result;
+}
+
+// A copy in the member's memory of a large tensor that lies on several; the tensor itself where that does not fit.
+static Tensor copied(const Tensor& tensor, int member) {
+  const Tensor result = plain(tensor, member);
+  if (!tensor.defined() || !tensor.is_privateuseone() || tensor.nbytes() < small()) return result;
+  const auto held = shards(tensor.storage().data(), tensor.storage().nbytes());
+  if (held[member] == static_cast<int64_t>(tensor.storage().nbytes())) return result;
+  c10::DeviceGuard guard(device(member));
+  try {
+    return result.clone();
+  } catch (const c10::OutOfMemoryError&) {
+    return result;
+  }
 }
 
 Tensor wrapped(const Tensor& plain) {
@@ -115,6 +129,7 @@ Stack call_member(
     const auto& value = arguments[k];
     const char letter = op.is_tensor(k) && !letters.empty() ? letters.at(op.letter_of[k]) : '.';
     const auto shard = [&](const Tensor& tensor) {
+      if (letter == 'l') return copied(tensor, part.member);
       return plain(tensor, part.member, split_dim(letter, cut, tensor), part.begin, part.length);
     };
     if (value.isTensor()) {
@@ -215,8 +230,7 @@ static Tensor joined(
           .copy_(add ? one.unsqueeze(0) : one);
     }
   }
-  c10::DeviceGuard guard(device(0));
-  return add ? wrapped(at::sum(plain(all, 0), 0)) : all;
+  return add ? at::sum(all, 0) : all;
 }
 
 void call_shards(

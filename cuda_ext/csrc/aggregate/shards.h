@@ -31,7 +31,7 @@ struct Cut {
 };
 
 // Says for each tensor of a call which of its dimensions is split, one letter each:
-// '.': none; 's': the cut's; 'a': the last but one; 'b': the third from the end; '0' to '9': that one.
+// '.': none; 'l': none, and members read their own copies of large tensors; 's': the cut's; 'a': the last but one; 'b': the third from the end; '0' to '9': that one.
 // For results only: '+': none, but the members' results are added; '-': an empty tensor takes their place.
 // A tensor with one row there is broadcast: each member's call sees all of it.
 int64_t split_dim(char letter, const Cut& cut, const Tensor& tensor);

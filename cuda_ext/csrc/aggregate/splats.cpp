@@ -119,7 +119,7 @@ bool rasterize(const Operator& op, const Stack& arguments, Stack& results) {
   if (parts.size() < 2) return false;
   const Tensor offsets = arguments[kTileOffsets].toTensor().cpu();
   const Cut pixels{0, parts.back().begin + parts.back().length};
-  call_parts(op, arguments, ".......", "000-", pixels, -1, parts, of_bands(parts, bands, offsets), results);
+  call_parts(op, arguments, "llll.l.", "000-", pixels, -1, parts, of_bands(parts, bands, offsets), results);
   results[2] = shifted(results[2].toTensor(), parts, bands, offsets, 1);
   return true;
 }
@@ -141,7 +141,7 @@ bool rasterize_backward(const Operator& op, const Stack& arguments, Stack& resul
     again.insert(again.end(), {c10::IValue(), false});
     shards[kState] = call_member(forward, again, "", {0, 0}, parts[i])[3];
   };
-  call_parts(op, changed, "......00.000", "+++++", pixels, -1, parts, change, results);
+  call_parts(op, changed, "llll.l00.000", "+++++", pixels, -1, parts, change, results);
   return true;
 }
 

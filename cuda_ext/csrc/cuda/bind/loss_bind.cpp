@@ -50,6 +50,8 @@ void bilateral_map_backward(Call& call) {
   call.run(bilateral_map_backward_launch, grid, colors, v_out, v_grid, call.read<float*>(">v_rgb[H,W,3]"));
 }
 
+void variation_backward(Call& call) { launched<bilateral_variation_backward_launch, kVariation>(call); }
+
 // A rectangle (x0, y0, x1, y1) of an image.
 LossRectangle inner_rectangle(Call& call, int64_t width, int64_t height) {
   const at::IntArrayRef inner = call.integers("inner");
@@ -133,7 +135,7 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("composite_backward", bound<composited<nsmg::composite_backward_launch, kCompositeBackward>>());
   m.impl("bilateral_map", bound<bilateral_map>());
   m.impl("bilateral_map_backward", bound<bilateral_map_backward>());
-  m.impl("bilateral_variation_backward", bound<launched<nsmg::bilateral_variation_backward_launch, kVariation>>());
+  m.impl("bilateral_variation_backward", bound<variation_backward>());
   m.impl("l1_ssim", bound<l1_ssim>());
   m.impl("l1_ssim_backward", bound<l1_ssim_backward>());
   m.impl("band_loss", bound<band_loss<kBandLoss>>());
