@@ -117,7 +117,8 @@ SCHEMAS: tuple[str, ...] = (
     "l1_ssim_backward(Tensor pred, Tensor target, Tensor dssim_dpred, int[] inner, Tensor v_l1, Tensor v_ssim) -> "
     "Tensor v_pred",
     f"band_loss({_BAND_INPUTS}, bool clamp=True) -> (Tensor rgb, Tensor l1, Tensor ssim, Tensor v_out, Tensor v_alpha)",
-    f"band_loss_into({_BAND_INPUTS}, float offset, float scale, Tensor(a!) rgb, Tensor(b!) loss, Tensor(c!) v_out, "
+    "band_loss_into(Tensor out, Tensor alpha, Tensor[] backgrounds, Tensor[] targets, int[] inners, Tensor[] v_l1, "
+    "Tensor[] v_ssim, float[] offsets, float scale, Tensor(a!)[] rgb, Tensor(b!)[] loss, Tensor(c!) v_out, "
     "Tensor(d!) v_alpha, Tensor(e!)? last=None, bool clamp=True) -> ()",
     f"splat_forward({_SPLAT_INPUTS}, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     f"splat_forward_lazy({_SPLAT_INPUTS}, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor last, Tensor table, "

@@ -18,7 +18,7 @@ from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.ops.loss.loss import SSIM_HALO, l1_ssim_backward_torch, l1_ssim_torch
 from cuda_ext.ops.raster import compositing
 
-__all__ = ["BandLoss", "band_loss", "band_loss_into"]
+__all__ = ["Band", "BandLoss", "band_loss", "band_loss_into"]
 
 
 class BandLoss(NamedTuple):
@@ -66,50 +66,63 @@ def band_loss(
     return BandLoss(*operator(out, alpha, background, target, inner, v_l1, v_ssim, clamp))
 
 
+class Band(NamedTuple):
+    """A rectangle among those of `band_loss_into`.
+
+    Attributes:
+        target, inner, background, v_l1, v_ssim: as `band_loss`'s.
+        rgb: as `BandLoss`'s; written. It must be contiguous.
+        loss: [] to which `offset + scale * (v_l1 * l1 + v_ssim * ssim)` is added. offset: see there.
+    """
+
+    target: Tensor
+    inner: Sequence[int]
+    background: Tensor
+    v_l1: Tensor
+    v_ssim: Tensor
+    rgb: Tensor
+    loss: Tensor
+    offset: float = 0.0
+
+
 @torch.no_grad()
 def band_loss_into(
-    out: Tensor,
-    alpha: Tensor,
-    background: Tensor,
-    target: Tensor,
-    inner: Sequence[int],
-    v_l1: Tensor,
-    v_ssim: Tensor,
-    *,
-    offset: float,
-    scale: float,
-    rgb: Tensor,
-    loss: Tensor,
-    v_out: Tensor,
-    v_alpha: Tensor,
-    last: Tensor | None = None,
-    clamp: bool = True,
-) -> None:
-    """`band_loss` that writes its results where they belong, such as one of several views.
+    out: Tensor, alpha: Tensor, bands: Sequence[Band], *, scale: float, v_out: Tensor, v_alpha: Tensor,
+    last: Tensor | None = None, clamp: bool = True,
+) -> None:  # fmt: skip
+    """`band_loss` of several rectangles at once, which writes its results where they belong.
 
     Args:
-        out, alpha, background, target, inner, v_l1, v_ssim, clamp: as `band_loss`'s.
-        offset, scale: `offset + scale * (v_l1 * l1 + v_ssim * ssim)` is added to `loss`, which is [].
-        rgb, v_out, v_alpha: as `BandLoss`'s; written, all of them. They must be contiguous, as must `last`.
-        last: [h w] int32, `rasterize`'s: set to -1 beyond the own pixels, where backward then skips pixels.
+        out: [P,3], alpha: [P] as `band_loss`'s, of one rectangle after the other.
+        bands: the rectangles. Losses are added in their order. scale: see `Band.loss`.
+        v_out, v_alpha: [P,3], [P] as `BandLoss`'s; written, all of them. They must be contiguous, as must `last`.
+        last: [P] int32, `rasterize`'s: set to -1 beyond the own pixels, where backward then skips pixels.
+        clamp: as `band_loss`'s.
 
     Raises:
         TypeError, ValueError, NativeBuildError: as `band_loss`.
     """
-    _check(out, alpha, background, target, inner, v_l1, v_ssim)
-    pixels = alpha.shape[0]
-    check_floats(
-        out, rgb=(rgb, target.shape), loss=(loss, ()), v_out=(v_out, (pixels, 3)), v_alpha=(v_alpha, (pixels,))
-    )
+    first, pixels = 0, len(alpha)
+    for band in bands:
+        piece = slice(first, first + band.target.shape[:2].numel())
+        first = piece.stop
+        _check(out[piece], alpha[piece], band.background, band.target, band.inner, band.v_l1, band.v_ssim)
+        check_floats(out, rgb=(band.rgb, band.target.shape), loss=(band.loss, ()))
+        if not band.rgb.is_contiguous():
+            raise ValueError("band_loss_into: rgb is written in place and must be contiguous.")
+    check_floats(out, out=(out, (first, 3)), v_out=(v_out, (pixels, 3)), v_alpha=(v_alpha, (pixels,)))
     if last is not None:
         check_tensors(torch.int32, out.device, last=(last, (pixels,)))
-    written = {"rgb": rgb, "v_out": v_out, "v_alpha": v_alpha, "last": last}
-    for name, tensor in written.items():
+    for name, tensor in {"v_out": v_out, "v_alpha": v_alpha, "last": last}.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"band_loss_into: {name} is written in place and must be contiguous.")
+    if not bands:
+        return
     operator = torch.ops.ns_multigpu.band_loss_into if kernels_serve(out) else _band_loss_into_composed
+    targets, inners, backgrounds, v_l1, v_ssim, rgb, loss, offsets = zip(*bands, strict=True)
     operator(
-        out, alpha, background, target, inner, v_l1, v_ssim, offset, scale, rgb, loss, v_out, v_alpha, last, clamp
+        out, alpha, backgrounds, targets, [side for inner in inners for side in inner], v_l1, v_ssim, offsets, scale,
+        rgb, loss, v_out, v_alpha, last, clamp,
     )  # fmt: skip
 
 
@@ -159,20 +172,25 @@ def _band_loss_composed(
 
 
 def _band_loss_into_composed(
-    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor,
-    offset: float, scale: float, rgb: Tensor, loss: Tensor, v_out: Tensor, v_alpha: Tensor, last: Tensor | None = None,
-    clamp: bool = True,
+    out: Tensor, alpha: Tensor, backgrounds: Sequence[Tensor], targets: Sequence[Tensor], inners: Sequence[int],
+    v_l1: Sequence[Tensor], v_ssim: Sequence[Tensor], offsets: Sequence[float], scale: float, rgb: Sequence[Tensor],
+    loss: Sequence[Tensor], v_out: Tensor, v_alpha: Tensor, last: Tensor | None = None, clamp: bool = True,
 ) -> None:  # fmt: skip
-    found = BandLoss(*_band_loss_composed(out, alpha, background, target, inner, v_l1, v_ssim, clamp))
-    rgb.copy_(found.rgb)
-    v_out.copy_(found.v_out)
-    v_alpha.copy_(found.v_alpha)
-    loss.add_(offset + scale * (v_l1 * found.l1 + v_ssim * found.ssim))
-    if last is not None:
-        beyond = torch.ones(target.shape[:2], dtype=torch.bool, device=last.device)
-        x0, y0, x1, y1 = inner
-        beyond[y0:y1, x0:x1] = False
-        last.masked_fill_(beyond.view(-1), -1)
+    first = 0
+    for k, target in enumerate(targets):
+        piece, inner = slice(first, first + target.shape[:2].numel()), inners[4 * k : 4 * k + 4]
+        first = piece.stop
+        found = BandLoss(
+            *_band_loss_composed(out[piece], alpha[piece], backgrounds[k], target, inner, v_l1[k], v_ssim[k], clamp)
+        )
+        rgb[k].copy_(found.rgb)
+        v_out[piece] = found.v_out
+        v_alpha[piece] = found.v_alpha
+        loss[k].add_(offsets[k] + scale * (v_l1[k] * found.l1 + v_ssim[k] * found.ssim))
+        if last is not None:
+            beyond = torch.ones(target.shape[:2], dtype=torch.bool, device=last.device)
+            beyond[inner[1] : inner[3], inner[0] : inner[2]] = False
+            last[piece].masked_fill_(beyond.view(-1), -1)
 
 
 @in_gsplat_mode

@@ -1,11 +1,12 @@
 """The loss of a rank's patches in a step that reads nothing back, and its gradient by their pixels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.loss.band_loss import band_loss_into
+from cuda_ext.ops.loss.band_loss import Band, band_loss_into
 from cuda_ext.ops.raster.compositing import composite
 from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.step.bilateral_grids import StepGrids
@@ -13,6 +14,24 @@ from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import SSIM_HALO, Patch, Pixels, View
+
+_Blended = tuple[Tensor, Tensor, Tensor]
+"""Of a patch, with halo: colours [P, 3], alpha [P] and background [3]."""
+
+
+class _Seen(NamedTuple):
+    """Pixels of a patch as its photograph is compared with them.
+
+    Attributes:
+        color, alpha, background: [P, 3], [P], [3]. target: [h, w, 3].
+        backward: turns the gradients by color and alpha, in place, into those by what was blended; None: they are.
+    """
+
+    color: Tensor
+    alpha: Tensor
+    background: Tensor
+    target: Tensor
+    backward: Callable[[Tensor, Tensor], None] | None
 
 
 class PatchLosses:
@@ -43,76 +62,80 @@ class PatchLosses:
             drawn: the patches. own: which they are. views: the batch.
             targets: of each patch the photograph under its rendered rectangle [h, w, channels], uint8 or float.
         """
-        rgbs: list[Tensor] = []
-        colors = drawn.color[:, :3].contiguous()
-        v_color, v_alpha = torch.empty_like(colors), torch.empty_like(drawn.alpha)
-        add, start = self._add_blended if self._grids is None else self._add_mapped, 0
+        colors, start = drawn.color[:, :3].contiguous(), 0
+        look = self._blended if self._grids is None else self._mapped
+        seen, bands, pieces = list[_Seen](), list[Band](), list[slice]()
         for patch, layers in zip(own, targets, strict=True):
-            left, top, right, bottom = patch.rendered(views[patch.view])
-            piece = slice(start, start + (bottom - top) * (right - left))
-            start = piece.stop
-            blended = colors[piece], drawn.alpha[piece], self._backgrounds[patch.view]
-            last = None if drawn.last is None else drawn.last[piece]
-            rgb = add(patch, views[patch.view], blended, layers, v_color[piece], v_alpha[piece], last)
+            view = views[patch.view]
+            left, top, right, bottom = patch.rendered(view)
+            pieces.append(slice(start, start + (bottom - top) * (right - left)))
+            start = pieces[-1].stop
+            blended = colors[pieces[-1]], drawn.alpha[pieces[-1]], self._backgrounds[patch.view]
+            seen.append(look(patch, view, blended, layers))
+            target = seen[-1].target
+            weights, rgb = self._weights_of(view.width, view.height), colors.new_empty(target.shape)
+            report, offset = self._report[patch.view], self._offset(patch)
+            bands.append(Band(target, patch.inner(view), seen[-1].background, *weights, rgb, report, offset))
+        shown, covered = colors, drawn.alpha
+        if any(one.backward for one in seen):
+            parts = [one.color for one in seen], [one.alpha for one in seen]
+            shown, covered = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
+        v_color, v_alpha = torch.empty_like(colors), torch.empty_like(drawn.alpha)
+        band_loss_into(
+            shown, covered, bands, scale=self._settings.views, v_out=v_color, v_alpha=v_alpha, last=drawn.last,
+            clamp=self._grids is None,
+        )  # fmt: skip
+        for one, piece in zip(seen, pieces, strict=True):
+            if one.backward is not None:
+                one.backward(v_color[piece], v_alpha[piece])
+        rgbs = []
+        for band, patch in zip(bands, own, strict=True):
             x0, y0, x1, y1 = patch.inner(views[patch.view])
-            rgbs.append(rgb[y0:y1, x0:x1])
+            rgbs.append(band.rgb[y0:y1, x0:x1])
         if self._settings.depth_weight > 0:
             v_depth, v_covered = self._add_depths(drawn, own, views)
             v_color, v_alpha = torch.cat([v_color, v_depth[:, None]], dim=1), v_alpha + v_covered
         return rgbs, v_color, v_alpha
 
-    def _add_blended(
-        self, patch: Patch, view: View, blended: tuple[Tensor, Tensor, Tensor], layers: Tensor,
-        v_color: Tensor, v_alpha: Tensor, last: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Add the loss of a patch; return its rendering, with halo, and write the gradients by colour and alpha.
-
-        Args:
-            blended: its colours [P, 3], alpha [P] and background [3]. layers: see `photograph`.
-            v_color, v_alpha: to be written. last: [P] set to -1 in the halo, where backward then skips pixels.
-        """
+    def _blended(self, patch: Patch, view: View, blended: _Blended, layers: Tensor) -> _Seen:
+        """Return what a patch's photograph is compared with. layers: see `photograph`."""
         target, mask = self.photograph(layers, patch.view)
-        (color, alpha, background), rgb = blended, v_color.new_empty(target.shape)
-        if self._exposures is not None:
-            color, background = self._exposures.applied(patch.view, color, background)
-        seen = color, alpha
-        if mask is not None:  # of clamped colours, over nothing
-            seen = composite(color, alpha, background) * mask, torch.ones_like(alpha)
-        band_loss_into(
-            *seen, background, target, patch.inner(view), *self._weights_of(view.width, view.height),
-            offset=self._offset(patch), scale=self._settings.views, rgb=rgb, loss=self._report[patch.view],
-            v_out=v_color, v_alpha=v_alpha, last=last,
-        )  # fmt: skip
-        if mask is not None:
-            found = torch.ops.ns_multigpu.composite_backward(color, alpha, background, v_color * mask)
-            for gradient, by in zip((v_color, v_alpha), found, strict=True):
-                gradient.copy_(by)
-        if self._exposures is not None:
-            self._exposures.backward(patch.view, *blended, v_color)
-        return rgb
+        (color, alpha, background), gains = blended, self._exposures
+        if gains is not None:
+            color, background = gains.applied(patch.view, color, background)
+        if gains is None and mask is None:
+            return _Seen(color, alpha, background, target, None)
 
-    def _add_mapped(
-        self, patch: Patch, view: View, blended: tuple[Tensor, Tensor, Tensor], layers: Tensor,
-        v_color: Tensor, v_alpha: Tensor, last: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """`_add_blended` with bilateral grids, which map clamped colours to colours that are not clamped."""
+        def backward(v_color: Tensor, v_alpha: Tensor) -> None:
+            if mask is not None:
+                found = torch.ops.ns_multigpu.composite_backward(color, alpha, background, v_color * mask)
+                for gradient, by in zip((v_color, v_alpha), found, strict=True):
+                    gradient.copy_(by)
+            if gains is not None:
+                gains.backward(patch.view, *blended, v_color)
+
+        if mask is None:
+            return _Seen(color, alpha, background, target, backward)
+        # Of clamped colours, over nothing.
+        shown = composite(color, alpha, background) * mask
+        return _Seen(shown, torch.ones_like(alpha), background, target, backward)
+
+    def _mapped(self, patch: Patch, view: View, blended: _Blended, layers: Tensor) -> _Seen:
+        """`_blended` with bilateral grids, which map clamped colours to colours that are not clamped."""
         assert self._grids is not None
         target, mask = self.photograph(layers, patch.view)
         shown = composite(*blended).view(target.shape)
-        mapped, backward = self._grids.applied(patch.view, shown, patch.rendered(view), (view.width, view.height))
-        mask = None if mask is None else mask.view(*target.shape[:2], 1)
-        mapped = mapped if mask is None else mapped * mask
-        rgb, v_rgb = torch.empty_like(mapped), torch.empty_like(mapped)
-        band_loss_into(
-            mapped.view(-1, 3), torch.ones_like(v_alpha), torch.zeros_like(blended[2]), target, patch.inner(view),
-            *self._weights_of(view.width, view.height), offset=self._offset(patch), scale=self._settings.views, rgb=rgb,
-            loss=self._report[patch.view], v_out=v_rgb.view(-1, 3), v_alpha=v_alpha, last=last, clamp=False,
-        )  # fmt: skip
-        v_shown = backward(v_rgb if mask is None else v_rgb * mask).reshape(-1, 3)
-        found = torch.ops.ns_multigpu.composite_backward(*blended, v_shown)
-        for gradient, by in zip((v_color, v_alpha), found, strict=True):
-            gradient.copy_(by)
-        return rgb
+        mapped, unmap = self._grids.applied(patch.view, shown, patch.rendered(view), (view.width, view.height))
+        mapped = mapped.view(-1, 3) if mask is None else mapped.view(-1, 3) * mask
+
+        def backward(v_color: Tensor, v_alpha: Tensor) -> None:
+            v_mapped = v_color if mask is None else v_color * mask
+            v_shown = unmap(v_mapped.view(target.shape)).reshape(-1, 3)
+            found = torch.ops.ns_multigpu.composite_backward(*blended, v_shown)
+            for gradient, by in zip((v_color, v_alpha), found, strict=True):
+                gradient.copy_(by)
+
+        return _Seen(mapped, torch.ones_like(blended[1]), torch.zeros_like(blended[2]), target, backward)
 
     def _offset(self, patch: Patch) -> float:
         """Return what a view's loss begins with, once a view."""

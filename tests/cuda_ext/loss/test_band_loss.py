@@ -1,5 +1,6 @@
 """`band_loss`: the loss of a whole view and its gradient by what was blended, from one rectangle or from many."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from pytorch_msssim import SSIM
 from torch import Tensor
 
-from cuda_ext import BandLoss, band_loss, band_loss_into, composite, l1_ssim
+from cuda_ext import Band, BandLoss, band_loss, band_loss_into, composite, l1_ssim
 
 OPS = torch.ops.ns_multigpu
 Rectangle = tuple[int, int, int, int]
@@ -184,11 +185,21 @@ def test_clamped_colours_have_no_gradient() -> None:
 
 
 def results_of(r: Rendering) -> dict[str, Tensor]:
-    """Return buffers for `band_loss_into`."""
+    """Return buffers for `into`."""
     return {
         "rgb": torch.empty_like(r.target, dtype=r.out.dtype), "loss": torch.full_like(r.v_l1, 2),
         "v_out": torch.empty_like(r.out), "v_alpha": torch.empty_like(r.alpha),
     }  # fmt: skip
+
+
+def into(
+    r: Rendering, inner: Rectangle, results: dict[str, Tensor], last: Tensor | None = None, offset: float = 0.0,
+    scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Write `band_loss_into`'s results of one rectangle."""
+    band = Band(r.target, inner, r.background, r.v_l1, r.v_ssim, results["rgb"], results["loss"], offset)
+    v_out, v_alpha = results["v_out"], results["v_alpha"]
+    band_loss_into(r.out, r.alpha, [band], scale=scale, v_out=v_out, v_alpha=v_alpha, last=last, clamp=r.clamp)
 
 
 def assert_into_is_the_same(r: Rendering, inner: Rectangle) -> None:
@@ -197,9 +208,7 @@ def assert_into_is_the_same(r: Rendering, inner: Rectangle) -> None:
     last = torch.arange(h * w, dtype=torch.int32, device=r.out.device)
     wanted = r.run(inner)
     for _ in range(2):
-        band_loss_into(
-            *r[:4], inner, r.v_l1, r.v_ssim, offset=0.25, scale=4.0, last=last, clamp=r.clamp, **results
-        )  # fmt: skip
+        into(r, inner, results, last, 0.25, 4.0)
     for name in ("rgb", "v_out", "v_alpha"):
         assert torch.equal(results[name], getattr(wanted, name))
     share = 0.25 + 4.0 * (r.v_l1 * wanted.l1 + r.v_ssim * wanted.ssim)
@@ -207,6 +216,38 @@ def assert_into_is_the_same(r: Rendering, inner: Rectangle) -> None:
     own = torch.zeros(h, w, dtype=torch.bool, device=last.device)
     own[inner[1] : inner[3], inner[0] : inner[2]] = True
     assert torch.equal(last, torch.where(own.view(-1), torch.arange(h * w, device=last.device), -1).int())
+
+
+def assert_many_at_once(renderings: Sequence[Rendering]) -> None:
+    """Rectangles at once have the results of each alone; all but the first share a loss."""
+    inners = [(k % 3, 0, r.target.shape[1], r.target.shape[0] - k % 2) for k, r in enumerate(renderings)]
+    results = [results_of(r) for r in renderings]
+    out, alpha = (torch.cat([r[k] for r in renderings]) for k in range(2))
+    v_out, v_alpha, last = torch.empty_like(out), torch.empty_like(alpha), torch.zeros_like(alpha, dtype=torch.int32)
+    bands = [
+        Band(r.target, i, r.background, r.v_l1, r.v_ssim, found["rgb"], results[min(k, 1)]["loss"], 0.5 * k)
+        for k, (r, i, found) in enumerate(zip(renderings, inners, results, strict=True))
+    ]
+    band_loss_into(out, alpha, bands, scale=2.0, v_out=v_out, v_alpha=v_alpha, last=last)
+    start, losses = 0, [2.0, 2.0]
+    for k, (r, inner, found) in enumerate(zip(renderings, inners, results, strict=True)):
+        wanted, piece = r.run(inner), slice(start, start + len(r.out))
+        start = piece.stop
+        losses[min(k, 1)] += 0.5 * k + 2.0 * float(r.v_l1 * wanted.l1 + r.v_ssim * wanted.ssim)
+        assert_near(v_out[piece], wanted.v_out, 1e-6)
+        assert_near(v_alpha[piece], wanted.v_alpha, 1e-6)
+        assert torch.equal(found["rgb"], wanted.rgb)
+        width, height = inner[2] - inner[0], inner[3] - inner[1]
+        assert (
+            int((last[piece] == 0).sum()) == width * height
+            and int((last[piece] == -1).sum()) == len(r.out) - width * height
+        )
+    for loss, wanted_loss in zip((results[0], results[1]), losses, strict=True):
+        assert float(loss["loss"]) == pytest.approx(wanted_loss, rel=1e-5)
+
+
+def test_many_at_once() -> None:
+    assert_many_at_once([rendering(20 + k, 33 - k, seed=k) for k in range(5)])
 
 
 @pytest.mark.usefixtures("either")
@@ -223,17 +264,18 @@ def test_colours_that_are_not_clamped() -> None:
 def test_into_given_tensors(inner: Rectangle) -> None:
     assert_into_is_the_same(rendering(33, 41), inner)
     r = rendering(33, 41)
-    band_loss_into(*r[:4], inner, r.v_l1, r.v_ssim, offset=0.0, scale=1.0, **results_of(r))
+    into(r, inner, results_of(r))
 
 
 def check_operators(device: str) -> None:
     r = rendering(20, 22, torch.float32, device=device)
     given = (*r[:4], [2, 0, 22, 18], r.v_l1, r.v_ssim)
     torch.library.opcheck(OPS.band_loss.default, given)
-    results = tuple(results_of(r).values())
+    rgb, loss, v_out, v_alpha = results_of(r).values()
     last = torch.zeros(20 * 22, dtype=torch.int32, device=device)
-    torch.library.opcheck(OPS.band_loss_into.default, (*given, 0.5, 2.0, *results, last))
-    torch.library.opcheck(OPS.band_loss_into.default, (*given, 0.5, 2.0, *results))
+    many = (r.out, r.alpha, [r.background], [r.target], [2, 0, 22, 18], [r.v_l1], [r.v_ssim], [0.5], 2.0)
+    torch.library.opcheck(OPS.band_loss_into.default, (*many, [rgb], [loss], v_out, v_alpha, last))
+    torch.library.opcheck(OPS.band_loss_into.default, (*many, [rgb], [loss], v_out, v_alpha))
 
 
 @pytest.mark.usefixtures("native")

@@ -4,16 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import BandLoss, band_loss_into, use_reference
+from cuda_ext import BandLoss, use_reference
 from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.loss.test_band_loss import (
     Rectangle,
     Rendering,
     assert_bands_add_up,
     assert_into_is_the_same,
+    assert_many_at_once,
     assert_near,
     check_operators,
     expected,
+    into,
     rendering,
     results_of,
 )
@@ -142,6 +144,12 @@ def test_clamped_colours_have_no_gradient() -> None:
     assert found.rgb.isnan().sum() == 1 and found.rgb[38, 80, 2].isnan()
 
 
+@pytest.mark.parametrize("count", [2, 16, 35])
+def test_many_at_once(count: int) -> None:
+    """More than a launch takes, too, of sizes from a window to several strips."""
+    assert_many_at_once([on_gpu(12 + 9 * k, 300 - 8 * k, seed=k) for k in range(count)])
+
+
 def test_colours_that_are_not_clamped() -> None:
     r = on_gpu(133, 149)._replace(clamp=False)
     assert r.run().rgb.max() > 1
@@ -162,7 +170,7 @@ def test_into_slices_of_several_views() -> None:
     for start in (0, 37 * 41 + 1):
         views = [t[start : start + 37 * 41] for t in buffers]
         results = results_of(r) | {"v_out": views[0], "v_alpha": views[1]}
-        band_loss_into(*r[:4], (0, 0, 41, 37), r.v_l1, r.v_ssim, offset=0.0, scale=1.0, **results)
+        into(r, (0, 0, 41, 37), results)
         assert torch.equal(views[0], wanted.v_out) and torch.equal(views[1], wanted.v_alpha)
     for t in buffers:
         assert (t[37 * 41] == 7).all() and (t[2 * 37 * 41 + 1 :] == 7).all()
@@ -184,7 +192,7 @@ def test_a_cuda_graph_holds_it() -> None:
     results = results_of(r)
 
     def step() -> tuple[Tensor, ...]:
-        band_loss_into(*r[:4], inner, r.v_l1, r.v_ssim, offset=0.5, scale=2.0, **results)
+        into(r, inner, results, None, 0.5, 2.0)
         return r.run(inner)
 
     graph, kept = captured(step)
@@ -193,10 +201,10 @@ def test_a_cuda_graph_holds_it() -> None:
         r.v_l1.add_(shift)
         results["loss"].zero_()
         graph.replay()
-        into = {name: t.clone() for name, t in results.items()}
+        found = {name: t.clone() for name, t in results.items()}
         results["loss"].zero_()
         assert all(torch.equal(a, b) for a, b in zip(kept, step(), strict=True))
-        assert all(torch.equal(into[name], results[name]) for name in into)
+        assert all(torch.equal(found[name], results[name]) for name in found)
 
 
 def test_float64_is_named() -> None:

@@ -16,7 +16,6 @@ constexpr char kCompositeBackward[] =
     "out[P,C] alpha[P] background[3] v_rgb[P,3] P C >v_out[P,C] >v_alpha[P]";
 constexpr char kVariation[] = "grids[N,12,L,R,C] N L R C weight >v_grids[N,12,L,R,C]";
 constexpr char kBandLoss[] = ">rgb[H,W,3] >v_out[P,3] >v_alpha[P] - >l1[] >ssim[] - - -";
-constexpr char kBandLossInto[] = "rgb[H,W,3] v_out[P,3] v_alpha[P] last[P] - - loss[] offset scale";
 
 template <auto kLaunch, const char* kItems>
 void composited(Call& call) {
@@ -53,8 +52,7 @@ void bilateral_map_backward(Call& call) {
 void variation_backward(Call& call) { launched<bilateral_variation_backward_launch, kVariation>(call); }
 
 // A rectangle (x0, y0, x1, y1) of an image.
-LossRectangle inner_rectangle(Call& call, int64_t width, int64_t height) {
-  const at::IntArrayRef inner = call.integers("inner");
+LossRectangle inner_rectangle(at::IntArrayRef inner, int64_t width, int64_t height) {
   TORCH_CHECK_VALUE(inner.size() == 4 && 0 <= inner[0] && inner[0] <= inner[2] && inner[2] <= width && 0 <= inner[1] &&
                         inner[1] <= inner[3] && inner[3] <= height,
                     "inner is (x0, y0, x1, y1) within the rectangle of ", width, "x", height, ", got ", inner);
@@ -62,8 +60,9 @@ LossRectangle inner_rectangle(Call& call, int64_t width, int64_t height) {
 }
 
 // A photograph of floats or bytes.
-at::Tensor photograph(Call& call, at::IntArrayRef shape) {
-  return call.checked("target", shape, call.tensor("target").scalar_type() == at::kByte ? at::kByte : at::kFloat);
+at::Tensor photograph(Call& call, const at::Tensor& target, at::IntArrayRef shape) {
+  const at::ScalarType type = target.scalar_type() == at::kByte ? at::kByte : at::kFloat;
+  return call.hold(cuda_checked(target, "target", shape, type, call.like()));
 }
 
 struct Loss {
@@ -74,9 +73,9 @@ struct Loss {
     const float* pred = call.read<const float*>("pred[H,W,3]");
     const int height = call.read<int>("H"), width = call.read<int>("W");
     call.read<int>("3W");
-    const at::Tensor target = photograph(call, {height, width, 3});
+    const at::Tensor target = photograph(call, call.tensor("target"), {height, width, 3});
     images = {pred, target.const_data_ptr(), target.scalar_type() == at::kByte, height, width};
-    inner = inner_rectangle(call, width, height);
+    inner = inner_rectangle(call.integers("inner"), width, height);
   }
 };
 
@@ -97,32 +96,91 @@ void l1_ssim_backward(Call& call) {
            call.read<float*>(">v_pred[H,W,3]"));
 }
 
-template <const char* kResults>
-void band_loss(Call& call) {
-  const at::Tensor target = photograph(call, {-1, -1, 3});
-  const int64_t height = target.size(0), width = target.size(1), pixels = height * width;
-  cuda_count(3 * pixels, "numbers in the image");
-  call.set('H', height);
-  call.set('W', width);
-  call.set('P', pixels);
+struct Pixels {
+  const float *out, *alpha;
+  int64_t count, first = 0;
+};
+
+// The view of a band, whose pixels lie behind those of the bands before it.
+BandView band_view(Call& call, Pixels& pixels, const at::Tensor& target, at::IntArrayRef inner,
+                   const float* background, const float* v_l1, const float* v_ssim) {
+  const int64_t height = target.size(0), width = target.size(1), first = pixels.first;
+  pixels.first += height * width;
+  TORCH_CHECK_VALUE(pixels.first <= pixels.count, "out has ", pixels.count, " pixels, fewer than the targets.");
   const bool clamp = call.read<bool>("clamp");
   const float endless = std::numeric_limits<float>::infinity();
-  const BandView view = {call.floats("out", {pixels, 3}),
-                         call.floats("alpha", {pixels}),
-                         call.floats("background", {3}),
-                         target.const_data_ptr(),
-                         target.scalar_type() == at::kByte,
-                         int(width),
-                         int(height),
-                         inner_rectangle(call, width, height),
-                         call.floats("v_l1", {}),
-                         call.floats("v_ssim", {}),
-                         clamp ? 0.0f : -endless,
-                         clamp ? 1.0f : endless};
-  const auto results = call.read<BandResults>(kResults);
-  BandPlan plan;
-  call.check(band_loss_plan(view, &plan));
-  call.run(band_loss_launch, view, plan, call.scratch_bytes(int64_t(band_loss_bytes(plan))), results);
+  return {pixels.out + 3 * first,
+          pixels.alpha + first,
+          background,
+          target.const_data_ptr(),
+          target.scalar_type() == at::kByte,
+          int(width),
+          int(height),
+          inner_rectangle(inner, width, height),
+          v_l1,
+          v_ssim,
+          clamp ? 0.0f : -endless,
+          clamp ? 1.0f : endless};
+}
+
+Pixels blended_pixels(Call& call) {
+  const int64_t count = call.tensor("alpha").numel();
+  cuda_count(3 * count, "numbers in the image");
+  return {call.floats("out", {count, 3}), call.floats("alpha", {count}), count};
+}
+
+void launch_bands(Call& call, Band* bands, int count) {
+  int64_t sums = 0;
+  call.check(band_loss_plan(bands, count, &sums));
+  call.run(band_loss_launch, static_cast<const Band*>(bands), count, call.scratch<double>(sums));
+}
+
+void band_loss(Call& call) {
+  const at::Tensor target = photograph(call, call.tensor("target"), {-1, -1, 3});
+  Pixels pixels = blended_pixels(call);
+  Band band{};
+  band.view = band_view(call, pixels, target, call.integers("inner"), call.floats("background", {3}),
+                        call.floats("v_l1", {}), call.floats("v_ssim", {}));
+  call.set('H', target.size(0));
+  call.set('W', target.size(1));
+  call.set('P', pixels.count);
+  band.results = call.read<BandResults>(kBandLoss);
+  launch_bands(call, &band, 1);
+}
+
+void band_loss_into(Call& call) {
+  const auto backgrounds = call.tensors("backgrounds"), targets = call.tensors("targets"), rgb = call.tensors("rgb");
+  const auto v_l1 = call.tensors("v_l1"), v_ssim = call.tensors("v_ssim"), loss = call.tensors("loss");
+  const at::IntArrayRef inners = call.integers("inners");
+  const auto offsets = call.numbers("offsets");
+  const float scale = call.read<float>("scale");
+  Pixels pixels = blended_pixels(call);
+  float* v_out = call.in_place<float>("v_out", {pixels.count, 3});
+  float* v_alpha = call.in_place<float>("v_alpha", {pixels.count});
+  call.set('P', pixels.count);
+  int32_t* last = call.read<int32_t*>("last[P]");
+  const auto one = [&](const at::Tensor& given, const char* name, at::IntArrayRef shape) {
+    return call.hold(cuda_checked(given, name, shape, at::kFloat, call.like())).const_data_ptr<float>();
+  };
+  std::vector<Band> bands(targets.size());
+  for (size_t k = 0; k < bands.size(); ++k) {
+    const at::Tensor target = photograph(call, targets[k], {-1, -1, 3});
+    TORCH_CHECK_VALUE(targets[k].scalar_type() == targets[0].scalar_type(), "targets are of several types.");
+    const int64_t first = pixels.first;
+    bands[k].view = band_view(call, pixels, target, inners.slice(4 * k, 4), one(backgrounds[k], "backgrounds", {3}),
+                              one(v_l1[k], "v_l1", {}), one(v_ssim[k], "v_ssim", {}));
+    bands[k].results = {call.written<float>(rgb[k], "rgb", {target.size(0), target.size(1), 3}),
+                        v_out + 3 * first,
+                        v_alpha + first,
+                        last == nullptr ? nullptr : last + first,
+                        nullptr,
+                        nullptr,
+                        call.written<float>(loss[k], "loss", {}),
+                        float(offsets[k]),
+                        scale};
+  }
+  for (size_t k = 0; k < bands.size(); k += kMostBands)
+    launch_bands(call, bands.data() + k, int(std::min<size_t>(kMostBands, bands.size() - k)));
 }
 
 }  // namespace loss_bind
@@ -138,6 +196,6 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("bilateral_variation_backward", bound<variation_backward>());
   m.impl("l1_ssim", bound<l1_ssim>());
   m.impl("l1_ssim_backward", bound<l1_ssim_backward>());
-  m.impl("band_loss", bound<band_loss<kBandLoss>>());
-  m.impl("band_loss_into", bound<band_loss<kBandLossInto>>());
+  m.impl("band_loss", bound<band_loss>());
+  m.impl("band_loss_into", bound<band_loss_into>());
 }

@@ -197,87 +197,134 @@ __device__ __forceinline__ void do_fringe(const BandView& view, int block, const
   }
 }
 
-// sums: of L1, one a walk, then of SSIM.
-template <typename Target>
+template <int kMost>
+struct Bands {
+  Band band[kMost];
+  int count;
+};
+
+// sums: of each band, those of L1, one a walk, then of SSIM.
+template <typename Target, int kMost>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    band_kernel(const __grid_constant__ BandView view, const __grid_constant__ BandPlan plan,
-                const __grid_constant__ SsimWindow<float> window, const __grid_constant__ BandResults results,
+    band_kernel(const __grid_constant__ Bands<kMost> bands, const __grid_constant__ SsimWindow<float> window,
                 double* __restrict__ sums) {
   __shared__ WalkMemory memory;
-  const int block = blockIdx.x;
-  if (block >= plan.walks) {
-    do_fringe(view, block - plan.walks, results);
+  int number = 0;
+  if constexpr (kMost > 1)
+    while (number + 1 < bands.count && int(blockIdx.x) >= bands.band[number + 1].first_block) ++number;
+  const Band& band = bands.band[number];
+  const int block = int(blockIdx.x) - band.first_block;
+  if (block >= band.plan.walks) {
+    do_fringe(band.view, block - band.plan.walks, band.results);
     return;
   }
-  const Walk walk = walk_at(view, plan, block);
+  const Walk walk = walk_at(band.view, band.plan, block);
   const bool windows = threadIdx.x < kGroup;
-  const double sum = total_of_warp(windows ? walk_windows(view, walk, window, memory)
-                                           : walk_pixels<Target>(view, walk, window, memory, results));
+  const double sum = total_of_warp(windows ? walk_windows(band.view, walk, window, memory)
+                                           : walk_pixels<Target>(band.view, walk, window, memory, band.results));
   if (threadIdx.x % 32 == 0) memory.sums[threadIdx.x / 32] = sum;
   __syncthreads();
   if (threadIdx.x % kGroup != 0) return;
   double total = 0;
   for (int warp = 0; warp < kWarpsOfGroup; ++warp) total += memory.sums[threadIdx.x / 32 + warp];
-  sums[windows ? plan.walks + block : block] = total;
+  sums[band.first_sum + (windows ? band.plan.walks + block : block)] = total;
 }
 
+// A thread adds what was found of each band to the losses, in order: bands may share one.
+template <int kMost>
 __global__ void __launch_bounds__(kThreads)
-    totals_kernel(const double* __restrict__ sums, int walks, const __grid_constant__ BandResults results,
-                  const float* v_l1, const float* v_ssim) {
-  __shared__ double of_warps[2][kThreads / 32];
-  double both[2] = {};
-  for (int k = threadIdx.x; k < walks; k += kThreads) both[0] += sums[k], both[1] += sums[walks + k];
+    totals_kernel(const __grid_constant__ Bands<kMost> bands, const double* __restrict__ sums) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ double of_warps[kMost][2][kWarps];
+  for (int number = 0; number < bands.count; ++number) {
+    const double* own = sums + bands.band[number].first_sum;
+    const int walks = bands.band[number].plan.walks;
+    double both[2] = {};
+    for (int k = threadIdx.x; k < walks; k += kThreads) both[0] += own[k], both[1] += own[walks + k];
 #pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    const double total = total_of_warp(both[which]);
-    if (threadIdx.x % 32 == 0) of_warps[which][threadIdx.x / 32] = total;
+    for (int which = 0; which < 2; ++which) {
+      const double total = total_of_warp(both[which]);
+      if (threadIdx.x % 32 == 0) of_warps[number][which][threadIdx.x / 32] = total;
+    }
   }
   __syncthreads();
+  const int number = threadIdx.x / 2, which = threadIdx.x % 2;
+  if (number < bands.count)
+    for (int warp = 1; warp < kWarps; ++warp) of_warps[number][which][0] += of_warps[number][which][warp];
+  __syncthreads();
   if (threadIdx.x != 0) return;
-  double l1 = 0, ssim = 0;
-  for (int warp = 0; warp < kThreads / 32; ++warp) l1 += of_warps[0][warp], ssim += of_warps[1][warp];
-  if (results.l1 != nullptr) *results.l1 = float(l1);
-  if (results.ssim != nullptr) *results.ssim = float(ssim);
-  if (results.loss != nullptr) *results.loss += float(results.offset + results.scale * (*v_l1 * l1 + *v_ssim * ssim));
+  for (int k = 0; k < bands.count; ++k) {
+    const BandResults& results = bands.band[k].results;
+    const BandView& view = bands.band[k].view;
+    const double l1 = of_warps[k][0][0], ssim = of_warps[k][1][0];
+    if (results.l1 != nullptr) *results.l1 = float(l1);
+    if (results.ssim != nullptr) *results.ssim = float(ssim);
+    if (results.loss != nullptr)
+      *results.loss += float(results.offset + results.scale * (*view.v_l1 * l1 + *view.v_ssim * ssim));
+  }
 }
+
+template <int kMost>
+cudaError_t launch(const Band* given, int count, double* sums, cudaStream_t stream) {
+  Bands<kMost> bands;
+  for (int k = 0; k < count; ++k) bands.band[k] = given[k];
+  bands.count = count;
+  const BandPlan& last = given[count - 1].plan;
+  const int blocks = given[count - 1].first_block + last.walks + last.fringe_blocks;
+  const SsimWindow<float> window = make_ssim_window<float>();
+  if (blocks > 0 && given[0].view.target_bytes)
+    band_kernel<uint8_t, kMost><<<blocks, kThreads, 0, stream>>>(bands, window, sums);
+  else if (blocks > 0)
+    band_kernel<float, kMost><<<blocks, kThreads, 0, stream>>>(bands, window, sums);
+  totals_kernel<kMost><<<1, kThreads, 0, stream>>>(bands, sums);
+  return cudaGetLastError();
+}
+
+// As many segments as make the fewest rows one after the other, in so many places for blocks: those of a segment, and
+// what it walks in vain.
+BandPlan plan_of(const BandView& view, int64_t places) {
+  const int across = view.inner.x1 - view.inner.x0, down = view.inner.y1 - view.inner.y0;
+  const int outside = view.width * view.height - across * down;
+  BandPlan plan = {0, 0, 0, 0, (outside + 4 * kThreads - 1) / (4 * kThreads)};
+  if (across == 0 || down == 0) return plan;
+  plan.strips = (across + kStrip - 1) / kStrip;
+  int64_t least = -1;
+  for (int waves = 1; waves <= 8; ++waves) {
+    const int64_t wanted = smaller<int64_t>(larger<int64_t>(waves * places / plan.strips, 1), down);
+    const int64_t rows = (down + wanted - 1) / wanted, segments = (down + rows - 1) / rows;
+    const int64_t cost = (plan.strips * segments + places - 1) / places * (rows + kWindowRows * 3 / 2);
+    if (least < 0 || cost < least) least = cost, plan.segments = int(segments), plan.rows = int(rows);
+  }
+  plan.walks = plan.strips * plan.segments;
+  return plan;
+}
+
+int64_t area_of(const LossRectangle& inner) { return int64_t(inner.x1 - inner.x0) * (inner.y1 - inner.y0); }
 
 }  // namespace
 
-cudaError_t band_loss_plan(const BandView& view, BandPlan* plan) {
+cudaError_t band_loss_plan(Band* bands, int count, int64_t* sums) {
   int device = 0, multiprocessors = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess)
     status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
-  const int across = view.inner.x1 - view.inner.x0, down = view.inner.y1 - view.inner.y0;
-  const int outside = view.width * view.height - across * down;
-  *plan = {0, 0, 0, 0, (outside + 4 * kThreads - 1) / (4 * kThreads)};
-  if (across == 0 || down == 0) return cudaSuccess;
-  plan->strips = (across + kStrip - 1) / kStrip;
-  // As many segments as make the fewest rows one after the other: those of a segment, and what it walks in vain.
   const int64_t places = int64_t(kBlocks) * multiprocessors;
-  int64_t least = -1;
-  for (int waves = 1; waves <= 8; ++waves) {
-    const int64_t wanted = smaller<int64_t>(larger<int64_t>(waves * places / plan->strips, 1), down);
-    const int64_t rows = (down + wanted - 1) / wanted, segments = (down + rows - 1) / rows;
-    const int64_t cost = (plan->strips * segments + places - 1) / places * (rows + kWindowRows * 3 / 2);
-    if (least < 0 || cost < least) least = cost, plan->segments = int(segments), plan->rows = int(rows);
+  int64_t area = 0, first_block = 0;
+  for (int k = 0; k < count; ++k) area += area_of(bands[k].view.inner);
+  *sums = 0;
+  for (int k = 0; k < count; ++k) {
+    Band& band = bands[k];
+    const int64_t share = area > 0 ? places * area_of(band.view.inner) / area : places;
+    band.plan = plan_of(band.view, larger<int64_t>(share, 1));
+    band.first_block = int(first_block), band.first_sum = int(*sums);
+    first_block += band.plan.walks + band.plan.fringe_blocks, *sums += 2 * band.plan.walks;
   }
-  plan->walks = plan->strips * plan->segments;
   return cudaSuccess;
 }
 
-cudaError_t band_loss_launch(const BandView& view, const BandPlan& plan, void* workspace, const BandResults& results,
-                             cudaStream_t stream) {
-  const SsimWindow<float> window = make_ssim_window<float>();
-  double* sums = static_cast<double*>(workspace);
-  const int blocks = plan.walks + plan.fringe_blocks;
-  if (blocks > 0 && view.target_bytes)
-    band_kernel<uint8_t><<<blocks, kThreads, 0, stream>>>(view, plan, window, results, sums);
-  else if (blocks > 0)
-    band_kernel<float><<<blocks, kThreads, 0, stream>>>(view, plan, window, results, sums);
-  totals_kernel<<<1, kThreads, 0, stream>>>(sums, plan.walks, results, view.v_l1, view.v_ssim);
-  return cudaGetLastError();
+cudaError_t band_loss_launch(const Band* bands, int count, double* sums, cudaStream_t stream) {
+  return count == 1 ? launch<1>(bands, 1, sums, stream) : launch<kMostBands>(bands, count, sums, stream);
 }
 
 }  // namespace nsmg

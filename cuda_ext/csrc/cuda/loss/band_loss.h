@@ -40,13 +40,19 @@ struct BandPlan {
   int strips, segments, rows, walks, fringe_blocks;  // rows: of a segment; walks: strips x segments
 };
 
-// For the current device.
-cudaError_t band_loss_plan(const BandView& view, BandPlan* plan);
+struct Band {
+  BandView view;
+  BandResults results;
+  BandPlan plan;
+  int first_block, first_sum;  // of the launch's
+};
 
-// Bytes of workspace that band_loss_launch needs: the blocks' sums.
-inline size_t band_loss_bytes(const BandPlan& plan) { return 2 * sizeof(double) * size_t(plan.walks); }
+constexpr int kMostBands = 16;  // of a launch
 
-cudaError_t band_loss_launch(const BandView& view, const BandPlan& plan, void* workspace, const BandResults& results,
-                             cudaStream_t stream);
+// Plans bands of one launch, for the current device; their views are given. `sums`: doubles of workspace that they need.
+cudaError_t band_loss_plan(Band* bands, int count, int64_t* sums);
+
+// Losses are added in the bands' order. Targets are all of bytes, or none.
+cudaError_t band_loss_launch(const Band* bands, int count, double* sums, cudaStream_t stream);
 
 }  // namespace nsmg
