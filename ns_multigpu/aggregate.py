@@ -70,6 +70,11 @@ def _check_gpus(gpus: Sequence[int]) -> None:
                 torch.zeros(1, device=f"cuda:{gpu}").to(f"cuda:{other}")
 
 
+def in_use() -> bool:
+    """Return whether `use` or a first tensor has chosen the members."""
+    return bool(calls())
+
+
 def calls() -> list[int]:
     """Return the number of calls of torch's operators by each member since `use`."""
     return _ops.calls()
@@ -94,7 +99,7 @@ def synchronize(device: object = None) -> None:
 
 def is_available() -> bool:
     """Return whether a GPU is visible, or host members are in use."""
-    return torch.cuda.is_available() or bool(calls())
+    return torch.cuda.is_available() or in_use()
 
 
 def device_count() -> int:
@@ -105,6 +110,19 @@ def device_count() -> int:
 def current_device() -> int:
     """Return 0: all members are one device."""
     return 0
+
+
+def current_stream(device: object = None) -> torch.Stream:
+    """Return the one stream of the device: all work is ordered by the first member's."""
+    del device
+    return torch.accelerator.current_stream()
+
+
+@contextmanager
+def stream(stream: torch.Stream) -> Iterator[None]:
+    """Do nothing: the device has one stream."""
+    del stream
+    yield
 
 
 def _is_in_bad_fork() -> bool:
