@@ -27,6 +27,7 @@ SMALL_BYTES = 256 * 1024
 
 load()
 _ops = torch.ops.multigpu
+_gpus: list[int] = []
 
 
 def use(
@@ -51,6 +52,7 @@ def use(
     if not host_members:
         _check_gpus(chosen)
     _ops.start(chosen, host_members, host_bytes, small_bytes)
+    _gpus[:] = chosen
 
 
 def _check_gpus(gpus: Sequence[int]) -> None:
@@ -64,7 +66,8 @@ def _check_gpus(gpus: Sequence[int]) -> None:
             if gpu != other and not torch.cuda.can_device_access_peer(gpu, other):
                 raise RuntimeError(
                     f"GPU {gpu} cannot access the memory of GPU {other}: multigpu needs peer access (NVLink, or PCIe "
-                    "without isolation). Choose other GPUs by aggregate.use(gpus=[...]), or splatfacto-tile."
+                    "without isolation). Choose other GPUs by aggregate.use(gpus=[...]) or CUDA_VISIBLE_DEVICES, or "
+                    "use splatfacto-tile."
                 )
             if gpu != other:  # with its first copy torch opens the memory of its own allocator to the other GPU
                 torch.zeros(1, device=f"cuda:{gpu}").to(f"cuda:{other}")
@@ -80,9 +83,27 @@ def calls() -> list[int]:
     return _ops.calls()
 
 
+def max_memory_allocated(device: object = None) -> int:
+    """Return the most bytes that one member has held: of tensors since `use`, and of torch's own allocator."""
+    del device
+    own = [torch.cuda.max_memory_allocated(gpu) for gpu in _gpus]
+    return _ops.memory()[2] + max(own, default=0)
+
+
+def free_bytes() -> int | None:
+    """Return the bytes that tensors can still take on all GPUs, unused blocks included; None for host members."""
+    if not _gpus:
+        return None
+    free = [
+        torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+        for gpu in _gpus
+    ]
+    return len(_gpus) * (min(free) + _ops.memory()[1])
+
+
 def memory() -> dict[str, int]:
     """Return the bytes of tensors and of the pool's unused blocks on each member, without small tensors."""
-    allocated, cached = _ops.memory()
+    allocated, cached, _ = _ops.memory()
     return {"allocated": allocated, "cached": cached}
 
 

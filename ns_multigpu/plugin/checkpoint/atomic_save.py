@@ -103,7 +103,7 @@ def save(
     def write_model() -> Stamp:
         if world.device.type == "cuda":  # set this thread's device, which starts as GPU 0
             torch.cuda.set_device(world.device)
-        content = dict(pipeline())
+        content: dict[str, Any] = dict(pipeline())
         if world.device.type == "multigpu":  # other processes, which do not know this device, must load the file
             content = {name: to_host(one) if isinstance(one, Tensor) else one for name, one in content.items()}
         if SHARDS in content:

@@ -502,6 +502,7 @@ def read_config(path: Path) -> RunConfig:
         whose = f"it is of the method {method}" if method else "it is not the config.yml of a run"
         raise InputError(
             f"--load-config {path}: {whose}. Give the config.yml of a run of "
-            "splatfacto-batch, -tile, -locality, -pixel or nerfacto-xl. Of other methods: ns-eval and ns-render."
+            "splatfacto-batch, -tile, -locality, -pixel, -aggregate or nerfacto-xl. Of other methods: ns-eval and "
+            "ns-render."
         )
     return config
