@@ -27,6 +27,7 @@ SMALL_BYTES = 256 * 1024
 
 load()
 _ops = torch.ops.multigpu
+_gpus: list[int] = []
 
 
 def use(
@@ -51,6 +52,7 @@ def use(
     if not host_members:
         _check_gpus(chosen)
     _ops.start(chosen, host_members, host_bytes, small_bytes)
+    _gpus[:] = chosen
 
 
 def _check_gpus(gpus: Sequence[int]) -> None:
@@ -64,10 +66,16 @@ def _check_gpus(gpus: Sequence[int]) -> None:
             if gpu != other and not torch.cuda.can_device_access_peer(gpu, other):
                 raise RuntimeError(
                     f"GPU {gpu} cannot access the memory of GPU {other}: multigpu needs peer access (NVLink, or PCIe "
-                    "without isolation). Choose other GPUs by aggregate.use(gpus=[...]), or splatfacto-tile."
+                    "without isolation). Choose other GPUs by aggregate.use(gpus=[...]) or CUDA_VISIBLE_DEVICES, or "
+                    "use splatfacto-tile."
                 )
             if gpu != other:  # with its first copy torch opens the memory of its own allocator to the other GPU
                 torch.zeros(1, device=f"cuda:{gpu}").to(f"cuda:{other}")
+
+
+def in_use() -> bool:
+    """Return whether `use` or a first tensor has chosen the members."""
+    return bool(calls())
 
 
 def calls() -> list[int]:
@@ -75,9 +83,27 @@ def calls() -> list[int]:
     return _ops.calls()
 
 
+def max_memory_allocated(device: object = None) -> int:
+    """Return the most bytes that one member has held: of tensors since `use`, and of torch's own allocator."""
+    del device
+    own = [torch.cuda.max_memory_allocated(gpu) for gpu in _gpus]
+    return _ops.memory()[2] + max(own, default=0)
+
+
+def free_bytes() -> int | None:
+    """Return the bytes that tensors can still take on all GPUs, unused blocks included; None for host members."""
+    if not _gpus:
+        return None
+    free = [
+        torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+        for gpu in _gpus
+    ]
+    return len(_gpus) * (min(free) + _ops.memory()[1])
+
+
 def memory() -> dict[str, int]:
     """Return the bytes of tensors and of the pool's unused blocks on each member, without small tensors."""
-    allocated, cached = _ops.memory()
+    allocated, cached, _ = _ops.memory()
     return {"allocated": allocated, "cached": cached}
 
 
@@ -94,7 +120,7 @@ def synchronize(device: object = None) -> None:
 
 def is_available() -> bool:
     """Return whether a GPU is visible, or host members are in use."""
-    return torch.cuda.is_available() or bool(calls())
+    return torch.cuda.is_available() or in_use()
 
 
 def device_count() -> int:
@@ -105,6 +131,19 @@ def device_count() -> int:
 def current_device() -> int:
     """Return 0: all members are one device."""
     return 0
+
+
+def current_stream(device: object = None) -> torch.Stream:
+    """Return the one stream of the device: all work is ordered by the first member's."""
+    del device
+    return torch.accelerator.current_stream()
+
+
+@contextmanager
+def stream(stream: torch.Stream) -> Iterator[None]:
+    """Do nothing: the device has one stream."""
+    del stream
+    yield
 
 
 def _is_in_bad_fork() -> bool:

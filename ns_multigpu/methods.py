@@ -30,6 +30,7 @@ from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManagerConf
 from ns_multigpu.plugin.radiance.field.model import NerfactoXLModelConfig
 from ns_multigpu.plugin.radiance.run.config import RadianceTrainerConfig
 from ns_multigpu.plugin.radiance.run.pipeline import RadiancePipelineConfig
+from ns_multigpu.plugin.train.aggregate import AggregatePipelineConfig, AggregateTrainerConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
 from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, LocalityPipelineConfig, PixelPipelineConfig
 from ns_multigpu.plugin.train.terminal import TerminalLog
@@ -62,12 +63,14 @@ def splatfacto(
     views_per_step: int | None = None,
     schema: Sequence[Parameter] = all_parameters(),
     pipeline: type[DistributedPipelineConfig] = DistributedPipelineConfig,
+    trainer: type[DistributedTrainerConfig] = DistributedTrainerConfig,
+    name: str | None = None,
 ) -> DistributedTrainerConfig:
     """Return Splatfacto's recipe (nerfstudio 1.1.5) for a strategy, with the optimizers of these parameters; by default
-    those of all primitives.
+    those of all primitives. Without `name` the method has the strategy's.
     """
-    return DistributedTrainerConfig(
-        method_name=f"splatfacto-{strategy}",
+    return trainer(
+        method_name=f"splatfacto-{name or strategy}",
         steps_per_eval_image=100,
         steps_per_eval_batch=0,
         steps_per_save=2000,
@@ -116,6 +119,11 @@ splatfacto_pixel = MethodSpecification(
     description="Splatfacto on several GPUs, pixel strategy: each draws its part of space, and pixels are exchanged",
 )
 
+splatfacto_aggregate = MethodSpecification(
+    config=splatfacto("single", name="aggregate", pipeline=AggregatePipelineConfig, trainer=AggregateTrainerConfig),
+    description="Splatfacto on several GPUs in one process: the model is on all GPUs as one PyTorch device, multigpu",
+)
+
 nerfacto_xl = MethodSpecification(
     # nerfacto's recipe (nerfstudio 1.1.5), in single precision.
     config=RadianceTrainerConfig(
@@ -148,6 +156,8 @@ nerfacto_xl = MethodSpecification(
     description="Nerfacto on several GPUs: each has its own part of space, with a field of its own (NeRF-XL)",
 )
 
-for _method in (splatfacto_batch, splatfacto_tile, splatfacto_locality, splatfacto_pixel, nerfacto_xl):
+for _method in (
+    splatfacto_batch, splatfacto_tile, splatfacto_locality, splatfacto_pixel, splatfacto_aggregate, nerfacto_xl,
+):  # fmt: skip
     if sys.argv[1:2] == [_method.config.method_name]:
         show_what_applies(_method.config, sys.argv[2:])

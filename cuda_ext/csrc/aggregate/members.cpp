@@ -41,7 +41,7 @@ struct State {
   std::mutex mutex; // of all below
   std::multimap<size_t, void*> cached; // by shard
   std::unordered_map<void*, size_t> used; // shard
-  size_t used_bytes = 0, cached_bytes = 0, small_tensors = 0; // bytes on each member
+  size_t used_bytes = 0, cached_bytes = 0, peak_bytes = 0, small_tensors = 0; // bytes on each member
   std::vector<c10::Event> events;
 };
 
@@ -86,6 +86,7 @@ void* take(State& all, size_t bytes) {
       " members. Each holds ", all.used_bytes, " bytes of tensors; nothing is cached.");
   all.used[base] = taken;
   all.used_bytes += taken;
+  all.peak_bytes = std::max(all.peak_bytes, all.used_bytes);
   return base;
 }
 
@@ -145,6 +146,7 @@ void start(std::vector<c10::Device> members, std::unique_ptr<Memory> memory, siz
   if (!all.cached.empty()) synchronize(); // members may still read what was freed
   release_cached(all);
   all.events.clear();
+  all.peak_bytes = 0;
   for (c10::Device member : members) all.events.emplace_back(member.type());
   all.members = std::move(members);
   all.memory = std::move(memory);
@@ -207,7 +209,9 @@ void empty_cache() {
 std::vector<int64_t> memory_stats() {
   State& all = started();
   std::lock_guard lock(all.mutex);
-  return {static_cast<int64_t>(all.used_bytes), static_cast<int64_t>(all.cached_bytes)};
+  return {
+      static_cast<int64_t>(all.used_bytes), static_cast<int64_t>(all.cached_bytes),
+      static_cast<int64_t>(all.peak_bytes)};
 }
 
 std::vector<int64_t> shards(const void* base, size_t bytes) {

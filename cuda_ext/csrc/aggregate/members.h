@@ -49,7 +49,7 @@ bool forked();
 c10::Allocator* allocator();
 void empty_cache();
 
-// Bytes of tensors and of unused blocks, on each member.
+// Bytes of tensors, of unused blocks, and of tensors at most since the start, on each member.
 std::vector<int64_t> memory_stats();
 // Bytes on each member of a storage: all on the first if it is small.
 std::vector<int64_t> shards(const void* base, size_t bytes);

@@ -164,6 +164,11 @@ void fit_outs(const Operator& op, const Stack& arguments) {
   if (std::none_of(op.outs.begin(), op.outs.end(), [&](size_t k) { return arguments[k].toTensor().numel() == 0; })) {
     return;
   }
+  const auto has = [&](c10::DispatchKey key) { return op.handle.hasKernelForDispatchKey(key); };
+  if (!has(c10::DispatchKey::Meta) && !has(c10::DispatchKey::CompositeExplicitAutograd) &&
+      !has(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) {
+    return; // call_alone sizes them
+  }
   const auto meta = [](const Tensor& tensor) {
     return tensor.defined() && tensor.is_privateuseone()
         ? at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta))

@@ -88,7 +88,7 @@ def training_copy(content: Content, world: World) -> Content | None:
 
 
 def _gpu(world: World) -> Memory | None:
-    free = free_bytes(world.device)
+    free = free_bytes(world.device) if world.device.type == "cuda" else None
     return None if free is None else (str(torch.cuda.get_device_properties(world.device).uuid), free)
 
 

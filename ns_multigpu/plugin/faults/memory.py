@@ -60,11 +60,13 @@ def explain(error: BaseException, now: Circumstances) -> RanOutOfMemory | None:
     where = where_memory_ran_out(error)
     if where is None:
         return None
-    on_gpu = where == "device" and now.device.type == "cuda"
-    place = f"its GPU ({now.device})" if on_gpu else "its machine"
+    on_gpu, aggregate = where == "device" and now.device.type != "cpu", now.device.type == "multigpu"
+    place = "one of its GPUs" if on_gpu and aggregate else f"its GPU ({now.device})" if on_gpu else "its machine"
     when = "before the first step" if now.step is None else f"in step {now.step}"
     facts = [*now.facts, _device_memory(now.device) if on_gpu else _host_memory()]
-    if on_gpu:
+    if on_gpu and aggregate:
+        general = "more GPUs in the device: --machine.num-devices"
+    elif on_gpu:
         general = "less fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
     else:
         general = "fewer workers on this machine: --machine.num-devices"
@@ -78,8 +80,10 @@ def explain(error: BaseException, now: Circumstances) -> RanOutOfMemory | None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that this process can still allocate, its allocator's idle blocks included; None on a
-    CPU."""
+    """Return the bytes of a GPU, or of the device of all, that this process can still allocate, idle blocks included;
+    None on a CPU."""
+    if device.type == "multigpu":
+        return torch.get_device_module(device).free_bytes()
     if device.type != "cuda":
         return None
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -115,6 +119,9 @@ def has_spare_capacity(device: torch.device) -> bool:
 
 
 def _device_memory(device: torch.device) -> str:
+    if device.type == "multigpu":
+        held = torch.get_device_module(device).memory()
+        return f"{held['allocated'] / _GIB:.1f} GiB of tensors on each GPU, {held['cached'] / _GIB:.1f} GiB idle"
     peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     return (

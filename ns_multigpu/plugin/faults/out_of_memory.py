@@ -128,8 +128,8 @@ def _exit_error(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
 
 def give_back(world: World) -> None:
     """Return unused memory to the device."""
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    if world.device.type != "cpu":
+        torch.get_device_module(world.device).empty_cache()
 
 
 def forget_frames(error: BaseException) -> None:

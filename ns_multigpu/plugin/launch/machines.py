@@ -38,7 +38,7 @@ def enter_world(config: Any) -> World:
             they cannot meet.
     """
     with rendezvous_explained():
-        world = World.from_env(config.machine.device_type)
+        world = World.from_env(config.device_type)
     check_same_start(config, world)
     set_world(world)
     check_shared_folder(config.get_base_dir(), world)

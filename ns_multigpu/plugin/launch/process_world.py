@@ -22,6 +22,11 @@ def set_world(world: World | None) -> None:
     _current = world
 
 
+def has_world() -> bool:
+    """Return whether a launcher made this process's world."""
+    return _current is not None
+
+
 def get_world(device: str = "cpu") -> World:
     """Return this process's world; a world of one on `device` if no launcher made one (ns-eval, ns-render,
     ns-viewer)."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,8 +108,11 @@ def clip_gradients(params: Sequence[Parameter], most: float, world: World | None
 
 
 def _fused(group: dict[str, Any], params: Sequence[Parameter], always: bool, kind: type) -> dict[str, Any]:
-    """Return a group's config with our Adam instead of torch's, for parameters on a GPU or if `always`."""
+    """Return a group's config with our Adam instead of torch's, for parameters on a GPU or if `always`; on `multigpu`
+    with torch's fused one, of which each GPU updates its shard."""
     optimizer = group["optimizer"]
+    if optimizer._target is torch.optim.Adam and any(p.device.type == "multigpu" for p in params):
+        return {**group, "optimizer": replace(optimizer, _target=partial(torch.optim.Adam, fused=True))}
     if optimizer._target is not torch.optim.Adam or not (always or any(p.is_cuda for p in params)):
         return group
     return {**group, "optimizer": replace(optimizer, _target=kind)}

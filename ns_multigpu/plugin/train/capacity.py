@@ -56,7 +56,7 @@ def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Cap
     name, fits = pipeline.strategy.name, None
     if least >= 0 and name in STRATEGIES:
         fits = most_points(name, workload, float(least), densify=True)
-    return Capacity(model.total_points, fits, least, workload, world.device.type == "cuda")
+    return Capacity(model.total_points, fits, least, workload, free_bytes(world.device) is not None)
 
 
 def usable_memory(world: World, model: int) -> int | None:

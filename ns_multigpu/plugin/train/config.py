@@ -156,11 +156,11 @@ class RunConfig(TrainerConfig):
         if (named := named_config()) is not None:
             self._follow(named)
             machine = self.machine
-        self.complete(machine.num_devices * machine.num_machines if ranks is None else ranks.size)
+        self.complete(self.processes * machine.num_machines if ranks is None else ranks.size)
         checks.check_lengths(self.max_num_images, self.max_num_iterations)
         checks.check_retries(self.save_retry_seconds)
         self.check_method()
-        here = machine.num_devices if ranks is None else ranks.local_size
+        here = self.processes if ranks is None else ranks.local_size
         if machine.device_type == "cpu" and (note := checks.crowd(here, cores(), available_memory())) and _speaks():
             CONSOLE.print(Text(note, "yellow"), soft_wrap=True)
         cuda_devices = gpu_places() if machine.device_type == "cuda" else 0
@@ -169,7 +169,7 @@ class RunConfig(TrainerConfig):
             machine.num_machines, machine.machine_rank, machine.num_devices, machine.dist_url, ranks, sys.argv[1:]
         )
         if ranks is None:
-            check_layout([Start.of_this_process().place] * machine.num_devices)
+            check_layout([Start.of_this_process().place] * self.processes)
             self._begin([])
         else:
             machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
@@ -184,6 +184,16 @@ class RunConfig(TrainerConfig):
         with abandoned_unless_begun(self):
             self.prepare()
         run_parts().done("operators")
+
+    @property
+    def processes(self) -> int:
+        """Number of processes on this machine, unless a launcher has started them."""
+        return self.machine.num_devices
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device on which a rank computes."""
+        return self.machine.device_type
 
     def complete(self, ranks: int) -> None:
         """Set options that follow from others, for a run of so many ranks."""
@@ -380,8 +390,8 @@ class RunConfig(TrainerConfig):
         """Return the trainer of this process, or the launcher of the processes that train."""
         workers = 1
         if _ASKED in vars(self):
-            workers, machines = vars(self).pop(_ASKED)
-            self.machine.num_devices, self.machine.num_machines = workers, machines
+            self.machine.num_devices, self.machine.num_machines = vars(self).pop(_ASKED)
+            workers = self.processes
         ranks = Ranks.from_env()
         if ranks is None and workers > 1:
             return WorkerLauncher(self, workers, self.abandon)
@@ -492,6 +502,7 @@ def read_config(path: Path) -> RunConfig:
         whose = f"it is of the method {method}" if method else "it is not the config.yml of a run"
         raise InputError(
             f"--load-config {path}: {whose}. Give the config.yml of a run of "
-            "splatfacto-batch, -tile, -locality, -pixel or nerfacto-xl. Of other methods: ns-eval and ns-render."
+            "splatfacto-batch, -tile, -locality, -pixel, -aggregate or nerfacto-xl. Of other methods: ns-eval and "
+            "ns-render."
         )
     return config

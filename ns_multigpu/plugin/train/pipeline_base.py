@@ -58,6 +58,10 @@ class RunPipelineConfig(VanillaPipelineConfig):
     def resumed_from(self, checkpoint: Path | None) -> None:
         vars(self)["_resumed_from"] = checkpoint
 
+    def place(self, device: str) -> str:
+        """Return the device of the datamanager and the model, if nerfstudio asks for `device`."""
+        return device
+
     def team_plan(self, state: Mapping[str, Any], checkpoint: Path, devices: team.Devices) -> team.TeamPlan | None:
         """Return the number of these devices that render a saved model, and its spread over them; see `team.begin`.
 
@@ -116,6 +120,7 @@ class RunPipeline(VanillaPipeline, ABC):
             if config.has_surfaces:
                 stream_for_ns_export()
             config, self.team = team.begin(config, test_mode, config.team_plan)
+        device = config.place(device)
         self.world = get_world(str(device))
         self.begin(config, test_mode)
         # nerfstudio sees a world of one: otherwise it would wrap the model in DDP, which densification breaks.

@@ -234,8 +234,8 @@ class ProgressLog:
 
 def peak_memory(world: World) -> float:
     """Return the most memory that this rank has held, GiB: of its GPU, or of its process if it computes on the CPU."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device) / 2**30
+    if world.device.type != "cpu":
+        return torch.get_device_module(world.device).max_memory_allocated(world.device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import re
 import warnings
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ns_multigpu import aggregate
+from ns_multigpu.plugin.faults.memory import Circumstances, explain
 
 Use = Callable[..., None]
 MIB = 2**20
@@ -52,6 +54,20 @@ def test_out_of_memory_leaks_nothing(use: Use) -> None:
     assert aggregate.memory() == {"allocated": MIB, "cached": 0}
     rest = torch.ones(MIB + MIB // 2, device="multigpu")
     assert float(rest.sum() + held.sum()) == 2 * MIB
+    assert aggregate.max_memory_allocated() == 4 * MIB
+
+
+def test_a_run_that_lacks_memory_says_what_helps(use: Use) -> None:
+    use(2, small_bytes=1024, host_bytes=4 * MIB)
+    held = torch.ones(MIB // 2, device="multigpu")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        torch.ones(2 * MIB, device="multigpu")
+    found = explain(raised.value, Circumstances(0, 3, held.device, gpu_remedies=["smaller images"]))
+    assert re.search(
+        r"ran out of memory on one of its GPUs in step 3: 0\.0 GiB of tensors on each GPU, 0\.0 GiB idle\."
+        r"(.|\n)*smaller images\n.*more GPUs in the device: --machine\.num-devices",
+        str(found),
+    )
 
 
 def test_random_numbers_do_not_depend_on_the_members(use: Use) -> None:
@@ -136,6 +152,13 @@ def test_an_operator_without_backward(use: Use) -> None:
     line = torch.ones(9, device="multigpu", requires_grad=True)
     with pytest.raises(RuntimeError, match="derivative for 'nextafter' is not implemented"):
         torch.nextafter(line, line).sum().backward()
+
+
+def test_an_operator_whose_sizes_are_not_known_before(use: Use) -> None:
+    use(2)
+    matrix, values = torch.eye(3) * 2 + 1, torch.arange(6.0).view(3, 2)
+    found = torch.linalg.lstsq(matrix.to("multigpu"), values.to("multigpu")).solution
+    torch.testing.assert_close(found.cpu(), torch.linalg.lstsq(matrix, values).solution)
 
 
 def test_members_do_not_change_below_tensors(use: Use) -> None:

@@ -1,4 +1,4 @@
-"""The tests of the aggregate device, which are device.py, operators.py, models.py and driver.py of this folder.
+"""The tests of the aggregate device, which are device.py, operators.py, models.py, training.py and driver.py here.
 
 A device stays registered with torch, as its accelerator: other tests must not meet it. A forked process runs each file.
 """
@@ -17,7 +17,13 @@ from ns_multigpu.plugin.launch.processes import RankProcesses
 
 FOLDER = Path(__file__).parent
 # Files, and how many tests pass in each. The last replaces CUDA's driver, if that is not loaded.
-TESTS = {"device.py": 13, "operators.py": 12, "models.py": 9, "driver.py": int(not torch.cuda.is_available())}
+TESTS = {
+    "device.py": 15,
+    "operators.py": 12,
+    "models.py": 9,
+    "training.py": 2,
+    "driver.py": int(not torch.cuda.is_available()),
+}
 
 
 def run_file(name: str, output: str) -> None:

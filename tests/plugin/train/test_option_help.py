@@ -23,7 +23,7 @@ SPECS = {
     spec.config.method_name: spec.config
     for spec in (
         methods.splatfacto_batch, methods.splatfacto_tile, methods.splatfacto_locality, methods.splatfacto_pixel,
-        methods.nerfacto_xl,
+        methods.splatfacto_aggregate, methods.nerfacto_xl,
     )
 }  # fmt: skip
 MOST = 47
@@ -85,6 +85,7 @@ FROZEN = {
     + " ".join(f"pipeline.locality.{name}" for name in ("patches", "group-size", "relays", "plans", "place-again-at")),
     "splatfacto-pixel": f"{SPLATS} "
     + " ".join(f"pipeline.pixel.{name}" for name in ("cells", "imbalance", "wire", "level-steps", "crossing", "hide")),
+    "splatfacto-aggregate": SPLATS,
     "nerfacto-xl": f"{GUARDS} {RUN} "
     + " ".join(f"pipeline.model.{name}" for name in ("cells", "spread", "sampling", "samples-per", "proposals")),
 }

@@ -1,0 +1,96 @@
+"""Runs of `splatfacto-aggregate`: the model of `single`, checkpoints for other methods and from them, and pictures.
+
+On the CPU runs are in double precision and equal. On GPUs, whose kernels are in single precision, sizes are equal.
+"""
+
+import copy
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nerfstudio.configs.method_configs import all_methods
+
+from ns_multigpu import aggregate
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, start
+from tests.lib.training_run import write_capture
+
+STEPS, SAVED = 20, 9
+GPUS = bool(os.environ.get("NS_MULTIGPU_TEST_GPUS"))
+ONE, ALL = "cuda:0" if GPUS else "cpu", "multigpu:0"
+Use = Callable[..., None]
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> Path:
+    """Return a small capture of images of one size."""
+    write_capture(tmp_path / "capture", wide=False)
+    return tmp_path / "capture"
+
+
+def trained(device: str, capture: Path, out: Path, **options: Any) -> DistributedTrainer:
+    """Return a run of `STEPS` steps on a device, with a checkpoint in its middle."""
+    method = "splatfacto-aggregate" if device == ALL else "splatfacto-batch"
+    options |= {"steps_per_save": SAVED, "keep_checkpoints": 0, "strategy": "single", "fused_steps": "never"}
+    if not GPUS:
+        return in_double(World.single(device), capture, out, STEPS, method=method, **options)
+    optimizers = copy.deepcopy(all_methods[method].optimizers)
+    for group in optimizers.values():
+        group["optimizer"].eps = 1e-4  # far above rounding
+    trainer = start(World.single(device), capture, out, STEPS, method=method, optimizers=optimizers, **options)
+    trainer.train()
+    return trainer
+
+
+def different(trainer: DistributedTrainer, expected: Model) -> list[str]:
+    """Return which parameters, moments, rates and statistics differ; on GPUs in shape."""
+    # torch's fused Adam counts steps in single precision.
+    found = {name: value.cpu().to(torch.float64) for name, value in everything(trainer).items()}
+    return differing(
+        found, {name: value.cpu().to(torch.float64) for name, value in expected.items()}, 1e9 if GPUS else 1e-7
+    )
+
+
+def shown(trainer: DistributedTrainer) -> tuple[dict[str, float], torch.Tensor]:
+    """Return metrics of held-out views and a picture for a viewer's thread, as nerfstudio's commands make them."""
+    set_world(None)
+    config: Any = trainer.config.pipeline
+    checkpoint = trainer.checkpoint_dir / f"step-{SAVED:09d}.ckpt"
+    config.checkpoints = checkpoint.parent
+    pipeline = config.setup(device=ONE, test_mode="test")
+    state = torch.load(checkpoint, weights_only=True)["pipeline"]
+    pipeline.load_pipeline(state, SAVED)
+    pipeline.eval()
+    camera = pipeline.datamanager.eval_camera(0)
+    with ThreadPoolExecutor(1) as viewer:
+        picture = viewer.submit(lambda: pipeline.model.get_outputs_for_camera(camera)["rgb"]).result()
+    return pipeline.get_average_eval_image_metrics(), picture.detach()
+
+
+@pytest.mark.parametrize("densifier", ["splits", "mcmc"])
+def test_the_model_of_single_and_its_checkpoints(use: Use, capture: Path, tmp_path: Path, densifier: str) -> None:
+    """Two members train the model of one; each goes on from the other's checkpoint to the same end."""
+    options = DENSIFIERS[densifier]
+    if not aggregate.in_use():  # tensors of an earlier run may live on
+        use(2)
+    alone = trained(ONE, capture, tmp_path / "one", **options)
+    together = trained(ALL, capture, tmp_path / "all", **options)
+    expected = everything(alone)
+    assert len(alone.pipeline.model.means) != 60, "densification has changed the points"
+    assert together.pipeline.model.means.device.type == "multigpu" and min(aggregate.calls()) > 100
+    assert different(together, expected) == []
+    for device, other in ((ALL, alone), (ONE, together)):
+        middle = other.checkpoint_dir / f"step-{SAVED:09d}.ckpt"
+        resumed = trained(device, capture, tmp_path / f"resumed-{device}", load_checkpoint=middle, **options)
+        assert resumed._start_step == SAVED + 1
+        assert different(resumed, expected) == [], device
+    (metrics, picture), (metrics_alone, picture_alone) = shown(together), shown(alone)
+    assert picture.device.type == "multigpu" and float(picture.std()) > 0.01
+    assert metrics["psnr"] == pytest.approx(metrics_alone["psnr"], abs=0.3 if GPUS else 1e-3) and metrics["psnr"] > 5
+    torch.testing.assert_close(picture.cpu(), picture_alone.cpu(), atol=0.1 if GPUS else 1e-4, rtol=0)

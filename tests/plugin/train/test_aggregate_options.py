@@ -1,0 +1,72 @@
+"""Options that `splatfacto-aggregate` refuses, and its number of processes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.methods import splatfacto_aggregate
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.render.team import Devices
+
+
+@pytest.fixture
+def config() -> Any:
+    """Return a copy of the method's options."""
+    return copy.deepcopy(splatfacto_aggregate.config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("pipeline.strategy", "tile"),
+        ("pipeline.model.primitive", "2dgs"),
+        ("pipeline.model.optimizer-state", "compact"),
+        ("pipeline.datamanager.cache-images", "gpu"),
+        ("fused-steps", "always"),
+    ],
+)
+def test_what_the_device_has_no_operators_for_is_refused(config: Any, option: str, value: str) -> None:
+    config.check_method()
+    *parents, last = option.replace("-", "_").split(".")
+    place = config
+    for parent in parents:
+        place = getattr(place, parent)
+    setattr(place, last, value)
+    with pytest.raises(InputError, match=rf"^--{option} {value}: .* Leave it out, or use splatfacto-tile\.$"):
+        config.check_method()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "--machine.num-machines"])
+def test_several_processes_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    if launcher == "torchrun":
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    else:
+        config.machine.num_machines = 2
+    with pytest.raises(InputError, match="trains in one process on one machine"):
+        config.check_method()
+
+
+def test_one_process_has_all_visible_gpus(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert config.machine.num_devices == 0
+    config.complete(1)
+    assert (config.machine.num_devices, config.processes) == (3, 1)
+    config.machine.num_devices = 2
+    config.complete(1)
+    assert config.machine.num_devices == 2
+
+
+def test_processes_that_are_asked_for_have_devices_of_their_own(config: Any) -> None:
+    state = {"_model.gauss_params.means": torch.zeros(10, 3)}
+    plan = [config.pipeline.team_plan(state, None, Devices("cpu", 0, None, asked)) for asked in (None, 2)]
+    assert plan[0] is None and plan[1].ranks == 2
+    set_world(World.single("cpu"))
+    try:
+        assert config.pipeline.place("cuda:1") == "cuda:1"
+    finally:
+        set_world(None)
