@@ -1,4 +1,4 @@
-"""Fakes and gradients of the operators of primitives other than 3D Gaussians: `project_<name>`, `rasterize_<name>`.
+"""Lists, fakes and gradients of primitives other than 3D Gaussians: `project_<name>`, `rasterize_<name>`.
 
 Their kernels are one set of templates for all of them: `csrc/cpu/raster/primitives.cpp` and
 `csrc/cuda/common/primitive.h`.
@@ -13,7 +13,7 @@ from torch import Tensor
 from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import native_serves, reference_forced
-from cuda_ext.ops.raster.rasterization import _pixel_count, raster_state_size
+from cuda_ext.ops.raster.rasterization import _pixel_count, intersect, raster_state_size
 
 
 def serves(like: Tensor, title: str) -> bool:
@@ -32,6 +32,14 @@ def serves(like: Tensor, title: str) -> bool:
             "set NS_MULTIGPU_OPS=reference for the slow pure-torch operators."
         )
     return native_serves(like)
+
+
+def box_lists(rows: Any, view_ids: Tensor, patches: Sequence[int], tile_size: int = 16) -> tuple[Tensor, Tensor]:
+    """Return the lists of `intersect` for projected rows: of each tile those whose box of `radii` has a pixel centre in
+    it."""
+    means2d, opacities, depths = rows.means2d.detach(), rows.row_opacities.detach(), rows.depths.detach()
+    everywhere = depths.new_zeros(len(depths), 3)  # a conic without a bound: the box alone decides
+    return intersect(means2d, everywhere, opacities, rows.radii, depths, view_ids, patches, tile_size)
 
 
 def register(name: str, *, points: int, projected: Sequence[int], extra: int, quads: int) -> None:

@@ -21,7 +21,7 @@ def our_kernels() -> None:
 
 
 def on_gpu(scene: Any) -> Any:
-    moved = [value.detach().cuda().requires_grad_() for value in scene.floats]
+    moved = [value.detach().cuda().requires_grad_() for value in scene[:-3]]
     return type(scene)(*moved, *(value.cuda() for value in scene[len(moved) :]))
 
 

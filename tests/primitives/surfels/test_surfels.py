@@ -28,7 +28,7 @@ def test_schema_describes_a_point() -> None:
         names(kind.schema) == tuple(name for name in names(PRIMITIVES["3dgs"].schema)) and Surfels.schema is kind.schema
     )
     assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)
-    assert kind.make(RenderOptions(2, True, channels=("normals",))) == Surfels(2, True, ("normals",))
+    assert kind.make(RenderOptions(2, True, channels=("normals",))) == Surfels(2, True, channels=("normals",))
     with pytest.raises(ValueError, match="no channel 'colour'; they have normals, distortion, median"):
         Surfels(channels=("colour",))
 
