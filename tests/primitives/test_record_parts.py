@@ -13,6 +13,7 @@ from ns_multigpu.primitives.convexes.kernels import CONVEX_PARTS
 from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
 from ns_multigpu.primitives.surfels.kernels import SURFEL_PARTS
 from tests.cuda_ext.exchange.test_row_exchange import addresses
+from tests.lib.ranks import DEVICES
 
 REAL, LINES, CAPACITY = 9, 12, 8
 
@@ -55,7 +56,7 @@ def make_place(device: str) -> Tensor:
     return place.to(device)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_there_and_back_through_memory(name: str, device: str) -> None:
     kind, place = CASES[name], make_place(device)
@@ -106,7 +107,7 @@ def test_wire_size_of_a_row(name: str) -> None:
     assert len(places) == numbers and set(places) <= set(back)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_records_are_added_where_their_owners_have_them(device: str) -> None:
     sinks = [torch.zeros(5, 8, device=device) for _ in range(2)]
     records = torch.randn(4, 8, device=device)
