@@ -92,16 +92,8 @@ def register(name: str, *, points: int, projected: Sequence[int], extra: int, qu
         found = backward(*inputs, *ctx.rest, out, more, alpha, last, state, v_color, v_extra, v_covered)
         return (*found, *[None] * 4)
 
-    def like_inputs(count: int) -> Any:
-        def backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-            return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:count])
-
-        return backward_fake
-
     fake(f"project_{name}")(project_fake)
-    fake(f"project_{name}_backward")(like_inputs(points + 1))
     fake(f"rasterize_{name}")(rasterize_fake)
-    fake(f"rasterize_{name}_backward")(like_inputs(columns))
     for operator, grad, setup in (
         ("project", project_grad, project_setup),
         ("rasterize", rasterize_grad, rasterize_setup),
