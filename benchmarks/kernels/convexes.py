@@ -26,7 +26,8 @@ import cuda_ext
 from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import DEGREE, Scene
-from cuda_ext.ops.raster.convexes import ConvexProjection, convex_lists
+from cuda_ext.ops.raster.convexes import ConvexProjection
+from cuda_ext.ops.raster.primitives import box_lists
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Patch, Points, Splats, View
 from ns_multigpu.primitives.convexes.functions import Convexes
@@ -83,7 +84,7 @@ def pairs_of(way: Way, view: View, patch: Patch) -> int:
         rows, flat = splats.rows, [0, patch.x0, patch.y0, patch.x1, patch.y1]
         if isinstance(way.kind, Convexes):
             names = ("means2d", "lines", "sharpness", "depths", "opacities", "radii")
-            return int(convex_lists(ConvexProjection(*(rows[n] for n in names)), splats.hits.view_ids, flat)[0][-1])
+            return int(box_lists(ConvexProjection(*(rows[n] for n in names)), splats.hits.view_ids, flat)[0][-1])
         floats = (rows["means2d"], rows["conics"], rows["opacities"], rows["radii"], rows["depths"])
         return int(cuda_ext.intersect(*floats, splats.hits.view_ids, flat, TILE)[0][-1])
 

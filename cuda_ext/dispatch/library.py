@@ -14,8 +14,37 @@ NAMESPACE = "ns_multigpu"
 
 # Kept for the life of the process: the definitions go when this object goes.
 LIBRARY = Library(NAMESPACE, "DEF")
+_WITH_FAKES = (
+    "encode_grid_backward", "project_backward", "project_axes_backward", "condition_backward", "sh_colors_backward",
+    "series_backward", "splat_boxes",
+)  # fmt: skip
+"""Operators that would have their fake here, and have it in their modules."""
+
+
+def _define(text: str) -> None:
+    """Define an operator. One that returns nothing, or gradients v_X of its inputs X alone, has its fake, too."""
+    LIBRARY.define(text)
+    schema = torch._C.parse_schema(f"{NAMESPACE}::{text}")
+    places = {f"v_{argument.name}": k for k, argument in enumerate(schema.arguments)}
+    if text.partition("(")[0] in _WITH_FAKES or not all(returned.name in places for returned in schema.returns):
+        return
+    wanted = [places[returned.name] for returned in schema.returns]
+
+    def like_inputs(*inputs: Any, **_: Any) -> Any:
+        found = tuple(torch.empty_like(inputs[k], memory_format=torch.contiguous_format) for k in wanted)
+        return found[0] if len(found) == 1 else found or None
+
+    torch.library.register_fake(schema.name, like_inputs, lib=LIBRARY)
+
+
 for _schema in SCHEMAS:
-    LIBRARY.define(_schema)
+    _define(_schema)
+
+
+def serve_cpu(composed: Any, *names: str) -> None:
+    """Register functions of those names of a module as what operators do on a CPU."""
+    for name in names:
+        LIBRARY.impl(name, getattr(composed, name), "CPU")
 
 
 def fake(name: str) -> Callable[[_F], _F]:

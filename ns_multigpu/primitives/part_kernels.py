@@ -3,8 +3,10 @@
 Only a box bounds such a row.
 """
 
-from collections.abc import Sequence
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,12 +14,12 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext.ops.exchange.row_exchange import add_records
-from ns_multigpu.core.kernels import Drawn, Lists, Received, Rows, Sinks
-from ns_multigpu.core.types import TILE
+from ns_multigpu.core.kernels import Cameras, Drawn, Lists, Received, Rows, Sinks
+from ns_multigpu.core.types import TILE, Points
 from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines
-from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
+from ns_multigpu.primitives.record_parts import PartsWire, RecordParts, boundless
 
-_MADE = {"opacities": "row_opacities", "features": "colors"}
+MADE = {"opacities": "row_opacities", "features": "colors"}
 """Row columns with another name in projections."""
 
 
@@ -41,6 +43,12 @@ class Composited(NamedTuple):
     v_covered: Tensor | None = None
 
 
+@cache
+def _made(columns: tuple[str, ...]) -> Any:
+    """Return the class of projected lines: the projection's columns, and colours [M, 3]."""
+    return namedtuple("Made", (*columns, "colors"))
+
+
 @dataclass(frozen=True)
 class PartKernels(ComposedKernels):
     """Kernels of one such primitive; see `Kernels`. A subclass says how points become rows.
@@ -51,7 +59,6 @@ class PartKernels(ComposedKernels):
         title: name of the points in messages.
         operator: the end of the operators' names.
         layout: of the rows; its columns are the operators' inputs, in their order.
-        row_type: class of the rows.
         keeps_last: whether `last` is needed whole after the image's loss, which wipes out what it does not need.
     """
 
@@ -62,20 +69,28 @@ class PartKernels(ComposedKernels):
     title: ClassVar[str]
     operator: ClassVar[str]
     layout: ClassVar[RecordParts]
-    row_type: ClassVar[type[Any]]
 
     @property
     def keeps_last(self) -> bool:
         return False
 
+    def projected(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> tuple[Points, Any]:
+        """Return the points, and the primitive's projection of lines."""
+        points = Points(dict(params))
+        return points, self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
+
+    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Any:
+        points, found = self.projected(params, cameras, lines)
+        colors = self.kind.colors(points, *lines, cameras.viewmats)
+        return _made(type(found)._fields)(*found, colors)
+
     def rows(self, made: Any, lines: RowLines, count: Tensor) -> Rows:
-        columns = (getattr(made, _MADE.get(name, name)) for name in self.layout.widths)
-        return self.row_type(*lines, count, *columns, made.radii)
+        columns = (getattr(made, MADE.get(name, name)) for name in self.layout.widths)
+        return self.layout.rows(*lines, count, *columns, made.radii)
 
     def returned(self, made: Any, records: Tensor) -> list[tuple[Tensor, Tensor]]:
         gradients = self.layout.gradients_of(records)
-        names: tuple[str, ...] = gradients._fields
-        return [(getattr(made, _MADE.get(name, name)), getattr(gradients, name)) for name in names]
+        return [(getattr(made, MADE.get(name, name)), gradients[name]) for name in self.layout.widths]
 
     def draw(self, arrived: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         inputs = tuple(getattr(arrived, name) for name in self.layout.widths)
@@ -102,7 +117,7 @@ class PartKernels(ComposedKernels):
             *rest.inputs, *rest.lists, rest.patches, TILE, rest.color, rest.extra, rest.alpha, rest.last, rest.state,
             v_color, v_extra, v_covered,
         )  # fmt: skip
-        records = self.layout.records_of_columns(found)
+        records = self.layout.records_of(found)
         add_records(records, sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope)
 
     def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Received:
@@ -124,8 +139,3 @@ class PartKernels(ComposedKernels):
             arrived.means2d, boundless(arrived.depths), arrived.opacities, arrived.radii, arrived.depths,
             arrived.view_ids, patches, tile_size=TILE, capacity=capacity,
         )  # fmt: skip
-
-
-def boundless(like: Tensor) -> Tensor:
-    """Return zero conics [M, 3] without a bound: only a row's box limits it."""
-    return like.new_zeros(len(like), 3)

@@ -6,6 +6,7 @@ are too few, the last part's absolute gradients hold two more. Each part has the
 rounded.
 """
 
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -58,12 +59,22 @@ def _spans(order: Sequence[Span], spaces: Sequence[int]) -> list[_Piece]:
 
 
 class RecordParts:
-    """Record layout of a primitive's rows."""
+    """Record layout of a primitive's rows.
 
-    def __init__(
-        self, widths: Mapping[str, int], order: Sequence[Span], arrived: type[Any], gradients: type[Any]
-    ) -> None:
-        self.widths, self._arrived, self._gradients = dict(widths), arrived, gradients
+    Args:
+        widths: of a row's float columns, by name; 0 for a column [M].
+        order: in which their numbers lie in records.
+
+    Attributes:
+        rows, received: classes of rows, see `Rows` and `Received`.
+    """
+
+    def __init__(self, widths: Mapping[str, int], order: Sequence[Span]) -> None:
+        self.widths = dict(widths)
+        columns: Any = (*widths, "radii")
+        self.rows: Any = namedtuple("Rows", ("view_ids", "point_ids", "count", *columns))
+        self.rows.conics = property(lambda rows: boundless(rows.depths))
+        self.received: Any = namedtuple("Received", ("view_ids", *columns, "owners", "slots"))
         numbers = sum(end - start for _, start, end in order)
         assert numbers == sum(max(width, 1) for width in widths.values()), "each number once"
         slots = list(_SLOTS.values())
@@ -74,8 +85,7 @@ class RecordParts:
         self._runs = [(k * RECORD_FLOATS + _GRADIENTS[0], k * RECORD_FLOATS + _GRADIENTS[1]) for k in range(self.parts)]
         last = (self.parts - 1) * RECORD_FLOATS
         self._runs.append((last + _ABSOLUTE[0], last + _ABSOLUTE[1]))
-        returned = [span for span in order if span[0] in gradients._fields]
-        self._returned = _spans(returned, [end - start for start, end in self._runs])
+        self._returned = _spans(order, [end - start for start, end in self._runs])
         self.absolute = any(piece.space == self.parts for piece in self._returned)
 
     def split(self, rows: Rows) -> list[Part]:
@@ -101,37 +111,31 @@ class RecordParts:
         slots = [getattr(part, name) for part in parts for name in _SLOTS]
         columns = self._columns(self._rows, [slot if slot.dim() == 2 else slot[:, None] for slot in slots])
         first = parts[0]
-        return self._arrived(
+        return self.received(
             first.view_ids, *(columns[name].contiguous() for name in self.widths), first.radii, first.owners,
             first.slots,
         )  # fmt: skip
 
     def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Received:
         """See `Kernels.receive_local`."""
-        return self._arrived(rows.view_ids, *(getattr(rows, name) for name in self.widths), rows.radii, owners, slots)
+        return self.received(rows.view_ids, *(getattr(rows, name) for name in self.widths), rows.radii, owners, slots)
 
-    def records_of(self, gradients: Any) -> Tensor:
-        """Gradients of rows, by their columns, as records [M, record_floats]."""
-        like = gradients[0]
+    def records_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the records [M, record_floats] of gradients by all columns, in the order of `widths`."""
+        named, like = dict(zip(self.widths, gradients, strict=True)), gradients[0]
         found: list[Tensor] = []
         at = 0
         for p in self._returned:
             place = self._runs[p.space][0] + p.offset
-            found += [like.new_zeros(len(like), place - at), _numbers(getattr(gradients, p.span[0]), p.span)]
+            found += [like.new_zeros(len(like), place - at), _numbers(named[p.span[0]], p.span)]
             at = place + p.span[2] - p.span[1]
         found.append(like.new_zeros(len(like), self.record_floats - at))
         return torch.cat(found, dim=1)
 
-    def records_of_columns(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the records of gradients by all columns, in their order; those of columns without one are dropped."""
-        named = dict(zip(self.widths, gradients, strict=True))
-        return self.records_of(self._gradients(*(named[name] for name in self._gradients._fields)))
-
-    def gradients_of(self, records: Tensor) -> Any:
-        """The inverse of `records_of`."""
+    def gradients_of(self, records: Tensor) -> dict[str, Tensor]:
+        """Return gradients by column name: the inverse of `records_of`."""
         runs = [records[:, start:end] for start, end in self._runs]
-        columns = self._columns(self._returned, runs)
-        return self._gradients(**columns)
+        return self._columns(self._returned, runs)
 
     def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
         """See `Kernels.pack`."""
@@ -254,6 +258,11 @@ class PartsWire(RowWire):
             found.append((part.contiguous(), _behind(segments, words), absolute))
             words += gradient_words(half=False, absgrad=absolute)
         return found
+
+
+def boundless(like: Tensor) -> Tensor:
+    """Return zero conics [M, 3] without a bound: only a row's box limits it."""
+    return like.new_zeros(len(like), 3)
 
 
 def _numbers(column: Tensor, span: Span) -> Tensor:

@@ -96,7 +96,7 @@ def _moving(wanted: RenderOptions) -> Primitive:
 
 
 def _surfels(wanted: RenderOptions) -> Primitive:
-    return Surfels(wanted.sh_degree, wanted.depth, wanted.channels, **wanted.limits)
+    return Surfels(wanted.sh_degree, wanted.depth, channels=wanted.channels, **wanted.limits)
 
 
 def _convexes(wanted: RenderOptions) -> Primitive:

@@ -5,14 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from cuda_ext.ops.raster.convexes import (
-    ConvexPixels,
-    ConvexProjection,
-    convex_lists,
-    project_convexes,
-    rasterize_convexes,
-)
-from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, all_pairs, gradients_of, turned_views, whole
+from cuda_ext.ops.raster.convexes import project_convexes, rasterize_convexes
+from tests.cuda_ext.surface_scene import draw_scene, gradients_of, project_scene, random_places, scene_of
 
 
 class Scene(NamedTuple):
@@ -27,11 +21,6 @@ class Scene(NamedTuple):
     view_ids: torch.Tensor
     point_ids: torch.Tensor
 
-    @property
-    def floats(self) -> tuple[torch.Tensor, ...]:
-        """Return all but the intrinsics and the ids."""
-        return self[:7]
-
 
 def make_scene(
     count: int = 24, views: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
@@ -43,7 +32,7 @@ def make_scene(
     def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=g, dtype=torch.float64)
 
-    means = (uniform(count, 3) - 0.5) * torch.tensor([spread, spread, 2.0]).double() + torch.tensor([0, 0, 3.0])
+    means = random_places(count, spread, g)
     size = 0.03 + 0.3 * uniform(count, 1, 1) ** 2
     corners = size * torch.randn(count, 6, 3, generator=g, dtype=torch.float64)
     corners = corners - corners.mean(1, keepdim=True)
@@ -61,24 +50,10 @@ def make_scene(
         means[4, 2] = -1.0
         opacities[5] = 0.003
         opacities[6], sigmas[6] = 0.9995, 20 / (deltas[6] * size[6] ** 2)  # the cap
-    viewmats, Ks = turned_views(views)
-    floats = [means, corners.flatten(1), deltas, sigmas, opacities, uniform(count * views, 3), viewmats]
-    ready = [value.to(device, dtype).requires_grad_(grad) for value in floats]
-    return Scene(*ready, Ks.to(device, dtype), *all_pairs(count, views, device))
+    points = [means, corners.flatten(1), deltas, sigmas, opacities]
+    return scene_of(Scene, points, views, g, dtype, device, grad)
 
 
-def project(scene: Scene) -> ConvexProjection:
-    sizes = [WIDTH, HEIGHT] * len(scene.viewmats)
-    means, corners, deltas, sigmas, opacities, _, viewmats, Ks, view_ids, point_ids = scene
-    cameras = (viewmats, Ks, sizes)
-    return project_convexes(means, corners, deltas, sigmas, opacities, *cameras, view_ids, point_ids, near=0.2)
-
-
-def draw(scene: Scene, patches: list[int] | None = None) -> tuple[ConvexProjection, ConvexPixels]:
-    patches = whole(len(scene.viewmats)) if patches is None else patches
-    rows = project(scene)
-    lists = convex_lists(rows, scene.view_ids, patches)
-    return rows, rasterize_convexes(rows, scene.colors, *lists, patches)
-
-
+project = partial(project_scene, project_convexes)
+draw = partial(draw_scene, project, rasterize_convexes)
 gradients = partial(gradients_of, draw)

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from cuda_ext.ops.raster.primitives import box_lists
+
 WIDTH, HEIGHT = 41, 37
 
 
@@ -20,10 +22,38 @@ def turned_views(views: int) -> tuple[torch.Tensor, torch.Tensor]:
     return viewmats, K.repeat(views, 1, 1)
 
 
-def all_pairs(count: int, views: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return view_ids and point_ids of all pairs, by view."""
+def random_places(count: int, spread: float, g: torch.Generator) -> torch.Tensor:
+    """Return places [count, 3] in front of the cameras, float64."""
+    box = torch.tensor([spread, spread, 2.0]).double()
+    return (torch.rand(count, 3, generator=g, dtype=torch.float64) - 0.5) * box + torch.tensor([0, 0, 3.0])
+
+
+def scene_of(
+    kind: Callable[..., Any], points: list[torch.Tensor], views: int, g: torch.Generator, dtype: torch.dtype,
+    device: str, grad: bool,
+) -> Any:  # fmt: skip
+    """Return the scene of points and random colours before `views` cameras, all of whose pairs are rows."""
+    count = len(points[0])
+    viewmats, Ks = turned_views(views)
+    colors = torch.rand(count * views, 3, generator=g, dtype=torch.float64)
+    ready = [value.to(device, dtype).requires_grad_(grad) for value in (*points, colors, viewmats)]
     view_ids = torch.arange(views).repeat_interleave(count).int().to(device)
-    return view_ids, torch.arange(count).repeat(views).int().to(device)
+    return kind(*ready, Ks.to(device, dtype), view_ids, torch.arange(count).repeat(views).int().to(device))
+
+
+def project_scene(project: Callable[..., Any], scene: Any) -> Any:
+    """Return the rows of a scene."""
+    cameras = (scene.viewmats, scene.Ks, [WIDTH, HEIGHT] * len(scene.viewmats))
+    return project(*scene[:-5], *cameras, scene.view_ids, scene.point_ids, near=0.2)
+
+
+def draw_scene(
+    project: Callable[..., Any], rasterize: Callable[..., Any], scene: Any, patches: list[int] | None = None
+) -> tuple[Any, Any]:
+    """Return the rows and the pixels of a scene, in all of its views by default."""
+    patches = whole(len(scene.viewmats)) if patches is None else patches
+    rows = project(scene)
+    return rows, rasterize(rows, scene.colors, *box_lists(rows, scene.view_ids, patches), patches)
 
 
 def whole(views: int) -> list[int]:
@@ -32,11 +62,11 @@ def whole(views: int) -> list[int]:
 
 
 def gradients_of(draw: Callable[..., Any], scene: Any, patches: list[int] | None = None, seed: int = 3) -> list[Any]:
-    """Return gradients of a sum of all outputs with random weights, by the scene's floats."""
+    """Return gradients of a sum of all outputs with random weights, by all floats but intrinsics."""
     g = torch.Generator().manual_seed(seed)
     _, pixels = draw(scene, patches)
     loss = torch.zeros((), dtype=scene.means.dtype, device=scene.means.device)
     for name, value in pixels._asdict().items():
         value = value.abs() if name == "alphas" else value
         loss = loss + (value * torch.randn(value.shape, generator=g, dtype=torch.float64).to(value)).sum()
-    return list(torch.autograd.grad(loss, scene.floats))
+    return list(torch.autograd.grad(loss, scene[:-3]))

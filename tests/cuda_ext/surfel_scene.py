@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from cuda_ext.ops.raster.surfels import SurfelPixels, SurfelProjection, box_lists, project_surfels, rasterize_surfels
-from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, all_pairs, gradients_of, turned_views, whole
+from cuda_ext.ops.raster.surfels import project_surfels, rasterize_surfels
+from tests.cuda_ext.surface_scene import draw_scene, gradients_of, project_scene, random_places, scene_of
 
 
 class Scene(NamedTuple):
@@ -20,11 +20,6 @@ class Scene(NamedTuple):
     view_ids: torch.Tensor
     point_ids: torch.Tensor
 
-    @property
-    def floats(self) -> tuple[torch.Tensor, ...]:
-        """Return all but the intrinsics and the ids."""
-        return self[:6]
-
 
 def make_scene(
     count: int = 24, views: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
@@ -36,7 +31,7 @@ def make_scene(
     def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=g, dtype=torch.float64)
 
-    means = (uniform(count, 3) - 0.5) * torch.tensor([spread, spread, 2.0]).double() + torch.tensor([0, 0, 3.0])
+    means = random_places(count, spread, g)
     scales = 0.02 + 0.3 * uniform(count, 2) ** 2
     quats = torch.randn(count, 4, generator=g, dtype=torch.float64)
     opacities = 0.02 + 0.97 * uniform(count)
@@ -50,23 +45,10 @@ def make_scene(
         means[4, 2] = -1.0
         opacities[5] = 0.003
         opacities[6] = 0.9995  # the cap
-    viewmats, Ks = turned_views(views)
-    floats = [means, quats, scales, opacities, uniform(count * views, 3), viewmats]
-    ready = [value.to(device, dtype).requires_grad_(grad) for value in floats]
-    return Scene(*ready, Ks.to(device, dtype), *all_pairs(count, views, device))
+    points = [means, quats, scales, opacities]
+    return scene_of(Scene, points, views, g, dtype, device, grad)
 
 
-def project(scene: Scene) -> SurfelProjection:
-    sizes = [WIDTH, HEIGHT] * len(scene.viewmats)
-    cameras = (scene.viewmats, scene.Ks, sizes)
-    return project_surfels(*scene[:4], *cameras, scene.view_ids, scene.point_ids, near=0.2)
-
-
-def draw(scene: Scene, patches: list[int] | None = None) -> tuple[SurfelProjection, SurfelPixels]:
-    patches = whole(len(scene.viewmats)) if patches is None else patches
-    rows = project(scene)
-    lists = box_lists(rows, scene.view_ids, patches)
-    return rows, rasterize_surfels(rows, scene.colors, *lists, patches)
-
-
+project = partial(project_scene, project_surfels)
+draw = partial(draw_scene, project, rasterize_surfels)
 gradients = partial(gradients_of, draw)

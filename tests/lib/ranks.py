@@ -24,10 +24,7 @@ PRELOADED = [
 preload(PRELOADED)
 
 
-def skip_without_gpus(ranks: int) -> None:
-    """Skip a test, saying why, where there is not a GPU for each rank and none may be shared."""
-    if gpu_places() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, or {SHARE_GPUS}=1; torch sees {torch.cuda.device_count()}")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def run_ranks(
@@ -38,7 +35,11 @@ def run_ranks(
     Functions and arguments must be picklable. A world of one runs in this process. The first rank that fails ends the
     others, and its traceback is the error. On CPUs a server with all imports done forks the ranks, unless `fork` is
     False. They have this process's environment, and nothing else of it.
+
+    The test is skipped where there is not a GPU for each rank and none may be shared.
     """
+    if device == "cuda" and gpu_places() < size:
+        pytest.skip(f"needs {size} GPUs, or {SHARE_GPUS}=1; torch sees {torch.cuda.device_count()}")
     if size == 1:
         return [function(World.single(device if device == "cpu" else "cuda:0"), *args)]
     with tempfile.TemporaryDirectory() as folder:

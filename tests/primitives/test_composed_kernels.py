@@ -18,14 +18,13 @@ from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
-from tests.strategies.scene import make_image, make_moving_points, make_points, make_views
-from tests.strategies.test_law_convexes import convexes
+from tests.strategies.scene import make_convexes, make_image, make_moving_points, make_points, make_views
 
 SIZE, VIEWS, COUNT = (45, 61), 2, 60
 PRIMITIVES: dict[str, Any] = {
     "4dgs": MovingGaussians(sh_degree=2), "2dgs": Surfels(sh_degree=2), "convex": Convexes(sh_degree=2)
 }  # fmt: skip
-MAKE = {"4dgs": make_moving_points, "2dgs": make_points, "convex": convexes}
+MAKE = {"4dgs": make_moving_points, "2dgs": make_points, "convex": make_convexes}
 STATISTICS = ("grad2d", "count", "radii")
 
 

@@ -13,7 +13,7 @@ from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import plan_move
 from tests.lib.placements import TOYS, HalfSpaces, Wrong
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.primitives.gaussians import test_sharded_densifier, test_sharded_mcmc
 from tests.primitives.shards import assert_same, by_place, shard_index_of
 
@@ -58,7 +58,6 @@ def test_any_owners_train_the_model_of_one_rank(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", DENSIFIERS)
 def test_any_owners_train_the_model_of_one_gpu(kind: str) -> None:
-    skip_without_gpus(2)
     compare(kind, 2, "cuda")
 
 

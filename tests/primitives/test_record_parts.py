@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.exchange.row_exchange import add_records
-from ns_multigpu.primitives.convexes.rows import CONVEX_PARTS, ArrivedConvexes, ConvexGradients, ConvexRows
+from ns_multigpu.primitives.convexes.kernels import CONVEX_PARTS
 from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
-from ns_multigpu.primitives.surfels.rows import SURFEL_PARTS, SurfelGradients, SurfelRows
+from ns_multigpu.primitives.surfels.kernels import SURFEL_PARTS
 from tests.cuda_ext.exchange.test_row_exchange import addresses
+from tests.lib.ranks import DEVICES
 
 REAL, LINES, CAPACITY = 9, 12, 8
 
@@ -22,8 +23,6 @@ class Kind:
     """Rows of a primitive."""
 
     layout: RecordParts
-    rows: type[Any]
-    gradients: type[Any]
     widths: Mapping[str, tuple[int, ...]]
 
     def make_rows(self, device: str) -> Any:
@@ -31,8 +30,8 @@ class Kind:
         floats = {name: torch.randn(LINES, *shape, generator=g) for name, shape in self.widths.items()}
         view_ids = torch.tensor([0] * 4 + [1] * 8).int()
         radii = torch.randint(1, 9, (LINES, 2), generator=g).int()
-        rows = self.rows(view_ids, torch.arange(LINES).int(), torch.tensor([REAL]), radii=radii, **floats)
-        return self.rows(*(part.to(device) for part in rows))
+        rows = self.layout.rows(view_ids, torch.arange(LINES).int(), torch.tensor([REAL]), radii=radii, **floats)
+        return self.layout.rows(*(part.to(device) for part in rows))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,14 +40,12 @@ class Kind:
 
 _ALL = {"means2d": (2,), "opacities": (), "features": (3,), "depths": ()}
 CASES = {
-    "2dgs": Kind(SURFEL_PARTS, SurfelRows, SurfelGradients, {**_ALL, "transforms": (9,), "normals": (3,)}),
-    "convex": Kind(CONVEX_PARTS, ConvexRows, ConvexGradients, {**_ALL, "lines": (18,), "sharpness": ()}),
+    "2dgs": Kind(SURFEL_PARTS, {**_ALL, "transforms": (9,), "normals": (3,)}),
+    "convex": Kind(CONVEX_PARTS, {**_ALL, "lines": (18,), "sharpness": ()}),
 }
 _SPANS = [("lines", 7, 18), ("depths", 0, 1), ("features", 0, 3), ("lines", 0, 7), ("opacities", 0, 1)]
 _SPANS += [("sharpness", 0, 1), ("means2d", 0, 2)]
-CASES["any order"] = replace(
-    CASES["convex"], layout=RecordParts(CONVEX_PARTS.widths, _SPANS, ArrivedConvexes, ConvexGradients)
-)
+CASES["any order"] = replace(CASES["convex"], layout=RecordParts(CONVEX_PARTS.widths, _SPANS))
 
 
 def make_place(device: str) -> Tensor:
@@ -59,7 +56,7 @@ def make_place(device: str) -> Tensor:
     return place.to(device)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_there_and_back_through_memory(name: str, device: str) -> None:
     kind, place = CASES[name], make_place(device)
@@ -74,7 +71,7 @@ def test_there_and_back_through_memory(name: str, device: str) -> None:
             assert torch.equal(getattr(arrived, column)[lines], getattr(rows, column)[list(sent)]), column
         assert arrived.slots[lines].tolist() == list(sent) and arrived.owners[lines].tolist() == [rank] * len(sent)
     # Each rank adds what it found of a row to the record there, which the owner adds up.
-    found = layout.records_of(kind.gradients(*(getattr(arrived, column) for column in kind.gradients._fields)))
+    found = layout.records_of([getattr(arrived, column) for column in layout.widths])
     sums = [torch.ones(1, CAPACITY, layout.record_floats, device=device) for _ in range(2)]
     slots = torch.arange(CAPACITY, dtype=torch.int32, device=device).repeat(2)
     add_records(found, addresses(sums, 0), arrived.owners, slots)
@@ -82,14 +79,14 @@ def test_there_and_back_through_memory(name: str, device: str) -> None:
     seen = torch.zeros(LINES, device=device)
     seen[:CAPACITY] = 1
     once, twice = layout.gradients_of(records), [k for k in range(0, REAL, 2) if k < CAPACITY]
-    for column in kind.gradients._fields:
+    for column in layout.widths:
         value = getattr(rows, column)
         expected = value * seen.view(-1, *[1] * (value.dim() - 1))
         expected[twice] *= 2
         expected[twice] += 1  # rank 0's
         expected[REAL - 1] = value[REAL - 1]  # of rank 0 alone
         expected[REAL:] -= 1  # padding gets nothing
-        torch.testing.assert_close(getattr(once, column), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(once[column], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -102,15 +99,15 @@ def test_wire_size_of_a_row(name: str) -> None:
     assert layout.record_floats == 16 * layout.parts and plain.gradient_words <= plain.row_words
     # Each gradient has a place of its own, among those that come back.
     kind = CASES[name]
-    numbers = sum(max(layout.widths[column], 1) for column in kind.gradients._fields)
+    numbers = sum(max(layout.widths[column], 1) for column in layout.widths)
     back = [16 * k + n for k in range(layout.parts) for n in range(9)]
     back += [16 * layout.parts - 6, 16 * layout.parts - 5] if layout.absolute else []
-    ones = kind.gradients(*(torch.ones(1, *kind.widths[column]) for column in kind.gradients._fields))
+    ones = [torch.ones(1, *kind.widths[column]) for column in layout.widths]
     places = layout.records_of(ones)[0].nonzero()[:, 0].tolist()
     assert len(places) == numbers and set(places) <= set(back)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_records_are_added_where_their_owners_have_them(device: str) -> None:
     sinks = [torch.zeros(5, 8, device=device) for _ in range(2)]
     records = torch.randn(4, 8, device=device)

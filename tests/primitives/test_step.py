@@ -17,7 +17,6 @@ from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import TILE, Patch
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.schema import ORDER
-from tests.lib.ranks import skip_without_gpus
 from tests.primitives.training_runs import (
     HEIGHT,
     LAMBDA,
@@ -222,7 +221,6 @@ def test_run_of_captured_graphs(strategy: str, ranks: int) -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "batch", "antialiased"), [(1, 1, False), (1, 3, True), (2, 2, False), (4, 8, True)])
 def test_run_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool, lazy: bool) -> None:
-    skip_without_gpus(ranks)
     run = TrainingRun("batch", batch, 4, antialiased, lazy=lazy, points=3000)
     assert_same_run(run, take(run, ranks, "cuda"), ordinary(run))
 
@@ -234,7 +232,6 @@ def test_run_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool, lazy
 )
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 1), (4, 4)])
 def test_run_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: str, by_sort: bool) -> None:
-    skip_without_gpus(ranks)
     run = TrainingRun(
         "tile", batch, 4, capacities=LARGE_CAPACITIES, lazy=lazy, transport=transport, by_sort=by_sort, points=3000
     )  # fmt: skip
@@ -245,7 +242,6 @@ def test_run_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: st
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 2)])
 def test_run_of_graphs_on_gpus(ranks: int, batch: int, lazy: bool) -> None:
-    skip_without_gpus(ranks)
     run = TrainingRun(
         "tile", batch, 12, capacities=(1024, 1024, 8192), lazy=lazy, transport="peer", points=3000,
         captured=True,

@@ -6,7 +6,7 @@ import torch
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.radiance.exchange import all_segments, balance, bytes_a_ray, cells_of, sum_gradients
 from ns_multigpu.radiance.segments import clip
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.radiance.scene import FAMILY, Outcome, cut, rays, step
 
 
@@ -27,7 +27,6 @@ def test_any_number_of_ranks_is_one(cells: int, ranks: int) -> None:
 
 @pytest.mark.gpu
 def test_any_number_of_gpus_is_one() -> None:
-    skip_without_gpus(2)
     one: Outcome = step(World.single(), 4)
     for outcome in run_ranks(step, 2, 4, device="cuda"):
         torch.testing.assert_close(outcome.colour, one.colour)

@@ -1,6 +1,7 @@
 """A small scene that exercises what can differ between ranks: views of different sizes, one that sees nothing."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -79,6 +80,28 @@ def make_moving_points(count: int, dtype: torch.dtype, device: torch.device | st
         "cosines_rest": 0.1 * torch.randn(count, 2, 15, 3, generator=g, dtype=torch.float64),
     }
     return Points({k: v.detach().to(device, dtype).requires_grad_() for k, v in params.items()})
+
+
+def make_surfels(count: int, dtype: torch.dtype, device: Any = "cpu") -> Points:
+    """Return `make_points` as 2D Gaussians, somewhat larger."""
+    params = {name: value.detach() for name, value in make_points(count, dtype, device).params.items()}
+    params["scales"] = params["scales"][:, :2] + 0.3
+    return Points({name: value.clone().requires_grad_() for name, value in params.items()})
+
+
+def make_convexes(count: int, dtype: torch.dtype, device: Any = "cpu") -> Points:
+    """Random convexes where `make_points` has Gaussians, of all sizes and edges, some of them coincident."""
+    params = {name: value.detach() for name, value in make_points(count, dtype, device).params.items()}
+    g = torch.Generator().manual_seed(2)
+    size = params.pop("scales").exp().amax(-1, keepdim=True).cpu()
+    del params["quats"]
+    corners = 1.5 * size * torch.randn(count, 18, generator=g, dtype=torch.float64).to(dtype)
+    deltas = torch.log((10 + 90 * torch.rand(count, 1, generator=g, dtype=torch.float64)).to(dtype) / size)
+    sigmas = (
+        torch.log((1 + 6 * torch.rand(count, 1, generator=g, dtype=torch.float64)).to(dtype)) - deltas - 2 * size.log()
+    )
+    params |= {"corners": corners.to(device), "deltas": deltas.to(device), "sigmas": sigmas.to(device)}
+    return Points({name: value.clone().requires_grad_() for name, value in params.items()})
 
 
 def make_gains(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

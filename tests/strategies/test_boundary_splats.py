@@ -17,7 +17,7 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import TILE, Hits, Patch, Splats, View
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.pixel import pixel
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
@@ -135,7 +135,6 @@ def test_rows_are_sent_to_cells_that_they_overlap() -> None:
 @pytest.mark.gpu
 def test_cameras_may_be_on_the_host() -> None:
     """Rows before a run's first capacities are computed."""
-    skip_without_gpus(1)
     cells_in_views, _, views = windows_of("in a cell")
     places = torch.tensor([[10.0, 5.0], [25, 21], [19, 27]], dtype=torch.float64)
     given = torch.zeros(3).int(), places, torch.full((3, 2), 2).int(), torch.tensor([4.0, 2, 3], dtype=torch.float64)
@@ -166,7 +165,6 @@ def test_a_step_is_singles(mode: str, ranks: int, cells: int) -> None:
 @pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (4, 4)])
 @pytest.mark.parametrize("mode", ["autograd", *MODES])
 def test_single_on_gpus(mode: str, ranks: int, cells: int) -> None:
-    skip_without_gpus(ranks)
     if mode == "autograd":
         rest = ("gaussians", VIEWS, POINTS, torch.float32)
         expected = one_step(World.single("cuda:0"), "single", *rest)

@@ -9,7 +9,7 @@ import torch
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.strategies.test_law import Outcome, stitch, take_step
 from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, POINTS, step_of
 
@@ -74,6 +74,5 @@ def check(half: list[Outcome], whole: list[Outcome], ranks: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_half_a_wire_is_nearly_a_whole_one_on_gpus(ranks: int) -> None:
-    skip_without_gpus(ranks)
     runs = [run_ranks(step_of, ranks, "tile", KERNELS[0], LANDSCAPE, "step", False, h, device="cuda") for h in (0, 1)]
     check(runs[1], runs[0], ranks)

@@ -33,9 +33,11 @@ from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.surfels.functions import Surfels
 from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radii
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
+from ns_multigpu.primitives.surfels.schema import CHANNELS
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.strategies.scene import (
+    make_convexes,
     make_gains,
     make_grids,
     make_image,
@@ -43,6 +45,7 @@ from tests.strategies.scene import (
     make_moving_points,
     make_observations,
     make_points,
+    make_surfels,
     make_views,
 )
 
@@ -52,6 +55,16 @@ PRIMITIVES: dict[str, Callable[[], Primitive]] = {
     "gaussians, plain colours": lambda: Gaussians(sh_degree=None),
     "4D gaussians": lambda: MovingGaussians(sh_degree=3, depth=True),
 }
+
+SURFACES: dict[str, Callable[[], Primitive]] = {
+    "2dgs": lambda: Surfels(sh_degree=2, depth=True),
+    "2dgs, losses": lambda: Surfels(sh_degree=2, depth=True, channels=("normals", "distortion")),
+    "2dgs, all channels": lambda: Surfels(sh_degree=3, depth=True, channels=CHANNELS),
+    "2dgs, plain colours": lambda: Surfels(sh_degree=None, depth=True),
+    "convex": lambda: Convexes(sh_degree=3, depth=True),
+    "convex, faint": lambda: Convexes(sh_degree=3, depth=True),
+}
+"""Primitives that few strategies are tested with; of faint convexes no pixel is closed."""
 
 # Forward and gradients: rounding of a changed order of summation, far inside KERNELS.md's tolerances for the operators.
 TOLERANCES = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 2e-6}}
@@ -206,10 +219,13 @@ def penalties(optimizer: CameraOptimizer) -> dict[str, torch.Tensor]:
 def points_of(
     primitive: str, count: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Primitive, Points]:
-    """Return a primitive of the table, and so many points of its kind."""
-    drawn = PRIMITIVES[primitive]()
-    make = make_moving_points if isinstance(drawn, MovingGaussians) else make_points
-    return drawn, make(count, dtype, device)
+    """Return a primitive of the tables, and so many points of its kind."""
+    drawn = (PRIMITIVES | SURFACES)[primitive]()
+    makers: Any = {MovingGaussians: make_moving_points, Surfels: make_surfels, Convexes: make_convexes}
+    points = makers.get(type(drawn), make_points)(count, dtype, device)
+    if "faint" in primitive:
+        points.params["opacities"].data.sub_(3.0)
+    return drawn, points
 
 
 def held_at(spread: Strategy, whole: Points) -> tuple[Points, torch.Tensor]:
@@ -301,7 +317,6 @@ def test_ranks_without_pixels_of_an_uncut_view(strategy: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", LIKE_SINGLE)
 def test_equals_single_on_gpus(strategy: str, size: int, primitive: str) -> None:
-    skip_without_gpus(size)
     expected = one_step(World.single("cuda:0"), "single", primitive, 5, 150, torch.float32)
     outcomes = run_ranks(one_step, size, strategy, primitive, 5, 150, torch.float32, device="cuda")
     check(outcomes, expected, torch.float32)

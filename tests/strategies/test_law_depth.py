@@ -9,17 +9,12 @@ import torch
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Points
-from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import DEVICES, run_ranks
 from tests.strategies.test_law import DEPTH_WEIGHT, Outcome, check, points_of, take_step
-from tests.strategies.test_law_convexes import ALL as CONVEX
-from tests.strategies.test_law_convexes import convexes
 from tests.strategies.test_law_steps import POINTS, PORTRAIT, check_outcomes, count_of, take_one
-from tests.strategies.test_law_surfels import surfels
 
 ABSGRAD = "gaussians, antialiased, absgrad"
-FLAT = Surfels(sh_degree=2, depth=True)
 CASES = [
     ("2dgs", "tile", 3), ("2dgs", "pixel", 2), ("gaussians", "locality", 2), ("4D gaussians", "batch", 2),
     ("convex", "tile", 2),
@@ -35,10 +30,6 @@ FUSED: Any = {"depth": True, "capacities": {"depth_weight": DEPTH_WEIGHT}}
 
 
 def kind_of(name: str, count: int, dtype: torch.dtype, device: Any = "cpu") -> tuple[Any, Points]:
-    if name == "2dgs":
-        return FLAT, surfels(count, dtype, device)
-    if name == "convex":
-        return CONVEX, convexes(count, dtype, device)
     kind, points = points_of(name, count, dtype, device)
     return replace(cast(Any, kind), depth=True), points
 
@@ -50,24 +41,17 @@ def step(
     return take_step(STRATEGIES[strategy](world), name, views, points, dtype, kind=kind, observes=observes)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "strategy", "size"), CASES)
-def test_equals_single(name: str, strategy: str, size: int) -> None:
-    expected = step(World.single(), name, "single", 4, 90, torch.float64)
-    without = step(World.single(), name, "single", 4, 90, torch.float64, False)
+def test_equals_single(name: str, strategy: str, size: int, device: str) -> None:
+    dtype, alone = (torch.float64, World.single()) if device == "cpu" else (torch.float32, World.single("cuda:0"))
+    outcomes = run_ranks(step, size, name, strategy, 4, 90, dtype, device=device)
+    expected, without = (step(alone, name, "single", 4, 90, dtype, observes) for observes in (True, False))
     assert float(expected["loss"] - without["loss"]) > 0.02
     for group in ("gradients", "poses"):  # the scene shows a difference
         apart = [float((expected[group][k] - without[group][k]).abs().max()) for k in expected[group]]
         assert max(apart) > 0.05 * max(float(value.abs().max()) for value in without[group].values())
-    check(run_ranks(step, size, name, strategy, 4, 90, torch.float64), expected, torch.float64)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "strategy", "size"), CASES)
-def test_equals_single_on_gpus(name: str, strategy: str, size: int) -> None:
-    skip_without_gpus(size)
-    expected = step(World.single("cuda:0"), name, "single", 4, 90, torch.float32)
-    outcomes = run_ranks(step, size, name, strategy, 4, 90, torch.float32, device="cuda")
-    check(outcomes, expected, torch.float32)
+    check(outcomes, expected, dtype)
 
 
 def fused_step(world: World, name: str, strategy: str, mode: str, half: bool | None = None) -> Outcome:
@@ -96,21 +80,18 @@ def test_a_fused_step_equals_single(name: str, strategy: str, ranks: int, mode: 
 @pytest.mark.parametrize("half", [None, False], ids=["peer", "collective"])
 @pytest.mark.parametrize(("name", "strategy", "ranks", "mode"), STEPS)
 def test_a_fused_step_equals_single_on_gpus(name: str, strategy: str, ranks: int, mode: str, half: bool | None) -> None:
-    skip_without_gpus(ranks)
     check_fused(run_ranks(fused_step, ranks, name, strategy, mode, half, device="cuda"), name, strategy)
 
 
 def narrow_step(world: World) -> Outcome:
-    whole = surfels(POINTS, torch.float32, world.device)
-    tile = STRATEGIES["tile"](world)
-    return take_one(tile, FLAT, 1, (45, 30), "step", whole=whole, observes=True, **FUSED)
+    (kind, whole), tile = points_of("2dgs", POINTS, torch.float32, world.device), STRATEGIES["tile"](world)
+    return take_one(tile, kind, 1, (45, 30), "step", whole=whole, observes=True, **FUSED)
 
 
 def test_a_rank_without_pixels_takes_part_in_a_fused_step() -> None:
     """Two rows of tiles for three ranks."""
     outcomes = run_ranks(narrow_step, 3)
     assert sorted(len(outcome["images"]) for outcome in outcomes) == [0, 1, 1]
-    made = FLAT, surfels(POINTS, torch.float32)
     single = STRATEGIES["single"](World.single())
-    expected = take_step(single, "2dgs", 1, POINTS, torch.float32, (45, 30), kind=made, observes=True)
+    expected = take_step(single, "2dgs", 1, POINTS, torch.float32, (45, 30), observes=True)
     check_outcomes(outcomes, expected, 1, (45, 30), replicated=False)

@@ -12,16 +12,14 @@ from ns_multigpu.core.types import Patch, Points
 from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks
-from tests.strategies.scene import make_moving_points, make_points, make_views
+from tests.strategies.scene import make_convexes, make_moving_points, make_points, make_surfels, make_views
 from tests.strategies.test_law import Outcome, check, on_machines, take_step
-from tests.strategies.test_law_convexes import convexes
 from tests.strategies.test_law_steps import POINTS, PORTRAIT, check_outcomes, count_of, take_one
-from tests.strategies.test_law_surfels import surfels
 
 FAR, CLIP = 3.3, 5.0
 """World units and pixels: each leaves out a part of what views see."""
 POINTS_OF: dict[str, Callable[..., Points]] = {
-    "3dgs": make_points, "2dgs": surfels, "4dgs": make_moving_points, "convex": convexes,
+    "3dgs": make_points, "2dgs": make_surfels, "4dgs": make_moving_points, "convex": make_convexes,
 }  # fmt: skip
 
 

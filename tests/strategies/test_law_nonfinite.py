@@ -13,7 +13,7 @@ from ns_multigpu.core.types import sizes_of
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.lib.recorded import RecordedPool
 from tests.strategies.scene import make_gains, make_image, make_views
 from tests.strategies.test_law import held_at, points_of
@@ -93,5 +93,4 @@ def test_no_rank_takes_it(strategy: str, ranks: int, mode: str) -> None:
 @pytest.mark.parametrize(("strategy", "ranks"), CASES)
 @pytest.mark.parametrize("mode", MODES)
 def test_no_rank_takes_it_on_gpus(strategy: str, ranks: int, mode: str) -> None:
-    skip_without_gpus(ranks)
     check(run_ranks(skip_one, ranks, strategy, mode, strategy == "batch", device="cuda"))

@@ -35,7 +35,7 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.lib.recorded import RecordedPool
 from tests.strategies.scene import (
     make_gains,
@@ -292,7 +292,6 @@ def test_a_step_behind_another_equals_single(strategy: str, ranks: int) -> None:
 @pytest.mark.parametrize("primitive", [*KERNELS, *OTHERS])
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("batch", 1), ("batch", 2), ("batch", 3)])
 def test_a_step_behind_another_equals_single_on_gpus(strategy: str, ranks: int, primitive: str) -> None:
-    skip_without_gpus(ranks)
     outcomes = run_ranks(step_of, ranks, strategy, primitive, PORTRAIT, "several", device="cuda")
     check_step(outcomes, strategy, primitive, PORTRAIT)
 
@@ -320,7 +319,6 @@ def test_a_step_over_machines_equals_single(strategy: str, mode: str, ranks: int
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_over_machines_equals_single_on_gpus(mode: str, inside: str, ranks: int, machines: int) -> None:
     """Inside a machine through peer memory, or all by collectives; between machines, which are pretended, by these."""
-    skip_without_gpus(ranks)
     half = None if inside == "peer" else False
     step = partial(step_on, machines)
     outcomes = run_ranks(step, ranks, "locality", KERNELS[0], PORTRAIT, mode, False, half, device="cuda")
@@ -341,7 +339,6 @@ def test_lists_from_a_sort_over_all_ranks(ranks: int) -> None:
 def test_a_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int, primitive: str) -> None:
     if strategy == "single" and ranks > 1:
         pytest.skip("`single` has one rank")
-    skip_without_gpus(ranks)
     outcomes = run_ranks(step_of, ranks, strategy, primitive, None, mode, device="cuda")
     check_step(outcomes, strategy, primitive, None)
 

@@ -16,16 +16,11 @@ from ns_multigpu.core.step.bilateral_grids import variation
 from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.poses import StepPoses
 from ns_multigpu.core.step.step_settings import with_halos
-from ns_multigpu.core.types import Points
-from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_corrections, make_gains, make_grids, make_image, make_views
 from tests.strategies.test_law import LIKE_SINGLE, Outcome, check, on_machines, points_of, take_step
-from tests.strategies.test_law_convexes import ALL as CONVEX
-from tests.strategies.test_law_convexes import convexes
 from tests.strategies.test_law_steps import MODES, POINTS, PORTRAIT, check_outcomes, count_of, fill, made, take_one
-from tests.strategies.test_law_surfels import surfels
 
 ALL = [*LIKE_SINGLE, "pixel"]
 OTHERS = ["4D gaussians", "2dgs", "convex"]
@@ -61,14 +56,6 @@ ON_GPUS: list[Row] = [
 ]  # fmt: skip
 
 
-def kind_of(name: str, count: int, dtype: torch.dtype, device: Any = "cpu") -> tuple[Any, Points]:
-    if name == "2dgs":
-        return Surfels(sh_degree=2), surfels(count, dtype, device)
-    if name == "convex":
-        return CONVEX, convexes(count, dtype, device)
-    return points_of(name, count, dtype, device)
-
-
 def options_of(words: str, views: int, device: Any = "cpu") -> dict[str, Any]:
     """Return options of `take_step` and `take_one`."""
     asked = words.split()
@@ -95,7 +82,7 @@ def size_of(words: str) -> tuple[int, int] | None:
 
 def fused(world: World, row: Row) -> Outcome:
     strategy, _, mode, primitive, words = row
-    kind, whole = kind_of(primitive, POINTS, torch.float32, world.device)
+    kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
     spread = STRATEGIES[strategy](on_machines(world, 2) if "machines" in words else world)
     count = count_of(strategy)
     return take_one(spread, kind, count, size_of(words), mode, whole=whole, **options_of(words, count, world.device))
@@ -106,8 +93,7 @@ def check_fused(outcomes: list[Outcome], row: Row) -> None:
     strategy, _, _, primitive, words = row
     count, size = count_of(strategy), size_of(words)
     given = (STRATEGIES["single"](World.single()), primitive, count, POINTS, torch.float32, size)
-    kind = kind_of(primitive, POINTS, torch.float32)
-    expected = take_step(*given, kind=kind, **options_of(words, count))
+    expected = take_step(*given, **options_of(words, count))
     wanted = {name: value for name, value in expected["poses"].items() if isinstance(name, str)}
     if "gains" in words:
         assert float(wanted["exposures"].abs().amax(1).min()) > 0, "also views that are not in the batch hold the mean"
@@ -138,13 +124,11 @@ def test_a_fused_step_equals_single(row: Row) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", ON_GPUS, ids=lambda row: "-".join(map(str, row)))
 def test_a_fused_step_equals_single_on_gpus(row: Row) -> None:
-    skip_without_gpus(row[1])
     check_fused(run_ranks(fused, row[1], row, device="cuda"), row)
 
 
 def step(world: World, strategy: str, name: str, **options: Any) -> Outcome:
-    kind = kind_of(name, 90, torch.float64, world.device)
-    return take_step(STRATEGIES[strategy](world), name, 4, 90, torch.float64, kind=kind, **options)
+    return take_step(STRATEGIES[strategy](world), name, 4, 90, torch.float64, **options)
 
 
 def with_gains(world: World, strategy: str, name: str) -> Outcome:

@@ -24,7 +24,7 @@ from ns_multigpu.core.types import Points
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from strategies.pixel import pixel
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, points_of, stitch, take_step
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
@@ -196,7 +196,6 @@ def test_a_step_equals_one_rank_with_the_same_cells(mode: str, ranks: int, cells
 @pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (3, 3), (4, 4)])
 @pytest.mark.parametrize("mode", ["autograd", *MODES])
 def test_the_law_on_gpus(mode: str, ranks: int, cells: int) -> None:
-    skip_without_gpus(ranks)
     if mode == "autograd":
         step, rest = partial(step_of, cells), ("gaussians", VIEWS, POINTS, torch.float32)
         check(run_ranks(step, ranks, *rest, device="cuda"), step(World.single("cuda:0"), *rest), torch.float32)
@@ -227,5 +226,4 @@ def test_steps_in_whole_views_equal_single() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_steps_in_whole_views_equal_single_on_gpus(ranks: int) -> None:
-    skip_without_gpus(ranks)
     check_whole_views(ranks, "captured", "cuda")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import fake, serve_cpu
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_floats
 from cuda_ext.reference import encode_grid as composed
@@ -70,5 +70,4 @@ def _encode_backward_fake(
     return positions.new_empty(len(positions) if moves else 0, 3), torch.empty_like(table)
 
 
-LIBRARY.impl("encode_grid", composed.encode_grid, "CPU")
-LIBRARY.impl("encode_grid_backward", composed.encode_grid_backward, "CPU")
+serve_cpu(composed, "encode_grid", "encode_grid_backward")

@@ -5,12 +5,11 @@ the line that is next.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve
 
 MOST_TABLES = 4
@@ -143,10 +142,5 @@ def _show_patches(images: Tensor, chosen: Tensor, patches: Sequence[int], pictur
         start += numbers
 
 
-def _fake(*_: Any) -> None:
-    return None
-
-
 for _name, _composed in (("take_lines", _take_lines), ("keep_line", _keep_line), ("show_patches", _show_patches)):
     LIBRARY.impl(_name, _composed, "CPU")
-    fake(_name)(_fake)

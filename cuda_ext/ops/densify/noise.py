@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import fake
 from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.reference import noise as reference
@@ -42,8 +41,3 @@ def add_noise(
         check_tensors(torch.int64, means.device, rows=(rows, (points,)))
     op: Any = torch.ops.ns_multigpu.add_noise if compiled_serves(means) else reference.add_noise
     op(means, quats, log_scales, logits, rows, first, start, scale, taken, steepness, threshold)
-
-
-@fake("add_noise")
-def _fake(*_: Any) -> None:
-    return None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY, fake, serve_cpu
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.reference import quaternions
@@ -137,16 +137,6 @@ def _draw_fake(sums: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return sums.new_empty(len(sums), dtype=torch.int32), sums.new_empty(len(sums), dtype=torch.int32)
 
 
-@fake("share_out")
-def _share_fake(*_: Any) -> None:
-    return None
-
-
-@fake("copy_rows")
-def _copy_fake(*_: Any) -> None:
-    return None
-
-
 @fake("take_rows")
 def _take_fake(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
     return [tensor.new_empty(len(index), *tensor.shape[1:]) for tensor in tensors]
@@ -157,8 +147,5 @@ def _turn_fake(_: Tensor, vectors: Tensor) -> Tensor:
     return torch.empty_like(vectors)
 
 
-LIBRARY.impl("draw_sources", reference.draw_sources, "CPU")
-LIBRARY.impl("share_out", reference.share_out, "CPU")
-LIBRARY.impl("copy_rows", reference.copy_rows, "CPU")
-LIBRARY.impl("take_rows", reference.take_rows, "CPU")
+serve_cpu(reference, "draw_sources", "share_out", "copy_rows", "take_rows")
 LIBRARY.impl("turn", quaternions.turn, "CPU")

@@ -205,12 +205,6 @@ def _pixels(sizes: Sequence[int]) -> int:
     return sum(sizes[k] * sizes[k + 1] for k in range(0, len(sizes), 2))
 
 
-@fake("gather_fragments")
-@fake("scatter_fragments")
-def _moved_fake(*_: Any) -> None:
-    return None
-
-
 @fake("live_boxes")
 def _live_boxes_fake(before: Tensor, fragments: Any, slots: int, least: float) -> Tensor:
     return before.new_empty(slots, 5, dtype=torch.int64)

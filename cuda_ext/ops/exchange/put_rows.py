@@ -1,12 +1,11 @@
 """Publication of the used lines of several arrays in the memory of other ranks."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.reference import put_rows as composed
 
@@ -73,11 +72,6 @@ def put_rows(
     torch.ops.ns_multigpu.put_rows(
         [array.detach() for array in arrays], list(taken), count, destinations, gate, gate_column, offset
     )
-
-
-@fake("put_rows")
-def _fake(*_: Any) -> None:
-    return None
 
 
 LIBRARY.impl("put_rows", composed.put_rows, "CPU")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import fake, serve_cpu
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.reference import row_exchange as composed
@@ -292,13 +292,6 @@ def check_lines(first: int, end: int, rows: int) -> None:
         raise ValueError(f"lines {first} to {end}: need 0 <= first <= end <= {rows}, which is all of them.")
 
 
-@fake("route_lines")
-@fake("pack")
-@fake("add_records")
-def _in_place_fake(*_: Any) -> None:
-    return None
-
-
 @fake("unpack")
 def _unpack_fake(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, ...]:
     rows = records.shape[0] * records.shape[1]
@@ -314,8 +307,4 @@ def _collect_fake(place: Tensor, count: Tensor, sources: Tensor, capacity: int) 
     return place.new_empty((place.shape[1], RECORD_FLOATS), dtype=torch.float32)
 
 
-LIBRARY.impl("route_lines", composed.route_lines, "CPU")
-LIBRARY.impl("pack", composed.pack, "CPU")
-LIBRARY.impl("unpack", composed.unpack, "CPU")
-LIBRARY.impl("collect", composed.collect, "CPU")
-LIBRARY.impl("add_records", composed.add_records, "CPU")
+serve_cpu(composed, "route_lines", "pack", "unpack", "collect", "add_records")

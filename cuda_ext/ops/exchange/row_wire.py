@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import fake, serve_cpu
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_tensors
 from cuda_ext.ops.exchange.row_exchange import ReceivedRows, check_lines, check_row_columns
@@ -289,13 +289,6 @@ def _check_segments(
             )
 
 
-@fake("pack_wire")
-@fake("keep_rows")
-@fake("pack_gradients")
-def _in_place_fake(*_: Any) -> None:
-    return None
-
-
 @fake("unpack_wire")
 def _unpack_fake(wire: Tensor, starts: Any, capacities: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
     rows = sum(capacities)
@@ -308,8 +301,4 @@ def _collect_fake(place: Tensor, *_: Any) -> Tensor:
     return place.new_empty((place.shape[1], RECORD_FLOATS), dtype=torch.float32)
 
 
-LIBRARY.impl("pack_wire", composed.pack_wire, "CPU")
-LIBRARY.impl("unpack_wire", composed.unpack_wire, "CPU")
-LIBRARY.impl("keep_rows", composed.keep_rows, "CPU")
-LIBRARY.impl("pack_gradients", composed.pack_gradients, "CPU")
-LIBRARY.impl("collect_wire", composed.collect_wire, "CPU")
+serve_cpu(composed, "pack_wire", "unpack_wire", "keep_rows", "pack_gradients", "collect_wire")

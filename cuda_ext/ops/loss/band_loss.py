@@ -206,10 +206,5 @@ def _band_loss_fake(out: Tensor, alpha: Tensor, background: Tensor, target: Tens
     return rgb, out.new_empty(()), out.new_empty(()), v_out, v_alpha
 
 
-@fake("band_loss_into")
-def _band_loss_into_fake(*_: Any) -> None:
-    return None
-
-
 LIBRARY.impl("band_loss", _band_loss_composed, "CPU")
 LIBRARY.impl("band_loss_into", _band_loss_into_composed, "CPU")

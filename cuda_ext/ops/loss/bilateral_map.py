@@ -95,16 +95,6 @@ def _fake(grid: Tensor, rgb: Tensor, place: Sequence[int]) -> Tensor:
     return torch.empty_like(rgb)
 
 
-@fake("bilateral_map_backward")
-def _backward_fake(grid: Tensor, rgb: Tensor, v_out: Tensor, place: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(grid), torch.empty_like(rgb)
-
-
-@fake("bilateral_variation_backward")
-def _variation_fake(grids: Tensor, weight: float) -> Tensor:
-    return torch.empty_like(grids)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     grid, rgb, ctx.place = inputs
     ctx.save_for_backward(grid, rgb)

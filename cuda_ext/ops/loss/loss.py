@@ -119,11 +119,6 @@ def _l1_ssim_fake(pred, target, inner):
     return pred.new_empty(()), pred.new_empty(()), torch.empty_like(pred, memory_format=torch.contiguous_format)
 
 
-@fake("l1_ssim_backward")
-def _l1_ssim_backward_fake(pred, target, dssim_dpred, inner, v_l1, v_ssim):
-    return torch.empty_like(pred, memory_format=torch.contiguous_format)
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     pred, target, ctx.inner = inputs
     ctx.save_for_backward(pred, target, output[2])

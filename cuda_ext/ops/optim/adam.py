@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.optim.ring import ScalarRing
 
@@ -268,11 +268,6 @@ def _step_together(optimizers: Sequence[FusedAdam], set_grads_to_zero: bool = Fa
         adam_step(params, grads, *moments, scalars, set_grads_to_zero)
     for optimizer in optimizers:
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
-
-
-@fake("adam_step")
-def _adam_step_fake(*_: Any) -> None:
-    return None
 
 
 LIBRARY.impl("adam_step", adam_step_torch, "CPU")

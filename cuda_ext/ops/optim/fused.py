@@ -272,11 +272,6 @@ def _splat_forward_fake(means: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ..
     return (*ids, count, *floats, means.new_empty(capacity), radii)
 
 
-@fake("splat_update")
-def _in_place_fake(*_: Any) -> None:
-    return None
-
-
 LIBRARY.impl("splat_forward", splat_forward_composed, "CPU")
 LIBRARY.impl("splat_forward_lazy", splat_forward_composed, "CPU")
 LIBRARY.impl("splat_update", splat_update_composed, "CPU")

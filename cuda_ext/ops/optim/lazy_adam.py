@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.reference.compact import COMPACT
@@ -131,11 +131,6 @@ def check_parameters(params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_a
             check_tensors(COMPACT, params[0].device, **checked)
         else:
             check_floats(params[0], **checked)
-
-
-@fake("splat_flush")
-def _splat_flush_fake(*_: Any) -> None:
-    return None
 
 
 LIBRARY.impl("splat_flush", splat_flush_composed, "CPU")

@@ -96,11 +96,6 @@ def _of_length(vectors: Tensor, weight: float) -> Tensor:
     return torch.where(length > 0, vectors / length, 0.0) * (weight / len(vectors))
 
 
-@fake("correct_views")
-def _correct_views_fake(*_: Any) -> None:
-    return None
-
-
 @fake("correction_gradients")
 def _correction_gradients_fake(viewmats: Tensor, corrections: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(corrections)

@@ -62,11 +62,6 @@ def _composite_fake(out: Tensor, *_: Any) -> Tensor:
     return out.new_empty(out.shape[0], 3)
 
 
-@fake("composite_backward")
-def _composite_backward_fake(out: Tensor, alpha: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(out), torch.empty_like(alpha)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 

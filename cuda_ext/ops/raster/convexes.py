@@ -12,7 +12,7 @@ larger. Edges' lengths in L are the published code's: by them and by d, what I i
 depth.
 
 Rows, views, ids, sizes and padding are as in `cuda_ext.ops.project.projection`, patches and lists as in
-`cuda_ext.ops.raster.rasterization`: `intersect` makes the lists, by boxes (`convex_lists`).
+`cuda_ext.ops.raster.rasterization`: `intersect` makes the lists, by boxes (`box_lists`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext.ops.raster.primitives import register, serves
-from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches, intersect
+from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches
 from cuda_ext.reference import convexes as reference
 
 CORNERS, LINES = reference.CORNERS, reference.LINES
@@ -112,16 +112,6 @@ def project_convexes(
     )  # fmt: skip
 
 
-def convex_lists(
-    rows: ConvexProjection, view_ids: Tensor, patches: Sequence[int], tile_size: int = 16
-) -> tuple[Tensor, Tensor]:
-    """Return the lists of `intersect` for convexes: of each tile those whose box of `radii` has a pixel centre in
-    it."""
-    everywhere = rows.lines.new_zeros(len(rows.lines), 3)  # a conic without a bound: the box alone decides
-    means2d, opacities, depths = rows.means2d.detach(), rows.row_opacities.detach(), rows.depths.detach()
-    return intersect(means2d, everywhere, opacities, rows.radii, depths, view_ids, patches, tile_size)
-
-
 def rasterize_convexes(
     rows: ConvexProjection, colors: Tensor, tile_offsets: Tensor, row_ids: Tensor, patches: Sequence[int],
     tile_size: int = 16,
@@ -134,7 +124,7 @@ def rasterize_convexes(
     Args:
         rows: `project_convexes`'s.
         colors: [M, 3].
-        tile_offsets, row_ids: `convex_lists`'s, with the same patches and tile_size.
+        tile_offsets, row_ids: `box_lists`'s, with the same patches and tile_size.
         patches: 5 integers a patch (view, x0, y0, x1, y1).
 
     Raises:

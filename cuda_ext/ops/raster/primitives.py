@@ -1,4 +1,4 @@
-"""Fakes and gradients of the operators of primitives other than 3D Gaussians: `project_<name>`, `rasterize_<name>`.
+"""Lists, fakes and gradients of primitives other than 3D Gaussians: `project_<name>`, `rasterize_<name>`.
 
 Their kernels are one set of templates for all of them: `csrc/cpu/raster/primitives.cpp` and
 `csrc/cuda/common/primitive.h`.
@@ -13,7 +13,7 @@ from torch import Tensor
 from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import native_serves, reference_forced
-from cuda_ext.ops.raster.rasterization import _pixel_count, raster_state_size
+from cuda_ext.ops.raster.rasterization import _pixel_count, intersect, raster_state_size
 
 
 def serves(like: Tensor, title: str) -> bool:
@@ -32,6 +32,14 @@ def serves(like: Tensor, title: str) -> bool:
             "set NS_MULTIGPU_OPS=reference for the slow pure-torch operators."
         )
     return native_serves(like)
+
+
+def box_lists(rows: Any, view_ids: Tensor, patches: Sequence[int], tile_size: int = 16) -> tuple[Tensor, Tensor]:
+    """Return the lists of `intersect` for projected rows: of each tile those whose box of `radii` has a pixel centre in
+    it."""
+    means2d, opacities, depths = rows.means2d.detach(), rows.row_opacities.detach(), rows.depths.detach()
+    everywhere = depths.new_zeros(len(depths), 3)  # a conic without a bound: the box alone decides
+    return intersect(means2d, everywhere, opacities, rows.radii, depths, view_ids, patches, tile_size)
 
 
 def register(name: str, *, points: int, projected: Sequence[int], extra: int, quads: int) -> None:
@@ -84,16 +92,8 @@ def register(name: str, *, points: int, projected: Sequence[int], extra: int, qu
         found = backward(*inputs, *ctx.rest, out, more, alpha, last, state, v_color, v_extra, v_covered)
         return (*found, *[None] * 4)
 
-    def like_inputs(count: int) -> Any:
-        def backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-            return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:count])
-
-        return backward_fake
-
     fake(f"project_{name}")(project_fake)
-    fake(f"project_{name}_backward")(like_inputs(points + 1))
     fake(f"rasterize_{name}")(rasterize_fake)
-    fake(f"rasterize_{name}_backward")(like_inputs(columns))
     for operator, grad, setup in (
         ("project", project_grad, project_setup),
         ("rasterize", rasterize_grad, rasterize_setup),

@@ -258,14 +258,6 @@ def _rasterize_backward_fake(
     return *grads, means2d.new_empty(means2d.shape[0] if absgrad else 0, 2)
 
 
-@fake("rasterize_backward_into")
-def _rasterize_backward_into_fake(
-    means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, alpha, last, state, out, v_out,
-    v_alpha, absgrad, sinks, owners, slots, system_scope,
-):  # fmt: skip
-    return None
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     *tensors, patches, tile_size, probe, marked = inputs
     out, alpha, last, state = output

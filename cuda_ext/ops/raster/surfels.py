@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext.ops.raster.primitives import register, serves
-from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches, intersect
+from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches
 from cuda_ext.reference import surfels as reference
 
 GEOMETRY = reference.GEOMETRY
@@ -104,15 +104,6 @@ def project_surfels(
     op = torch.ops.ns_multigpu.project_surfels if serves(means, "2D Gaussians") else reference.project_surfels
     cameras = (viewmats, Ks, sizes)
     return SurfelProjection(*op(means, quats, scales, opacities, *cameras, view_ids, point_ids, near, far))
-
-
-def box_lists(
-    rows: SurfelProjection, view_ids: Tensor, patches: Sequence[int], tile_size: int = 16
-) -> tuple[Tensor, Tensor]:
-    """Return the lists of `intersect` for surfels: of each tile those whose box of `radii` has a pixel centre in it."""
-    everywhere = torch.zeros_like(rows.normals)  # a conic without a bound: the box alone decides
-    means2d, opacities, depths = rows.means2d.detach(), rows.row_opacities.detach(), rows.depths.detach()
-    return intersect(means2d, everywhere.detach(), opacities, rows.radii, depths, view_ids, patches, tile_size)
 
 
 def rasterize_surfels(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import fake, serve_cpu
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.ops.optim.adam import kernels_serve
 from cuda_ext.ops.sort import peer_sort_composed as composed
@@ -269,12 +269,6 @@ def _check_capacity(name: str, capacity: int) -> None:
         raise ValueError(f"{name}: capacity must lie in 0..2^31 - 2, got {capacity}.")
 
 
-@fake("sort_pairs")
-@fake("publish_count")
-def _nothing_fake(*_: Any) -> None:
-    return None
-
-
 @fake("merge_level")
 def _merge_level_fake(keys_at: Any, values_at: Any, counts: Tensor, *_: Any) -> Tensor:
     return counts.new_empty(1)
@@ -294,8 +288,4 @@ def _band_lists_fake(
     return where.new_empty(tiles + 1), where.new_empty(capacity), counts.new_empty(1)
 
 
-LIBRARY.impl("sort_pairs", composed.sort_pairs, "CPU")
-LIBRARY.impl("publish_count", composed.publish_count, "CPU")
-LIBRARY.impl("merge_level", composed.merge_level, "CPU")
-LIBRARY.impl("intersect_keys", composed.intersect_keys, "CPU")
-LIBRARY.impl("band_lists", composed.band_lists, "CPU")
+serve_cpu(composed, "sort_pairs", "publish_count", "merge_level", "intersect_keys", "band_lists")

@@ -2,33 +2,31 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from cuda_ext.ops.raster.convexes import LINES
 from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names
-from ns_multigpu.core.types import Points
 from ns_multigpu.primitives.composed_kernels import RowLines
-from ns_multigpu.primitives.convexes.rows import CONVEX_PARTS, ConvexRows
 from ns_multigpu.primitives.convexes.schema import SCHEMA
 from ns_multigpu.primitives.part_kernels import PartKernels
+from ns_multigpu.primitives.record_parts import RecordParts
 
 if TYPE_CHECKING:
     from ns_multigpu.primitives.convexes.functions import Convexes
 
 
-class MadeConvexes(NamedTuple):
-    """Projected lines: `ConvexProjection`, and colours [M, 3]."""
-
-    means2d: Tensor
-    lines: Tensor
-    sharpness: Tensor
-    depths: Tensor
-    row_opacities: Tensor
-    radii: Tensor
-    colors: Tensor
+CONVEX_PARTS = RecordParts(
+    widths={"means2d": 2, "lines": LINES, "sharpness": 0, "opacities": 0, "features": 3, "depths": 0},
+    order=(
+        ("means2d", 0, 2), ("lines", 0, 3), ("opacities", 0, 1), ("features", 0, 3), ("depths", 0, 1),
+        ("lines", 3, 12), ("sharpness", 0, 1), ("lines", 12, LINES),
+    ),
+)  # fmt: skip
+"""26 numbers of a row, and as many gradients."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +39,15 @@ class ConvexKernels(PartKernels):
     title = "3D convexes"
     operator = "convexes"
     layout = CONVEX_PARTS
-    row_type = ConvexRows
     record_floats = CONVEX_PARTS.record_floats
     at_once = 1 << 19
     """See `ComposedKernels`: some 300 bytes each."""
 
-    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> MadeConvexes:
-        points = Points(dict(params))
-        found = self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
-        return MadeConvexes(*found, self.kind.colors(points, *lines, cameras.viewmats))
-
     def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Tensor:
-        found = self.kind.project(Points(dict(params)), *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
+        _, found = self.projected(params, cameras, lines)
         return (found.radii > 0).all(-1)
 
-    def moved(self, made: MadeConvexes, records: Tensor) -> tuple[Tensor, Tensor]:
+    def moved(self, made: Any, records: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradients of the whole hull; radii are 0, because no rule uses screen sizes: see
         `convexes.functions.screen_radii`."""
-        return self.layout.gradients_of(records).means2d, torch.zeros_like(made.depths).detach()
+        return self.layout.gradients_of(records)["means2d"], torch.zeros_like(made.depths).detach()

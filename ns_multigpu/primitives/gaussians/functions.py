@@ -12,6 +12,7 @@ import cuda_ext
 from cuda_ext.ops.project.projection import three_sigma_radii
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.primitives.canvas import Canvas, clip_lists
 from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
@@ -143,48 +144,31 @@ class Gaussians(Primitive):
         windows: Tensor | None = None,
     ) -> list[Pixels]:  # fmt: skip
         """See `Primitive.render`: alpha blending front to back, tile by tile."""
-        rows = splats.rows
-        rectangles = [patch.rendered(views[patch.view]) for patch in patches]
-        flat = [n for patch, rectangle in zip(patches, rectangles, strict=True) for n in (patch.view, *rectangle)]
-        tile_offsets, row_ids = cuda_ext.intersect(
+        rows, canvas = splats.rows, Canvas(patches, views)
+        lists = cuda_ext.intersect(
             rows["means2d"].detach(),
             rows["conics"].detach(),
             rows["opacities"].detach(),
             rows["radii"],
             rows["depths"].detach(),
             splats.hits.view_ids,
-            patches=flat,
+            patches=canvas.flat,
             tile_size=TILE,
         )
-        if windows is not None:
-            depths = rows["depths"].detach()
-            tile_offsets, row_ids = cuda_ext.clip_lists(tile_offsets, row_ids, depths, windows.to(depths.dtype))
         out, signed, _ = cuda_ext.rasterize(
             rows["means2d"],
             rows["conics"],
             rows["opacities"],
             rows["features"],
-            tile_offsets,
-            row_ids,
-            patches=flat,
+            *clip_lists(lists, rows["depths"], windows),
+            patches=canvas.flat,
             tile_size=TILE,
             absgrad_probe=splats.probe if self.absgrad else None,
             mark_stops=stops,
         )
-        stopped = signed.detach() < 0
-        alpha = torch.where(stopped, -signed, signed) if stops else signed
-        result: list[Pixels] = []
-        start = 0
-        for patch, (x0, y0, x1, y1) in zip(patches, rectangles, strict=True):
-            height, width = y1 - y0, x1 - x0
-            piece = slice(start, start + height * width)
-            start += height * width
-            image = out[piece].reshape(height, width, -1)
-            opacity = alpha[piece].reshape(height, width, 1)
-            depth = image[..., 3:4] / opacity.clamp(min=1e-10) if self.depth else None
-            where = stopped[piece].reshape(height, width, 1) if stops else None
-            result.append(Pixels(patch, image[..., :3], opacity, depth, where))
-        return result
+        images = canvas.cut(out)
+        depths = [image[..., 3:4] for image in images] if self.depth else None
+        return canvas.pixels([image[..., :3] for image in images], signed, depths, marked=stops, stops=stops)
 
 
 def screen_radii(splats: Splats) -> Tensor:

@@ -1,6 +1,5 @@
 """The 2D Gaussian as a primitive (Huang et al. 2024, "2D Gaussian Splatting"), over the operators of `cuda_ext`."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,51 +7,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import cuda_ext
-from cuda_ext.ops.raster.surfels import SurfelProjection, box_lists, project_surfels, rasterize_surfels
+from cuda_ext.ops.raster.surfels import SurfelPixels, SurfelProjection, project_surfels, rasterize_surfels
 from cuda_ext.reference.surfels import surfel_radii
-from ns_multigpu.core.primitive import Primitive
-from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.core.types import Hits, Points, Splats, View
+from ns_multigpu.primitives.boxed import BoxedPrimitive
+from ns_multigpu.primitives.canvas import Canvas
 from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.deterministic import rotations
+from ns_multigpu.primitives.gaussians.functions import CUTOFF
 from ns_multigpu.primitives.radius_clip import clip_rows
-from ns_multigpu.primitives.shading import row_colors
-from ns_multigpu.primitives.surfels.kernels import SurfelKernels
+from ns_multigpu.primitives.surfels.kernels import SURFEL_PARTS, SurfelKernels
 from ns_multigpu.primitives.surfels.schema import CHANNELS, SCHEMA
 
-_CUTOFF = (2 * math.log(255)) ** 0.5
-"""Standard deviations at which exp(-d^2 / 2) is 1/255."""
-_DISC = _CUTOFF / 2**0.5
+_DISC = CUTOFF / 2**0.5
 """Pixels to which the low-pass filter on the screen widens a splat, at most."""
 _AT_ONCE = 1 << 22
 """Points whose extents are computed at once."""
 
 
 @dataclass(frozen=True)
-class Surfels(Primitive):
+class Surfels(BoxedPrimitive):
     """2D Gaussians: flat, in the plane of their first two axes; the third is the normal.
 
-    `Points.params` are those of `Gaussians`, with `scales` [N, 2].
+    `Points.params` are those of `Gaussians`, with `scales` [N, 2]. Columns of rows: see `SurfelProjection`.
 
     Attributes:
-        sh_degree: harmonics in use now, 0 to 3; None for plain colours.
-        depth: render expected depth as well: of the depths of centres, as gsplat 1.4.0's.
-        channels: of `CHANNELS`, what else is rendered, into `Pixels.extra`.
-        near, far: depths of centres beyond which nothing is drawn.
-        radius_clip: half extents in pixels up to which a splat is not drawn; see `clip_rows`.
+        channels: of `CHANNELS`, what else is rendered, into `Pixels.extra`. Depths are gsplat 1.4.0's.
 
     Raises:
         ValueError: there is no channel of that name.
     """
 
-    sh_degree: int | None = 3
-    depth: bool = False
     channels: tuple[str, ...] = ()
-    near: float = 0.01
-    far: float = 1e10
-    radius_clip: float = 0.0
 
     schema = SCHEMA
+    layout = SURFEL_PARTS
+    row_type = SurfelProjection
+    rasterize = rasterize_surfels
     shown = {"normals": 3}  # noqa: RUF012 - a class's, and never changed
     median = True
 
@@ -76,7 +67,7 @@ class Surfels(Primitive):
         for start in range(0, len(points), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             axes = rotations(quats[some])[:, :, :2] * scales[some].exp()[:, None, :]
-            reached.append(_CUTOFF * axes.square().sum(-1).sqrt())
+            reached.append(CUTOFF * axes.square().sum(-1).sqrt())
         return torch.cat(reached)
 
     @torch.no_grad()
@@ -104,7 +95,7 @@ class Surfels(Primitive):
             viewmat: [4, 4]. K: [3, 3]. size: width and height, pixels.
         """
         means = points.params["means"].detach()
-        half_extents = self.activated(points, "scales").detach().amax(-1) * _CUTOFF
+        half_extents = self.activated(points, "scales").detach().amax(-1) * CUTOFF
         seen = means @ viewmat[:3, :3].detach().T + viewmat[:3, 3].detach()
         shown = (seen[:, 2] >= self.near * (1 - 1e-5)) & (seen[:, 2] <= self.far * (1 + 1e-5))
         for axis, length in enumerate(size):
@@ -116,77 +107,25 @@ class Surfels(Primitive):
                 shown &= inward + half_extents * away * (1 + 1e-4) >= 0
         return shown
 
-    def splat(self, points: Points, hits: Hits, views: Sequence[View]) -> Splats:
-        """See `Primitive.splat`.
-
-        Rows: `means2d` [M, 2] pixels; `transforms` [M, 9], which takes a place in the splat's plane to homogeneous
-        pixels; `normals` [M, 3] in camera space; `opacities` [M]; `features` [M, 3] colours; `depths` [M]; `radii`
-        [M, 2]. See `SurfelProjection`.
-
-        The probe's gradient is that of the centre on the screen, as the published code and gsplat count it: by the
-        third column of the transform, times the depth (gsplat's `gradient_2dgs`).
-        """
-        viewmats = stack_viewmats(views)
-        sizes = [n for view in views for n in (view.width, view.height)]
-        rows = self.project(points, hits.view_ids, hits.point_ids, viewmats, stack_intrinsics(views), sizes)
-        probe = torch.zeros_like(rows.means2d, requires_grad=torch.is_grad_enabled())
+    def moved(self, rows: SurfelProjection, probe: Tensor) -> SurfelProjection:
+        """See `BoxedPrimitive.moved`: the centre on the screen, as the published code and gsplat count it: by the third
+        column of the transform, times the depth (gsplat's `gradient_2dgs`)."""
         moved = probe * rows.transforms[:, 8:].detach()
         still = torch.zeros_like(rows.transforms[:, :2])
-        transforms = rows.transforms + torch.cat([still, moved[:, :1], still, moved[:, 1:], still, still[:, :1]], dim=1)
-        columns = {
-            "means2d": rows.means2d,
-            "transforms": transforms,
-            "normals": rows.normals,
-            "opacities": rows.row_opacities,
-            "features": self.colors(points, hits.view_ids, hits.point_ids, viewmats),
-            "depths": rows.depths,
-            "radii": rows.radii,
-        }
-        return Splats(hits, columns, probe)
+        by = torch.cat([still, moved[:, :1], still, moved[:, 1:], still, still[:, :1]], dim=1)
+        return rows._replace(transforms=rows.transforms + by)
 
-    def render(
-        self, splats: Splats, patches: Sequence[Patch], views: Sequence[View], *, stops: bool = False,
-        windows: Tensor | None = None,
-    ) -> list[Pixels]:  # fmt: skip
-        """See `Primitive.render`.
+    def extra(self, pixels: SurfelPixels, canvas: Canvas, views: Sequence[View]) -> list[dict[str, Tensor]]:
+        """See `BoxedPrimitive.extra`.
 
-        `Pixels.extra` has of `channels`: `normals` [h, w, 3], the sum of the splats' normals by their weights, in world
-        space; `distortion` [h, w, 1], world units; `median` [h, w, 1], the depth at which alpha passes one half.
+        Of `channels`: `normals` [h, w, 3], the sum of the splats' normals by their weights, in world space;
+        `distortion` [h, w, 1], world units; `median` [h, w, 1], the depth at which alpha passes one half.
         """
-        rows = splats.rows
-        rectangles = [patch.rendered(views[patch.view]) for patch in patches]
-        flat = [n for patch, rectangle in zip(patches, rectangles, strict=True) for n in (patch.view, *rectangle)]
-        names = ("means2d", "transforms", "normals", "depths", "opacities", "radii")
-        drawn = SurfelProjection(*(rows[name] for name in names))
-        tile_offsets, row_ids = box_lists(drawn, splats.hits.view_ids, flat, TILE)
-        if windows is not None:
-            depths = rows["depths"].detach()
-            tile_offsets, row_ids = cuda_ext.clip_lists(tile_offsets, row_ids, depths, windows.to(depths.dtype))
-        pixels = rasterize_surfels(drawn, rows["features"], tile_offsets, row_ids, flat, TILE)
-        stopped = pixels.alphas.detach() < 0
-        alphas = torch.where(stopped, -pixels.alphas, pixels.alphas)
-        result: list[Pixels] = []
-        start = 0
-        for patch, (x0, y0, x1, y1) in zip(patches, rectangles, strict=True):
-            height, width = y1 - y0, x1 - x0
-            piece = slice(start, start + height * width)
-            start = piece.stop
-
-            def image(values: Tensor, piece: slice = piece, height: int = height, width: int = width) -> Tensor:
-                return values[piece].reshape(height, width, -1)
-
-            alpha = image(alphas)
-            depth = image(pixels.depths) / alpha.clamp(min=1e-10) if self.depth else None
-            extra = dict[str, Tensor]()
-            if "normals" in self.channels:
-                extra["normals"] = image(pixels.normals) @ views[patch.view].viewmat[:3, :3]
-            if "distortion" in self.channels:
-                extra["distortion"] = image(pixels.distortion)
-            if "median" in self.channels:
-                extra["median"] = image(pixels.median)
-            where = image(stopped) if stops else None
-            result.append(Pixels(patch, image(pixels.colors), alpha, depth, where, extra))
-        return result
+        images = {name: canvas.cut(getattr(pixels, name)) for name in self.channels}
+        if "normals" in images:
+            turns = [views[patch.view].viewmat[:3, :3] for patch in canvas.patches]
+            images["normals"] = [image @ turn for image, turn in zip(images["normals"], turns, strict=True)]
+        return [{name: some[k] for name, some in images.items()} for k in range(len(canvas.patches))]
 
     def kernels(self, **options: Any) -> SurfelKernels:
         """See `Primitive.kernels`: `depth`, and `losses`, see `SurfelKernels`.
@@ -209,10 +148,6 @@ class Surfels(Primitive):
             point_ids=point_ids, near=self.near, far=self.far,
         )  # fmt: skip
         return clip_rows(rows, self.radius_clip)
-
-    def colors(self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor) -> Tensor:
-        """The colours [M, 3] of rows."""
-        return row_colors(points.params, self.sh_degree, viewmats, view_ids, point_ids)
 
 
 def screen_radii(splats: Splats) -> Tensor:

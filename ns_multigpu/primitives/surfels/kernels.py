@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,27 +11,25 @@ from cuda_ext.ops.raster.surfels import GEOMETRY
 from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.kernels import Cameras, Drawn
 from ns_multigpu.core.schema import names
-from ns_multigpu.core.types import Patch, Pixels, Points, View
+from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.primitives.composed_kernels import RowLines
 from ns_multigpu.primitives.part_kernels import Composited, PartKernels
+from ns_multigpu.primitives.record_parts import RecordParts
 from ns_multigpu.primitives.surfels.losses import TERMS
-from ns_multigpu.primitives.surfels.rows import SURFEL_PARTS, SurfelRows
 from ns_multigpu.primitives.surfels.schema import SCHEMA
 
 if TYPE_CHECKING:
     from ns_multigpu.primitives.surfels.functions import Surfels
 
 
-class MadeSurfels(NamedTuple):
-    """Projected lines: `SurfelProjection`, and colours [M, 3]."""
-
-    means2d: Tensor
-    transforms: Tensor
-    normals: Tensor
-    depths: Tensor
-    row_opacities: Tensor
-    radii: Tensor
-    colors: Tensor
+SURFEL_PARTS = RecordParts(
+    widths={"means2d": 2, "transforms": 9, "normals": 3, "opacities": 0, "features": 3, "depths": 0},
+    order=(
+        ("means2d", 0, 2), ("transforms", 0, 3), ("opacities", 0, 1), ("features", 0, 3), ("depths", 0, 1),
+        ("transforms", 3, 9), ("normals", 0, 3),
+    ),
+)  # fmt: skip
+"""22 numbers of a row, and 19 gradients: one more than two parts hold, so that absolute ones are exchanged too."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +47,14 @@ class SurfelKernels(PartKernels):
     title = "2D Gaussians"
     operator = "surfels"
     layout = SURFEL_PARTS
-    row_type = SurfelRows
     record_floats = SURFEL_PARTS.record_floats
 
-    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> MadeSurfels:
-        points = Points(dict(params))
-        found = self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
-        colors = self.kind.colors(points, *lines, cameras.viewmats)
-        colors = torch.where((found.radii > 0).all(-1, keepdim=True), colors, 0.0)
-        return MadeSurfels(*found, colors)
+    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Any:
+        made = super().made(params, cameras, lines)
+        return made._replace(colors=torch.where((made.radii > 0).all(-1, keepdim=True), made.colors, 0.0))
 
     def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Tensor:
-        points = Points(dict(params))
-        found = self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
+        points, found = self.projected(params, cameras, lines)
         # Of one view, and of points in their order.
         near = self.kind.overlapping(points, cameras.viewmats[0], cameras.Ks[0], cameras.sizes)
         return (found.radii != 0).any(-1) & near
@@ -70,11 +63,11 @@ class SurfelKernels(PartKernels):
     def keeps_last(self) -> bool:
         return bool(self.losses)
 
-    def moved(self, made: MadeSurfels, records: Tensor) -> tuple[Tensor, Tensor]:
+    def moved(self, made: Any, records: Tensor) -> tuple[Tensor, Tensor]:
         """The centre's, as the published code counts it: see `Surfels.splat`."""
         transforms = made.transforms.detach()
         # Columns 2 and 5. A list of them would be copied to the GPU, which no graph can hold.
-        by_third = self.layout.gradients_of(records).transforms[:, 2:6:3]
+        by_third = self.layout.gradients_of(records)["transforms"][:, 2:6:3]
         return by_third * transforms[:, 8:], surfel_radii(transforms)
 
     def shown(self, drawn: Drawn, view: View) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ import torch
 
 from ns_multigpu.core.dist import collectives as c
 from ns_multigpu.core.dist.world import World, gpus_are_shared
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 
 
 def _rows(rank: int, count: int) -> torch.Tensor:
@@ -135,7 +135,6 @@ def _together_on_gpus(world: World) -> tuple[list[torch.Tensor], int]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_tensors_gathered_together_on_gpus(size: int) -> None:
-    skip_without_gpus(size)
     for outs, kernels in run_ranks(_together_on_gpus, size, device="cuda"):
         for out in outs:
             assert all((out[r] == r + (0.5 if out.is_floating_point() else 0)).all() for r in range(size))

@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.peer_memory import PeerBuffer, TransportChoice, choose_transport
 from ns_multigpu.core.dist.world import World
 from tests.cuda_ext.routing import route
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 
 
 def test_peers_are_checked_within_a_machine_if_rows_are_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,6 @@ def _barrier_in_a_graph(world: World) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("check", [_write_to_each_peer, _exchange_rows, _barrier_in_a_graph])
 def test_peers(check: object, size: int) -> None:
-    skip_without_gpus(size)
     results = run_ranks(check, size, device="cuda")  # type: ignore[arg-type]
     if check is _write_to_each_peer:
         assert all(
@@ -249,6 +248,5 @@ def _two_machines(world: World) -> TransportChoice:
 
 @pytest.mark.gpu
 def test_two_machines_have_none() -> None:
-    skip_without_gpus(2)
     for transport in run_ranks(_two_machines, 2, device="cuda"):
         assert transport.name == "collective" and "1 of 2 ranks" in transport.reason

@@ -24,7 +24,7 @@ from tests.cuda_ext.peer_sorts import (
     view_sizes,
 )
 from tests.cuda_ext.splats import Splats, make_splats
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import DEVICES, run_ranks
 
 Pairs = tuple[Tensor, Tensor]
 CASES = (
@@ -39,7 +39,7 @@ CASES = (
 )
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
@@ -232,7 +232,6 @@ def on_gpus(world: World, most: int) -> tuple[dict[str, tuple[Tensor, Tensor, in
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_on_several_gpus(size: int) -> None:
-    skip_without_gpus(size)
     most = 1_000_000
     outcomes = run_ranks(on_gpus, size, most, device="cuda")
     for case in CASES:

@@ -15,6 +15,7 @@ from tests.cuda_ext.exchange.test_row_exchange import Rows, make_rows
 from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.routing import route
 from tests.cuda_ext.splats import make_splats
+from tests.lib.ranks import DEVICES
 from tests.strategies.scene import make_points, make_views
 
 OPS = torch.ops.ns_multigpu
@@ -164,7 +165,7 @@ def test_clipped_lists_on_a_gpu(capacity: int) -> None:
     assert [len(one) for one in clip_lists(*(one.cuda() for one in none))] == [1, 0]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     scene, (rows, depths) = scene_of(3), rows_of(30, 5)
     rows, depths, drawn = rows.to(device), depths.to(device), rectangles(3, False)

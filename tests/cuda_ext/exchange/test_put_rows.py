@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import put_rows
+from tests.lib.ranks import DEVICES
 
 LINES, CAPACITY = 37, 41  # number of lines, and their capacity
 WIDTHS = (1, 2, 3, 4, 16)
@@ -59,7 +60,7 @@ def test_every_rank_receives_the_valid_lines(count: int, lines: int, gated: bool
     assert bool((there[0][-1][:, 12:] == UNTOUCHED).all()), "what is not taken"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_first_array_is_put_with_offset_and_some_are_skipped(device: str) -> None:
     there, places = memory_of(device)
     taken = [*TAKEN[:2], 0, 0, TAKEN[4]]

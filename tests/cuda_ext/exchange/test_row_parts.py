@@ -8,9 +8,9 @@ from torch import Tensor
 
 from cuda_ext.ops.exchange.row_exchange import pack, route_lines
 from tests.cuda_ext.exchange.test_row_exchange import OPS, Rows, addresses, bands, make_rows, numbers
+from tests.lib.ranks import DEVICES
 
 pytestmark = pytest.mark.usefixtures("native")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def bits(tensor: Tensor) -> Tensor:

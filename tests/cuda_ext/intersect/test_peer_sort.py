@@ -21,13 +21,14 @@ from tests.cuda_ext.peer_sorts import (
     view_sizes,
 )
 from tests.cuda_ext.splats import Splats, make_splats
+from tests.lib.ranks import DEVICES
 
 pytestmark = pytest.mark.usefixtures("native")
 TILE = 2816
 """Elements that a block of the merge kernel takes."""
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from cuda_ext import keep_line, show_patches, take_lines
+from tests.lib.ranks import DEVICES
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LINES = 5
 HEIGHT, WIDTH = 12, 20
 

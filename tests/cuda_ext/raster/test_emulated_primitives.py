@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.raster.convexes import convex_lists
-from cuda_ext.ops.raster.surfels import box_lists
+from cuda_ext.ops.raster.primitives import box_lists
 from cuda_ext.reference import convexes, surfels
 from tests.cuda_ext import convex_scene, surfel_scene
 from tests.cuda_ext.emulated import PRIMITIVES, compiled, draw_primitives, project_primitives
 from tests.cuda_ext.splats import assert_close_but_few, assert_gradient_close
+from tests.cuda_ext.surface_scene import HEIGHT, WIDTH
 
 CHUNK = 256
-SCENES: dict[str, tuple[Any, Any, Any]] = {
-    "surfels": (surfel_scene, box_lists, surfels.rasterize_surfels),
-    "convexes": (convex_scene, convex_lists, convexes.rasterize_convexes),
+SCENES: dict[str, tuple[Any, Any]] = {
+    "surfels": (surfel_scene, surfels.rasterize_surfels),
+    "convexes": (convex_scene, convexes.rasterize_convexes),
 }
 
 
@@ -29,16 +29,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def rows_of(name: str, count: int, patches: list[int], faint: bool) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Columns of rows as `rasterize_<name>` takes them, leaves of autograd, and their lists."""
-    scene_of, lists_of, _ = SCENES[name]
+    scene_of, _ = SCENES[name]
     scene = scene_of.make_scene(count, grad=False, spread=1.2)
     if faint:  # so that lists are walked to their ends
         scene = scene._replace(opacities=scene.opacities * 0.03 + 0.004)
     with cuda_ext.use_reference():
         rows = scene_of.project(scene)
-        lists = lists_of(rows, scene.view_ids, patches)
-    middle = [rows.normals] if name == "surfels" else [rows.sharpness]
-    shape = rows.transforms if name == "surfels" else rows.lines
-    columns = [rows.means2d, shape, *middle, rows.row_opacities, scene.colors, rows.depths]
+        lists = box_lists(rows, scene.view_ids, patches)
+    columns = [*rows[:3], rows.row_opacities, scene.colors, rows.depths]
     return [column.clone().requires_grad_() for column in columns], lists
 
 
@@ -57,7 +55,7 @@ def test_pixels_and_gradients_are_the_references(
     columns, lists = rows_of(name, count, patches, faint)
     if faint:
         assert int(lists[0].diff().max()) > CHUNK
-    out, extra, alpha, last = SCENES[name][2](*columns, *lists, patches, 16)
+    out, extra, alpha, last = SCENES[name][1](*columns, *lists, patches, 16)
     generator = torch.Generator().manual_seed(1)
     v_pixels = tuple(torch.randn(x.shape, generator=generator).double() for x in (out, extra, alpha))
     same = draw_primitives(library, name, columns, lists, patches, v_pixels)[0][3] == last
@@ -86,10 +84,10 @@ def test_rows_and_their_gradients_are_the_references(library: ctypes.CDLL, name:
         *rows, radii = scene_of.project(scene)
     generator = torch.Generator().manual_seed(2)
     given = [torch.randn(x.shape, generator=generator).double() for x in rows]
-    sizes = [scene_of.WIDTH, scene_of.HEIGHT] * views
+    sizes = [WIDTH, HEIGHT] * views
     padding = torch.tensor([views - 1] * 3).int(), torch.full((3,), -1).int()
     ids = tuple(torch.cat(pair) for pair in zip((scene.view_ids, scene.point_ids), padding, strict=True))
-    columns = list(scene.floats[:-2])
+    columns = list(scene[:-5])
     padded = [torch.cat([x, torch.ones(3, *x.shape[1:]).double()]) for x in given]
     (*projected, extents), found = project_primitives(
         library, name, columns, scene.viewmats, scene.Ks, sizes, ids, 0.2, padded

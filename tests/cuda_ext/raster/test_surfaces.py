@@ -1,4 +1,4 @@
-"""2D Gaussians and 3D convexes: the C++ twins by the references, on any patch and any number of threads."""
+"""2D Gaussians and 3D convexes: the references by finite differences, and the C++ twins by them."""
 
 from typing import Any
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import cuda_ext
+from cuda_ext.ops.raster.convexes import rasterize_convexes
+from cuda_ext.ops.raster.primitives import box_lists
+from cuda_ext.ops.raster.surfels import rasterize_surfels
 from tests.cuda_ext import convex_scene, surfel_scene
-from tests.cuda_ext.surface_scene import HEIGHT, WIDTH
+from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, whole
 
 pytestmark = pytest.mark.parametrize("kind", [surfel_scene, convex_scene], ids=["2dgs", "convex"])
 
@@ -51,3 +54,39 @@ def test_gradients_have_the_same_bits_on_any_number_of_threads(kind: Any) -> Non
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_reference_by_finite_differences(kind: Any) -> None:
+    scene = kind.make_scene(8, 1, spread=0.6, seed=5)
+
+    def render(*floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with cuda_ext.use_reference():
+            _, pixels = kind.draw(type(scene)(*floats, *scene[-3:]), [0, 14, 10, 24, 20])
+        # The median's depth is that of one splat or another.
+        return tuple(value.abs() if name == "alphas" else value for name, value in pixels._asdict().items())
+
+    assert torch.autograd.gradcheck(render, scene[:-3], eps=1e-7, atol=1e-4, rtol=1e-3, fast_mode=True)
+
+
+def test_operators_keep_their_promises(kind: Any) -> None:
+    name, operators = "surfels" if kind is surfel_scene else "convexes", torch.ops.ns_multigpu
+    scene = kind.make_scene(12, 1)
+    cameras = (scene.viewmats, scene.Ks, [WIDTH, HEIGHT], scene.view_ids, scene.point_ids)
+    torch.library.opcheck(getattr(operators, f"project_{name}"), (*scene[:-5], *cameras, 0.2, 1e10))
+    rows = kind.project(scene)
+    lists = box_lists(rows, scene.view_ids, whole(1))
+    leaves = [x.detach().requires_grad_() for x in (*rows[:3], rows.row_opacities, scene.colors, rows.depths)]
+    torch.library.opcheck(getattr(operators, f"rasterize_{name}"), (*leaves, *lists, whole(1), 16))
+
+
+def test_bad_input_is_named(kind: Any) -> None:
+    scene = kind.make_scene(12, 1, grad=False)
+    name, width = ("scales", 2) if kind is surfel_scene else ("corners", 18)
+    with pytest.raises(ValueError, match=rf"{name} must have the shape \[12, {width}\]"):
+        kind.project(scene._replace(**{name: torch.ones(12, 6).double()}))
+    with pytest.raises(ValueError, match=r"colors must have the shape \[12, 3\]"):
+        kind.draw(scene._replace(colors=torch.ones(12, 4).double()))
+    rows, rasterize = kind.project(scene), rasterize_surfels if kind is surfel_scene else rasterize_convexes
+    offsets, row_ids = box_lists(rows, scene.view_ids, whole(1))
+    with pytest.raises(IndexError, match="take both from intersect"):
+        rasterize(rows, scene.colors, offsets, row_ids + 100, whole(1))

@@ -1,14 +1,13 @@
-"""2D Gaussians: the reference by what the paper says, by finite differences and by gsplat's; the C++ twin by it."""
+"""2D Gaussians: the reference by what the paper says and by gsplat's; the C++ twin by it."""
 
-import pytest
 import torch
 from gsplat.cuda._torch_impl_2dgs import _fully_fused_projection_2dgs
 
-import cuda_ext
-from cuda_ext.ops.raster.surfels import box_lists, rasterize_surfels
+from cuda_ext.ops.raster.primitives import box_lists
+from cuda_ext.ops.raster.surfels import rasterize_surfels
 from cuda_ext.reference.surfels import surfel_radii
 from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, whole
-from tests.cuda_ext.surfel_scene import Scene, draw, make_scene, project
+from tests.cuda_ext.surfel_scene import draw, make_scene, project
 
 DRAWN = {0, 1, 3, 6}
 """Of the scene's special surfels those that are drawn: see `make_scene`."""
@@ -107,39 +106,3 @@ def test_distortion_and_median_equal_their_definitions() -> None:
     for p in range(0, WIDTH * HEIGHT, 17):
         counted = [k for k in range(30) if weights[k, p] > 0 and before[k, p] > 0.5]
         assert float(pixels.median[p]) == (float(depths[counted[-1]]) if counted else 0.0)
-
-
-def test_reference_by_finite_differences() -> None:
-    scene = make_scene(9, 1, spread=0.6, seed=5)
-
-    def render(*floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with cuda_ext.use_reference():
-            _, pixels = draw(Scene(*floats, *scene[6:]), [0, 14, 10, 24, 20])
-        # The median's depth is that of one splat or another.
-        return tuple(value.abs() if name == "alphas" else value for name, value in pixels._asdict().items())
-
-    assert torch.autograd.gradcheck(render, scene.floats, eps=1e-7, atol=1e-4, rtol=1e-3, fast_mode=True)
-
-
-def test_operators_keep_their_promises() -> None:
-    scene = make_scene(12, 1)
-    sizes, ids = [WIDTH, HEIGHT], (scene.view_ids, scene.point_ids)
-    arguments = (*scene[:4], scene.viewmats, scene.Ks, sizes, *ids, 0.2, 1e10)
-    torch.library.opcheck(torch.ops.ns_multigpu.project_surfels, arguments)
-    rows = project(scene)
-    lists = box_lists(rows, scene.view_ids, whole(1))
-    floats = [rows.means2d, rows.transforms, rows.normals, rows.row_opacities, scene.colors, rows.depths]
-    leaves = [value.detach().requires_grad_() for value in floats]
-    torch.library.opcheck(torch.ops.ns_multigpu.rasterize_surfels, (*leaves, *lists, whole(1), 16))
-
-
-def test_bad_input_is_named() -> None:
-    scene = make_scene(12, 1, grad=False)
-    with pytest.raises(ValueError, match=r"scales must have the shape \[12, 2\]"):
-        project(scene._replace(scales=torch.ones(12, 3).double()))
-    rows = project(scene)
-    lists = box_lists(rows, scene.view_ids, whole(1))
-    with pytest.raises(ValueError, match=r"colors must have the shape \[12, 3\]"):
-        rasterize_surfels(rows, torch.ones(12, 4).double(), *lists, whole(1))
-    with pytest.raises(IndexError, match="take both from intersect"):
-        rasterize_surfels(rows, scene.colors, lists[0], lists[1] + 100, whole(1))

@@ -11,6 +11,7 @@ from cuda_ext.ops.common import clock
 from ns_multigpu.core.exchange.transports import Collective, Parts
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
+from tests.lib.ranks import DEVICES
 from tests.lib.recorded import RecordedPool
 
 
@@ -96,7 +97,7 @@ def test_the_clock_in_graphs_on_a_gpu() -> None:
     assert 3 * 5e-3 < timer.take()["exchange"] < 3 * 50e-3
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_clock_adds_how_long_something_took(device: str) -> None:
     total = torch.tensor([5], device=device)
     for sign in (-1, 1):

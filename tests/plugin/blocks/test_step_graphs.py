@@ -11,11 +11,11 @@ from ns_multigpu.core.assign.assignment import MOST_KEPT
 from ns_multigpu.core.exchange.transports import Collective, Parts
 from ns_multigpu.plugin.blocks.graphs import WORTH_SEVERAL, GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
+from tests.lib.ranks import DEVICES
 from tests.lib.recorded import RecordedPool
 
 CUT = 3
 """Collectives of a step that has some."""
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Step:

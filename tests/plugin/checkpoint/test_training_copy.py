@@ -17,7 +17,7 @@ from ns_multigpu.plugin.checkpoint.background import CheckpointWriter
 from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.to_host import to_host
 from ns_multigpu.plugin.checkpoint.training_copy import Content
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import DEVICES, run_ranks
 from tests.lib.saving import ALONE, as_large_ones, disk
 
 PIECE = 2 << 20
@@ -131,7 +131,6 @@ SOURCES: dict[str, Callable[[torch.device | str], Tensor]] = {
     "the other way round": lambda d: torch.rand(3, 300_000, device=d).t(),
     "with a gradient": lambda d: torch.rand(300_000, 3, device=d).requires_grad_(),
 }
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -230,7 +229,6 @@ def _saved(world: World, models: Path, gpu_has_memory: bool) -> tuple[bool, list
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("gpu_has_memory", [True, False])
 def test_a_checkpoint_from_a_gpu_is_of_its_step(tmp_path: Path, ranks: int, gpu_has_memory: bool) -> None:
-    skip_without_gpus(ranks)
     found = run_ranks(_saved, ranks, tmp_path / "nerfstudio_models", gpu_has_memory, device="cuda")
     assert found == [(gpu_has_memory, [])] * ranks
 

@@ -10,10 +10,10 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.memory import Circumstances, explain
 from ns_multigpu.plugin.faults.numerics import NumericGuard, OnNonFinite
 from ns_multigpu.plugin.faults.signals import NonFiniteError
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import DEVICES, run_ranks
 
 NAN, INF = float("nan"), float("inf")
-device = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+device = pytest.mark.parametrize("place", DEVICES)
 
 
 class Run:

@@ -31,7 +31,7 @@ from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.slots import Slots
 from tests.lib.radiance_scene import IMAGES, model, rays, truth
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.lib.recorded import RecordedPool
 from tests.plugin.radiance.test_radiance_run import configured
 
@@ -345,7 +345,6 @@ def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("ranks", "samples_per"), [(1, "segment"), (2, "segment"), (2, "ray")])
 def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, ranks: int, samples_per: str) -> None:
-    skip_without_gpus(ranks)
     for ends in run_ranks(partial(_train_variants, samples_per=samples_per), ranks, capture, tmp_path, device="cuda"):
         _compare(ends)
 

@@ -16,7 +16,7 @@ from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.integrals import Weighted
 from ns_multigpu.radiance.segments import clip
 from tests.lib.radiance_scene import IMAGES, SMALL, model, rays, truth
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 
 
 def _nerfacto(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any]:
@@ -187,7 +187,6 @@ def test_any_number_of_ranks_is_one(cells: int, ranks: int, options: dict[str, A
 
 @pytest.mark.gpu
 def test_any_number_of_gpus_is_one() -> None:
-    skip_without_gpus(2)
     compare(step_of(World.single("cuda:0"), 4, {}), run_ranks(step_of, 2, 4, {}, device="cuda"), exact=False)
 
 

@@ -15,7 +15,7 @@ from ns_multigpu.core.step.forward import CapacityExceeded, Forward, cut
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.palette import rank_colors
 from ns_multigpu.plugin.render import pictures
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.lib.rendering import camera, make_pipeline
 
 BOUNDS = {1: (0, 90), 2: (0, 50, 90), 3: (0, 20, 20, 90)}
@@ -80,7 +80,6 @@ def test_a_picture_without_compiled_operators(capture: Path, monkeypatch: pytest
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "batch"), (2, "tile")])
 def test_a_picture_on_gpus_is_the_models_own(capture: Path, size: int, strategy: str) -> None:
-    skip_without_gpus(size)
     _check(capture, size, strategy, "cuda")
 
 

@@ -10,7 +10,7 @@ from nerfstudio.data.scene_box import OrientedBox
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.locality.palette import rank_colors
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.lib.rendering import POINTS, camera, make_pipeline
 
 BOUNDS = {1: (0, 90), 2: (0, 50, 90), 3: (0, 20, 20, 90), 4: (0, 0, 60, 61, 90)}
@@ -76,7 +76,6 @@ def test_an_image_of_all_ranks_is_that_of_one(capture: Path, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_an_image_of_all_gpus_is_that_of_one(capture: Path, size: int) -> None:
-    skip_without_gpus(size)
     _check(capture, size, "cuda")
 
 

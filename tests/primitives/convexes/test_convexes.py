@@ -15,17 +15,18 @@ from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.primitives.convexes import functions
 from ns_multigpu.primitives.convexes.densifier import FAINTER, SHARPER, SMALLER, ConvexParts, arms
-from ns_multigpu.primitives.convexes.functions import screen_radii
+from ns_multigpu.primitives.convexes.functions import Convexes, screen_radii
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, initial_convexes
 from ns_multigpu.primitives.gaussians.densifier import densification_info
 from ns_multigpu.primitives.gaussians.regroup import grow_and_prune
 from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
-from tests.strategies.scene import make_views
-from tests.strategies.test_law_convexes import ALL, convexes
+from tests.strategies.scene import make_convexes, make_views
+
+ALL = Convexes(sh_degree=3, depth=True)
 
 
 def test_schema_describes_a_point() -> None:
-    kind, points = PRIMITIVES["convex"], convexes(5, torch.float64)
+    kind, points = PRIMITIVES["convex"], make_convexes(5, torch.float64)
     assert set(names(kind.schema)) == set(points.params)
     assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)
     assert kind.make(RenderOptions(2, True)) == replace(ALL, sh_degree=2)
@@ -57,7 +58,7 @@ def test_it_begins_as_a_sphere_of_corners_around_each_seed_point() -> None:
 
 def test_culling_keeps_what_is_drawn_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "_AT_ONCE", 128)
-    points = convexes(300, torch.float64)
+    points = make_convexes(300, torch.float64)
     points.params["means"].data *= 3
     views = make_views(3, torch.float64)
     kept = ALL.cull(points, views, [0, 1, 2])
@@ -73,7 +74,7 @@ def test_culling_keeps_what_is_drawn_and_no_more(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_steps_rows_are_those_that_culling_keeps_and_marks_are_where_drawing_stopped() -> None:
-    points = convexes(300, torch.float32)
+    points = make_convexes(300, torch.float32)
     points.params["means"].data *= 3
     points.params["opacities"].data += 4  # many are opaque
     params, views = {name: value.detach() for name, value in points.params.items()}, make_views(2, torch.float32)
@@ -100,7 +101,7 @@ def test_a_steps_rows_are_those_that_culling_keeps_and_marks_are_where_drawing_s
 
 
 def test_corners_count_from_their_own_mean() -> None:
-    points, views = convexes(9, torch.float64), make_views(2, torch.float64)
+    points, views = make_convexes(9, torch.float64), make_views(2, torch.float64)
     moved = {**points.params, "corners": points.params["corners"] + torch.tensor([0.3, -0.2, 0.5]).double().repeat(6)}
     hits = ALL.cull(points, views, [0])
     expected, found = (ALL.splat(one, hits, views).rows for one in (points, Points(moved)))
@@ -109,7 +110,7 @@ def test_corners_count_from_their_own_mean() -> None:
 
 
 def test_densification_counts_the_gradient_of_moving_the_hull_on_the_screen() -> None:
-    points, view = convexes(1, torch.float64, "cpu"), make_views(2, torch.float64)[0]
+    points, view = make_convexes(1, torch.float64, "cpu"), make_views(2, torch.float64)[0]
     with torch.no_grad():
         points.params["means"].zero_()
     weights = torch.rand(view.height, view.width, generator=torch.Generator().manual_seed(1)).double()
@@ -132,7 +133,7 @@ def test_densification_counts_the_gradient_of_moving_the_hull_on_the_screen() ->
 
 def test_a_split_makes_six_smaller_sharper_fainter_ones_at_the_corners() -> None:
     params: Any = {
-        name: torch.nn.Parameter(value.detach()) for name, value in convexes(7, torch.float64).params.items()
+        name: torch.nn.Parameter(value.detach()) for name, value in make_convexes(7, torch.float64).params.items()
     }
     before = {name: value.detach().clone() for name, value in params.items()}
     params["opacities"].data[:] = before["opacities"][:] = 1.0
@@ -163,7 +164,10 @@ def test_a_split_makes_six_smaller_sharper_fainter_ones_at_the_corners() -> None
 
 
 def test_large_convexes_are_pruned_by_their_corners_spread() -> None:
-    parts, params = ConvexParts(), {name: value.detach() for name, value in convexes(5, torch.float64).params.items()}
+    parts, params = (
+        ConvexParts(),
+        {name: value.detach() for name, value in make_convexes(5, torch.float64).params.items()},
+    )
     spread = params["corners"].view(5, 6, 3).std(1, correction=0).amax(-1)
     torch.testing.assert_close(parts.sizes(params), spread)
     torch.testing.assert_close(parts.sizes({"corners": params["corners"] * SMALLER}), parts.child_sizes(spread))

@@ -14,7 +14,6 @@ from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import Patch
 from ns_multigpu.primitives.gaussians.schema import ORDER
-from tests.lib.ranks import skip_without_gpus
 from tests.primitives.training_runs import (
     HEIGHT,
     LAMBDA,
@@ -82,14 +81,12 @@ def test_capacity_exceeded_while_steps_are_deferred() -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_replicas_on_gpus(ranks: int, lazy: bool) -> None:
-    skip_without_gpus(ranks)
     check(of("batch", ranks, lazy, points=3000), ranks, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "own"), (2, "collective"), (2, "peer")])
 def test_shards_on_gpus(ranks: int, transport: str) -> None:
-    skip_without_gpus(ranks)
     check(of("tile", 2, True, capacities=(1024, 1024, 4096), points=3000, transport=transport), ranks, "cuda")
 
 

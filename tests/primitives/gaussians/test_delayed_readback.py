@@ -6,6 +6,7 @@ import torch
 from ns_multigpu.core.assign.tile_work import TileWork
 from ns_multigpu.core.step.delayed_readback import LAG, DelayedReadback
 from ns_multigpu.core.types import View
+from tests.lib.ranks import DEVICES
 
 VIEWS = [View(torch.eye(4), torch.eye(3), 48, 40, index) for index in range(LAG + 3)]
 
@@ -24,7 +25,7 @@ def expected(views: list[View]) -> dict[int, list[int]]:
     return {view.index: [10 * view.index + k for k in range(3)] for view in views}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_counts_of_the_last_step_remain_pending(device: str) -> None:
     work, late = sent(device)
     assert work.counts == {}, "no readback before a request"

@@ -13,7 +13,7 @@ from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import GROUPS_FROM, StepSettings
 from ns_multigpu.core.types import Points
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.primitives.training_runs import (
     HEIGHT,
     LAMBDA,
@@ -167,7 +167,6 @@ def test_a_flush_moves_points_and_their_boxes(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_run_on_gpus(strategy: str, ranks: int, batch: int, captured: bool) -> None:
     """Sums have another order each time there: rows are the same, and the run equals the ordinary one."""
-    skip_without_gpus(ranks)
     run = TrainingRun(
         strategy, batch, 4, lazy=True, points=3000, scene=make_row, captured=captured, transport="peer"
     )  # fmt: skip

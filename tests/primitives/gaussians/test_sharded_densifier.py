@@ -14,7 +14,7 @@ from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.morton import MortonGrid, census, interleaved_codes
 from ns_multigpu.primitives.sharded_order import Reordering
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.primitives.shards import assert_same, bounds_of, lines, shard, take_step, together, whole_model
 
 COUNT, IMAGES, BATCH = 301, 60, 4
@@ -126,7 +126,6 @@ def test_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_gpu(size: int) -> None:
-    skip_without_gpus(size)
     outcomes = run_ranks(train_all, size, device="cuda")
     for case in CASES:
         expected, _, _ = train(World.single("cuda"), case, sharded=False)

@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import Reordering
-from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks
 from tests.primitives.shards import assert_same, bounds_of, lines, shard, take_step, together, whole_model
 
 COUNT, IMAGES = 301, 40
@@ -99,7 +99,6 @@ def test_equals_one_rank(size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_gpu(size: int) -> None:
-    skip_without_gpus(size)
     outcomes = run_ranks(train_all, size, device="cuda")
     for case in CASES:
         expected, _, _ = train(World.single("cuda"), case, sharded=False)

@@ -18,23 +18,25 @@ from ns_multigpu.primitives.gaussians.regroup import Fates, regroup
 from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 from ns_multigpu.primitives.surfels.functions import Surfels, screen_radii
 from ns_multigpu.primitives.surfels.losses import normal_loss
-from tests.strategies.scene import make_views
-from tests.strategies.test_law_surfels import ALL, surfels
+from ns_multigpu.primitives.surfels.schema import CHANNELS
+from tests.strategies.scene import make_surfels, make_views
+
+ALL = Surfels(sh_degree=3, depth=True, channels=CHANNELS)
 
 
 def test_schema_describes_a_point() -> None:
-    kind, points = PRIMITIVES["2dgs"], surfels(5, torch.float64)
+    kind, points = PRIMITIVES["2dgs"], make_surfels(5, torch.float64)
     assert (
         names(kind.schema) == tuple(name for name in names(PRIMITIVES["3dgs"].schema)) and Surfels.schema is kind.schema
     )
     assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)
-    assert kind.make(RenderOptions(2, True, channels=("normals",))) == Surfels(2, True, ("normals",))
+    assert kind.make(RenderOptions(2, True, channels=("normals",))) == Surfels(2, True, channels=("normals",))
     with pytest.raises(ValueError, match="no channel 'colour'; they have normals, distortion, median"):
         Surfels(channels=("colour",))
 
 
 def test_culling_loses_nothing_that_shows_and_drops_some() -> None:
-    points = surfels(400, torch.float64)
+    points = make_surfels(400, torch.float64)
     points.params["means"].data *= 3
     views = make_views(4, torch.float64)
     kept = ALL.cull(points, views, [0, 1, 2, 3])
@@ -57,7 +59,7 @@ def drawn(points: Points, view: View) -> tuple[Any, Pixels]:
 
 def test_densification_counts_the_centres_gradient_on_the_screen() -> None:
     """Moving a splat parallel to the image by a pixel, without its filter, changes the loss by the probe's gradient."""
-    points, view = surfels(1, torch.float64), make_views(2, torch.float64)[0]
+    points, view = make_surfels(1, torch.float64), make_views(2, torch.float64)[0]
     points = Points({name: value.detach().clone().requires_grad_() for name, value in points.params.items()})
     with torch.no_grad():
         points.params["means"].zero_()
@@ -81,7 +83,7 @@ def test_densification_counts_the_centres_gradient_on_the_screen() -> None:
 
 
 def test_normals_are_the_worlds_and_no_gradient_of_the_loss_goes_through_the_surface_alphas() -> None:
-    points, view = surfels(1, torch.float64), make_views(2, torch.float64)[0]
+    points, view = make_surfels(1, torch.float64), make_views(2, torch.float64)[0]
     with torch.no_grad():
         points.params["means"].zero_()
     axis = rotations(points.params["quats"])[0, :, 2].detach()
@@ -100,7 +102,7 @@ def test_normals_are_the_worlds_and_no_gradient_of_the_loss_goes_through_the_sur
 
 
 def test_children_of_a_split_lie_in_their_parents_plane() -> None:
-    params = {name: value.detach() for name, value in surfels(6, torch.float64).params.items()}
+    params = {name: value.detach() for name, value in make_surfels(6, torch.float64).params.items()}
     split = torch.ones(6, dtype=torch.bool)
     none = ~split
     fates = Fates(torch.stack([none, none, split, split, split, none, split]), 0, 0, 6, 6, 0, 6)
