@@ -16,6 +16,7 @@ from torch.library import Library
 
 from cuda_ext.dispatch.gsplat_kernels import gsplat_kernels, in_gsplat_mode
 from cuda_ext.reference import projection as reference
+from cuda_ext.reference.projection import is_lens
 
 
 @in_gsplat_mode
@@ -63,6 +64,8 @@ def _forward(
         radii [m] of gsplat's kind, means2d [m, 2], depths [m], conics [m, 3], compensations [m] (1 unless antialiased).
         Only radii and compensations are defined where radii is 0.
     """
+    if is_lens(K[None]):
+        raise ValueError("gsplat's kernels have pinhole cameras only: leave NS_MULTIGPU_CUDA out for lenses.")
     kernels = gsplat_kernels()
     means, quats, scales = points
     eps2d, near, far, antialiased = settings

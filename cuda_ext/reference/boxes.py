@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cuda_ext.reference.compact import WANDER
 from cuda_ext.reference.lazy_adam import PARAMETERS
+from cuda_ext.reference.projection import is_lens
 
 POINTS = 32
 """Points of a group: what a warp of the update has."""
@@ -69,6 +70,8 @@ def box_views_composed(
     table: Tensor | None, compact: bool,
 ) -> Tensor:  # fmt: skip
     """See `cuda_ext.ops.project.boxes.box_views`."""
+    if is_lens(Ks):
+        return _lens_views(boxes, viewmats, Ks, near, far, _motion(boxes, table, compact)[0])
     views = len(viewmats)
     lower, upper = boxes[:, :3], boxes[:, 3:6]
     centre, half = 0.5 * lower + 0.5 * upper, 0.5 * upper - 0.5 * lower
@@ -124,6 +127,20 @@ def box_views_composed(
             outside = outside | (~around & (most + half_extent < 0))
     empty = (lower > upper).any(1)
     return ~(outside | empty)
+
+
+def _lens_views(boxes: Tensor, viewmats: Tensor, Ks: Tensor, near: float, far: float, moved: Tensor) -> Tensor:
+    """Return whether the balls around boxes touch the cones of lenses' rays [V, G]."""
+    lower, upper = boxes[:, :3], boxes[:, 3:6]
+    centre, half = 0.5 * lower + 0.5 * upper, 0.5 * upper - 0.5 * lower
+    R, t = viewmats[:, :3, :3], viewmats[:, None, :3, 3]
+    seen, size = centre @ R.mT + t, ((centre.abs() + half) @ R.abs().mT + t.abs()).sum(-1)
+    radius, distance = half.norm(dim=-1) + moved + _ERROR * size, seen.norm(dim=-1)
+    away = torch.atan2(seen[..., :2].norm(dim=-1), seen[..., 2]) - torch.asin((radius / distance).clamp(max=1))
+    depth = torch.where(Ks[:, 3, :1] > 0, distance, seen[..., 2])
+    outside = (distance > radius) & (away > Ks[:, 3, 1:2] + 2e-3)
+    outside = outside | (depth + radius < near) | (depth - radius > far)
+    return ~(outside | (lower > upper).any(1))
 
 
 def _motion(boxes: Tensor, table: Tensor | None, compact: bool) -> tuple[Tensor, Tensor]:

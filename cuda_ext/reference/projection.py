@@ -39,6 +39,68 @@ def outward(extents: Tensor, margin: float) -> Tensor:
     return torch.ceil(extents * (1 + margin) + 0.01).clamp_max(MAX_RADIUS)
 
 
+def is_lens(Ks: Tensor) -> bool:
+    """Return whether these intrinsics have lenses: see `cuda_ext.ops.project.lens`."""
+    return Ks.shape[1] > 3
+
+
+def lens_map(lenses: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Map points in camera space through lenses; cuda_ext/csrc/common/lens.h has the formulas.
+
+    Args:
+        lenses: [M, 4, 3] rows behind the matrices. seen: [M, 3].
+
+    Returns:
+        The images of the points in focal lengths [M, 2], the Jacobians [M, 2, 3], the depths [M], and whether the rays
+        are drawn [M].
+    """
+    is_fisheye, angle, slope2 = (column > 0 if k == 0 else column for k, column in enumerate(lenses[:, 0].unbind(-1)))
+    k1, k2, k3, k4, k5, k6 = lenses[:, 1:3].flatten(1).unbind(-1)
+    p1, p2, _ = lenses[:, 3].unbind(-1)
+    flat, z = seen[:, :2], seen[:, 2]
+    rho2 = flat.square().sum(-1)
+    near = ~is_fisheye | ((z > 0) & (rho2 < 2.5e-3 * z.square()))
+    # What the other way computes has harmless stand-ins.
+    front = torch.where(near & (z > 0), z, 1.0)
+    t = torch.where(near, rho2, 0.0) / front.square()
+
+    def polynomial(x: Tensor, *k: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Return 1 + k1 x + k2 x^2 + .. and its derivative."""
+        value, slope = torch.zeros_like(x), torch.zeros_like(x)
+        for factor in (*reversed(k), 1.0):
+            slope, value = slope * x + value, value * x + factor
+        return value, slope
+
+    # Perspective, or near a fisheye's axis: s = g(t) / z, g with its derivative by t.
+    (above, by_above), (below, by_below) = polynomial(t, k1, k2, k3), polynomial(t, k4, k5, k6)
+    ratio, by_ratio = polynomial(t, -1 / 3, 1 / 5, -1 / 7, 1 / 9)
+    bent, by_bent = polynomial(t * ratio.square(), k1, k2, k3, k4)
+    by_bent = by_bent * (ratio.square() + 2 * t * ratio * by_ratio)
+    g = torch.where(is_fisheye, ratio * bent, above / below)
+    by_g = torch.where(is_fisheye, by_ratio * bent + ratio * by_bent, (by_above - g * by_below) / below)
+    # A fisheye: s = theta (1 + ..) / rho.
+    rho, ahead = torch.where(near, 1.0, rho2).sqrt(), torch.where(near, 1.0, z)
+    theta = torch.atan2(rho, ahead)
+    bent, by_bent = polynomial(theta.square(), k1, k2, k3, k4)
+    p, ray2 = bent + 2 * theta.square() * by_bent, rho.square() + ahead.square()
+    s = torch.where(near, g / front, theta * bent / rho)
+    a = torch.where(near, 2 * by_g / front**3, (p * ahead / ray2 - theta * bent / rho) / rho.square())
+    b = torch.where(near, -(g + 2 * t * by_g) / front.square(), -p / ray2)
+
+    x, y = flat.unbind(-1)
+    i = torch.where(is_fisheye, 0.0, 1 / front)
+    Q = torch.stack([2 * p1 * x * y + p2 * (3 * x * x + y * y), p1 * (x * x + 3 * y * y) + 2 * p2 * x * y], -1)
+    mixed = 2 * (p1 * x + p2 * y)
+    by_Q = torch.stack([2 * p1 * y + 6 * p2 * x, mixed, mixed, 6 * p1 * y + 2 * p2 * x], -1).view(-1, 2, 2)
+    within = s[:, None, None] * torch.eye(2, dtype=s.dtype, device=s.device) + by_Q * (i**2)[:, None, None]
+    within = within + a[:, None, None] * flat[:, :, None] * flat[:, None, :]
+    along = b[:, None] * flat - 2 * Q * (i**3)[:, None]
+    depth = torch.where(is_fisheye, torch.where(is_fisheye, rho2 + z * z, 1.0).sqrt(), z)
+    drawn = torch.where(is_fisheye, torch.where(near, t / angle.square(), theta / angle), t / slope2) <= 1
+    image = s[:, None] * flat + Q * (i**2)[:, None]
+    return image, torch.cat([within, along[:, :, None]], dim=-1), depth, drawn & (is_fisheye | (z > 0))
+
+
 def _clamps(Ks: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the x/z, y/z (lower [V, 2], upper [V, 2]) at which the Jacobian is clamped: the image and 15 % more a
     side."""
@@ -72,6 +134,10 @@ def cull(
             continue
         seen = (means[:, None, :] * R).sum(-1) + t
         z = seen[:, 2]
+        if is_lens(Ks):
+            keep = _lens_touches(means, largest, cutoff2, R, t, K, (x0, y0, x1, y1), eps2d, near, far)
+            hits.append(torch.nonzero(keep).squeeze(-1))
+            continue
         # The depth's own rounding error: a point on the near plane must not be lost to it.
         slack = 1e-6 * ((means * R[2]).abs().sum(-1) + t[2].abs())
         focal, center = torch.stack([K[0, 0], K[1, 1]]), K[:2, 2]
@@ -88,6 +154,23 @@ def cull(
     views = torch.arange(len(hits), dtype=torch.int32, device=means.device)
     points = torch.cat(hits) if hits else torch.empty(0, dtype=torch.int64, device=means.device)
     return torch.repeat_interleave(views, counts), points.to(torch.int32)
+
+
+def _lens_touches(
+    means: Tensor, largest: Tensor, cutoff2: Tensor, R: Tensor, t: Tensor, K: Tensor, rect: Sequence[int],
+    eps2d: float, near: float, far: float,
+) -> Tensor:  # fmt: skip
+    """Return which points `cull` keeps of a view with a lens [N]."""
+    seen = (means[:, None, :] * R).sum(-1) + t
+    image, J, depth, drawn = lens_map(K[None, 3:].expand(len(means), 4, 3), seen)
+    focal, slack = torch.stack([K[0, 0], K[1, 1]]), 1e-6 * ((means[:, None, :] * R).abs().sum((1, 2)) + t.abs().sum())
+    a = largest[:, None, None] * focal[:, None] * J
+    variance = a.square().sum(-1) + eps2d
+    square = three_sigma(variance[:, 0], a.prod(1).sum(-1), variance[:, 1])
+    extent = outward(torch.maximum(torch.sqrt(cutoff2 * variance), square[:, None]), BOUND_MARGIN)
+    at = image * focal + K[:2, 2]
+    touches = ((at + extent > at.new_tensor(rect[:2])) & (at - extent < at.new_tensor(rect[2:]))).all(-1)
+    return touches & drawn & (depth >= near - slack) & (depth <= far + slack)
 
 
 def _take(rows: Tensor, ids: Tensor) -> Tensor:
@@ -154,15 +237,23 @@ def _project(
     focal, center = torch.stack([K[:, 0, 0], K[:, 1, 1]], dim=-1), K[:, :2, 2]
 
     seen = (R @ means[..., None]).squeeze(-1) + t
-    in_depth = (seen[:, 2] >= near) & (seen[:, 2] <= far) & there
-    z = torch.where(in_depth, seen[:, 2], 1.0)
-    slope = seen[:, :2] / z[:, None]
-    means2d = slope * focal + center
-
     axes = R @ points_axes
-    clamped = slope.clamp(lower[view], upper[view])
-    # The two rows of (Jacobian of the perspective division) times axes; the covariance is their Gram matrix.
-    a = (focal / z[:, None])[..., None] * (axes[:, :2] - clamped[..., None] * axes[:, 2:])
+    # a: the two rows of (Jacobian of the camera) times axes; the covariance is their Gram matrix.
+    if is_lens(Ks):
+        with torch.no_grad():
+            _, _, depths, drawn = lens_map(K[:, 3:], seen)
+            in_depth = (depths >= near) & (depths <= far) & drawn & there
+        ahead = torch.where(in_depth[:, None], seen, seen.new_tensor([0.0, 0.0, 1.0]))
+        image, J, depths, _ = lens_map(K[:, 3:], ahead)
+        means2d, a = image * focal + center, focal[:, :, None] * (J @ axes)
+    else:
+        depths = seen[:, 2]
+        in_depth = (depths >= near) & (depths <= far) & there
+        z = torch.where(in_depth, depths, 1.0)
+        slope = seen[:, :2] / z[:, None]
+        means2d = slope * focal + center
+        clamped = slope.clamp(lower[view], upper[view])
+        a = (focal / z[:, None])[..., None] * (axes[:, :2] - clamped[..., None] * axes[:, 2:])
     xx, xy, yy = (a[:, 0] ** 2).sum(-1), (a[:, 0] * a[:, 1]).sum(-1), (a[:, 1] ** 2).sum(-1)
     sharp_det = torch.linalg.cross(a[:, 0], a[:, 1]).square().sum(-1)
     det = sharp_det + eps2d * (xx + yy + eps2d)
@@ -185,7 +276,7 @@ def _project(
         counts = regular & ((means2d + square > 0) & (means2d - square < size[view])).all(-1)
         alive &= counts & ((means2d + extents > 0) & (means2d - extents < size[view])).all(-1)
         radii = torch.where(alive[:, None], extents, torch.where(counts[:, None], -square, 0.0)).to(torch.int32)
-    outputs = (means2d, conics, seen[:, 2], row_opacities)
+    outputs = (means2d, conics, depths, row_opacities)
     kept = [torch.where(alive.view(-1, *[1] * (out.dim() - 1)), out, 0.0) for out in outputs]
     return kept[0], kept[1], kept[2], kept[3], radii
 

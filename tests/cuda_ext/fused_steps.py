@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cuda_ext.ops.optim.adam import adam_scalars
 from cuda_ext.ops.optim.fused import RowGradients, SplatRows, splat_forward, splat_update
-from tests.cuda_ext.scenes import random_scene
+from tests.cuda_ext.scenes import lens_scene, random_scene
 
 RATES = (1.6e-2, 1e-2, 5e-2, 5e-2, 2.5e-2, 1e-2)
 
@@ -40,9 +40,11 @@ class Model:
         splat_update(self.params, *moments, self.viewmats, self.Ks, self.sizes, rows, gradients, degree, **settings)
 
 
-def make_model(points: int = 300, views: int = 2, seed: int = 0, rest: int = 15, spread: float = 1.0) -> Model:
+def make_model(
+    points: int = 300, views: int = 2, seed: int = 0, rest: int = 15, spread: float = 1.0, lenses: bool = False
+) -> Model:
     """Return a random scene in float64 whose Adam has been at work; `spread` > 1 puts more points outside of images."""
-    scene = random_scene(points, views, seed, torch.float64, rest)
+    scene = (lens_scene if lenses else random_scene)(points, views, seed, torch.float64, rest)
     means = scene.means * torch.tensor([spread, spread, 1.0], dtype=torch.float64)
     params = [means, scene.quats, scene.scales.log(), scene.opacities.logit(), scene.sh_dc, scene.sh_rest]
     g = torch.Generator().manual_seed(seed + 1)

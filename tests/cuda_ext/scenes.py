@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
+from cuda_ext.ops.project.lens import lens_intrinsics
 
 
 @dataclass
@@ -123,3 +124,25 @@ def one_point(dtype: torch.dtype = torch.float64, **changes: list[float]) -> Sce
         "Ks": [[[100.0, 0.0, 50.0], [0.0, 100.0, 40.0], [0.0, 0.0, 1.0]]],
     }
     return Scene(**{k: torch.tensor(v, dtype=dtype) for k, v in (values | changes).items()}, sizes=[100, 80])
+
+
+OPENCV = (-0.25, 0.08, -0.01, 0.02, 0.01, 0.0, 3e-3, -2e-3)
+"""k1 to k6, p1 and p2 of a wide lens."""
+OPENCV_FISHEYE = (0.05, -0.01, 2e-3, -4e-4)
+
+
+def lens_scene(
+    points: int = 300, views: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, rest_bases: int = 15
+) -> Scene:
+    """`random_scene` through lenses, a perspective one and a fisheye of more than 180 degrees in turn; the points
+    surround the fisheyes."""
+    scene = random_scene(points, views, seed, torch.float64, rest_bases)
+    scene.means = scene.means * torch.tensor([1.0, 1.0, 1.6], dtype=torch.float64) - torch.tensor([0.0, 0.0, 3.0])
+    Ks: list[Tensor] = []
+    for view, K in enumerate(scene.Ks):
+        size = (scene.sizes[2 * view], scene.sizes[2 * view + 1])
+        if view % 2:
+            K[0, 0], K[1, 1] = 22.0, 21.0
+        Ks.append(lens_intrinsics(K, size, OPENCV_FISHEYE if view % 2 else OPENCV, fisheye=view % 2 == 1))
+    scene.Ks = torch.stack(Ks)
+    return scene.to(dtype)

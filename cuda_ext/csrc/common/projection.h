@@ -1,10 +1,12 @@
-// One point seen by one pinhole camera: the EWA projection of 3D Gaussian splatting (Zwicker et al. 2001, "EWA volume
+// One point seen by one camera: the EWA projection of 3D Gaussian splatting (Zwicker et al. 2001, "EWA volume
 // splatting"; Kerbl et al. 2023, section 4), as gsplat 1.4.0 computes it, with its gradient.
 //
 // With W = R Rq diag(s) (the point's axes in camera space, by rows) and J the Jacobian of the perspective division at
 // the mean, the 2D covariance is A A^T + eps2d I where A = J W has the two rows a0 and a1. Its determinant without the
 // blur is |a0 x a1|^2, and with it that plus eps2d (trace + eps2d): sums of squares, where the textbook difference of
 // products loses all digits of a thin splat.
+//
+// J is the camera's: jacobian_at(camera, seen) returns a PinholeJacobian here, or a LensJacobian (lens.h).
 #pragma once
 
 #include "common/quaternion.h"
@@ -63,8 +65,71 @@ struct AxesPoint {
   T opacity;
 };
 
-// What forward and backward both need on the way to the splat.
 template <typename T>
+struct SplatGradient {
+  T x, y;
+  T conic_a, conic_b, conic_c;
+  T depth, opacity;
+};
+
+// The gradient by what the Jacobian and the mean in pixels are made of.
+template <typename T>
+struct SeenGradient {
+  Mat3<T> camera_axes;
+  Vec3<T> seen;
+};
+
+// The perspective division at a mean in camera space.
+template <typename T>
+struct PinholeJacobian {
+  T inverse_depth;
+  T u, v;                 // clamped x/z and y/z
+  bool free_u, free_v;    // whether they were not clamped
+  T jx, jy, jxz, jyz;     // the entries of J
+
+  NSMG_HD Vec3<T> a0(const Mat3<T>& camera_axes) const { return jx * camera_axes.r0 + jxz * camera_axes.r2; }
+  NSMG_HD Vec3<T> a1(const Mat3<T>& camera_axes) const { return jy * camera_axes.r1 + jyz * camera_axes.r2; }
+  NSMG_HD T x(const Camera<T>& camera, const Vec3<T>& seen) const {
+    return camera.fx * (seen.x * inverse_depth) + camera.cx;
+  }
+  NSMG_HD T y(const Camera<T>& camera, const Vec3<T>& seen) const {
+    return camera.fy * (seen.y * inverse_depth) + camera.cy;
+  }
+  NSMG_HD T depth(const Vec3<T>& seen) const { return seen.z; }
+  NSMG_HD bool inside() const { return true; }
+
+  NSMG_HD SeenGradient<T> vjp(const Camera<T>& camera, const Vec3<T>& seen, const Mat3<T>& camera_axes,
+                              const Vec3<T>& g_a0, const Vec3<T>& g_a1, const SplatGradient<T>& g) const {
+    const T g_jx = dot(g_a0, camera_axes.r0), g_jxz = dot(g_a0, camera_axes.r2);
+    const T g_jy = dot(g_a1, camera_axes.r1), g_jyz = dot(g_a1, camera_axes.r2);
+    // J and the mean in pixels depend on 1/z and on x/z and y/z, which the clamp holds fixed in J outside its bounds.
+    const T g_u = (free_u ? -jx * g_jxz : T(0)) + camera.fx * g.x;
+    const T g_v = (free_v ? -jy * g_jyz : T(0)) + camera.fy * g.y;
+    const T g_inverse_depth =
+        camera.fx * (g_jx - u * g_jxz) + camera.fy * (g_jy - v * g_jyz) + g_u * seen.x + g_v * seen.y;
+    return {{jx * g_a0, jy * g_a1, jxz * g_a0 + jyz * g_a1},
+            {g_u * inverse_depth, g_v * inverse_depth, g.depth - g_inverse_depth * inverse_depth * inverse_depth}};
+  }
+};
+
+template <typename T>
+NSMG_HD PinholeJacobian<T> jacobian_at(const Camera<T>& camera, const Vec3<T>& seen) {
+  PinholeJacobian<T> j;
+  j.inverse_depth = T(1) / seen.z;
+  const T u = seen.x * j.inverse_depth, v = seen.y * j.inverse_depth;
+  j.u = smaller(larger(u, camera.left), camera.right);
+  j.v = smaller(larger(v, camera.top), camera.bottom);
+  j.free_u = u == j.u;
+  j.free_v = v == j.v;
+  j.jx = camera.fx * j.inverse_depth;
+  j.jy = camera.fy * j.inverse_depth;
+  j.jxz = -j.jx * j.u;
+  j.jyz = -j.jy * j.v;
+  return j;
+}
+
+// What forward and backward both need on the way to the splat. J: of the camera.
+template <typename T, typename J>
 struct Footprint {
   Quat<T> unit;           // the quaternion at length one; of an AxesPoint nothing, as the next two
   T inverse_length;
@@ -72,46 +137,35 @@ struct Footprint {
   Mat3<T> axes;           // turn diag(scale)
   Mat3<T> camera_axes;    // W
   Vec3<T> seen;           // the mean in camera space
-  T inverse_depth;
-  T u, v;                 // clamped x/z and y/z
-  bool free_u, free_v;    // whether they were not clamped
-  T jx, jy, jxz, jyz;     // the entries of J
+  J jacobian;
   Vec3<T> a0, a1;
   T xx, xy, yy;           // covariance with the blur
   T sharp_det, det;       // determinants without and with the blur
 };
 
-template <typename T>
-NSMG_HD void set_axes(Footprint<T>& f, const Point<T>& point) {
+template <typename T, typename J>
+NSMG_HD void set_axes(Footprint<T, J>& f, const Point<T>& point) {
   f.inverse_length = inverse_length(point.quat);
   f.unit = scaled(point.quat, f.inverse_length);
   f.turn = rotation(f.unit);
   f.axes = scale_columns(f.turn, point.scale);
 }
 
-template <typename T>
-NSMG_HD void set_axes(Footprint<T>& f, const AxesPoint<T>& point) {
+template <typename T, typename J>
+NSMG_HD void set_axes(Footprint<T, J>& f, const AxesPoint<T>& point) {
   f.axes = point.axes;
 }
 
-template <typename T, template <typename> class P>
-NSMG_HD Footprint<T> footprint(const Camera<T>& camera, const P<T>& point, T eps2d) {
-  Footprint<T> f;
+template <template <typename> class C, typename T, template <typename> class P>
+NSMG_HD auto footprint(const C<T>& camera, const P<T>& point, T eps2d) {
+  const Vec3<T> seen = to_camera(camera, point.mean);
+  Footprint<T, decltype(jacobian_at(camera, seen))> f;
   set_axes(f, point);
   f.camera_axes = camera.rotation * f.axes;
-  f.seen = to_camera(camera, point.mean);
-  f.inverse_depth = T(1) / f.seen.z;
-  const T u = f.seen.x * f.inverse_depth, v = f.seen.y * f.inverse_depth;
-  f.u = smaller(larger(u, camera.left), camera.right);
-  f.v = smaller(larger(v, camera.top), camera.bottom);
-  f.free_u = u == f.u;
-  f.free_v = v == f.v;
-  f.jx = camera.fx * f.inverse_depth;
-  f.jy = camera.fy * f.inverse_depth;
-  f.jxz = -f.jx * f.u;
-  f.jyz = -f.jy * f.v;
-  f.a0 = f.jx * f.camera_axes.r0 + f.jxz * f.camera_axes.r2;
-  f.a1 = f.jy * f.camera_axes.r1 + f.jyz * f.camera_axes.r2;
+  f.seen = seen;
+  f.jacobian = jacobian_at(camera, seen);
+  f.a0 = f.jacobian.a0(f.camera_axes);
+  f.a1 = f.jacobian.a1(f.camera_axes);
   const T xx = dot(f.a0, f.a0), yy = dot(f.a1, f.a1);
   const Vec3<T> area = cross(f.a0, f.a1);
   f.sharp_det = dot(area, area);
@@ -123,8 +177,8 @@ NSMG_HD Footprint<T> footprint(const Camera<T>& camera, const P<T>& point, T eps
 }
 
 // sqrt(det / det with blur): what antialiasing multiplies the opacity by (Yu et al. 2024, Mip-Splatting, equation 9).
-template <typename T>
-NSMG_HD T compensation(const Footprint<T>& f) {
+template <typename T, typename J>
+NSMG_HD T compensation(const Footprint<T, J>& f) {
   return std::sqrt(f.sharp_det / f.det);
 }
 
@@ -144,27 +198,28 @@ struct Splat {
   T depth, opacity;
   T variance_x, variance_y;
   T square;            // three_sigma, rounded up
-  bool regular;        // in the depth range and invertible
+  bool regular;        // in the depth range and in the lens, and invertible
   bool alive;          // regular, and opaque enough to be drawn
 };
 
-template <typename T, template <typename> class P>
-NSMG_HD Splat<T> make_splat(const Camera<T>& camera, const P<T>& point, T eps2d, bool antialiased) {
-  const Footprint<T> f = footprint(camera, point, eps2d);
+template <template <typename> class C, typename T, template <typename> class P>
+NSMG_HD Splat<T> make_splat(const C<T>& camera, const P<T>& point, T eps2d, bool antialiased) {
+  const auto f = footprint(camera, point, eps2d);
   const T inverse_det = T(1) / f.det;
   Splat<T> s;
-  s.x = camera.fx * (f.seen.x * f.inverse_depth) + camera.cx;
-  s.y = camera.fy * (f.seen.y * f.inverse_depth) + camera.cy;
+  s.x = f.jacobian.x(camera, f.seen);
+  s.y = f.jacobian.y(camera, f.seen);
   s.conic_a = f.yy * inverse_det;
   s.conic_b = -f.xy * inverse_det;
   s.conic_c = f.xx * inverse_det;
-  s.depth = f.seen.z;
+  s.depth = f.jacobian.depth(f.seen);
   s.opacity = point.opacity * (antialiased ? compensation(f) : T(1));
   s.variance_x = f.xx;
   s.variance_y = f.yy;
   s.square = smaller(std::ceil(three_sigma(f.xx, f.xy, f.yy)), max_radius<T>());
   // Written so that a NaN anywhere is not alive, nor a determinant that overflowed: its inverse is 0.
-  s.regular = (s.depth >= camera.near_plane) & (s.depth <= camera.far_plane) & (f.det > T(0)) & (inverse_det > T(0));
+  s.regular = (s.depth >= camera.near_plane) & (s.depth <= camera.far_plane) & f.jacobian.inside() & (f.det > T(0)) &
+              (inverse_det > T(0));
   s.alive = s.regular & (s.opacity >= min_alpha<T>());
   return s;
 }
@@ -201,8 +256,8 @@ struct ProjectedRow {
   bool alive;  // whether it is drawn anywhere in its whole view; if not, the splat means nothing
 };
 
-template <typename T, template <typename> class P>
-NSMG_HD ProjectedRow<T> project_row(const Camera<T>& camera, const P<T>& point, T eps2d, bool antialiased) {
+template <template <typename> class C, typename T, template <typename> class P>
+NSMG_HD ProjectedRow<T> project_row(const C<T>& camera, const P<T>& point, T eps2d, bool antialiased) {
   ProjectedRow<T> row;
   row.splat = make_splat(camera, point, eps2d, antialiased);
   const T cutoff2 = row.splat.alive ? cutoff_squared(row.splat.opacity) : T(0);
@@ -239,13 +294,6 @@ NSMG_HD bool may_touch(const Camera<T>& camera, const Vec3<T>& mean, T largest_s
 }
 
 template <typename T>
-struct SplatGradient {
-  T x, y;
-  T conic_a, conic_b, conic_c;
-  T depth, opacity;
-};
-
-template <typename T>
 struct PointGradient {
   Vec3<T> mean;
   Quat<T> quat;
@@ -265,8 +313,8 @@ struct AxesGradient {
 };
 
 // The gradient of make_splat, by the point's axes, at a splat that is alive. f: its footprint.
-template <typename T>
-NSMG_HD AxesGradient<T> axes_vjp(const Camera<T>& camera, const Footprint<T>& f, const Vec3<T>& mean, T opacity,
+template <template <typename> class C, typename T, typename J>
+NSMG_HD AxesGradient<T> axes_vjp(const C<T>& camera, const Footprint<T, J>& f, const Vec3<T>& mean, T opacity,
                                  T eps2d, bool antialiased, const SplatGradient<T>& g) {
   AxesGradient<T> out;
   const T inverse_det = T(1) / f.det;
@@ -292,31 +340,21 @@ NSMG_HD AxesGradient<T> axes_vjp(const Camera<T>& camera, const Footprint<T>& f,
   // covariance = A A^T, A = J W.
   const Vec3<T> g_a0 = (2 * g_xx) * f.a0 + g_xy * f.a1;
   const Vec3<T> g_a1 = (2 * g_yy) * f.a1 + g_xy * f.a0;
-  const T g_jx = dot(g_a0, f.camera_axes.r0), g_jxz = dot(g_a0, f.camera_axes.r2);
-  const T g_jy = dot(g_a1, f.camera_axes.r1), g_jyz = dot(g_a1, f.camera_axes.r2);
-  const Mat3<T> g_camera_axes = {f.jx * g_a0, f.jy * g_a1, f.jxz * g_a0 + f.jyz * g_a1};
-
-  // J and the mean in pixels depend on 1/z and on x/z and y/z, which the clamp holds fixed in J outside its bounds.
-  const T g_u = (f.free_u ? -f.jx * g_jxz : T(0)) + camera.fx * g.x;
-  const T g_v = (f.free_v ? -f.jy * g_jyz : T(0)) + camera.fy * g.y;
-  const T g_inverse_depth = camera.fx * (g_jx - f.u * g_jxz) + camera.fy * (g_jy - f.v * g_jyz) + g_u * f.seen.x +
-                            g_v * f.seen.y;
-  const Vec3<T> g_seen = {g_u * f.inverse_depth, g_v * f.inverse_depth,
-                          g.depth - g_inverse_depth * f.inverse_depth * f.inverse_depth};
+  const SeenGradient<T> by = f.jacobian.vjp(camera, f.seen, f.camera_axes, g_a0, g_a1, g);
 
   // seen = R mean + t and W = R axes.
-  out.axes = transpose(camera.rotation) * g_camera_axes;
-  out.mean = g_seen * camera.rotation;
-  out.translation = g_seen;
-  out.rotation = g_camera_axes * transpose(f.axes) + outer(g_seen, mean);
+  out.axes = transpose(camera.rotation) * by.camera_axes;
+  out.mean = by.seen * camera.rotation;
+  out.translation = by.seen;
+  out.rotation = by.camera_axes * transpose(f.axes) + outer(by.seen, mean);
   return out;
 }
 
 // The gradient of make_splat at a splat that is alive.
-template <typename T>
-NSMG_HD PointGradient<T> splat_vjp(const Camera<T>& camera, const Point<T>& point, T eps2d, bool antialiased,
+template <template <typename> class C, typename T>
+NSMG_HD PointGradient<T> splat_vjp(const C<T>& camera, const Point<T>& point, T eps2d, bool antialiased,
                                    const SplatGradient<T>& g) {
-  const Footprint<T> f = footprint(camera, point, eps2d);
+  const auto f = footprint(camera, point, eps2d);
   const AxesGradient<T> by_axes = axes_vjp(camera, f, point.mean, point.opacity, eps2d, antialiased, g);
   const Mat3<T>& g_axes = by_axes.axes;  // axes = turn diag(scale)
   PointGradient<T> out;
@@ -329,8 +367,8 @@ NSMG_HD PointGradient<T> splat_vjp(const Camera<T>& camera, const Point<T>& poin
   return out;
 }
 
-template <typename T>
-NSMG_HD AxesGradient<T> splat_vjp(const Camera<T>& camera, const AxesPoint<T>& point, T eps2d, bool antialiased,
+template <template <typename> class C, typename T>
+NSMG_HD AxesGradient<T> splat_vjp(const C<T>& camera, const AxesPoint<T>& point, T eps2d, bool antialiased,
                                   const SplatGradient<T>& g) {
   return axes_vjp(camera, footprint(camera, point, eps2d), point.mean, point.opacity, eps2d, antialiased, g);
 }

@@ -35,6 +35,15 @@ def check_tensors(dtype: torch.dtype, device: torch.device, /, **tensors: tuple[
             )
 
 
+LENS_ROWS = 7
+"""Rows of a view's intrinsics with a lens: see `cuda_ext.ops.project.lens`."""
+
+
+def intrinsics_shape(Ks: Tensor, views: int) -> tuple[int, int, int]:
+    """Return the shape that these intrinsics must have: [V, 3, 3], or [V, 7, 3] if they have lenses."""
+    return (views, LENS_ROWS if Ks.dim() == 3 and Ks.shape[1] == LENS_ROWS else 3, 3)
+
+
 def check_rows(like: Tensor, view_ids: Tensor, point_ids: Tensor) -> None:
     """Check that `view_ids` and `point_ids` are int32 [M] on the device of `like`.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, fake
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
+from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
 from cuda_ext.ops.optim.adam import SCALARS, kernels_serve
 from cuda_ext.ops.optim.fused_composed import PLAIN_COLOR, splat_forward_composed, splat_update_composed
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, check_parameters
@@ -83,8 +83,8 @@ def splat_forward(
 ) -> SplatRows:
     """Culls against whole views, projects and evaluates colours: `cull`, `project` and `sh_colors` at once.
 
-    On CUDA nothing is read back, so it can be captured in a CUDA graph. At most 128 views. Not differentiable: its way
-    back is `splat_update`.
+    On CUDA nothing is read back, so it can be captured in a CUDA graph. At most 128 views, or 96 with
+    lenses. Not differentiable: its way back is `splat_update`.
 
     Args:
         means: [N, 3] world coordinates.
@@ -92,7 +92,7 @@ def splat_forward(
         log_scales: [N, 3] natural logarithms.
         logits: [N] of the opacities.
         sh_dc: [N, 3]. sh_rest: [N, R, 3], (degree + 1)^2 - 1 <= R <= 15.
-        viewmats: [V, 4, 4]. Ks: [V, 3, 3]. sizes: (width, height) of each view, 2 V ints.
+        viewmats: [V, 4, 4]. Ks: [V, 3, 3] or [V, 7, 3]. sizes: (width, height) of each view, 2 V ints.
         degree: 0 to 3, the harmonics in use; None for plain colours, of which `sh_dc` are the logits.
         capacity: lines of the result.
         eps2d, near, far, antialiased: see `project`.
@@ -119,7 +119,7 @@ def splat_forward(
         sh_dc=(sh_dc, (points, 3)),
         sh_rest=(sh_rest, (points, -1, 3)),
         viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, (views, 3, 3)),
+        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_depth_range(near, far)
     sizes = check_ints("sizes", sizes, 2, views, "view")
@@ -223,7 +223,7 @@ def splat_update(
         means,
         scalars=(scalars, (len(PARAMETERS), SCALARS)),
         viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, (views, 3, 3)),
+        Ks=(Ks, intrinsics_shape(Ks, views)),
         features=(rows.features, (count, -1)),
     )
     check_rows(means, rows.view_ids, rows.point_ids)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import compiled_serves, kernels_serve
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints
+from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, intrinsics_shape
 from cuda_ext.reference.boxes import FLOATS, box_views_composed, groups_of, splat_boxes_composed
 from cuda_ext.reference.lazy_adam import MOST_STEPS, PARAMETERS
 
@@ -66,7 +66,7 @@ def box_views(
 
     Args:
         boxes: [G, 8], see `splat_boxes`.
-        viewmats: [V, 4, 4]. Ks: [V, 3, 3]. sizes: (width, height) of each view, 2 V ints.
+        viewmats: [V, 4, 4]. Ks: [V, 3, 3] or [V, 7, 3]. sizes: (width, height) of each view, 2 V ints.
         eps2d, near, far: see `cull`.
         table: of a `LazyAdam` with deferred steps: it bounds how far points may have moved.
         compact: whether moments are bfloat16.
@@ -79,7 +79,9 @@ def box_views(
         NativeBuildError: the operators cannot be compiled.
     """
     views = len(viewmats)
-    check_floats(boxes, boxes=(boxes, (-1, FLOATS)), viewmats=(viewmats, (-1, 4, 4)), Ks=(Ks, (views, 3, 3)))
+    check_floats(
+        boxes, boxes=(boxes, (-1, FLOATS)), viewmats=(viewmats, (-1, 4, 4)), Ks=(Ks, intrinsics_shape(Ks, views))
+    )
     check_depth_range(near, far)
     sizes = check_ints("sizes", sizes, 2, views, "view")
     if table is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import fake
 from cuda_ext.dispatch.load import native_serves
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints
+from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, intrinsics_shape
 from cuda_ext.reference import projection as reference
 
 
@@ -38,7 +38,7 @@ def cull(
         scales: [N, 3] standard deviations along the point's axes, world units.
         opacities: [N].
         viewmats: [V, 4, 4].
-        Ks: [V, 3, 3].
+        Ks: [V, 3, 3], or [V, 7, 3] with lenses.
         sizes: (width, height) of each view, 2 V ints.
         rects: (x0, y0, x1, y1) of each view in its pixels, 4 V ints; empty rectangles see nothing.
         eps2d: variance in pixels^2 added to every splat.
@@ -59,7 +59,7 @@ def cull(
         scales=(scales, (points, 3)),
         opacities=(opacities, (points,)),
         viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, (views, 3, 3)),
+        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_depth_range(near, far)
     sizes = check_ints("sizes", sizes, 2, views, "view")

@@ -4,9 +4,9 @@ Words and shapes: N points, V views, M rows. A row is one (view, point) pair; ro
 pair appears once. At the end there may be padding: rows of point -1 in the last view, which are dead. `splat_forward`
 makes such rows.
 `viewmats` [V, 4, 4] are rigid world-to-camera matrices with OpenCV axes (x right, y down, z ahead),
-`Ks` [V, 3, 3] intrinsics in pixels (pinhole, no skew), `sizes` (width, height) of each view in pixels, flat. The centre
-of the pixel in row i and column j lies at (j + 0.5, i + 0.5). `scales` are linear and `opacities` in (0, 1), both after
-their activation. Ids are int32; floats are float32, or float64 on CPU.
+`Ks` [V, 3, 3] intrinsics in pixels (pinhole, no skew) or [V, 7, 3] with lenses (`lens.py`), `sizes` (width, height) of
+each view in pixels, flat. The centre of the pixel in row i and column j lies at (j + 0.5, i + 0.5). `scales` are linear
+and `opacities` in (0, 1), both after their activation. Ids are int32; floats are float32, or float64 on CPU.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import native_serves
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
+from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
 from cuda_ext.reference import projection as reference
 
 
@@ -27,7 +27,7 @@ class Projection(NamedTuple):
     Attributes:
         means2d: [M, 2] centre (x, y) in pixels.
         conics: [M, 3] inverse covariance (xx, xy, yy) in 1/pixels^2.
-        depths: [M] camera-space z in world units.
+        depths: [M] camera-space z in world units; of a fisheye the ray's length.
         row_opacities: [M] opacity, with the antialiasing compensation if asked for.
         radii: [M, 2] int32. Of a row that is drawn, half extents (x, y) in pixels of the ellipse where alpha >= 1/255,
             rounded outward. Of one that is not, minus half the side of gsplat 1.4.0's square of 3 sigma where that
@@ -60,12 +60,12 @@ def project(
 
     The covariance is J W S W^T J^T + eps2d I (Zwicker et al. 2001, "EWA volume splatting", equation 31; Kerbl et al.
     2023, equation 5), J the Jacobian of the perspective division at the mean, with x/z and y/z clamped to the image and
-    15 % of its size beyond each border. With `antialiased`, opacity is multiplied by sqrt(det / det with eps2d) (Yu et
-    al. 2024, "Mip-Splatting", equation 9).
+    15 % of its size beyond each border. Of a camera with a lens J is the lens's. With `antialiased`, opacity is
+    multiplied by sqrt(det / det with eps2d) (Yu et al. 2024, "Mip-Splatting", equation 9).
 
-    A row that is not drawn in its whole view (depth outside [near, far], no invertible covariance, opacity below 1/255,
-    box or square of 3 sigma outside the image, NaN) is dead: zero in all outputs but `radii`, and no gradient. Nothing
-    depends on the patches rendered.
+    A row that is not drawn in its whole view (depth outside [near, far], ray outside of the lens's angle, no invertible
+    covariance, opacity below 1/255, box or square of 3 sigma outside the image, NaN) is dead: zero in all outputs but
+    `radii`, and no gradient. Nothing depends on the patches rendered.
 
     Differentiable with respect to `means`, `quats`, `scales`, `opacities` and `viewmats`.
 
@@ -75,7 +75,7 @@ def project(
         scales: [N, 3] standard deviations along the point's axes, world units.
         opacities: [N].
         viewmats: [V, 4, 4].
-        Ks: [V, 3, 3].
+        Ks: [V, 3, 3], or [V, 7, 3] with lenses.
         sizes: (width, height) of each view, 2 V ints.
         view_ids: [M] int32.
         point_ids: [M] int32.
@@ -100,7 +100,7 @@ def project(
         scales=(scales, (points, 3)),
         opacities=(opacities, (points,)),
         viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, (views, 3, 3)),
+        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_rows(means, view_ids, point_ids)
     check_depth_range(near, far)

@@ -11,7 +11,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model import view_parameters
 from ns_multigpu.primitives.registry import FIRST, titled
 
-_MOST_VIEWS = 128
+_MOST_VIEWS, _MOST_LENS_VIEWS = 128, 96
 
 
 def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
@@ -102,6 +102,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     names = () if kernels is None else (*kernels.parameters, *view_parameters.groups(model))
     groups = [optimizers.optimizers.get(name) for name in names]
     legs = unsupported_reason(pipeline.strategy, pipeline.batch_size)
+    most = _MOST_VIEWS if pipeline.config.datamanager.undistort else _MOST_LENS_VIEWS
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
         (legs is not None, lambda: str(legs)),
         (
@@ -117,7 +118,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
             options.use_scale_regularization and options.primitive != FIRST,
             lambda: f"scales of {titled(options.primitive)} are regularised",
         ),
-        (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
+        (pipeline.batch_size > most, lambda: f"there are more than {most} views a step"),
         (any(not isinstance(group, FusedAdam) for group in groups), lambda: "an optimizer is not Adam"),
         (not all(is_plain(group) for group in groups if group), lambda: "an optimizer has weight decay"),
         (any(optimizers.config[n]["optimizer"].max_norm is not None for n in names), lambda: "gradients are clipped"),

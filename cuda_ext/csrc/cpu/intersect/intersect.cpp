@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/cover.h"
+#include "common/ellipse.h"
 #include "cpu/common/patches.h"
 
 namespace nsmg {

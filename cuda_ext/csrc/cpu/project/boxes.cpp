@@ -6,9 +6,9 @@
 
 #include <optional>
 
-#include "common/box.h"
 #include "common/compact.h"
 #include "common/lazy_adam.h"
+#include "cpu/common/cameras.h"
 #include "cpu/common/rows.h"
 
 namespace nsmg {
@@ -36,7 +36,7 @@ at::Tensor box_views(const at::Tensor& boxes_, const at::Tensor& viewmats_, cons
   const int64_t groups = boxes_.size(0), views = viewmats_.size(0);
   const at::Tensor boxes = checked(boxes_, "boxes", {-1, kBoxFloats}, dtype);
   const at::Tensor viewmats = checked(viewmats_, "viewmats", {-1, 4, 4}, dtype);
-  const at::Tensor Ks = checked(Ks_, "Ks", {views, 3, 3}, dtype);
+  const at::Tensor Ks = checked(Ks_, "Ks", {views, intrinsics_rows(Ks_), 3}, dtype);
   const bool lazy = table_.has_value();
   const at::Tensor table = lazy ? checked(*table_, "table", {kLazySteps + 1, kTensors, kNumbers}, dtype) : at::Tensor();
   TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == 2 * views, "sizes must hold 2 numbers a view.");
@@ -51,18 +51,20 @@ at::Tensor box_views(const at::Tensor& boxes_, const at::Tensor& viewmats_, cons
       motion = {T(1.7321f) * (more * largest_bound(lines, kMeans)), more * largest_bound(lines, kLogScales)};
     }
     const T* all = boxes.const_data_ptr<T>();
-    for (int64_t v = 0; v < views; ++v) {
-      const auto camera =
-          make_camera<T>(viewmats.const_data_ptr<T>() + 16 * v, Ks.const_data_ptr<T>() + 9 * v, T(sizes[2 * v]),
-                         T(sizes[2 * v + 1]), T(near_plane), T(far_plane));
-      at::parallel_for(0, groups, kBoxes, [&](int64_t begin, int64_t end) {
-        for (int64_t g = begin; g < end; ++g) {
-          const Box<T> box = load_box(all + kBoxFloats * g);
-          out[v * groups + g] = lazy ? may_show<true>(camera, box, motion, T(eps2d))
-                                     : may_show<false>(camera, box, motion, T(eps2d));
-        }
-      });
-    }
+    with_camera<T>(Ks, [&](auto kind) {
+      for (int64_t v = 0; v < views; ++v) {
+        const auto camera = camera_of<typename decltype(kind)::type>(
+            viewmats.const_data_ptr<T>(), Ks.const_data_ptr<T>(), v, T(sizes[2 * v]), T(sizes[2 * v + 1]),
+            T(near_plane), T(far_plane));
+        at::parallel_for(0, groups, kBoxes, [&](int64_t begin, int64_t end) {
+          for (int64_t g = begin; g < end; ++g) {
+            const Box<T> box = load_box(all + kBoxFloats * g);
+            out[v * groups + g] = lazy ? may_show<true>(camera, box, motion, T(eps2d))
+                                       : may_show<false>(camera, box, motion, T(eps2d));
+          }
+        });
+      }
+    });
   });
   return shows;
 }

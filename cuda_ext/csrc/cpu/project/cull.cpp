@@ -7,7 +7,8 @@
 
 #include <tuple>
 
-#include "common/projection.h"
+#include "common/lens.h"
+#include "cpu/common/cameras.h"
 #include "cpu/common/rows.h"
 
 namespace nsmg {
@@ -31,8 +32,8 @@ struct Cutoffs {
   }
 };
 
-template <typename T>
-void cull_points(const Camera<T>& camera, const T* means, const Cutoffs<T>& cutoffs, const T* rect, T eps2d,
+template <typename C, typename T>
+void cull_points(const C& camera, const T* means, const Cutoffs<T>& cutoffs, const T* rect, T eps2d,
                  int64_t begin, int64_t end, std::vector<int32_t>& hits) {
   uint8_t keep[kLanes];
   const T x0 = rect[0], y0 = rect[1], x1 = rect[2], y1 = rect[3];
@@ -62,7 +63,7 @@ std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means_, const at::Tens
   const at::Tensor scales = checked(scales_, "scales", {points, 3}, dtype);
   const at::Tensor opacities = checked(opacities_, "opacities", {points}, dtype);
   const at::Tensor viewmats = checked(viewmats_, "viewmats", {-1, 4, 4}, dtype);
-  const at::Tensor Ks = checked(Ks_, "Ks", {views, 3, 3}, dtype);
+  const at::Tensor Ks = checked(Ks_, "Ks", {views, intrinsics_rows(Ks_), 3}, dtype);
   TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == 2 * views, "sizes must hold 2 numbers a view.");
   TORCH_CHECK_VALUE(static_cast<int64_t>(rects.size()) == 4 * views, "rects must hold 4 numbers a view.");
 
@@ -77,11 +78,13 @@ std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means_, const at::Tens
         const int64_t* r = rects.data() + 4 * view;
         if (r[2] <= r[0] || r[3] <= r[1]) continue;
         const T rect[4] = {T(r[0]), T(r[1]), T(r[2]), T(r[3])};
-        const auto camera =
-            make_camera<T>(viewmats.const_data_ptr<T>() + 16 * view, Ks.const_data_ptr<T>() + 9 * view,
-                           T(sizes[2 * view]), T(sizes[2 * view + 1]), T(near_plane), T(far_plane));
-        cull_points(camera, means.const_data_ptr<T>(), cutoffs, rect, T(eps2d), begin,
-                    std::min(begin + kPoints, points), hits[task]);
+        with_camera<T>(Ks, [&](auto kind) {
+          const auto camera = camera_of<typename decltype(kind)::type>(
+              viewmats.const_data_ptr<T>(), Ks.const_data_ptr<T>(), view, T(sizes[2 * view]), T(sizes[2 * view + 1]),
+              T(near_plane), T(far_plane));
+          cull_points(camera, means.const_data_ptr<T>(), cutoffs, rect, T(eps2d), begin,
+                      std::min(begin + kPoints, points), hits[task]);
+        });
       }
     });
   });

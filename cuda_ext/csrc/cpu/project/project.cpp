@@ -8,7 +8,8 @@
 
 #include <tuple>
 
-#include "common/projection.h"
+#include "common/lens.h"
+#include "cpu/common/cameras.h"
 #include "cpu/common/rows.h"
 
 namespace nsmg {
@@ -29,10 +30,10 @@ struct Inputs {
   int64_t views() const { return viewmats.size(0); }
   int64_t rows() const { return point_ids.size(0); }
 
-  template <typename T>
-  Camera<T> camera(int64_t view) const {
-    return make_camera<T>(viewmats.const_data_ptr<T>() + 16 * view, Ks.const_data_ptr<T>() + 9 * view,
-                          T(sizes[2 * view]), T(sizes[2 * view + 1]), T(near_plane), T(far_plane));
+  template <typename C, typename T>
+  C camera(int64_t view) const {
+    return camera_of<C>(viewmats.const_data_ptr<T>(), Ks.const_data_ptr<T>(), view, T(sizes[2 * view]),
+                        T(sizes[2 * view + 1]), T(near_plane), T(far_plane));
   }
 };
 
@@ -48,7 +49,7 @@ Inputs check_inputs(const at::Tensor& means, const at::Tensor& quats, const at::
           checked(scales, "scales", {points, 3}, dtype),
           checked(opacities, "opacities", {points}, dtype),
           checked(viewmats, "viewmats", {-1, 4, 4}, dtype),
-          checked(Ks, "Ks", {views, 3, 3}, dtype),
+          checked(Ks, "Ks", {views, intrinsics_rows(Ks), 3}, dtype),
           point_ids.contiguous(),
           view_starts(view_ids.contiguous(), point_ids.contiguous(), views, points),
           sizes.vec(),
@@ -86,10 +87,10 @@ struct PointBlock {
   }
 };
 
-template <bool Antialiased, typename T>
+template <bool Antialiased, typename C, typename T>
 void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, T* depths, T* row_opacities,
                    int32_t* radii) {
-  const Camera<T> camera = in.camera<T>(chunk.view);
+  const C camera = in.camera<C, T>(chunk.view);
   const T eps2d = T(in.eps2d);
   T out[7][kLanes], variance_x[kLanes], variance_y[kLanes], square[kLanes], cutoff2[kLanes], rx[kLanes], ry[kLanes];
   int32_t alive[kLanes], regular[kLanes];
@@ -140,9 +141,9 @@ struct Gradients {
 
 // Adds one chunk's rows to their points' gradients, and returns in `pose` its sum for the view: the rotation's nine
 // numbers, then the translation's three.
-template <bool Antialiased, typename T>
+template <bool Antialiased, typename C, typename T>
 void backward_chunk(const Inputs& in, const Chunk& chunk, const int32_t* radii, const Gradients<T>& g, double* pose) {
-  const Camera<T> camera = in.camera<T>(chunk.view);
+  const C camera = in.camera<C, T>(chunk.view);
   const int32_t* ids = in.point_ids.const_data_ptr<int32_t>();
   const T eps2d = T(in.eps2d);
   T given[7][kLanes], out[11][kLanes], turn[12][kLanes];
@@ -232,11 +233,14 @@ Projected project(const at::Tensor& means, const at::Tensor& quats, const at::Te
   for (const at::Tensor& output : {means2d, conics, depths, row_opacities, radii}) zero_padding(output, in.starts);
   AT_DISPATCH_FLOATING_TYPES(means.scalar_type(), "project", [&] {
     using T = scalar_t;
-    with_flag(antialiased, [&](auto flag) {
-      for_chunks(chunks_of(in.starts, 0, in.views()), [&](int64_t, const Chunk& chunk) {
-        project_chunk<decltype(flag)::value, T>(in, chunk, means2d.mutable_data_ptr<T>(), conics.mutable_data_ptr<T>(),
-                                                depths.mutable_data_ptr<T>(), row_opacities.mutable_data_ptr<T>(),
-                                                radii.mutable_data_ptr<int32_t>());
+    with_camera<T>(in.Ks, [&](auto kind) {
+      using C = typename decltype(kind)::type;
+      with_flag(antialiased, [&](auto flag) {
+        for_chunks(chunks_of(in.starts, 0, in.views()), [&](int64_t, const Chunk& chunk) {
+          project_chunk<decltype(flag)::value, C, T>(
+              in, chunk, means2d.mutable_data_ptr<T>(), conics.mutable_data_ptr<T>(), depths.mutable_data_ptr<T>(),
+              row_opacities.mutable_data_ptr<T>(), radii.mutable_data_ptr<int32_t>());
+        });
       });
     });
   });
@@ -273,9 +277,13 @@ Projected project_backward(const at::Tensor& means, const at::Tensor& quats, con
     for (int64_t view = 0; view < in.views(); ++view) {
       const std::vector<Chunk> chunks = chunks_of(in.starts, view, view + 1);
       std::vector<double> sums(12 * chunks.size());
-      with_flag(antialiased, [&](auto flag) {
-        for_chunks(chunks, [&](int64_t i, const Chunk& chunk) {
-          backward_chunk<decltype(flag)::value, T>(in, chunk, radii.const_data_ptr<int32_t>(), g, sums.data() + 12 * i);
+      with_camera<T>(in.Ks, [&](auto kind) {
+        using C = typename decltype(kind)::type;
+        with_flag(antialiased, [&](auto flag) {
+          for_chunks(chunks, [&](int64_t i, const Chunk& chunk) {
+            backward_chunk<decltype(flag)::value, C, T>(in, chunk, radii.const_data_ptr<int32_t>(), g,
+                                                        sums.data() + 12 * i);
+          });
         });
       });
       double total[12] = {};

@@ -14,9 +14,9 @@ namespace nsmg {
 namespace project_bind {
 
 constexpr char kCull[] =
-    "means[N,3] scales[N,3] opacities[N] viewmats[V,4,4] Ks[V,3,3] near far sizes[2V] rects[4V] N V eps2d";
+    "means[N,3] scales[N,3] opacities[N] viewmats[V,4,4] Ks[V,L,3] near far L sizes[2V] rects[4V] N V eps2d";
 constexpr char kProject[] =
-    "means[N,3] quats[N,4]@16 scales[N,3] opacities[N] viewmats[V,4,4] Ks[V,3,3] near far sizes[2V] view_ids[M] "
+    "means[N,3] quats[N,4]@16 scales[N,3] opacities[N] viewmats[V,4,4] Ks[V,L,3] near far L sizes[2V] view_ids[M] "
     "point_ids[M] N V M eps2d antialiased";
 // The kernels write every element of the results, but without views none runs.
 constexpr char kProjected[] =

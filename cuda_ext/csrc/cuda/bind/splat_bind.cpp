@@ -31,10 +31,11 @@ static_assert(kBoxFloats == 8 && kLazySteps + 1 == 65 && kUpdateTensors == 6 && 
 // The views of a batch.
 Views batch_views(Call& call) {
   const int64_t count = call.count("viewmats", "views");
-  TORCH_CHECK_VALUE(count <= kMaxViews, "the fused operators take at most ", kMaxViews, " views at once, not ", count,
-                    ": split the batch, or use cull, project and sh_colors.");
-  Views views = {call.read<const float*>("viewmats[V,4,4]"), call.read<const float*>("Ks[V,3,3]"), int(count),
-                 call.read<float>("near"), call.read<float>("far"), {}};
+  Views views = {call.read<const float*>("viewmats[V,4,4]"), call.read<const float*>("Ks[V,L,3]"),
+                 call.read<int>("L"), int(count), call.read<float>("near"), call.read<float>("far"), {}};
+  const int most = views.intrinsics_rows == kLensNumbers / 3 ? kMaxLensViews : kMaxViews;
+  TORCH_CHECK_VALUE(count <= most, "the fused operators take at most ", most, " views of this kind at once, not ",
+                    count, ": split the batch, or use cull, project and sh_colors.");
   const auto* sizes = call.read<const int64_t*>("sizes[2V]");
   for (int64_t i = 0; i < 2 * count; ++i) views.size[i] = static_cast<int32_t>(sizes[i]);
   return views;

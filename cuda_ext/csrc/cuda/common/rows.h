@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "common/projection.h"
+#include "common/lens.h"
 
 namespace nsmg {
 
@@ -22,9 +22,20 @@ struct ViewSizes {
 };
 
 struct Cameras {
-  const float *viewmats, *Ks;  // [V, 4, 4], [V, 3, 3]
+  const float *viewmats, *Ks;  // [V, 4, 4], [V, 3, 3] or with lenses [V, 7, 3]
   float near_plane, far_plane;
 };
+
+template <typename C>
+struct CameraKind {
+  using type = C;
+};
+
+// Returns f(CameraKind) of the type of cameras with so many rows of intrinsics: 3, or 7 with lenses.
+template <typename F>
+cudaError_t with_camera(int intrinsics_rows, const F& f) {
+  return intrinsics_rows == kLensNumbers / 3 ? f(CameraKind<LensCamera<float>>()) : f(CameraKind<Camera<float>>());
+}
 
 // Writes starts[view * groups + group] for `groups` groups of `group_points` points: the first row of that view whose
 // point lies in that group or a later one. starts[views * groups] is the number of rows without padding.
@@ -41,10 +52,11 @@ constexpr int kPose = 12;  // numbers of a camera's pose: its rotation by rows, 
 
 #ifdef __CUDACC__
 
-__device__ __forceinline__ Camera<float> load_camera(const Cameras& cameras, const ViewSizes& sizes, int view) {
+template <typename C = Camera<float>>
+__device__ __forceinline__ C load_camera(const Cameras& cameras, const ViewSizes& sizes, int view) {
   const int i = view - sizes.first;
-  return make_camera(cameras.viewmats + int64_t(16) * view, cameras.Ks + int64_t(9) * view, sizes.width[i],
-                     sizes.height[i], cameras.near_plane, cameras.far_plane);
+  return camera_of<C>(cameras.viewmats, cameras.Ks, int64_t{view}, sizes.width[i], sizes.height[i], cameras.near_plane,
+                      cameras.far_plane);
 }
 
 __device__ __forceinline__ Vec3<float> load3(const float* values, int64_t i) {
@@ -85,7 +97,7 @@ __device__ __forceinline__ void add_pose(float* sums, const Mat3<float>& r, cons
 
 // Calls add(camera, row, pose) for the rows of the block's group of points, view by view; `pose` [kPose] is the thread's
 // own, to be added to. Between two views is a barrier. Leaves the block's sums in poses [V, kPose, groups].
-template <int kThreads, typename F>
+template <int kThreads, typename C = Camera<float>, typename F>
 __device__ __forceinline__ void for_group_rows(const Cameras& cameras, const ViewSizes& sizes, const int* starts,
                                                float* poses, int groups, const F& add) {
   __shared__ float warp_pose[kThreads / 32][kPose];
@@ -98,7 +110,7 @@ __device__ __forceinline__ void for_group_rows(const Cameras& cameras, const Vie
       if (threadIdx.x < kPose) pose_out[int64_t(threadIdx.x) * groups] = 0.0f;
       continue;
     }
-    const Camera<float> camera = load_camera(cameras, sizes, view);
+    const C camera = load_camera<C>(cameras, sizes, view);
     float pose[kPose] = {};
     for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) add(camera, row, pose);
 #pragma unroll

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "common/cover.h"
+#include "common/ellipse.h"
 #include "cuda/intersect/intersect.h"
 
 namespace nsmg {

@@ -37,8 +37,8 @@ struct Numbers {
   }
 };
 
-template <int Degree>
-__device__ __forceinline__ void add_row(const UpdateLaunch& launch, const ViewSetup& view, int64_t row,
+template <int Degree, typename C>
+__device__ __forceinline__ void add_row(const UpdateLaunch& launch, const ViewSetup<C>& view, int64_t row,
                                         float (&pose)[16]) {
   const int64_t id = launch.rows.point_ids[row];
   const RowGradient g = load_gradient(launch.gradients, launch.rows, row);
@@ -65,13 +65,13 @@ __device__ __forceinline__ void add_row(const UpdateLaunch& launch, const ViewSe
   }
 }
 
-template <int Degree>
+template <int Degree, typename C>
 __global__ void __launch_bounds__(kThreads) pose_kernel(const __grid_constant__ UpdateLaunch launch) {
-  __shared__ ViewSetup view;
+  __shared__ ViewSetup<C> view;
   __shared__ float of_warps[kThreads / 32][16];
   const int v = int(blockIdx.x) / kPoseBlocks, block = int(blockIdx.x) % kPoseBlocks;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) view = view_setup(launch.views, v);
+  if (threadIdx.x == 0) view = view_setup<C>(launch.views, v);
   __syncthreads();
 
   const int groups = update_groups(launch.points);
@@ -97,10 +97,15 @@ cudaError_t splat_poses_launch(const UpdateLaunch& launch, cudaStream_t stream) 
   const int views = launch.views.count;
   const cudaError_t zeroed = cudaMemsetAsync(launch.viewmats, 0, sizeof(float) * 16 * views, stream);
   if (zeroed != cudaSuccess || launch.points == 0 || views == 0) return zeroed;
-  constexpr decltype(&pose_kernel<0>) kernels[] = {&pose_kernel<0>, &pose_kernel<1>, &pose_kernel<2>, &pose_kernel<3>};
-  const auto kernel = kernels[larger(launch.settings.degree, 0)];  // plain colours do not depend on the direction
-  kernel<<<views * kPoseBlocks, kThreads, 0, stream>>>(launch);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const cudaError_t error = with_camera(launch.views.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    constexpr decltype(&pose_kernel<0, C>) kernels[] = {&pose_kernel<0, C>, &pose_kernel<1, C>, &pose_kernel<2, C>,
+                                                        &pose_kernel<3, C>};
+    const auto kernel = kernels[larger(launch.settings.degree, 0)];  // plain colours do not depend on the direction
+    kernel<<<views * kPoseBlocks, kThreads, 0, stream>>>(launch);
+    return cudaGetLastError();
+  });
+  if (error != cudaSuccess) return error;
   return sum_partials(launch.poses, kPose * views, kPoseBlocks, true, launch.viewmats, stream);
 }
 

@@ -49,10 +49,10 @@ __device__ __forceinline__ void stage(const float* from, float* to, int floats, 
   if (i < floats) to[i] = from[i];
 }
 
-template <int Degree, typename Moment>
+template <int Degree, typename Moment, typename C>
 __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_constant__ UpdateLaunch launch) {
   extern __shared__ float4 storage[];
-  auto* views = reinterpret_cast<ViewSetup*>(storage);
+  auto* views = reinterpret_cast<ViewSetup<C>*>(storage);
   load_views(views, launch.views);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int groups = update_groups(launch.points);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   const int size = smaller(kGroup, launch.points - first);
   const bool inside = lane < size;
   const int64_t id = first + (inside ? lane : 0);
-  float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(storage) + view_bytes(launch.views.count)) +
+  float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(storage) + view_bytes<C>(launch.views.count)) +
                   warp * warp_floats(launch.rest_floats);
   float* rest = shared + kRestAt;
 
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
     const Point<float> point = activated(load3(launch.values[kMeans], id), load_quat(launch.values[kQuats], id),
                                          load3(launch.values[kLogScales], id), launch.values[kLogits][id]);
     Sums sums;
-    const Lane<Degree> mine = {launch, views, rest + lane * launch.rest_floats, group, first, lane};
+    const Lane<Degree, C> mine = {launch, views, rest + lane * launch.rest_floats, group, first, lane};
     PointStatistics statistics;
     statistics.load(launch.statistics, id);
     const auto dc = [&] { return load3(launch.values[kShDc], id); };
@@ -112,18 +112,21 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   if (launch.rest_floats > 0) step(Batch<4>{}, kShRest, launch.rest_floats, Degree > 0 && shown ? rest : nullptr);
 }
 
-template <int Degree, typename Moment>
+template <int Degree, typename Moment, typename C>
 cudaError_t launch_update(const UpdateLaunch& launch, cudaStream_t stream) {
   const int blocks = (update_groups(launch.points) + kUpdateWarps - 1) / kUpdateWarps;
-  const size_t bytes = view_bytes(launch.views.count) + sizeof(float) * kUpdateWarps * warp_floats(launch.rest_floats);
-  update_kernel<Degree, Moment><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
+  const size_t bytes = view_bytes<C>(launch.views.count) + sizeof(float) * kUpdateWarps * warp_floats(launch.rest_floats);
+  update_kernel<Degree, Moment, C><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
   return cudaGetLastError();
 }
 
 template <int Degree>
 cudaError_t launch_degree(const UpdateLaunch& launch, cudaStream_t stream) {
-  return with_moments(launch.compact,
-                      [&](auto moment) { return launch_update<Degree, decltype(moment)>(launch, stream); });
+  return with_camera(launch.views.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    return with_moments(launch.compact,
+                        [&](auto moment) { return launch_update<Degree, decltype(moment), C>(launch, stream); });
+  });
 }
 
 }  // namespace

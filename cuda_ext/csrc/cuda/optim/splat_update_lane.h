@@ -60,10 +60,10 @@ __device__ __forceinline__ Vec3<float> needle_slope(const Vec3<float>& scale, fl
 }
 
 // One lane's point while its rows are gone through.
-template <int Degree>
+template <int Degree, typename C>
 struct Lane {
   const UpdateLaunch& launch;
-  const ViewSetup* views;
+  const ViewSetup<C>* views;
   float* rest;  // in shared memory: the point's harmonics, later their gradient
   int group, first, lane;
 
@@ -103,7 +103,7 @@ struct Lane {
     const UpdateSettings& settings = launch.settings;
     const Vec3<float> by_scale = {settings.scale_weight, settings.scale_weight, settings.scale_weight};
     for_rows([&](int v, int64_t row) {
-      const ViewSetup& view = views[v];
+      const ViewSetup<C>& view = views[v];
       const RowGradient g = load_gradient(launch.gradients, launch.rows, row);
       if (!(g.probe == 0.0f)) publish(v);
       const PointGradient<float> p =

@@ -131,10 +131,10 @@ __device__ __forceinline__ Point<float> caught_up_point(const UpdateLaunch& l, i
                    caught_up(factor(kLogits), l.values[kLogits], first(kLogits), second(kLogits), id));
 }
 
-template <int Degree, typename Moment>
+template <int Degree, typename Moment, typename C>
 __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __grid_constant__ UpdateLaunch launch) {
   extern __shared__ float4 storage[];
-  auto* views = reinterpret_cast<ViewSetup*>(storage);
+  auto* views = reinterpret_cast<ViewSetup<C>*>(storage);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int groups = update_groups(launch.points);
   const int group = blockIdx.x * kUpdateWarps + warp;
@@ -153,11 +153,11 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   const int first = group * kGroup;
   const int size = smaller(kGroup, launch.points - first);
   const int64_t id = first + (lane < size ? lane : 0);
-  float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(storage) + view_bytes(launch.views.count)) +
+  float* shared = reinterpret_cast<float*>(reinterpret_cast<char*>(storage) + view_bytes<C>(launch.views.count)) +
                   warp * lazy_warp_floats(launch.rest_floats);
   float* rest = shared + kRestAt;
   auto* factors = reinterpret_cast<float4*>(shared + warp_floats(launch.rest_floats));
-  const Lane<Degree> mine = {launch, views, rest + lane * launch.rest_floats, group, first, lane};
+  const Lane<Degree, C> mine = {launch, views, rest + lane * launch.rest_floats, group, first, lane};
   bool drawn = false;
   PointStatistics statistics;
   mine.for_rows([&](int, int64_t) { drawn = true; }, [&](int, float) { statistics.counted = true; });
@@ -208,10 +208,13 @@ template <int Degree>
 cudaError_t launch_lazy(const UpdateLaunch& launch, cudaStream_t stream) {
   const int blocks = (update_groups(launch.points) + kUpdateWarps - 1) / kUpdateWarps;
   const size_t floats = kUpdateWarps * lazy_warp_floats(launch.rest_floats);
-  const size_t bytes = view_bytes(launch.views.count) + sizeof(float) * floats;
-  const cudaError_t status = with_moments(launch.compact, [&](auto moment) {
-    lazy_update_kernel<Degree, decltype(moment)><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
-    return cudaGetLastError();
+  const cudaError_t status = with_camera(launch.views.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    const size_t bytes = view_bytes<C>(launch.views.count) + sizeof(float) * floats;
+    return with_moments(launch.compact, [&](auto moment) {
+      lazy_update_kernel<Degree, decltype(moment), C><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
+      return cudaGetLastError();
+    });
   });
   return status != cudaSuccess ? status : splat_lazy_extend_launch(launch.lazy, launch.scalars, stream);
 }

@@ -18,6 +18,7 @@ struct ViewRects {
   float x0[kViewsPerLaunch], y0[kViewsPerLaunch], x1[kViewsPerLaunch], y1[kViewsPerLaunch];
 };
 
+template <typename C>
 __global__ void __launch_bounds__(kThreads)
     mark_kernel(const float* __restrict__ means, const float* __restrict__ scales, const float* __restrict__ opacities,
                 int points, Cameras cameras, float eps2d, const __grid_constant__ ViewSizes sizes,
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   for (int v = 0; v < sizes.count; ++v) {
-    const Camera<float> camera = load_camera(cameras, sizes, sizes.first + v);
+    const C camera = load_camera<C>(cameras, sizes, sizes.first + v);
     const float x0 = rects.x0[v], y0 = rects.y0[v], x1 = rects.x1[v], y1 = rects.y1[v];
     const bool empty = x1 <= x0 || y1 <= y0;
     const int64_t part = int64_t(sizes.first + v) * groups + blockIdx.x;
@@ -107,9 +108,13 @@ cudaError_t cull_mark(const CullInputs& in, uint32_t* masks, int64_t* counts, cu
       rects.x1[v] = float(rect[2]);
       rects.y1[v] = float(rect[3]);
     }
-    mark_kernel<<<groups, kThreads, 0, stream>>>(in.means, in.scales, in.opacities, in.points, in.cameras, in.eps2d,
-                                                 sizes, rects, groups, masks, counts);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    const cudaError_t error = with_camera(in.intrinsics_rows, [&](auto kind) {
+      const auto kernel = &mark_kernel<typename decltype(kind)::type>;
+      kernel<<<groups, kThreads, 0, stream>>>(in.means, in.scales, in.opacities, in.points, in.cameras, in.eps2d,
+                                              sizes, rects, groups, masks, counts);
+      return cudaGetLastError();
+    });
+    if (error != cudaSuccess) return error;
   }
   end_kernel<<<1, 1, 0, stream>>>(counts + int64_t(in.views) * groups);
   return cudaGetLastError();

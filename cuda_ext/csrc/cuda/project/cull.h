@@ -8,6 +8,7 @@ namespace nsmg {
 struct CullInputs {
   const float *means, *scales, *opacities;  // [N, 3], [N, 3], [N]
   Cameras cameras;
+  int intrinsics_rows;  // of a view: 3, or 7 with lenses
   const int64_t *sizes, *rects;  // on the host: 2 and 4 numbers a view
   int points, views;
   float eps2d;

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-template <bool Antialiased>
+template <bool Antialiased, typename C>
 __global__ void __launch_bounds__(kThreads)
     project_kernel(const __grid_constant__ ProjectInputs in, const __grid_constant__ ViewSizes sizes,
                    const __grid_constant__ ProjectOutputs out) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads)
   ProjectedRow<float> r = {};
   if (id >= 0) {
     const Point<float> point = load_point(in.means, in.quats, in.scales, in.opacities, id);
-    r = project_row(load_camera(in.cameras, sizes, view), point, in.eps2d, Antialiased);
+    r = project_row(load_camera<C>(in.cameras, sizes, view), point, in.eps2d, Antialiased);
     if (!r.alive) r.splat = {};
   }
   reinterpret_cast<float2*>(out.means2d)[row] = make_float2(r.splat.x, r.splat.y);
@@ -35,10 +35,13 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t project(const ProjectInputs& in, const ProjectOutputs& out, cudaStream_t stream) {
   if (in.rows == 0) return cudaSuccess;
-  const auto kernel = in.antialiased ? &project_kernel<true> : &project_kernel<false>;
   const int blocks = int((int64_t(in.rows) + kThreads - 1) / kThreads);
-  return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
-    kernel<<<blocks, kThreads, 0, stream>>>(in, sizes, out);
+  return with_camera(in.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    const auto kernel = in.antialiased ? &project_kernel<true, C> : &project_kernel<false, C>;
+    return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
+      kernel<<<blocks, kThreads, 0, stream>>>(in, sizes, out);
+    });
   });
 }
 

@@ -8,6 +8,7 @@ namespace nsmg {
 struct ProjectInputs {
   const float *means, *quats, *scales, *opacities;  // [N, 3], [N, 4] aligned to 16 bytes, [N, 3], [N]
   Cameras cameras;
+  int intrinsics_rows;   // of a view: 3, or 7 with lenses
   const int64_t* sizes;  // on the host: 2 a view
   const int *view_ids, *point_ids;
   int points, views, rows;

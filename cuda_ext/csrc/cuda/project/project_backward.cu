@@ -27,7 +27,7 @@ struct PointSums {
   }
 };
 
-template <bool Antialiased>
+template <bool Antialiased, typename C>
 __global__ void __launch_bounds__(kThreads)
     project_backward_kernel(const __grid_constant__ ProjectInputs in, const __grid_constant__ ViewSizes sizes,
                             const __grid_constant__ ProjectGradients g, int groups) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; i < here; i += kThreads) sums.value[10][i] = fresh ? 0.f : g.opacities_out[base + i];
   __syncthreads();
 
-  const auto add = [&](const Camera<float>& camera, int64_t row, float (&pose)[kPose]) {
+  const auto add = [&](const C& camera, int64_t row, float (&pose)[kPose]) {
     if (g.radii[2 * row] <= 0) return;
     const int id = in.point_ids[row];
     const Point<float> point = load_point(in.means, in.quats, in.scales, in.opacities, id);
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
     sums.add(int(id - base), found);  // within a view no other thread has this point
     add_pose(pose, found.rotation, found.translation);
   };
-  for_group_rows<kThreads>(in.cameras, sizes, g.starts, g.poses, groups, add);
+  for_group_rows<kThreads, C>(in.cameras, sizes, g.starts, g.poses, groups, add);
 
   for (int i = threadIdx.x; i < 3 * here; i += kThreads) {
     g.means[3 * base + i] = sums.value[i % 3][i / 3];
@@ -81,9 +81,12 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t project_backward(const ProjectInputs& in, const ProjectGradients& g, cudaStream_t stream) {
   const int groups = groups_of(in.points, kProjectGroup);
   if (groups == 0 || in.views == 0) return cudaSuccess;
-  const auto kernel = in.antialiased ? &project_backward_kernel<true> : &project_backward_kernel<false>;
-  const cudaError_t error = for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
-    kernel<<<groups, kThreads, 0, stream>>>(in, sizes, g, groups);
+  const cudaError_t error = with_camera(in.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    const auto kernel = in.antialiased ? &project_backward_kernel<true, C> : &project_backward_kernel<false, C>;
+    return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
+      kernel<<<groups, kThreads, 0, stream>>>(in, sizes, g, groups);
+    });
   });
   if (error != cudaSuccess) return error;
   return sum_partials(g.poses, kPose * in.views, groups, true, g.viewmats, stream);

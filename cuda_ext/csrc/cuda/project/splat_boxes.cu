@@ -28,12 +28,12 @@ __device__ __forceinline__ float largest_bound(const float* table, int tensor) {
   return __int_as_float(__reduce_max_sync(0xffffffffu, most));
 }
 
-template <bool Lazy, typename Moment>
+template <bool Lazy, typename Moment, typename C>
 __global__ void __launch_bounds__(kThreads)
     shows_kernel(const float* boxes, int groups, const __grid_constant__ Views views, float eps2d, const float* table,
                  uint8_t* shows) {
   extern __shared__ float4 storage[];
-  auto* setups = reinterpret_cast<ViewSetup*>(storage);
+  auto* setups = reinterpret_cast<ViewSetup<C>*>(storage);
   load_views(setups, views);
   Motion<float> motion = {0.0f, 0.0f};
   if constexpr (Lazy) {
@@ -66,11 +66,14 @@ cudaError_t box_views_launch(const float* boxes, int groups, const Views& views,
                              bool compact, uint8_t* shows, cudaStream_t stream) {
   if (groups == 0 || views.count == 0) return cudaSuccess;
   const int blocks = (groups + kThreads - 1) / kThreads;
-  return with_moments(compact, [&](auto moment) {
-    using Moment = decltype(moment);
-    const auto kernel = table == nullptr ? shows_kernel<false, float> : shows_kernel<true, Moment>;
-    kernel<<<blocks, kThreads, view_bytes(views.count), stream>>>(boxes, groups, views, eps2d, table, shows);
-    return cudaGetLastError();
+  return with_camera(views.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    return with_moments(compact, [&](auto moment) {
+      using Moment = decltype(moment);
+      const auto kernel = table == nullptr ? shows_kernel<false, float, C> : shows_kernel<true, Moment, C>;
+      kernel<<<blocks, kThreads, view_bytes<C>(views.count), stream>>>(boxes, groups, views, eps2d, table, shows);
+      return cudaGetLastError();
+    });
   });
 }
 

@@ -42,18 +42,19 @@ struct Candidate {
     cutoff2 = cutoff_squared(sigmoid(points.logits[i] + risen));
   }
 
-  __device__ __forceinline__ bool shows(const Camera<float>& camera, float eps2d) const {
+  template <typename C>
+  __device__ __forceinline__ bool shows(const C& camera, float eps2d) const {
     return Lazy ? may_touch_moving(camera, mean, moved, largest, cutoff2, eps2d)
                 : may_touch(camera, mean, largest, cutoff2, eps2d, 0.0f, 0.0f, camera.width, camera.height);
   }
 };
 
-template <bool Lazy, typename Moment>
+template <bool Lazy, typename Moment, typename C>
 __global__ void __launch_bounds__(kCullBlock)
     flag_kernel(const RawPoints points, const MissedSteps missed, const __grid_constant__ Views views, float eps2d,
                 uint32_t* bits, int32_t* counts) {
   extern __shared__ float4 storage[];
-  auto* setups = reinterpret_cast<ViewSetup*>(storage);
+  auto* setups = reinterpret_cast<ViewSetup<C>*>(storage);
   load_views(setups, views);
   const int64_t i = int64_t{blockIdx.x} * kCullBlock + threadIdx.x;
   const bool inside = i < points.count;
@@ -72,13 +73,13 @@ __global__ void __launch_bounds__(kCullBlock)
 }
 
 // The same, of the groups that may show alone: `shows` [views, groups]. A warp has a group.
-template <bool Lazy, typename Moment>
+template <bool Lazy, typename Moment, typename C>
 __global__ void __launch_bounds__(kCullBlock)
     flag_shown_kernel(const RawPoints points, const MissedSteps missed, const __grid_constant__ Views views,
                       float eps2d, const uint8_t* shows, uint32_t* bits, int32_t* counts) {
   extern __shared__ float4 storage[];
   __shared__ int32_t kept[kMaxViews];
-  auto* setups = reinterpret_cast<ViewSetup*>(storage);
+  auto* setups = reinterpret_cast<ViewSetup<C>*>(storage);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int groups = box_groups(points.count), group = blockIdx.x * kWarps + warp;
   // Whether the warp's group may show in view `v`; there is none beyond the last.
@@ -158,21 +159,21 @@ __global__ void __launch_bounds__(kCullBlock)
 }
 
 // Flags the points of all groups, or with boxes of those that may show.
-template <bool Lazy, typename Moment>
+template <bool Lazy, typename Moment, typename C>
 cudaError_t flag(const RawPoints& points, const MissedSteps& missed, const Views& views, float eps2d,
                  const CullBuffers& buffers, cudaStream_t stream) {
   const int blocks = cull_blocks(points.count);
-  const size_t shared = view_bytes(views.count);
+  const size_t shared = view_bytes<C>(views.count);
   if (buffers.boxes == nullptr) {
-    flag_kernel<Lazy, Moment>
+    flag_kernel<Lazy, Moment, C>
         <<<blocks, kCullBlock, shared, stream>>>(points, missed, views, eps2d, buffers.bits, buffers.counts);
     return cudaGetLastError();
   }
   const cudaError_t status = box_views_launch(buffers.boxes, box_groups(points.count), views, eps2d, missed.table,
                                               missed.compact, buffers.shows, stream);
   if (status != cudaSuccess) return status;
-  flag_shown_kernel<Lazy, Moment><<<blocks, kCullBlock, shared, stream>>>(points, missed, views, eps2d, buffers.shows,
-                                                                           buffers.bits, buffers.counts);
+  flag_shown_kernel<Lazy, Moment, C><<<blocks, kCullBlock, shared, stream>>>(
+      points, missed, views, eps2d, buffers.shows, buffers.bits, buffers.counts);
   return cudaGetLastError();
 }
 
@@ -187,10 +188,13 @@ cudaError_t splat_cull_launch(const RawPoints& points, const MissedSteps& missed
                               const CullBuffers& buffers, const SplatRows& rows, cudaStream_t stream) {
   const int blocks = cull_blocks(points.count);
   if (blocks == 0 || views.count == 0) return cudaMemsetAsync(rows.count, 0, sizeof(int64_t), stream);
-  cudaError_t status = with_moments(missed.compact, [&](auto moment) {
-    using Moment = decltype(moment);
-    return missed.last == nullptr ? flag<false, float>(points, missed, views, eps2d, buffers, stream)
-                                  : flag<true, Moment>(points, missed, views, eps2d, buffers, stream);
+  cudaError_t status = with_camera(views.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    return with_moments(missed.compact, [&](auto moment) {
+      using Moment = decltype(moment);
+      return missed.last == nullptr ? flag<false, float, C>(points, missed, views, eps2d, buffers, stream)
+                                    : flag<true, Moment, C>(points, missed, views, eps2d, buffers, stream);
+    });
   });
   if (status != cudaSuccess) return status;
   size_t bytes = buffers.scan_bytes;

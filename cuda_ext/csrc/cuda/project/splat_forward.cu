@@ -17,8 +17,9 @@ constexpr int kThreads = 128;
 __host__ __device__ constexpr int rest_floats(int degree) { return 3 * (sh_bases(degree) - 1); }
 __host__ __device__ constexpr int rest_stride(int degree) { return rest_floats(degree) | 1; }
 
+template <typename C>
 size_t shared_bytes(int degree, int views) {
-  return view_bytes(views) + (degree > 0 ? sizeof(float) * kThreads * rest_stride(degree) : 0);
+  return view_bytes<C>(views) + (degree > 0 ? sizeof(float) * kThreads * rest_stride(degree) : 0);
 }
 
 // A point, and its colour without direction, as they are.
@@ -111,13 +112,13 @@ __device__ __forceinline__ void stage(const CaughtUp<Moment>& source, int drawn,
   }
 }
 
-template <int Degree, bool Lazy, typename Moment>
+template <int Degree, bool Lazy, typename Moment, typename C>
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ RawPoints points, const __grid_constant__ MissedSteps missed,
                 const __grid_constant__ Views views, const SplatSettings settings, const SplatRows rows, int first,
                 int end) {
   extern __shared__ float4 storage[];
-  auto* setups = reinterpret_cast<ViewSetup*>(storage);
+  auto* setups = reinterpret_cast<ViewSetup<C>*>(storage);
   load_views(setups, views);
   const int64_t row = first + int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t count = smaller<int64_t>(*rows.count, end);
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (Degree > 0) {
     constexpr int kStride = rest_stride(Degree);
     const int lane = threadIdx.x & 31;
-    float* mine = reinterpret_cast<float*>(reinterpret_cast<char*>(storage) + view_bytes(views.count)) +
+    float* mine = reinterpret_cast<float*>(reinterpret_cast<char*>(storage) + view_bytes<C>(views.count)) +
                   (threadIdx.x & ~31) * kStride;
     const int drawn = alive ? static_cast<int>(id) : -1;
     if constexpr (Lazy) {
@@ -200,13 +201,16 @@ template <int Degree>
 cudaError_t launch(const RawPoints& points, const MissedSteps& missed, const Views& views,
                    const SplatSettings& settings, const SplatRows& rows, int first, int end, cudaStream_t stream) {
   const int blocks = (end - first + kThreads - 1) / kThreads;
-  const size_t shared = shared_bytes(Degree, views.count);
-  return with_moments(missed.compact, [&](auto moment) {
-    using Moment = decltype(moment);
-    const auto kernel =
-        missed.last == nullptr ? rows_kernel<Degree, false, float> : rows_kernel<Degree, true, Moment>;
-    kernel<<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows, first, end);
-    return cudaGetLastError();
+  return with_camera(views.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    const size_t shared = shared_bytes<C>(Degree, views.count);
+    return with_moments(missed.compact, [&](auto moment) {
+      using Moment = decltype(moment);
+      const auto kernel =
+          missed.last == nullptr ? rows_kernel<Degree, false, float, C> : rows_kernel<Degree, true, Moment, C>;
+      kernel<<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows, first, end);
+      return cudaGetLastError();
+    });
   });
 }
 

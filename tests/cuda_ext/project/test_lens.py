@@ -1,0 +1,137 @@
+"""Cameras with lenses: the map against OpenCV's, the native operators against the reference, gradients, and culling."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
+from cuda_ext.ops.project.boxes import box_views
+from cuda_ext.ops.project.lens import lens_intrinsics
+from cuda_ext.reference.projection import lens_map
+from tests.cuda_ext.projections import PROJECT_INPUTS, projected
+from tests.cuda_ext.rims import box_of_each
+from tests.cuda_ext.scenes import OPENCV, OPENCV_FISHEYE, lens_scene
+
+F32, F64 = torch.float32, torch.float64
+
+
+def seen_points(count: int = 60) -> Tensor:
+    """Points in camera space, some near the axis."""
+    g = torch.Generator().manual_seed(1)
+    seen = torch.randn(count, 3, generator=g, dtype=F64) * torch.tensor([1.0, 0.8, 0.5], dtype=F64)
+    seen[:, 2] = seen[:, 2].abs() + 1.5
+    seen[: count // 4, :2] *= 0.01
+    return seen
+
+
+def rows_of(coefficients: tuple[float, ...], fisheye: bool, count: int) -> Tensor:
+    K = torch.tensor([[50.0, 0.0, 40.0], [0.0, 50.0, 30.0], [0.0, 0.0, 1.0]], dtype=F64)
+    return lens_intrinsics(K, (80, 60), coefficients, fisheye=fisheye)[3:].expand(count, 4, 3)
+
+
+@pytest.mark.parametrize("fisheye", [False, True])
+def test_the_map_is_opencvs(fisheye: bool) -> None:
+    seen, zero = seen_points(), np.zeros(3)
+    lenses = rows_of(OPENCV_FISHEYE if fisheye else OPENCV, fisheye, len(seen))
+    k1, k2, k3, k4, k5, k6, p1, p2 = OPENCV
+    if fisheye:
+        wanted, _ = cv2.fisheye.projectPoints(seen[:, None].numpy(), zero, zero, np.eye(3), np.array(OPENCV_FISHEYE))
+    else:
+        wanted, _ = cv2.projectPoints(seen.numpy(), zero, zero, np.eye(3), np.array([k1, k2, p1, p2, k3, k4, k5, k6]))
+    image, J, depth, drawn = lens_map(lenses, seen)
+    assert (image - torch.from_numpy(wanted)[:, 0]).abs().max() < 1e-10 and drawn.sum() > 40
+    assert (depth - (seen.norm(dim=-1) if fisheye else seen[:, 2])).abs().max() < 1e-12
+    jacobian = torch.autograd.functional.jacobian(lambda x: lens_map(lenses, x)[0].sum(0), seen)
+    assert (J - jacobian.transpose(0, 1)).abs().max() < 1e-9
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("antialiased", [False, True])
+@pytest.mark.parametrize(("dtype", "rtol"), [(F32, 2e-4), (F64, 1e-9)])
+def test_native_equals_reference(dtype: torch.dtype, rtol: float, antialiased: bool) -> None:
+    scene = lens_scene(views=4, dtype=dtype)
+    rows = scene.all_rows()
+    out, gradients = projected(scene, rows, antialiased)
+    with cuda_ext.use_reference():
+        expected, wanted = projected(scene.to(F64), rows, antialiased)
+    alive = expected[4][:, 0] > 0
+    assert torch.equal(out[4] > 0, expected[4] > 0) and 0.1 < alive.float().mean() < 0.9
+    assert (out[4] - expected[4]).abs().max() <= (1 if dtype == F32 else 0)
+    behind = (scene.viewmats[rows[0].long()] @ torch.nn.functional.pad(scene.means, (0, 1), value=1.0)[
+        rows[1].long(), :, None
+    ])[:, 2, 0] < 0  # fmt: skip
+    assert (alive & behind).sum() > 10, "a fisheye draws what lies beyond 90 degrees"
+    for got, want in zip(out[:4], expected[:4], strict=True):
+        assert ((got - want).norm() <= rtol * want.norm()).item()
+    for name, got, want in zip(PROJECT_INPUTS, gradients, wanted, strict=True):
+        assert (got - want).norm() <= rtol * want.norm(), name
+
+
+@pytest.mark.parametrize("antialiased", [False, True])
+def test_gradcheck(either: str, antialiased: bool) -> None:
+    scene = lens_scene(points=14, views=2, seed=5, dtype=F64)
+    scene.opacities = scene.opacities.clamp(0.2, 0.9)
+    # The last point lies near the fisheye's axis, where the series serves.
+    rotation, translation = scene.viewmats[1, :3, :3], scene.viewmats[1, :3, 3]
+    scene.means[-1] = rotation.T @ (torch.tensor([0.02, -0.03, 2.0]) - translation)
+    rows = scene.all_rows()
+    radii = scene.project(*rows, antialiased=antialiased).radii
+    assert (radii[:14, 0] > 0).sum() > 2 and (radii[14:, 0] > 0).sum() > 4 and radii[-1, 0] > 0
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        means, quats, scales, opacities, viewmats = inputs
+        cameras = (viewmats, scene.Ks, scene.sizes)
+        return cuda_ext.project(means, quats, scales, opacities, *cameras, *rows, antialiased=antialiased)[:4]
+
+    inputs = [getattr(scene, name).clone().requires_grad_() for name in PROJECT_INPUTS]
+    assert torch.autograd.gradcheck(run, inputs, eps=1e-7, atol=1e-5, rtol=1e-4)
+
+
+def test_a_lens_without_distortion_is_a_pinhole() -> None:
+    scene = lens_scene(views=1, dtype=F64)
+    pinhole = lens_scene(views=1, dtype=F64)
+    scene.Ks[:, 4:] = 0
+    pinhole.Ks = pinhole.Ks[:, :3].contiguous()
+    found, wanted = (of.project(*of.all_rows()) for of in (scene, pinhole))
+    inside = (wanted.means2d > 0).all(-1) & (wanted.radii > 0).all(-1)  # where a pinhole's Jacobian is not clamped
+    inside &= (wanted.means2d < wanted.means2d.new_tensor(scene.sizes)).all(-1)
+    assert inside.sum() > 30
+    for got, want in zip(found, wanted, strict=True):
+        assert (got[inside] - want[inside]).abs().max() < 1e-9
+
+
+def test_rays_that_fold_back_are_not_drawn() -> None:
+    """Of 1 + k1 t the slope's image is longest at t = -1 / (3 k1)."""
+    K = torch.tensor([[50.0, 0.0, 50.0], [0.0, 50.0, 50.0], [0.0, 0.0, 1.0]])
+    lens = lens_intrinsics(K, (100, 100), (-0.3, *[0.0] * 7), fisheye=False)
+    assert abs(float(lens[3, 2]) - 1 / 0.9) < 1e-2
+    none = lens_intrinsics(K, (100, 100), [0.0] * 8, fisheye=False)
+    assert abs(float(none[3, 2]) - 2 * 1.3**2) < 1e-2  # 1.3 times the corner's slope
+    with pytest.raises(ValueError, match="folds back at its axis"):
+        lens_intrinsics(K, (100, 100), (-1e9, 0.0, 0.0, 0.0), fisheye=True)
+    with pytest.raises(ValueError, match="4 coefficients"):
+        lens_intrinsics(K, (100, 100), [0.0] * 5, fisheye=True)
+
+
+def test_culling_keeps_what_is_drawn(either: str) -> None:
+    """`cull` keeps all rows that are drawn or counted, and boxes show where `cull` or a missed step keeps a point."""
+    scene = lens_scene(4000, 4, dtype=F32)
+    rows = scene.all_rows()
+    radii = scene.project(*rows).radii[:, 0].view(4, -1)
+    kept = torch.zeros(4, 4000, dtype=torch.bool)
+    view_ids, point_ids = (of.long() for of in scene.cull())
+    kept[view_ids, point_ids] = True
+    assert kept[radii != 0].all() and 0.02 < kept.float().mean() < 0.8
+    boxes = box_of_each(scene.means, scene.scales.amax(-1))
+    found = box_views(boxes, scene.viewmats, scene.Ks, scene.sizes)
+    assert found[kept].all() and found.float().mean() < 0.8
+    table = LazyAdam.make(1, "cpu").table
+    table[:, 0, 4] = 0.2
+    moving = box_views(boxes, scene.viewmats, scene.Ks, scene.sizes, table=table)
+    g = torch.Generator().manual_seed(3)
+    scene.means = scene.means + 0.2 * (2 * torch.rand(4000, 3, generator=g) - 1)
+    moved = scene.project(*rows).radii[:, 0].view(4, -1)
+    assert moving[moved != 0].all() and not found[moved != 0].all() and not moving.all()
