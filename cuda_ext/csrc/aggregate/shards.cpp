@@ -1,9 +1,12 @@
 #include "shards.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 #include <c10/core/DeviceGuard.h>
+
+#include <future>
 
 namespace aggregate {
 namespace {
@@ -189,9 +192,24 @@ void call_alone(const Operator& op, const Stack& arguments, Stack& results) {
   }
 }
 
-// The members' k-th results in one tensor. It is allocated when the first member's stream is ahead of all: memory that
-// a member's call has freed may be in use until then.
-static Tensor joined(
+void at_once(const std::vector<Part>& parts, const std::function<void(size_t k)>& work) {
+  Together together;
+  std::vector<std::future<void>> ends;
+  for (size_t i = 1; i < parts.size(); ++i) {
+    const auto task = std::make_shared<std::packaged_task<void()>>([&work, i] { work(i); });
+    ends.push_back(task->get_future());
+    at::launch([task] { (*task)(); });
+  }
+  std::packaged_task<void()> first([&work] { work(0); });
+  ends.push_back(first.get_future());
+  first();
+  for (const auto& end : ends) end.wait(); // before an exception leaves what they use
+  for (auto& end : ends) end.get();
+}
+
+// It is allocated when the first member's stream is ahead of all: memory that a member's call has freed may be in use
+// until then.
+Tensor joined(
     const std::vector<Stack>& found, size_t k, char letter, const Cut& cut, const std::vector<Part>& parts) {
   const Tensor first = found[0][k].toTensor();
   if (!first.defined()) return first;
@@ -215,8 +233,22 @@ static Tensor joined(
           .copy_(add ? one.unsqueeze(0) : one);
     }
   }
-  c10::DeviceGuard guard(device(0));
-  return add ? wrapped(at::sum(plain(all, 0), 0)) : all;
+  return add ? at::sum(all, 0) : all;
+}
+
+Tensor in_line(
+    const std::vector<Stack>& found, size_t k, const std::vector<Part>& parts, const std::vector<int64_t>& added) {
+  std::vector<int64_t> begins{0};
+  for (const Stack& one : found) begins.push_back(begins.back() + one[k].toTensor().numel());
+  const Tensor all = empty_like_sizes(found[0][k].toTensor(), {begins.back()});
+  Together together;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Tensor one = found[i][k].toTensor();
+    if (one.numel() == 0) continue;
+    c10::DeviceGuard guard(device(parts[i].member));
+    plain(all, parts[i].member, 0, begins[i], one.numel()).copy_(added[i] == 0 ? one : one.add(added[i]));
+  }
+  return all;
 }
 
 void call_shards(

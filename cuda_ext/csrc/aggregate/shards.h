@@ -70,6 +70,15 @@ Stack call_member(
     const Operator& op, const Stack& arguments, const std::string& letters, const Cut& cut, const Part& part,
     int rows = -1);
 
+// Calls `work` with the number of each part, all at once: operators may make the host wait for their member.
+void at_once(const std::vector<Part>& parts, const std::function<void(size_t k)>& work);
+// The members' k-th results in one tensor, joined as `letter` says (see split_dim).
+Tensor joined(
+    const std::vector<Stack>& found, size_t k, char letter, const Cut& cut, const std::vector<Part>& parts);
+// The members' k-th results of any lengths one behind the other, `added[i]` added to those of the i-th.
+Tensor in_line(
+    const std::vector<Stack>& found, size_t k, const std::vector<Part>& parts, const std::vector<int64_t>& added);
+
 // Calls of each member since the start.
 std::vector<int64_t>& calls();
 

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 TESTS = {
     "device.py": 15,
     "operators.py": 12,
-    "models.py": 9,
+    "models.py": 15,
     "training.py": 2,
     "driver.py": int(not torch.cuda.is_available()),
 }
