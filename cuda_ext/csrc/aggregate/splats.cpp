@@ -9,6 +9,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <limits>
+#include <numeric>
 
 namespace aggregate {
 namespace {
@@ -148,6 +149,28 @@ void cut_inner(Stack& changed, size_t inner, const Part& part, int64_t first) {
   changed[inner] = rectangle;
 }
 
+// The members' k-th results, of floats, one behind the other; behind them their lengths, unless all are empty.
+Tensor in_line_with_lengths(std::vector<Stack> found, size_t k, std::vector<Part> parts) {
+  std::vector<int64_t> lengths;
+  for (const Stack& one : found) lengths.push_back(one[k].toTensor().numel());
+  const std::vector<int64_t> none(parts.size() + 1, 0);
+  if (lengths != std::vector<int64_t>(parts.size(), 0)) {
+    Stack last(k + 1);
+    last[k] = at::tensor(lengths, at::kLong).view(at::kFloat).to(device(0));
+    found.push_back(last);
+    parts.push_back({0, 0, 0});
+  }
+  return in_line(found, k, parts, none);
+}
+
+// The lengths that `in_line_with_lengths` has written. The host waits for them.
+std::vector<int64_t> lengths_in(const Tensor& line, size_t count) {
+  if (line.numel() == 0) return std::vector<int64_t>(count, 0);
+  const auto floats = static_cast<int64_t>(2 * count);
+  const Tensor read = line.narrow(0, line.numel() - floats, floats).cpu().view(at::kLong);
+  return {read.const_data_ptr<int64_t>(), read.const_data_ptr<int64_t>() + count};
+}
+
 } // namespace
 
 // Of one view each member culls its shard: the rows of all, one behind the other, ascend by point.
@@ -250,14 +273,24 @@ bool rasterize(const Operator& op, const Stack& arguments, Stack& results) {
   if (parts.size() < 2) return false;
   const Tensor offsets = arguments[kTileOffsets].toTensor().cpu();
   const Cut pixels{0, parts.back().begin + parts.back().length};
-  call_parts(op, arguments, ".......", "000-", pixels, -1, parts, of_bands(parts, bands, offsets), results);
+  const Change of_band = of_bands(parts, bands, offsets);
+  std::vector<Stack> found;
+  {
+    Together together;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      Stack changed = arguments;
+      c10::DeviceGuard guard(device(parts[i].member));
+      of_band(changed, i);
+      found.push_back(call_member(op, changed, "", {0, 0}, parts[i]));
+    }
+  }
+  for (size_t k : {0, 1, 2}) results.emplace_back(joined(found, k, '0', pixels, parts));
   results[2] = shifted(results[2].toTensor(), parts, bands, offsets, 1);
+  results.emplace_back(in_line_with_lengths(found, 3, parts));
   return true;
 }
 
-// What forward keeps for backward has no form for several bands: each member computes that of its band again.
 bool rasterize_backward(const Operator& op, const Stack& arguments, Stack& results) {
-  static const Operator forward(c10::Dispatcher::singleton().findSchemaOrThrow("ns_multigpu::rasterize", ""));
   std::vector<Part> parts;
   const auto bands = bands_of(arguments[kPatches].toIntVector(), arguments[kTileSize].toInt(), parts);
   if (parts.size() < 2) return false;
@@ -266,11 +299,12 @@ bool rasterize_backward(const Operator& op, const Stack& arguments, Stack& resul
   Stack changed = arguments;
   changed[kLast] = shifted(arguments[kLast].toTensor(), parts, bands, offsets, -1);
   const Change of_band = of_bands(parts, bands, offsets);
+  const Tensor state = arguments[kState].toTensor();
+  const auto lengths = lengths_in(state, parts.size());
   const auto change = [&](Stack& shards, size_t i) {
     of_band(shards, i);
-    Stack again(shards.begin(), shards.begin() + kTileSize + 1);
-    again.insert(again.end(), {c10::IValue(), false});
-    shards[kState] = call_member(forward, again, "", {0, 0}, parts[i])[3];
+    const int64_t begin = std::accumulate(lengths.begin(), lengths.begin() + i, int64_t{0});
+    shards[kState] = state.narrow(0, begin, lengths[i]);
   };
   call_parts(op, changed, "......00.000", "+++++", pixels, -1, parts, change, results);
   return true;

@@ -1,14 +1,17 @@
 """Models on the aggregate device: splats and a diffusion model equal those on the CPU, for any number of members."""
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.library import Library
 
 import cuda_ext
 import ns_multigpu
@@ -74,6 +77,41 @@ def test_rows_of_tiles_name_places_of_the_whole_lists(use: Use) -> None:
     assert min(aggregate.calls()) >= 5 and int(found[0][1].max()) > 100
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif("NS_MULTIGPU_TEST_GPUS" in os.environ, reason="GPUs keep a state of their own")
+def test_each_member_gets_its_state_back(use: Use) -> None:
+    """Kernels of GPUs keep a state for the gradient, those of the CPU none: these stand in for them."""
+    use(3, small_bytes=256)
+    kept, given = list[Tensor](), list[Tensor]()
+
+    def forward(means2d: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        pixels = sum((x1 - x0) * (y1 - y0) for _, x0, y0, x1, y1 in zip(*[iter(rest[5])] * 5, strict=True))
+        kept.append(torch.rand(32 * (1 + len(kept))))
+        return torch.zeros(pixels, 2), torch.zeros(pixels), torch.zeros(pixels, dtype=torch.int32), kept[-1]
+
+    def backward(
+        means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        given.append(rest[6].clone())
+        return *(torch.ones_like(value) for value in (means2d, conics, opacities, features)), torch.zeros(0, 2)
+
+    scene = random_scene(views=1).on("multigpu")
+    rows = scene.cull()
+    means2d, conics, depths, opacities, radii = scene.project(*rows)
+    lists = cuda_ext.intersect(means2d, conics, opacities, radii, depths, rows[0], [0, 0, 0, 90, 61])
+    library = Library("ns_multigpu", "IMPL")
+    library.impl("rasterize", forward, "CPU", allow_override=True)
+    library.impl("rasterize_backward", backward, "CPU", allow_override=True)
+    try:
+        colors = torch.stack([depths, opacities], 1).requires_grad_()
+        out, *_ = cuda_ext.rasterize(means2d, conics, opacities, colors, *lists, [0, 0, 0, 90, 61])
+        out.sum().backward()
+    finally:
+        library._destroy()
+    assert len(kept) == 3 and [len(one) for one in given] == [32, 64, 96]
+    assert all(torch.equal(one, other) for one, other in zip(kept, given, strict=True))
+    assert colors.grad is not None and float(colors.grad.cpu().max()) == 3
 
 
 @pytest.mark.parametrize("size", [(40, 20), (13, 12)])
