@@ -1,21 +1,26 @@
 """Operators, allocation and training steps of the aggregate device `multigpu`, compared with plain torch on one GPU.
 
     python -m benchmarks.scaling.aggregate --gpus 0 1 2 4 --points 8M --image 4K --json FILE
+    python -m benchmarks.scaling.aggregate --gpus 0 1 2 --elements --points --limit 900 --images 15000 \\
+        --train "colmap --data fox --downscale-factor 1 --eval-mode interval --eval-interval 8"
 
 `fill`, `add`, `addmm`, `sum` and `cumsum` are those of torch-dgx's Table 1: `addmm` is of square matrices with so many
 elements each. `allocate` takes and frees a tensor of so many elements with the pool, and without it (Table 4). A
 training step is `ns_multigpu.render` of the procedural city, the loss |difference|, backward and fused Adam. GPUs 0 are
 torch's own device `cuda`. Each number of GPUs has a process of its own. On a CPU: --device cpu --elements 4096
---points 500 --image 64x48.
+--points 500 --image 64x48. `--train` adds a run of `splatfacto-aggregate` on a capture, or of `single` on one GPU, with
+ordinary steps: seconds of training and PSNR of held-out views.
 """
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -37,9 +42,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--gpus", nargs="+", type=int, default=[0, 1, 2], help="0: torch's own device")
-    parser.add_argument("--elements", nargs="+", type=parse_count, default=[2**26, 2**28, 2**30])
+    parser.add_argument("--elements", nargs="*", type=parse_count, default=[2**26, 2**28, 2**30])
     parser.add_argument("--points", nargs="*", type=parse_count, default=[8_000_000], help="of the training steps")
     parser.add_argument("--image", type=image_size, default=(3840, 2160), help="1080p, 4K, 8K or WIDTHxHEIGHT")
+    parser.add_argument("--train", type=shlex.split, help="dataparser of a training run, with its options, in quotes")
+    parser.add_argument("--images", type=int, default=15000, help="images that the training run sees")
     parser.add_argument("--repeats", type=int, default=20, help="calls that are timed, after a quarter as many")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds that a number of GPUs may take")
     parser.add_argument("--json", type=Path)
@@ -141,6 +148,27 @@ def training(timed: Timed, points: int, options: argparse.Namespace) -> dict[str
     return {"ms": ms, "first": losses[0].item(), "last": losses[-1].item()}
 
 
+def training_run(options: argparse.Namespace) -> dict[str, float]:
+    """Return seconds of training, PSNR of held-out views and the number of Gaussians of a run of `ns-train`.
+
+    Raises:
+        RuntimeError, subprocess.TimeoutExpired: it failed, or took longer than the limit.
+    """
+    method = ["splatfacto-aggregate", "--machine.num-devices", str(options.own)]
+    if options.own == 0:
+        method = ["splatfacto-batch", "--pipeline.strategy", "single", "--fused-steps", "never"]
+    with TemporaryDirectory() as folder:
+        words = [*method, "--machine.device-type", options.device, "--output-dir", folder, "--vis", "tensorboard"]
+        words += ["--max-num-images", str(options.images), "--viewer.quit-on-train-completion", "True"]
+        words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0", *options.train]
+        command = [sys.executable, "-m", "nerfstudio.scripts.train", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=0.9 * options.limit)
+        if done.returncode:
+            raise RuntimeError(done.stdout[-300:] + done.stderr[-300:])
+        summary = json.loads(next(Path(folder).rglob("training_summary.json")).read_text())
+    return {"seconds": summary["train_seconds"], "PSNR": summary["psnr"], "Gaussians": float(summary["gaussians"])}
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one number of GPUs, or the error of those that have none."""
     timed, found = Timed(options, options.own), dict[str, Any]()
@@ -150,10 +178,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         parts[f"allocate {elements} elements"] = lambda n=elements: allocation(timed, n)
     for points in options.points:
         parts[f"training, {points} Gaussians"] = lambda n=points: training(timed, n, options)
+    if options.train:
+        parts[f"training run, {options.images} images"] = lambda: training_run(options)
     for name, part in parts.items():
         try:
             found[name] = part()
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, subprocess.TimeoutExpired) as error:
             found[name] = {"error": str(error)[:600]}
         print(json.dumps({name: found[name]}), flush=True)
     return found

@@ -4,6 +4,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/bitwise_not.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mse_loss.h>
@@ -155,17 +156,29 @@ bool vector_norm(const Operator& op, const Stack& arguments, Stack& results) {
   return arguments[1].toScalar().toDouble() != 0 && reduce_all(op, arguments, results);
 }
 
+// Rows of all tensors, each member its own; along the rows, one tensor after the other.
 bool cat(const Operator&, const Stack& arguments, Stack& results) {
-  const Tensor out = arguments[2].toTensor();
+  Tensor out = arguments[2].toTensor();
   const int64_t dim = arguments[1].toInt() + (arguments[1].toInt() < 0 ? out.dim() : 0);
-  int64_t begin = 0;
+  std::vector<Tensor> tensors;
   for (const Tensor& tensor : arguments[0].toTensorVector()) {
-    if (tensor.dim() == out.dim()) { // torch lets an empty list of one dimension pass
-      out.narrow(dim, begin, tensor.size(dim)).copy_(tensor);
-      begin += tensor.size(dim);
-    }
+    if (tensor.dim() == out.dim()) tensors.push_back(tensor); // torch lets an empty list of one dimension pass
   }
   results.emplace_back(out);
+  if (dim > 0) {
+    on_each(parts_of(out.size(0)), [&](const Part& part) {
+      std::vector<Tensor> rows;
+      for (const Tensor& tensor : tensors) rows.push_back(plain(tensor, part.member, 0, part.begin, part.length));
+      Tensor place = plain(out, part.member, 0, part.begin, part.length);
+      at::cat_out(place, rows, dim);
+    });
+    return true;
+  }
+  int64_t begin = 0;
+  for (const Tensor& tensor : tensors) {
+    out.narrow(dim, begin, tensor.size(dim)).copy_(tensor);
+    begin += tensor.size(dim);
+  }
   return true;
 }
 
@@ -365,6 +378,10 @@ Custom custom(const std::string& name) {
       {"native_layer_norm_backward", layer_norm},
       {"_fused_adam_", fused_adam},
       {"_fused_adam_.tensor_lr", fused_adam},
+      {"ns_multigpu::cull", cull},
+      {"ns_multigpu::intersect", intersect},
+      {"ns_multigpu::l1_ssim", l1_ssim},
+      {"ns_multigpu::l1_ssim_backward", l1_ssim_backward},
       {"ns_multigpu::project_backward", project_backward},
       {"ns_multigpu::sh_colors_backward", sh_colors_backward},
       {"ns_multigpu::rasterize", rasterize},

@@ -82,8 +82,6 @@ const std::unordered_map<std::string, Rule>& rules() {
          "arange.start_out", "linspace.out", "eye.out", "eye.m_out"});
     add({Kind::kFixed, "......00", "00000"}, {"ns_multigpu::project"}); // rows
     add({Kind::kFixed, "....00", "0"}, {"ns_multigpu::sh_colors"});
-    add({Kind::kAlone},
-        {"ns_multigpu::cull", "ns_multigpu::intersect", "ns_multigpu::l1_ssim", "ns_multigpu::l1_ssim_backward"});
     return made;
   }();
   return *all;

@@ -12,6 +12,10 @@ using Custom = bool (*)(const Operator& op, const Stack& arguments, Stack& resul
 Custom custom(const std::string& name);
 
 // Splats: points by shard, tiles by member.
+bool cull(const Operator& op, const Stack& arguments, Stack& results);
+bool intersect(const Operator& op, const Stack& arguments, Stack& results);
+bool l1_ssim(const Operator& op, const Stack& arguments, Stack& results);
+bool l1_ssim_backward(const Operator& op, const Stack& arguments, Stack& results);
 bool project_backward(const Operator& op, const Stack& arguments, Stack& results);
 bool sh_colors_backward(const Operator& op, const Stack& arguments, Stack& results);
 bool rasterize(const Operator& op, const Stack& arguments, Stack& results);

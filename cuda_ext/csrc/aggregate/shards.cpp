@@ -1,9 +1,14 @@
 #include "shards.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 #include <c10/core/DeviceGuard.h>
+
+#include <future>
 
 namespace aggregate {
 namespace {
@@ -44,6 +49,7 @@ Operator::Operator(const c10::OperatorHandle& handle) : handle(handle) {
     keepdim_argument = argument.name() == "keepdim" ? static_cast<int>(k) : keepdim_argument;
     if (argument.is_out()) outs.push_back(k);
   }
+  copies = handle.operator_name().name == "aten::copy_";
   stages = !handle.hasTag(at::Tag::pointwise);
   for (const auto& result : schema.returns()) {
     returned.push_back(-1);
@@ -87,6 +93,14 @@ Tensor plain(const Tensor& tensor, int member, int64_t dim, int64_t begin, int64
   return result;
 }
 
+void copy_by_kernel(const Tensor& to, const Tensor& from) {
+  if (to.is_cuda() && from.device() == to.device() && from.scalar_type() == to.scalar_type()) {
+    at::_foreach_copy_({to}, {from});
+  } else {
+    to.copy_(from);
+  }
+}
+
 // A copy in the member's memory of a large tensor that lies on several; the tensor itself where that does not fit.
 static Tensor copied(const Tensor& tensor, int member) {
   const Tensor result = plain(tensor, member);
@@ -95,7 +109,9 @@ static Tensor copied(const Tensor& tensor, int member) {
   if (held[member] == static_cast<int64_t>(tensor.storage().nbytes())) return result;
   c10::DeviceGuard guard(device(member));
   try {
-    return result.clone();
+    const Tensor own = at::empty_like(result);
+    copy_by_kernel(own, result);
+    return own;
   } catch (const c10::OutOfMemoryError&) {
     return result;
   }
@@ -166,7 +182,12 @@ Stack call_member(
   }
   c10::DeviceGuard guard(device(part.member));
   ++calls()[part.member];
-  op.handle.callBoxed(&stack);
+  if (op.copies && stack[0].toTensor().sizes() == stack[1].toTensor().sizes()) {
+    copy_by_kernel(stack[0].toTensor(), stack[1].toTensor());
+    stack.resize(1);
+  } else {
+    op.handle.callBoxed(&stack);
+  }
   for (const auto& [tensor, sizes] : written) {
     TORCH_CHECK(tensor.sizes() == at::IntArrayRef(sizes), op.handle.operator_name(), ": `out` has another shape");
   }
@@ -204,9 +225,24 @@ void call_alone(const Operator& op, const Stack& arguments, Stack& results) {
   }
 }
 
-// The members' k-th results in one tensor. It is allocated when the first member's stream is ahead of all: memory that
-// a member's call has freed may be in use until then.
-static Tensor joined(
+void at_once(const std::vector<Part>& parts, const std::function<void(size_t k)>& work) {
+  Together together;
+  std::vector<std::future<void>> ends;
+  for (size_t i = 1; i < parts.size(); ++i) {
+    const auto task = std::make_shared<std::packaged_task<void()>>([&work, i] { work(i); });
+    ends.push_back(task->get_future());
+    at::launch([task] { (*task)(); });
+  }
+  std::packaged_task<void()> first([&work] { work(0); });
+  ends.push_back(first.get_future());
+  first();
+  for (const auto& end : ends) end.wait(); // before an exception leaves what they use
+  for (auto& end : ends) end.get();
+}
+
+// It is allocated when the first member's stream is ahead of all: memory that a member's call has freed may be in use
+// until then.
+Tensor joined(
     const std::vector<Stack>& found, size_t k, char letter, const Cut& cut, const std::vector<Part>& parts) {
   const Tensor first = found[0][k].toTensor();
   if (!first.defined()) return first;
@@ -226,11 +262,27 @@ static Tensor joined(
     for (size_t i = 0; i < parts.size() && all.numel() > 0; ++i) {
       c10::DeviceGuard guard(device(parts[i].member));
       const Tensor one = found[i][k].toTensor();
-      plain(all, parts[i].member, dim, add ? i : parts[i].begin, add ? 1 : parts[i].length)
-          .copy_(add ? one.unsqueeze(0) : one);
+      const Tensor place = plain(all, parts[i].member, dim, add ? i : parts[i].begin, add ? 1 : parts[i].length);
+      copy_by_kernel(add ? place.squeeze(0) : place, one);
     }
   }
   return add ? at::sum(all, 0) : all;
+}
+
+Tensor in_line(
+    const std::vector<Stack>& found, size_t k, const std::vector<Part>& parts, const std::vector<int64_t>& added) {
+  std::vector<int64_t> begins{0};
+  for (const Stack& one : found) begins.push_back(begins.back() + one[k].toTensor().numel());
+  const Tensor all = empty_like_sizes(found[0][k].toTensor(), {begins.back()});
+  Together together;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Tensor one = found[i][k].toTensor();
+    if (one.numel() == 0) continue;
+    c10::DeviceGuard guard(device(parts[i].member));
+    const Tensor place = plain(all, parts[i].member, 0, begins[i], one.numel());
+    copy_by_kernel(place, added[i] == 0 ? one : one.add(added[i]));
+  }
+  return all;
 }
 
 void call_shards(

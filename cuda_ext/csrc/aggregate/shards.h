@@ -43,6 +43,7 @@ struct Operator {
   c10::OperatorHandle handle;
   std::vector<int> letter_of; // of each argument: the number of its letter, or -1
   std::vector<int> returned; // of each result: the argument that it is, or -1
+  bool copies; // whether it is copy_
   bool stages; // whether kernels may write results to contiguous tensors only
   std::vector<size_t> outs; // arguments that receive results
   int dim_argument = -1, keepdim_argument = -1; // the arguments "dim" and "keepdim"
@@ -53,6 +54,10 @@ Tensor plain(const Tensor& tensor, int member, int64_t dim = -1, int64_t begin =
 // A tensor of the aggregate device on the memory of a plain one.
 Tensor wrapped(const Tensor& plain);
 Tensor empty_like_sizes(const Tensor& plain, at::IntArrayRef sizes);
+
+// Copies `from` to `to`, plain tensors of one member, by a kernel. For memory of several GPUs the driver's copies, which
+// copy_ calls, are taken for copies between GPUs on all members but the first.
+void copy_by_kernel(const Tensor& to, const Tensor& from);
 
 // Calls an operator on the first member alone.
 void call_alone(const Operator& op, const Stack& arguments, Stack& results);
@@ -69,6 +74,15 @@ void call_parts(
 Stack call_member(
     const Operator& op, const Stack& arguments, const std::string& letters, const Cut& cut, const Part& part,
     int rows = -1);
+
+// Calls `work` with the number of each part, all at once: operators may make the host wait for their member.
+void at_once(const std::vector<Part>& parts, const std::function<void(size_t k)>& work);
+// The members' k-th results in one tensor, joined as `letter` says (see split_dim).
+Tensor joined(
+    const std::vector<Stack>& found, size_t k, char letter, const Cut& cut, const std::vector<Part>& parts);
+// The members' k-th results of any lengths one behind the other, `added[i]` added to those of the i-th.
+Tensor in_line(
+    const std::vector<Stack>& found, size_t k, const std::vector<Part>& parts, const std::vector<int64_t>& added);
 
 // Calls of each member since the start.
 std::vector<int64_t>& calls();

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 TESTS = {
     "device.py": 15,
     "operators.py": 12,
-    "models.py": 9,
+    "models.py": 16,
     "training.py": 2,
     "driver.py": int(not torch.cuda.is_available()),
 }
@@ -47,7 +47,7 @@ def test_file(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["operators.py", "models.py"])
+@pytest.mark.parametrize("name", ["operators.py", "models.py", "training.py"])
 def test_file_on_gpus(name: str) -> None:
     """The same tests over GPUs; those of more members than there are GPUs are skipped."""
     environment = {**os.environ, "NS_MULTIGPU_TEST_GPUS": str(torch.cuda.device_count())}
