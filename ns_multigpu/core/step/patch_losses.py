@@ -64,13 +64,13 @@ class PatchLosses:
         """
         colors, start = drawn.color[:, :3].contiguous(), 0
         look = self._blended if self._grids is None else self._mapped
-        seen, bands, pieces = list[_Seen](), list[Band](), list[slice]()
+        seen, bands, slices = list[_Seen](), list[Band](), list[slice]()
         for patch, layers in zip(own, targets, strict=True):
             view = views[patch.view]
             left, top, right, bottom = patch.rendered(view)
-            pieces.append(slice(start, start + (bottom - top) * (right - left)))
-            start = pieces[-1].stop
-            blended = colors[pieces[-1]], drawn.alpha[pieces[-1]], self._backgrounds[patch.view]
+            slices.append(slice(start, start + (bottom - top) * (right - left)))
+            start = slices[-1].stop
+            blended = colors[slices[-1]], drawn.alpha[slices[-1]], self._backgrounds[patch.view]
             seen.append(look(patch, view, blended, layers))
             target = seen[-1].target
             weights, rgb = self._weights_of(view.width, view.height), colors.new_empty(target.shape)
@@ -85,7 +85,7 @@ class PatchLosses:
             shown, covered, bands, scale=self._settings.views, v_out=v_color, v_alpha=v_alpha, last=drawn.last,
             clamp=self._grids is None,
         )  # fmt: skip
-        for one, piece in zip(seen, pieces, strict=True):
+        for one, piece in zip(seen, slices, strict=True):
             if one.backward is not None:
                 one.backward(v_color[piece], v_alpha[piece])
         rgbs = []
