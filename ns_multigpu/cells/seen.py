@@ -32,8 +32,13 @@ def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
         boxes: [cells, 2, 3] lower and upper corner, world units. An empty one, whose lower corner is above its upper,
             is never seen; one that has no end is seen in the whole view.
         view: pinhole camera; its tensors are read on the host.
+
+    Raises:
+        ValueError: the camera has a lens.
     """
     viewmat, K = _host(view.viewmat), _host(view.K)
+    if len(K) > 3:
+        raise ValueError("cells are seen by pinhole cameras only, and this view has a lens: see another strategy.")
     low, high = boxes[:, 0], boxes[:, 1]
     empty, endless = (low > high).any(1), ~np.isfinite(boxes).all((1, 2))
     bounded = np.where(np.isfinite(boxes), boxes, 0.0)

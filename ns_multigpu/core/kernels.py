@@ -28,7 +28,7 @@ class Cameras:
     """Views as operators take them.
 
     Attributes:
-        viewmats: [V, 4, 4]. Ks: [V, 3, 3].
+        viewmats: [V, 4, 4]. Ks: [V, 3, 3], or [V, 7, 3] with lenses.
         sizes: (width, height) of each, 2 V ints.
         times: [V], of captures that move: see `View.time`.
     """

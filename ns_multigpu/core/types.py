@@ -29,7 +29,8 @@ class View:
 
     Attributes:
         viewmat: [4, 4] world-to-camera matrix, OpenCV axes (x right, y down, z forward).
-        K: [3, 3] intrinsics in pixels; the centre of the top left pixel is (0.5, 0.5).
+        K: [3, 3] intrinsics in pixels; the centre of the top left pixel is (0.5, 0.5). [7, 3] with a lens, which all
+            views of a step then have: see `cuda_ext.ops.project.lens`.
         width, height: the image's size in pixels.
         index: the view's number in its capture; keys everything random that belongs to the view.
         time: the moment of a time-varying capture, in [0, 1].
@@ -230,5 +231,5 @@ def stack_viewmats(views: Sequence[View]) -> Tensor:
 
 
 def stack_intrinsics(views: Sequence[View]) -> Tensor:
-    """[V, 3, 3] intrinsics."""
+    """[V, 3, 3] intrinsics, or [V, 7, 3] with lenses."""
     return torch.stack([view.K for view in views])

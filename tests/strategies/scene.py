@@ -1,9 +1,11 @@
 """A small scene that exercises what can differ between ranks: views of different sizes, one that sees nothing."""
 
 import math
+from dataclasses import replace
 
 import torch
 
+from cuda_ext.ops.project.lens import lens_intrinsics
 from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.types import Points, View
 
@@ -35,6 +37,16 @@ def make_views(
         K = torch.tensor([[focal, 0, width / 2], [0, focal * 1.05, height / 2 + 1], [0, 0, 1]], dtype=dtype)
         views.append(View(matrix.to(device, dtype), K.to(device), width, height, index=i, time=(0.4 * i) % 1))
     return views
+
+
+def through_lenses(views: list[View]) -> list[View]:
+    """Return the views through a perspective lens and a fisheye in turn."""
+    result: list[View] = []
+    for i, view in enumerate(views):
+        coefficients = (0.05, -0.02, 3e-3, -1e-3) if i % 2 else (-0.2, 0.05, -0.01, 0.02, 0.0, 0.01, 3e-3, -2e-3)
+        K = lens_intrinsics(view.K.cpu(), (view.width, view.height), coefficients, fisheye=i % 2 == 1)
+        result.append(replace(view, K=K.to(view.K)))
+    return result
 
 
 def make_observations(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Observations:

@@ -44,6 +44,7 @@ from tests.strategies.scene import (
     make_observations,
     make_points,
     make_views,
+    through_lenses,
 )
 
 PRIMITIVES: dict[str, Callable[[], Primitive]] = {
@@ -103,16 +104,18 @@ def needle_terms(held: Points, needles: torch.Tensor | None = None, max_ratio: f
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
-    layered: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False, **needles: Any,
+    layered: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False,
+    lenses: bool = False, **needles: Any,
 ) -> Outcome:  # fmt: skip
     """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
     depth counts. `exposes`, `grids`: their colours have gains, or bilateral grids. `layered`: photographs
-    have alpha and masks. `corrects`: the first two views are one, and poses are corrected. `needles`: see
-    `needle_terms`."""
+    have alpha and masks. `corrects`: the first two views are one, and poses are corrected. `lenses`: views have
+    lenses. `needles`: see `needle_terms`."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
-    batch = seen = make_views(views, dtype, world.device, size)
+    made = make_views(views, dtype, world.device, size)
+    batch = seen = through_lenses(made) if lenses else made
     spread.placement.look(lambda: seen)
     held, places = held_at(spread, whole)
     poses = [v.viewmat.clone().requires_grad_() for v in batch]

@@ -45,6 +45,7 @@ from tests.strategies.scene import (
     make_observations,
     make_points,
     make_views,
+    through_lenses,
 )
 from tests.strategies.test_law import (
     KNOW_MACHINES,
@@ -96,14 +97,16 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 def take_one(
     spread: Strategy, kind: Any, count: int, size: Size, mode: str, by_sort: bool = False, half: bool | None = None,
     whole: Points | None = None, observes: bool = False, exposes: bool = False, layered: bool = False,
-    corrects: CameraOptimizer | None = None, grids: bool = False, **more: Any,
+    corrects: CameraOptimizer | None = None, grids: bool = False,
+    lenses: bool = False, **more: Any,
 ) -> Outcome:  # fmt: skip
     """Return the results of `one_step` for a fused step. With `half` given rows use collectives. The points are 3D
-    Gaussians, unless given; `observes`, `exposes`, `layered`, `corrects`, `grids`: see `take_step`; `more` are
-    options of the kernels."""
+    Gaussians, unless given; `observes`, `exposes`, `layered`, `corrects`, `grids`, `lenses`: see `take_step`;
+    `more` are options of the kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
+    views = through_lenses(views) if lenses else views
     spread.placement.look(lambda: views)
     held, places = held_at(spread, whole or make_points(POINTS, torch.float32, device))
     params = {name: value.detach().clone() for name, value in held.params.items()}
@@ -185,6 +188,7 @@ def made(
         poses=poses is not None,
         alpha=layered,
         masked=layered,
+        intrinsics_rows=len(views[0].K),
     )
     kernels = replace(kind, depth=False).kernels(**more)
     assert kernels is not None

@@ -31,7 +31,7 @@ ALL = [*LIKE_SINGLE, "pixel"]
 OTHERS = ["4D gaussians", "2dgs", "convex"]
 Row = tuple[str, int, str, str, str]
 """Strategy, ranks, mode, primitive, and words: gains, grids, layers, SO3xR3, SE3, sizes (views of several sizes), and
-needles, and machines (two of them)."""
+needles, lenses, and machines (two of them)."""
 
 ROWS: list[Row] = [
     ("batch", 1, "captured", "gaussians", "gains"),
@@ -50,6 +50,8 @@ ROWS: list[Row] = [
     *((name, 3, "captured", "gaussians", "SO3xR3 gains layers") for name in LIKE_SINGLE),
     ("batch", 2, "captured", "4D gaussians", "SO3xR3"), ("tile", 2, "captured", "2dgs", "SO3xR3"),
     ("batch", 1, "captured", "convex", "SO3xR3"), ("locality", 4, "captured", "gaussians", "SO3xR3 machines"),
+    ("single", 1, "step", "gaussians", "lenses sizes"), ("batch", 2, "captured", "gaussians", "lenses"),
+    ("tile", 3, "captured", "gaussians", "lenses sizes"), ("locality", 2, "step", "gaussians", "lenses SE3"),
 ]  # fmt: skip
 ON_GPUS: list[Row] = [
     *((name, n, mode, "gaussians", words) for words in ("gains", "grids layers", "layers gains sizes")
@@ -58,6 +60,8 @@ ON_GPUS: list[Row] = [
       for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
     *((name, 2, "captured", "gaussians", "needles") for name in ALL),
     *(("batch", 1, "captured", kind, "SO3xR3") for kind in OTHERS),
+    *((name, n, "captured", "gaussians", words) for words in ("lenses sizes", "lenses SE3")
+      for name in LIKE_SINGLE for n in (1, 2)),
 ]  # fmt: skip
 
 
@@ -86,6 +90,7 @@ def options_of(words: str, views: int, device: Any = "cpu") -> dict[str, Any]:
         "layered": "layers" in asked,
         "grids": "grids" in asked,
         "corrects": corrects,
+        "lenses": "lenses" in asked,
     }
 
 

@@ -5,9 +5,11 @@ does, and a step takes as long as the longest of its views. Gains: benchmarks/re
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
+from ns_multigpu.core.image_points import image_points
 from ns_multigpu.core.types import FAR, View
 
 WINDOW = 16
@@ -35,7 +37,7 @@ def points_seen(points: Tensor, views: Sequence[View], far: float = FAR) -> list
     """Return the number of points within each view's image.
 
     Args:
-        points: [N, 3], world units. views: pinhole cameras. All on the host.
+        points: [N, 3], world units. views: of any camera. All on the host.
         far: largest depth at which a point is seen, world units.
     """
     return [int((depths <= far).sum()) for depths in depths_seen(points, views)]
@@ -44,12 +46,16 @@ def points_seen(points: Tensor, views: Sequence[View], far: float = FAR) -> list
 def depths_seen(points: Tensor, views: Sequence[View]) -> Iterator[Tensor]:
     """Yield the depths [K] float64 of the points within each view's image; arguments as in `points_seen`."""
     most = max(MOST_LOOKS // max(len(views), 1), LEAST_POINTS)
-    some = points[:: -(-len(points) // most) or 1].double().T.contiguous()
+    rows = points[:: -(-len(points) // most) or 1].double()
+    some = rows.T.contiguous()
     for view in views:
         viewmat, K = view.viewmat.double(), view.K.double()
-        matrix = K @ viewmat[:3]  # its last row is the depth
-        x, y, depth = matrix[:, :3] @ some + matrix[:, 3:]
-        x, y = x / depth, y / depth
+        if len(K) > 3:
+            x, y, depth = image_points(replace(view, viewmat=viewmat, K=K), rows)
+        else:
+            matrix = K @ viewmat[:3]  # its last row is the depth
+            x, y, depth = matrix[:, :3] @ some + matrix[:, 3:]
+            x, y = x / depth, y / depth
         seen = (depth >= NEAR) & (x > 0) & (x < view.width) & (y > 0) & (y < view.height)
         yield depth[seen]
 

@@ -77,7 +77,7 @@ class Step:
 
     Attributes:
         inputs: one vector that holds the next five, in this order.
-        viewmats: [B, 4, 4] the batch's world-to-camera matrices, uncorrected. Ks: [B, 3, 3] its intrinsics.
+        viewmats: [B, 4, 4] the batch's world-to-camera matrices, uncorrected. Ks: [B, 3 or 7, 3] its intrinsics.
         backgrounds: [B, 3]. times: [B] the views', see `View.time`.
         scalars: [parameters (+ 1 of gains or grids, + 1 of poses), 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
             With any of these the views' indices follow the times, [B].
@@ -124,12 +124,13 @@ class Step:
         assert (0 if of_views is None else of_views.now[0].numel()) == settings.view_numbers, "messages include them"
         assert (poses is not None) == settings.poses
         self._of_views, self._poses, lines = of_views, poses, count + (of_views is not None) + settings.poses
-        parts = (16 * batch, 9 * batch, 3 * batch, lines * SCALARS, batch, batch * settings.has_indices)
+        cameras, indices_of = (16 * batch, 3 * settings.intrinsics_rows * batch), batch * settings.has_indices
+        parts = (*cameras, 3 * batch, lines * SCALARS, batch, indices_of)
         self.inputs = torch.zeros(sum(parts), device=device)
         viewmats, Ks, backgrounds, scalars, self.times, indices = self.inputs.split(parts)
         if of_views is not None:
             of_views.indices = indices
-        self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, 3, 3)
+        self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, -1, 3)
         self._viewmats = self.viewmats
         if poses is not None:
             poses.indices, poses.given, self._viewmats = indices, self.viewmats, poses.viewmats

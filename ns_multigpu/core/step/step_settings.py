@@ -36,6 +36,7 @@ class StepSettings:
         alpha, masked: whether photographs have an alpha channel and masks: see `photograph`.
         depth_weight: of the loss of depth (see `core.step.depth_loss`); 0 for none.
         skips: True if a step whose gradients are not finite leaves the model unchanged.
+        intrinsics_rows: of a view's `K`: 3, or 7 with lenses.
     """
 
     width: int
@@ -51,6 +52,7 @@ class StepSettings:
     masked: bool = False
     depth_weight: float = 0.0
     skips: bool = False
+    intrinsics_rows: int = 3
 
     @property
     def channels(self) -> int:

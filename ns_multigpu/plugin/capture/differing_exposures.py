@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.image_points import image_points
 from ns_multigpu.core.types import View
 
 MANY = 0.25
@@ -122,9 +123,7 @@ def _residual(stops: Tensor, gains: Tensor) -> Tensor:
 
 def _nearest(points: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
     """Return the indices of the nearest point in each image cell, and their pixels x and y [n]."""
-    local = points @ view.viewmat[:3, :3].T + view.viewmat[:3, 3]
-    depth = local[:, 2]
-    x, y = (local[:, axis] / depth * view.K[axis, axis] + view.K[axis, 2] for axis in (0, 1))
+    x, y, depth = image_points(view, points)
     inside = (depth > 0) & (x >= 1) & (y >= 1) & (x < view.width - 1) & (y < view.height - 1)
     seen = inside.nonzero()[:, 0]
     seen = seen[depth[seen].argsort(stable=True)]
