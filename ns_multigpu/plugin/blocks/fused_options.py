@@ -11,7 +11,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model import view_parameters
 from ns_multigpu.primitives.registry import FIRST, titled
 
-_MOST_VIEWS = 128
+_MOST_VIEWS, _MOST_LENS_VIEWS = 128, 96
 
 
 def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
@@ -118,6 +118,10 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
             lambda: f"scales of {titled(options.primitive)} are regularised",
         ),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
+        (
+            _MOST_VIEWS >= pipeline.batch_size > _MOST_LENS_VIEWS and not pipeline.config.datamanager.undistort,
+            lambda: f"there are more than {_MOST_LENS_VIEWS} views with lenses a step",
+        ),
         (any(not isinstance(group, FusedAdam) for group in groups), lambda: "an optimizer is not Adam"),
         (not all(is_plain(group) for group in groups if group), lambda: "an optimizer has weight decay"),
         (any(optimizers.config[n]["optimizer"].max_norm is not None for n in names), lambda: "gradients are clipped"),

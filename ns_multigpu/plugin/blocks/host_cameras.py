@@ -34,7 +34,7 @@ class HostCameras:
 
     def __call__(self, index: int, factor: int) -> tuple[View, Numbers]:
         """Return a view on the host at 1 / `factor` of its size, and its 25 numbers (world-to-camera matrix,
-        intrinsics)."""
+        intrinsics), or 37 with a lens."""
         key = (index, factor)
         if key not in self._made:
             cameras = self._data.train_dataset.cameras

@@ -33,8 +33,8 @@ class StepInputs:
     Attributes:
         step: its number. indices: its views' indices in the capture. views: these views, on the host.
         inputs: the values of `Step.inputs`, float32 on the host. Of B views: 16 B numbers of world-to-camera matrices,
-            9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times, and with trained
-            parameters of views B indices.
+            9 B of intrinsics (21 B with lenses), 3 B of backgrounds, Adam's 8 for each parameter, B times, and with
+            trained parameters of views B indices.
         plan: the step's plan. rate: see `StepNoise.rate`. sizes: of the views.
     """
 
@@ -111,14 +111,15 @@ class StepInputsMaker:
         for scheduler in self._optimizers.schedulers.values():
             next_rates(scheduler)
         times = [view.time for view in views] + (indices if view_parameters.groups(pipeline.model) else [])
-        inputs = np.zeros(28 * batch + sum(map(len, lines)) + len(times), dtype=np.float32)
-        matrices, Ks = inputs[: 16 * batch].reshape(batch, 16), inputs[16 * batch : 25 * batch].reshape(batch, 9)
+        end = len(cameras[0][1]) * batch  # of the cameras
+        inputs = np.zeros(end + 3 * batch + sum(map(len, lines)) + len(times), dtype=np.float32)
+        matrices, Ks = inputs[: 16 * batch].reshape(batch, 16), inputs[16 * batch : end].reshape(batch, -1)
         for place, (_, numbers) in enumerate(cameras):
             matrices[place], Ks[place] = numbers[:16], numbers[16:]
-        backgrounds = inputs[25 * batch : 28 * batch].reshape(batch, 3)
+        backgrounds = inputs[end : end + 3 * batch].reshape(batch, 3)
         for view in {patch.view for patch in plan.owned[self._rank]}:  # other backgrounds are unused
             backgrounds[view] = self._background(step * batch + view)
-        inputs[28 * batch :] = [number for line in lines for number in line] + times
+        inputs[end + 3 * batch :] = [number for line in lines for number in line] + times
         return StepInputs(step, indices, views, torch.from_numpy(inputs), plan, rate())
 
     def _background(self, image: int) -> np.ndarray[Any, Any]:

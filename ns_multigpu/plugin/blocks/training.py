@@ -324,6 +324,7 @@ class Training:
             view_numbers=0 if photographs is None else photographs.now[0].numel(), poses=of_views["poses"] is not None,
             alpha=self._queue.images.alpha, masked=self._queue.images.masked,
             depth_weight=dict(losses).get(surfaces.DEPTH, 0.0), skips=self._skips,
+            intrinsics_rows=len(self._camera(0, 1)[0].K),
         )  # fmt: skip
         # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)

@@ -18,7 +18,7 @@ from ns_multigpu.core.random import keyed_generator, keyed_permutation
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.coordinate_offset import OffsetOption
 from ns_multigpu.plugin.capture.image_files import Header
-from ns_multigpu.plugin.capture.image_reading import ImageReader
+from ns_multigpu.plugin.capture.image_reading import ImageReader, through_lenses
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageShape, aligned
 from ns_multigpu.plugin.capture.parsing import parsed_together
@@ -47,6 +47,10 @@ class DistributedDataManagerConfig(FullImageDatamanagerConfig, OffsetOption):
     """Memory that holds a rank's images: "cpu" (page-locked if there is a GPU) or "gpu"."""
     cache_images_type: Literal["uint8", "float32"] = "uint8"
     """Data type of images in memory and between ranks; float32 takes four times the memory of uint8."""
+    undistort: bool = True
+    """True takes lens distortion out of photographs before training. False trains on them as they are, through their
+    lenses: borders are kept, and nothing is resampled. For 3D Gaussians and all strategies but pixel.
+    """
     image_memory_gb: float | None = None
     """Memory limit of a rank's images, held-out ones included, in GB (10^9 bytes). Images beyond it are decoded again
     before each use. By default half of the machine's free memory, divided by its ranks.
@@ -137,7 +141,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     @cached_property
     def train_reader(self) -> ImageReader:
-        """Create the reader of training images; the cameras are free of distortion afterwards. Every rank calls it."""
+        """Create the reader of training images; the cameras are those of its images afterwards. Every rank calls it."""
         return self._reader(self.train_dataset)
 
     @cached_property
@@ -226,8 +230,9 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         return None if self.config.cache_images == "gpu" and self.config.image_memory_gb is None else self.image_memory
 
     def _reader(self, dataset: InputDataset) -> ImageReader:
-        reader = ImageReader(dataset, self.config.cache_images_type, self.world)
-        dataset.cameras = reader.cameras
+        undistorts = self.config.undistort
+        reader = ImageReader(dataset, self.config.cache_images_type, self.world, lens=not undistorts)
+        dataset.cameras = reader.cameras if undistorts else through_lenses(reader.cameras)
         return reader
 
     def _share(

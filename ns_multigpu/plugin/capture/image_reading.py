@@ -22,6 +22,9 @@ ImageType = Literal["uint8", "float32"]
 Pinhole = tuple[float, float, float, float, int, int]
 """fx, fy, cx, cy, width, height, in pixels."""
 
+_TRACE = 1e-20
+"""Distortion k1 of a lens without distortion: it bends no ray by as much as a number's rounding."""
+
 
 class ImageReader:
     """Reader of a dataset's images: undistorted to a pinhole camera, or unchanged (`lens`).
@@ -121,6 +124,21 @@ class ImageReader:
         K, image, _ = _undistort_image(camera, _parameters(camera), {}, blank, _matrix(camera))
         height, width = image.shape[:2]
         return float(K[0, 0]), float(K[1, 1]), float(K[0, 2]), float(K[1, 2]), width, height
+
+
+def through_lenses(cameras: Cameras) -> Cameras:
+    """Return cameras that are drawn through their lenses: if one has distortion, each has a parameter other than 0.
+
+    All views of a step have lenses, or none has.
+    """
+    if not any(_distorted(cameras)):
+        return cameras
+    given = cameras.distortion_params
+    params = torch.zeros(len(cameras), 6) if given is None else given.clone()
+    params[~params.any(dim=-1), 0] = _TRACE
+    result = deepcopy(cameras)
+    result.distortion_params = params
+    return result
 
 
 def _distorted(cameras: Cameras) -> list[bool]:

@@ -1,19 +1,21 @@
 """From nerfstudio's cameras to the core's views."""
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
-from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.cameras.cameras import Cameras, CameraType
 from torch import Tensor
 
+from cuda_ext.ops.project.lens import lens_intrinsics
 from ns_multigpu.core.types import View
 
 
 def view_from_camera(camera: Cameras, camera_to_world: Tensor, index: int, downscale: int = 1) -> View:
-    """Return the view of one pinhole camera.
+    """Return the view of one camera, through its lens if it has distortion.
 
     Args:
-        camera: a single camera; its distortion must have been taken out of its image.
+        camera: a single camera. An undistorted image's has no distortion, or only zeros.
         camera_to_world: [3, 4] pose to use, OpenGL axes; gradients flow to it.
         index: the view's number in its capture.
         downscale: renders at 1/downscale of the size, rounded down, as nerfstudio does.
@@ -22,7 +24,9 @@ def view_from_camera(camera: Cameras, camera_to_world: Tensor, index: int, downs
 
 
 class Intrinsics(NamedTuple):
-    """Intrinsics of a camera in pixels, and the time of its photograph in [0, 1]."""
+    """Intrinsics of a camera in pixels, the time of its photograph in [0, 1], and the numbers of its lens behind its
+    matrix (see `cuda_ext.ops.project.lens`), none for a pinhole camera.
+    """
 
     fx: float
     fy: float
@@ -31,21 +35,48 @@ class Intrinsics(NamedTuple):
     width: int
     height: int
     time: float
+    lens: tuple[float, ...] = ()
 
 
 def intrinsics_of(cameras: Cameras) -> list[Intrinsics]:
-    """Of each of these cameras. To take one camera out of nerfstudio's costs a third of a millisecond."""
+    """Return the intrinsics of each of these cameras. One camera alone costs a third of a millisecond.
+
+    Raises:
+        ValueError: a lens folds back at its axis.
+    """
     tensors = (cameras.fx, cameras.fy, cameras.cx, cameras.cy, cameras.width, cameras.height)
     columns = [x.reshape(-1).tolist() for x in tensors]
     times = cameras.times.reshape(-1).tolist() if cameras.times is not None else [0.0] * len(columns[0])
-    return [Intrinsics(*row) for row in zip(*columns, times, strict=True)]
+    return [Intrinsics(*row) for row in zip(*columns, times, _lenses(cameras, columns), strict=True)]
+
+
+def _lenses(cameras: Cameras, columns: list[list[float]]) -> list[tuple[float, ...]]:
+    """Return the numbers of each camera's lens behind its matrix; () for all if none has distortion."""
+    params = cameras.distortion_params
+    if params is None or not bool(params.any()):
+        return [()] * len(columns[0])
+    kinds = cameras.camera_type.reshape(-1).tolist()
+    numbers: Any = zip(kinds, map(tuple, params.view(len(kinds), -1).tolist()), *columns, strict=True)
+    return [_lens(*row) for row in numbers]
+
+
+@lru_cache(maxsize=1 << 16)
+def _lens(
+    kind: int, params: tuple[float, ...], fx: float, fy: float, cx: float, cy: float, width: int, height: int
+) -> tuple[float, ...]:
+    """Return the 12 numbers of a lens, from nerfstudio's k1, k2, k3, k4, p1, p2 or a fisheye's k1, k2, k3, k4."""
+    K = torch.tensor([[fx, 0.0, cx], [0.0, fy, cy], [0.0, 0.0, 1.0]])
+    fisheye = kind == CameraType.FISHEYE.value
+    given = params[:4] if fisheye else (*params[:4], 0.0, 0.0, *params[4:])
+    return tuple(lens_intrinsics(K, (width, height), given, fisheye=fisheye)[3:].flatten().tolist())
 
 
 def view_at(camera: Intrinsics, viewmat: Tensor, index: int, downscale: int = 1) -> View:
     """Return a view by its intrinsics and world-to-camera matrix [4, 4]; see `view_from_camera`."""
     scale = 1.0 / downscale
     fx, fy, cx, cy = (x * scale for x in camera[:4])
-    K = torch.tensor([[fx, 0.0, cx], [0.0, fy, cy], [0.0, 0.0, 1.0]], device=viewmat.device)
+    numbers = (fx, 0.0, cx, 0.0, fy, cy, 0.0, 0.0, 1.0, *camera.lens)
+    K = torch.tensor(numbers, device=viewmat.device).view(-1, 3)
     width, height = int(camera.width * scale), int(camera.height * scale)
     return View(viewmat, K, width, height, index=index, time=camera.time)
 
@@ -53,12 +84,7 @@ def view_at(camera: Intrinsics, viewmat: Tensor, index: int, downscale: int = 1)
 def views_of(cameras: Cameras) -> list[View]:
     """Return the views of all these cameras, on the host, with their poses."""
     poses, lenses = world_to_cameras(cameras.camera_to_worlds.reshape(-1, 3, 4)), intrinsics_of(cameras)
-    Ks = torch.eye(3, device=poses.device).repeat(len(lenses), 1, 1)
-    Ks[:, [0, 1, 0, 1], [0, 1, 2, 2]] = torch.tensor([lens[:4] for lens in lenses], device=poses.device).view(-1, 4)
-    return [
-        View(pose, K, lens.width, lens.height, index=index, time=lens.time)
-        for index, (pose, K, lens) in enumerate(zip(poses.unbind(), Ks.unbind(), lenses, strict=True))
-    ]
+    return [view_at(lens, pose, index) for index, (pose, lens) in enumerate(zip(poses.unbind(), lenses, strict=True))]
 
 
 def world_to_camera(camera_to_world: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from ns_multigpu.plugin.train.capacity import choose_cap
 from ns_multigpu.plugin.train.depth_maps import training_observations
 from ns_multigpu.plugin.train.exposure_choice import choose_exposure
 from ns_multigpu.plugin.train.from_ply import begin_from_ply
+from ns_multigpu.plugin.train.lenses import check_lens_options, check_lenses
 from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
 from ns_multigpu.plugin.train.strategy import strategy_of
 from ns_multigpu.primitives.registry import titled
@@ -166,6 +167,8 @@ class DistributedPipeline(RunPipeline):
         checks.check_strategy(config.strategy, STRATEGIES)
         if self.trains:
             check_primitive(config.model, config.strategy)
+            if not config.datamanager.undistort:
+                check_lens_options(config, self.world)
         if config.model.load_ply is not None:
             config.model.sh_degree_interval = 1  # the file's colours have all harmonics
         checks.check_views_per_rank(config.views_per_rank)
@@ -194,6 +197,8 @@ class DistributedPipeline(RunPipeline):
         config = self.config
         run_parts().done("model")
         self.datamanager.check_capture()
+        if not config.datamanager.undistort:
+            check_lenses([self.datamanager.train_dataset, self.datamanager.eval_dataset], self.world)
         raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
         if config.model.depth_loss > 0:
             tracks = training_observations(self.datamanager, config.model.depth_maps, self.world)
