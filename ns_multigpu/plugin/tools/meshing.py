@@ -182,6 +182,7 @@ class Meshing:
         return self.depth != "expected" and PRIMITIVES[primitive].make(Wanted(sh_degree=0)).median
 
     def _request(self, camera: Cameras) -> RenderRequest:
+        camera.distortion_params = None  # depths are fused through pinhole cameras
         camera.rescale_output_resolution(1.0 / self.downscale)
         if min(int(camera.width.item()), int(camera.height.item())) < 1:
             raise InputError(f"--downscale-factor {self.downscale}: views would have no pixels.")

@@ -202,3 +202,13 @@ def _held(world: World, folder: Path) -> None:
 
 def test_images_are_held_by_the_given_owners(tmp_path: Path) -> None:
     run_ranks(_held, 3, write_capture(tmp_path / "capture"))
+
+
+@pytest.mark.parametrize("lens", [{"k1": 0.05, "p1": 0.01}, {"camera_model": "OPENCV_FISHEYE"}], ids=str)
+def test_photographs_that_are_not_undistorted_are_as_they_are(tmp_path: Path, lens: dict[str, Any]) -> None:
+    folder = write_capture(tmp_path / "capture", masks=True, **lens)
+    data, plain = manager(folder, World.single(), undistort=False), write_capture(tmp_path / "plain", masks=True)
+    image, wanted = (of.train_share.image(1, torch.device("cpu")) for of in (data, manager(plain, World.single())))
+    assert torch.equal(image["image"], wanted["image"]) and torch.equal(image["mask"], wanted["mask"])
+    cameras = data.train_dataset.cameras
+    assert float(cameras.fx[0]) == 20.0 and bool(cameras.distortion_params[:, 0].all())

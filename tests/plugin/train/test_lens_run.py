@@ -1,0 +1,106 @@
+"""Runs with `--pipeline.datamanager.undistort False`: photographs as they are, drawn through their lenses."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nerfstudio.cameras.cameras import Cameras, CameraType
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.image_points import image_points
+from ns_multigpu.plugin.capture.image_reading import through_lenses
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.cameras import view_from_camera, views_of
+from ns_multigpu.plugin.train.lenses import check_lens_options, check_lenses
+from ns_multigpu.primitives.gaussians.schema import ORDER
+from tests.lib.training_run import follow, sums_over_points, write_capture
+
+UNDISTORT = "pipeline.datamanager.undistort"
+CALM: dict[str, Any] = {"pipeline.model.num_downscales": 0} | {
+    f"optimizers.{name}.optimizer.eps": 1e-4 for name in ORDER
+}
+
+
+def cameras_of(kind: CameraType, *params: list[float]) -> Cameras:
+    poses = torch.eye(4)[:3].repeat(len(params), 1, 1)
+    return Cameras(poses, 50.0, 50.0, 40.0, 30.0, 80, 60, torch.tensor(params), kind)
+
+
+def test_fused_steps_learn_what_others_do(tmp_path: Path) -> None:
+    write_capture(tmp_path / "tiny")
+    meta = json.loads((tmp_path / "tiny" / "transforms.json").read_text())
+    for frame in meta["frames"]:
+        frame |= {"k1": 0.2, "k2": -0.05, "p1": 0.01}
+    (tmp_path / "tiny" / "transforms.json").write_text(json.dumps(meta))
+    found: dict[str, Any] = {}
+    for name, options in (
+        ("fused", {UNDISTORT: False, "fused_steps": "always"}), ("ordinary", {UNDISTORT: False}), ("undistorted", {}),
+    ):  # fmt: skip
+        trainer = follow(World.single(), tmp_path / "tiny", tmp_path / name, {**CALM, **options}, 8, 2, double=False)
+        found[name] = sums_over_points(trainer.pipeline.model, World.single())
+        data = trainer.pipeline.datamanager
+        sizes = [(shape.width, shape.height) for shape in data.train_shapes]
+        as_they_are = [(frame["w"], frame["h"]) for frame in meta["frames"][:8]]
+        assert (sizes == as_they_are) == (name != "undistorted")
+        rows = {len(view.K) for view in views_of(data.train_dataset.cameras) + views_of(data.eval_dataset.cameras)}
+        assert rows == ({3} if name == "undistorted" else {7})
+    for name in ORDER:
+        apart = (found["fused"][name] - found["ordinary"][name]).abs().max()
+        assert apart <= 1e-3 * found["ordinary"][name].abs().max(), name
+    assert (found["fused"]["means"] - found["undistorted"]["means"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", [CameraType.PERSPECTIVE, CameraType.FISHEYE])
+def test_nerfstudios_parameters_are_put_in_their_places(kind: CameraType) -> None:
+    """nerfstudio's rays through the pixels where points lie point at the points."""
+    cameras = cameras_of(kind, [0.1, -0.02, 0.01, 0.0, 0.004, -0.003] if kind == CameraType.PERSPECTIVE
+                         else [0.1, -0.02, 0.01, 0.003, 0.0, 0.0])  # fmt: skip
+    view = view_from_camera(cameras, cameras.camera_to_worlds[0], 0)
+    assert view.K.shape == (7, 3) and view.K[3, 0] == (kind == CameraType.FISHEYE)
+    half = view_from_camera(cameras, cameras.camera_to_worlds[0], 0, 2)
+    assert torch.equal(half.K[3:], view.K[3:]) and torch.equal(half.K[:2], view.K[:2] / 2) and half.width == 40
+    points = torch.tensor([[0.3, 0.2, -1.0], [-0.5, 0.3, -1.2], [0.0, -0.4, -0.9]])
+    x, y, _ = image_points(view, points)
+    rays = cameras.generate_rays(0, coords=torch.stack([y, x], -1))
+    wanted = torch.nn.functional.normalize(points, dim=-1)
+    assert (rays.directions - wanted).abs().max() < 2e-4
+
+
+def test_all_cameras_of_a_capture_have_lenses_or_none_has() -> None:
+    one = through_lenses(cameras_of(CameraType.PERSPECTIVE, [0.1, 0, 0, 0, 0, 0], [0.0] * 6))
+    assert [len(view.K) for view in views_of(one)] == [7, 7]
+    none = cameras_of(CameraType.PERSPECTIVE, [0.0] * 6)
+    assert through_lenses(none) is none and len(views_of(none)[0].K) == 3
+    none.camera_type[:] = CameraType.FISHEYE.value
+    none.distortion_params = None
+    lens = views_of(through_lenses(none))[0]
+    assert len(lens.K) == 7 and lens.K[3, 0] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"primitive": "2dgs"}, r"2D Gaussians \(2dgs\) are drawn by pinhole cameras only"),
+        ({"strategy": "pixel"}, "the strategy pixel plans by pinhole cameras"),
+        ({"depth_loss": 0.1}, "the loss of depth"),
+    ],
+)
+def test_what_lenses_are_not_for_is_refused(changes: dict[str, Any], message: str) -> None:
+    values = {"primitive": "3dgs", "depth_loss": 0.0, "strategy": "tile", **changes}
+    config = SimpleNamespace(model=SimpleNamespace(**values), strategy=values["strategy"])
+    with pytest.raises(InputError, match=f"undistort False: {message}.*Leave the option out"):
+        check_lens_options(config, World.single())
+
+
+def test_lenses_without_a_kernel_are_refused() -> None:
+    fold = SimpleNamespace(
+        cameras=cameras_of(CameraType.PERSPECTIVE, [0.1, 0, 0, 0, 0, 0], [-1e9, 0, 0, 0, 0, 0]),
+        image_filenames=[Path("a.png"), Path("b.png")],
+    )
+    other = SimpleNamespace(cameras=cameras_of(CameraType.FISHEYE624, [0.1] * 12), image_filenames=[Path("c.png")])
+    with pytest.raises(InputError, match=r"(?s)2 images.*b.png: .*folds back.*c.png: no kernel .* FISHEYE624") as error:
+        check_lenses([fold, other], World.single())  # type: ignore[list-item]
+    assert "a.png" not in str(error.value)
