@@ -25,7 +25,7 @@ from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, orde
 
 @dataclass
 class ShardedPoints:
-    """What a densifier of shards has more than one of replicas.
+    """State of a densifier of shards that one of replicas does not have.
 
     Attributes:
         shard_index: index of this rank's shard, with the placement; ranges of equal work by default.
