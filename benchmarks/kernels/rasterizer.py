@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.kernels.floors import Counts, floors
 from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, needed
 from benchmarks.kernels.renderers import Render, gsplat_counts, gsplat_render, joined, operators_render
-from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
+from benchmarks.kernels.sections import Line, Sections, parser, ratio, run_scenes, show
 from benchmarks.lib.agreement import Drawn, compare
 from benchmarks.lib.stopwatch import Stopwatch, captured, peak_bytes
 from benchmarks.scenes.garden import Scene
@@ -188,20 +188,5 @@ def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
-def main() -> int:
-    options = parse(parser(__doc__))
-    device = torch.device(options.device)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
-    scenes = Scenes(options, device)
-    reports: list[dict[str, Any]] = []
-    for name in options.scenes:
-        with sections.section(f"{name}: scene"):
-            reports.append(measure(scenes.scene(name), sections, watch))
-    if device.type == "cuda":
-        summarize(console, reports)
-    return finish("rasterizer", options, sections, reports)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_scenes("rasterizer", parser(__doc__), measure, summarize))

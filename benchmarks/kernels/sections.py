@@ -1,9 +1,10 @@
-"""Shared parts of `rasterizer` and `train_step`: options, sections that may fail, tables, the report."""
+"""Shared parts of benchmarks of kernels: options, sections that may fail, tables, the report."""
 
 import argparse
 import json
+import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.environment import describe
-from benchmarks.lib.stopwatch import free
+from benchmarks.lib.stopwatch import Stopwatch, free
 from benchmarks.scenes.city_view import CITIES, city_view
-from benchmarks.scenes.garden import DEFAULT, GRIDS, TINY, Garden, Scene
+from benchmarks.scenes.garden import DEFAULT, GRIDS, TINY, Garden
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,29 @@ def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-class Scenes:
-    """Makes scenes by their names, gardens and cities."""
+def run_scenes(
+    name: str, made: argparse.ArgumentParser, measure: Callable[..., dict[str, Any]],
+    summarize: Callable[[Console, list[dict[str, Any]]], None] | None = None, more: Sequence[str] = (),
+) -> int:  # fmt: skip
+    """Measure each scene of a benchmark, and write the report where it was asked for; return the exit status.
 
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self._garden, self._device = Garden(options.garden, device), device
-
-    def scene(self, name: str) -> Scene:
-        """The scene of that name."""
-        return city_view(name, self._device) if name in CITIES else self._garden.scene(name)
+    Args:
+        measure: takes a scene, the sections and a stopwatch, and then the options named in `more`.
+        summarize: prints what follows from all reports, on a GPU.
+    """
+    options = parse(made)
+    device = torch.device(options.device)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
+    garden = Garden(options.garden, device)
+    reports: list[dict[str, Any]] = []
+    for scene in options.scenes:
+        with sections.section(f"{scene}: scene"):
+            found = city_view(scene, device) if scene in CITIES else garden.scene(scene)
+            reports.append(measure(found, sections, watch, *(getattr(options, name) for name in more)))
+    if summarize is not None and device.type == "cuda":
+        summarize(console, reports)
+    return finish(name, options, sections, reports)
 
 
 def show(console: Console, title: str, lines: Sequence[Line]) -> None:

@@ -22,14 +22,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.nn import Parameter
 
 from benchmarks.kernels.autograd_step import RATE, torch_loss
 from benchmarks.kernels.primitives_step import captured_step
 from benchmarks.kernels.renderers import joined
-from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
+from benchmarks.kernels.sections import Line, Sections, parser, ratio, run_scenes, show
 from benchmarks.lib.counting import GsplatCounts
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import DEGREE, Scene
@@ -182,17 +181,5 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any
     return report | {"lines": lines}
 
 
-def main() -> int:
-    options = parse(parser(__doc__))
-    device = torch.device(options.device)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
-    scenes, reports = Scenes(options, device), list[dict[str, Any]]()
-    for name in options.scenes:
-        with sections.section(f"{name}: scene"):
-            reports.append(measure(scenes.scene(name), sections, watch))
-    return finish("surfels", options, sections, reports)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_scenes("surfels", parser(__doc__), measure))

@@ -35,7 +35,7 @@ from benchmarks.kernels.floors import floors
 from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, needed
 from benchmarks.kernels.lazy_parts import BLOCK, LazyParts, lazy_floors
 from benchmarks.kernels.our_step import OurStep
-from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
+from benchmarks.kernels.sections import Line, Sections, parser, ratio, run_scenes, show
 from benchmarks.lib.agreement import Drawn, compare
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import Scene
@@ -324,20 +324,7 @@ def main() -> int:
     made.add_argument("--absgrad", action="store_true", help="sum up absolute gradients too, as splatfacto does")
     made.add_argument("--counts", action="store_true", help="time each way with statistics and --absgrad, too")
     made.add_argument("--group-culling", choices=list(GROUPS), default="auto", help="see above (default: %(default)s)")
-    options = parse(made)
-    device = torch.device(options.device)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
-    scenes = Scenes(options, device)
-    reports: list[dict[str, Any]] = []
-    for name in options.scenes:
-        with sections.section(f"{name}: scene"):
-            reports.append(
-                measure(scenes.scene(name), sections, watch, options.absgrad, options.counts, options.group_culling)
-            )
-    if device.type == "cuda":
-        summarize(console, reports)
-    return finish("train_step", options, sections, reports)
+    return run_scenes("train_step", made, measure, summarize, ("absgrad", "counts", "group_culling"))
 
 
 if __name__ == "__main__":

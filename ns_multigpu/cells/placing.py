@@ -13,7 +13,6 @@ from ns_multigpu.cells.balancing import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.assign.placement import NewPoints, Placement, PlacementResult, Shares, even_bounds, shares_of
-from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import all_gather_rows, max_in_place, sum_in_place
 from ns_multigpu.core.dist.world import World
@@ -98,10 +97,6 @@ class ByCells(Placement):
     def rank_of(self, cell: int) -> int:
         """The rank that owns a cell."""
         return self._rank_of[cell]
-
-    def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        """All of the batch's views: where this rank has points in one, it draws them."""
-        return plan.views()
 
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
         """See `Placement.shares`. Cells are cut for level points, unless there are those of a run that goes on.

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ns_multigpu.core.assign.placement import NewPoints, Placement, PlacementResult, Shares, shares_of
-from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_rows, broadcast_object
 from ns_multigpu.core.dist.world import World
@@ -107,10 +106,6 @@ class ByViews(Placement):
     @property
     def view_owners(self) -> Sequence[int]:
         return () if self.group_owners is None else self.group_owners.view_machines.tolist()
-
-    def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        """Return all of the batch's views: the patches that a point touches are known only after splatting."""
-        return plan.views()
 
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
         """See `Placement.shares`.

@@ -5,7 +5,7 @@ entry in `PRIMITIVES`, and its name in `PrimitiveName`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,18 +17,14 @@ from ns_multigpu.primitives.convexes.densifier import ConvexParts
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
 from ns_multigpu.primitives.convexes.init import initial_convexes
-from ns_multigpu.primitives.convexes.schema import SCHEMA as CONVEXES
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
 from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_SPLIT, SplitRule
-from ns_multigpu.primitives.gaussians.schema import SCHEMA as GAUSSIANS
 from ns_multigpu.primitives.moving.densifier import MovingSplitRule
 from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.moving.init import initial_moving
-from ns_multigpu.primitives.moving.schema import SCHEMA as MOVING
 from ns_multigpu.primitives.surfels.functions import Surfels
 from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radii
-from ns_multigpu.primitives.surfels.schema import SCHEMA as SURFELS
 
 PrimitiveName = Literal["3dgs", "2dgs", "4dgs", "convex"]
 """Values of the option; the names in `PRIMITIVES`."""
@@ -56,11 +52,6 @@ class RenderOptions:
     far: float = FAR
     radius_clip: float = 0.0
 
-    @property
-    def limits(self) -> dict[str, float]:
-        """Return the limits of what is drawn, which all primitives support."""
-        return {"far": self.far, "radius_clip": self.radius_clip}
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -68,8 +59,7 @@ class Kind:
 
     Attributes:
         title: name of its points in messages.
-        schema: the parameters of a point.
-        make: creates the primitive with render options.
+        primitive: its class.
         initial: creates the initial raw parameters; arguments as `initial_gaussians`'s.
         screen_radii: radii in pixels of a step's splats, [M], for densification; see `densification_info`.
         lacks: reasons for unsupported options, by option and value.
@@ -78,29 +68,23 @@ class Kind:
     """
 
     title: str
-    schema: tuple[Parameter, ...]
-    make: Callable[[RenderOptions], Primitive]
+    primitive: type[Any]
     initial: Callable[..., dict[str, Tensor]]
     screen_radii: Callable[[Splats], Tensor]
     lacks: Mapping[tuple[str, object], str] = field(default_factory=dict[tuple[str, object], str])
     split_rule: SplitRule = GAUSSIAN_SPLIT
     timed: bool = False
 
+    @property
+    def schema(self) -> tuple[Parameter, ...]:
+        """The parameters of a point."""
+        return self.primitive.schema
 
-def _gaussians(wanted: RenderOptions) -> Primitive:
-    return Gaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth, **wanted.limits)
-
-
-def _moving(wanted: RenderOptions) -> Primitive:
-    return MovingGaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth, **wanted.limits)
-
-
-def _surfels(wanted: RenderOptions) -> Primitive:
-    return Surfels(wanted.sh_degree, wanted.depth, channels=wanted.channels, **wanted.limits)
-
-
-def _convexes(wanted: RenderOptions) -> Primitive:
-    return Convexes(wanted.sh_degree, wanted.depth, **wanted.limits)
+    def make(self, wanted: RenderOptions) -> Primitive:
+        """Return the primitive with those render options that it has."""
+        return self.primitive(
+            **{f.name: getattr(wanted, f.name) for f in fields(self.primitive) if hasattr(wanted, f.name)}
+        )
 
 
 def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:
@@ -118,27 +102,17 @@ _WITHOUT: dict[tuple[str, object], str] = {
 _WITHOUT_SCALES = {
     **_WITHOUT,
     ("rasterize_mode", "antialiased"): "it widens 3D Gaussians by their covariance, which convexes lack; use classic",
-    ("densifier", "mcmc"): "MCMC's noise and relocation are those of 3D Gaussians; use default",
     ("use_scale_regularization", True): "it is a penalty on scales, which convexes lack",
 }
 _STILL_ONLY = {asked: why for asked, why in _WITHOUT.items() if asked[0] != "rasterize_mode"}
 
 PRIMITIVES: dict[str, Kind] = {
-    "3dgs": Kind("3D Gaussians", GAUSSIANS, _gaussians, initial_gaussians, screen_radii),
-    "2dgs": Kind("2D Gaussians", SURFELS, _surfels, _initial_surfels, surfel_radii, _WITHOUT),
+    "3dgs": Kind("3D Gaussians", Gaussians, initial_gaussians, screen_radii),
+    "2dgs": Kind("2D Gaussians", Surfels, _initial_surfels, surfel_radii, _WITHOUT),
     "4dgs": Kind(
-        "4D Gaussians",
-        MOVING,
-        _moving,
-        initial_moving,
-        screen_radii,
-        _STILL_ONLY,
-        split_rule=MovingSplitRule(),
-        timed=True,
+        "4D Gaussians", MovingGaussians, initial_moving, screen_radii, _STILL_ONLY, MovingSplitRule(), timed=True
     ),
-    "convex": Kind(
-        "3D convexes", CONVEXES, _convexes, initial_convexes, convex_radii, _WITHOUT_SCALES, split_rule=ConvexParts()
-    ),
+    "convex": Kind("3D convexes", Convexes, initial_convexes, convex_radii, _WITHOUT_SCALES, ConvexParts()),
 }
 
 

@@ -27,6 +27,11 @@ preload(PRELOADED)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def on_gpus(*values: Any) -> Any:
+    """Return parameters of a test, the last of them its device: "cuda"."""
+    return pytest.param(*values, "cuda", marks=pytest.mark.gpu)
+
+
 def run_ranks(
     function: Callable[..., Any], size: int, *args: Any, device: str = "cpu", seconds: int = 300, fork: bool = True
 ) -> list[Any]:

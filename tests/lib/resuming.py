@@ -1,19 +1,17 @@
 """Short runs with all features, and the state that must be equal at their ends."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from nerfstudio.configs.method_configs import all_methods
 
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import background as background_save
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
-from tests.lib.training_run import TinyDataParserConfig
+from tests.lib.training_run import set_up, small_config
 
 DENSIFIERS: dict[str, dict[str, Any]] = {
     "splits": {},
@@ -35,28 +33,17 @@ def start(
 ) -> DistributedTrainer:  # fmt: skip
     """Return a trainer that is set up for `steps` steps in all, of `views` views a rank, with densification early
     on."""
-    config: Any = copy.deepcopy(all_methods[method])
-    config.machine.device_type, config.vis = "cpu", ""
-    config.output_dir, config.timestamp, config.experiment_name = run, "now", "run"
+    config = small_config(capture, run, method, eps=1e-7)
     config.max_num_iterations, config.max_num_images, config.steps_per_checksum = steps, None, 1
-    config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_save = 10**6
     config.pipeline.views_per_rank = views
-    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
     model = config.pipeline.model
     model.num_downscales, model.camera_optimizer.mode, model.background_color = 0, "SO3xR3", "random"
     model.warmup_length, model.refine_every, model.reset_alpha_every, model.densify_grad_thresh = 2, 6, 50, 1e-9
     model.cull_alpha_thresh = 0.02
-    for group in config.optimizers.values():
-        group["optimizer"].eps = 1e-7
     for name, value in options.items():
         place = next((p for p in (model, config.pipeline, config.pipeline.datamanager) if hasattr(p, name)), config)
         setattr(place, name, value)
-    config.get_base_dir().mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(3)
-    World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
-    trainer = DistributedTrainer(config)
-    trainer.setup()
-    return trainer
+    return set_up(world, config)
 
 
 def went_on(begin: Callable[..., DistributedTrainer], **options: Any) -> tuple[DistributedTrainer, DistributedTrainer]:

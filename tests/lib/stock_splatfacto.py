@@ -12,7 +12,6 @@ What is replaced is what a CPU or a comparison cannot do without:
   SSIM's window is computed.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,6 @@ from unittest import mock
 import torch
 from gsplat.strategy import DefaultStrategy
 from gsplat.strategy import default as rules
-from nerfstudio.configs.method_configs import all_methods
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackLocation
 from nerfstudio.engine.trainer import Trainer
 from nerfstudio.models.splatfacto import SplatfactoModel
@@ -35,7 +33,7 @@ from benchmarks.captures.our_rasterization import rasterization
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.types import Patch, View
-from tests.lib.training_run import TinyDataParserConfig
+from tests.lib.training_run import small_config
 
 STATISTICS = ("grad2d", "count", "radii")
 """Statistics that gsplat's densification stores for each Gaussian between refinements."""
@@ -88,20 +86,13 @@ def follow_stock(
         double: whether to train in double precision.
         our_loss: whether our L1 and SSIM take the place of nerfstudio's, which round otherwise.
     """
-    config: Any = copy.deepcopy(all_methods["splatfacto"])
-    config.machine.device_type = "cpu"
-    config.vis = ""
-    config.output_dir, config.timestamp, config.experiment_name = runs, "now", "course"
+    config = small_config(capture, runs, "splatfacto", eps)
     config.max_num_iterations = steps
-    config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_save = 10**6
     config.viewer.quit_on_train_completion = True
-    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
     config.pipeline.datamanager.cache_images_type = "float32" if double else "uint8"
     for name, value in options.items():
         assert hasattr(config.pipeline.model, name), name
         setattr(config.pipeline.model, name, value)
-    for group in config.optimizers.values():
-        group["optimizer"].eps = eps
     config.get_base_dir().mkdir(parents=True)
     with _on_the_cpu():
         trainer: Trainer = config.setup(local_rank=0, world_size=1)

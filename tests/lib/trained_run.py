@@ -1,11 +1,8 @@
 """A run folder of `tile` with a checkpoint in shards, as it is after training, and a camera path through its scene."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
-
-from nerfstudio.configs.method_configs import all_methods
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint.atomic_save import save
@@ -17,7 +14,7 @@ from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.train.config import read_config
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import make_pipeline, write_capture
-from tests.lib.training_run import TinyDataParserConfig
+from tests.lib.training_run import small_config
 
 
 def _write(world: World, capture: Path, run: Path, bounds: tuple[int, ...]) -> None:
@@ -30,11 +27,9 @@ def _write(world: World, capture: Path, run: Path, bounds: tuple[int, ...]) -> N
 def write_run(folder: Path) -> Path:
     """Write it, with a capture of its own, and return its config.yml."""
     capture = write_capture(folder / "capture")
-    config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
+    config = small_config(capture, folder)
     config.pipeline.strategy, config.method_name = "tile", "splatfacto-tile"
-    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
-    config.output_dir, config.timestamp, config.experiment_name = folder, "now", "tiny"
-    config.machine.device_type, config.machine.num_devices = "cpu", 2
+    config.machine.num_devices = 2
     config.get_base_dir().mkdir(parents=True)
     config.save_config()
     run_ranks(_write, 2, capture, config.get_base_dir(), (0, 70, 90))

@@ -112,6 +112,32 @@ def train_single(
     return sums_over_points(follow(world, folder / "tiny", runs, options, steps, 1, double=False).pipeline.model, world)
 
 
+def small_config(capture: Path, output: Path, method: str = "splatfacto-batch", eps: float | None = None) -> Any:
+    """Return a method's configuration for a run on CPUs, without a viewer and evaluations.
+
+    Args:
+        output: folder of run folders; this one is METHOD/now in its folder `run`. eps: of all optimizers.
+    """
+    config: Any = copy.deepcopy(all_methods[method])
+    config.machine.device_type, config.vis = "cpu", ""
+    config.output_dir, config.timestamp, config.experiment_name = output, "now", "run"
+    config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_save = 10**6
+    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
+    for group in config.optimizers.values() if eps is not None else ():
+        group["optimizer"].eps = eps
+    return config
+
+
+def set_up(world: World, config: Any) -> DistributedTrainer:
+    """Return the trainer of a configuration on these ranks, which has not taken a step."""
+    config.get_base_dir().mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(3)
+    World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
+    trainer = DistributedTrainer(config)
+    trainer.setup()
+    return trainer
+
+
 def follow(
     world: World, capture: Path, runs: Path, options: Mapping[str, Any], steps: int, views_per_rank: int,
     *, method: str = "splatfacto-batch", double: bool = True,
@@ -129,17 +155,10 @@ def follow(
         double: whether to train in double precision.
         ready: called before the first step.
     """
-    config: Any = copy.deepcopy(all_methods[method])
-    config.machine.device_type = "cpu"
-    config.vis = ""
-    config.output_dir = runs / (f"rank-{world.rank}" if world.machines == 1 else "all")  # machines share it
-    config.timestamp, config.experiment_name, config.max_num_images = "now", "course", None
-    config.max_num_iterations, config.steps_per_checksum = steps, 1
-    config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_save = 10**6
+    output = runs / (f"rank-{world.rank}" if world.machines == 1 else "all")  # machines share it
+    config = small_config(capture, output, method, eps=1e-7)
+    config.max_num_iterations, config.max_num_images, config.steps_per_checksum = steps, None, 1
     config.pipeline.views_per_rank = views_per_rank
-    for group in config.optimizers.values():
-        group["optimizer"].eps = 1e-7
-    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
     for name, value in options.items():
         *parents, last = name.split(".")
         place: Any = config

@@ -13,7 +13,7 @@ from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import plan_move
 from tests.lib.placements import TOYS, HalfSpaces, Wrong
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.primitives.gaussians import test_sharded_densifier, test_sharded_mcmc
 from tests.primitives.shards import assert_same, by_place, shard_index_of
 
@@ -37,7 +37,9 @@ def train_all(world: World, kind: str) -> dict[tuple[str, str], tuple[dict[str, 
     return found
 
 
-def compare(kind: str, size: int, device: str) -> None:
+@pytest.mark.parametrize(("size", "device"), [(3, "cpu"), on_gpus(2)])
+@pytest.mark.parametrize("kind", DENSIFIERS)
+def test_any_owners_train_the_model_of_one_rank(kind: str, size: int, device: str) -> None:
     outcomes = run_ranks(train_all, size, kind, device=device)
     for case in CASES[kind]:
         expected = DENSIFIERS[kind].train(World.single(device if device == "cpu" else "cuda:0"), case, False)[0]
@@ -48,17 +50,6 @@ def compare(kind: str, size: int, device: str) -> None:
             assert size == 1 or sum(some[0][2]) > 0, "no point changed ranks"
             ranges = [len(places) == 0 or int(places[-1] - places[0]) == len(places) - 1 for _, places, _ in some]
             assert size == 1 or name == "backwards" or not all(ranges), "ranges would need no places"
-
-
-@pytest.mark.parametrize("kind", DENSIFIERS)
-def test_any_owners_train_the_model_of_one_rank(kind: str) -> None:
-    compare(kind, 3, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", DENSIFIERS)
-def test_any_owners_train_the_model_of_one_gpu(kind: str) -> None:
-    compare(kind, 2, "cuda")
 
 
 def owned(world: World, kind: str) -> bool:

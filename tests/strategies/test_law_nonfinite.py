@@ -13,7 +13,7 @@ from ns_multigpu.core.types import sizes_of
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import DEVICES, run_ranks
 from tests.lib.recorded import RecordedPool
 from tests.strategies.scene import make_gains, make_image, make_views
 from tests.strategies.test_law import held_at, points_of
@@ -78,19 +78,9 @@ def skip_one(world: World, strategy: str, mode: str, exposes: bool) -> list[tupl
     return [*found, taken(False)]
 
 
-def check(outcomes: list[list[tuple[bool, bool, bool, bool]]]) -> None:
-    for found in outcomes:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("strategy", "ranks"), CASES)
+@pytest.mark.parametrize("mode", MODES)
+def test_no_rank_takes_it(strategy: str, ranks: int, mode: str, device: str) -> None:
+    for found in run_ranks(skip_one, ranks, strategy, mode, strategy == "batch", device=device):
         assert found == [(False, False, True, True), (False, True, True, True), (True, True, True, False)]
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), CASES)
-@pytest.mark.parametrize("mode", MODES)
-def test_no_rank_takes_it(strategy: str, ranks: int, mode: str) -> None:
-    check(run_ranks(skip_one, ranks, strategy, mode, strategy == "batch"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("strategy", "ranks"), CASES)
-@pytest.mark.parametrize("mode", MODES)
-def test_no_rank_takes_it_on_gpus(strategy: str, ranks: int, mode: str) -> None:
-    check(run_ranks(skip_one, ranks, strategy, mode, strategy == "batch", device="cuda"))

@@ -24,7 +24,7 @@ from ns_multigpu.core.types import Points
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from strategies.pixel import pixel
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, points_of, stitch, take_step
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
@@ -213,17 +213,9 @@ def in_whole_views(world: World, mode: str) -> Outcome:
     return take_one(spread, kind, 3, None, mode, whole=whole)
 
 
-def check_whole_views(ranks: int, mode: str, device: str) -> None:
+@pytest.mark.parametrize(("ranks", "device"), [(4, "cpu"), on_gpus(2), on_gpus(4)])
+def test_steps_in_whole_views_equal_single(ranks: int, device: str) -> None:
+    """A band's halo has more pixels than the band."""
     kind = points_of("gaussians", POINTS, torch.float32)
     expected = take_step(STRATEGIES["single"](World.single()), "gaussians", 3, POINTS, torch.float32, None, kind=kind)
-    check_outcomes(run_ranks(in_whole_views, ranks, mode, device=device), expected, 3, None, replicated=False)
-
-
-def test_steps_in_whole_views_equal_single() -> None:
-    check_whole_views(4, "captured", "cpu")  # a band's halo has more pixels than the band
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_steps_in_whole_views_equal_single_on_gpus(ranks: int) -> None:
-    check_whole_views(ranks, "captured", "cuda")
+    check_outcomes(run_ranks(in_whole_views, ranks, "captured", device=device), expected, 3, None, replicated=False)

@@ -129,9 +129,10 @@ class Placement(ABC):
         """Owner machine of each training view, which holds its image; empty if views have none."""
         return ()
 
-    @abstractmethod
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        """Return the positions of the views for which this rank splats its points, ascending."""
+        """Return the positions of the views for which this rank splats its points, ascending: by default all of the
+        batch's. The patches that a point overlaps are known only after splatting."""
+        return plan.views()
 
     @abstractmethod
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
@@ -164,22 +165,6 @@ class Placement(ABC):
         return Points({name: part[name].requires_grad_(v.requires_grad) for name, v in points.params.items()})
 
 
-class AllHere(Placement):
-    """Placement of every point on the only rank."""
-
-    replicated = True
-    in_ranges = True
-
-    def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        return plan.views_of(world.rank)
-
-    def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
-        return [range(count)] * ranks
-
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
-        return PlacementResult(torch.full_like(new.keys, world.rank))
-
-
 class Replicated(Placement):
     """Placement of every point on every rank; all copies are identical."""
 
@@ -195,6 +180,10 @@ class Replicated(Placement):
     def settle(self, new: NewPoints, world: World) -> PlacementResult:
         """Keep each rank's copy."""
         return PlacementResult(torch.full_like(new.keys, world.rank))
+
+
+class AllHere(Replicated):
+    """Placement of every point on the only rank."""
 
 
 @final
@@ -215,10 +204,6 @@ class Sharded(Placement):
     bounds: tuple[int, ...] | None = None
     replicated: ClassVar[bool] = False
     in_ranges: ClassVar[bool] = True
-
-    def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        """Return all of the batch's views: the patches that a point overlaps are known only after splatting."""
-        return plan.views()
 
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
         """Return ranges of equal size, or those of `bounds`.

@@ -9,9 +9,7 @@ Two differences remain. ns-export fails if a position is not finite; here only t
 model without harmonics pass through a sigmoid, whose last bit in torch depends on the position in the tensor.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +25,7 @@ from ns_multigpu.plugin.checkpoint.objective_kind import kind_in
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, SavedPoints
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, checkpoints_in, read_checkpoint_file, step_of
 from ns_multigpu.plugin.export.world_frame import WorldFrame
-from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.errors import InputError, whole_file
 from ns_multigpu.primitives.gaussians.init import SH_C0
 from ns_multigpu.primitives.gaussians.schema import PLY_ORDER
 from ns_multigpu.primitives.registry import PRIMITIVES, titled
@@ -132,9 +130,7 @@ def export_ply(
     if chunk < 1:
         raise InputError(f"chunk is {chunk}: give how many points to hold at a time, at least 1.")
     source = PointSource(checkpoint, frame)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f"{output.name}.{os.getpid()}.part")
-    try:
+    with whole_file(output) as part:
         # The header needs the number of points first. Opacities alone, a small part of the data, give it unless other
         # numbers are not finite. Then the header is rewritten, or the whole file if its length changes.
         looked_at = ["opacities"] if crop is None else ["opacities", POSITION]
@@ -148,10 +144,6 @@ def export_ply(
                 break
         if kept == 0:
             raise nothing_to_write(checkpoint, source.count, crop)
-        part.replace(output)
-    finally:
-        with suppress(FileNotFoundError):
-            part.unlink()
     return kept, source.count
 
 

@@ -7,8 +7,6 @@ checkpoint's order, so a viewer that is still loading shows region by region, no
 chunks, and none is kept.
 """
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,11 @@ from ns_multigpu.plugin.export.ply import (
     CHUNK,
     PointSource,
     Progress,
-    chunks_of,
     nothing_to_write,
     plain_colors,
     visible,
 )  # fmt: skip
-from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.errors import InputError, whole_file
 from ns_multigpu.primitives.registry import FIRST, titled
 
 RECORD = np.dtype([("position", "<f4", 3), ("scale", "<f4", 3), ("rgba", "u1", 4), ("rotation", "u1", 4)])
@@ -60,11 +57,9 @@ def export_splat(
         raise InputError(
             f"{checkpoint} is a checkpoint of {titled(source.kind)}: .splat files have three scales. Write a .ply."
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f"{output.name}.{os.getpid()}.part")
-    try:
+    with whole_file(output) as part:
         with part.open("wb") as file:
-            begins = [rows.start for rows in chunks_of(source.count, chunk)]
+            begins = range(0, source.count, chunk)
             for begin in progress(begins, len(begins)):
                 rows = range(begin, min(begin + chunk, source.count))
                 table = records(source.rows(_NAMES, rows), source.degree, crop)
@@ -72,10 +67,6 @@ def export_splat(
                 kept += len(table)
         if kept == 0:
             raise nothing_to_write(checkpoint, source.count, crop)
-        part.replace(output)
-    finally:
-        with suppress(FileNotFoundError):
-            part.unlink()
     return kept, source.count
 
 

@@ -140,39 +140,22 @@ def torchrun_command(argv: Sequence[str], num_devices: int, num_machines: int, m
     return f"{launcher} {place} -m nerfstudio.scripts.train {shlex.join(kept)}".rstrip()
 
 
-def check_run_folder(folder: Path) -> None:
-    """Make `folder` and write to it once, so that a failure shows before the first checkpoint.
+def check_folder(folder: Path, fallback: bool = False) -> None:
+    """Make the run folder, or that of `--save-fallback-dir`, and write to it once, so that a failure shows before the
+    first checkpoint.
 
     Raises:
         InputError: it cannot be made or written.
     """
     try:
-        _try_out(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0")
     except OSError as error:
-        raise InputError(
-            f"The run folder {folder} cannot be written: {error.strerror or error}. Choose another place with "
-            "--output-dir DIR."
-        ) from error
-
-
-def check_fallback_folder(folder: Path) -> None:
-    """Make the folder of `--save-fallback-dir` and write to it once.
-
-    Raises:
-        InputError: it cannot be made or written.
-    """
-    try:
-        _try_out(folder)
-    except OSError as error:
-        raise InputError(
-            f"--save-fallback-dir {folder} cannot be written: {error.strerror or error}. Name a folder on another disk."
-        ) from error
-
-
-def _try_out(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        probe.write(b"\0")
+        what, remedy = "The run folder", "Choose another place with --output-dir DIR"
+        if fallback:
+            what, remedy = "--save-fallback-dir", "Name a folder on another disk"
+        raise InputError(f"{what} {folder} cannot be written: {error.strerror or error}. {remedy}.") from error
 
 
 def check_lengths(images: int | None, steps: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.errors import InputError, whole_file
 from ns_multigpu.plugin.launch.ranks import Start
 
 _EVAL_SETUP = ("nerfstudio", "utils", "eval_utils.py")
@@ -72,11 +72,8 @@ def note_name(folder: Path, name: str, starts: Sequence[Start]) -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     for agent in sorted({start.agent for start in starts}):
-        path = _note(folder, agent)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_text(json.dumps({"job": _job(), "agent": agent, "name": name}), encoding="utf8")
-        part.replace(path)
+        with whole_file(_note(folder, agent)) as part:
+            part.write_text(json.dumps({"job": _job(), "agent": agent, "name": name}), encoding="utf8")
 
 
 def _noted_name(folder: Path, starts: Sequence[Start]) -> str | None:

@@ -6,22 +6,20 @@ interrupted render resumes after them. `.job.json` in the same folder identifies
 """
 
 import json
-import os
 import queue
 import shutil
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import mediapy
 from PIL import Image
 
-from ns_multigpu.plugin.faults.errors import SaveFailed
+from ns_multigpu.plugin.faults.errors import SaveFailed, whole_file
 from ns_multigpu.plugin.launch.processes import cores
 from ns_multigpu.plugin.tools.frames import HostFrame
 
@@ -61,18 +59,6 @@ class Failed(SaveFailed):
             f"{place} could not be written: {text}. Finished frames are kept. Free space or name another --output-path "
             "and give the same command again: it goes on from there."
         )
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. On success it is renamed to `path`, on failure removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def begin(folder: Path, job: Mapping[str, Any]) -> int:

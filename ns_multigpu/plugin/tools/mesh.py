@@ -13,8 +13,7 @@ import numpy as np
 import scipy  # its parts are loaded when they are first asked for
 
 from ns_multigpu.plugin.export.world_frame import WorldFrame
-from ns_multigpu.plugin.faults.errors import SaveFailed
-from ns_multigpu.plugin.tools.film import whole_file
+from ns_multigpu.plugin.faults.errors import SaveFailed, whole_file
 
 LEAST_TRIANGLES = 50
 """Least triangles of a connected part; smaller ones are removed as noise, as published."""

@@ -20,10 +20,9 @@ from ns_multigpu.core.dist.collectives import exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.export.world_frame import WorldFrame
-from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.errors import InputError, whole_file
 from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderRequest
-from ns_multigpu.plugin.tools.film import whole_file
 from ns_multigpu.plugin.tools.fusion import Fusion, load_open3d, looked_at, surface_of
 from ns_multigpu.plugin.tools.mesh import LEAST_TRIANGLES, largest_parts, write_mesh
 from ns_multigpu.primitives.registry import PRIMITIVES, titled

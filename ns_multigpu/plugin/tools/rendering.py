@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import broadcast_object, max_int
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.errors import InputError, whole_file
 from ns_multigpu.plugin.render.panorama import panorama
 from ns_multigpu.plugin.render.service import Outputs, RenderRequest
 from ns_multigpu.plugin.tools.film import (
@@ -40,7 +40,6 @@ from ns_multigpu.plugin.tools.film import (
     is_done,
     part_length,
     put_together,
-    whole_file,
 )  # fmt: skip
 from ns_multigpu.plugin.tools.frames import HostFrame, Look, check_names, picture, shown, with_even_sides
 from ns_multigpu.plugin.tools.nearest import fitted, width_next_to, with_nearest

@@ -277,8 +277,8 @@ class RunConfig(TrainerConfig):
         folder = self.get_base_dir()
         vars(self)[_MADE] = not folder.exists()
         if self.save_fallback_dir is not None:
-            checks.check_fallback_folder(self.save_fallback_dir)
-        checks.check_run_folder(folder)  # last: it makes it
+            checks.check_folder(self.save_fallback_dir, fallback=True)
+        checks.check_folder(folder)  # last: it makes it
         if starts:
             note_name(self.output_dir, self.timestamp, starts)
 

@@ -26,12 +26,8 @@ _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Gaussians(Primitive):
-    """3D Gaussians.
-
-    `Points.params` are what an optimizer sees: `means` [N, 3]; `quats` [N, 4] (w, x, y, z), of any length; `scales`
-    [N, 3], natural logarithms; `opacities` [N, 1] or [N], logits; `features_dc` [N, 3] and `features_rest` [N, R, 3],
-    spherical harmonics, or, with `sh_degree` None, `features_dc` alone: logits of the colour.
+class GaussianPrimitive(Primitive):
+    """Points whose rows are 2D Gaussians on the screen.
 
     Attributes:
         sh_degree: harmonics in use now, 0 to 3; None for plain colours.
@@ -51,6 +47,64 @@ class Gaussians(Primitive):
     near: float = 0.01
     far: float = 1e10
     radius_clip: float = 0.0
+
+    def splats(self, hits: Hits, projection: cuda_ext.Projection, colors: Tensor) -> Splats:
+        """Return the rows of `splat` from their projection and colours [M, 3]."""
+        means2d, conics, depths, opacities, radii = projection
+        features = torch.cat([colors, depths[:, None]], dim=-1) if self.depth else colors
+        probe = torch.zeros_like(means2d, requires_grad=torch.is_grad_enabled())
+        if not self.absgrad:
+            means2d = means2d + probe
+        rows = {
+            "means2d": means2d,
+            "conics": conics,
+            "opacities": opacities,
+            "features": features,
+            "depths": depths,
+            "radii": radii,
+        }
+        return Splats(hits, rows, probe, probe_rendered=self.absgrad)
+
+    def render(
+        self, splats: Splats, patches: Sequence[Patch], views: Sequence[View], *, stops: bool = False,
+        windows: Tensor | None = None,
+    ) -> list[Pixels]:  # fmt: skip
+        """See `Primitive.render`: alpha blending front to back, tile by tile."""
+        rows, canvas = splats.rows, Canvas(patches, views)
+        lists = cuda_ext.intersect(
+            rows["means2d"].detach(),
+            rows["conics"].detach(),
+            rows["opacities"].detach(),
+            rows["radii"],
+            rows["depths"].detach(),
+            splats.hits.view_ids,
+            patches=canvas.flat,
+            tile_size=TILE,
+        )
+        out, signed, _ = cuda_ext.rasterize(
+            rows["means2d"],
+            rows["conics"],
+            rows["opacities"],
+            rows["features"],
+            *clip_lists(lists, rows["depths"], windows),
+            patches=canvas.flat,
+            tile_size=TILE,
+            absgrad_probe=splats.probe if self.absgrad else None,
+            mark_stops=stops,
+        )
+        images = canvas.cut(out)
+        depths = [image[..., 3:4] for image in images] if self.depth else None
+        return canvas.pixels([image[..., :3] for image in images], signed, depths, marked=stops, stops=stops)
+
+
+@dataclass(frozen=True)
+class Gaussians(GaussianPrimitive):
+    """3D Gaussians.
+
+    `Points.params` are what an optimizer sees: `means` [N, 3]; `quats` [N, 4] (w, x, y, z), of any length; `scales`
+    [N, 3], natural logarithms; `opacities` [N, 1] or [N], logits; `features_dc` [N, 3] and `features_rest` [N, R, 3],
+    spherical harmonics, or, with `sh_degree` None, `features_dc` alone: logits of the colour.
+    """
 
     schema = SCHEMA
 
@@ -121,54 +175,6 @@ class Gaussians(Primitive):
         )
         colors = row_colors(params, self.sh_degree, viewmats, hits.view_ids, hits.point_ids)
         return self.splats(hits, clip_rows(projection, self.radius_clip), colors)
-
-    def splats(self, hits: Hits, projection: cuda_ext.Projection, colors: Tensor) -> Splats:
-        """Return the rows of `splat` from their projection and colours [M, 3]."""
-        means2d, conics, depths, opacities, radii = projection
-        features = torch.cat([colors, depths[:, None]], dim=-1) if self.depth else colors
-        probe = torch.zeros_like(means2d, requires_grad=torch.is_grad_enabled())
-        if not self.absgrad:
-            means2d = means2d + probe
-        rows = {
-            "means2d": means2d,
-            "conics": conics,
-            "opacities": opacities,
-            "features": features,
-            "depths": depths,
-            "radii": radii,
-        }
-        return Splats(hits, rows, probe, probe_rendered=self.absgrad)
-
-    def render(
-        self, splats: Splats, patches: Sequence[Patch], views: Sequence[View], *, stops: bool = False,
-        windows: Tensor | None = None,
-    ) -> list[Pixels]:  # fmt: skip
-        """See `Primitive.render`: alpha blending front to back, tile by tile."""
-        rows, canvas = splats.rows, Canvas(patches, views)
-        lists = cuda_ext.intersect(
-            rows["means2d"].detach(),
-            rows["conics"].detach(),
-            rows["opacities"].detach(),
-            rows["radii"],
-            rows["depths"].detach(),
-            splats.hits.view_ids,
-            patches=canvas.flat,
-            tile_size=TILE,
-        )
-        out, signed, _ = cuda_ext.rasterize(
-            rows["means2d"],
-            rows["conics"],
-            rows["opacities"],
-            rows["features"],
-            *clip_lists(lists, rows["depths"], windows),
-            patches=canvas.flat,
-            tile_size=TILE,
-            absgrad_probe=splats.probe if self.absgrad else None,
-            mark_stops=stops,
-        )
-        images = canvas.cut(out)
-        depths = [image[..., 3:4] for image in images] if self.depth else None
-        return canvas.pixels([image[..., :3] for image in images], signed, depths, marked=stops, stops=stops)
 
 
 def screen_radii(splats: Splats) -> Tensor:

@@ -5,13 +5,14 @@ then exchanged. Periodically all points are sorted by position and distributed (
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.assign.placement import Sharded
 from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import all_gather_ints_on_device
@@ -20,6 +21,26 @@ from ns_multigpu.primitives.gaussians.gathering import gather_points
 from ns_multigpu.primitives.gaussians.index_map import IndexMap
 from ns_multigpu.primitives.gaussians.sharded_rows import Edit, OptimizerStates, move_rows
 from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, order_keys, plan_move
+
+
+@dataclass
+class ShardedPoints:
+    """State of a densifier of shards that one of replicas does not have.
+
+    Attributes:
+        shard_index: index of this rank's shard, with the placement; ranges of equal work by default.
+        threshold: points are redistributed if a rank's work is more than this times the mean.
+        reordering: record of the last refinement; reset to None by the logger.
+    """
+
+    morton: bool = True
+    shard_index: ShardIndex = field(default_factory=lambda: ShardIndex(Sharded()))
+    threshold: float = 1.1
+    reordering: Reordering | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.morton:
+            raise ValueError("shards are ranges of an order, or parts of one: a sharded densifier cannot do without it")
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,23 @@ A point's statistics and decision are on its owner. Other ranks matter only for 
 splits, indexed by global split number.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.assign.placement import Sharded
-from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.collectives import gather_on_device
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.gathering import zeros_there
 from ns_multigpu.primitives.gaussians.regroup import Fates, decide, edit_children, regroup
-from ns_multigpu.primitives.gaussians.reshard import Resharding
-from ns_multigpu.primitives.sharded_order import Reordering
+from ns_multigpu.primitives.gaussians.reshard import Resharding, ShardedPoints
 
 
 @dataclass
-class ShardedDensifier(ReplicatedDensifier):
+class ShardedDensifier(ShardedPoints, ReplicatedDensifier):
     """Adaptive density control for shards. See `ReplicatedDensifier`; parameters, moments, statistics and the rows of
     `info` are those of this rank's points, and every rank calls all methods together.
 
@@ -32,21 +29,10 @@ class ShardedDensifier(ReplicatedDensifier):
     the last refinement.
 
     Attributes:
-        shard_index: index of this rank's shard, with the placement; ranges of equal work by default.
-        threshold: points are redistributed if a rank's work is more than this times the mean.
         seen_cost: see above; 0 for equal numbers.
-        reordering: record of the last refinement; reset to None by the logger.
     """
 
-    morton: bool = True
-    shard_index: ShardIndex = field(default_factory=lambda: ShardIndex(Sharded()))
-    threshold: float = 1.1
     seen_cost: int = 4
-    reordering: Reordering | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if not self.morton:
-            raise ValueError("shards are ranges of an order, or parts of one: a sharded densifier cannot do without it")
 
     def refine_ahead(self, *_: Any) -> bool:
         """See `Densifier`: nothing, because ranks exchange counts when the refinement is due."""

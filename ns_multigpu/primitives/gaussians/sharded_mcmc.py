@@ -8,7 +8,7 @@ of the order, it remains there until the next reordering.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 
 from cuda_ext.reference.relocation import draws
-from ns_multigpu.core.assign.placement import Sharded
-from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.collectives import exchange_rows, gather_on_device, sum_in_place
 from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.primitives.deterministic import sigmoid
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, all_moments, counted, grown, quanta
-from ns_multigpu.primitives.gaussians.reshard import Resharding
-from ns_multigpu.primitives.sharded_order import Reordering
+from ns_multigpu.primitives.gaussians.reshard import Resharding, ShardedPoints
 
 
 @dataclass(frozen=True)
@@ -43,24 +40,10 @@ class _Draws:
 
 
 @dataclass
-class ShardedMcmc(McmcDensifier):
+class ShardedMcmc(ShardedPoints, McmcDensifier):
     """Relocation, growth and noise for shards. See `McmcDensifier`; parameters and moments are those of this rank's
     Gaussians, every rank calls all methods together, and the work of every Gaussian counts the same.
-
-    Attributes:
-        shard_index: index of this rank's shard, with the placement; ranges of equal work by default.
-        threshold: Gaussians are redistributed if a rank has more than this times their mean number.
-        reordering: record of the last refinement; reset to None by the logger.
     """
-
-    morton: bool = True
-    shard_index: ShardIndex = field(default_factory=lambda: ShardIndex(Sharded()))
-    threshold: float = 1.1
-    reordering: Reordering | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if not self.morton:
-            raise ValueError("shards are ranges of an order, or parts of one: a sharded densifier cannot do without it")
 
     def _places(self, count: int) -> tuple[int, Tensor | None]:
         first, places = sum(self.shard_index.of_ranks(count, self.world)[: self.world.rank]), self.shard_index.places

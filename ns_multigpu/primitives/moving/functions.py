@@ -11,11 +11,10 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext.reference.projection import MIN_ALPHA
-from ns_multigpu.core.primitive import Primitive
-from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.core.types import Hits, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.gather import spread, take
-from ns_multigpu.primitives.gaussians.functions import CUTOFF, Gaussians, sizes_of
+from ns_multigpu.primitives.gaussians.functions import CUTOFF, GaussianPrimitive, sizes_of
 from ns_multigpu.primitives.moving.kernels import MovingKernels
 from ns_multigpu.primitives.moving.schema import COSINES, SCHEMA
 from ns_multigpu.primitives.moving.turning import turn
@@ -27,7 +26,7 @@ _AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
-class MovingGaussians(Primitive):
+class MovingGaussians(GaussianPrimitive):
     """4D Gaussians.
 
     `Points.params`: `means` [N, 3], where a point is at its time; `times` [N, 1], that time, in the unit of
@@ -41,29 +40,9 @@ class MovingGaussians(Primitive):
     period of 1; section 3.2 there). The cosines count from degree 1 on.
 
     A point is culled from views outside of which it is seen, and from those at whose time its opacity is below 1/255.
-
-    Attributes:
-        sh_degree, antialiased, absgrad, depth, eps2d, near, far, radius_clip: see `Gaussians`.
     """
 
-    sh_degree: int | None = 3
-    antialiased: bool = False
-    absgrad: bool = False
-    depth: bool = False
-    eps2d: float = 0.3
-    near: float = 0.01
-    far: float = 1e10
-    radius_clip: float = 0.0
-
     schema = SCHEMA
-
-    @property
-    def momentary(self) -> Gaussians:
-        """The 3D Gaussian primitive that draws these points at a fixed time."""
-        return Gaussians(
-            self.sh_degree, self.antialiased, self.absgrad, self.depth, self.eps2d, self.near, self.far,
-            self.radius_clip,
-        )  # fmt: skip
 
     @torch.no_grad()
     def extents(self, points: Points) -> Tensor:
@@ -120,14 +99,7 @@ class MovingGaussians(Primitive):
         moment = self.moment(points, hits.view_ids, hits.point_ids, view_times)
         projection = self.project(moment, hits.view_ids, viewmats, stack_intrinsics(views), sizes_of(views))
         colors = self.colors(points, hits.view_ids, hits.point_ids, viewmats, view_times, moment.means)
-        return self.momentary.splats(hits, projection, colors)
-
-    def render(
-        self, splats: Splats, patches: Sequence[Patch], views: Sequence[View], *, stops: bool = False,
-        windows: Tensor | None = None,
-    ) -> list[Pixels]:  # fmt: skip
-        """See `Gaussians.render`."""
-        return self.momentary.render(splats, patches, views, stops=stops, windows=windows)
+        return self.splats(hits, projection, colors)
 
     def kernels(self, **options: Any) -> MovingKernels:
         """See `Primitive.kernels`: `depth`.

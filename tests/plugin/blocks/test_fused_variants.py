@@ -1,4 +1,4 @@
-"""Fused steps with options of model and capture learn what ordinary steps learn."""
+"""Fused steps learn what ordinary steps learn: with options of models, of photographs and of parameters of views."""
 
 import math
 from pathlib import Path
@@ -10,13 +10,45 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.patch_losses import loss_weights
+from ns_multigpu.plugin.blocks.graphs import StepGraphs
 from ns_multigpu.plugin.blocks.step_inputs import StepInputsMaker
 from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import add_model
-from tests.lib.tile_training_run import MODEL, Outcome, furthest
+from tests.lib.tile_training_run import MODEL, Outcome, furthest, train_model
 from tests.lib.training_run import write_capture
-from tests.plugin.blocks.test_fused_photographs import STEPS, train
+from tests.plugin.blocks.test_fused_mcmc import STILL
+from tests.plugin.blocks.tried_steps import start_with_small_capacity, take_from_graphs
+from tests.plugin.train.test_options import COMMON
+
+# Half the resolution up to image 20, and refinements. Adam's eps keeps gradients of rounding errors small.
+OPTIONS: dict[str, Any] = {
+    **COMMON, MODEL + "num_downscales": 1, MODEL + "resolution_schedule": 20,
+    **{f"optimizers.{name}.optimizer.eps": 1e-5 for name in ORDER},
+}  # fmt: skip
+STEPS, VIEWS = 16, 4
+
+
+def train(
+    world: World, folder: Path, tile: bool, fused: str, kept: bool = True, more: dict[str, Any] | None = None
+) -> Outcome:
+    """Return a run's outcome, with the number of its replayed steps. Images are `kept` on the device if they fit.
+    `more` options come after OPTIONS."""
+    replayed, replay = [0], StepGraphs._replay
+
+    def counted(self: StepGraphs, *args: Any) -> Any:
+        replayed[0] += 1
+        return replay(self, *args)
+
+    runs = folder / f"{fused}-{tile}-{kept}"
+    with pytest.MonkeyPatch.context() as patch:
+        take_from_graphs(patch, kept)
+        patch.setattr(StepGraphs, "_replay", counted)
+        options = {**OPTIONS, **(more or {}), "fused_steps": fused}
+        found = train_model(world, tile, folder / "capture", runs, options, STEPS, VIEWS, double=False)
+    return {**found, "replayed": replayed[0]}
+
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain colours": {MODEL + "sh_degree": 0},
@@ -49,6 +81,58 @@ def check_outcome(found: Outcome, expected: Outcome) -> None:
     away = furthest(found, expected)
     assert max(away.values()) < 5e-3, away
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, nan_ok=True)
+
+
+@pytest.mark.parametrize("layers", [{}, {"alpha": True, "masks": True}], ids=str)
+def test_photographs(layers: dict[str, bool], tmp_path: Path) -> None:
+    write_capture(tmp_path / "capture", **layers)
+    expected = train(World.single(), tmp_path, False, "never")
+    assert len({count for _, count in expected["points"]}) == 2, "the model grew twice"
+    runs = [train(World.single(), tmp_path, False, "always"), *run_ranks(train, 2, tmp_path, True, "always", False)]
+    for found in runs:
+        check_outcome(found, expected)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "SO3xR3": {
+        **OPTIONS, MODEL + "exposure": "gain", "optimizers.exposures.optimizer.eps": 1e-4,
+        "optimizers.exposures.optimizer.lr": 1e-2,
+    },
+    "SE3": {
+        **STILL, MODEL + "use_bilateral_grid": True, MODEL + "grid_shape": (4, 3, 2),
+        "optimizers.bilateral_grid.scheduler": None, "optimizers.bilateral_grid.optimizer.eps": 1e-4,
+        "optimizers.bilateral_grid.optimizer.lr": 1e-2,
+    },
+}  # fmt: skip
+
+
+def train_of_views(world: World, folder: Path, mode: str, tile: bool, fused: str) -> Outcome:
+    """Return a run's outcome. Fused steps are recorded, and the first exceed their capacities."""
+    options = {
+        **KINDS[mode], "fused_steps": fused, MODEL + "camera_optimizer.mode": mode,
+        "optimizers.camera_opt.scheduler": None, "optimizers.camera_opt.optimizer.lr": 2e-3,
+        "optimizers.camera_opt.optimizer.eps": 1e-4, MODEL + "camera_optimizer.rot_l2_penalty": 0.1,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        take_from_graphs(patch)
+        start_with_small_capacity(patch)
+        runs = folder / f"{mode}-{fused}-{tile}-{world.size}"
+        views = VIEWS if tile else VIEWS // world.size
+        return train_model(world, tile, folder / "capture", runs, options, 10, views, double=False)
+
+
+@pytest.mark.parametrize(("mode", "tile"), [("SO3xR3", False), ("SE3", True)])
+def test_parameters_of_views(mode: str, tile: bool, tmp_path: Path) -> None:
+    """Three views, so each batch has one twice; of different sizes, with alpha and masks."""
+    write_capture(tmp_path / "capture", alpha=True, masks=True, train=3)
+    expected = train_of_views(World.single(), tmp_path, mode, False, "never")
+    poses = expected["parameters"]["camera_optimizer.pose_adjustment"]
+    assert float(poses.abs().amax(1).min()) > 1e-3, "all poses have moved"
+    if mode == "SE3":
+        assert float(expected["parameters"]["bil_grids.grids"][:, 3].abs().max()) > 1e-2, "maps have changed"
+    alone = train_of_views(World.single(), tmp_path, mode, tile, "always")
+    for found in (alone, *run_ranks(train_of_views, 2, tmp_path, mode, tile, "always")):
+        check_outcome(found, {**expected, "points": found["points"]})  # replicas count theirs together
 
 
 def test_views_without_a_window_have_no_weight_of_it() -> None:

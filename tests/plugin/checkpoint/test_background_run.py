@@ -1,6 +1,5 @@
 """Runs whose checkpoints are written while they go on: they end as others do, and so do those that end early."""
 
-import copy
 import os
 import signal
 import threading
@@ -20,7 +19,7 @@ from ns_multigpu.plugin.launch.launcher import run_workers
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import differing, everything, start
 from tests.lib.saving import ALONE, disk, steps_in, until
-from tests.lib.training_run import TinyDataParserConfig
+from tests.lib.training_run import small_config
 
 pytestmark = pytest.mark.slow
 
@@ -160,14 +159,9 @@ class Config:
 def test_dying_rank_does_not_block_others(
     capture: Path, tmp_path: Path, what: str, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from nerfstudio.configs.method_configs import all_methods
-
-    config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
-    config.machine.device_type, config.machine.num_devices, config.vis = "cpu", 2, ""
-    config.output_dir, config.timestamp, config.experiment_name = tmp_path, "now", "run"
-    config.max_num_images, config.steps_per_eval_image, config.steps_per_eval_all_images = 10**4, 0, 10**6
+    config = small_config(capture, tmp_path)
+    config.machine.num_devices, config.max_num_images, config.steps_per_eval_image = 2, 10**4, 0
     config.steps_per_save = 2
-    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
     config.pipeline.model.num_downscales = 0
     config.get_base_dir().mkdir(parents=True)
     with pytest.raises(WorkerFailed, match=said):

@@ -1,6 +1,5 @@
 """Memory that runs out in a step: all ranks give it up, the step before is saved, the run ends and says what helps."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -243,17 +242,12 @@ class _UnluckyTrainer(trainer_module.DistributedTrainer):
 
 @pytest.mark.slow
 def test_workers_end_with_the_remedy(capture: Path, tmp_path: Path) -> None:
-    from nerfstudio.configs.method_configs import all_methods
-
     from ns_multigpu.plugin.launch.launcher import run_workers
-    from tests.lib.training_run import TinyDataParserConfig
+    from tests.lib.training_run import small_config
 
-    config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
+    config = small_config(capture, tmp_path)
     config._target = _UnluckyTrainer
-    config.machine.device_type, config.machine.num_devices, config.vis = "cpu", 2, ""
-    config.output_dir, config.timestamp, config.experiment_name = tmp_path, "now", "run"
-    config.max_num_images, config.steps_per_eval_image, config.steps_per_eval_all_images = 40, 0, 10**6
-    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
+    config.machine.num_devices, config.max_num_images, config.steps_per_eval_image = 2, 40, 0
     config.pipeline.model.num_downscales = 0
     config.get_base_dir().mkdir(parents=True)
     with pytest.raises(WorkerFailed, match="Rank 1 ran out of memory") as failed:  # ns-train exits with 1 then

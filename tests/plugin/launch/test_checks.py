@@ -60,20 +60,19 @@ def test_machines_and_launcher() -> None:
         checks.check_machines(0, 0, 4, "auto", None, [])
 
 
-def test_run_folder(tmp_path: Path) -> None:
-    checks.check_run_folder(tmp_path / "new" / "run")
+@pytest.mark.parametrize(
+    ("fallback", "said"),
+    [
+        (False, r"file/run cannot be written: Not a directory.*--output-dir DIR"),
+        (True, r"--save-fallback-dir \S+/file/run cannot be written: Not a directory"),
+    ],
+)
+def test_folders(tmp_path: Path, fallback: bool, said: str) -> None:
+    checks.check_folder(tmp_path / "new" / "run", fallback)
     assert list((tmp_path / "new" / "run").iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"file/run cannot be written: Not a directory.*--output-dir DIR"):
-        checks.check_run_folder(tmp_path / "file" / "run")
-
-
-def test_fallback_folder(tmp_path: Path) -> None:
-    checks.check_fallback_folder(tmp_path / "new" / "place")
-    assert list((tmp_path / "new" / "place").iterdir()) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"--save-fallback-dir \S+/file/place cannot be written: Not a directory"):
-        checks.check_fallback_folder(tmp_path / "file" / "place")
+    with pytest.raises(InputError, match=said):
+        checks.check_folder(tmp_path / "file" / "run", fallback)
 
 
 @pytest.mark.parametrize(("images", "steps"), [(None, 1), (1, 1), (30000, 30000)])

@@ -15,7 +15,7 @@ from ns_multigpu.core.step.forward import CapacityExceeded, Forward, cut
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.palette import rank_colors
 from ns_multigpu.plugin.render import pictures
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.lib.rendering import camera, make_pipeline
 
 BOUNDS = {1: (0, 90), 2: (0, 50, 90), 3: (0, 20, 20, 90)}
@@ -62,11 +62,6 @@ def _fail(*_: Any) -> None:
     raise AssertionError("not requested")
 
 
-@pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "batch"), (3, "batch"), (2, "tile"), (3, "tile")])
-def test_a_picture_is_the_models_own(capture: Path, size: int, strategy: str) -> None:
-    _check(capture, size, strategy, "cpu")
-
-
 def test_a_picture_without_compiled_operators(capture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernels are asked for: nothing serves them."""
     pipeline = _pipeline(World.single(), capture, "single")
@@ -77,13 +72,14 @@ def test_a_picture_without_compiled_operators(capture: Path, monkeypatch: pytest
     torch.testing.assert_close(found["rgb"], expected["rgb"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "batch"), (2, "tile")])
-def test_a_picture_on_gpus_is_the_models_own(capture: Path, size: int, strategy: str) -> None:
-    _check(capture, size, strategy, "cuda")
+ALONE = [(1, "single"), (2, "batch"), (2, "tile")]
 
 
-def _check(capture: Path, size: int, strategy: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "strategy", "device"),
+    [*((*one, "cpu") for one in (*ALONE, (3, "batch"), (3, "tile"))), *(on_gpus(*one) for one in ALONE)],
+)
+def test_a_picture_is_the_models_own(capture: Path, size: int, strategy: str, device: str) -> None:
     with torch.no_grad():
         expected = _pipeline(World.single(device), capture, "single").model.get_outputs_for_camera(camera(*SIZE))
     assert float(expected["rgb"].std()) > 0.05

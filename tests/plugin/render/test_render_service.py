@@ -10,7 +10,7 @@ from nerfstudio.data.scene_box import OrientedBox
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.locality.palette import rank_colors
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.lib.rendering import POINTS, camera, make_pipeline
 
 BOUNDS = {1: (0, 90), 2: (0, 50, 90), 3: (0, 20, 20, 90), 4: (0, 0, 60, 61, 90)}
@@ -68,18 +68,8 @@ def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_an_image_of_all_ranks_is_that_of_one(capture: Path, size: int) -> None:
-    _check(capture, size, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_an_image_of_all_gpus_is_that_of_one(capture: Path, size: int) -> None:
-    _check(capture, size, "cuda")
-
-
-def _check(capture: Path, size: int, device: str) -> None:
+@pytest.mark.parametrize(("size", "device"), [*((n, "cpu") for n in (1, 2, 3, 4)), *(on_gpus(n) for n in (1, 2, 4))])
+def test_an_image_of_all_ranks_is_that_of_one(capture: Path, size: int, device: str) -> None:
     options = {"background_color": "random", "rasterize_mode": "antialiased" if size == 3 else "classic"}
     expected = _expected(capture, options, device)
     whole = expected[(SIZES[0], "")]

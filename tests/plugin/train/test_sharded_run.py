@@ -1,6 +1,5 @@
 """Runs whose points are spread over ranks: they stop, go on with other numbers of ranks, and nerfstudio loads them."""
 
-import copy
 import shutil
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nerfstudio.configs.method_configs import all_methods
 from nerfstudio.scripts import exporter
 from nerfstudio.utils.eval_utils import eval_setup
 from torch import Tensor
@@ -23,29 +21,21 @@ from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import part_of
-from tests.lib.training_run import TinyDataParserConfig, write_capture
+from tests.lib.training_run import set_up, small_config, write_capture
 
 Report = dict[str, Any]
 
 
 def trainer_of(world: World, strategy: str, capture: Path, run: Path, **options: Any) -> DistributedTrainer:
     """Return a trainer that has been set up, for no steps, of one view a step."""
-    config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
+    config = small_config(capture, run)
     config.method_name, config.pipeline.strategy = f"splatfacto-{strategy}", strategy
     config.pipeline.views_per_step = 6
-    config.machine.device_type, config.vis = "cpu", ""
-    config.output_dir, config.timestamp, config.experiment_name = run, "now", "run"
     config.max_num_iterations, config.max_num_images = 10, None
-    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
     config.pipeline.model.camera_optimizer.mode = "SO3xR3"
     for name, value in options.items():
         setattr(config, name, value)
-    config.get_base_dir().mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(3)
-    World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
-    trainer = DistributedTrainer(config)
-    trainer.setup()
-    return trainer
+    return set_up(world, config)
 
 
 def trained(trainer: DistributedTrainer, world: World) -> None:

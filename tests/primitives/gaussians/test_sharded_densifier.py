@@ -14,7 +14,7 @@ from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.morton import MortonGrid, census, interleaved_codes
 from ns_multigpu.primitives.sharded_order import Reordering
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.primitives.shards import assert_same, bounds_of, lines, shard, take_step, together, whole_model
 
 COUNT, IMAGES, BATCH = 301, 60, 4
@@ -95,11 +95,11 @@ def train_all(world: World) -> dict[str, Outcome]:
     return {case: train(world, case, sharded=True) for case in CASES}
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_equals_one_rank(size: int) -> None:
-    outcomes = run_ranks(train_all, size)
+@pytest.mark.parametrize(("size", "device"), [(1, "cpu"), (3, "cpu"), on_gpus(2), on_gpus(4)])
+def test_equals_one_rank(size: int, device: str) -> None:
+    outcomes = run_ranks(train_all, size, device=device)
     for case in CASES:
-        expected, _, changes = train(World.single(), case, sharded=False)
+        expected, _, changes = train(World.single(device), case, sharded=False)
         assert len(expected["means"]) == COUNT + changes["duplicated"] + changes["split"] - changes["pruned"]
         assert all(outcome[case][2] == changes for outcome in outcomes)
         assert len(expected["means"]) > 50 and len(expected) == 4 * 6
@@ -121,15 +121,6 @@ def test_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     means = expected["means"]
     codes = interleaved_codes(means, MortonGrid.of(census(means).tolist()))
     assert float((codes.diff() >= 0).double().mean()) > 0.75  # but for the steps since the last refinement
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [2, 4])
-def test_equals_one_gpu(size: int) -> None:
-    outcomes = run_ranks(train_all, size, device="cuda")
-    for case in CASES:
-        expected, _, _ = train(World.single("cuda"), case, sharded=False)
-        assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
 
 
 def test_unordered_points_are_refused() -> None:

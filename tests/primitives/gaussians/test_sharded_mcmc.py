@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import Reordering
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.primitives.shards import assert_same, bounds_of, lines, shard, take_step, together, whole_model
 
 COUNT, IMAGES = 301, 40
@@ -79,11 +79,11 @@ def train_all(world: World) -> dict[str, Outcome]:
     return {case: train(world, case, sharded=True) for case in CASES}
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_equals_one_rank(size: int) -> None:
-    outcomes = run_ranks(train_all, size)
+@pytest.mark.parametrize(("size", "device"), [(1, "cpu"), (3, "cpu"), on_gpus(2), on_gpus(4)])
+def test_equals_one_rank(size: int, device: str) -> None:
+    outcomes = run_ranks(train_all, size, device=device)
     for case in CASES:
-        expected, _, totals = train(World.single(), case, sharded=False)
+        expected, _, totals = train(World.single(device), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         assert outcomes[0][case][2] == totals and totals[-1] == (COUNT if case == "all are dead" else 340), totals
         records = outcomes[0][case][1]
@@ -94,15 +94,6 @@ def test_equals_one_rank(size: int) -> None:
             assert all(record.imbalance_after < 1.11 for record in records)
         if size > 1:
             assert any(record.moved for record in records)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [2, 4])
-def test_equals_one_gpu(size: int) -> None:
-    outcomes = run_ranks(train_all, size, device="cuda")
-    for case in CASES:
-        expected, _, _ = train(World.single("cuda"), case, sharded=False)
-        assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
 
 
 def test_a_model_replaced_behind_its_back_is_noticed() -> None:
