@@ -151,7 +151,11 @@ cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream)
     if (status != cudaSuccess) return status;
   }
   if (launch.points == 0) return cudaSuccess;
-  if (launch.lazy.last != nullptr) return splat_lazy_update_launch(launch, stream);
+  if (launch.lazy.last != nullptr) {
+    return with_camera(launch.views.intrinsics_rows, [&](auto kind) {
+      return splat_lazy_update_launch<typename decltype(kind)::type>(launch, stream);
+    });
+  }
   switch (launch.settings.degree) {
     case kPlainColor:
     case 0:

@@ -78,7 +78,12 @@ constexpr int kPoseBlocks = 512;
 // Fills `viewmats`, from `starts`.
 cudaError_t splat_poses_launch(const UpdateLaunch& launch, cudaStream_t stream);
 
-// The lazy one's part: steps the points that are drawn, from `starts`, and extends the table.
+// The lazy one's part: steps the points that are drawn, from `starts`, and extends the table. C: of the views' cameras.
+template <typename C>
 cudaError_t splat_lazy_update_launch(const UpdateLaunch& launch, cudaStream_t stream);
+template <>
+cudaError_t splat_lazy_update_launch<Camera<float>>(const UpdateLaunch& launch, cudaStream_t stream);
+template <>
+cudaError_t splat_lazy_update_launch<LensCamera<float>>(const UpdateLaunch& launch, cudaStream_t stream);
 
 }  // namespace nsmg

@@ -4,6 +4,13 @@
 // a row, and its harmonics' 540 bytes twice (the second time from the L2 cache); where moments are bfloat16, 946 and
 // 360. They are rounded once, at the end. A group without rows costs a look at `starts`.
 
+//
+// A unit for each type of camera, since this is the longest to compile: splat_update_lazy_lens.cu has the other.
+
+#ifndef NSMG_CAMERA
+#define NSMG_CAMERA Camera
+#endif
+
 #include "cuda/project/splat_boxes_device.h"
 #include "cuda/optim/splat_lazy_device.h"
 #include "cuda/optim/splat_update_lane.h"
@@ -208,20 +215,19 @@ template <int Degree>
 cudaError_t launch_lazy(const UpdateLaunch& launch, cudaStream_t stream) {
   const int blocks = (update_groups(launch.points) + kUpdateWarps - 1) / kUpdateWarps;
   const size_t floats = kUpdateWarps * lazy_warp_floats(launch.rest_floats);
-  const cudaError_t status = with_camera(launch.views.intrinsics_rows, [&](auto kind) {
-    using C = typename decltype(kind)::type;
-    const size_t bytes = view_bytes<C>(launch.views.count) + sizeof(float) * floats;
-    return with_moments(launch.compact, [&](auto moment) {
-      lazy_update_kernel<Degree, decltype(moment), C><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
-      return cudaGetLastError();
-    });
+  using C = NSMG_CAMERA<float>;
+  const size_t bytes = view_bytes<C>(launch.views.count) + sizeof(float) * floats;
+  const cudaError_t status = with_moments(launch.compact, [&](auto moment) {
+    lazy_update_kernel<Degree, decltype(moment), C><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
+    return cudaGetLastError();
   });
   return status != cudaSuccess ? status : splat_lazy_extend_launch(launch.lazy, launch.scalars, stream);
 }
 
 }  // namespace
 
-cudaError_t splat_lazy_update_launch(const UpdateLaunch& launch, cudaStream_t stream) {
+template <>
+cudaError_t splat_lazy_update_launch<NSMG_CAMERA<float>>(const UpdateLaunch& launch, cudaStream_t stream) {
   switch (launch.settings.degree) {
     case kPlainColor:
     case 0:
