@@ -95,9 +95,9 @@ Tensor empty_strided(
   return at::detail::empty_strided_generic(size, stride, allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
-Tensor copy_from(const Tensor& self, const Tensor& to, bool) {
+Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   check_not_forked();
-  copy_tensor(self, to);
+  copy_tensor(self, to, non_blocking && self.is_cpu()); // to the CPU it always waits
   return to;
 }
 

@@ -299,9 +299,9 @@ size_t largest(const Operator& op, const Stack& arguments) {
   return bytes;
 }
 
-void copy_tensor(const Tensor& from, const Tensor& to) {
+void copy_tensor(const Tensor& from, const Tensor& to, bool non_blocking) {
   static Plan plan(c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", ""));
-  const Stack arguments{to, from, false};
+  const Stack arguments{to, from, non_blocking};
   Stack results;
   const bool one_gpu = from.is_cuda() || to.is_cuda();
   if (one_gpu || largest(plan.op, arguments) < small() || !pointwise(plan, arguments, results)) {

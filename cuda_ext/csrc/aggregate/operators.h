@@ -27,7 +27,7 @@ bool reduce_all(const Operator& op, const Stack& arguments, Stack& results);
 void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack);
 
 // Copies with broadcasting and conversion, each member its shard; from or to one device, that device.
-void copy_tensor(const Tensor& from, const Tensor& to);
+void copy_tensor(const Tensor& from, const Tensor& to, bool non_blocking = false);
 
 // The bytes of the largest tensor, scalars left out.
 size_t largest(const Operator& op, const Stack& arguments);

@@ -252,7 +252,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             label=label,
             budget=budget,
             place=self.device if on_gpu else "cpu",
-            pinned=torch.device(self.device).type == "cuda" and not on_gpu,
+            pinned=torch.device(self.device).type != "cpu" and torch.cuda.is_available() and not on_gpu,
         )
 
     # ---- training ----

@@ -269,7 +269,7 @@ class ImageStore:
         copies = [part.to(device, non_blocking=True) for part in held]
         if self._locked and not self.complete:
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
+            event.record(torch.cuda.current_stream(device if device.type == "cuda" else None))
             self._leaving[self._starts[index]] = event
         return copies
 

@@ -46,7 +46,8 @@ class Pictures:
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self._model, self._strategy, self._world = model, strategy, strategy.world
-        self._forward = Forward(strategy) if Forward.serves(strategy) else None
+        whole_device = self._world.device.type == "multigpu"  # its members split the differentiable operators
+        self._forward = Forward(strategy) if Forward.serves(strategy) and not whole_device else None
         self._passes: dict[tuple[int, int], int] = {}
 
     @property
