@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ReceivedRows, collect, pack, unpack
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ReceivedRows, SplatColumns, collect, pack, unpack
 from cuda_ext.ops.exchange.row_wire import (
     collect_wire,
     gradient_words,
@@ -26,8 +26,6 @@ from cuda_ext.ops.exchange.row_wire import (
 from ns_multigpu.core.kernels import Received, Rows
 from ns_multigpu.core.row_wire import LOCAL, RowWire, WireSegments
 
-Part = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Rows as those of 3D Gaussians: what `pack` and `pack_wire` take first."""
 Span = tuple[str, int, int]
 """A column's name, and the first and the end of some of its numbers."""
 _SLOTS = {"means2d": 2, "conics": 3, "opacities": 1, "features": 3, "depths": 1}
@@ -88,7 +86,7 @@ class RecordParts:
         self._returned = _spans(order, [end - start for start, end in self._runs])
         self.absolute = any(piece.space == self.parts for piece in self._returned)
 
-    def split(self, rows: Rows) -> list[Part]:
+    def split(self, rows: Rows) -> list[SplatColumns]:
         """The parts of rows."""
         slots: list[Tensor] = []
         for space, width in enumerate(self._slots):
@@ -100,10 +98,9 @@ class RecordParts:
             whole = len(parts) == 1 and parts[0].shape[1] == parts[0].stride(0)
             slot = parts[0] if whole else torch.cat(parts, dim=1)
             slots.append(slot[:, 0] if width == 1 else slot)
-        found: list[Part] = []
+        found: list[SplatColumns] = []
         for k in range(0, len(slots), len(_SLOTS)):
-            means2d, conics, opacities, features, depths = slots[k : k + len(_SLOTS)]
-            found.append((rows.view_ids, means2d, conics, opacities, features, depths, rows.radii))
+            found.append(SplatColumns._make((rows.view_ids, *slots[k : k + len(_SLOTS)], rows.radii)))
         return found
 
     def join(self, parts: Sequence[ReceivedRows]) -> Received:
@@ -141,7 +138,7 @@ class RecordParts:
         """See `Kernels.pack`."""
         for k, part in enumerate(self.split(rows)):
             lines = self._lines(place, capacity, k)
-            pack(*part, lines, segments, self.parts * capacity, first, end)
+            pack(part, lines, segments, self.parts * capacity, first, end)
 
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:
         """See `Kernels.unpack`."""
@@ -205,7 +202,7 @@ class PartsWire(RowWire):
         for k, part in enumerate(self.layout.split(rows)):
             there = _behind(to, k * self._words)
             pack_wire(
-                *part, place, wire, there.starts, there.capacities, there.rank,
+                part, place, wire, there.starts, there.capacities, there.rank,
                 half=False, slots=self.slots, first=first, end=end,
             )  # fmt: skip
 

@@ -28,6 +28,18 @@ MOST_RANKS = 32
 """Ranks that rows can go to: a bit each in the kernels."""
 
 
+class SplatColumns(NamedTuple):
+    """Columns of rows that are exchanged: see `SplatRows`."""
+
+    view_ids: Tensor
+    means2d: Tensor
+    conics: Tensor
+    opacities: Tensor
+    features: Tensor
+    depths: Tensor
+    radii: Tensor
+
+
 class ReceivedRows(NamedTuple):
     """Rows from S sources, a segment of `capacity` lines after the other: M = S * capacity lines.
 
@@ -111,28 +123,14 @@ def route_lines(
 
 
 @torch.no_grad()
-def pack(
-    view_ids: Tensor,
-    means2d: Tensor,
-    conics: Tensor,
-    opacities: Tensor,
-    features: Tensor,
-    depths: Tensor,
-    radii: Tensor,
-    place: Tensor,
-    destinations: Tensor,
-    capacity: int,
-    first: int = 0,
-    end: int | None = None,
-) -> None:
+def pack(rows: Any, place: Tensor, destinations: Tensor, capacity: int, first: int = 0, end: int | None = None) -> None:
     """Write each row's record to line `place[r, row]` of the segment at `destinations[r]`, for each rank r.
 
     Rows whose place is -1, or not below the capacity, are omitted; the counts of `route_lines` include them.
     Nothing else in a segment is written. On CUDA in whole records of 64 bytes, those of a rank one after the other.
 
     Args:
-        view_ids: [M] int32. means2d: [M, 2]. conics: [M, 3]. opacities: [M]. features: [M, 3]. depths: [M].
-        radii: [M, 2] int32. All as in `SplatRows`.
+        rows: `SplatColumns`, or what else has them.
         place: [ranks, M] int32, from `route_lines`; no two rows of a rank with one place.
         destinations: [ranks] int64, addresses of segments of `capacity` records, multiples of 16.
         capacity: records that a segment holds.
@@ -143,17 +141,16 @@ def pack(
         RuntimeError: on CUDA without our kernels: nothing else writes to an address there.
         NativeBuildError: the operators cannot be compiled.
     """
-    rows, ranks = means2d.shape[0], place.shape[0]
-    check_row_columns(view_ids, means2d, conics, opacities, features, depths, radii)
-    check_tensors(torch.int32, means2d.device, place=(place, (ranks, rows)))
-    check_tensors(torch.int64, means2d.device, destinations=(destinations, (ranks,)))
+    columns, ranks = columns_of(rows), place.shape[0]
+    count, device = len(columns.means2d), columns.means2d.device
+    check_tensors(torch.int32, device, place=(place, (ranks, count)))
+    check_tensors(torch.int64, device, destinations=(destinations, (ranks,)))
     _check_ranks(ranks)
     _check_capacity(capacity)
-    op: Any = torch.ops.ns_multigpu.pack if _kernels_serve_addresses(means2d) else composed.pack
-    floats = [t.detach() for t in (means2d, conics, opacities, features, depths)]
-    end = rows if end is None else end
-    check_lines(first, end, rows)
-    op(view_ids, *floats, radii, place, destinations, capacity, first, end)
+    op: Any = torch.ops.ns_multigpu.pack if _kernels_serve_addresses(columns.means2d) else composed.pack
+    end = count if end is None else end
+    check_lines(first, end, count)
+    op(*columns, place, destinations, capacity, first, end)
 
 
 @torch.no_grad()
@@ -257,17 +254,22 @@ def _kernels_serve_addresses(tensor: Tensor) -> bool:
     return False
 
 
-def check_row_columns(
-    view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
-    radii: Tensor,
-) -> None:  # fmt: skip
-    """Raise unless these are columns of rows in float32, one row for each of `means2d`."""
-    rows = means2d.shape[0]
+def columns_of(rows: Any) -> SplatColumns:
+    """Return the columns of rows, detached.
+
+    Raises:
+        TypeError, ValueError: they are not float32, or not one for each of `means2d`.
+    """
+    columns = SplatColumns(*(getattr(rows, name).detach() for name in SplatColumns._fields))
+    count = len(columns.means2d)
     _check_floats(
-        means2d, means2d=(means2d, (-1, 2)), conics=(conics, (rows, 3)), opacities=(opacities, (rows,)),
-        features=(features, (rows, 3)), depths=(depths, (rows,)),
+        columns.means2d, means2d=(columns.means2d, (-1, 2)), conics=(columns.conics, (count, 3)),
+        opacities=(columns.opacities, (count,)), features=(columns.features, (count, 3)),
+        depths=(columns.depths, (count,)),
     )  # fmt: skip
-    check_tensors(torch.int32, means2d.device, view_ids=(view_ids, (rows,)), radii=(radii, (rows, 2)))
+    integers = {"view_ids": (columns.view_ids, (count,)), "radii": (columns.radii, (count, 2))}
+    check_tensors(torch.int32, columns.means2d.device, **integers)
+    return columns
 
 
 def _check_floats(like: Tensor, **tensors: tuple[Tensor, Sequence[int]]) -> None:

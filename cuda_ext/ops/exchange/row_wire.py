@@ -32,7 +32,7 @@ from torch import Tensor
 from cuda_ext.dispatch.library import fake, serve_cpu
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_tensors
-from cuda_ext.ops.exchange.row_exchange import ReceivedRows, check_lines, check_row_columns
+from cuda_ext.ops.exchange.row_exchange import ReceivedRows, check_lines, columns_of
 from cuda_ext.reference import row_wire as composed
 from cuda_ext.reference.row_exchange import RECORD_FLOATS
 from cuda_ext.reference.row_wire import gradient_words, row_words
@@ -61,13 +61,7 @@ __all__ = [
 
 @torch.no_grad()
 def pack_wire(
-    view_ids: Tensor,
-    means2d: Tensor,
-    conics: Tensor,
-    opacities: Tensor,
-    features: Tensor,
-    depths: Tensor,
-    radii: Tensor,
+    rows: Any,
     place: Tensor,
     wire: Tensor,
     starts: Sequence[int],
@@ -84,8 +78,7 @@ def pack_wire(
     Rows whose place is -1, or not below the capacity, are omitted; the counts of `route_lines` include them.
 
     Args:
-        view_ids: [M] int32, 0 to `MOST_VIEWS` - 1. means2d: [M, 2]. conics: [M, 3]. opacities: [M]. features: [M, 3].
-        depths: [M]. radii: [M, 2] int32. All as in `SplatRows`.
+        rows: `SplatColumns`, or what else has them, of views 0 to `MOST_VIEWS` - 1.
         place: [ranks, M] int32, from `route_lines`.
         wire: [W] int32, written.
         starts: [ranks] the first word of each segment, or `LOCAL`. capacities: [ranks] rows of each.
@@ -97,16 +90,15 @@ def pack_wire(
         TypeError, ValueError: types, shapes, lines or segments are wrong.
         NativeBuildError: the operators cannot be compiled.
     """
-    rows, ranks = means2d.shape[0], place.shape[0]
-    end = rows if end is None else end
-    check_row_columns(view_ids, means2d, conics, opacities, features, depths, radii)
-    check_tensors(torch.int32, means2d.device, place=(place, (ranks, rows)), wire=(wire, (-1,)))
-    check_lines(first, end, rows)
+    columns, ranks = columns_of(rows), place.shape[0]
+    count = len(columns.means2d)
+    end = count if end is None else end
+    check_tensors(torch.int32, columns.means2d.device, place=(place, (ranks, count)), wire=(wire, (-1,)))
+    check_lines(first, end, count)
     words = [row_words(half=half and other != rank, slots=slots) for other in range(ranks)]
     _check_segments(wire, starts, capacities, rank, ranks, words)
-    op: Any = torch.ops.ns_multigpu.pack_wire if kernels_serve(means2d) else composed.pack_wire
-    floats = [t.detach() for t in (means2d, conics, opacities, features, depths)]
-    op(view_ids, *floats, radii, place, wire, list(starts), list(capacities), rank, half, slots, first, end)
+    op: Any = torch.ops.ns_multigpu.pack_wire if kernels_serve(columns.means2d) else composed.pack_wire
+    op(*columns, place, wire, list(starts), list(capacities), rank, half, slots, first, end)
 
 
 @torch.no_grad()
@@ -148,27 +140,13 @@ def unpack_wire(
 
 
 @torch.no_grad()
-def keep_rows(
-    view_ids: Tensor,
-    means2d: Tensor,
-    conics: Tensor,
-    opacities: Tensor,
-    features: Tensor,
-    depths: Tensor,
-    radii: Tensor,
-    place: Tensor,
-    arrived: ReceivedRows,
-    start: int,
-    capacity: int,
-    *,
-    slots: bool,
-) -> None:
+def keep_rows(rows: Any, place: Tensor, arrived: ReceivedRows, start: int, capacity: int, *, slots: bool) -> None:
     """Put rows that do not leave among those that arrived: row k to line `start + place[k]`.
 
     Rows whose place is -1, or not below the capacity, are left out, as `pack_wire` does.
 
     Args:
-        view_ids, means2d, conics, opacities, features, depths, radii, slots: see `pack_wire`.
+        rows, slots: see `pack_wire`.
         place: [M] int32, from `route_lines`: of this rank's own segment.
         arrived: what `unpack_wire` returned, where this segment's start was `LOCAL`; written. `owners` are right.
         start, capacity: the segment's first line there, and how many it has.
@@ -177,22 +155,15 @@ def keep_rows(
         TypeError, ValueError: types or shapes are wrong, or the segment leaves the lines.
         NativeBuildError: the operators cannot be compiled.
     """
-    rows, lines = means2d.shape[0], arrived.means2d.shape[0]
-    floats = [t.detach() for t in (means2d, conics, opacities, features, depths)]
-    for prefix, count, columns, integers in (
-        ("", rows, floats, {"view_ids": view_ids, "radii": radii, "place": place}),
-        ("arrived.", lines, arrived[1:6], {name: getattr(arrived, name) for name in ("view_ids", "radii", "slots")}),
-    ):
-        names = zip(("means2d", "conics", "opacities", "features", "depths"), (2, 3, 0, 3, 0), columns, strict=True)
-        shaped = {prefix + name: (column, (count, width) if width else (count,)) for name, width, column in names}
-        check_tensors(torch.float32, means2d.device, **shaped)
-        narrow = {prefix + k: (v, (count, 2) if k == "radii" else (count,)) for k, v in integers.items()}
-        check_tensors(torch.int32, means2d.device, **narrow)
+    columns, lines = columns_of(rows), len(arrived.means2d)
+    columns_of(arrived)
+    device = columns.means2d.device
+    check_tensors(torch.int32, device, place=(place, (len(columns.means2d),)), slots=(arrived.slots, (lines,)))
     if not 0 <= start <= start + capacity <= lines:
         raise ValueError(f"lines {start} to {start + capacity} are to be kept, of {lines} that arrived.")
-    op: Any = torch.ops.ns_multigpu.keep_rows if kernels_serve(means2d) else composed.keep_rows
+    op: Any = torch.ops.ns_multigpu.keep_rows if kernels_serve(columns.means2d) else composed.keep_rows
     written = [column for name, column in arrived._asdict().items() if name != "owners"]
-    op(view_ids, *floats, radii, place, *written, start, capacity, slots)
+    op(*columns, place, *written, start, capacity, slots)
 
 
 @torch.no_grad()

@@ -31,9 +31,7 @@ class GaussianRowKernels(Kernels):
         return ReceivedRows(rows.view_ids, *geometry, rows.features, rows.depths, rows.radii, owners, slots)
 
     def pack(self, rows: SplatRows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        geometry = (rows.means2d, rows.conics, rows.opacities)
-        parts = (rows.view_ids, *geometry, rows.features, rows.depths, rows.radii)
-        pack(*parts, place, segments, capacity, first, end)
+        pack(rows, place, segments, capacity, first, end)
 
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> ReceivedRows:
         return unpack(records, counts, views)

@@ -40,20 +40,15 @@ class GaussianRowWire(RowWire):
         return gradient_words(half=self.half, absgrad=self.absgrad, depth=self.depth)
 
     def pack(self, rows: SplatRows, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
-        pack_wire(
-            rows.view_ids, rows.means2d, rows.conics, rows.opacities, rows.features, rows.depths, rows.radii, place,
-            wire, to.starts, to.capacities, to.rank, half=self.half, slots=self.slots, first=first, end=end,
-        )  # fmt: skip
+        where = (place, wire, to.starts, to.capacities, to.rank)
+        pack_wire(rows, *where, half=self.half, slots=self.slots, first=first, end=end)
 
     def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> ReceivedRows:
         where = (wire, come.starts, come.capacities, counts, come.rank, views)
         return unpack_wire(*where, half=self.half, slots=self.slots)
 
     def keep(self, rows: SplatRows, place: Tensor, arrived: ReceivedRows, come: WireSegments, source: int) -> None:
-        keep_rows(
-            rows.view_ids, rows.means2d, rows.conics, rows.opacities, rows.features, rows.depths, rows.radii, place,
-            arrived, come.line(source), come.capacities[source], slots=self.slots,
-        )  # fmt: skip
+        keep_rows(rows, place, arrived, come.line(source), come.capacities[source], slots=self.slots)
 
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         where = (records, counts, wire, to.starts, to.capacities, to.rank)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cuda_ext import collect, pack, unpack
+from cuda_ext.ops.exchange.row_exchange import SplatColumns
 from ns_multigpu.core.dist import peer_memory
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.peer_memory import PeerBuffer, TransportChoice, choose_transport
@@ -125,7 +126,7 @@ def check_rows_pass(world: World) -> None:
     mine = {name: column.to(device) for name, column in sent[world.rank].items()}
     place, _ = route(mine["view_ids"], count.to(device), mine["means2d"], mine["radii"], patches, ranks)
     addresses = torch.tensor(buffer.addresses, device=device)
-    pack(**mine, place=place, destinations=addresses + world.rank * segment, capacity=capacity)
+    pack(SplatColumns(**mine), place, addresses + world.rank * segment, capacity)
     buffer.barrier()
     routes = [route(one["view_ids"], count, one["means2d"], one["radii"], patches, ranks) for one in sent]
     counts = torch.stack([counts[world.rank] for _, counts in routes])

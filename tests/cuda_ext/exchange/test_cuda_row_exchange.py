@@ -62,8 +62,8 @@ def test_every_operator_is_the_twins(real: int, padding: int, views: int, ranks:
     assert real < 1000 or int(counts.max()) > capacity // 20
 
     segments = [[torch.full((1, capacity + 1, 16), 7.0, device=d) for _ in range(ranks)] for d in ("cpu", "cuda")]
-    pack(*rows.packed(), place, addresses(segments[0], 0), capacity)
-    pack(*on_gpu.packed(), place.cuda(), addresses(segments[1], 0), capacity)
+    pack(rows, place, addresses(segments[0], 0), capacity)
+    pack(on_gpu, place.cuda(), addresses(segments[1], 0), capacity)
     for one, other in zip(*segments, strict=True):
         assert_same_bits(other, one)
 
@@ -117,11 +117,11 @@ def test_nothing_to_send() -> None:
     place, counts = none.route(patches_of(3, 2), 3)
     assert place.shape == (3, 0) and counts.tolist() == [0, 0, 0]
     nowhere = torch.zeros(3, dtype=torch.int64, device="cuda")
-    pack(*none.packed(), place, nowhere, 5)
+    pack(none, place, nowhere, 5)
     assert collect(place, none.count, nowhere, 5).shape == (0, 16)
     some = make_rows(100, 0).to("cuda")
     place, counts = some.route(patches_of(3, 2), 3)
-    pack(*some.packed(), place, nowhere, 0)
+    pack(some, place, nowhere, 0)
     assert not bool(collect(place, some.count, nowhere, 0).any())
     assert unpack(torch.zeros(3, 0, 16, device="cuda"), counts, 2).means2d.shape == (0, 2)
     torch.cuda.synchronize()
@@ -149,7 +149,7 @@ def test_a_cuda_graph_holds_it() -> None:
         places = []
         for source, one in enumerate(rows):
             place, counts = one.route(patches, 2)
-            pack(*one.packed(), place, where[source], 3000)
+            pack(one, place, where[source], 3000)
             places.append((place, counts))
         arrived = unpack(memory[1], torch.stack([counts[1] for _, counts in places]), 2)
         return [*arrived, collect(places[1][0], rows[1].count, where[1], 3000)]
@@ -189,11 +189,11 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="radii"):
         replace(rows, radii=rows.radii.cpu()).route([], 1)
     with pytest.raises(TypeError, match="destinations"):
-        pack(*rows.packed(), place, torch.zeros(1, dtype=torch.int64), 5)
+        pack(rows, place, torch.zeros(1, dtype=torch.int64), 5)
     with pytest.raises(ValueError, match="patch"):
         rows.route([5, 0, 0, 0, 5, 5], 1)
     with cuda_ext.use_reference(), pytest.raises(RuntimeError, match="addresses"):
-        pack(*rows.packed(), place, torch.zeros(1, dtype=torch.int64, device="cuda"), 5)
+        pack(rows, place, torch.zeros(1, dtype=torch.int64, device="cuda"), 5)
 
 
 def test_the_reference_routes_and_unpacks_on_the_gpu_too() -> None:

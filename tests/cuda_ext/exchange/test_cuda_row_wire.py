@@ -57,7 +57,7 @@ def test_rows_there(real: int, padding: int, ranks: int, capacity: int, half: bo
     for wire, one in zip(wires, (rows, rows.to("cuda")), strict=True):
         where = (place.to(wire.device), wire, layout.starts, capacities, ranks - 1)
         for first, end in ((0, len(rows) // 3), (len(rows) // 3, len(rows))):
-            pack_wire(*one.packed(), *where, half=half, slots=slots, first=first, end=end)
+            pack_wire(one, *where, half=half, slots=slots, first=first, end=end)
     assert_same_bits(wires[1], wires[0])
     columns = [
         unpack_wire(wire, layout.starts, capacities, counts.to(wire.device), ranks - 1, 2, half=half, slots=slots)
@@ -110,9 +110,9 @@ def test_a_cuda_graph_holds_it() -> None:
     def step() -> list[torch.Tensor]:
         place, counts = rows.route(patches, 2)
         stays = ([LOCAL, layout.starts[1]], layout.capacities)
-        pack_wire(*rows.packed(), place, wire, *stays, 0, half=True, slots=False)
+        pack_wire(rows, place, wire, *stays, 0, half=True, slots=False)
         arrived = unpack_wire(wire, *stays, counts, 0, 2, half=True, slots=False)
-        keep_rows(*rows.packed(), place[0], arrived, 0, 900, slots=False)
+        keep_rows(rows, place[0], arrived, 0, 900, slots=False)
         pack_gradients(grads, counts, wire, *where, 0, half=True, absgrad=True)
         sums = collect_wire(place, rows.count, wire, *where, grads[:900], 0, half=True, absgrad=True)
         return [*arrived, sums]
@@ -134,4 +134,4 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="in place"):
         op(*rows.packed(), place, wire.repeat(2)[::2], [0], [12], 0, False, False, 0, 12)
     with pytest.raises(TypeError, match="wire"):
-        pack_wire(*rows.packed(), place, wire.cpu(), [0], [12], 0, half=False, slots=False)
+        pack_wire(rows, place, wire.cpu(), [0], [12], 0, half=False, slots=False)

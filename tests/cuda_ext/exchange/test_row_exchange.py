@@ -94,7 +94,7 @@ def exchange(rows: list[Rows], patches: list[int], capacity: int, views: int = 2
     segments = [torch.full((ranks, capacity, 16), 7.0, device=device) for _ in range(ranks)]
     routed = [one.route(patches, ranks) for one in rows]
     for source, (one, (place, _)) in enumerate(zip(rows, routed, strict=True)):
-        pack(*one.packed(), place, addresses(segments, source), capacity)
+        pack(one, place, addresses(segments, source), capacity)
     counts = torch.stack([counts for _, counts in routed])
     arrived = [unpack(segments[rank], counts[:, rank], views) for rank in range(ranks)]
     return Exchange(rows, [place for place, _ in routed], counts, arrived, capacity)
@@ -191,7 +191,7 @@ def test_pack_writes_only_its_own_lines() -> None:
     rows = make_rows(160, 5, views=1)
     place, counts = rows.route([0, 0, 0, 0, 30, 70], 1)
     memory = torch.full((200, 16), 3.0)
-    pack(*rows.packed(), place, torch.tensor([memory[50].data_ptr()]), 20)
+    pack(rows, place, torch.tensor([memory[50].data_ptr()]), 20)
     assert int(counts) > 20
     untouched = torch.ones(200, dtype=torch.bool)
     untouched[50:70] = False
@@ -223,10 +223,10 @@ def test_nothing_to_send() -> None:
     done = exchange([none, make_rows(0, 8), make_rows(30, 0)], numbers(bands(3, 2), 2), 40)
     check_arrived(done, 2)
     nowhere = torch.zeros(3, dtype=torch.int64)
-    pack(*none.packed(), place, nowhere, 5)
+    pack(none, place, nowhere, 5)
     assert collect(place, none.count, nowhere, 5).shape == (0, 16)
     some, _ = make_rows(30, 0).route(numbers(bands(3, 2), 2), 3)
-    pack(*make_rows(30, 0).packed(), some, nowhere, 0)
+    pack(make_rows(30, 0), some, nowhere, 0)
     assert not bool(collect(some, torch.tensor([30]), nowhere, 0).any())
     assert unpack(torch.zeros(3, 0, 16), counts, 2).means2d.shape == (0, 2)
 

@@ -41,10 +41,10 @@ def test_routed_and_packed_in_parts(device: str, ranks: int, real: int, padding:
     assert real < 900 or int(counts.sum()) > real // 3
     capacity = max(1, real // 3)
     whole, parts = ([torch.full((1, capacity, 16), 7.0, device=device) for _ in range(ranks)] for _ in range(2))
-    pack(*rows.packed(), place, addresses(whole, 0), capacity)
+    pack(rows, place, addresses(whole, 0), capacity)
     for first, end in pairwise([0, *stops, len(rows)]):
         before = [segment.clone() for segment in parts]
-        pack(*rows.packed(), place, addresses(parts, 0), capacity, first, end)
+        pack(rows, place, addresses(parts, 0), capacity, first, end)
         there = (place[:, first:end] >= 0) & (place[:, first:end] < capacity)
         for was, now, lines in zip(before, parts, there, strict=True):
             assert int((bits(was) != bits(now)).any(-1).sum()) == int(lines.sum())

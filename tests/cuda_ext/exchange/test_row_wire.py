@@ -78,7 +78,7 @@ def send(rows: list[Rows], patches: list[int], pairs: list[list[int]], half: boo
     wires = [torch.full((layout.words,), 7, dtype=torch.int32, device=device) for layout in incoming]
     for rank, (one, (place, _)) in enumerate(zip(rows, routed, strict=True)):
         where = (place, out[rank], outgoing[rank].starts, outgoing[rank].capacities, rank)
-        pack_wire(*one.packed(), *where, half=half, slots=slots)
+        pack_wire(one, *where, half=half, slots=slots)
     for source in range(ranks):
         for rank in range(ranks):
             words = row_words(half=half and source != rank, slots=slots)
@@ -161,7 +161,7 @@ def through(rows: Rows) -> ReceivedRows:
     """Each row as another rank has it, rounded."""
     place = torch.stack([torch.full((len(rows),), -1), torch.arange(len(rows))]).int()
     wire = torch.zeros(9 * len(rows), dtype=torch.int32)
-    pack_wire(*rows.packed(), place, wire, [0, 0], [0, len(rows)], 0, half=True, slots=False)
+    pack_wire(rows, place, wire, [0, 0], [0, len(rows)], 0, half=True, slots=False)
     counts = torch.tensor([len(rows), 0])
     return unpack_wire(wire, [0, 0], [len(rows), 0], counts, 1, MOST_VIEWS, half=True, slots=False)
 
@@ -290,7 +290,7 @@ def come_from_many(device: str) -> None:
     for rank in range(ranks):  # of each the rank's own three lines
         place = torch.full((1, len(rows)), -1, dtype=torch.int32, device=device)
         place[0, each * rank : each * (rank + 1)] = torch.arange(each, dtype=torch.int32, device=device)
-        pack_wire(*rows.packed(), place, wire, starts[rank : rank + 1], [each], 0, half=False, slots=False)
+        pack_wire(rows, place, wire, starts[rank : rank + 1], [each], 0, half=False, slots=False)
     counts = torch.full((ranks,), each, device=device)
     counts[7] = 2
     got = unpack_wire(wire, starts, capacities, counts, 5, 2, half=False, slots=False)
