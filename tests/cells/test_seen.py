@@ -9,7 +9,7 @@ import torch
 
 from ns_multigpu.cells.seen import MARGIN, NEAR, camera_position, tiles_seen
 from ns_multigpu.core.types import TILE, View
-from tests.strategies.scene import look_at
+from tests.strategies.scene import look_at, through_lenses
 
 SIZE = 200, 140
 
@@ -69,3 +69,10 @@ def test_camera_position_from_pose() -> None:
     view = view_from([0.5, -2.0, 3.0], [0, 0, 0])
     assert camera_position(view) == pytest.approx((0.5, -2.0, 3.0))
     assert camera_position(replace(view, viewmat=view.viewmat.float().requires_grad_())) == pytest.approx((0.5, -2, 3))
+
+
+def test_a_view_with_a_lens_is_refused() -> None:
+    """A rectangle of a pinhole camera would leave out what its lens shows."""
+    (view,) = through_lenses([View(look_at([3.0, 0, 1], [0.0, 0, 0]), torch.eye(3), 64, 48)])
+    with pytest.raises(ValueError, match="pinhole cameras only"):
+        tiles_seen(np.zeros((1, 2, 3)), view)

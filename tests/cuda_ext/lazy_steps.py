@@ -21,9 +21,11 @@ def step_scalars(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(lines, dtype=dtype)
 
 
-def fresh_model(points: int, views: int = 2, dtype: torch.dtype = torch.float64, rest: int = 15) -> Model:
+def fresh_model(
+    points: int, views: int = 2, dtype: torch.dtype = torch.float64, rest: int = 15, lenses: bool = False
+) -> Model:
     """Return a scene wider than the images, at whose Adam nothing has happened yet."""
-    model = make_model(points, views, seed=3, rest=rest, spread=1.2).to("cpu", dtype)
+    model = make_model(points, views, seed=3, rest=rest, spread=1.2, lenses=lenses).to("cpu", dtype)
     for moments in (model.exp_avgs, model.exp_avg_sqs):
         for moment in moments:
             moment.zero_()

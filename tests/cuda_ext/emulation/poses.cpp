@@ -9,7 +9,7 @@ using namespace nsmg;
 extern "C" {
 
 struct Arguments {
-  int32_t points, rest_floats, rows, views, degree, compact;
+  int32_t points, rest_floats, rows, views, intrinsics_rows, degree, compact;
   float* values[kUpdateTensors];
   void *moments1[kUpdateTensors], *moments2[kUpdateTensors];
   const float *viewmats, *Ks, *features, *records;
@@ -41,7 +41,7 @@ void pose_gradients(const Arguments* a) {
   launch.settings = {a->degree, 0.3f, true, false, 0.0f, 0.0f};
   launch.starts = a->starts;
   launch.lazy = {a->last, a->table, nullptr};
-  launch.views = {a->viewmats, a->Ks, a->views, 0.01f, 1e10f, {}};
+  launch.views = {a->viewmats, a->Ks, a->intrinsics_rows, a->views, 0.01f, 1e10f, {}};
   for (int i = 0; i < 2 * a->views; ++i) launch.views.size[i] = a->sizes[i];
   std::vector<float> poses(a->views * kPose * kPoseBlocks);
   launch.poses = poses.data();

@@ -20,7 +20,8 @@ class _Arguments(ctypes.Structure):
     """`Arguments` of `poses.cpp`."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("points", "rest_floats", "rows", "views", "degree", "compact")),
+        *((name, ctypes.c_int32) for name in ("points", "rest_floats", "rows", "views", "intrinsics_rows")),
+        *((name, ctypes.c_int32) for name in ("degree", "compact")),
         *((name, ctypes.c_void_p * 6) for name in ("values", "moments1", "moments2")),
         *((name, ctypes.c_void_p) for name in ("viewmats", "Ks", "features", "records", "sizes", "point_ids", "radii")),
         *((name, ctypes.c_void_p) for name in ("starts", "last", "table", "v_viewmats")),
@@ -69,7 +70,7 @@ def by_kernel(library: ctypes.CDLL, run: StepRun, rows: SplatRows, records: Tens
         ctypes.byref(
             _Arguments(
                 points=points, rest_floats=3 * model.params[5].shape[1], rows=len(rows.point_ids), views=views,
-                degree=run.degree, compact=model.exp_avgs[0].dtype == torch.bfloat16,
+                intrinsics_rows=model.Ks.shape[1], degree=run.degree, compact=model.exp_avgs[0].dtype == torch.bfloat16,
                 **{name: (ctypes.c_void_p * 6)(*(x.data_ptr() for x in given)) for name, given in lists.items()},
                 **{name: tensor.data_ptr() for name, tensor in kept.items()},
             )
@@ -79,10 +80,13 @@ def by_kernel(library: ctypes.CDLL, run: StepRun, rows: SplatRows, records: Tens
 
 
 @pytest.mark.parametrize(
-    ("degree", "rest", "lazy", "compact"), [(3, 15, False, False), (3, 15, True, False), (1, 8, True, True)]
+    ("degree", "rest", "lazy", "compact", "lenses"),
+    [(3, 15, False, False, False), (3, 15, True, False, False), (1, 8, True, True, False), (3, 15, False, False, True)],
 )
-def test_gradients_are_autograds(library: ctypes.CDLL, degree: int, rest: int, lazy: bool, compact: bool) -> None:
-    model = fresh_model(600, rest=rest)
+def test_gradients_are_autograds(
+    library: ctypes.CDLL, degree: int, rest: int, lazy: bool, compact: bool, lenses: bool
+) -> None:
+    model = fresh_model(600, rest=rest, lenses=lenses)
     if compact:
         model = in_float(model, torch.bfloat16)
     run = StepRun(model, lazy, degree, antialiased=True, speed=5.0)
