@@ -231,6 +231,13 @@ def test_nothing_to_send() -> None:
     assert unpack(torch.zeros(3, 0, 16), counts, 2).means2d.shape == (0, 2)
 
 
+def test_columns_of_unequal_lengths_are_named() -> None:
+    rows = make_rows(4, 0)
+    place, nowhere = torch.zeros(1, 4).int(), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"depths must have the shape \[4\]"):
+        pack(replace(rows, depths=rows.depths[:3]), place, nowhere, 0)
+
+
 def test_opcheck() -> None:
     rows, patches = make_rows(20, 4), numbers(bands(2, 2), 2)
     place, counts = rows.route(patches, 2)
