@@ -48,10 +48,11 @@ def rays(size: tuple[int, int], focal: float, coefficients: Floats, *, fisheye: 
     else:
         ends = (cv2.TERM_CRITERIA_COUNT | cv2.TERM_CRITERIA_EPS, 100, 1e-12)
         found = cv2.undistortPointsIter(grid, np.eye(3), coefficients, np.eye(3), np.eye(3), ends)
-    return np.asarray(found).reshape(SAMPLES * height, SAMPLES * width, 2)
+    return np.asarray(found, np.float64).reshape(SAMPLES * height, SAMPLES * width, 2)
 
 
 def main() -> None:
+    """Write the capture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capture", type=Path, required=True, help="folder with images and sparse/0")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
@@ -78,7 +79,8 @@ def main() -> None:
     (folder / "cameras.bin").write_bytes(struct.pack("<QiiQQ8d", 1, 1, number, *size, *lens))
     where = (places - 0.5).astype(np.float32)  # OpenCV counts from a pixel's centre
     for path in sorted((given.capture / "images").iterdir()):
-        samples = cv2.remap(cv2.imread(str(path)), where, None, cv2.INTER_LINEAR)
+        photograph = np.asarray(cv2.imread(str(path)))
+        samples = cv2.remap(photograph, where[..., 0], where[..., 1], cv2.INTER_LINEAR)
         image = cv2.resize(samples, size, interpolation=cv2.INTER_AREA)
         cv2.imwrite(str(given.output / "images" / path.name), image, [cv2.IMWRITE_JPEG_QUALITY, 98])
     print(f"{given.output}: {size[0]}x{size[1]} pixels, focal length {focal:.1f}")

@@ -142,11 +142,13 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     @cached_property
     def train_reader(self) -> ImageReader:
         """Create the reader of training images; the cameras are those of its images afterwards. Every rank calls it."""
+        _ = self.train_headers  # they are compared with the cameras of the files, which the reader replaces
         return self._reader(self.train_dataset)
 
     @cached_property
     def eval_reader(self) -> ImageReader:
         """Create the reader of held-out images, as `train_reader`."""
+        _ = self.eval_headers
         return self._reader(self.eval_dataset)
 
     @cached_property

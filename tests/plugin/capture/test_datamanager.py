@@ -109,6 +109,14 @@ def test_a_fisheye_without_parameters_is_undistorted(tmp_path: Path) -> None:
     assert float(data.train_dataset.cameras.fx[0]) != 20.0
 
 
+def test_undistorted_images_can_be_read_before_the_capture_is_checked(tmp_path: Path) -> None:
+    """As ns-eval reads them: the files have the sizes of their own cameras, not of the undistorted ones."""
+    data = manager(write_capture(tmp_path / "capture", k1=0.3), World.single())
+    image = data.eval_share.image(0, torch.device("cpu"))["image"]
+    camera = data.eval_dataset.cameras[0]
+    assert image.shape[:2] == (int(camera.height), int(camera.width)) != (HEIGHT, WIDTH)
+
+
 def test_a_render_on_demand_capture_is_never_rendered_as_a_whole() -> None:
     parser = CityDataParserConfig(blocks=1, views=4000, width=16, height=8, samples=1, points=50, cache_mb=0)
     config = DistributedDataManagerConfig(dataparser=parser, image_memory_gb=2e-5)  # type: ignore[arg-type]
