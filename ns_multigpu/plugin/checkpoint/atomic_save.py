@@ -24,7 +24,6 @@ from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_obje
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.storage import save_file, sync_folder, write_file
-from ns_multigpu.plugin.checkpoint.to_host import to_host
 from ns_multigpu.plugin.checkpoint.verify import (
     FORMAT,
     MANIFEST,
@@ -103,9 +102,7 @@ def save(
     def write_model() -> Stamp:
         if world.device.type == "cuda":  # set this thread's device, which starts as GPU 0
             torch.cuda.set_device(world.device)
-        content: dict[str, Any] = dict(pipeline())
-        if world.device.type == "multigpu":  # other processes, which do not know this device, must load the file
-            content = {name: to_host(one) if isinstance(one, Tensor) else one for name, one in content.items()}
+        content = dict(pipeline())
         if SHARDS in content:
             content[SHARDS] = {**content[SHARDS], "state": name}
         ours = {"format": FORMAT, "state": name, "method": values.get("method"), "images": values.get("images")}

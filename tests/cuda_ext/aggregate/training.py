@@ -62,11 +62,12 @@ def shown(trainer: DistributedTrainer) -> tuple[dict[str, float], torch.Tensor]:
     """Return metrics of held-out views and a picture for a viewer's thread, as nerfstudio's commands make them."""
     set_world(None)
     config: Any = trainer.config.pipeline
-    checkpoint = trainer.checkpoint_dir / f"step-{SAVED:09d}.ckpt"
+    checkpoint = trainer.checkpoint_dir / f"step-{STEPS - 1:09d}.ckpt"
     config.checkpoints = checkpoint.parent
     pipeline = config.setup(device=ONE, test_mode="test")
     state = torch.load(checkpoint, weights_only=True)["pipeline"]
-    pipeline.load_pipeline(state, SAVED)
+    assert all(value.is_cpu for value in state.values() if isinstance(value, torch.Tensor)), "for any process"
+    pipeline.load_pipeline(state, STEPS - 1)
     pipeline.eval()
     camera = pipeline.datamanager.eval_camera(0)
     with ThreadPoolExecutor(1) as viewer:
@@ -87,6 +88,7 @@ def test_the_model_of_single_and_its_checkpoints(
     expected = everything(alone)
     assert len(alone.pipeline.model.means) != 60, "densification has changed the points"
     assert together.pipeline.model.means.device.type == "multigpu" and min(aggregate.calls()) > 100
+    assert together.optimizers.optimizers["means"].defaults["fused"]
     assert different(together, expected) == []
     for device, other in ((ALL, alone), (ONE, together)):
         middle = other.checkpoint_dir / f"step-{SAVED:09d}.ckpt"
