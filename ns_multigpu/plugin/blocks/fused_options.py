@@ -102,7 +102,6 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     names = () if kernels is None else (*kernels.parameters, *view_parameters.groups(model))
     groups = [optimizers.optimizers.get(name) for name in names]
     legs = unsupported_reason(pipeline.strategy, pipeline.batch_size)
-    most = _MOST_VIEWS if pipeline.config.datamanager.undistort else _MOST_LENS_VIEWS
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
         (legs is not None, lambda: str(legs)),
         (
@@ -118,7 +117,11 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
             options.use_scale_regularization and options.primitive != FIRST,
             lambda: f"scales of {titled(options.primitive)} are regularised",
         ),
-        (pipeline.batch_size > most, lambda: f"there are more than {most} views a step"),
+        (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
+        (
+            _MOST_VIEWS >= pipeline.batch_size > _MOST_LENS_VIEWS and not pipeline.config.datamanager.undistort,
+            lambda: f"there are more than {_MOST_LENS_VIEWS} views with lenses a step",
+        ),
         (any(not isinstance(group, FusedAdam) for group in groups), lambda: "an optimizer is not Adam"),
         (not all(is_plain(group) for group in groups if group), lambda: "an optimizer has weight decay"),
         (any(optimizers.config[n]["optimizer"].max_norm is not None for n in names), lambda: "gradients are clipped"),
