@@ -10,5 +10,6 @@ from tests.lib.toy import ToyTrainer
 
 _pipeline = DistributedPipelineConfig(datamanager=DistributedDataManagerConfig(dataparser=CityDataParserConfig()))
 toy = MethodSpecification(
-    DistributedTrainerConfig(method_name="toy", _target=ToyTrainer, pipeline=_pipeline), description="A toy."
+    DistributedTrainerConfig(method_name="toy", _target=ToyTrainer, pipeline=_pipeline, recipe="splatfacto"),
+    description="A toy.",
 )
