@@ -3,7 +3,7 @@
 Adding a strategy or a primitive to its table below adds its test.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -114,6 +114,18 @@ def needle_terms(held: Points, needles: torch.Tensor | None = None, max_ratio: f
     return [needles[0] * (scales.amax(-1) / scales.amin(-1)).clamp(min=max_ratio).sum()]
 
 
+def _statistics(
+    drawn: Primitive, splats: Any, batch: Sequence[View], places: torch.Tensor, found: torch.Tensor
+) -> torch.Tensor:
+    """Add what densification counts to `found` [2, points]: gradients on the screen, and views that see a point."""
+    if splats.probe is not None:  # else nothing is counted
+        counted_by = {Surfels: surfel_radii, Convexes: convex_radii}.get(type(drawn), screen_radii)
+        info = densification_info(splats, batch, counted_by)
+        found[0].index_add_(0, places[info["ids"]], info["gradients"].float() * info["visible"])
+        found[1].index_add_(0, places[info["ids"]], info["visible"])
+    return found
+
+
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
@@ -187,12 +199,7 @@ def take_step(
     if not spread.placement.replicated:
         order = all_gather_rows(places, world)[0].argsort()
         gradients = {name: all_gather_rows(grad, world)[0][order] for name, grad in gradients.items()}
-    statistics = torch.zeros(2, points, device=world.device)
-    if rendering.splats.probe is not None:  # else nothing is counted
-        counted_by = {Surfels: surfel_radii, Convexes: convex_radii}.get(type(drawn), screen_radii)
-        info = densification_info(rendering.splats, batch, counted_by)
-        statistics[0].index_add_(0, places[info["ids"]], info["gradients"].float() * info["visible"])
-        statistics[1].index_add_(0, places[info["ids"]], info["visible"])
+    statistics = _statistics(drawn, rendering.splats, batch, places, torch.zeros(2, points, device=world.device))
     return {
         "loss": sum_all(loss.detach().reshape(1), world).cpu(),
         "images": images,
