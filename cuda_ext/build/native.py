@@ -131,7 +131,7 @@ class NativeLibrary:
     include: Path
 
     files: ClassVar[str] = "C++ files of the native operators"
-    duration: ClassVar[str] = "30 to 60 seconds on 2 cores"
+    duration: ClassVar[str] = "1 to 3 minutes on 2 cores"
     advice: ClassVar[str] = (
         "A complete GCC 9 or newer is needed (`apt install g++`), and the same torch that runs; another compiler "
         "is named by CXX. NS_MULTIGPU_OPS=reference goes on with the slow pure-torch operators."
