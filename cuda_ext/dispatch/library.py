@@ -14,11 +14,6 @@ NAMESPACE = "ns_multigpu"
 
 # Kept for the life of the process: the definitions go when this object goes.
 LIBRARY = Library(NAMESPACE, "DEF")
-_WITH_FAKES = (
-    "encode_grid_backward", "project_backward", "project_axes_backward", "condition_backward", "sh_colors_backward",
-    "series_backward", "splat_boxes",
-)  # fmt: skip
-"""Operators that would have their fake here, and have it in their modules."""
 
 
 def _define(text: str) -> None:
@@ -26,7 +21,7 @@ def _define(text: str) -> None:
     LIBRARY.define(text)
     schema = torch._C.parse_schema(f"{NAMESPACE}::{text}")
     places = {f"v_{argument.name}": k for k, argument in enumerate(schema.arguments)}
-    if text.partition("(")[0] in _WITH_FAKES or not all(returned.name in places for returned in schema.returns):
+    if not all(returned.name in places for returned in schema.returns):
         return
     wanted = [places[returned.name] for returned in schema.returns]
 

@@ -209,7 +209,7 @@ SCHEMAS: tuple[str, ...] = (
     "int[] sizes, int count) -> Tensor gradients",
     "encode_grid(Tensor positions, Tensor table, Tensor scalings, int log2_size) -> Tensor features",
     "encode_grid_backward(Tensor positions, Tensor table, Tensor scalings, int log2_size, Tensor v_features, "
-    "bool moves) -> (Tensor v_positions, Tensor v_table)",
+    "bool moves) -> (Tensor by_positions, Tensor v_table)",
     "live_boxes(Tensor before, int[] fragments, int slots, float least) -> Tensor boxes",
     # On the host alone: a batch is planned while the device works.
     "assign_patches(Tensor counts, Tensor totals, Tensor sent, Tensor? start, float alpha, float beta, float gamma, "

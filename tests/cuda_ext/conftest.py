@@ -6,17 +6,18 @@ import pytest
 import torch
 
 import cuda_ext
+from cuda_ext.dispatch.load import load_native
 from tests.cuda_ext.scenes import Scene, random_scene
 
 
 @pytest.fixture
 def native() -> None:
-    """The test needs the compiled operators: skipped, with the reason, only where there is no compiler."""
+    """Load the compiled operators; the test is skipped, with the reason, only where there is no compiler."""
     if cuda_ext.reference_forced():
         pytest.skip("NS_MULTIGPU_OPS=reference switches the native operators off")
     if problem := cuda_ext.compiler_problem():
         pytest.skip(problem)
-    cuda_ext.build_native()
+    assert load_native(), "there is a compiler"
 
 
 @pytest.fixture(params=["native", "reference"])

@@ -104,9 +104,4 @@ def _box_views_fake(boxes: Tensor, viewmats: Tensor, *_: Any) -> Tensor:
     return boxes.new_empty(len(viewmats), len(boxes), dtype=torch.bool)
 
 
-@fake("splat_boxes")
-def _splat_boxes_fake(*_: Any) -> None:
-    return None
-
-
 LIBRARY.impl("splat_boxes", splat_boxes_composed, "CPU")

@@ -146,23 +146,11 @@ def _condition_fake(means: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(means.new_empty(shape) for shape in ((rows, 3), (rows, 3, 3), (rows,)))
 
 
-@fake("condition_backward")
-def _condition_backward_fake(*inputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(inputs[0].new_empty(tensor.shape) for tensor in inputs[:6])
-
-
 @fake("project_axes")
 def _axes_fake(means: Tensor, *_: Any) -> tuple[Tensor, ...]:
     rows = means.shape[0]
     floats = tuple(means.new_empty(shape) for shape in ((rows, 2), (rows, 3), (rows,), (rows,)))
     return (*floats, means.new_empty((rows, 2), dtype=torch.int32))
-
-
-@fake("project_axes_backward")
-def _axes_backward_fake(
-    means: Tensor, axes: Tensor, opacities: Tensor, viewmats: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    return tuple(means.new_empty(tensor.shape) for tensor in (means, axes, opacities, viewmats))
 
 
 def _condition_setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:

@@ -191,13 +191,6 @@ def _project_fake(
     return (*floats, means.new_empty((rows, 2), dtype=torch.int32))
 
 
-@fake("project_backward")
-def _project_backward_fake(
-    means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, viewmats: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(tensor) for tensor in (means, quats, scales, opacities, viewmats))
-
-
 def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors = (*inputs[:6], inputs[7], inputs[8], output[1], output[4])
     ctx.save_for_backward(*tensors)
@@ -219,13 +212,6 @@ def _project_grad(
 @fake("sh_colors")
 def _sh_colors_fake(degree: int, means: Tensor, *rest: Any) -> Tensor:
     return means.new_empty((rest[-1].shape[0], 3))
-
-
-@fake("sh_colors_backward")
-def _sh_colors_backward_fake(
-    degree: int, means: Tensor, camera_centers: Tensor, sh_dc: Tensor, sh_rest: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(tensor) for tensor in (means, camera_centers, sh_dc, sh_rest))
 
 
 def _sh_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

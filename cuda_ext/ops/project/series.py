@@ -49,11 +49,6 @@ def _fake(base: Tensor, terms: Tensor, weights: Tensor, *_: Any) -> Tensor:
     return base.new_empty((weights.shape[0], base.shape[1]))
 
 
-@fake("series_backward")
-def _backward_fake(base: Tensor, terms: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return base.new_empty(base.shape), base.new_empty(terms.shape), base.new_empty(weights.shape)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.views = inputs[5]

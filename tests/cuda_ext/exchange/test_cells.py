@@ -165,6 +165,7 @@ def test_clipped_lists_on_a_gpu(capacity: int) -> None:
     assert [len(one) for one in clip_lists(*(one.cuda() for one in none))] == [1, 0]
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     scene, (rows, depths) = scene_of(3), rows_of(30, 5)

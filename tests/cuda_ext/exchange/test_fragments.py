@@ -98,6 +98,7 @@ def test_gather_and_scatter_are_inverse() -> None:
     assert int((v_alpha != 0).sum()) == 8
 
 
+@pytest.mark.usefixtures("native")
 def test_opcheck() -> None:
     given = received().requires_grad_()
     torch.library.opcheck(OPS.composite_fragments.default, (given, LAYERS, SIZES))

@@ -200,7 +200,7 @@ void encode_grid_backward(Call& call) {
   const auto* positions = call.read<const float*>("positions[P,3]");
   const auto* v_features = call.read<const float*>("v_features[P,LW]");
   const bool moves = call.flag("moves");
-  auto* v_positions = call.read<float*>(moves ? ">v_positions[P,3]=0" : ">v_positions[0,3]");
+  auto* v_positions = call.read<float*>(moves ? ">by_positions[P,3]=0" : ">by_positions[0,3]");
   auto* v_table = call.read<float*>(">v_table[N,W]=0");
   call.run(encode_grid_backward_launch, grid, positions, call.size('P'), v_features, moves ? v_positions : nullptr,
            v_table);
