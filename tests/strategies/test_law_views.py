@@ -47,6 +47,7 @@ ROWS: list[Row] = [
     ("batch", 1, "captured", "convex", "SO3xR3"), ("locality", 4, "captured", "gaussians", "SO3xR3 machines"),
     ("single", 1, "step", "gaussians", "lenses sizes"), ("batch", 2, "captured", "gaussians", "lenses"),
     ("tile", 3, "captured", "gaussians", "lenses sizes"), ("locality", 2, "step", "gaussians", "lenses SE3"),
+    ("tile", 2, "several", "gaussians", "lenses"),
 ]  # fmt: skip
 ON_GPUS: list[Row] = [
     *((name, n, mode, "gaussians", words) for words in ("gains", "grids layers", "layers gains sizes")
@@ -55,8 +56,8 @@ ON_GPUS: list[Row] = [
       for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
     *((name, 2, "captured", "gaussians", "needles") for name in ALL),
     *(("batch", 1, "captured", kind, "SO3xR3") for kind in OTHERS),
-    *((name, n, "captured", "gaussians", words) for words in ("lenses sizes", "lenses SE3")
-      for name in LIKE_SINGLE for n in (1, 2)),
+    *((name, n, mode, "gaussians", words) for words in ("lenses sizes", "lenses SE3")
+      for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
 ]  # fmt: skip
 
 
