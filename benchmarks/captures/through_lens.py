@@ -60,7 +60,16 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=8, help="the new images' sides are 1/SCALE of the photographs'")
     given = parser.parse_args()
     model = given.capture / "sparse" / "0"
-    (width, height), (fx, fy, cx, cy) = pinhole_of(model)
+    if given.scale < 1:
+        parser.error(f"--scale {given.scale}: give 1 at least.")
+    try:
+        (width, height), (fx, fy, cx, cy) = pinhole_of(model)
+        photographs = sorted((given.capture / "images").iterdir())
+        folder = given.output / "sparse" / "0"
+        folder.mkdir(parents=True)
+        (given.output / "images").mkdir()
+    except (OSError, ValueError, struct.error) as error:
+        parser.error(str(error))
     size = width // given.scale, height // given.scale
     number, coefficients = LENSES[given.model]
     focal = fx / given.scale
@@ -70,15 +79,12 @@ def main() -> None:
         if (places > 1).all() and (places < (width - 1, height - 1)).all():
             break
         focal *= 1.01
-    folder = given.output / "sparse" / "0"
-    folder.mkdir(parents=True)
-    (given.output / "images").mkdir()
     for name in ("images.bin", "points3D.bin"):
         shutil.copy(model / name, folder / name)
     lens = (focal, focal, size[0] / 2, size[1] / 2, *coefficients)
     (folder / "cameras.bin").write_bytes(struct.pack("<QiiQQ8d", 1, 1, number, *size, *lens))
     where = (places - 0.5).astype(np.float32)  # OpenCV counts from a pixel's centre
-    for path in sorted((given.capture / "images").iterdir()):
+    for path in photographs:
         photograph = np.asarray(cv2.imread(str(path)))
         samples = cv2.remap(photograph, where[..., 0], where[..., 1], cv2.INTER_LINEAR)
         image = cv2.resize(samples, size, interpolation=cv2.INTER_AREA)

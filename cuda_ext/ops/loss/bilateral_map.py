@@ -2,7 +2,7 @@
 operator, its gradient and its form in torch; and the gradient of the grids' total variation.
 
 Torch's own gradient of the grid adds each pixel to a few addresses at once. With it a step on photographs of 2.8
-megapixels took 30 ms, with this operator 2.4 ms (benchmarks/results/kinds-step-h200.md).
+megapixels took 30 ms, with this operator 2.2 ms (benchmarks/results/kinds-step-h200.md).
 """
 
 from collections.abc import Sequence
