@@ -49,7 +49,9 @@ class Model:
     def of(cls, capture: CityCapture, count: int, device: torch.device) -> "Model":
         """Return so many Gaussians on the surfaces that the training views see."""
         found = capture.seed_points(count, noise=0.0, device=device)
-        distances, _ = KDTree(found.xyz.numpy()).query(found.xyz.numpy(), k=4, workers=-1)
+        places = found.xyz.numpy()
+        tree = KDTree(places, compact_nodes=False, balanced_tree=False)
+        distances, _ = tree.query(places, k=4, workers=-1)
         spread = torch.from_numpy(distances[:, 1:].mean(1)).float().clamp(min=1e-3) * SPREAD
         horizon = sky_colour(torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.05, 0.05]]), clouds=False).mean(1)
         return cls(found.xyz.to(device), spread.to(device), found.rgb.to(device) / 255, horizon.to(device))
