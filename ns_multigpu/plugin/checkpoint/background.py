@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ns_multigpu.core.dist.replicas import ReplicaDivergedError
 from ns_multigpu.core.dist.world import DEFAULT_TIMEOUT, ProcessGroup, World
 from ns_multigpu.plugin.checkpoint.atomic_save import remove_old, save
+from ns_multigpu.plugin.checkpoint.to_host import copy_stream
 from ns_multigpu.plugin.checkpoint.training_copy import Content, training_copy
 from ns_multigpu.plugin.faults.out_of_memory import forget_frames
 from ns_multigpu.plugin.faults.signals import NonFiniteError
@@ -239,7 +240,7 @@ def _own_stream(device: torch.device) -> Iterator[None]:
         yield
         return
     torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(copy_stream(device)):
         yield
 
 

@@ -4,6 +4,8 @@ CUDA copies to pageable memory under a driver lock, which blocks launches of all
 chunks through page-locked memory, on a separate stream. That is also three times as fast.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,16 @@ _PIECE = 2 << 20
 """Bytes per chunk. 16 MiB were slower, probably because the data are evicted from the CPU's caches."""
 _SMALL = 64 << 10
 """Largest size in bytes that CUDA copies at once to any memory."""
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of copies on a GPU, which is none that steps are captured on.
+
+    torch hands out 32 streams of a priority in turn. So a new stream of the usual priority may be one that another
+    thread captures, whose capture a copy would break.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def to_host(value: Tensor) -> Tensor:
@@ -25,7 +37,7 @@ def to_host(value: Tensor) -> Tensor:
     host = torch.empty(value.shape, dtype=value.dtype)
     # A thread starts with GPU 0, another rank's. Restoring it would create a context there, half a gigabyte.
     torch.cuda.set_device(value.device)
-    stream = torch.cuda.Stream(value.device)
+    stream = copy_stream(value.device)
     stream.wait_stream(torch.cuda.current_stream(value.device))
     with torch.cuda.stream(stream):
         _copy(value.contiguous().reshape(-1).view(torch.uint8), host.reshape(-1).view(torch.uint8))
