@@ -129,6 +129,23 @@ def _lost(trainer: Any, step: int, problem: str) -> str:
     return "\n".join(lines)
 
 
+def warn_of_disk(models: Path, points: int, needed: int) -> None:
+    """Print a warning if the disk of the folder `models` has no room for a run's checkpoints.
+
+    Args:
+        points: Gaussians that the run may end with. needed: bytes of a checkpoint of them.
+    """
+    place = next(path for path in (models, *models.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    new = 1 if checkpoints_in(models) else 2
+    if free < new * needed:
+        _say(
+            f"Checkpoints of {points:,} Gaussians have {needed / 1e9:,.1f} GB each, and each is written before the last "
+            f"is deleted: {place} has {free / 1e9:,.1f} GB free. Free some space, or name a folder on another disk with "
+            "--save-fallback-dir DIR."
+        )
+
+
 def in_short(problem: str) -> str:
     """Return the disk errors of all ranks, once each, without the names of unfinished files."""
     said = re.findall(r"\[Errno \d+\] ([^:;]+)", problem)

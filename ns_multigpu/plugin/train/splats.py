@@ -23,6 +23,7 @@ from ns_multigpu.plugin.faults.out_of_memory import Attempt
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train.capacity import announce, warn_of_size_rule
+from ns_multigpu.plugin.train.last_save import warn_of_disk
 from ns_multigpu.plugin.train.objective import LogEntry, Objective, Resumed
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 from ns_multigpu.plugin.train.splat_state import SplatState
@@ -70,6 +71,11 @@ class SplatObjective(Objective):
         announce(self.pipeline, self.optimizers, self.world, fused=self.blocks is not None)
         images = self.config.max_num_iterations * self.pipeline.batch_size
         warn_of_size_rule(self.pipeline.model, self.world, images)
+        if self.world.is_main:
+            options = self.pipeline.model.config
+            grown = options.max_gaussians if options.densifier == "mcmc" else None
+            points = max(self.pipeline.model.total_points, grown or 0)
+            warn_of_disk(self.config.get_checkpoint_dir(), points, self._checkpoint_bytes(points))
 
     # ---- steps ----
 
@@ -173,13 +179,16 @@ class SplatObjective(Objective):
 
     def lost(self, steps: int) -> tuple[str, int]:
         """See `Objective.lost`."""
+        points, images = self.pipeline.model.total_points, steps * self.pipeline.batch_size
+        needed = self._checkpoint_bytes(points)
+        return f"the model after {images:,} images ({points:,} Gaussians, {needed / 1e6:,.0f} MB)", needed
+
+    def _checkpoint_bytes(self, points: int) -> int:
         model, options = self.pipeline.model, self.pipeline.model.config
         compact = options.optimizer_state == "compact"
-        workload = Workload(model.total_points, 1, 1, sh_degree=options.sh_degree, compact=compact, schema=model.schema)
-        needed = checkpoint_bytes(workload)
-        images = steps * self.pipeline.batch_size
-        size = f"{model.total_points:,} Gaussians, {needed / 1e6:,.0f} MB"
-        return f"the model after {images:,} images ({size})", needed
+        return checkpoint_bytes(
+            Workload(points, 1, 1, sh_degree=options.sh_degree, compact=compact, schema=model.schema)
+        )
 
     # ---- checkpoints ----
 

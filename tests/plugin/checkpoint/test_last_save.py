@@ -8,6 +8,7 @@ import shlex
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,31 @@ def test_stopped_run_checks_disk_space_once(capture: Path, tmp_path: Path, capsy
     path = tmp_path / "other" / RUN / "nerfstudio_models" / "step-000000002.ckpt"
     assert caught.value.checkpoint == path and caught.value.code == 143 and check_checkpoint(path) is not None
     assert f"--load-dir {path.parent}" in capsys.readouterr().out
+
+
+def test_run_warns_of_a_disk_without_room_for_its_checkpoints(capture: Path, tmp_path: Path, capsys: Any) -> None:
+    def said(free: int, out: Path, **options: Any) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(last_save.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+            trainer = set_up(capture, out, **options)
+            trainer.objective.begin(0)
+        return " ".join(capsys.readouterr().out.split())
+
+    large: dict[str, Any] = {"densifier": "mcmc", "max_gaussians": 60_000_000}
+    text = said(80 * 10**9, tmp_path / "one", **large)
+    assert "Checkpoints of 60,000,000 Gaussians have 43.2 GB each" in text
+    assert "80.0 GB free" in text and "--save-fallback-dir" in text
+    assert "Checkpoints of" not in said(90 * 10**9, tmp_path / "two", **large)
+    assert "Checkpoints of" not in said(10**9, tmp_path / "three"), "what is not known to grow is not warned of"
+
+
+def test_one_new_checkpoint_is_enough_beside_an_earlier_one(tmp_path: Path, capsys: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(last_save.shutil, "disk_usage", lambda _: SimpleNamespace(free=150))
+        for models, expected in ((tmp_path / "none", True), (tmp_path, False)):
+            (tmp_path / "step-000000001.ckpt").touch()
+            last_save.warn_of_disk(models, 5, 100)
+            assert ("Checkpoints of 5" in capsys.readouterr().out) == expected
 
 
 def test_disk_error_is_summarized() -> None:
