@@ -63,6 +63,19 @@ def make_observations(views: int, dtype: torch.dtype, device: torch.device | str
     return Observations(points.to(device, dtype), ids.to(device), 2.5)
 
 
+def make_normals(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Observations:
+    """Return each view's normals in some of 300 directions, not all within its image. The second view has none."""
+    g = torch.Generator().manual_seed(7)
+    rays = torch.rand(300, 3, generator=g, dtype=torch.float64) * 1.4 - 0.7
+    rays[:, 2] = 1
+    normals = torch.nn.functional.normalize(torch.randn(300, 3, generator=g, dtype=torch.float64) - rays, dim=-1)
+    ids = torch.full((views, 170), -1, dtype=torch.int32)
+    for i in range(views):
+        count = 0 if i == 1 else 120 + 50 * i // views
+        ids[i, :count] = torch.randperm(300, generator=g)[:count].int()
+    return Observations(rays.to(device, dtype), ids.to(device), 1.0, normals.to(device, dtype))
+
+
 def make_points(count: int, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Points:
     """Random Gaussians in a box of side 2 around the origin, some of them large, some coincident."""
     g = torch.Generator().manual_seed(seed)

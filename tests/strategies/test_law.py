@@ -22,6 +22,7 @@ from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, variation
 from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import drift
 from ns_multigpu.core.step.loss import photometric_loss
+from ns_multigpu.core.step.normal_map_loss import normal_map_loss
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.plugin.model.cameras import world_to_camera
@@ -43,6 +44,7 @@ from tests.strategies.scene import (
     make_image,
     make_layers,
     make_moving_points,
+    make_normals,
     make_observations,
     make_points,
     make_surfels,
@@ -78,8 +80,8 @@ LIKE_SINGLE = [name for name in STRATEGIES if name not in ("single", *BY_CELLS)]
 KNOW_MACHINES = ["locality"]
 """Strategies that ask which ranks are of one machine."""
 
-DEPTH_WEIGHT = 0.2
-"""Of the loss of depth."""
+DEPTH_WEIGHT, NORMAL_WEIGHT = 0.2, 0.15
+"""Of the losses of depth and of normal maps."""
 
 Fragments = list[tuple[Patch, torch.Tensor]]
 Outcome = dict[str, Any]
@@ -128,15 +130,15 @@ def _statistics(
 
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
-    kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
+    kind: tuple[Primitive, Points] | None = None, observes: bool = False, directs: bool = False, exposes: bool = False,
     layered: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False,
     lenses: bool = False, **needles: Any,
 ) -> Outcome:  # fmt: skip
     """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
-    depth counts. `exposes`, `grids`: their colours have gains, or bilateral grids. `layered`: photographs
-    have alpha and masks. `corrects`: the first two views are one, and poses are corrected. `lenses`: views have
-    lenses. `needles`: see `needle_terms`."""
+    depth counts. `directs`: they have normal maps. `exposes`, `grids`: their colours have gains, or bilateral grids.
+    `layered`: photographs have alpha and masks. `corrects`: the first two views are one, and poses are corrected.
+    `lenses`: views have lenses. `needles`: see `needle_terms`."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     made = make_views(views, dtype, world.device, size)
@@ -151,6 +153,9 @@ def take_step(
     if observes:
         observed = make_observations(views, dtype, world.device)
         batch = [replace(view, observations=observed.of(i)) for i, view in enumerate(batch)]
+    if directs:
+        normals = make_normals(views, dtype, world.device)
+        batch = [replace(view, normals=normals.of(i)) for i, view in enumerate(batch)]
     spread.observe(drawn, held, 0)
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
     rendering = spread.render(drawn, held, batch, plan)
@@ -178,10 +183,12 @@ def take_step(
             rgb, target = rgb * mask, (alpha * color + (1 - alpha) * 0.3) * mask
             images[-1] = pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()
         loss = loss + photometric_loss(rgb, target, pixels.patch, view, 0.2) / len(batch)
-        if pixels.extra:
+        if "distortion" in pixels.extra:
             loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
         if observes:
             loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
+        if directs:
+            loss = loss + NORMAL_WEIGHT * normal_map_loss(pixels, view) / len(batch)
     of_views = {"exposures": gains, "grids": maps}
     trainable: dict[str, torch.Tensor] = {name: value for name, value in of_views.items() if value is not None}
     if corrects is not None:

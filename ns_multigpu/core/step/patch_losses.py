@@ -1,7 +1,7 @@
 """The loss of a rank's patches in a step that reads nothing back, and its gradient by their pixels."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.step.bilateral_grids import StepGrids
 from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.core.step.normal_map_loss import normal_map_loss
 from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import SSIM_HALO, Patch, Pixels, View
 
@@ -49,6 +50,8 @@ class PatchLosses:
     ) -> None:  # fmt: skip
         self._settings, self._backgrounds, self._report = settings, backgrounds, report
         self._exposures, self._grids = exposures, grids
+        terms = (settings.depth_weight, depth_loss), (settings.normal_weight, normal_map_loss)
+        self._of_depth = [term for term in terms if term[0] > 0]
         self._weights: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by size of a view: graphs hold addresses
         self._weights_of(settings.width, settings.height)
 
@@ -56,7 +59,7 @@ class PatchLosses:
         self, drawn: OwnedPixels, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Add the losses of patches; return their renderings, one a patch, without halo [h, w, 3], and the gradients
-        by colour [P, 3] and alpha [P], which are zero in halos; with a loss of depth by colour and depth [P, 4].
+        by colour [P, 3] and alpha [P], which are zero in halos; with losses of depth by colour and depth [P, 4].
 
         Args:
             drawn: the patches. own: which they are. views: the batch.
@@ -92,7 +95,7 @@ class PatchLosses:
         for band, patch in zip(bands, own, strict=True):
             x0, y0, x1, y1 = patch.inner(views[patch.view])
             rgbs.append(band.rgb[y0:y1, x0:x1])
-        if self._settings.depth_weight > 0:
+        if self._of_depth:
             v_depth, v_covered = self._add_depths(drawn, own, views)
             v_color, v_alpha = torch.cat([v_color, v_depth[:, None]], dim=1), v_alpha + v_covered
         return rgbs, v_color, v_alpha
@@ -147,7 +150,7 @@ class PatchLosses:
         A pixel's gradient is the whole view's, as `band_loss`'s: neighbours of the patch need send none.
         """
         by_depth, by_alpha = torch.zeros_like(drawn.alpha), torch.zeros_like(drawn.alpha)
-        weight, start = self._settings.depth_weight, 0
+        start = 0
         for patch in own:
             view = views[patch.view]
             left, top, right, bottom = patch.rendered(view)
@@ -157,9 +160,9 @@ class PatchLosses:
                 blended = drawn.color[piece, 3].detach().view(shape).requires_grad_()
                 covered = drawn.alpha[piece].detach().view(shape).requires_grad_()
                 pixels = Pixels(patch, blended, covered, blended / covered.clamp(min=1e-10))
-                near = weight * depth_loss(pixels, view, beyond=1) / len(views)
-                found = torch.autograd.grad(near, [blended, covered])
-            self._report[patch.view].add_(weight * depth_loss(pixels, view))
+                near = sum(weight * loss(pixels, view, beyond=1) for weight, loss in self._of_depth)
+                found = torch.autograd.grad(cast(Tensor, near) / len(views), [blended, covered])
+            self._report[patch.view].add_(sum(weight * loss(pixels, view) for weight, loss in self._of_depth))
             x0, y0, x1, y1 = patch.inner(view)
             for whole, gradient in zip((by_depth, by_alpha), found, strict=True):
                 whole[piece].view(shape)[y0:y1, x0:x1] = gradient[y0:y1, x0:x1]

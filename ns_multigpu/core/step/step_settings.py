@@ -35,6 +35,7 @@ class StepSettings:
         poses: True if each view has a trained pose correction (see `StepPoses`).
         alpha, masked: whether photographs have an alpha channel and masks: see `photograph`.
         depth_weight: of the loss of depth (see `core.step.depth_loss`); 0 for none.
+        normal_weight: of the loss of normal maps by the normals of depth (see `core.step.normal_map_loss`).
         skips: True if a step whose gradients are not finite leaves the model unchanged.
         intrinsics_rows: of a view's `K`: 3, or 7 with lenses.
     """
@@ -51,6 +52,7 @@ class StepSettings:
     alpha: bool = False
     masked: bool = False
     depth_weight: float = 0.0
+    normal_weight: float = 0.0
     skips: bool = False
     intrinsics_rows: int = 3
 

@@ -168,8 +168,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             sh_degree=self.degree(self.step),
             antialiased=config.rasterize_mode == "antialiased",
             absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
-            depth=depth or not counted_here.keys().isdisjoint(("normals", surfaces.DEPTH)),
-            channels=tuple(name for name in counted_here if name != surfaces.DEPTH),
+            depth=depth or not counted_here.keys().isdisjoint(("normals", *surfaces.of_depth(config))),
+            channels=surfaces.channels(config, counted_here),
             far=self.far,
             radius_clip=config.radius_clip,
         )
