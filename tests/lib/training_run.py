@@ -106,6 +106,14 @@ def facing_normals(number: int, size: tuple[int, int] = (12, 14)) -> NDArray[np.
     return np.round(255 * (normals + 1) / 2).astype(np.uint8)
 
 
+def sky_mask(number: int, size: tuple[int, int] = (12, 14)) -> NDArray[np.uint8]:
+    """Return a mask whose upper third, and a patch below, are sky."""
+    values = np.zeros(size, np.uint8)
+    values[: size[0] // 3] = 255
+    values[-3:, number : number + 4] = 255
+    return values
+
+
 def sums_over_points(model: Any, world: World) -> dict[str, Any]:
     """Of each parameter the sum over the whole model's points, and how many there are."""
     whole = {

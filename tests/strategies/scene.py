@@ -158,10 +158,16 @@ def make_image(view: View, seed: int = 9) -> torch.Tensor:
     return torch.randint(0, 256, (view.height, view.width, 3), generator=g, dtype=torch.uint8)
 
 
-def make_layers(view: View) -> torch.Tensor:
-    """Return [H, W, 5] uint8: `make_image`, noise as alpha, and a mask of blocks of 8 pixels, a third of them black."""
+def make_layers(view: View, sky: bool = False) -> torch.Tensor:
+    """Return [H, W, 5] uint8: `make_image`, noise as alpha, and a mask of blocks of 8 pixels, a third of them black.
+    With `sky` [H, W, 6]: half of these blocks are sky, and a pixel next to each that is half sky."""
     g = torch.Generator().manual_seed(90 + view.index)
     alpha = torch.randint(0, 256, (view.height, view.width, 1), generator=g, dtype=torch.uint8)
     blocks = torch.rand(-(-view.height // 8), -(-view.width // 8), generator=g) > 1 / 3
     mask = blocks.repeat_interleave(8, 0).repeat_interleave(8, 1)[: view.height, : view.width, None]
-    return torch.cat([make_image(view), alpha, 255 * mask.byte()], dim=-1)
+    layers = [make_image(view), alpha, 255 * mask.byte()]
+    if sky:
+        above = (torch.rand(blocks.shape, generator=g) > 0.5) & ~blocks
+        there = above.repeat_interleave(8, 0).repeat_interleave(8, 1)[: view.height, : view.width, None]
+        layers.append(255 * there.byte() | 127 * there.roll(1, 1).byte())
+    return torch.cat(layers, dim=-1)

@@ -12,6 +12,7 @@ from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.step.bilateral_grids import StepGrids
 from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.core.step.loss import sky_loss
 from ns_multigpu.core.step.normal_map_loss import normal_map_loss
 from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import SSIM_HALO, Patch, Pixels, View
@@ -98,6 +99,9 @@ class PatchLosses:
         if self._of_depth:
             v_depth, v_covered = self._add_depths(drawn, own, views)
             v_color, v_alpha = torch.cat([v_color, v_depth[:, None]], dim=1), v_alpha + v_covered
+        if self._settings.sky_weight > 0:
+            for patch, piece, layers in zip(own, slices, targets, strict=True):
+                self._add_sky(patch, views, drawn.alpha[piece], layers, v_alpha[piece])
         return rgbs, v_color, v_alpha
 
     def _blended(self, patch: Patch, view: View, blended: _Blended, layers: Tensor) -> _Seen:
@@ -168,11 +172,23 @@ class PatchLosses:
                 whole[piece].view(shape)[y0:y1, x0:x1] = gradient[y0:y1, x0:x1]
         return by_depth, by_alpha
 
+    def _add_sky(
+        self, patch: Patch, views: Sequence[View], alpha: Tensor, layers: Tensor, v_alpha: Tensor
+    ) -> None:  # fmt: skip
+        """Add a patch's loss of the sky, and its gradient by alpha [P], in place."""
+        sky = layers[..., -1:].float() / (255 if layers.dtype == torch.uint8 else 1)
+        with torch.enable_grad():
+            covered = alpha.detach().requires_grad_()
+            share = self._settings.sky_weight * sky_loss(covered.view(sky.shape), sky, patch, views[patch.view])
+            (found,) = torch.autograd.grad(share / len(views), covered)
+        self._report[patch.view].add_(share.detach())
+        v_alpha.add_(found)
+
     def photograph(self, layers: Tensor, view: int) -> tuple[Tensor, Tensor | None]:
         """Return what a rendering of the batch's view at this position is compared with, and its mask.
 
         Args:
-            layers: [h, w, channels] colour, then alpha and mask if the settings have them; uint8 or float.
+            layers: [h, w, channels] colour, then alpha, mask and sky if the settings have them; uint8 or float.
 
         Returns:
             colours [h, w, 3] over the view's background, zero where masked, and mask [h w, 1] or None.
@@ -183,9 +199,9 @@ class PatchLosses:
         image = values[..., :3]
         if self._settings.alpha:
             image = torch.lerp(self._backgrounds[view].expand_as(image), image, values[..., 3:4])
-        if not self._settings.masked:
+        if not self._settings.masks:
             return image, None
-        mask = values[..., -1:]
+        mask = values[..., 3 + self._settings.alpha, None]
         return image * mask, mask.reshape(-1, 1)
 
     def _weights_of(self, width: int, height: int) -> tuple[Tensor, Tensor]:

@@ -322,7 +322,7 @@ class Training:
             *size, views=views, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections,
             view_numbers=0 if photographs is None else photographs.now[0].numel(), poses=of_views["poses"] is not None,
-            alpha=self._queue.images.alpha, masked=self._queue.images.masked,
+            alpha=self._queue.images.alpha, masks=self._queue.images.masks, sky_weight=options.sky_loss,
             skips=self._skips, **{name: dict(losses).get(of, 0.0) for of, name in surfaces.of_depth(options).items()},
             intrinsics_rows=len(self._camera(0, 1)[0].K),
         )  # fmt: skip

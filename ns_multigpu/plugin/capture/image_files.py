@@ -9,8 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.data.datasets.base_dataset import InputDataset
+from numpy.typing import NDArray
 from PIL import Image
 
 from ns_multigpu.core.dist.collectives import all_gather_objects
@@ -19,7 +21,7 @@ from ns_multigpu.core.dist.world import World
 _CHANNELS = {"RGB": 3, "L": 3, "RGBA": 4}
 """Channels of nerfstudio's array of an image, by PIL mode."""
 
-FRAME_FILES = {"normal_file_path": "normals"}
+FRAME_FILES = {"normal_file_path": "normals", "sky_mask_path": "sky_masks"}
 """Files of a frame of transforms.json that nerfstudio's dataparsers do not read, by key: the folder of those files in
 COLMAP's layout, and their name in the metadata of a dataparser's outputs."""
 
@@ -136,6 +138,27 @@ def aspect_problem(path: Path, own: tuple[int, int], size: tuple[int, int]) -> s
         f"{path}: it has {_x(own)} pixels and its photograph {_x(size)}: give a map of the whole photograph, of any "
         "size but the same aspect"
     )
+
+
+def sky_mask_problem(path: Path, size: tuple[int, int]) -> str | None:
+    """Return the problem of a mask of the sky of a photograph of this size; None if there is none."""
+    problems: list[str] = []
+    found = _look(path, _mask_problem, problems)
+    if found is None:
+        return problems[0]
+    with Image.open(path) as image:
+        if image.convert("L").getextrema()[0] != 0:
+            return (
+                f"{path}: all of it is sky, so that its photograph trains nothing. White is sky: invert the mask, or "
+                "leave its view out"
+            )
+    return aspect_problem(path, found.size, size)
+
+
+def read_sky(path: Path, size: tuple[int, int]) -> NDArray[np.bool_]:
+    """Read a mask [h, w] of the sky, not black there, at the width and height of its photograph."""
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L").resize(size, Image.Resampling.NEAREST)) > 0
 
 
 def is_all_black(mask: Path) -> bool:

@@ -76,7 +76,7 @@ def check_primitive(options: "SplatModelConfig", strategy: str) -> None:
     if not 0 <= options.radius_clip < float("inf"):
         raise InputError(f"--pipeline.model.radius-clip {options.radius_clip}: give 0 pixels or more.")
     of_channels = ("normal_loss", "distortion_loss", "normal_map_loss") if options.primitive == SURFACES else ()
-    for name in dict.fromkeys(("depth_loss", "normal_map_loss", *of_channels)):
+    for name in dict.fromkeys(("depth_loss", "normal_map_loss", "sky_loss", *of_channels)):
         option, value = f"--pipeline.model.{name.replace('_', '-')}", getattr(options, name)
         if not 0 <= value < float("inf"):
             raise InputError(f"{option} {value}: give a weight of 0 or more.")

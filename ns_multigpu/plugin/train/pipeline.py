@@ -197,6 +197,8 @@ class DistributedPipeline(RunPipeline):
         """
         config = self.config
         run_parts().done("model")
+        if config.model.sky_loss > 0:
+            self.datamanager.read_sky("--pipeline.model.sky-loss")
         self.datamanager.check_capture()
         if not config.datamanager.undistort:
             check_lenses([self.datamanager.train_dataset, self.datamanager.eval_dataset], self.world)
