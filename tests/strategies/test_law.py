@@ -24,7 +24,7 @@ from ns_multigpu.core.step.exposures import drift
 from ns_multigpu.core.step.loss import photometric_loss, sky_loss
 from ns_multigpu.core.step.normal_map_loss import normal_map_loss
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.types import Patch, Points, View
+from ns_multigpu.core.types import Patch, Pixels, Points, View
 from ns_multigpu.plugin.model.cameras import world_to_camera
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
@@ -128,6 +128,18 @@ def _statistics(
     return found
 
 
+def _geometry_loss(pixels: Pixels, view: View) -> torch.Tensor:
+    """Return a patch's share of the losses of all channels, depth and normals that it and its view have."""
+    loss = pixels.alpha.new_zeros(())
+    if "distortion" in pixels.extra:
+        loss = loss + normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)
+    if view.observations is not None:
+        loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view)
+    if view.normals is not None:
+        loss = loss + NORMAL_WEIGHT * normal_map_loss(pixels, view)
+    return loss
+
+
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, directs: bool = False, exposes: bool = False,
@@ -185,12 +197,7 @@ def take_step(
             if sky:
                 loss = loss + SKY_WEIGHT * sky_loss(pixels.alpha, layers[..., 5:], pixels.patch, view) / len(batch)
         loss = loss + photometric_loss(rgb, target, pixels.patch, view, 0.2) / len(batch)
-        if "distortion" in pixels.extra:
-            loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
-        if observes:
-            loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
-        if directs:
-            loss = loss + NORMAL_WEIGHT * normal_map_loss(pixels, view) / len(batch)
+        loss = loss + _geometry_loss(pixels, view) / len(batch)
     of_views = {"exposures": gains, "grids": maps}
     trainable: dict[str, torch.Tensor] = {name: value for name, value in of_views.items() if value is not None}
     if corrects is not None:
