@@ -67,6 +67,9 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     Raises:
         InputError: on every rank, if the capture cannot be read on one of them.
+
+    Attributes:
+        sky: masks of the sky of the training images, a file for each; None unless `read_sky` was called.
     """
 
     config: DistributedDataManagerConfig
@@ -75,7 +78,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         checks.check_image_memory(config.image_memory_gb)
         self.world = get_world(str(device))
         self._owners_of_views: list[int] | None = None
-        self._sky: list[Path] | None = None
+        self.sky: list[Path] | None = None
         self._trains = kwargs.get("test_mode", "val") == "val"
         with parsed_together(config, self.world, self._trains):
             super().__init__(config, device=device, **kwargs)
@@ -141,16 +144,16 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             InputError: on every rank, with all problems of the masks.
         """
         outputs, key = self.train_dataparser_outputs, "sky_mask_path"
-        self._sky, cameras = outputs.metadata.get(FRAME_FILES[key]), outputs.cameras
+        self.sky, cameras = outputs.metadata.get(FRAME_FILES[key]), outputs.cameras
         problems = [
             f"the capture has none: give {key} for each frame of transforms.json, or a folder {FRAME_FILES[key]} next "
             f"to COLMAP's images, or leave {option} out"
         ]
-        if self._sky:
+        if self.sky:
             sizes = torch.cat([cameras.width, cameras.height], dim=-1).tolist()
             mine = slice(self.world.rank, None, self.world.size)
             with ThreadPoolExecutor(8) as pool:
-                found = list(pool.map(sky_mask_problem, self._sky[mine], map(tuple, sizes[mine])))
+                found = list(pool.map(sky_mask_problem, self.sky[mine], map(tuple, sizes[mine])))
             problems = [problem for problem in found if problem is not None]
             if self.config.undistort and (cameras.camera_type == CameraType.FISHEYE624.value).any():
                 problems.append("masks of photographs through a lens of the model FISHEYE624 cannot be undistorted")
@@ -173,7 +176,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     def train_reader(self) -> ImageReader:
         """Create the reader of training images; the cameras are those of its images afterwards. Every rank calls it."""
         _ = self.train_headers  # they are compared with the cameras of the files, which the reader replaces
-        return self._reader(self.train_dataset, self._sky)
+        return self._reader(self.train_dataset, self.sky)
 
     @cached_property
     def eval_reader(self) -> ImageReader:

@@ -134,25 +134,29 @@ def training_observations(datamanager: Any, kind: Kind, world: World) -> Tracks:
     ]
     raise_together([] if has_maps else missing, world, _HEADLINE)
     tracks = training_tracks(datamanager, world) if kind != "metric" else None
-    found = read_maps(outputs, kind, world, tracks)
+    found = read_maps(outputs, kind, world, tracks, datamanager.sky)
     run_parts().done("depth maps")
     return found
 
 
-def read_maps(outputs: DataparserOutputs, kind: Kind, world: World, tracks: Tracks | None = None) -> Tracks:
+def read_maps(
+    outputs: DataparserOutputs, kind: Kind, world: World, tracks: Tracks | None = None,
+    sky: Sequence[Path] | None = None,
+) -> Tracks:  # fmt: skip
     """Read the depth maps of a split's views. Every rank calls it.
 
     Args:
         outputs: the dataparser's outputs of the split, with `depth_filenames` and `depth_unit_scale_factor`.
         kind: of the maps. world: the ranks.
         tracks: COLMAP's points that the views observe, to which maps that are not metric are fitted.
+        sky: see `MapReader`.
 
     Raises:
         InputError: on every rank, with all problems.
     """
     count = len(outputs.image_filenames)
     scale = scene_scale(outputs.cameras.camera_to_worlds.double().cpu().numpy())
-    samples, problems = MapReader(outputs, outputs.metadata["depth_filenames"]).read_part(world)
+    samples, problems = MapReader(outputs, outputs.metadata["depth_filenames"], sky).read_part(world)
     if scale == 0:
         problems.append("all training views are taken from one place, so that the scene has no size: add views")
     raise_together(problems, world, _HEADLINE)
@@ -281,13 +285,19 @@ class MapReader:
 
     Args:
         outputs: the dataparser's. files: the map of each view.
+        sky: masks of the views' sky, which has no depth; None to read none.
     """
 
     nothing = f"it has no depth, as all of it is 0, negative, NaN or infinite: {{}}, or all maps by {OPTION} off"
     """Message about a map without a valid pixel."""
 
-    def __init__(self, outputs: DataparserOutputs, files: Sequence[Any]) -> None:
-        self._files, self._masks, self._cameras = files, outputs.mask_filenames, outputs.cameras.to("cpu")
+    def __init__(self, outputs: DataparserOutputs, files: Sequence[Any], sky: Sequence[Path] | None = None) -> None:
+        self._sky, self._files, self._masks, self._cameras = (
+            sky,
+            files,
+            outputs.mask_filenames,
+            outputs.cameras.to("cpu"),
+        )
         self._wanted = min(SAMPLES, _ALL_SAMPLES // len(files))
 
     def values(self, path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
@@ -337,12 +347,14 @@ class MapReader:
         return MapSamples(own, pose.numpy(), rays, (area / len(at)) ** 0.5)
 
     def _unmasked(self, index: int, at: Floats) -> NDArray[np.bool_]:
-        """Return which positions [n, 2], y and x as parts of the photograph's size, its mask keeps."""
-        if self._masks is None:
-            return np.ones(len(at), dtype=bool)
-        mask = get_image_mask_tensor_from_path(Path(self._masks[index]))[..., 0].numpy()
-        rows, columns = (at * mask.shape).astype(np.int64).T
-        return mask[rows, columns]
+        """Return which positions [n, 2], y and x as parts of the photograph's size, its masks keep."""
+        kept = np.ones(len(at), dtype=bool)
+        for files, is_sky in ((self._masks, False), (self._sky, True)):
+            if files is not None:
+                mask = get_image_mask_tensor_from_path(Path(files[index]))[..., 0].numpy()
+                rows, columns = (at * mask.shape).astype(np.int64).T
+                kept &= mask[rows, columns] != is_sky
+        return kept
 
 
 def unit_counts(samples: MapSamples, depths: Floats, seeds: Floats) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ camera: OpenCV's in sdfstudio, OpenGL's by default in dn-splatter. Visible surfa
 of the two only. Pixels are drawn, and their directions found, as those of depth maps are.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,11 @@ def read_normals(path: Path) -> NDArray[np.float32]:
     return 2 * values.astype(np.float32) / full - 1
 
 
-def training_normals(outputs: DataparserOutputs, world: World) -> Tracks:
+def training_normals(outputs: DataparserOutputs, world: World, sky: Sequence[Path] | None = None) -> Tracks:
     """Read the normal maps of the training views. Every rank calls it; each reads a part of the maps.
 
     Args:
-        outputs: the dataparser's of the training split. world: the ranks.
+        outputs: the dataparser's of the training split. world: the ranks. sky: see `MapReader`.
 
     Returns:
         the directions of the maps' pixels, with their normals: see `Observations`.
@@ -90,7 +91,7 @@ def training_normals(outputs: DataparserOutputs, world: World) -> Tracks:
     ]
     raise_together([] if files else missing, world, _HEADLINE)
     assert files
-    samples, problems = NormalReader(outputs, files).read_part(world)
+    samples, problems = NormalReader(outputs, files, sky).read_part(world)
     raise_together(problems, world, _HEADLINE)
     mine = {index: directed(some) for index, some in samples.items()}
     merged: dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}

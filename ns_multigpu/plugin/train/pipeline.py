@@ -207,7 +207,8 @@ class DistributedPipeline(RunPipeline):
             tracks = training_observations(self.datamanager, config.model.depth_maps, self.world)
             self.observed.append(DeviceObservations("observations", tracks, self.batch_size, self.world.device))
         if config.model.normal_map_loss > 0:
-            tracks = training_normals(self.datamanager.train_dataparser_outputs, self.world)
+            outputs = self.datamanager.train_dataparser_outputs
+            tracks = training_normals(outputs, self.world, self.datamanager.sky)
             self.observed.append(DeviceObservations("normals", tracks, self.batch_size, self.world.device))
         sharded = not self.strategy.placement.replicated
         checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)

@@ -16,10 +16,12 @@ from ns_multigpu.plugin.capture.checks import transforms_problems
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive
+from ns_multigpu.plugin.train.depth_maps import read_maps
+from ns_multigpu.plugin.train.normal_maps import training_normals
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import HEIGHT, WIDTH, make_scene, write_images, write_model
 from tests.lib.resuming import differing, everything, start, went_on
-from tests.lib.training_run import TinyDataParserConfig, add_maps, sky_mask, write_capture
+from tests.lib.training_run import TinyDataParserConfig, add_maps, facing_normals, sky_mask, write_capture
 from tests.plugin.train.test_depth_maps import LENS, manager, parser_of
 
 WEIGHT, OPTION = 0.3, "--pipeline.model.sky-loss"
@@ -72,6 +74,20 @@ def test_masks_of_a_folder_are_undistorted_with_their_photographs(tmp_path: Path
         there, white = image["mask"][..., 1], image["image"][..., 0] > 0
         assert bool((image["mask"][..., 0] == ~there).all()) and 0.3 < float(there.float().mean()) < 0.7
         assert float((there != white).float().mean()) < 0.08, "but for what is between pixels"
+
+
+def test_the_sky_has_no_normals_and_no_depth(capture: Path) -> None:
+    add_maps(capture, "normal_file_path", lambda number: facing_normals(number, (24, 28)))
+    add_maps(capture, "depth_file_path", lambda _: np.full((24, 28), 2000, np.uint16))
+    data = opened(capture)
+    outputs = data.train_dataparser_outputs
+    normals = training_normals(outputs, World.single(), data.sky).counts
+    depths = read_maps(outputs, "metric", World.single(), sky=data.sky).counts
+    files = [int(file.stem) for file in outputs.image_filenames]
+    masks = [np.array(Image.open(capture / f"mask_{number}.png")) > 0 for number in files]
+    there = [sky_mask(number).repeat(2, 0).repeat(2, 1) > 0 for number in files]
+    kept = [int((mask & ~sky).sum()) for mask, sky in zip(masks, there, strict=True)]
+    assert list(normals) == list(depths) == kept and max(kept) < 0.6 * 24 * 28
 
 
 def spoil(values: Any) -> Any:
