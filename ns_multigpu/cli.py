@@ -119,14 +119,11 @@ def export(
         save_world_frame: Write a PLY in the capture's own coordinates, not in those of the model. Positions are double
             if float32 cannot hold them (UTM, ECEF). A box is in the model's coordinates in any case.
     """
-    from nerfstudio.data.scene_box import OrientedBox
-
-    from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
+    from ns_multigpu.plugin.export.ply import crop_box, export_ply, report, run_checkpoint
     from ns_multigpu.plugin.export.splat import export_splat
     from ns_multigpu.plugin.export.spz import export_spz
     from ns_multigpu.plugin.export.world_frame import WorldFrame
 
-    box = (obb_center, obb_rotation, obb_scale)
     suffix = output_path.suffix
     if suffix not in (".ply", ".splat", ".spz"):
         raise ValueError(f"--output-path {output_path}: give the name of a .ply, .splat or .spz file.")
@@ -134,9 +131,7 @@ def export(
         raise ValueError(f"--color is of .ply files: leave it out for a {suffix} file.")
     if suffix != ".ply" and save_world_frame:
         raise ValueError(f"--save-world-frame is of .ply files: a {suffix} file has no float64 positions.")
-    if None in box and any(part is not None for part in box):
-        raise ValueError("A box takes all three: --obb-center, --obb-rotation and --obb-scale.")
-    crop = None if None in box else OrientedBox.from_params(*box)  # pyright: ignore[reportArgumentType]
+    crop = crop_box(obb_center, obb_rotation, obb_scale)
     checkpoint = run_checkpoint(load_config, step)
     frame = WorldFrame.of_run(load_config) if save_world_frame else None
     progress = functools.partial(_progress, description="Writing Gaussians")
@@ -147,9 +142,7 @@ def export(
         kept, total = export_ply(
             checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb", frame=frame
         )
-    reason = "transparent or not finite" + ("" if crop is None else ", or outside the box")
-    left_out = f"; left out {total - kept:,} that are {reason}" if kept < total else ""
-    print(f"Wrote {output_path} ({kept:,} Gaussians of {checkpoint.name}{left_out}).")
+    print(report(output_path, checkpoint, kept, total, crop))
 
 
 def export_mesh(

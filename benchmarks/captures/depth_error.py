@@ -50,7 +50,7 @@ def measure(config: Path, maps: bool = False) -> dict[str, Any]:
     pipeline.eval()
     held_out = data.dataparser.get_dataparser_outputs(split="test")
     tracks = read_maps(held_out, "metric", World.single()) if maps else read_tracks(data.dataparser_config, held_out)
-    observed = DeviceObservations(tracks, 1, torch.device(pipeline.device))
+    observed = DeviceObservations("observations", tracks, 1, torch.device(pipeline.device))
     scale = scene_scale(data.train_dataset.cameras.camera_to_worlds.double().numpy())
     errors: list[Tensor] = []
     psnr: list[float] = []

@@ -103,7 +103,7 @@ def _maker(world: World, task: Task) -> tuple[Any, ViewSequence]:
         config = DistributedDataManagerConfig(dataparser=parser, image_memory_gb=task.image_memory_gb)  # type: ignore
         data = DistributedDataManager(config, device=world.device, test_mode="test")
         return lambda: data.train_share, data.sequence
-    shape = ImageShape(task.height, task.width, 3, torch.uint8, False)
+    shape = ImageShape(task.height, task.width, 3, torch.uint8, 0)
 
     def decode(index: int) -> ImageData:
         rng = np.random.Generator(np.random.SFC64(index))

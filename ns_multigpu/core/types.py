@@ -35,6 +35,7 @@ class View:
         index: the view's number in its capture; keys everything random that belongs to the view.
         time: the moment of a time-varying capture, in [0, 1].
         observations: points that it observes, for a loss of depth; None if unused.
+        normals: pixels of its normal map, for a loss of normals; None if unused.
     """
 
     viewmat: Tensor
@@ -44,6 +45,7 @@ class View:
     index: int = 0
     time: float = 0.0
     observations: Observations | None = None
+    normals: Observations | None = None
 
 
 @dataclass(frozen=True)

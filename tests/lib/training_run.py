@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from nerfstudio.configs.method_configs import all_methods
-from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from numpy.typing import NDArray
 from PIL import Image
 
 from ns_multigpu.core.dist.collectives import all_gather_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import names
+from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.primitives.registry import PRIMITIVES
 
@@ -37,7 +39,7 @@ class TinyDataParserConfig(NerfstudioDataParserConfig):
     downscale_factor: int | None = 1
 
 
-class TinyDataParser(Nerfstudio):
+class TinyDataParser(ListedNerfstudio):
     """See TinyDataParserConfig."""
 
     def _generate_dataparser_outputs(self, split: str = "train", **_: Any) -> Any:
@@ -86,6 +88,30 @@ def write_capture(
     names = [f"{i}.png" for i in range(TRAIN + HELD_OUT)]
     splits = {"train_filenames": names[:train], "val_filenames": names[TRAIN:], "test_filenames": names[TRAIN:]}
     (folder / "transforms.json").write_text(json.dumps({"frames": frames, **splits}))
+
+
+def add_maps(folder: Path, key: str, values_of: Callable[[int], NDArray[Any]]) -> None:
+    """Give each frame of a capture a picture of `values_of` its number, under a key of transforms.json."""
+    meta = json.loads((folder / "transforms.json").read_text())
+    for number, frame in enumerate(meta["frames"]):
+        frame[key] = f"{key}_{number}.png"
+        Image.fromarray(values_of(number)).save(folder / frame[key])
+    (folder / "transforms.json").write_text(json.dumps(meta))
+
+
+def facing_normals(number: int, size: tuple[int, int] = (12, 14)) -> NDArray[np.uint8]:
+    """Return a normal map [h, w, 3] in OpenCV's axes, of surfaces that face the camera at random angles."""
+    normals = np.random.default_rng(number).normal(0, 0.3, (*size, 3)) - [0, 0, 1]
+    normals /= np.linalg.norm(normals, axis=-1, keepdims=True)
+    return np.round(255 * (normals + 1) / 2).astype(np.uint8)
+
+
+def sky_mask(number: int, size: tuple[int, int] = (12, 14)) -> NDArray[np.uint8]:
+    """Return a mask whose upper third, and a patch below, are sky."""
+    values = np.zeros(size, np.uint8)
+    values[: size[0] // 3] = 255
+    values[-3:, number : number + 4] = 255
+    return values
 
 
 def sums_over_points(model: Any, world: World) -> dict[str, Any]:

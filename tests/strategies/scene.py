@@ -63,6 +63,19 @@ def make_observations(views: int, dtype: torch.dtype, device: torch.device | str
     return Observations(points.to(device, dtype), ids.to(device), 2.5)
 
 
+def make_normals(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Observations:
+    """Return each view's normals in some of 300 directions, not all within its image. The second view has none."""
+    g = torch.Generator().manual_seed(7)
+    rays = torch.rand(300, 3, generator=g, dtype=torch.float64) * 1.4 - 0.7
+    rays[:, 2] = 1
+    normals = torch.nn.functional.normalize(torch.randn(300, 3, generator=g, dtype=torch.float64) - rays, dim=-1)
+    ids = torch.full((views, 170), -1, dtype=torch.int32)
+    for i in range(views):
+        count = 0 if i == 1 else 120 + 50 * i // views
+        ids[i, :count] = torch.randperm(300, generator=g)[:count].int()
+    return Observations(rays.to(device, dtype), ids.to(device), 1.0, normals.to(device, dtype))
+
+
 def make_points(count: int, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Points:
     """Random Gaussians in a box of side 2 around the origin, some of them large, some coincident."""
     g = torch.Generator().manual_seed(seed)
@@ -145,10 +158,16 @@ def make_image(view: View, seed: int = 9) -> torch.Tensor:
     return torch.randint(0, 256, (view.height, view.width, 3), generator=g, dtype=torch.uint8)
 
 
-def make_layers(view: View) -> torch.Tensor:
-    """Return [H, W, 5] uint8: `make_image`, noise as alpha, and a mask of blocks of 8 pixels, a third of them black."""
+def make_layers(view: View, sky: bool = False) -> torch.Tensor:
+    """Return [H, W, 5] uint8: `make_image`, noise as alpha, and a mask of blocks of 8 pixels, a third of them black.
+    With `sky` [H, W, 6]: half of these blocks are sky, and a pixel next to each that is half sky."""
     g = torch.Generator().manual_seed(90 + view.index)
     alpha = torch.randint(0, 256, (view.height, view.width, 1), generator=g, dtype=torch.uint8)
     blocks = torch.rand(-(-view.height // 8), -(-view.width // 8), generator=g) > 1 / 3
     mask = blocks.repeat_interleave(8, 0).repeat_interleave(8, 1)[: view.height, : view.width, None]
-    return torch.cat([make_image(view), alpha, 255 * mask.byte()], dim=-1)
+    layers = [make_image(view), alpha, 255 * mask.byte()]
+    if sky:
+        above = (torch.rand(blocks.shape, generator=g) > 0.5) & ~blocks
+        there = above.repeat_interleave(8, 0).repeat_interleave(8, 1)[: view.height, : view.width, None]
+        layers.append(255 * there.byte() | 127 * there.roll(1, 1).byte())
+    return torch.cat(layers, dim=-1)

@@ -21,9 +21,10 @@ from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, variation
 from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import drift
-from ns_multigpu.core.step.loss import photometric_loss
+from ns_multigpu.core.step.loss import photometric_loss, sky_loss
+from ns_multigpu.core.step.normal_map_loss import normal_map_loss
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.types import Patch, Points, View
+from ns_multigpu.core.types import Patch, Pixels, Points, View
 from ns_multigpu.plugin.model.cameras import world_to_camera
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
@@ -43,6 +44,7 @@ from tests.strategies.scene import (
     make_image,
     make_layers,
     make_moving_points,
+    make_normals,
     make_observations,
     make_points,
     make_surfels,
@@ -78,8 +80,8 @@ LIKE_SINGLE = [name for name in STRATEGIES if name not in ("single", *BY_CELLS)]
 KNOW_MACHINES = ["locality"]
 """Strategies that ask which ranks are of one machine."""
 
-DEPTH_WEIGHT = 0.2
-"""Of the loss of depth."""
+DEPTH_WEIGHT, NORMAL_WEIGHT, SKY_WEIGHT = 0.2, 0.15, 0.1
+"""Of the losses of depth, of normal maps and of the sky."""
 
 Fragments = list[tuple[Patch, torch.Tensor]]
 Outcome = dict[str, Any]
@@ -126,17 +128,29 @@ def _statistics(
     return found
 
 
+def _geometry_loss(pixels: Pixels, view: View) -> torch.Tensor:
+    """Return a patch's share of the losses of all channels, depth and normals that it and its view have."""
+    loss = pixels.alpha.new_zeros(())
+    if "distortion" in pixels.extra:
+        loss = loss + normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)
+    if view.observations is not None:
+        loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view)
+    if view.normals is not None:
+        loss = loss + NORMAL_WEIGHT * normal_map_loss(pixels, view)
+    return loss
+
+
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
-    kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
-    layered: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False,
+    kind: tuple[Primitive, Points] | None = None, observes: bool = False, directs: bool = False, exposes: bool = False,
+    layered: bool = False, sky: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False,
     lenses: bool = False, **needles: Any,
 ) -> Outcome:  # fmt: skip
     """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
-    depth counts. `exposes`, `grids`: their colours have gains, or bilateral grids. `layered`: photographs
-    have alpha and masks. `corrects`: the first two views are one, and poses are corrected. `lenses`: views have
-    lenses. `needles`: see `needle_terms`."""
+    depth counts. `directs`: they have normal maps. `exposes`, `grids`: their colours have gains, or bilateral grids.
+    `layered`: photographs have alpha and masks; `sky`: also of the sky. `corrects`: the first two views are one, and
+    poses are corrected. `lenses`: views have lenses. `needles`: see `needle_terms`."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     made = make_views(views, dtype, world.device, size)
@@ -151,6 +165,9 @@ def take_step(
     if observes:
         observed = make_observations(views, dtype, world.device)
         batch = [replace(view, observations=observed.of(i)) for i, view in enumerate(batch)]
+    if directs:
+        normals = make_normals(views, dtype, world.device)
+        batch = [replace(view, normals=normals.of(i)) for i, view in enumerate(batch)]
     spread.observe(drawn, held, 0)
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
     rendering = spread.render(drawn, held, batch, plan)
@@ -173,15 +190,14 @@ def take_step(
         left, top, right, bottom = pixels.patch.rendered(view)
         target = make_image(view).to(world.device)[top:bottom, left:right]
         if layered:
-            layers = make_layers(view).to(world.device, dtype)[top:bottom, left:right] / 255
-            color, alpha, mask = layers[..., :3], layers[..., 3:4], layers[..., 4:]
+            layers = make_layers(view, sky).to(world.device, dtype)[top:bottom, left:right] / 255
+            color, alpha, mask = layers[..., :3], layers[..., 3:4], layers[..., 4:5]
             rgb, target = rgb * mask, (alpha * color + (1 - alpha) * 0.3) * mask
             images[-1] = pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()
+            if sky:
+                loss = loss + SKY_WEIGHT * sky_loss(pixels.alpha, layers[..., 5:], pixels.patch, view) / len(batch)
         loss = loss + photometric_loss(rgb, target, pixels.patch, view, 0.2) / len(batch)
-        if pixels.extra:
-            loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
-        if observes:
-            loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
+        loss = loss + _geometry_loss(pixels, view) / len(batch)
     of_views = {"exposures": gains, "grids": maps}
     trainable: dict[str, torch.Tensor] = {name: value for name, value in of_views.items() if value is not None}
     if corrects is not None:

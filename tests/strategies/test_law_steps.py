@@ -6,7 +6,7 @@ Adam's first moment is the gradient if it begins at zero and beta1 is 0; so the 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -42,6 +42,7 @@ from tests.strategies.scene import (
     make_grids,
     make_image,
     make_layers,
+    make_normals,
     make_observations,
     make_points,
     make_views,
@@ -52,6 +53,7 @@ from tests.strategies.test_law import (
     LIKE_SINGLE,
     MACHINES,
     PRIMITIVES,
+    SKY_WEIGHT,
     Outcome,
     check,
     held_at,
@@ -96,13 +98,13 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 
 def take_one(
     spread: Strategy, kind: Any, count: int, size: Size, mode: str, by_sort: bool = False, half: bool | None = None,
-    whole: Points | None = None, observes: bool = False, exposes: bool = False, layered: bool = False,
-    corrects: CameraOptimizer | None = None, grids: bool = False,
+    whole: Points | None = None, observes: bool = False, directs: bool = False, exposes: bool = False,
+    layered: bool = False, sky: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False,
     lenses: bool = False, **more: Any,
 ) -> Outcome:  # fmt: skip
     """Return the results of `one_step` for a fused step. With `half` given rows use collectives. The points are 3D
-    Gaussians, unless given; `observes`, `exposes`, `layered`, `corrects`, `grids`, `lenses`: see `take_step`;
-    `more` are options of the kernels."""
+    Gaussians, unless given; `observes`, `directs`, `exposes`, `layered`, `sky`, `corrects`, `grids`, `lenses`:
+    see `take_step`; `more` are options of the kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -114,7 +116,8 @@ def take_one(
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
     spread.observe(kind, held, 0)
-    observed = make_observations(count, torch.float32, device) if observes else None
+    observed = {"observations": make_observations(count, torch.float32, device)} if observes else {}
+    observed |= {"normals": make_normals(count, torch.float32, device)} if directs else {}
     of_views: dict[str, Any] = {}
     for name, wanted, make, kept in (
         ("exposures", exposes, make_gains, StepExposures), ("grids", grids, make_grids, StepGrids)
@@ -136,7 +139,8 @@ def take_one(
             corrections, *moments["corrections"], count, cast(Any, corrects.config.mode), weights, summed
         )  # fmt: skip
     step = made(
-        spread, kind, views, params, moments, statistics, by_sort, half, observed, layered=layered, poses=step_poses,
+        spread, kind, views, params, moments, statistics, by_sort, half, observed, masks=layered + sky,
+        poses=step_poses,
         **of_views, **more
     )  # fmt: skip
     fill(step, views)
@@ -148,7 +152,7 @@ def take_one(
     targets = []
     for patch in plan.owned[world.rank]:
         left, top, right, bottom = patch.rendered(views[patch.view])
-        photograph = (make_layers if layered else make_image)(views[patch.view])
+        photograph = make_layers(views[patch.view], sky) if layered else make_image(views[patch.view])
         targets.append(photograph[top:bottom, left:right].to(device).contiguous())
     steps = 2 if mode == "several" else 1
     if mode == "step":
@@ -172,8 +176,9 @@ def take_one(
 
 def made(
     spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
-    half: bool | None = None, observed: Observations | None = None, exposures: StepExposures | None = None,
-    layered: bool = False, capacities: Any = None, poses: StepPoses | None = None, grids: StepGrids | None = None,
+    half: bool | None = None, observed: Mapping[str, Observations] | None = None,
+    exposures: StepExposures | None = None, masks: int = 0, capacities: Any = None,
+    poses: StepPoses | None = None, grids: StepGrids | None = None,
     **more: Any,
 ) -> Step:  # fmt: skip
     """Return the step of a strategy and a primitive, with what carries its rows."""
@@ -186,8 +191,9 @@ def made(
         **{**CAPACITIES, **(capacities or {})},
         view_numbers=0 if of_views is None else of_views.now[0].numel(),
         poses=poses is not None,
-        alpha=layered,
-        masked=layered,
+        alpha=masks > 0,
+        masks=masks,
+        sky_weight=SKY_WEIGHT if masks == 2 else 0.0,
         intrinsics_rows=len(views[0].K),
     )
     kernels = replace(kind, depth=False).kernels(**more)

@@ -1,8 +1,10 @@
-"""The law for what belongs to views: gains, grids, corrections of poses, and photographs with alpha and masks.
+"""The law for what belongs to views: gains, grids, corrections of poses, and photographs with alpha and masks, also of
+the sky.
 
 Fused steps equal ordinary steps of one rank, in each mode; of gains ordinary steps of several ranks do, too.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,8 +27,8 @@ from tests.strategies.test_law_steps import MODES, POINTS, PORTRAIT, check_outco
 ALL = [*LIKE_SINGLE, "pixel"]
 OTHERS = ["4D gaussians", "2dgs", "convex"]
 Row = tuple[str, int, str, str, str]
-"""Strategy, ranks, mode, primitive, and words: gains, grids, layers, SO3xR3, SE3, sizes (views of several sizes), and
-needles, lenses, and machines (two of them)."""
+"""Strategy, ranks, mode, primitive, and words: gains, grids, layers, sky, SO3xR3, SE3, sizes (views of several
+sizes), needles, lenses, and machines (two of them)."""
 
 ROWS: list[Row] = [
     ("batch", 1, "captured", "gaussians", "gains"),
@@ -38,6 +40,9 @@ ROWS: list[Row] = [
     ("single", 1, "captured", "gaussians", "layers gains sizes"),
     *((name, 2, "step", "gaussians", "layers sizes") for name in ALL),
     *((name, 3, "captured", "gaussians", "layers gains sizes") for name in ALL),
+    ("single", 1, "step", "gaussians", "layers sky sizes"), ("tile", 3, "step", "2dgs", "layers sky"),
+    *((name, 2, "captured", "gaussians", "layers sky sizes") for name in ALL),
+    ("batch", 2, "step", "convex", "layers sky"), ("tile", 2, "captured", "gaussians", "layers sky grids"),
     ("single", 1, "captured", "gaussians", "grids"), ("tile", 3, "captured", "gaussians", "grids layers"),
     ("batch", 2, "several", "gaussians", "grids"),
     *((name, 2, "step" if name == "batch" else "captured", "gaussians", "grids") for name in ALL),
@@ -50,7 +55,8 @@ ROWS: list[Row] = [
     ("tile", 2, "several", "gaussians", "lenses"),
 ]  # fmt: skip
 ON_GPUS: list[Row] = [
-    *((name, n, mode, "gaussians", words) for words in ("gains", "grids layers", "layers gains sizes")
+    *((name, n, mode, "gaussians", words)
+      for words in ("gains", "grids layers", "layers gains sizes", "layers sky sizes")
       for name in ALL for mode in MODES for n in (1, 2)),
     *((name, n, mode, "gaussians", "SO3xR3" if mode == "step" else "SE3")
       for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
@@ -76,6 +82,7 @@ def options_of(words: str, views: int, device: Any = "cpu") -> dict[str, Any]:
     return needles | {
         "exposes": "gains" in asked,
         "layered": "layers" in asked,
+        "sky": "sky" in asked,
         "grids": "grids" in asked,
         "corrects": corrects,
         "lenses": "lenses" in asked,
@@ -154,8 +161,16 @@ def test_gains_through_autograd_equal_single(name: str, strategy: str, ranks: in
 
 
 def test_layers_of_photographs_matter() -> None:
-    layered, plain = (step(World.single(), "single", "gaussians", layered=layers) for layers in (True, False))
-    assert abs(float(layered["loss"] - plain["loss"])) > 0.01
+    options: list[Any] = [{"layered": True, "sky": True}, {"layered": True}, {}]
+    sky, layered, plain = (step(World.single(), "single", "gaussians", **some) for some in options)
+    assert abs(float(layered["loss"] - plain["loss"])) > 0.01 < float(sky["loss"] - layered["loss"])
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_the_sky_through_autograd_equals_single(strategy: str) -> None:
+    options: Any = {"layered": True, "sky": True}
+    expected = step(World.single(), "single", "gaussians", **options)
+    check(run_ranks(partial(step, **options), 2, strategy, "gaussians"), expected, torch.float64)
 
 
 @pytest.mark.parametrize("what", ["exposures", "poses"])

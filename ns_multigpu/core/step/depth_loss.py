@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.types import Pixels, View
+from ns_multigpu.core.observations import Observations
+from ns_multigpu.core.types import Patch, Pixels, View
 
 
 class Keypoints(NamedTuple):
@@ -31,14 +32,17 @@ class Keypoints(NamedTuple):
 
 
 @torch.no_grad()
-def keypoints(view: View) -> Keypoints:
-    """The keypoints of a view with observations. Nothing is read back, and every rank finds the same."""
-    observed = view.observations
+def keypoints(view: View, observed: Observations | None = None) -> Keypoints:
+    """Return the keypoints of a view's observations, or of `observed`. Nothing is read back, and every rank finds the
+    same."""
+    observed = observed or view.observations
     assert observed is not None
     viewmat, K = view.viewmat, view.K.to(view.viewmat.dtype)
     points = observed.points.to(viewmat.dtype).index_select(0, observed.ids.clamp(min=0).long())
-    # Not a product of matrices: that may be of lower precision on a GPU.
-    seen = (points[:, None] * viewmat[:3, :3]).sum(-1) + viewmat[:3, 3]
+    seen = points
+    if observed.normals is None:
+        # Not a product of matrices: that may be of lower precision on a GPU.
+        seen = (points[:, None] * viewmat[:3, :3]).sum(-1) + viewmat[:3, 3]
     ahead = (observed.ids >= 0) & (seen[:, 2] > 0)
     depths = torch.where(ahead, seen[:, 2], 1.0)
     x = K[0, 0] * seen[:, 0] / depths + K[0, 2]
@@ -46,6 +50,13 @@ def keypoints(view: View) -> Keypoints:
     inside = ahead & (x >= 0) & (x < view.width) & (y >= 0) & (y < view.height)
     places = torch.where(inside[:, None], torch.stack([x, y], dim=-1), 0.0)
     return Keypoints(places, torch.where(inside, depths, 1.0), inside)
+
+
+def in_patch(found: Keypoints, patch: Patch, beyond: int = 0) -> Tensor:
+    """Return a mask [K] of the keypoints whose pixel is in a patch, or at most `beyond` pixels outside of it."""
+    x, y = found.places.floor().unbind(-1)
+    left, top, right, bottom = patch.x0 - beyond, patch.y0 - beyond, patch.x1 + beyond, patch.y1 + beyond
+    return found.inside & (x >= left) & (x < right) & (y >= top) & (y < bottom)
 
 
 def disparities_at(pixels: Pixels, view: View, places: Tensor) -> Tensor:
@@ -98,9 +109,7 @@ def depth_loss(pixels: Pixels, view: View, beyond: int = 0) -> Tensor:
     left, top, right, bottom = patch.rendered(view)
     if right <= left or bottom <= top:
         return pixels.depth.sum() * 0.0
-    places, depths, inside = keypoints(view)
-    x, y = places.floor().unbind(-1)
-    left, top, right, bottom = patch.x0 - beyond, patch.y0 - beyond, patch.x1 + beyond, patch.y1 + beyond
-    own = inside & (x >= left) & (x < right) & (y >= top) & (y < bottom)
-    error = (disparities_at(pixels, view, places) - 1 / depths).abs()
-    return observed.scale * torch.where(own, error, 0.0).sum() / inside.sum().clamp(min=1)
+    found = keypoints(view)
+    error = (disparities_at(pixels, view, found.places) - 1 / found.depths).abs()
+    total = torch.where(in_patch(found, patch, beyond), error, 0.0).sum()
+    return observed.scale * total / found.inside.sum().clamp(min=1)

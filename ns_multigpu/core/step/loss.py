@@ -1,9 +1,29 @@
-"""The photometric loss of a patch: its share of the whole image's."""
+"""Losses of a patch: its share of the photometric loss of the whole image, and of the loss of the sky."""
 
+import torch
 from torch import Tensor
 
 import cuda_ext
 from ns_multigpu.core.types import SSIM_HALO, Patch, View
+
+_CLEAR = 1e-4
+"""Transmittance at which drawing stops. It bounds the gradient by alpha of the loss of the sky."""
+
+
+def sky_loss(alpha: Tensor, sky: Tensor, patch: Patch, view: View) -> Tensor:
+    """Return the patch's share of the mean over the whole view's pixels of -log(1 - alpha) where there is sky, [].
+
+    It is the cross entropy of alpha with an empty sky. By log(1 - alpha), the sum of what splats block, each splat of a
+    ray has a gradient, also behind an opaque one. 1 - alpha is counted from `_CLEAR` on.
+
+    Args:
+        alpha: [h, w, 1] the rendered rectangle, halo included.
+        sky: [h, w, 1] the part of each pixel there that is sky, or bool.
+        patch: the patch. view: the view it is cut from.
+    """
+    x0, y0, x1, y1 = patch.inner(view)
+    clear = torch.log((1 - alpha + _CLEAR) / (1 + _CLEAR))
+    return -(clear * sky.to(alpha.dtype))[y0:y1, x0:x1].sum() / (view.width * view.height)
 
 
 def photometric_loss(rgb: Tensor, target: Tensor, patch: Patch, view: View, ssim_lambda: float) -> Tensor:

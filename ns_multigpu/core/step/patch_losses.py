@@ -1,7 +1,7 @@
 """The loss of a rank's patches in a step that reads nothing back, and its gradient by their pixels."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.step.bilateral_grids import StepGrids
 from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.core.step.loss import sky_loss
+from ns_multigpu.core.step.normal_map_loss import normal_map_loss
 from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import SSIM_HALO, Patch, Pixels, View
 
@@ -49,6 +51,8 @@ class PatchLosses:
     ) -> None:  # fmt: skip
         self._settings, self._backgrounds, self._report = settings, backgrounds, report
         self._exposures, self._grids = exposures, grids
+        terms = (settings.depth_weight, depth_loss), (settings.normal_weight, normal_map_loss)
+        self._of_depth = [term for term in terms if term[0] > 0]
         self._weights: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by size of a view: graphs hold addresses
         self._weights_of(settings.width, settings.height)
 
@@ -56,7 +60,7 @@ class PatchLosses:
         self, drawn: OwnedPixels, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Add the losses of patches; return their renderings, one a patch, without halo [h, w, 3], and the gradients
-        by colour [P, 3] and alpha [P], which are zero in halos; with a loss of depth by colour and depth [P, 4].
+        by colour [P, 3] and alpha [P], which are zero in halos; with losses of depth by colour and depth [P, 4].
 
         Args:
             drawn: the patches. own: which they are. views: the batch.
@@ -92,9 +96,12 @@ class PatchLosses:
         for band, patch in zip(bands, own, strict=True):
             x0, y0, x1, y1 = patch.inner(views[patch.view])
             rgbs.append(band.rgb[y0:y1, x0:x1])
-        if self._settings.depth_weight > 0:
+        if self._of_depth:
             v_depth, v_covered = self._add_depths(drawn, own, views)
             v_color, v_alpha = torch.cat([v_color, v_depth[:, None]], dim=1), v_alpha + v_covered
+        if self._settings.sky_weight > 0:
+            for patch, piece, layers in zip(own, slices, targets, strict=True):
+                self._add_sky(patch, views, drawn.alpha[piece], layers, v_alpha[piece])
         return rgbs, v_color, v_alpha
 
     def _blended(self, patch: Patch, view: View, blended: _Blended, layers: Tensor) -> _Seen:
@@ -147,7 +154,7 @@ class PatchLosses:
         A pixel's gradient is the whole view's, as `band_loss`'s: neighbours of the patch need send none.
         """
         by_depth, by_alpha = torch.zeros_like(drawn.alpha), torch.zeros_like(drawn.alpha)
-        weight, start = self._settings.depth_weight, 0
+        start = 0
         for patch in own:
             view = views[patch.view]
             left, top, right, bottom = patch.rendered(view)
@@ -157,19 +164,31 @@ class PatchLosses:
                 blended = drawn.color[piece, 3].detach().view(shape).requires_grad_()
                 covered = drawn.alpha[piece].detach().view(shape).requires_grad_()
                 pixels = Pixels(patch, blended, covered, blended / covered.clamp(min=1e-10))
-                near = weight * depth_loss(pixels, view, beyond=1) / len(views)
-                found = torch.autograd.grad(near, [blended, covered])
-            self._report[patch.view].add_(weight * depth_loss(pixels, view))
+                near = sum(weight * loss(pixels, view, beyond=1) for weight, loss in self._of_depth)
+                found = torch.autograd.grad(cast(Tensor, near) / len(views), [blended, covered])
+            self._report[patch.view].add_(sum(weight * loss(pixels, view) for weight, loss in self._of_depth))
             x0, y0, x1, y1 = patch.inner(view)
             for whole, gradient in zip((by_depth, by_alpha), found, strict=True):
                 whole[piece].view(shape)[y0:y1, x0:x1] = gradient[y0:y1, x0:x1]
         return by_depth, by_alpha
 
+    def _add_sky(
+        self, patch: Patch, views: Sequence[View], alpha: Tensor, layers: Tensor, v_alpha: Tensor
+    ) -> None:  # fmt: skip
+        """Add a patch's loss of the sky, and its gradient by alpha [P], in place."""
+        sky = layers[..., -1:].float() / (255 if layers.dtype == torch.uint8 else 1)
+        with torch.enable_grad():
+            covered = alpha.detach().requires_grad_()
+            share = self._settings.sky_weight * sky_loss(covered.view(sky.shape), sky, patch, views[patch.view])
+            (found,) = torch.autograd.grad(share / len(views), covered)
+        self._report[patch.view].add_(share.detach())
+        v_alpha.add_(found)
+
     def photograph(self, layers: Tensor, view: int) -> tuple[Tensor, Tensor | None]:
         """Return what a rendering of the batch's view at this position is compared with, and its mask.
 
         Args:
-            layers: [h, w, channels] colour, then alpha and mask if the settings have them; uint8 or float.
+            layers: [h, w, channels] colour, then alpha, mask and sky if the settings have them; uint8 or float.
 
         Returns:
             colours [h, w, 3] over the view's background, zero where masked, and mask [h w, 1] or None.
@@ -180,9 +199,9 @@ class PatchLosses:
         image = values[..., :3]
         if self._settings.alpha:
             image = torch.lerp(self._backgrounds[view].expand_as(image), image, values[..., 3:4])
-        if not self._settings.masked:
+        if not self._settings.masks:
             return image, None
-        mask = values[..., -1:]
+        mask = values[..., 3 + self._settings.alpha, None]
         return image * mask, mask.reshape(-1, 1)
 
     def _weights_of(self, width: int, height: int) -> tuple[Tensor, Tensor]:

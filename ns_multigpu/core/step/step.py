@@ -67,7 +67,8 @@ class Step:
         lists: how each tile's splats are found; `GatheredLists` unless given.
         measure: called with the name of each part (project, send, sort, raster, pixels, loss, backward, return,
             update), gives a context to do it in.
-        observed: what the batch's views observe [B, K], where kernels have a loss of depth; filled as inputs are.
+        observed: what the batch's views observe [B, K], by the name of the attribute of `View`, where there are losses
+            of it; filled as inputs are.
         exposures, grids: the views' gains, or their bilateral grids: at most one of the two. Their Adam has the line
             of `scalars` behind those of the parameters.
         poses: corrections of the views' poses. Their Adam has the last line.
@@ -102,7 +103,7 @@ class Step:
         lists: TileLists | None = None,
         measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
         group_culling: bool | None = None,
-        observed: Observations | None = None,
+        observed: Mapping[str, Observations] | None = None,
         exposures: StepExposures | None = None,
         grids: StepGrids | None = None,
         poses: StepPoses | None = None,
@@ -111,7 +112,7 @@ class Step:
         if reason is not None:
             raise ValueError(f"strategy {strategy.name}: {reason}.")
         self.settings, self._strategy, self._world = settings, strategy, strategy.world
-        self._kernels, self._transport, self._measure, self._observed = kernels, transport, measure, observed
+        self._kernels, self._transport, self._measure, self._observed = kernels, transport, measure, observed or {}
         model = kernels.model(params, moments, statistics, lazy)
         tests = len(model.params[0]) * strategy.assignment.most_views(settings.views, strategy.world.size)
         grouped = tests >= GROUPS_FROM if group_culling is None else group_culling
@@ -258,10 +259,10 @@ class Step:
         """Return the batch's views, of these sizes, whose cameras are the inputs."""
         sizes = sizes or ((self.settings.width, self.settings.height),) * self.settings.views
         cameras = zip(self._viewmats, self.Ks, sizes, strict=True)
-        return [
-            View(viewmat, K, *size, position, observations=self._observed and self._observed.of(position))
-            for position, (viewmat, K, size) in enumerate(cameras)
+        observed: list[Any] = [
+            {name: all_views.of(i) for name, all_views in self._observed.items()} for i in range(self.settings.views)
         ]
+        return [View(viewmat, K, *size, i, **observed[i]) for i, (viewmat, K, size) in enumerate(cameras)]
 
     def _cameras(self, positions: range, views: Sequence[View]) -> Cameras:
         some = slice(positions.start, positions.stop)

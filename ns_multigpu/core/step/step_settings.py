@@ -33,8 +33,10 @@ class StepSettings:
         intersections: capacity of what a rank draws.
         view_numbers: of each view's trained `ViewParameters`; 0 without.
         poses: True if each view has a trained pose correction (see `StepPoses`).
-        alpha, masked: whether photographs have an alpha channel and masks: see `photograph`.
+        alpha: whether photographs have an alpha channel. masks: channels of their masks: see `photograph`.
         depth_weight: of the loss of depth (see `core.step.depth_loss`); 0 for none.
+        normal_weight: of the loss of normal maps by the normals of depth (see `core.step.normal_map_loss`).
+        sky_weight: of the loss of the sky (see `core.step.loss`), the second channel of masks.
         skips: True if a step whose gradients are not finite leaves the model unchanged.
         intrinsics_rows: of a view's `K`: 3, or 7 with lenses.
     """
@@ -49,15 +51,17 @@ class StepSettings:
     view_numbers: int = 0
     poses: bool = False
     alpha: bool = False
-    masked: bool = False
+    masks: int = 0
     depth_weight: float = 0.0
+    normal_weight: float = 0.0
+    sky_weight: float = 0.0
     skips: bool = False
     intrinsics_rows: int = 3
 
     @property
     def channels(self) -> int:
-        """Channels of a photograph: colour, alpha, mask."""
-        return 3 + self.alpha + self.masked
+        """Channels of a photograph: colour, alpha, mask, sky."""
+        return 3 + self.alpha + self.masks
 
     @property
     def has_indices(self) -> bool:

@@ -274,8 +274,8 @@ class Training:
         with self._pipeline.timer.step(steps):
             with self._pipeline.timer.measure("data"):
                 self._queue.ready(self._buffers, step_inputs, plan, factor)
-                if self._observed is not None:
-                    self._observed.fill(step_inputs.indices)
+                for observed in self._observed:
+                    observed.fill(step_inputs.indices)
                 if self._needles is not None:
                     batch, points = self._pipeline.batch_size, max(self._model.total_points, 1)
                     self._needles.fill_(self._model.needle_weight(step_inputs.step * batch, batch) / points)
@@ -286,7 +286,7 @@ class Training:
 
     def _follow(self, feeds: Sequence[StepInputs]) -> bool:
         """Return whether steps need no host work between them: their inputs are in place or selected on the device."""
-        between = self._noise.active or self._observed is not None or self._needles is not None
+        between = self._noise.active or self._observed or self._needles is not None
         return not between and self._queue.shows(self._buffers) and self._inputs_maker.alike(feeds)
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
@@ -322,8 +322,8 @@ class Training:
             *size, views=views, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections,
             view_numbers=0 if photographs is None else photographs.now[0].numel(), poses=of_views["poses"] is not None,
-            alpha=self._queue.images.alpha, masked=self._queue.images.masked,
-            depth_weight=dict(losses).get(surfaces.DEPTH, 0.0), skips=self._skips,
+            alpha=self._queue.images.alpha, masks=self._queue.images.masks, sky_weight=options.sky_loss,
+            skips=self._skips, **{name: dict(losses).get(of, 0.0) for of, name in surfaces.of_depth(options).items()},
             intrinsics_rows=len(self._camera(0, 1)[0].K),
         )  # fmt: skip
         # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
@@ -335,7 +335,7 @@ class Training:
             strategy, transport, self._lazy, self._buffers.lists(settings, kernels, transport), self._measure,
             # Noise moves all points after each step: rebuilding group boxes would cost as much as culling saves.
             group_culling=False if self._noise.active else None,
-            observed=None if self._observed is None else self._observed.batch,
+            observed={observed.name: observed.batch for observed in self._observed},
             **of_views,
         )  # fmt: skip
 
@@ -343,7 +343,8 @@ class Training:
         options, primitive = self._model.config, self._model.primitive(depth=False)
         now = {"sh_degree": degree, "absgrad": options.use_absgrad and counts}
         primitive = replace(primitive, **{name: value for name, value in now.items() if hasattr(primitive, name)})
-        of_channels = {name: weight for name, weight in losses if name != surfaces.DEPTH}
+        of_depth = surfaces.of_depth(options)
+        of_channels = {name: weight for name, weight in losses if name not in of_depth}
         more: dict[str, Any] = {"losses": of_channels} if of_channels else {}
         if len(of_channels) < len(losses):
             more["depth"] = True

@@ -19,6 +19,7 @@ from ns_multigpu.core.assign.balanced_views import depths_seen
 from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import SSIM_HALO, View
+from ns_multigpu.plugin.capture.image_files import FRAME_FILES
 from ns_multigpu.plugin.capture.split_lists import missing_list
 from ns_multigpu.plugin.faults.errors import InputError
 
@@ -247,7 +248,7 @@ def _partial_problems(meta: dict[str, Any], frames: Sequence[dict[str, Any]]) ->
         angle = ". Of camera_angle_x, which is not read: fl_x = w / 2 / tan(camera_angle_x / 2)"
         hint = angle if "camera_angle_x" in meta else ""
         lines.append(f"it has no {', '.join(missing)}, and needs them for all frames or for each{hint}")
-    for key in ("mask_path", "depth_file_path"):
+    for key in ("mask_path", "depth_file_path", *FRAME_FILES):
         without = [str(frame.get("file_path")) for frame in frames if key not in frame]
         if 0 < len(without) < len(frames):
             lines.append(

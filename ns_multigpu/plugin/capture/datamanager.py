@@ -2,13 +2,15 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
@@ -17,7 +19,7 @@ from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.random import keyed_generator, keyed_permutation
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.coordinate_offset import OffsetOption
-from ns_multigpu.plugin.capture.image_files import Header
+from ns_multigpu.plugin.capture.image_files import FRAME_FILES, Header, sky_mask_problem
 from ns_multigpu.plugin.capture.image_reading import ImageReader, through_lenses
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageShape, aligned
@@ -65,6 +67,9 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     Raises:
         InputError: on every rank, if the capture cannot be read on one of them.
+
+    Attributes:
+        sky: masks of the sky of the training images, a file for each; None unless `read_sky` was called.
     """
 
     config: DistributedDataManagerConfig
@@ -73,6 +78,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         checks.check_image_memory(config.image_memory_gb)
         self.world = get_world(str(device))
         self._owners_of_views: list[int] | None = None
+        self.sky: list[Path] | None = None
         self._trains = kwargs.get("test_mode", "val") == "val"
         with parsed_together(config, self.world, self._trains):
             super().__init__(config, device=device, **kwargs)
@@ -127,6 +133,33 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         _ = self.train_shapes, self.eval_shapes
         run_parts().done("capture checked")
 
+    def read_sky(self, option: str) -> None:
+        """Read the capture's masks of the sky with the training images. Every rank calls it before `check_capture`;
+        each checks a part of the masks.
+
+        Args:
+            option: that asks for them, in messages.
+
+        Raises:
+            InputError: on every rank, with all problems of the masks.
+        """
+        outputs, key = self.train_dataparser_outputs, "sky_mask_path"
+        self.sky, cameras = outputs.metadata.get(FRAME_FILES[key]), outputs.cameras
+        problems = [
+            f"the capture has none: give {key} for each frame of transforms.json, or a folder {FRAME_FILES[key]} next "
+            f"to COLMAP's images, or leave {option} out"
+        ]
+        if self.sky:
+            sizes = torch.cat([cameras.width, cameras.height], dim=-1).tolist()
+            mine = slice(self.world.rank, None, self.world.size)
+            with ThreadPoolExecutor(8) as pool:
+                found = list(pool.map(sky_mask_problem, self.sky[mine], map(tuple, sizes[mine])))
+            problems = [problem for problem in found if problem is not None]
+            if self.config.undistort and (cameras.camera_type == CameraType.FISHEYE624.value).any():
+                problems.append("masks of photographs through a lens of the model FISHEYE624 cannot be undistorted")
+        raise_together(problems, self.world, f"{option}: {{count}} problem(s) with the capture's masks of the sky:")
+        run_parts().done("masks of the sky")
+
     @cached_property
     def train_headers(self) -> list[Header] | None:
         """Read the headers of all training files; the same on every rank. Every rank calls it, before a reader
@@ -143,7 +176,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     def train_reader(self) -> ImageReader:
         """Create the reader of training images; the cameras are those of its images afterwards. Every rank calls it."""
         _ = self.train_headers  # they are compared with the cameras of the files, which the reader replaces
-        return self._reader(self.train_dataset)
+        return self._reader(self.train_dataset, self.sky)
 
     @cached_property
     def eval_reader(self) -> ImageReader:
@@ -231,9 +264,9 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         """Return the memory limit of both splits together."""
         return None if self.config.cache_images == "gpu" and self.config.image_memory_gb is None else self.image_memory
 
-    def _reader(self, dataset: InputDataset) -> ImageReader:
+    def _reader(self, dataset: InputDataset, sky: Sequence[Path] | None = None) -> ImageReader:
         undistorts = self.config.undistort
-        reader = ImageReader(dataset, self.config.cache_images_type, self.world, lens=not undistorts)
+        reader = ImageReader(dataset, self.config.cache_images_type, self.world, lens=not undistorts, sky=sky)
         dataset.cameras = reader.cameras if undistorts else through_lenses(reader.cameras)
         return reader
 

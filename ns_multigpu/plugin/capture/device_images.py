@@ -1,6 +1,6 @@
 """All training photographs on every rank's GPU, if they fit: a step then needs no copy and no communication for them.
 
-A photograph is one tensor [h, w, channels]: colour, then its alpha and its mask where any photograph has one. Those of
+A photograph is one tensor [h, w, channels]: colour, then its alpha and its masks where any photograph has one. Those of
 different sizes are stored in the top left corners of images of the largest size.
 """
 
@@ -41,7 +41,7 @@ class DeviceImages:
 
     Attributes:
         kept: [V, H, W, channels] all photographs as fetched last; None before the first fetch, or if they do not fit.
-        alpha, masked: whether any photograph has an alpha channel or a mask.
+        alpha: whether any photograph has an alpha channel. masks: the most channels of a photograph's mask.
     """
 
     def __init__(self, data: DistributedDataManager, world: World) -> None:
@@ -52,8 +52,8 @@ class DeviceImages:
         self._originals: Tensor | None = None
         """Full-size images, kept if fetching them again is slow or they are small."""
         shapes = self._share.shapes
-        self.alpha, self.masked = any(s.channels == 4 for s in shapes), any(s.masked for s in shapes)
-        numbers = max(s.height for s in shapes) * max(s.width for s in shapes) * (3 + self.alpha + self.masked)
+        self.alpha, self.masks = any(s.channels == 4 for s in shapes), max(s.masks for s in shapes)
+        numbers = max(s.height for s in shapes) * max(s.width for s in shapes) * (3 + self.alpha + self.masks)
         total = len(shapes) * numbers * shapes[0].dtype.itemsize
         memory = 0
         if world.device.type == "cuda":
@@ -129,15 +129,15 @@ class DeviceImages:
             yield from map(self._layered, self._share.fetch_all(indices, self._world.device))
 
     def _layered(self, data: Mapping[str, Tensor]) -> Tensor:
-        """Return [h, w, channels] for an image [h, w, 3 or 4] and its mask [h, w, 1], if there is one."""
+        """Return [h, w, channels] for an image [h, w, 3 or 4] and its mask [h, w, 1 or 2], if there is one."""
         image = data["image"]
-        if not (self.alpha or self.masked):
+        if not (self.alpha or self.masks):
             return image
         full = 255 if image.dtype == torch.uint8 else 1
         layers = [image]
         if self.alpha and image.shape[2] == 3:
             layers.append(torch.full_like(image[..., :1], full))
-        if self.masked:
+        if self.masks:
             mask = data.get("mask")
             layers.append(torch.full_like(image[..., :1], full) if mask is None else mask.to(image.dtype) * full)
         return torch.cat(layers, dim=2)

@@ -2,13 +2,17 @@
 
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.data.datasets.base_dataset import InputDataset
+from numpy.typing import NDArray
 from PIL import Image
 
 from ns_multigpu.core.dist.collectives import all_gather_objects
@@ -17,6 +21,12 @@ from ns_multigpu.core.dist.world import World
 _CHANNELS = {"RGB": 3, "L": 3, "RGBA": 4}
 """Channels of nerfstudio's array of an image, by PIL mode."""
 
+FRAME_FILES = {"normal_file_path": "normals", "sky_mask_path": "sky_masks"}
+"""Files of a frame of transforms.json that nerfstudio's dataparsers do not read, by key: the folder of those files in
+COLMAP's layout, and their name in the metadata of a dataparser's outputs."""
+
+_ASPECT = 0.02
+"""Largest relative difference between the aspects of a map and of its photograph."""
 _EXIF_ORIENTATION = 0x0112
 _TURNED, _LYING = range(2, 9), range(5, 9)
 """EXIF orientations other than upright, and those that exchange width and height."""
@@ -41,6 +51,20 @@ class Header:
     channels: int
     problems: tuple[str, ...] = ()
     turned: bool = False
+
+
+def add_frame_files(outputs: DataparserOutputs, frames: Mapping[Path, Mapping[str, Any]]) -> DataparserOutputs:
+    """Add the lists of `FRAME_FILES` to the metadata of a dataparser's outputs, where all images have such a file.
+
+    Args:
+        outputs: of a split; changed in place.
+        frames: of each image file, its further files by `FRAME_FILES`, complete paths.
+    """
+    for key, name in FRAME_FILES.items():
+        files = [frames[Path(image)].get(key) for image in outputs.image_filenames]
+        if files and all(files):
+            outputs.metadata[name] = [Path(str(file)) for file in files]
+    return outputs
 
 
 def read_headers(dataset: InputDataset, sizes: Sequence[tuple[int, int]], world: World) -> list[Header]:
@@ -103,6 +127,38 @@ def header_size(path: Path) -> tuple[int, int] | None:
     """Return width and height of a picture; None if it is unreadable."""
     found = _look(path, lambda mode: None, [])
     return None if found is None else found.size
+
+
+def aspect_problem(path: Path, own: tuple[int, int], size: tuple[int, int]) -> str | None:
+    """Return the problem of a map of `own` size for a photograph of `size`; None if their aspects agree."""
+    width, height = own
+    if abs(width * size[1] / (height * size[0]) - 1) <= _ASPECT + 1 / min(own):
+        return None
+    return (
+        f"{path}: it has {_x(own)} pixels and its photograph {_x(size)}: give a map of the whole photograph, of any "
+        "size but the same aspect"
+    )
+
+
+def sky_mask_problem(path: Path, size: tuple[int, int]) -> str | None:
+    """Return the problem of a mask of the sky of a photograph of this size; None if there is none."""
+    problems: list[str] = []
+    found = _look(path, _mask_problem, problems)
+    if found is None:
+        return problems[0]
+    with Image.open(path) as image:
+        if image.convert("L").getextrema()[0] != 0:
+            return (
+                f"{path}: all of it is sky, so that its photograph trains nothing. White is sky: invert the mask, or "
+                "leave its view out"
+            )
+    return aspect_problem(path, found.size, size)
+
+
+def read_sky(path: Path, size: tuple[int, int]) -> NDArray[np.bool_]:
+    """Read a mask [h, w] of the sky, not black there, at the width and height of its photograph."""
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L").resize(size, Image.Resampling.NEAREST)) > 0
 
 
 def is_all_black(mask: Path) -> bool:

@@ -1,7 +1,9 @@
 """Image reader that removes lens distortion; camera parameters are known before an image is read."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -15,6 +17,7 @@ from nerfstudio.data.datasets.base_dataset import InputDataset
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
+from ns_multigpu.plugin.capture.image_files import read_sky
 from ns_multigpu.plugin.capture.image_store import ImageData
 
 ImageType = Literal["uint8", "float32"]
@@ -37,6 +40,7 @@ class ImageReader:
         kind: data type of the images in memory.
         world: the ranks.
         lens: True to keep the distortion, for rendering through the lens.
+        sky: masks of the sky, a file for each image; None to read none.
 
     Attributes:
         cameras: cameras of the returned images, for rendering.
@@ -45,8 +49,11 @@ class ImageReader:
         InputError: undistortion leaves no image; the message names the views.
     """
 
-    def __init__(self, dataset: InputDataset, kind: ImageType, world: World, *, lens: bool = False) -> None:
-        self._dataset = dataset
+    def __init__(
+        self, dataset: InputDataset, kind: ImageType, world: World, *, lens: bool = False,
+        sky: Sequence[Path] | None = None,
+    ) -> None:  # fmt: skip
+        self._dataset, self._sky = dataset, sky
         self._kind: ImageType = kind
         # A copy: the dataset's own cameras become pinhole cameras later.
         self._lenses = deepcopy(dataset.cameras)
@@ -71,8 +78,12 @@ class ImageReader:
         if quantise:
             data["image"] = (data["image"] * 255).round().to(torch.uint8)
         kept: ImageData = {"image": data["image"]}
+        if self._sky is not None:
+            height, width = data["image"].shape[:2]
+            sky = torch.from_numpy(read_sky(self._sky[index], (width, height)))[..., None]
+            data["mask"] = torch.cat([data.get("mask", torch.ones_like(sky)), sky], dim=2)
         if "mask" in data:
-            kept["mask"] = data["mask"]
+            kept["mask"] = _apart(data["mask"])
         if not self._distorted[index]:
             return kept
         camera = self._lenses[index].reshape(())
@@ -83,13 +94,15 @@ class ImageReader:
         _, image, mask = _undistort_image(camera, _parameters(camera), data, image, _matrix(camera))
         kept["image"] = torch.from_numpy(np.ascontiguousarray(image))
         if mask is not None:
-            kept["mask"] = mask.contiguous()
+            kept["mask"] = _apart(mask.contiguous())
         return kept
 
-    def masked(self, index: int) -> bool:
-        """Return True if an image has a mask: a file, or the border of a fisheye's circle."""
+    def masks(self, index: int) -> int:
+        """Return the channels of an image's mask: of a file, or the border of a fisheye's circle; and of the sky."""
+        if self._sky is not None:
+            return 2
         circle = int(self._lenses.camera_type[index].item()) == CameraType.FISHEYE624.value and self._distorted[index]
-        return self._dataset._dataparser_outputs.mask_filenames is not None or circle  # pyright: ignore
+        return int(self._dataset._dataparser_outputs.mask_filenames is not None or circle)  # pyright: ignore
 
     def _pinholes(self, world: World) -> Cameras:
         """Compute the cameras of the undistorted images, once per lens, with the lenses distributed over the ranks."""
@@ -124,6 +137,14 @@ class ImageReader:
         K, image, _ = _undistort_image(camera, _parameters(camera), {}, blank, _matrix(camera))
         height, width = image.shape[:2]
         return float(K[0, 0]), float(K[1, 1]), float(K[0, 2]), float(K[1, 2]), width, height
+
+
+def _apart(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask with sky taken out of the pixels that train colours, and masked pixels out of the sky."""
+    if mask.shape[2] == 1:
+        return mask
+    kept, sky = mask.split(1, dim=2)
+    return torch.cat([kept & ~sky, kept & sky], dim=2)
 
 
 def through_lenses(cameras: Cameras) -> Cameras:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ns_multigpu.core.assign.image_part import Rectangle
 
 ImageData = dict[str, Tensor]
-"""`image` [H, W, 3 or 4] and perhaps `mask` [H, W, 1] bool."""
+"""`image` [H, W, 3 or 4] and perhaps `mask` [H, W, 1 or 2] bool: pixels that train colours, and those of the sky."""
 
 _ALIGNMENT = 64
 """Alignment in bytes: images may be of any dtype."""
@@ -27,19 +27,23 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class ImageShape:
-    """Shape of an image, known to every rank before it is decoded."""
+    """Shape of an image, known to every rank before it is decoded.
+
+    Attributes:
+        masks: channels of its mask, 0 to 2.
+    """
 
     height: int
     width: int
     channels: int
     dtype: torch.dtype
-    masked: bool
+    masks: int
 
     @property
     def nbytes(self) -> int:
         """Return the bytes in memory and in messages: the image, then its mask."""
         pixels = self.height * self.width
-        return pixels * self.channels * self.dtype.itemsize + (pixels if self.masked else 0)
+        return pixels * (self.channels * self.dtype.itemsize + self.masks)
 
     def cut(self, rectangle: Rectangle) -> "ImageShape":
         """Return the shape of a rectangle of the image."""
@@ -48,8 +52,8 @@ class ImageShape:
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        mask = "with" if self.masked else "without"
-        return f"{self.width}x{self.height} pixels, {self.channels} channels, {kind}, {mask} a mask"
+        mask = ("without a mask", "with a mask", "with masks of the sky")[self.masks]
+        return f"{self.width}x{self.height} pixels, {self.channels} channels, {kind}, {mask}"
 
 
 class ImageStore:
@@ -322,7 +326,7 @@ class ImageStore:
 def shape_of(data: ImageData) -> ImageShape:
     """Return the shape of a decoded image."""
     height, width, channels = data["image"].shape
-    return ImageShape(height, width, channels, data["image"].dtype, "mask" in data)
+    return ImageShape(height, width, channels, data["image"].dtype, data["mask"].shape[2] if "mask" in data else 0)
 
 
 def from_bytes(raw: Tensor, shape: ImageShape) -> ImageData:
@@ -333,8 +337,8 @@ def from_bytes(raw: Tensor, shape: ImageShape) -> ImageData:
     if raw.storage_offset() % shape.dtype.itemsize:
         image = image.clone()
     result = {"image": image.view(shape.dtype).reshape(shape.height, shape.width, shape.channels)}
-    if shape.masked:
-        result["mask"] = raw[size:].view(torch.bool).reshape(shape.height, shape.width, 1)
+    if shape.masks:
+        result["mask"] = raw[size:].view(torch.bool).reshape(shape.height, shape.width, shape.masks)
     return result
 
 

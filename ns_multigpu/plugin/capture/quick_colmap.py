@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ns_multigpu.plugin.capture.colmap import Damaged, gather, names_in_text, point_starts
 from ns_multigpu.plugin.capture.coordinate_offset import Offset, offset_for, replaced, shifted
+from ns_multigpu.plugin.capture.image_files import FRAME_FILES, add_frame_files
 from ns_multigpu.plugin.capture.seed_points import merged
 from ns_multigpu.plugin.capture.split_lists import listed_split
 
@@ -51,7 +52,17 @@ class QuickColmap(ColmapDataParser):
         parameters = outputs.cameras.distortion_params
         assert parameters is not None
         parameters[:, _K4] = self._fourth
-        return shifted(outputs, self.offset)
+        data, images = self.config.data, self.config.data / self.config.images_path
+        factor = self._downscale_factor or 1
+        images = images if factor == 1 else images.with_name(f"{images.name}_{factor}")
+        folders = {key: data / name for key, name in FRAME_FILES.items() if (data / name).is_dir()}
+        frames = {
+            Path(image): {
+                key: (folder / Path(image).relative_to(images)).with_suffix(".png") for key, folder in folders.items()
+            }
+            for image in outputs.image_filenames
+        }
+        return shifted(add_frame_files(outputs, frames), self.offset)
 
     def _get_all_images_and_cameras(self, recon_dir: Path) -> dict[str, Any]:
         """Read the model as nerfstudio does, less the offset. Names end with their line: its text reader stops at a

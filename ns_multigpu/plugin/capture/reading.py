@@ -95,10 +95,10 @@ def image_shapes(
     sizes = torch.cat([cameras.height, cameras.width], dim=-1).tolist()
     if headers is None:
         first = broadcast_object(shape_of(reader.read(0)) if world.is_main and len(dataset) else None, 0, world)
-        return [ImageShape(int(h), int(w), first.channels, first.dtype, first.masked) for h, w in sizes]
+        return [ImageShape(int(h), int(w), first.channels, first.dtype, first.masks) for h, w in sizes]
     raise_together([line for header in headers for line in header.problems], world, FAULTS)
     opaque = dataset._dataparser_outputs.alpha_color is not None  # pyright: ignore[reportPrivateUsage]
     return [
-        ImageShape(int(h), int(w), 3 if opaque else header.channels, dtype, reader.masked(index))
+        ImageShape(int(h), int(w), 3 if opaque else header.channels, dtype, reader.masks(index))
         for index, (header, (h, w)) in enumerate(zip(headers, sizes, strict=True))
     ]

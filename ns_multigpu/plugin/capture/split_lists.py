@@ -4,6 +4,7 @@ Training evaluates "val", and every later command evaluates "test". nerfstudio's
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, Nerfst
 from nerfstudio.utils.io import load_from_json
 
 from ns_multigpu.plugin.capture.coordinate_offset import Offset, offset_for, replaced, shifted
+from ns_multigpu.plugin.capture.image_files import FRAME_FILES, add_frame_files
 
 _HELD_OUT = {"val": ("val", "validation", "test"), "test": ("test", "val", "validation")}
 """Lists of a split's views, in order of preference."""
@@ -37,7 +39,8 @@ def missing_list(is_listed: Callable[[str], bool], file: str) -> str | None:
 
 
 class ListedNerfstudio(Nerfstudio):
-    """nerfstudio's parser of transforms.json that reads the list of `listed_split`, and subtracts an offset.
+    """nerfstudio's parser of transforms.json that reads the list of `listed_split`, subtracts an offset, and names
+    `FRAME_FILES`.
 
     Args:
         config: nerfstudio's.
@@ -50,6 +53,7 @@ class ListedNerfstudio(Nerfstudio):
 
     def _generate_dataparser_outputs(self, split: str = "train") -> DataparserOutputs:
         data = self.config.data
+        folder = data.parent if data.suffix == ".json" else data
         meta: Any = load_from_json(data if data.suffix == ".json" else data / "transforms.json")
         poses = np.array([frame["transform_matrix"] for frame in meta["frames"]], np.float64)
         self.offset = offset_for(poses[:, :3, 3], self._given_offset)
@@ -65,6 +69,13 @@ class ListedNerfstudio(Nerfstudio):
         with replaced(nerfstudio_dataparser, "load_from_json", lambda _: meta):
             listed = listed_split(split, lambda name: f"{name}_filenames" in meta)
             outputs = super()._generate_dataparser_outputs(listed)
+        frames = {
+            self._get_fname(Path(frame["file_path"]), folder): {
+                key: folder / str(frame[key]) for key in FRAME_FILES if key in frame
+            }
+            for frame in meta["frames"]
+        }
+        add_frame_files(outputs, frames)
         # nerfstudio may have set an applied_transform.
         rotation = np.array(meta.get("applied_transform", np.eye(4)))[:3, :3]
         return shifted(outputs, self.offset, rotation, moved.reshape(3))

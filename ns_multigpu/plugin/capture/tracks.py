@@ -48,16 +48,18 @@ class Tracks:
     """Observations of views.
 
     Attributes:
-        points: [P, 3] float32, world positions of the observed points.
+        points: [P, 3] float32, positions of the observed points; see `Observations`.
         ids: [N] int32, rows of `points`, grouped by view in view order.
         counts: number of observations of each view.
         scale: the scene's size, world units.
+        normals: [P, 3] float32, of normal maps; see `Observations`.
     """
 
     points: Tensor
     ids: Tensor
     counts: Sequence[int]
     scale: float
+    normals: Tensor | None = None
 
 
 def track_problems(parser: Any) -> list[str]:

@@ -8,10 +8,9 @@ anything.
 import shlex
 from pathlib import Path
 
-from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.utils.rich_utils import CONSOLE
 
-from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
+from ns_multigpu.plugin.export.ply import crop_box, export_ply, report, run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.nerfstudio_commands import running_command
 
@@ -45,14 +44,12 @@ def stream_for_ns_export() -> None:
         )
     if kind != "ExportGaussianSplat":
         return
-    box = (exporter.obb_center, exporter.obb_rotation, exporter.obb_scale)
-    crop = None if None in box else OrientedBox.from_params(*box)  # as in nerfstudio, which ignores an incomplete box
     output = Path(exporter.output_dir) / exporter.output_filename
     try:
+        crop = crop_box(exporter.obb_center, exporter.obb_rotation, exporter.obb_scale)
         checkpoint = run_checkpoint(Path(exporter.load_config), getattr(config, "load_step", None))
         kept, total = export_ply(checkpoint, output, overwrite=True, crop=crop, rgb=exporter.ply_color_mode == "rgb")
     except (InputError, OSError) as error:
         raise SystemExit(f"ns-export: {error}") from error
-    left_out = f"; left out {total - kept:,} that are transparent or not finite" if kept < total else ""
-    CONSOLE.print(f"Wrote {output} ({kept:,} Gaussians of {checkpoint.name}{left_out}).", soft_wrap=True)
+    CONSOLE.print(report(output, checkpoint, kept, total, crop), soft_wrap=True)
     raise SystemExit(0)

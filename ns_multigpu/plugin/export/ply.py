@@ -9,7 +9,7 @@ Two differences remain. ns-export fails if a position is not finite; here only t
 model without harmonics pass through a sigmoid, whose last bit in torch depends on the position in the tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,6 +40,8 @@ _NORMAL = ("nx", "ny", "nz")
 _RGB = ("red", "green", "blue")
 _PLAIN = "features_dc"
 
+Numbers = tuple[float, float, float] | None
+"""Option of a box."""
 Progress = Callable[[Iterable[int], int], Iterable[int]]
 """Progress display: yields the chunks' starts, given their number."""
 
@@ -172,6 +174,36 @@ def run_checkpoint(config: Path, step: int | None) -> Path:
     if step is not None and step not in found:
         raise InputError(f"--step {step}: {models} has no such step; there are {', '.join(map(str, found))}.")
     return found[max(found) if step is None else step]
+
+
+def crop_box(center: Numbers, rotation: Numbers, scale: Numbers) -> OrientedBox | None:
+    """Return the box of the options `--obb-center`, `--obb-rotation` and `--obb-scale`; None if none is given.
+
+    Raises:
+        InputError: some are missing, or they describe no box.
+    """
+    box = (center, rotation, scale)
+    if all(part is None for part in box):
+        return None
+    if center is None or rotation is None or scale is None:
+        raise InputError("A box takes all three: --obb-center, --obb-rotation and --obb-scale.")
+    if not np.isfinite([*center, *rotation, *scale]).all() or min(scale) <= 0:
+        raise InputError(
+            f"The box with --obb-center {_words(center)} --obb-rotation {_words(rotation)} --obb-scale {_words(scale)} "
+            "holds nothing: give numbers, and sizes above 0."
+        )
+    return OrientedBox.from_params(center, rotation, scale)
+
+
+def _words(numbers: Sequence[float]) -> str:
+    return " ".join(f"{number:g}" for number in numbers)
+
+
+def report(output: Path, checkpoint: Path, kept: int, total: int, crop: OrientedBox | None) -> str:
+    """Return the message about a file that was written: how many points it has, and how many were left out."""
+    reason = "transparent or not finite" + ("" if crop is None else ", or outside the box")
+    left_out = f"; left out {total - kept:,} that are {reason}" if kept < total else ""
+    return f"Wrote {output} ({kept:,} Gaussians of {checkpoint.name}{left_out})."
 
 
 def nothing_to_write(checkpoint: Path, count: int, crop: OrientedBox | None) -> InputError:

@@ -60,6 +60,14 @@ class SplatModelConfig(SplatfactoModelConfig):
     """Kind of the capture's depth maps (depth_file_path in transforms.json, or colmap's depths-path), for depth-loss:
     "metric", in the capture's unit; "relative", up to scale, or "inverse", disparities up to scale and shift as
     monocular estimators give, both fitted to COLMAP's points view by view; "off" takes those points alone."""
+    normal_map_loss: float = 0.0
+    """Weight of the loss by which drawn normals agree with the capture's normal maps (normal_file_path in
+    transforms.json, or the folder normals of COLMAP's layout); 0 for none. 2D Gaussians' own normals are compared, of
+    others those of the drawn depth. See docs/methods/primitives.md#normal-maps."""
+    sky_loss: float = 0.0
+    """Weight of the loss by which nothing is drawn where the capture's masks have sky (sky_mask_path in
+    transforms.json, or the folder sky_masks of COLMAP's layout); 0 reads no such masks. Pixels of the sky then train no
+    colours. See docs/use/recipes.md#sky."""
     exposure: exposures.Choice = "off"
     """Correction of each training view, for photographs of different exposure or white balance: "gain" trains a gain of
     each channel, "off" none, and "auto" trains them if the photographs differ. Held-out views and rendered images have

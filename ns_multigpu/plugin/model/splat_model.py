@@ -27,7 +27,7 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, variation
 from ns_multigpu.core.step.exposures import drift
-from ns_multigpu.core.step.loss import photometric_loss
+from ns_multigpu.core.step.loss import photometric_loss, sky_loss
 from ns_multigpu.core.types import FAR, Patch, Pixels, Points, Rendering, Splats, View
 from ns_multigpu.plugin.launch.checks import check_first_points, check_random_points
 from ns_multigpu.plugin.model import exposures, surfaces
@@ -168,8 +168,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             sh_degree=self.degree(self.step),
             antialiased=config.rasterize_mode == "antialiased",
             absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
-            depth=depth or not counted_here.keys().isdisjoint(("normals", surfaces.DEPTH)),
-            channels=tuple(name for name in counted_here if name != surfaces.DEPTH),
+            depth=depth or not counted_here.keys().isdisjoint(("normals", *surfaces.of_depth(config))),
+            channels=surfaces.channels(config, counted_here),
             far=self.far,
             radius_clip=config.radius_clip,
         )
@@ -218,7 +218,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         Args:
             rendering: this rank's patches.
             views: the whole batch.
-            images: "image" [h, w, 3|4] and perhaps "mask" [h, w, 1] under each of this rank's patches, or of more; of
+            images: "image" [h, w, 3|4] and perhaps "mask" [h, w, 1|2] under each of this rank's patches, or of more; of
                 the whole view as long as it is drawn at a lower resolution than its image's.
             world: the ranks: terms on parameters are shared out over them.
             metrics: whether to compute metrics too.
@@ -233,12 +233,13 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             loss = loss + 0.0 * sum(row.sum() for row in rendering.splats.rows.values() if row.requires_grad)
         squared = torch.zeros((), device=self.device)
         shaped = surfaces.weights(self.config, self.step)
-        losses = {surfaces.loss_name(name): torch.zeros((), device=self.device) for name in shaped}
+        of_pixels = [*map(surfaces.loss_name, shaped), *(["sky_loss"] if self.config.sky_loss > 0 else [])]
+        losses = {name: torch.zeros((), device=self.device) for name in of_pixels}
         for pixels in rendering.pixels:
             view = views[pixels.patch.view]
             background = self._training_background(pixels.patch.view)
             rgb = self._composite(pixels, view, background)
-            target, mask = self._target(images[pixels.patch], pixels.patch, view, background)
+            target, mask, sky = self._target(images[pixels.patch], pixels.patch, view, background)
             if target.dtype.is_floating_point:
                 target = target.to(rgb.dtype)
             if mask is not None:
@@ -247,6 +248,9 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             self.view_losses[view.index] = share.detach()
             loss = loss + share
             surfaces.add_shares(losses, shaped, pixels, view, len(views))
+            if sky is not None:
+                share = self.config.sky_loss * sky_loss(pixels.alpha, sky, pixels.patch, view) / len(views)
+                losses["sky_loss"] = losses["sky_loss"] + share
             if metrics:
                 x0, y0, x1, y1 = pixels.patch.inner(view)
                 scale = 1.0 if target.dtype.is_floating_point else 255.0
@@ -296,20 +300,25 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             self.bil_grids.grids[view.index], rgb, pixels.patch.rendered(view), (view.width, view.height)
         )
 
-    def _target(self, part: ImagePart, patch: Patch, view: View, background: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the image under a patch, halo included, and its mask; uint8 while nothing is computed on it."""
+    def _target(
+        self, part: ImagePart, patch: Patch, view: View, background: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the image under a patch, halo included, its mask and sky; uint8 while nothing is computed on it."""
         rectangle, small = patch.rendered(view), self._get_downscale_factor() > 1
         data = part.data if small else part.under(rectangle).data
         image, mask = data["image"], data.get("mask")
         if image.shape[2] == 3 and mask is None and not small:
-            return image, None
+            return image, None, None
         target = self.composite_with_background(self.get_gt_img(image), background)
         covered = None if mask is None else self._downscale_if_required(mask).to(self.device)
         if small:
             x0, y0, x1, y1 = rectangle
             target = target[y0:y1, x0:x1]
             covered = None if covered is None else covered[y0:y1, x0:x1]
-        return (target, None) if covered is None else (target * covered, covered)
+        if covered is None:
+            return target, None, None
+        kept, *sky = covered.split(1, dim=-1)
+        return target * kept, kept, sky[0] if sky else None
 
     def _downscale_if_required(self, image: Tensor) -> Tensor:
         """Return means over squares of pixels, like nerfstudio's convolution, which would make a GPU load cuDNN

@@ -1,5 +1,5 @@
-"""Losses of points besides the image's: depth, and for 2D Gaussians normals and distortion; and options that a
-primitive does not support."""
+"""Losses of points besides the image's: depth, normal maps, and for 2D Gaussians normals and distortion; and options
+that a primitive does not support."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -19,15 +19,29 @@ SURFACES = "2dgs"
 """Primitive with channels, and losses of them."""
 DEPTH = "depth"
 """Name of the depth loss, which all primitives can have. It is no channel."""
+NORMAL_MAP = "normal_map"
+"""Name of the loss of normal maps: of the channel "normals" of 2D Gaussians, of the depth of others."""
 
 
 def weights(options: "SplatModelConfig", step: int) -> dict[str, float]:
     """Return the weights of the losses of a step that begins after `step` images, by loss."""
-    asked = {DEPTH: (options.depth_loss, options.depth_loss_start)}
+    asked = {DEPTH: (options.depth_loss, options.depth_loss_start), NORMAL_MAP: (options.normal_map_loss, 0)}
     if options.primitive == SURFACES:
         asked["normals"] = (options.normal_loss, options.normal_loss_start)
         asked["distortion"] = (options.distortion_loss, options.distortion_loss_start)
     return {name: weight for name, (weight, start) in asked.items() if weight > 0 and step >= start}
+
+
+def of_depth(options: "SplatModelConfig") -> dict[str, str]:
+    """Return the losses of drawn depth, and the name of each one's weight in `StepSettings`."""
+    found = {DEPTH: "depth_weight", NORMAL_MAP: "normal_weight"}
+    return {DEPTH: found[DEPTH]} if options.primitive == SURFACES else found
+
+
+def channels(options: "SplatModelConfig", counted: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the channels that losses are of."""
+    names = ("normals" if name == NORMAL_MAP else name for name in counted if name not in of_depth(options))
+    return tuple(dict.fromkeys(names))
 
 
 def add_shares(losses: dict[str, Tensor], counted: Mapping[str, float], pixels: Pixels, view: View, views: int) -> None:
@@ -61,8 +75,8 @@ def check_primitive(options: "SplatModelConfig", strategy: str) -> None:
         )
     if not 0 <= options.radius_clip < float("inf"):
         raise InputError(f"--pipeline.model.radius-clip {options.radius_clip}: give 0 pixels or more.")
-    of_channels = ("normal_loss", "distortion_loss") if options.primitive == SURFACES else ()
-    for name in ("depth_loss", *of_channels):
+    of_channels = ("normal_loss", "distortion_loss", "normal_map_loss") if options.primitive == SURFACES else ()
+    for name in dict.fromkeys(("depth_loss", "normal_map_loss", "sky_loss", *of_channels)):
         option, value = f"--pipeline.model.{name.replace('_', '-')}", getattr(options, name)
         if not 0 <= value < float("inf"):
             raise InputError(f"{option} {value}: give a weight of 0 or more.")

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 import torch
-from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
@@ -31,7 +30,7 @@ from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.plugin.capture.checks import raise_together
-from ns_multigpu.plugin.capture.image_files import missing_file
+from ns_multigpu.plugin.capture.image_files import aspect_problem, missing_file
 from ns_multigpu.plugin.capture.tracks import Tracks, scene_scale, training_tracks
 from ns_multigpu.plugin.launch.run_parts import run_parts
 
@@ -45,8 +44,6 @@ SAMPLES = 2**14
 _ALL_SAMPLES = 2**26
 """Largest number of pixels of all maps: 1 GiB on each device."""
 _THREADS = 8
-_ASPECT = 0.02
-"""Largest relative difference between the aspects of a map and of its photograph."""
 _WRONG_UNIT, _OTHER_UNIT = 10.0, 1.5
 """Factors between depths of maps and of seed points from which metric maps are refused, and noted."""
 _LEAST_POINTS = 20
@@ -65,7 +62,7 @@ class MapSamples:
     """Valid pixels of one view's map.
 
     Attributes:
-        values: [n] the file's values, above 0.
+        values: [n] the file's values, above 0; of normal maps [n, 3].
         pose: [3, 4] the camera's, OpenGL's axes, world units.
         rays: [n, 3] from its position to z-depth 1 through each pixel's centre.
         spacing: mean distance between neighbouring rays at z-depth 1.
@@ -137,32 +134,29 @@ def training_observations(datamanager: Any, kind: Kind, world: World) -> Tracks:
     ]
     raise_together([] if has_maps else missing, world, _HEADLINE)
     tracks = training_tracks(datamanager, world) if kind != "metric" else None
-    found = read_maps(outputs, kind, world, tracks)
+    found = read_maps(outputs, kind, world, tracks, datamanager.sky)
     run_parts().done("depth maps")
     return found
 
 
-def read_maps(outputs: DataparserOutputs, kind: Kind, world: World, tracks: Tracks | None = None) -> Tracks:
+def read_maps(
+    outputs: DataparserOutputs, kind: Kind, world: World, tracks: Tracks | None = None,
+    sky: Sequence[Path] | None = None,
+) -> Tracks:  # fmt: skip
     """Read the depth maps of a split's views. Every rank calls it.
 
     Args:
         outputs: the dataparser's outputs of the split, with `depth_filenames` and `depth_unit_scale_factor`.
         kind: of the maps. world: the ranks.
         tracks: COLMAP's points that the views observe, to which maps that are not metric are fitted.
+        sky: see `MapReader`.
 
     Raises:
         InputError: on every rank, with all problems.
     """
     count = len(outputs.image_filenames)
-    mine = range(world.rank, count, world.size)
-    wanted = min(SAMPLES, _ALL_SAMPLES // count)
-    cameras = outputs.cameras.to("cpu")
-    scale = scene_scale(cameras.camera_to_worlds.double().numpy())
-    reader = _MapReader(outputs, cameras, wanted)
-    with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as pool:
-        warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # nerfstudio's rays
-        samples = dict(zip(mine, pool.map(reader.read, mine), strict=True))
-    problems = [value for value in samples.values() if isinstance(value, str)]
+    scale = scene_scale(outputs.cameras.camera_to_worlds.double().cpu().numpy())
+    samples, problems = MapReader(outputs, outputs.metadata["depth_filenames"], sky).read_part(world)
     if scale == 0:
         problems.append("all training views are taken from one place, so that the scene has no size: add views")
     raise_together(problems, world, _HEADLINE)
@@ -174,7 +168,6 @@ def read_maps(outputs: DataparserOutputs, kind: Kind, world: World, tracks: Trac
     points: dict[int, Tensor] = {}
     fits: list[Any] = []  # counts of `unit_counts`, or fitted scales
     for index, some in samples.items():
-        assert isinstance(some, MapSamples)
         if tracks is None:
             depths = some.values * unit * float(outputs.dataparser_scale)
             fits.append(unit_counts(some, depths, seeds))
@@ -287,40 +280,59 @@ def read_map(path: Path) -> NDArray[np.float32]:
     return values
 
 
-class _MapReader:
-    """Reader of the maps of a split's views.
+class MapReader:
+    """Reader of the depth maps of a split's views.
 
     Args:
-        outputs: the dataparser's. cameras: those of its photographs, with their lenses.
-        wanted: largest number of pixels of a map.
+        outputs: the dataparser's. files: the map of each view.
+        sky: masks of the views' sky, which has no depth; None to read none.
     """
 
-    def __init__(self, outputs: DataparserOutputs, cameras: Cameras, wanted: int) -> None:
-        self._files: Sequence[Any] = outputs.metadata["depth_filenames"]
-        self._masks, self._cameras, self._wanted = outputs.mask_filenames, cameras, wanted
+    nothing = f"it has no depth, as all of it is 0, negative, NaN or infinite: {{}}, or all maps by {OPTION} off"
+    """Message about a map without a valid pixel."""
 
-    def read(self, index: int) -> MapSamples | str:
+    def __init__(self, outputs: DataparserOutputs, files: Sequence[Any], sky: Sequence[Path] | None = None) -> None:
+        self._sky, self._files, self._masks, self._cameras = (
+            sky,
+            files,
+            outputs.mask_filenames,
+            outputs.cameras.to("cpu"),
+        )
+        self._wanted = min(SAMPLES, _ALL_SAMPLES // len(files))
+
+    def values(self, path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Return the numbers [h, w] or [h, w, 3] of a file, and which pixels [h, w] are valid.
+
+        Raises:
+            ValueError: the file is missing or no map.
+        """
+        values = read_map(path)
+        return values, np.isfinite(values) & (values > 0)
+
+    def read_part(self, world: World) -> tuple[dict[int, MapSamples], list[str]]:
+        """Return the samples of this rank's part of the maps, by view, and the problems of the others."""
+        mine = range(world.rank, len(self._files), world.size)
+        with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as pool:
+            warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # nerfstudio's rays
+            found = dict(zip(mine, pool.map(self._read, mine), strict=True))
+        problems = [some for some in found.values() if isinstance(some, str)]
+        return {index: some for index, some in found.items() if not isinstance(some, str)}, problems
+
+    def _read(self, index: int) -> MapSamples | str:
         """Return the samples of a view's map, or its problem."""
         try:
-            return self._read(index)
+            return self._samples(index)
         except ValueError as error:
             return str(error)
 
-    def _read(self, index: int) -> MapSamples:
-        path = Path(self._files[index])
-        values, camera = read_map(path), self._cameras[index : index + 1]
-        (height, width), size = values.shape, (int(camera.width.item()), int(camera.height.item()))
-        if abs(width * size[1] / (height * size[0]) - 1) > _ASPECT + 1 / min(height, width):
-            raise ValueError(
-                f"{path}: it has {width}x{height} pixels and its photograph {size[0]}x{size[1]}: give a map of the "
-                "whole photograph, of any size but the same aspect"
-            )
-        valid = np.isfinite(values) & (values > 0)
+    def _samples(self, index: int) -> MapSamples:
+        path, camera = Path(self._files[index]), self._cameras[index : index + 1]
+        values, valid = self.values(path)
+        (height, width), size = valid.shape, (int(camera.width.item()), int(camera.height.item()))
+        if (problem := aspect_problem(path, (width, height), size)) is not None:
+            raise ValueError(problem)
         if not valid.any():
-            raise ValueError(
-                f"{path}: it has no depth, as all of it is 0, negative, NaN or infinite: write it again, or leave out "
-                f"its view, or all maps by {OPTION} off"
-            )
+            raise ValueError(f"{path}: {self.nothing.format('write it again, or leave out its view')}")
         rows, columns = pixels_of(height, width, self._wanted, index)
         at = np.stack([(rows + 0.5) / height, (columns + 0.5) / width], axis=1)
         kept = valid[rows, columns] & self._unmasked(index, at)
@@ -335,12 +347,14 @@ class _MapReader:
         return MapSamples(own, pose.numpy(), rays, (area / len(at)) ** 0.5)
 
     def _unmasked(self, index: int, at: Floats) -> NDArray[np.bool_]:
-        """Return which positions [n, 2], y and x as parts of the photograph's size, its mask keeps."""
-        if self._masks is None:
-            return np.ones(len(at), dtype=bool)
-        mask = get_image_mask_tensor_from_path(Path(self._masks[index]))[..., 0].numpy()
-        rows, columns = (at * mask.shape).astype(np.int64).T
-        return mask[rows, columns]
+        """Return which positions [n, 2], y and x as parts of the photograph's size, its masks keep."""
+        kept = np.ones(len(at), dtype=bool)
+        for files, is_sky in ((self._masks, False), (self._sky, True)):
+            if files is not None:
+                mask = get_image_mask_tensor_from_path(Path(files[index]))[..., 0].numpy()
+                rows, columns = (at * mask.shape).astype(np.int64).T
+                kept &= mask[rows, columns] != is_sky
+        return kept
 
 
 def unit_counts(samples: MapSamples, depths: Floats, seeds: Floats) -> NDArray[np.int64]:

@@ -30,6 +30,7 @@ def check_lens_options(config: Any, world: World) -> None:
         f"{titled(model.primitive)} are drawn by pinhole cameras only": model.primitive != FIRST,
         "the strategy pixel plans by pinhole cameras which cells a view sees": config.strategy == "pixel",
         "the loss of depth compares with depths of pinhole cameras": model.depth_loss > 0,
+        "normal maps are compared with normals in pinhole cameras": model.normal_map_loss > 0,
         "gsplat's kernels serve, which have pinhole cameras only": load.backend(world.device.type) == "gsplat",
     }
     for reason, holds in reasons.items():

@@ -47,6 +47,7 @@ from ns_multigpu.plugin.train.depth_maps import training_observations
 from ns_multigpu.plugin.train.exposure_choice import choose_exposure
 from ns_multigpu.plugin.train.from_ply import begin_from_ply
 from ns_multigpu.plugin.train.lenses import check_lens_options, check_lenses
+from ns_multigpu.plugin.train.normal_maps import training_normals
 from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
 from ns_multigpu.plugin.train.strategy import strategy_of
 from ns_multigpu.primitives.registry import titled
@@ -178,7 +179,7 @@ class DistributedPipeline(RunPipeline):
 
     def complete(self) -> None:
         """See `RunPipeline.complete`."""
-        self.observed: DeviceObservations | None = None
+        self.observed: list[DeviceObservations] = []
         if self.trains:
             self._check_and_place()
         self.renders = RenderService(self.model, Pictures(self.model, self.strategy), self.world)
@@ -196,13 +197,19 @@ class DistributedPipeline(RunPipeline):
         """
         config = self.config
         run_parts().done("model")
+        if config.model.sky_loss > 0:
+            self.datamanager.read_sky("--pipeline.model.sky-loss")
         self.datamanager.check_capture()
         if not config.datamanager.undistort:
             check_lenses([self.datamanager.train_dataset, self.datamanager.eval_dataset], self.world)
         raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
         if config.model.depth_loss > 0:
             tracks = training_observations(self.datamanager, config.model.depth_maps, self.world)
-            self.observed = DeviceObservations(tracks, self.batch_size, self.world.device)
+            self.observed.append(DeviceObservations("observations", tracks, self.batch_size, self.world.device))
+        if config.model.normal_map_loss > 0:
+            outputs = self.datamanager.train_dataparser_outputs
+            tracks = training_normals(outputs, self.world, self.datamanager.sky)
+            self.observed.append(DeviceObservations("normals", tracks, self.batch_size, self.world.device))
         sharded = not self.strategy.placement.replicated
         checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
         if note := times_note(config.model.primitive, self.datamanager.train_dataset.cameras):
@@ -343,7 +350,8 @@ class DistributedPipeline(RunPipeline):
             views = model.training_views(
                 [(data.train_camera(i), data.train_camera_on_device(i)) for i in indices], indices
             )
-            views = views if self.observed is None else self.observed.given(views)
+            for observed in self.observed:
+                views = observed.given(views)
             primitive = model.primitive(depth=model.config.output_depth_during_training)
             self.strategy.observe(primitive, model.points, model.step)
             plan = self.strategy.plan(views, [data.train_share.holder(i) for i in indices])

@@ -37,7 +37,7 @@ class SurfelKernels(PartKernels):
     """Kernels of 2D Gaussians; see `PartKernels`.
 
     Attributes:
-        losses: weights of losses of normals and distortion, by name (`primitives.surfels.losses.TERMS`).
+        losses: weights of losses of normals, distortion and normal maps, by name (`primitives.surfels.losses.TERMS`).
     """
 
     kind: "Surfels"

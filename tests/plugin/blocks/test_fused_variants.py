@@ -17,7 +17,7 @@ from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import add_model
 from tests.lib.tile_training_run import MODEL, Outcome, furthest, train_model
-from tests.lib.training_run import write_capture
+from tests.lib.training_run import add_maps, facing_normals, sky_mask, write_capture
 from tests.plugin.blocks.test_fused_mcmc import STILL
 from tests.plugin.blocks.tried_steps import start_with_small_capacity, take_from_graphs
 from tests.plugin.train.test_options import COMMON
@@ -55,6 +55,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "views smaller than SSIM's window": {MODEL + "ssim_lambda": 0.0, MODEL + "num_downscales": 2},
     "no needles": {MODEL + "use_scale_regularization": True, MODEL + "max_gauss_ratio": 1.05},
     "a loss of depth from image 24 on": {MODEL + "depth_loss": 0.3, MODEL + "depth_loss_start": 24},
+    "normal maps": {MODEL + "normal_map_loss": 0.1},
+    "a sky": {MODEL + "sky_loss": 0.3, MODEL + "num_downscales": 1},
 }
 NAN_IMAGES = (45, 61)
 """Images after the last refinement: skipped steps count for densification if they are not fused."""
@@ -64,6 +66,8 @@ NAN_IMAGES = (45, 61)
 def test_fused_steps_learn_what_others_do(options: dict[str, Any], tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False)
     add_model(tmp_path / "capture")
+    add_maps(tmp_path / "capture", "normal_file_path", facing_normals)
+    add_maps(tmp_path / "capture", "sky_mask_path", sky_mask)
     expected = train(World.single(), tmp_path, False, "never", more=options)
     assert len({count for _, count in expected["points"]}) == 2, "the model grew twice"
     alone = train(World.single(), tmp_path, False, "always", more=options)

@@ -40,7 +40,12 @@ def test_they_are_those_of_one_camera_after_another(times: bool, monkeypatch: py
 
 def test_image_size_distinguishes_a_step_from_its_predecessor() -> None:
     options = SimpleNamespace(
-        num_downscales=2, resolution_schedule=8, depth_loss=0.0, depth_loss_start=0, primitive="3dgs"
+        num_downscales=2,
+        resolution_schedule=8,
+        depth_loss=0.0,
+        depth_loss_start=0,
+        normal_map_loss=0.0,
+        primitive="3dgs",
     )
     model: Any = SimpleNamespace(config=options, counts=lambda images: images < 6, degree=lambda images: images // 10)
     found = Signatures(SimpleNamespace(model=model, batch_size=2))

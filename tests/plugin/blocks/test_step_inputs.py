@@ -131,7 +131,7 @@ def test_graph_steps_beyond_capacity_are_retried(tmp_path: Path, monkeypatch: py
      ({"shows": False}, False), ({"plan": 2}, False), ({"count": 7}, False)],
 )  # fmt: skip
 def test_steps_with_host_work_between_run_one_by_one(between: dict[str, Any], follow_each_other: bool) -> None:
-    given = {"noise": False, "observed": None, "needles": None, "shows": True, "plan": 1, "count": 8} | between
+    given = {"noise": False, "observed": [], "needles": None, "shows": True, "plan": 1, "count": 8} | between
     queue = SimpleNamespace(shows=lambda buffers: given["shows"])
     model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))
     fed = StepInputsMaker(SimpleNamespace(model=model), None, 0, SimpleNamespace())  # type: ignore[arg-type]

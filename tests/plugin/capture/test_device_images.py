@@ -18,7 +18,7 @@ from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape
 from tests.lib.ranks import run_ranks
 
 COUNT = 9
-SHAPE = ImageShape(4, 5, 3, torch.uint8, False)
+SHAPE = ImageShape(4, 5, 3, torch.uint8, 0)
 BATCHES = ([0, 1, 2, 3], [5, 5, 0, 5], [8, 7], [2, 4, 6, 8, 0, 2])
 
 
@@ -220,12 +220,13 @@ def _layered(world: World, fits: bool, again: bool = True) -> None:
     data[1]["image"] = torch.cat([data[1]["image"], 7 + 0 * data[1]["image"][..., :1]], -1)
     data[2]["mask"] = torch.rand(4, 6, 1, generator=g) > 0.5
     shapes = [
-        ImageShape(*size, d["image"].shape[2], torch.uint8, "mask" in d) for size, d in zip(sizes, data, strict=True)
+        ImageShape(*size, d["image"].shape[2], torch.uint8, int("mask" in d))
+        for size, d in zip(sizes, data, strict=True)
     ]
     share = ImageShare(shapes, data.__getitem__, world, label="test")
     images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
     images._fits, images._again = fits, again
-    assert images.alpha and images.masked
+    assert images.alpha and images.masks == 1
     batch = [2, 1, 3, 0]
     for factor in (2, 1):
         views = [View(torch.eye(4), torch.eye(3), sizes[i][1] // factor, sizes[i][0] // factor) for i in batch]

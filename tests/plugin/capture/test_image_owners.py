@@ -13,7 +13,7 @@ from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, aligned
 from tests.lib.ranks import run_ranks
 
-SMALL = ImageShape(4, 16, 1, torch.uint8, False)
+SMALL = ImageShape(4, 16, 1, torch.uint8, 0)
 """64 bytes."""
 
 
@@ -28,7 +28,7 @@ def test_images_of_a_machine_are_spread_evenly_over_its_ranks() -> None:
     """By bytes: a rank with large images has few of them."""
     g = torch.Generator().manual_seed(2)
     heights = [int(h) for h in torch.randint(1, 40, (200,), generator=g)]
-    shapes = [replace(SMALL, height=4 * height, masked=height % 2 == 0) for height in heights]
+    shapes = [replace(SMALL, height=4 * height, masks=height % 2) for height in heights]
     machines = [int(m) for m in torch.randint(0, 3, (200,), generator=g)]
     owners = image_owners_of(machines, shapes, 3, 4)
     assert all(home // 4 == machine for home, machine in zip(owners, machines, strict=True))
@@ -89,7 +89,9 @@ VIEW_MACHINES = [0, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0]
 
 
 def _shapes() -> list[ImageShape]:
-    return [replace(SMALL, height=4 + 4 * (index % 3), masked=index % 4 == 0) for index in range(len(VIEW_MACHINES))]
+    return [
+        replace(SMALL, height=4 + 4 * (index % 3), masks=int(index % 4 == 0)) for index in range(len(VIEW_MACHINES))
+    ]
 
 
 def _hold(world: World, owners: list[int]) -> tuple[list[int], int, list[int]]:
@@ -101,7 +103,7 @@ def _hold(world: World, owners: list[int]) -> tuple[list[int], int, list[int]]:
         decoded.append(index)
         shape = shapes[index]
         data = {"image": torch.full((shape.height, shape.width, 1), index, dtype=torch.uint8)}
-        if shape.masked:
+        if shape.masks:
             data["mask"] = torch.ones(shape.height, shape.width, 1, dtype=torch.bool)
         return data
 

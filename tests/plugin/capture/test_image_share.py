@@ -140,9 +140,9 @@ def _cut(world: World, budget: int | None, owners: list[int] | None) -> tuple[in
 
 
 SHAPE_OF_LARGE = [
-    ImageShape(24, 40, channels, kind, masked)
-    for channels, kind, masked in (
-        (3, torch.uint8, False), (4, torch.uint8, True), (3, torch.float32, True), (4, torch.float32, False),
+    ImageShape(24, 40, channels, kind, masks)
+    for channels, kind, masks in (
+        (3, torch.uint8, 0), (4, torch.uint8, 1), (3, torch.float32, 2), (4, torch.float32, 0),
     )
 ]  # fmt: skip
 
@@ -153,8 +153,8 @@ def _large(index: int) -> ImageData:
     size = (shape.height, shape.width, shape.channels)
     image = torch.rand(size, generator=g)
     data = {"image": image if shape.dtype == torch.float32 else (256 * image).to(torch.uint8)}
-    if shape.masked:
-        data["mask"] = torch.rand(*size[:2], 1, generator=g) > 0.5
+    if shape.masks:
+        data["mask"] = torch.rand(*size[:2], shape.masks, generator=g) > 0.5
     return data
 
 
@@ -210,7 +210,7 @@ def test_downscaled_view_gets_the_complete_image() -> None:
 
 
 def test_rectangles_or_the_whole_image_whichever_is_less() -> None:
-    shape = ImageShape(20, 10, 3, torch.uint8, False)
+    shape = ImageShape(20, 10, 3, torch.uint8, 0)
     view = View(torch.eye(4), torch.eye(3), 10, 20)
     bands = [Patch(0, 0, 0, 10, 6, 1), Patch(0, 0, 12, 10, 20, 1)]
     assert rectangles_of(bands, view, shape) == [(0, 0, 10, 7), (0, 11, 10, 20)]
@@ -254,7 +254,7 @@ def test_an_image_unlike_its_camera_and_too_little_memory_are_refused() -> None:
     assert "Raise --pipeline.datamanager.image-memory-gb" in message and "too small for two images" in message
 
 
-PLAIN = ImageShape(4, 4, 3, torch.uint8, False)
+PLAIN = ImageShape(4, 4, 3, torch.uint8, 0)
 
 
 def _plain(index: int) -> ImageData:
@@ -386,7 +386,7 @@ def test_an_image_lost_on_the_way_is_named_and_leaves_its_place() -> None:
 def test_gpu_receives_streamed_and_page_locked_images_complete() -> None:
     """Slots are refilled while copies to the device may still be under way."""
     device = torch.device("cuda:0")
-    shape = ImageShape(512, 512, 3, torch.uint8, False)
+    shape = ImageShape(512, 512, 3, torch.uint8, 0)
 
     def decode(index: int) -> ImageData:
         return {"image": torch.full((512, 512, 3), index, dtype=torch.uint8)}

@@ -49,7 +49,7 @@ def of_nerfstudio(folder: Path) -> NerfstudioDataParserConfig:
 def check_views(data: DistributedDataManager, scene: Scene, factor: int) -> None:
     """Return whether the training views' keypoints are those of the file, undistorted, and no others are there."""
     tracks = training_tracks(data, World.single())
-    observed = DeviceObservations(tracks, 2, torch.device("cpu"))
+    observed = DeviceObservations("observations", tracks, 2, torch.device("cpu"))
     pinholes = data.train_reader.cameras
     held_out = {path.name for path in data.eval_dataset.image_filenames}
     assert len(held_out) == 3 and len(tracks.counts) == len(scene.poses) - 3
@@ -105,7 +105,7 @@ def test_step_inputs_of_tracks(tmp_path: Path) -> None:
     tracks = training_tracks(data, World.single())
     names = [path.name for path in data.train_dataset.image_filenames]
     assert [name for name, count in zip(names, tracks.counts, strict=True) if count == 0] == ["01.jpg"]
-    observed = DeviceObservations(tracks, 2, torch.device("cpu"))
+    observed = DeviceObservations("observations", tracks, 2, torch.device("cpu"))
     place = observed.batch.ids.data_ptr()
     starts = np.cumsum([0, *tracks.counts])
     for indices in ([2, 3], [0, 5], [names.index("01.jpg"), 2]):

@@ -112,6 +112,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "give the name of a .ply, .splat or .spz" in run("a.ksplat")
     assert "--color is of .ply files" in run("b.splat", "--color", "rgb")
     assert "A box takes all three" in run("b.ply", "--obb-center", "0", "0", "0")
+    for words in (("2", "2", "0"), ("2", "-1", "2"), ("2", "nan", "2")):
+        flat = run("b.ply", *box[:-3], *words)
+        assert f"--obb-scale {' '.join(words)} holds nothing: give numbers, and sizes above 0" in flat
     assert "exists already" in run("a.splat") and "exists already" in run("a.ply")
     nowhere = ("--obb-center", "90", "0", "0", *box[4:])
     assert "and in the box: nothing is written" in run("c.splat", *nowhere) == run("c.splat", *nowhere)
@@ -126,7 +129,7 @@ class ExportGaussianSplat(SimpleNamespace):
 
 @pytest.mark.parametrize("boxed", [True, False])
 def test_ns_export_hands_its_box_and_its_colours_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boxed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], boxed: bool
 ) -> None:
     asked: dict[str, Any] = {}
     box = BOX_OPTIONS if boxed else dict.fromkeys(BOX_OPTIONS)
@@ -139,5 +142,9 @@ def test_ns_export_hands_its_box_and_its_colours_on(
     with pytest.raises(SystemExit) as ended:
         ns_export.stream_for_ns_export()
     assert ended.value.code == 0 and asked["rgb"] and asked["overwrite"]
+    assert ("or outside the box" in capsys.readouterr().out) == boxed
     crop, expected = asked["crop"], OrientedBox.from_params(*BOX)
     assert crop is None if not boxed else torch.equal(crop.T, expected.T) and torch.equal(crop.S, expected.S)
+    exporter.obb_center, exporter.obb_scale = BOX[0], None
+    with pytest.raises(SystemExit, match="ns-export: A box takes all three"):
+        ns_export.stream_for_ns_export()

@@ -1,6 +1,7 @@
 """The .spz file, opened by a reader that is written from the format's description."""
 
 import gzip
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nerfstudio.data.scene_box import OrientedBox
 from scipy.spatial import KDTree
 
-from ns_multigpu.plugin.export.ply import visible
+from ns_multigpu.plugin.export.ply import export_ply, visible
 from ns_multigpu.plugin.export.spz import PROGRAM, export_spz
 from ns_multigpu.plugin.faults.errors import InputError
+from tests.plugin.export.test_exports import BOX
 from tests.plugin.export.test_ply_export import ordinary, points, sharded
 
 COUNT = 400
@@ -68,6 +71,22 @@ def test_spz(tmp_path: Path) -> None:
     ]:  # fmt: skip
         np.testing.assert_allclose(found[name][order], value, atol=step, err_msg=name)
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.spz"]
+
+
+def test_a_box_is_for_spz_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program that writes the PLY that it is given."""
+    path, crop = ordinary(tmp_path / "nerfstudio_models", points(COUNT)), OrientedBox.from_params(*BOX)
+    program = tmp_path / PROGRAM
+    program.write_text('#!/bin/sh\nshift $(($# - 2))\ncp "$1" "$2"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    expected = export_ply(path, tmp_path / "model.ply", crop=crop)
+    assert export_spz(path, tmp_path / "model.spz", crop=crop, chunk=37) == expected and 5 < expected[0] < COUNT / 2
+    assert (tmp_path / "model.spz").read_bytes() == (tmp_path / "model.ply").read_bytes()
+    nowhere = OrientedBox.from_params((90.0, 0.0, 0.0), *BOX[1:])
+    with pytest.raises(InputError, match="and in the box: nothing is written"):
+        export_spz(path, tmp_path / "none.spz", crop=nowhere)
+    assert not (tmp_path / "none.spz").exists()
 
 
 def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

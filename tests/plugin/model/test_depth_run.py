@@ -73,4 +73,4 @@ def test_a_capture_without_tracks_ends_before_training(tmp_path: Path) -> None:
         InputError, match=r"--pipeline.model.depth-loss: .*\n .*colmap/sparse/0: there is no such folder"
     ):
         begin(tmp_path, "run", 1)
-    assert begin(tmp_path, "without", 1, depth_loss=0.0).pipeline.observed is None
+    assert begin(tmp_path, "without", 1, depth_loss=0.0).pipeline.observed == []

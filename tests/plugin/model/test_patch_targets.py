@@ -26,7 +26,9 @@ class _Model:
         return self.factor
 
     def target(self, part: ImagePart, patch: Patch, view: View) -> tuple[Tensor, Tensor | None]:
-        return self._target(part, patch, view, torch.tensor([0.3, 0.7, 0.1]))  # type: ignore[misc]
+        target, mask, sky = self._target(part, patch, view, torch.tensor([0.3, 0.7, 0.1]))  # type: ignore[misc]
+        assert (sky is None) == (part.data.get("mask") is None or part.data["mask"].shape[2] == 1)
+        return target, mask if sky is None else torch.cat([mask, sky], dim=2)
 
 
 def _whole_then_cut(
@@ -40,19 +42,19 @@ def _whole_then_cut(
     if "mask" not in data:
         return target[y0:y1, x0:x1], None
     mask = model._downscale_if_required(data["mask"])[y0:y1, x0:x1]  # type: ignore[misc]
-    return target[y0:y1, x0:x1] * mask, mask
+    return target[y0:y1, x0:x1] * mask[..., :1], mask
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masks", [0, 1, 2])
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("channels", [3, 4])
-def test_a_part_serves_as_the_whole_image_does(channels: int, kind: torch.dtype, masked: bool, factor: int) -> None:
+def test_a_part_serves_as_the_whole_image_does(channels: int, kind: torch.dtype, masks: int, factor: int) -> None:
     g = torch.Generator().manual_seed(channels)
     image = torch.rand(HEIGHT, WIDTH, channels, generator=g)
     data = {"image": image if kind == torch.float32 else (255 * image).to(torch.uint8)}
-    if masked:
-        data["mask"] = torch.rand(HEIGHT, WIDTH, 1, generator=g) > 0.4
+    if masks:
+        data["mask"] = torch.rand(HEIGHT, WIDTH, masks, generator=g) > 0.4
     model, whole = _Model(factor), ImagePart.whole(data)
     view = View(torch.eye(4), torch.eye(3), WIDTH // factor, HEIGHT // factor)
     for patch in (Patch(0, 2, 1, 5, 4, 1), Patch(0, 0, 0, 7, 5, 2), Patch.whole(0, view), Patch(0, 3, 3, 3, 3, 2)):
@@ -71,6 +73,6 @@ def test_a_part_serves_as_the_whole_image_does(channels: int, kind: torch.dtype,
             floats = target if target.dtype.is_floating_point else target.float() / 255
             assert torch.equal(floats, wanted)
             assert (mask is None) == (covered is None) and (mask is None or torch.equal(mask, covered))  # type: ignore
-            if factor == 1 and channels == 3 and not masked:
+            if factor == 1 and channels == 3 and not masks:
                 assert target.dtype == kind
                 assert empty or target.untyped_storage().data_ptr() == data["image"].untyped_storage().data_ptr()

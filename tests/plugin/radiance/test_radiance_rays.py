@@ -223,7 +223,7 @@ def test_numbers_of_pixels_within_masks() -> None:
     """All of them, in order, of images that begin and end anywhere in a block of 64."""
     g = torch.Generator().manual_seed(1)
     sizes, own = [(5, 13), (9, 7), (1, 1), (16, 8), (11, 3)], [0, 1, 3, 4]
-    shapes = [ImageShape(height, width, 3, torch.uint8, masked=True) for height, width in sizes]
+    shapes = [ImageShape(height, width, 3, torch.uint8, masks=1) for height, width in sizes]
     given = {place: torch.rand(*sizes[place], 1, generator=g) < (0.3, 0.9, 1, 0.5, 0.1)[place] for place in own}
     given[3][:12] = False  # a whole block, and more
     masks = Masks(shapes, own, "cpu")

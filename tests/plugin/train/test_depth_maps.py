@@ -1,6 +1,5 @@
 """Depth maps as observations: their pixels' points lie where the photograph's lens and the map have them."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from ns_multigpu.plugin.train.depth_maps import (
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import HEIGHT, WIDTH, Scene, add_model, make_scene, write_images, write_model
 from tests.lib.resuming import start
-from tests.lib.training_run import TinyDataParserConfig, write_capture
+from tests.lib.training_run import TinyDataParserConfig, add_maps, write_capture
 
 LENS = (-0.12, 0.03, 0.004, -0.006)
 UNIT = 2e-3
@@ -262,24 +261,20 @@ def test_tracks_are_required_only_without_maps(tmp_path: Path) -> None:
         return needs_tracks(data, SplatModelConfig(**{"depth_loss": 0.1, **options}))
 
     assert needs(tiny) and not needs(tiny, depth_loss=0.0)
-    add_maps(tmp_path / "capture")
+    add_depths(tmp_path / "capture")
     assert not needs(tiny) and needs(tiny, depth_maps="inverse") and needs(tiny, depth_maps="off")
     assert needs(parser_of(tmp_path, depths_path=None)) and not needs(parser_of(tmp_path)) and not needs(city)
 
 
-def add_maps(folder: Path) -> None:
+def add_depths(folder: Path) -> None:
     """Give a capture of nerfstudio's maps of 2 m everywhere, where its cameras look at."""
-    meta = json.loads((folder / "transforms.json").read_text())
-    for number, frame in enumerate(meta["frames"]):
-        Image.fromarray(np.full((12, 14), 2000, np.uint16)).save(folder / f"depth_{number}.png")
-        frame["depth_file_path"] = f"depth_{number}.png"
-    (folder / "transforms.json").write_text(json.dumps(meta))
+    add_maps(folder, "depth_file_path", lambda _: np.full((12, 14), 2000, np.uint16))
 
 
 @pytest.mark.parametrize("maps", ["metric", "off"])
 def test_a_run_has_the_loss_of_its_maps(tmp_path: Path, maps: str) -> None:
     write_capture(tmp_path / "capture", wide=False)
-    add_maps(tmp_path / "capture")
+    add_depths(tmp_path / "capture")
     add_model(tmp_path / "capture")
     options: Any = {"depth_loss": WEIGHT, "depth_maps": maps, "camera_optimizer": CameraOptimizerConfig(mode="off")}
     trainer = start(World.single(), tmp_path / "capture", tmp_path / "run", 1, 2, primitive="3dgs", **options)

@@ -86,10 +86,11 @@ def test_all_cameras_of_a_capture_have_lenses_or_none_has() -> None:
         ({"primitive": "2dgs"}, r"2D Gaussians \(2dgs\) are drawn by pinhole cameras only"),
         ({"strategy": "pixel"}, "the strategy pixel plans by pinhole cameras"),
         ({"depth_loss": 0.1}, "the loss of depth"),
+        ({"normal_map_loss": 0.1}, "normal maps"),
     ],
 )
 def test_what_lenses_are_not_for_is_refused(changes: dict[str, Any], message: str) -> None:
-    values = {"primitive": "3dgs", "depth_loss": 0.0, "strategy": "tile", **changes}
+    values = {"primitive": "3dgs", "depth_loss": 0.0, "normal_map_loss": 0.0, "strategy": "tile", **changes}
     config = SimpleNamespace(model=SimpleNamespace(**values), strategy=values["strategy"])
     with pytest.raises(InputError, match=f"undistort False: {message}.*Leave the option out"):
         check_lens_options(config, World.single())

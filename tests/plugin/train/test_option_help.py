@@ -26,7 +26,7 @@ SPECS = {
         methods.splatfacto_aggregate, methods.nerfacto_xl,
     )
 }  # fmt: skip
-MOST = 48
+MOST = 50
 """Options of ours that a method may show."""
 
 
@@ -74,7 +74,7 @@ RUN = "eval-at-start max-num-images save-in-background save-fallback-dir save-re
 RATES = "recipe batch-scaling rates-at-end rates-fall-from"
 VIEWS = "pipeline.strategy pipeline.views-per-rank pipeline.views-per-step pipeline.level-steps"
 IMAGES = "pipeline.datamanager.image-memory-gb pipeline.datamanager.undistort load-ply"
-MODEL = """primitive depth-loss exposure optimizer-state far-plane radius-clip densifier
+MODEL = """primitive depth-loss normal-map-loss sky-loss exposure optimizer-state far-plane radius-clip densifier
     morton-order max-gs-num max-gaussians initial-opacity initial-scale"""
 SPLATS = f"{GUARDS} {RUN} {RATES} {VIEWS} {IMAGES} {' '.join('pipeline.model.' + name for name in MODEL.split())}"
 TILE = "pipeline.transport pipeline.wire pipeline.model.rebalance-above"

@@ -199,7 +199,14 @@ def test_children_of_permanent_points_keep_their_time() -> None:
 
 
 def test_options_unsupported_by_moving_points_are_refused() -> None:
-    usual = {"optimizer_state": "full", "depth_loss": 0.0, "far_plane": None, "radius_clip": 0.0}
+    usual = {
+        "optimizer_state": "full",
+        "depth_loss": 0.0,
+        "normal_map_loss": 0.0,
+        "sky_loss": 0.0,
+        "far_plane": None,
+        "radius_clip": 0.0,
+    }
     check_primitive(SimpleNamespace(primitive="4dgs", densifier="default", **usual), "tile")  # type: ignore[arg-type]
     wanted: Any = SimpleNamespace(primitive="4dgs", densifier="mcmc", **usual)
     with pytest.raises(InputError, match=r"--pipeline.model.densifier mcmc is not for 4D Gaussians \(.*4dgs\): MCMC's"):

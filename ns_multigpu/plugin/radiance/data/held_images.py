@@ -69,7 +69,7 @@ class HeldImages:
         places: tuple[torch.device | str, torch.device | str],
     ) -> None:
         self._world, self.label, self.shapes = world, label, list(shapes)
-        formats = {(shape.channels, shape.dtype, shape.masked) for shape in shapes}
+        formats = {(shape.channels, shape.dtype, shape.masks) for shape in shapes}
         if len(formats) != 1:
             raise InputError(
                 f"The {label} images are of different kinds: {'; '.join(sorted(set(map(str, shapes)))[:4])}. Give all "
@@ -93,7 +93,7 @@ class HeldImages:
             return {"image": data["image"]}
 
         self._share = ImageShare(
-            [ImageShape(shape.height, shape.width, channels, dtype, masked=False) for shape in shapes],
+            [ImageShape(shape.height, shape.width, channels, dtype, masks=0) for shape in shapes],
             decode,
             world,
             owners=owners,
