@@ -62,8 +62,8 @@ class Commands:
         """Run a command to its end, or kill all its processes once `until` holds; return its row.
 
         Returns:
-            name; seconds; memory_gib: most of the host's memory in use meanwhile, less what was before; code: its
-            exit code; killed; tail: its last words, if it failed.
+            name; seconds; memory_gib: the most of the host's memory in use at a time, less what was before; code: its
+            exit code; killed; tail: the end of its output, if it failed.
         """
         before, most, start = memory_in_use(), 0.0, time.perf_counter()
         log = self._output / f"{name}.log"
@@ -103,18 +103,18 @@ def training(options: argparse.Namespace, method: str, name: str, count: int, gp
     ]  # fmt: skip
 
 
-def course(run: Path) -> dict[str, Any]:
+def trajectory(run: Path) -> dict[str, Any]:
     """Return a run's summary and what it logged."""
     summary, metrics = run / "training_summary.json", run / "metrics.jsonl"
     found: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
     kept = ("step", "images_per_s", "gaussians", "step_ms", "exchange_ms", "data_ms", "save_ms", "save_stall_ms",
             "memory_gib", "psnr", "bytes_per_step")  # fmt: skip
     lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return found | {"course": [{key: row[key] for key in kept if key in row} for row in map(json.loads, lines)]}
+    return found | {"trajectory": [{key: row[key] for key in kept if key in row} for row in map(json.loads, lines)]}
 
 
 def smaller(options: argparse.Namespace, commands: Commands, dataparser: list[Any]) -> dict[str, Any]:
-    """Train the smaller models, each on a GPU of its own; return their courses by name."""
+    """Train the smaller models, each on a GPU of its own; return their trajectories by name."""
     threads = []
     for gpu, count in enumerate(options.smaller):
         name = f"smaller-{count}"
@@ -126,11 +126,11 @@ def smaller(options: argparse.Namespace, commands: Commands, dataparser: list[An
     for thread in threads:
         thread.join()
     names = [f"smaller-{count}" for count in options.smaller]
-    return {name: course(options.output / name / "splatfacto-batch" / "run") for name in names}
+    return {name: trajectory(options.output / name / "splatfacto-batch" / "run") for name in names}
 
 
 def largest(options: argparse.Namespace, commands: Commands, dataparser: list[Any], report: dict[str, Any]) -> None:
-    """Take the largest model the whole way; `report` gets its courses and sizes."""
+    """Take the largest model the whole way; `report` gets its trajectories and sizes."""
     run = options.output / "largest" / "splatfacto-tile" / "run"
     saves, config = run / "nerfstudio_models", run / "config.yml"
     words = training(options, "tile", "largest", options.largest, options.gpus)
@@ -141,11 +141,11 @@ def largest(options: argparse.Namespace, commands: Commands, dataparser: list[An
         return max(steps, default=0) * VIEWS_A_STEP >= options.kill_from
 
     commands.run("largest", [*words, *dataparser], until=has_saved)
-    report["largest until it was killed"] = course(run)
+    report["largest until it was killed"] = trajectory(run)
     resume = ["nerfstudio.scripts.train", "splatfacto-tile", "--load-config", config, "--load-dir", saves]
     if commands.run("resumed", resume)["code"] != 0:
         return
-    report["largest"] = course(run)
+    report["largest"] = trajectory(run)
     report["checkpoint_gb"] = bytes_of(run / "nerfstudio_models_state") / 1e9
     device = ["--device-type", options.device, "--num-devices", options.gpus]
     tools = "ns_multigpu.cli"
@@ -158,7 +158,7 @@ def largest(options: argparse.Namespace, commands: Commands, dataparser: list[An
     (run / "model.ply").unlink(missing_ok=True)
     more = ["--machine.num-devices", 1, "--max-num-images", options.images + 400, "--timestamp", "one"]
     commands.run("resumed on one GPU", [*resume, *more])
-    report["one"] = course(run.with_name("one"))
+    report["one"] = trajectory(run.with_name("one"))
 
 
 def main() -> int:

@@ -130,7 +130,7 @@ def _lost(trainer: Any, step: int, problem: str) -> str:
 
 
 def warn_of_disk(models: Path, points: int, needed: int) -> None:
-    """Print a warning if the disk of the folder `models` has no room for a run's checkpoints.
+    """Print a warning if the disk of the folder `models` lacks space for a run's checkpoints.
 
     Args:
         points: Gaussians that the run may end with. needed: bytes of a checkpoint of them.
@@ -140,9 +140,9 @@ def warn_of_disk(models: Path, points: int, needed: int) -> None:
     new = 1 if checkpoints_in(models) else 2
     if free < new * needed:
         _say(
-            f"Checkpoints of {points:,} Gaussians have {needed / 1e9:,.1f} GB each, and each is written before the last "
-            f"is deleted: {place} has {free / 1e9:,.1f} GB free. Free some space, or name a folder on another disk with "
-            "--save-fallback-dir DIR."
+            f"Checkpoints of {points:,} Gaussians have {needed / 1e9:,.1f} GB each, and each is written before the "
+            f"last is deleted: {place} has {free / 1e9:,.1f} GB free. Free some space, or name a folder on another "
+            "disk with --save-fallback-dir DIR."
         )
 
 

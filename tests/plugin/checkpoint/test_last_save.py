@@ -194,7 +194,7 @@ def test_stopped_run_checks_disk_space_once(capture: Path, tmp_path: Path, capsy
     assert f"--load-dir {path.parent}" in capsys.readouterr().out
 
 
-def test_run_warns_of_a_disk_without_room_for_its_checkpoints(capture: Path, tmp_path: Path, capsys: Any) -> None:
+def test_run_warns_of_a_disk_that_is_too_small_for_two_saves(capture: Path, tmp_path: Path, capsys: Any) -> None:
     def said(free: int, out: Path, **options: Any) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(last_save.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
@@ -210,7 +210,7 @@ def test_run_warns_of_a_disk_without_room_for_its_checkpoints(capture: Path, tmp
     assert "Checkpoints of" not in said(10**9, tmp_path / "three"), "what is not known to grow is not warned of"
 
 
-def test_one_new_checkpoint_is_enough_beside_an_earlier_one(tmp_path: Path, capsys: Any) -> None:
+def test_space_for_one_more_save_suffices_after_an_earlier_one(tmp_path: Path, capsys: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(last_save.shutil, "disk_usage", lambda _: SimpleNamespace(free=150))
         for models, expected in ((tmp_path / "none", True), (tmp_path, False)):
