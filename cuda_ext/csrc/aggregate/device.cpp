@@ -111,6 +111,19 @@ std::vector<int64_t> shards_of(const Tensor& tensor) {
   return shards(tensor.storage().data(), tensor.storage().nbytes());
 }
 
+// The rows of each member, evenly as in memory: plain tensors of the members on the tensor's memory.
+std::vector<Tensor> member_rows(const Tensor& tensor) {
+  TORCH_CHECK_VALUE(
+      tensor.is_privateuseone() && tensor.dim() > 0, "member_rows: need a tensor of multigpu with rows, got one of ",
+      tensor.device(), " with sizes ", tensor.sizes());
+  const int64_t size = tensor.size(0);
+  std::vector<Part> parts = parts_of(size);
+  while (static_cast<int>(parts.size()) < count()) parts.push_back({static_cast<int>(parts.size()), size, 0});
+  std::vector<Tensor> rows;
+  for (const Part& part : parts) rows.push_back(plain(tensor, part.member, 0, part.begin, part.length));
+  return rows;
+}
+
 void start_members(at::IntArrayRef gpus, int64_t host_members, int64_t host_bytes, int64_t small) {
   std::vector<c10::Device> members(host_members, c10::Device(c10::kCPU));
   for (int64_t gpu : gpus) members.emplace_back(c10::kCUDA, static_cast<c10::DeviceIndex>(gpu));
@@ -129,6 +142,7 @@ TORCH_LIBRARY(multigpu, m) {
   m.def("start(int[] gpus, int host_members, int host_bytes, int small) -> ()", &aggregate::start_members);
   m.def("use_all() -> ()");
   m.def("shards(Tensor tensor) -> int[]", &aggregate::shards_of);
+  m.def("member_rows(Tensor tensor) -> Tensor[]", &aggregate::member_rows);
   m.def("calls() -> int[]", [] { return aggregate::calls(); });
   m.def("memory() -> int[]", &aggregate::memory_stats);
   m.def("empty_cache() -> ()", &aggregate::empty_cache);
