@@ -189,8 +189,8 @@ def devices() -> list[torch.device]:
 def member_rows(tensor: Tensor) -> list[Tensor]:
     """Return each member's rows of a tensor [N, ...], as tensors of `devices` on the same memory.
 
-    Rows are split evenly: member k has those from k * ceil(N / members) on. Work on them belongs on the members'
-    current streams, after and before a `Members.meet`.
+    Rows are split evenly, in multiples of 64. Work on them belongs on the members' current streams, after and before a
+    `Members.meet`.
 
     Raises:
         ValueError: the tensor is not on this device, or has no rows.

@@ -111,16 +111,18 @@ std::vector<int64_t> shards_of(const Tensor& tensor) {
   return shards(tensor.storage().data(), tensor.storage().nbytes());
 }
 
-// The rows of each member, evenly as in memory: plain tensors of the members on the tensor's memory.
+// The rows of each member, evenly as in memory but for the unit: plain tensors of the members on the tensor's memory.
 std::vector<Tensor> member_rows(const Tensor& tensor) {
   TORCH_CHECK_VALUE(
       tensor.is_privateuseone() && tensor.dim() > 0, "member_rows: need a tensor of multigpu with rows, got one of ",
       tensor.device(), " with sizes ", tensor.sizes());
-  const int64_t size = tensor.size(0);
-  std::vector<Part> parts = parts_of(size);
-  while (static_cast<int>(parts.size()) < count()) parts.push_back({static_cast<int>(parts.size()), size, 0});
+  constexpr int64_t kUnit = 64; // rows, so that each member's begin where kernels may read 16 bytes at once
+  const int64_t size = tensor.size(0), units = kUnit * count(), most = (size + units - 1) / units * kUnit;
   std::vector<Tensor> rows;
-  for (const Part& part : parts) rows.push_back(plain(tensor, part.member, 0, part.begin, part.length));
+  for (int member = 0; member < count(); ++member) {
+    const int64_t begin = std::min(member * most, size);
+    rows.push_back(plain(tensor, member, 0, begin, std::min(most, size - begin)));
+  }
   return rows;
 }
 
