@@ -178,9 +178,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for elements in options.elements:
         parts[f"{elements} elements"] = lambda n=elements: operators(timed, n)
         parts[f"allocate {elements} elements"] = lambda n=elements: allocation(timed, n)
+    of_steps = (*options.image, options.own, options.device, timed.wait)
     for points in options.points:
         parts[f"training, {points} Gaussians"] = lambda n=points: training(timed, n, options)
-        of_steps = (*options.image, options.own, options.device, timed.wait)
         parts[f"fused training, {points} Gaussians"] = lambda n=points: fused_training(n, *of_steps)
     if options.train:
         parts[f"training run, {options.images} images"] = lambda: training_run(options)

@@ -40,7 +40,9 @@ class AggregateRun(Run):
         self._images = [[image.to(device) for image in city_views.images] for device in devices]
         self._pictures = [torch.zeros_like(images[0]) for images in self._images]
         timer = StepTimer(torch.device("cpu"))  # the host's: events of the device would count, too
-        self._graphs = [StepGraphs(timer, lambda: None, GraphPool(device)) for device in devices if device.type == "cuda"]
+        self._graphs = [
+            StepGraphs(timer, lambda: None, GraphPool(device)) for device in devices if device.type == "cuda"
+        ]
 
     def _make(self) -> Any:
         for graphs in self._graphs:

@@ -288,5 +288,6 @@ def _seen_from(device: torch.device, buffer: Tensor) -> Tensor:
     would copy on the streams of both, and not by a kernel of one."""
     if buffer.device == device:
         return buffer
-    storage = torch._C._construct_storage_from_data_pointer(buffer.data_ptr(), device, buffer.nbytes)
-    return torch.empty(0, dtype=buffer.dtype, device=device).set_(storage, 0, buffer.shape)
+    made: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore[reportPrivateUsage]
+    seen: Any = torch.empty(0, dtype=buffer.dtype, device=device)
+    return cast(Tensor, seen.set_(made(buffer.data_ptr(), device, buffer.nbytes), 0, buffer.shape))

@@ -1,8 +1,8 @@
 """Fused steps of the aggregate device: pixels, losses, parameters and statistics of `single`, for any members."""
 
+import functools
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -121,7 +121,8 @@ def check(found: Model, expected: Model) -> None:
     begun, state = make_points(POINTS, torch.float32).params["means"].detach(), expected.state()
     assert float((state["means"] - begun).abs().max()) > RATE, "points have moved"
     for name, value in found.state().items():
-        torch.testing.assert_close(value, state[name], atol=2e-5, rtol=2e-3, msg=lambda text, name=name: f"{name}: {text}")
+        named = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(value, state[name], atol=2e-5, rtol=2e-3, msg=named)
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -1,4 +1,4 @@
-"""The tests of the aggregate device, which are device.py, operators.py, models.py, steps.py, training.py and driver.py here.
+"""The tests of the aggregate device: device.py, operators.py, models.py, steps.py, training.py and driver.py here.
 
 A device stays registered with torch, as its accelerator: other tests must not meet it. A forked process runs each file.
 """
