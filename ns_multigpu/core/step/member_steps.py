@@ -28,6 +28,7 @@ class MemberSteps:
 
     Attributes:
         inputs, viewmats, Ks, backgrounds, times, scalars: of the first rank; `take` copies them to the others.
+        report: the sum of the ranks' reports [B + 1], on the first rank's device.
         measured_work: see `Step`; the same on all ranks.
     """
 
@@ -35,19 +36,12 @@ class MemberSteps:
         self.steps, self._members, first = tuple(steps), members, steps[0]
         self.inputs, self.viewmats, self.Ks = first.inputs, first.viewmats, first.Ks
         self.backgrounds, self.times, self.scalars = first.backgrounds, first.times, first.scalars
-        self.measured_work = first.measured_work
+        self.measured_work, self.report = first.measured_work, torch.zeros_like(first.report)
 
     @property
     def rgb(self) -> list[list[Tensor]]:
         """Each rank's renderings of the last step."""
         return [step.rgb for step in self.steps]
-
-    @property
-    def report(self) -> Tensor:
-        """The sum of the ranks' reports [B + 1] on the first rank's device: losses of the views, and the finite flag,
-        NaN or infinity if any rank's is."""
-        reports = [step.report.to(self.inputs.device, non_blocking=True) for step in self.steps]
-        return torch.stack(reports).sum(0)
 
     def take(
         self, plan: Plan, targets: Sequence[Sequence[Tensor]], sizes: Sizes | None = None,
@@ -67,19 +61,28 @@ class MemberSteps:
                 begun.append(launch(rank, partial(step.parts, plan, own, sizes)))
         for step, rgb in zip(self.steps, launched_together(begun, self._members), strict=True):
             step.rgb = rgb
+        self.report.copy_(self._sum([step.report for step in self.steps]))
+
+    def mse(self, plan: Plan, targets: Sequence[Sequence[Tensor]], sizes: Sizes | None = None) -> Tensor:
+        """Return the last step's mean squared error [], on the first rank's device. Arguments as `take`'s."""
+        found: list[Tensor] = []
+        for rank, (step, own) in enumerate(zip(self.steps, targets, strict=True)):
+            with self._members.on(rank):
+                found.append(step.mse(plan, own, sizes))
+        return self._sum(found)
 
     def refresh(self) -> None:
         """See `Step.refresh`."""
-        for rank, step in enumerate(self.steps):
-            with self._members.on(rank):
-                step.refresh()
+        self._on_each(Step.refresh)
 
     def flush(self) -> None:
-        """See `Step.flush`. The first rank's stream then waits for the others."""
-        for rank, step in enumerate(self.steps):
-            with self._members.on(rank):
-                step.flush()
-        self._members.meet()
+        """See `Step.flush`."""
+        self._on_each(Step.flush)
+
+    @property
+    def taken(self) -> Tensor:
+        """[] bool on the first rank's device: whether the last step was taken."""
+        return self.steps[0].taken
 
     def status(self) -> Status:
         """See `Step.status`: the most of any rank, and the sum of the rows sent."""
@@ -90,3 +93,14 @@ class MemberSteps:
             found[0], rows=max(one.rows for one in found), segments=tuple(segments),
             intersections=max(one.intersections for one in found), sent=sum(one.sent for one in found),
         )  # fmt: skip
+
+    def _on_each(self, work: Callable[[Step], None]) -> None:
+        """Work on each rank's points, after and before what the first rank's stream does."""
+        self._members.meet()
+        for rank, step in enumerate(self.steps):
+            with self._members.on(rank):
+                work(step)
+        self._members.meet()
+
+    def _sum(self, of_ranks: Sequence[Tensor]) -> Tensor:
+        return torch.stack([one.to(self.inputs.device, non_blocking=True) for one in of_ranks]).sum(0)

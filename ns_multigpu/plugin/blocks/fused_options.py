@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from cuda_ext.dispatch.load import backend, kernels_serve
 from cuda_ext.ops.optim.adam import FusedAdam, is_plain
 from ns_multigpu.core.dist.world import World
@@ -53,13 +55,18 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
                 f"--fused-steps always: steps cannot be fused, for {reason}. Change that, or use --fused-steps auto."
             )
         return True, ""
-    if reason is None and not kernels_serve(pipeline.model.means):
+    if reason is None and not kernels_serve(torch.empty(0, device=_own(world.device))):
         reason = "gsplat's kernels serve instead of ours"
     return reason is None, reason or ""
 
 
 def _on_gpu(world: World) -> bool:
-    return world.device.type == "cuda"
+    return _own(world.device).type == "cuda"
+
+
+def _own(device: torch.device) -> torch.device:
+    """Return the device itself, or the first of the members of `multigpu`."""
+    return torch.get_device_module(device).devices()[0] if device.type == "multigpu" else device
 
 
 def check_wishes(pipeline: Any, *, fused: bool) -> None:
@@ -116,6 +123,11 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (
             options.use_scale_regularization and options.primitive != FIRST,
             lambda: f"scales of {titled(options.primitive)} are regularised",
+        ),
+        (
+            pipeline.world.device.type == "multigpu"
+            and bool(view_parameters.groups(model) or pipeline.observed or options.use_scale_regularization),
+            lambda: "the device of all GPUs has no parameters of views, depths or regularised scales in them",
         ),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
         (

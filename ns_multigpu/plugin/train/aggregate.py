@@ -95,7 +95,6 @@ class AggregateTrainerConfig(DistributedTrainerConfig):
             "pipeline.model.use-bilateral-grid True": model.use_bilateral_grid,
             "pipeline.model.optimizer-state compact": model.optimizer_state == "compact",
             "pipeline.datamanager.cache-images gpu": pipeline.datamanager.cache_images == "gpu",
-            "fused-steps always": self.fused_steps == "always",
         }
         for option, is_refused in refused.items():
             if is_refused:

@@ -22,7 +22,7 @@ TESTS = {
     "operators.py": 12,
     "models.py": 16,
     "steps.py": 19,
-    "training.py": 2,
+    "training.py": 4,
     "driver.py": int(not torch.cuda.is_available()),
 }
 

@@ -26,7 +26,6 @@ def config() -> Any:
         ("pipeline.model.primitive", "2dgs"),
         ("pipeline.model.optimizer-state", "compact"),
         ("pipeline.datamanager.cache-images", "gpu"),
-        ("fused-steps", "always"),
     ],
 )
 def test_what_the_device_has_no_operators_for_is_refused(config: Any, option: str, value: str) -> None:
