@@ -55,18 +55,21 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
                 f"--fused-steps always: steps cannot be fused, for {reason}. Change that, or use --fused-steps auto."
             )
         return True, ""
-    if reason is None and not kernels_serve(torch.empty(0, device=_own(world.device))):
+    if reason is None and not kernels_serve(_first_rows(pipeline.model.means)):
         reason = "gsplat's kernels serve instead of ours"
     return reason is None, reason or ""
 
 
 def _on_gpu(world: World) -> bool:
-    return _own(world.device).type == "cuda"
+    device = world.device
+    return device.type == "cuda" or (device.type == "multigpu" and not torch.ops.multigpu.is_host())
 
 
-def _own(device: torch.device) -> torch.device:
-    """Return the device itself, or the first of the members of `multigpu`."""
-    return torch.get_device_module(device).devices()[0] if device.type == "multigpu" else device
+def _first_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor; of one on `multigpu` the first GPU's rows."""
+    if tensor.device.type != "multigpu":
+        return tensor
+    return torch.get_device_module(tensor.device).member_rows(tensor)[0]
 
 
 def check_wishes(pipeline: Any, *, fused: bool) -> None:
@@ -125,7 +128,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
             lambda: f"scales of {titled(options.primitive)} are regularised",
         ),
         (
-            pipeline.world.device.type == "multigpu"
+            model.means.device.type == "multigpu"
             and bool(view_parameters.groups(model) or pipeline.observed or options.use_scale_regularization),
             lambda: "the device of all GPUs has no parameters of views, depths or regularised scales in them",
         ),

@@ -23,6 +23,7 @@ from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, start
 from tests.lib.training_run import write_capture
+from tests.plugin.blocks.tried_steps import start_with_small_capacity
 
 STEPS, SAVED = 20, 9
 GPUS = bool(os.environ.get("NS_MULTIGPU_TEST_GPUS"))
@@ -112,7 +113,9 @@ def test_fused_steps_train_the_model_of_single(use: Use, capture: Path, tmp_path
     if not aggregate.in_use():  # tensors of an earlier run may live on
         use(2)
     alone = trained(ONE, capture, tmp_path / "one", **options)
-    together = trained(ALL, capture, tmp_path / "all", **options)
+    with pytest.MonkeyPatch.context() as patch:
+        start_with_small_capacity(patch)
+        together = trained(ALL, capture, tmp_path / "all", **options)
     expected, step = everything(alone), together.objective.blocks.training._step
     assert isinstance(step, DeviceStep) and len(step._steps.steps) == 2
     assert (len(alone.pipeline.model.means) == 60) == (densifier == "mcmc")
