@@ -34,7 +34,8 @@ class AggregateRun(Run):
         self._aggregate, self._members = aggregate, Members(aggregate.devices())
         devices = aggregate.devices()
         super().__init__(model, city_views, World.single(devices[0]), 1, False)
-        self._lazies = [LazyAdam.make(len(own), own.device) for own in aggregate.member_rows(model.params["means"])]
+        rows = aggregate.member_rows(model.params["means"])
+        self._options = [{"lazy": LazyAdam.make(len(own), own.device)} for own in rows]
         self._strategies = [tile(world) for world in self._members.worlds]
         self._counts = DelayedReadback(self._strategies[0].assignment.learn)
         self._images = [[image.to(device) for image in city_views.images] for device in devices]
@@ -49,7 +50,7 @@ class AggregateRun(Run):
             graphs.forget()
         step = self._aggregate.fused_steps(
             self._members, self._strategies, self.kernels, self.model.params, self.model.moments(), self.statistics,
-            self.settings(), self._lazies,
+            self.settings(), self._options,
         )  # fmt: skip
         self._inputs = Inputs(step.inputs)
         return step

@@ -111,19 +111,12 @@ std::vector<int64_t> shards_of(const Tensor& tensor) {
   return shards(tensor.storage().data(), tensor.storage().nbytes());
 }
 
-// The rows of each member, evenly as in memory but for the unit: plain tensors of the members on the tensor's memory.
-std::vector<Tensor> member_rows(const Tensor& tensor) {
-  TORCH_CHECK_VALUE(
-      tensor.is_privateuseone() && tensor.dim() > 0, "member_rows: need a tensor of multigpu with rows, got one of ",
-      tensor.device(), " with sizes ", tensor.sizes());
-  constexpr int64_t kUnit = 64; // rows, so that each member's begin where kernels may read 16 bytes at once
-  const int64_t size = tensor.size(0), units = kUnit * count(), most = (size + units - 1) / units * kUnit;
-  std::vector<Tensor> rows;
-  for (int member = 0; member < count(); ++member) {
-    const int64_t begin = std::min(member * most, size);
-    rows.push_back(plain(tensor, member, 0, begin, std::min(most, size - begin)));
-  }
-  return rows;
+// The tensor as each member addresses it: plain tensors of the members on the same memory.
+std::vector<Tensor> member_views(const Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_privateuseone(), "member_views: need a tensor of multigpu, not of ", tensor.device());
+  std::vector<Tensor> views;
+  for (int member = 0; member < count(); ++member) views.push_back(plain(tensor, member));
+  return views;
 }
 
 void start_members(at::IntArrayRef gpus, int64_t host_members, int64_t host_bytes, int64_t small) {
@@ -144,7 +137,7 @@ TORCH_LIBRARY(multigpu, m) {
   m.def("start(int[] gpus, int host_members, int host_bytes, int small) -> ()", &aggregate::start_members);
   m.def("use_all() -> ()");
   m.def("shards(Tensor tensor) -> int[]", &aggregate::shards_of);
-  m.def("member_rows(Tensor tensor) -> Tensor[]", &aggregate::member_rows);
+  m.def("member_views(Tensor tensor) -> Tensor[]", &aggregate::member_views);
   m.def("calls() -> int[]", [] { return aggregate::calls(); });
   m.def("memory() -> int[]", &aggregate::memory_stats);
   m.def("empty_cache() -> ()", &aggregate::empty_cache);

@@ -4,8 +4,9 @@ To the training loop it is a step of `single` on the first GPU: whole views and 
 bands are planned and distributed here, by the work measured in earlier steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ns_multigpu.core.step.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.types import Sizes, View
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.plugin.model.view_parameters import OfViews
 from strategies.tile import tile
 
 
@@ -51,11 +53,18 @@ class DeviceSteps:
     def make(
         self, kernels: Kernels, params: Mapping[str, Tensor], moments: Mapping[str, tuple[Tensor, Tensor]],
         statistics: Mapping[str, Tensor], settings: StepSettings, kind: torch.dtype,
+        of_views: Callable[[World, Callable[[Tensor], Tensor]], OfViews],
     ) -> "DeviceStep":  # fmt: skip
-        """Return a step. Arguments as `Step`'s, and the type of the photographs; the last step must be released."""
+        """Return a step. The last one must be released.
+
+        Args:
+            kernels, params, moments, statistics, settings: see `Step`. kind: type of the photographs.
+            of_views: returns a rank's parameters of views, placed by the given function.
+        """
         for graphs in self.graphs:
             graphs.forget()
-        return DeviceStep(self, kernels, params, moments, statistics, replace(settings, segment=settings.rows), kind)
+        settings = replace(settings, segment=settings.rows)
+        return DeviceStep(self, kernels, params, moments, statistics, settings, kind, of_views)
 
 
 class DeviceStep:
@@ -66,19 +75,23 @@ class DeviceStep:
     """
 
     def __init__(self, made: DeviceSteps, *given: Any) -> None:
-        *tensors, settings, kind = given
+        *tensors, settings, kind, of_views = given
         self._made, self._settings = made, settings
-        lazy = [None] * len(made.members.worlds)
-        self._steps: MemberSteps = made.aggregate.fused_steps(made.members, made.strategies, *tensors, settings, lazy)
+        # Each GPU has all parameters of views, and takes the same steps of them: rank, the model's, the GPU's own.
+        self._replicas: list[tuple[int, Tensor, Tensor]] = []
+        options = [of_views(world, partial(self._replicated, world.rank)) for world in made.members.worlds]
+        self._steps: MemberSteps = made.aggregate.fused_steps(
+            made.members, made.strategies, *tensors, settings, options
+        )
         self.inputs, self.report = self._steps.inputs, self._steps.report
+        self.measured_work = self._steps.measured_work
         self.batch: Sequence[View] = ()
         self.rgb: list[Tensor] = []
         size = settings.views * settings.height * settings.width * settings.channels
         self._photographs = [torch.empty(size, dtype=kind, device=world.device) for world in made.members.worlds]
         self._last: tuple[Plan, list[list[Tensor]]] = (Plan((), ()), [])
-        # The same number on `multigpu` and on the first GPU.
-        taken = torch.ones(1, dtype=torch.bool, device=next(iter(tensors[1].values())).device)
-        self.taken, self._taken = taken[0], made.aggregate.member_rows(taken)[0]
+        self.taken = torch.ones((), dtype=torch.bool, device=next(iter(tensors[1].values())).device)
+        self._taken = made.aggregate.member_views(self.taken)[0]
 
     def parts(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes) -> Parts[list[Tensor]]:
         """Take a step: see `Step.parts`. Nothing is left to launch between its parts."""
@@ -100,16 +113,30 @@ class DeviceStep:
         return self._steps.mse(*self._last, sizes)
 
     def refresh(self) -> None:
-        """See `Step.refresh`."""
+        """See `Step.refresh`; of the parameters of views, too."""
         self._steps.refresh()
+        for rank, values, own in self._replicas:
+            with self._made.members.on(rank):
+                own.copy_(values)
 
     def flush(self) -> None:
         """Wait for the measured work of all steps, so that plans do not depend on blocks."""
         self._made.counts.learn(pending=0)
 
     def status(self) -> Status:
-        """See `Step.status`."""
-        return replace(self._steps.status(), segments=(0,))
+        """See `Step.status`. The model then has the parameters of views."""
+        found = self._steps.status()
+        for rank, values, own in self._replicas:
+            if rank == 0:
+                values.copy_(own)
+        return replace(found, segments=(0,))
+
+    def _replicated(self, rank: int, values: Tensor) -> Tensor:
+        """Return a rank's own copy of a parameter or moment of the model."""
+        seen = self._made.aggregate.member_views(values)[rank]
+        with self._made.members.on(rank):
+            self._replicas.append((rank, seen, torch.empty_like(seen)))
+        return self._replicas[-1][2]
 
     def _distributed(self, rank: int, bands: Plan, whole: Mapping[int, Tensor]) -> list[Tensor]:
         """Copy a rank's parts of the photographs to places that graphs know, one for each view."""

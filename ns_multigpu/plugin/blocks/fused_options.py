@@ -128,9 +128,8 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
             lambda: f"scales of {titled(options.primitive)} are regularised",
         ),
         (
-            model.means.device.type == "multigpu"
-            and bool(view_parameters.groups(model) or pipeline.observed or options.use_scale_regularization),
-            lambda: "the device of all GPUs has no parameters of views, depths or regularised scales in them",
+            model.means.device.type == "multigpu" and bool(pipeline.observed or options.use_scale_regularization),
+            lambda: "on one device of all GPUs they have no loss of depth and no scale regularisation",
         ),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
         (

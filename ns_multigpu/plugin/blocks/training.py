@@ -15,6 +15,7 @@ access the model. With MCMC none is deferred, because its noise moves all points
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -337,7 +338,8 @@ class Training:
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
         tensors = kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}
         if self._all_gpus is not None:
-            return self._all_gpus.make(*tensors, settings, kind)
+            place_views = partial(view_parameters.in_steps, self._model, moments, views)
+            return self._all_gpus.make(*tensors, settings, kind, place_views)
         transport = self._buffers.transport(settings, kernels)
         self._buffers.make_pictures(settings, kind)
         return Step(

@@ -59,8 +59,8 @@ class Model:
             self.steps = MemberSteps([Step(*tensors, self.strategies[0], transport, own)], members)
         else:
             rows = aggregate.member_rows(self.params["means"])
-            lazies = [LazyAdam.make(len(own), own.device) if lazy else None for own in rows]
-            self.steps = aggregate.fused_steps(members, self.strategies, *tensors, lazies)
+            options = [{"lazy": LazyAdam.make(len(own), own.device) if lazy else None} for own in rows]
+            self.steps = aggregate.fused_steps(members, self.strategies, *tensors, options)
         self.graphs: list[StepGraphs] = []
 
     def capture(self) -> None:
@@ -186,7 +186,7 @@ def test_rows_of_members(use: Use) -> None:
         for own in rows:
             own.add_(1)
         assert tensor.cpu().flatten().tolist() == list(range(1, 2 * count + 1))
-    with pytest.raises(ValueError, match="need a tensor of multigpu with rows"):
+    with pytest.raises(ValueError, match="need a tensor of multigpu, not of cpu"):
         aggregate.member_rows(torch.zeros(3))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 from nerfstudio.configs.method_configs import all_methods
 
 from ns_multigpu import aggregate
@@ -106,10 +105,11 @@ def test_the_model_of_single_and_its_checkpoints(
 @pytest.mark.parametrize("densifier", ["splits", "mcmc"])
 def test_fused_steps_train_the_model_of_single(use: Use, capture: Path, tmp_path: Path, densifier: str) -> None:
     """All members take the steps, and each device goes on from the other's checkpoint to the same end."""
-    options: dict[str, Any] = {**DENSIFIERS[densifier], "camera_optimizer": CameraOptimizerConfig(mode="off")}
-    options["fused_steps"] = "always"
+    options: dict[str, Any] = {**DENSIFIERS[densifier], "fused_steps": "always"}
     if densifier == "mcmc":  # noise without relocation, whose draws another rounding of a sum would change
-        options |= {"max_gaussians": 60, "mcmc_min_opacity": 1e-4}
+        options |= {"max_gaussians": 60, "mcmc_min_opacity": 1e-4, "use_bilateral_grid": True}
+    else:
+        options["exposure"] = "gain"
     if not aggregate.in_use():  # tensors of an earlier run may live on
         use(2)
     alone = trained(ONE, capture, tmp_path / "one", **options)
@@ -119,6 +119,8 @@ def test_fused_steps_train_the_model_of_single(use: Use, capture: Path, tmp_path
     expected, step = everything(alone), together.objective.blocks.training._step
     assert isinstance(step, DeviceStep) and len(step._steps.steps) == 2
     assert (len(alone.pipeline.model.means) == 60) == (densifier == "mcmc")
+    of_photographs = "model/bil_grids.grids" if densifier == "mcmc" else "model/exposures"
+    assert {of_photographs, "model/camera_optimizer.pose_adjustment"} <= expected.keys()
     assert different(together, expected, 1e-3) == []
     for device, other in ((ALL, alone), (ONE, together)):
         middle = other.checkpoint_dir / f"step-{SAVED:09d}.ckpt"
