@@ -107,7 +107,7 @@ def test_fused_steps_train_the_model_of_single(use: Use, capture: Path, tmp_path
     """All members take the steps, and each device goes on from the other's checkpoint to the same end."""
     options: dict[str, Any] = {**DENSIFIERS[densifier], "fused_steps": "always"}
     if densifier == "mcmc":  # noise without relocation, whose draws another rounding of a sum would change
-        options |= {"max_gaussians": 60, "mcmc_min_opacity": 1e-4, "use_bilateral_grid": True}
+        options |= {"max_gaussians": 60, "mcmc_min_opacity": 1e-4, "use_bilateral_grid": True, "views_per_rank": 2}
     else:
         options["exposure"] = "gain"
     if not aggregate.in_use():  # tensors of an earlier run may live on
@@ -118,6 +118,7 @@ def test_fused_steps_train_the_model_of_single(use: Use, capture: Path, tmp_path
         together = trained(ALL, capture, tmp_path / "all", **options)
     expected, step = everything(alone), together.objective.blocks.training._step
     assert isinstance(step, DeviceStep) and len(step._steps.steps) == 2
+    assert len(step._made.strategies[0].assignment.work.counts) == 8, "bands follow the work of all views"
     assert (len(alone.pipeline.model.means) == 60) == (densifier == "mcmc")
     of_photographs = "model/bil_grids.grids" if densifier == "mcmc" else "model/exposures"
     assert {of_photographs, "model/camera_optimizer.pose_adjustment"} <= expected.keys()
