@@ -85,14 +85,11 @@ class MemberSteps:
         return self.steps[0].taken
 
     def status(self) -> Status:
-        """See `Step.status`: the most of any rank, and the sum of the rows sent."""
+        """See `Step.status`; the most rows that any rank had for each, and the sum of those sent."""
         found = [step.status() for step in self.steps]
-        assert len({(one.done, one.full) for one in found}) == 1, "ranks decide alike"
+        assert len({(one.done, one.rows, one.intersections, one.full) for one in found}) == 1, "ranks decide alike"
         segments = [max(to_one) for to_one in zip(*(one.segments for one in found), strict=True)]
-        return replace(
-            found[0], rows=max(one.rows for one in found), segments=tuple(segments),
-            intersections=max(one.intersections for one in found), sent=sum(one.sent for one in found),
-        )  # fmt: skip
+        return replace(found[0], segments=tuple(segments), sent=sum(one.sent for one in found))
 
     def _on_each(self, work: Callable[[Step], None]) -> None:
         """Work on each rank's points, after and before what the first rank's stream does."""

@@ -107,7 +107,13 @@ def test_fused_steps_train_the_model_of_single(use: Use, capture: Path, tmp_path
     """All members take the steps, and each device goes on from the other's checkpoint to the same end."""
     options: dict[str, Any] = {**DENSIFIERS[densifier], "fused_steps": "always"}
     if densifier == "mcmc":  # noise without relocation, whose draws another rounding of a sum would change
-        options |= {"max_gaussians": 60, "mcmc_min_opacity": 1e-4, "use_bilateral_grid": True, "views_per_rank": 2}
+        options |= {
+            "max_gaussians": 60,
+            "mcmc_min_opacity": 1e-4,
+            "noise_lr": 5e6,
+            "use_bilateral_grid": True,
+            "views_per_rank": 3,
+        }
     else:
         options["exposure"] = "gain"
     if not aggregate.in_use():  # tensors of an earlier run may live on
