@@ -53,7 +53,6 @@ class PointStorage:
     Args:
         names: names of the parameters, in their kernels' order.
         cap: points that densification stops at; None without a cap.
-        spares: False for no spare capacity.
 
     Attributes:
         params: by name, [C, ...]: the model's parameters are the first rows.
@@ -61,9 +60,9 @@ class PointStorage:
         statistics: by name, densification's running sums, [C].
     """
 
-    def __init__(self, *, names: Sequence[str] = ORDER, cap: int | None = None, spares: bool = True) -> None:
+    def __init__(self, *, names: Sequence[str] = ORDER, cap: int | None = None) -> None:
         self._names, self._cap = tuple(names), cap
-        self._most = spares * (MOST_SPARED if cap is None else WITH_CAP * MOST_SPARED)
+        self._most = MOST_SPARED if cap is None else WITH_CAP * MOST_SPARED
         self._has_capacity = False  # True if the stored tensors have spare capacity
         self.params: dict[str, Tensor] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}

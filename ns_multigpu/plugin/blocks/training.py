@@ -101,7 +101,7 @@ class Training:
         self._stepped = [*self._names, *view_parameters.groups(self._model)]
         options = self._model.config
         cap = options.max_gaussians if options.densifier == "mcmc" else None
-        self._points = PointStorage(names=self._names, cap=cap, spares=self._all_gpus is None)
+        self._points = PointStorage(names=self._names, cap=cap)
         self._noise = StepNoise(pipeline, optimizers)
         self._refining = Refining(pipeline, optimizers, self._noise)
         needles = options.use_scale_regularization
