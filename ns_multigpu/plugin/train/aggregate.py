@@ -92,7 +92,6 @@ class AggregateTrainerConfig(DistributedTrainerConfig):
         refused = {
             f"pipeline.strategy {pipeline.strategy}": pipeline.strategy != "single",
             f"pipeline.model.primitive {model.primitive}": model.primitive != FIRST,
-            "pipeline.model.optimizer-state compact": model.optimizer_state == "compact",
             "pipeline.datamanager.cache-images gpu": pipeline.datamanager.cache_images == "gpu",
         }
         for option, is_refused in refused.items():

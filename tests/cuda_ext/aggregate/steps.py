@@ -14,11 +14,13 @@ from cuda_ext.ops.optim.adam import adam_scalars
 from ns_multigpu import aggregate
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.members import Members
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transports import OwnRows
 from ns_multigpu.core.step.member_steps import MemberSteps
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import StepSettings, with_halos
 from ns_multigpu.core.types import View, sizes_of
+from ns_multigpu.plugin.blocks.fused_options import _first_rows, _on_gpu
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -199,6 +201,14 @@ def test_rows_of_members(use: Use) -> None:
         assert tensor.cpu().flatten().tolist() == list(range(1, 2 * count + 1))
     with pytest.raises(ValueError, match="need a tensor of multigpu, not of cpu"):
         aggregate.member_rows(torch.zeros(3))
+
+
+def test_where_steps_are_fused_by_themselves(use: Use) -> None:
+    """On GPUs, whose kernels serve the first one's rows; on host members they are only if they always are."""
+    use(2)
+    assert _on_gpu(World.single("multigpu:0")) == GPUS
+    rows = torch.ones(500, 3, device="multigpu")
+    assert len(_first_rows(rows)) == 256 and _first_rows(rows).device == aggregate.devices()[0]
 
 
 @pytest.mark.skipif(GPUS, reason="on host members")

@@ -27,7 +27,6 @@ def config() -> Any:
     [
         ("pipeline.strategy", "tile"),
         ("pipeline.model.primitive", "2dgs"),
-        ("pipeline.model.optimizer-state", "compact"),
         ("pipeline.datamanager.cache-images", "gpu"),
     ],
 )
