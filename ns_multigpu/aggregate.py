@@ -13,17 +13,26 @@ Importing this module registers the device, and the module itself as `torch.mult
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
 from cuda_ext.aggregate import load
+from ns_multigpu.core.dist.members import Members
+from ns_multigpu.core.exchange.transports import make_transport
+from ns_multigpu.core.kernels import Kernels
+from ns_multigpu.core.step.member_steps import MemberSteps
+from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.step.step_settings import StepSettings
+from ns_multigpu.core.strategy import Strategy
 
 SMALL_BYTES = 256 * 1024
 """Tensors below this stay on the first member: starting kernels on all would take longer than they."""
+_ROWS = 64
 
 load()
 _ops = torch.ops.multigpu
@@ -170,3 +179,56 @@ _library.impl("use_all", use, "CompositeExplicitAutograd")
 def shards(tensor: Tensor) -> list[int]:
     """Return the bytes of a tensor's storage on each member."""
     return _ops.shards(tensor)
+
+
+def devices() -> list[torch.device]:
+    """Return the members' own devices, in their order: GPUs, or the CPU for each member in host memory."""
+    return [torch.device("cuda", gpu) for gpu in _gpus] or [torch.device("cpu")] * len(calls())
+
+
+def member_views(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor as each member addresses it: tensors of `devices` on the same memory.
+
+    Work on them belongs on the members' current streams, after and before a `Members.meet`.
+
+    Raises:
+        ValueError: the tensor is not on this device.
+    """
+    return _ops.member_views(tensor.detach())
+
+
+def member_rows(tensor: Tensor) -> list[Tensor]:
+    """Return each member's rows of a tensor [N, ...]: see `member_views`. They are split evenly in multiples of 64, so
+    that kernels find them at aligned addresses."""
+    views = member_views(tensor)
+    rows = _ROWS * -(-len(tensor) // (_ROWS * len(views)))
+    return [view[member * rows : (member + 1) * rows] for member, view in enumerate(views)]
+
+
+def fused_steps(
+    members: Members, strategies: Sequence[Strategy], kernels: Kernels, params: Mapping[str, Tensor],
+    moments: Mapping[str, tuple[Tensor, Tensor]], statistics: Mapping[str, Tensor], settings: StepSettings,
+    options: Sequence[Mapping[str, Any]],
+) -> MemberSteps:  # fmt: skip
+    """Return fused steps of a model on this device: each member takes the step of its rows.
+
+    Args:
+        members: of `devices`. strategies: of each member's world, such as `tile`.
+        kernels, params, moments, statistics, settings: see `Step`; tensors of this device, with equally many rows.
+        options: of each member's `Step`, such as `lazy` of its rows.
+    """
+    of_params = {name: member_rows(value) for name, value in params.items()}
+    of_moments = {name: tuple(map(member_rows, both)) for name, both in moments.items()}
+    of_statistics = {name: member_rows(value) for name, value in statistics.items()}
+    steps: list[Step] = []
+    for rank, strategy in enumerate(strategies):
+        tensors = (
+            {name: rows[rank] for name, rows in of_params.items()},
+            {name: (first[rank], second[rank]) for name, (first, second) in of_moments.items()},
+            {name: rows[rank] for name, rows in of_statistics.items()},
+        )
+        with members.on(rank):
+            sizes = settings.rows, settings.segment, settings.words(strategy.assignment)
+            transport = make_transport(strategy.rows, strategy.gradients, strategy.world, kernels, *sizes, peer=True)
+            steps.append(Step(kernels, *tensors, settings, strategy, transport, **options[rank]))
+    return MemberSteps(steps, members)

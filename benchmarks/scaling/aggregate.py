@@ -6,10 +6,11 @@
 
 `fill`, `add`, `addmm`, `sum` and `cumsum` are those of torch-dgx's Table 1: `addmm` is of square matrices with so many
 elements each. `allocate` takes and frees a tensor of so many elements with the pool, and without it (Table 4). A
-training step is `ns_multigpu.render` of the procedural city, the loss |difference|, backward and fused Adam. GPUs 0 are
-torch's own device `cuda`. Each number of GPUs has a process of its own. On a CPU: --device cpu --elements 4096
---points 500 --image 64x48. `--train` adds a run of `splatfacto-aggregate` on a capture, or of `single` on one GPU, with
-ordinary steps: seconds of training and PSNR of held-out views.
+training step is `ns_multigpu.render` of the procedural city, the loss |difference|, backward and fused Adam. A fused
+one is that of training, by all GPUs in CUDA graphs (GPUs 0: `single`'s). GPUs 0 are torch's own device `cuda`. Each
+number of GPUs has a process of its own. On a CPU: --device cpu --elements 4096 --points 500 --image 64x48. `--train`
+adds a run of `splatfacto-aggregate` on a capture, or of `single` on one GPU, with ordinary steps: seconds of training
+and PSNR of held-out views.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from rich.table import Table
 
 import ns_multigpu
 from benchmarks.lib.environment import describe
+from benchmarks.scaling.aggregate_run import fused_training
 from benchmarks.scaling.tile import image_size
 from benchmarks.scenes.city_model import CityScene, make_model
 from ns_multigpu.core.dist.world import World
@@ -63,28 +65,28 @@ class Timed:
 
     def __init__(self, options: argparse.Namespace, gpus: int) -> None:
         self.device, self._repeats = options.device, options.repeats
-        self._wait: Callable[[], None] = lambda: None
+        self.wait: Callable[[], None] = lambda: None
         self.empty_cache: Callable[[], None] = lambda: None
         if gpus == 0:
             if options.device == "cuda":
-                self._wait, self.empty_cache = torch.cuda.synchronize, torch.cuda.empty_cache
+                self.wait, self.empty_cache = torch.cuda.synchronize, torch.cuda.empty_cache
             return
         from ns_multigpu import aggregate  # registers the device, for this process alone
 
         on_host = options.device == "cpu"
         aggregate.use(None if on_host else list(range(gpus)), host_members=gpus if on_host else 0)
-        self.device, self._wait, self.empty_cache = "multigpu", aggregate.synchronize, aggregate.empty_cache
+        self.device, self.wait, self.empty_cache = "multigpu", aggregate.synchronize, aggregate.empty_cache
 
     def ms(self, call: Callable[[], Any], repeats: int = 0) -> float:
         """Return milliseconds a call."""
         repeats = repeats or self._repeats
         for _ in range(max(repeats // 4, 1)):
             call()
-        self._wait()
+        self.wait()
         began = time.perf_counter()
         for _ in range(repeats):
             call()
-        self._wait()
+        self.wait()
         return 1e3 * (time.perf_counter() - began) / repeats
 
 
@@ -176,8 +178,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for elements in options.elements:
         parts[f"{elements} elements"] = lambda n=elements: operators(timed, n)
         parts[f"allocate {elements} elements"] = lambda n=elements: allocation(timed, n)
+    of_steps = (*options.image, options.own, options.device, timed.wait)
     for points in options.points:
         parts[f"training, {points} Gaussians"] = lambda n=points: training(timed, n, options)
+        parts[f"fused training, {points} Gaussians"] = lambda n=points: fused_training(n, *of_steps)
     if options.train:
         parts[f"training run, {options.images} images"] = lambda: training_run(options)
     for name, part in parts.items():

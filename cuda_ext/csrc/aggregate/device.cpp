@@ -111,6 +111,14 @@ std::vector<int64_t> shards_of(const Tensor& tensor) {
   return shards(tensor.storage().data(), tensor.storage().nbytes());
 }
 
+// The tensor as each member addresses it: plain tensors of the members on the same memory.
+std::vector<Tensor> member_views(const Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_privateuseone(), "member_views: need a tensor of multigpu, not of ", tensor.device());
+  std::vector<Tensor> views;
+  for (int member = 0; member < count(); ++member) views.push_back(plain(tensor, member));
+  return views;
+}
+
 void start_members(at::IntArrayRef gpus, int64_t host_members, int64_t host_bytes, int64_t small) {
   std::vector<c10::Device> members(host_members, c10::Device(c10::kCPU));
   for (int64_t gpu : gpus) members.emplace_back(c10::kCUDA, static_cast<c10::DeviceIndex>(gpu));
@@ -129,6 +137,7 @@ TORCH_LIBRARY(multigpu, m) {
   m.def("start(int[] gpus, int host_members, int host_bytes, int small) -> ()", &aggregate::start_members);
   m.def("use_all() -> ()");
   m.def("shards(Tensor tensor) -> int[]", &aggregate::shards_of);
+  m.def("member_views(Tensor tensor) -> Tensor[]", &aggregate::member_views);
   m.def("calls() -> int[]", [] { return aggregate::calls(); });
   m.def("memory() -> int[]", &aggregate::memory_stats);
   m.def("empty_cache() -> ()", &aggregate::empty_cache);

@@ -260,6 +260,9 @@ def _step_together(optimizers: Sequence[FusedAdam], set_grads_to_zero: bool = Fa
         for _, param, _ in some:
             if not param.is_contiguous() or not param.grad.is_contiguous():  # pyright: ignore
                 raise ValueError("FusedAdam needs contiguous parameters and gradients; torch.optim.Adam takes others.")
+        if device.type == "multigpu":
+            _step_shards(some)
+            continue
         scalars = _ring(device).upload([_next_line(group, state) for group, _, state in some], dtype)
         params = [param for _, param, _ in some]
         grads = [param.grad for param in params if param.grad is not None]
@@ -268,6 +271,17 @@ def _step_together(optimizers: Sequence[FusedAdam], set_grads_to_zero: bool = Fa
         adam_step(params, grads, *moments, scalars, set_grads_to_zero)
     for optimizer in optimizers:
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
+
+
+def _step_shards(entries: Sequence[tuple[dict[str, Any], Tensor, dict[str, Any]]]) -> None:
+    """Step parameters of the aggregate device by torch's fused Adam, of which each GPU updates its shard."""
+    for group, param, state in entries:
+        rate, beta1, beta2, eps, *_ = _next_line(group, state)
+        moments, grads = ([state["exp_avg"]], [state["exp_avg_sq"]]), [g for g in (param.grad,) if g is not None]
+        torch._fused_adam_(
+            [param], grads, *moments, [], [state["step"].to(param.device)], lr=rate, beta1=beta1, beta2=beta2,
+            weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
 
 
 LIBRARY.impl("adam_step", adam_step_torch, "CPU")

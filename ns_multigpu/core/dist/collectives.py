@@ -185,7 +185,9 @@ def max_in_place(x: Tensor, world: World) -> None:
 
 def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
     """Every rank's `x` (one shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting."""
-    if world.group is None:
+    if world.members is not None:
+        world.members.gather(out, x)
+    elif world.group is None:
         out[0] = x
     if world.group is None or x.numel() == 0:
         return

@@ -2,6 +2,7 @@
 """Memory that every GPU of a machine reads and writes directly, and whether there can be any.
 
 It is torch's symmetric memory (torch.distributed._symmetric_memory): one allocation a rank, of one size, mapped by all.
+The ranks of one process (`Members`) use ordinary memory.
 """
 
 import os
@@ -51,7 +52,11 @@ class PeerBuffer:
         group, rank, ranks = world.group, world.rank, world.size
         if machine:
             group, rank, ranks = world.local_group, world.local_rank, world.local_size
-        if world.group is None:
+        if world.members is not None:
+            self._owned = world.members.buffers(rank, size)
+            self._buffers = [_seen_from(world.device, buffer) for buffer in self._owned]
+            self.local = self._buffers[rank]
+        elif world.group is None:
             self.local = torch.empty(size, dtype=torch.uint8, device=world.device)
             self._buffers = [self.local]
         else:
@@ -93,6 +98,7 @@ class PeerBuffer:
         """Make the current stream wait until every rank's has come here; the host goes on. A CUDA graph can hold it.
 
         What a rank wrote to any buffer before is there for all who come after. Every rank must call it equally often.
+        Among the ranks of one process it does nothing: a `Collective` between their parts has this effect.
 
         Args:
             channel: barriers of different channels may overlap, those of one must not: one stream a channel.
@@ -275,3 +281,13 @@ def _rendezvous(local: Tensor, group: Any) -> Any:
 
     assert group is not None
     return _symmetric_memory.rendezvous(local, group)
+
+
+def _seen_from(device: torch.device, buffer: Tensor) -> Tensor:
+    """Return a tensor of this device on a buffer of another, which it does not keep. Between tensors of two GPUs torch
+    would copy on the streams of both, and not by a kernel of one."""
+    if buffer.device == device:
+        return buffer
+    made: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore[reportPrivateUsage]
+    seen: Any = torch.empty(0, dtype=buffer.dtype, device=device)
+    return cast(Tensor, seen.set_(made(buffer.data_ptr(), device, buffer.nbytes), 0, buffer.shape))

@@ -9,7 +9,7 @@ import socket
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ import torch.distributed as dist
 from ns_multigpu.core.dist.machines import PRETEND_MACHINES, Place, layout_of
 from ns_multigpu.core.dist.rendezvous import store_of_this_life
 from ns_multigpu.core.types import Traffic
+
+if TYPE_CHECKING:
+    from ns_multigpu.core.dist.members import Members
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """Timeout of a collective before the job counts as hung."""
@@ -46,6 +49,7 @@ class World:
         traffic: bytes this rank has sent.
         hosts: the machines' names, by number; empty if unknown.
         pretended: how many of the machines are one machine in truth (see PRETEND_MACHINES).
+        members: all ranks, if they belong to one process; without groups. None if each has a process of its own.
 
     The ranks of a machine follow one another, and every machine has equally many.
     """
@@ -61,6 +65,7 @@ class World:
     traffic: Traffic = field(default_factory=Traffic)
     hosts: tuple[str, ...] = ()
     pretended: int = 1
+    members: "Members | None" = field(default=None, repr=False, compare=False)
 
     @property
     def machine(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.dist.members import Members
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.pair_capacities import Pairs, most_of, pairs_of
 from ns_multigpu.core.kernels import Received, Rows, Sinks
@@ -42,6 +43,32 @@ def launched(parts: Parts[T], measured: Callable[[], AbstractContextManager[Any]
             return end.value
         with measured():
             collective.launch()
+
+
+def launched_together(parts: Sequence[Parts[T]], members: Members) -> list[T]:
+    """Run the work of all ranks of one process without capture; return their results.
+
+    The devices wait for each other at the beginning, at each collective, and at the end.
+
+    Args:
+        parts: of each rank, with equally many collectives.
+    """
+    results: list[T] = []
+    members.meet()
+    while not results:
+        collectives: list[Collective] = []
+        for rank, one in enumerate(parts):
+            with members.on(rank):
+                try:
+                    collectives.append(next(one))
+                except StopIteration as end:
+                    results.append(end.value)
+        members.meet()
+        for rank, collective in enumerate(collectives):
+            with members.on(rank):
+                collective.launch()
+    assert len(results) == len(parts), "ranks have equally many collectives"
+    return results
 
 
 @dataclass(frozen=True)

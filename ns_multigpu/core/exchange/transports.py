@@ -158,22 +158,27 @@ class PeerRows(Transport):
         self._table.zero_()
 
     def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
-        yield from ()
         torch._foreach_copy_(self._their_counts, list(counts.split(1)))  # pyright: ignore  # one launch for all ranks
-        self._buffer.barrier()
+        yield from self._barrier()
         return self.kernels.unpack(self._in, self._received_counts, views)
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
         return Sinks(self._sums, owners, slots, system_scope=True)
 
     def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
-        yield from ()
         torch._foreach_copy_(self._their_messages, [message] * self.world.size)  # pyright: ignore
-        self._buffer.barrier()
+        yield from self._barrier()
         return Returned(rows, self._table, self._everyone)
 
     def written_bytes(self, steps: int, rows: int, sent: int) -> int:
         return 2 * 4 * self.kernels.record_floats * sent  # records there, and their gradients back
+
+    def _barrier(self) -> Parts[None]:
+        """Wait for all ranks on the device. The devices of one process do so between two parts."""
+        if self.world.members is None:
+            self._buffer.barrier()
+        else:
+            yield Collective(lambda: None)
 
     def _numbers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.world.device)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from cuda_ext.dispatch.load import backend, kernels_serve
 from cuda_ext.ops.optim.adam import FusedAdam, is_plain
 from ns_multigpu.core.dist.world import World
@@ -53,13 +55,21 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
                 f"--fused-steps always: steps cannot be fused, for {reason}. Change that, or use --fused-steps auto."
             )
         return True, ""
-    if reason is None and not kernels_serve(pipeline.model.means):
+    if reason is None and not kernels_serve(_first_rows(pipeline.model.means)):
         reason = "gsplat's kernels serve instead of ours"
     return reason is None, reason or ""
 
 
 def _on_gpu(world: World) -> bool:
-    return world.device.type == "cuda"
+    device = world.device
+    return device.type == "cuda" or (device.type == "multigpu" and not torch.ops.multigpu.is_host())
+
+
+def _first_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor; of one on `multigpu` the first GPU's rows."""
+    if tensor.device.type != "multigpu":
+        return tensor
+    return torch.get_device_module(tensor.device).member_rows(tensor)[0]
 
 
 def check_wishes(pipeline: Any, *, fused: bool) -> None:
@@ -116,6 +126,10 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (
             options.use_scale_regularization and options.primitive != FIRST,
             lambda: f"scales of {titled(options.primitive)} are regularised",
+        ),
+        (
+            model.means.device.type == "multigpu" and bool(pipeline.observed or options.use_scale_regularization),
+            lambda: "on one device of all GPUs they have no loss of depth and no scale regularisation",
         ),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
         (

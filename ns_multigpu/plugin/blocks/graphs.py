@@ -23,7 +23,7 @@ import torch
 
 from cuda_ext import add_clock
 from ns_multigpu.core.assign.assignment import MOST_KEPT
-from ns_multigpu.core.exchange.transports import Collective, Parts
+from ns_multigpu.core.exchange.transport import Collective, Parts, launched
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.faults.memory import has_spare_capacity, hoards, release_idle_blocks
 
@@ -195,6 +195,14 @@ class StepGraphs:
         Returns:
             the result of the last step's parts for this plan.
         """
+        return self.launch(self.parts(plan, parts, steps))
+
+    def launch(self, parts: Parts[T]) -> T:
+        """Run work to its end; count its collectives as `exchange`."""
+        return launched(parts, partial(self._timer.measure, "exchange"))
+
+    def parts(self, plan: Hashable, parts: Callable[[], Parts[Any]], steps: int = 1) -> Parts[Any]:
+        """Return what `take` runs, captured already if it is to be captured. Arguments and result as `take`'s."""
         key = plan, steps
         if steps > 1:
             self._seen.add(key)  # its single step has been launched directly before
@@ -216,9 +224,7 @@ class StepGraphs:
             if len(self._captured) > self.most_kept:  # delete the least recently used: its plan no longer occurs
                 del self._captured[next(iter(self._captured))]
         one = self._captured[key] = self._captured.pop(key)
-        self._replay(one.chain)
-        one.replays += 1
-        return one.result
+        return self._replayed(one)
 
     def measure(self, part: str) -> AbstractContextManager[None]:
         """Count the enclosed work to `part`: by the timer, or by the clock in the graph that captures it."""
@@ -246,7 +252,7 @@ class StepGraphs:
         yield
         add_clock(self._clock, 1)
 
-    def _as_it_comes(self, parts: Callable[[], Parts[Any]]) -> Any:
+    def _as_it_comes(self, parts: Callable[[], Parts[Any]]) -> Parts[Any]:
         step, waits = parts(), False
         while True:
             try:
@@ -258,8 +264,7 @@ class StepGraphs:
             if not waits:
                 self._computed()
             waits = True
-            with self._timer.measure("exchange"):
-                collective.launch()
+            yield collective
 
     def _capture(self, pool: GraphPool, step: Parts[Any]) -> _Captured:
         pool.prepare()
@@ -272,15 +277,19 @@ class StepGraphs:
         finally:
             self._captures = False
 
-    def _replay(self, chain: list[Any]) -> None:
+    def _replayed(self, one: _Captured) -> Parts[Any]:
+        yield from self._replay(one.chain)
+        one.replays += 1
+        return one.result
+
+    def _replay(self, chain: list[Any]) -> Parts[None]:
         waits = False
         for one in chain:
             if isinstance(one, Collective):
                 if not waits:
                     self._computed()
                 waits = True
-                with self._timer.measure("exchange"):
-                    one.launch()
+                yield one
             else:
                 with self._timer.measure("compute"):
                     one.replay()

@@ -18,6 +18,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transports import Collective
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.types import Sizes
+from ns_multigpu.plugin.blocks.device_steps import DeviceStep
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_inputs import StepInputs
 from ns_multigpu.plugin.capture.device_images import DeviceImages
@@ -55,7 +56,7 @@ class InputQueue:
         """
         self.images.load(factor, functools.partial(self._small, step))
 
-    def begin(self, step: Step, place: int) -> None:
+    def begin(self, step: Step | DeviceStep, place: int) -> None:
         """Set the next step to the block's step number `place`; later steps follow in order.
 
         Args:
@@ -92,7 +93,7 @@ class InputQueue:
         self.targets = buffers.targets(parts, mine, step_inputs.views)
 
     def parts(
-        self, buffers: StepBuffers, step: Step, step_inputs: StepInputs
+        self, buffers: StepBuffers, step: Step | DeviceStep, step_inputs: StepInputs
     ) -> Generator[Collective, None, list[Tensor]]:
         """Run the next step, from reading its line to writing its report: the part that a graph may capture."""
         take_lines([self._numbers, self._indices], self._at, [step.inputs, self._chosen])

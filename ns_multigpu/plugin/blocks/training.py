@@ -15,6 +15,7 @@ access the model. With MCMC none is deferred, because its noise moves all points
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -32,6 +33,7 @@ from ns_multigpu.core.step.delayed_readback import DelayedReadback
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.planning.rates import LAZY_BELOW
+from ns_multigpu.plugin.blocks.device_steps import DeviceStep, DeviceSteps
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.blocks.fused_rescue import CompletedSteps, go_back, last_whole_step
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
@@ -82,13 +84,15 @@ class Training:
     def __init__(
         self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None], *, skips: bool = False
     ) -> None:
+        self._all_gpus, self._device = DeviceSteps.of(world.device), world.device  # of results
+        world = world if self._all_gpus is None else self._all_gpus.world
         self._pipeline, self._optimizers, self._world = pipeline, optimizers, world
         self._model, self._skips = pipeline.model, skips
         self._queue = InputQueue(pipeline, world, MOST_STEPS)
         self._camera, self._observed = HostCameras(pipeline.datamanager), pipeline.observed
         self._inputs_maker = StepInputsMaker(pipeline, optimizers, world.rank, self._camera)
         self._signature = Signatures(pipeline)
-        self._step: Step | None = None
+        self._step: Step | DeviceStep | None = None
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
         self._key: object = None
@@ -105,6 +109,7 @@ class Training:
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # maximum per rank and step
         self._buffers = StepBuffers(pipeline, world)
+        self._buffers.captures &= self._all_gpus is None  # whose graphs are its own
         # On a CPU, and with collectives, the cost of sorting or sending grows with the capacity.
         spares = world.device.type == "cuda" and self._buffers.spared()["rows"]
         self._capacities = StepCapacities(
@@ -151,7 +156,7 @@ class Training:
             self._inputs_maker.prefetch_plans(steps, MOST_STEPS, lambda step: self._signature(step)[1])
         self.load_images(steps[0])
         feeds: list[StepInputs] = []
-        step: Step | None = None
+        step: Step | DeviceStep | None = None
         with last_whole_step(self, steps, self._optimizers, self._world) as taken:
             while taken.done < len(steps):
                 step = None  # free its memory for the next one, if there is to be one
@@ -186,8 +191,9 @@ class Training:
         if self._signature.enlarges(steps[0]):  # few views were seen at this size; the next ones may need more
             self._capacities.spare(12, 12, **self._buffers.spared())
         self._readback.learn(pending=0)  # feedback in a checkpoint must not depend on pending readbacks
-        mse = self._mse(step) if metrics else None
-        return BlockResult(steps, [step_inputs.indices for step_inputs in feeds], self._queue.reports(len(steps)), mse)
+        mse = self._mse(step).to(self._device) if metrics else None
+        reports = self._queue.reports(len(steps)).to(self._device)
+        return BlockResult(steps, [step_inputs.indices for step_inputs in feeds], reports, mse)
 
     def _is_skipped(self, place: int) -> bool:
         """Return whether step number `place` of the block is skipped, the same on every rank."""
@@ -220,7 +226,7 @@ class Training:
     def _may_put_off(self) -> bool:
         """Return whether steps may be deferred: not if undrawn points move otherwise, or the kernels lack support."""
         defers = self._model.primitive(depth=False).kernels().puts_off
-        return defers and not self._noise.active and self._needles is None
+        return defers and not self._noise.active and self._needles is None and self._all_gpus is None
 
     def refine(self, steps: range) -> None:
         """Run the densification that is due after a block."""
@@ -265,7 +271,7 @@ class Training:
 
     # ---- the step ----
 
-    def _take(self, step: Step, feeds: Sequence[StepInputs]) -> int:
+    def _take(self, step: Step | DeviceStep, feeds: Sequence[StepInputs]) -> int:
         """Run the next step, or all of these if the host has nothing to do between them; return how many were run."""
         step_inputs = feeds[0]
         plan, factor = with_halos(step_inputs.plan, step_inputs.views), self._signature(step_inputs.step)[1]
@@ -274,6 +280,8 @@ class Training:
         with self._pipeline.timer.step(steps):
             with self._pipeline.timer.measure("data"):
                 self._queue.ready(self._buffers, step_inputs, plan, factor)
+                if isinstance(step, DeviceStep):
+                    step.batch = step_inputs.views
                 for observed in self._observed:
                     observed.fill(step_inputs.indices)
                 if self._needles is not None:
@@ -309,7 +317,7 @@ class Training:
     def _made(
         self, size: tuple[int, int], kernels: Kernels, counts: bool, losses: Sequence[tuple[str, float]],
         kind: torch.dtype,
-    ) -> Step:  # fmt: skip
+    ) -> Step | DeviceStep:  # fmt: skip
         """Return the step for the present capacities."""
         assert self._capacities.now is not None and self._adam is not None
         options, strategy = self._model.config, self._pipeline.strategy
@@ -328,11 +336,15 @@ class Training:
         )  # fmt: skip
         # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
+        tensors = kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}
+        if self._all_gpus is not None:
+            place_views = partial(view_parameters.in_steps, self._model, moments, views)
+            return self._all_gpus.make(*tensors, settings, kind, place_views)
         transport = self._buffers.transport(settings, kernels)
         self._buffers.make_pictures(settings, kind)
         return Step(
-            kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}, settings,
-            strategy, transport, self._lazy, self._buffers.lists(settings, kernels, transport), self._measure,
+            *tensors, settings, strategy, transport, self._lazy, self._buffers.lists(settings, kernels, transport),
+            self._measure,
             # Noise moves all points after each step: rebuilding group boxes would cost as much as culling saves.
             group_culling=False if self._noise.active else None,
             observed={observed.name: observed.batch for observed in self._observed},
@@ -355,7 +367,7 @@ class Training:
         sized = counts and "radii" in self._points.statistics
         return replace(kernels, sized=sized) if isinstance(kernels, GaussianKernels) else kernels
 
-    def _mse(self, step: Step) -> Tensor:
+    def _mse(self, step: Step | DeviceStep) -> Tensor:
         """Return this rank's share of the last step's mean squared error, []."""
         return step.mse(self._queue.plan, self._queue.targets, self._queue.sizes)
 
@@ -372,7 +384,7 @@ class Training:
         """Load the images of steps from this one on, if they are kept on the GPU. Every rank calls it."""
         self._queue.load(step, self._signature(step)[1])
 
-    def _prepared(self, step: int) -> Step:
+    def _prepared(self, step: int) -> Step | DeviceStep:
         """Return the fused step for `step`, rebuilt if one of its properties has changed."""
         signature = self._signature(step)
         key = (signature, self._capacities.now)

@@ -23,6 +23,8 @@ from ns_multigpu.plugin.launch.processes import COUNT_BY_NVML, preload, start_se
 
 _METHODS = ("splatfacto-", "nerfacto-xl")
 """Prefixes of our methods' names."""
+_ONE_PROCESS = "splatfacto-aggregate"
+"""Method that trains in the process of the command line, whatever its number of devices."""
 _DEVICES, _FILE = "--machine.num-devices", "--load-config"
 _OF_WORKERS = ("ns_multigpu.methods", "ns_multigpu.plugin.checkpoint.saved_tensors", "scipy.spatial")
 """Modules that workers use. (The last computes distances between seed points.)"""
@@ -40,7 +42,7 @@ def trains(argv: Sequence[str]) -> bool:
 
 def starts_workers(argv: Sequence[str]) -> bool:
     """Return whether a command line is that of a run for which this process will start several workers, or may."""
-    if not trains(argv) or "RANK" in os.environ:  # a launcher has started this process
+    if not trains(argv) or argv[1] == _ONE_PROCESS or "RANK" in os.environ:  # a launcher has started this process
         return False
     words = [word.replace("_", "-") for word in argv]
     for place, word in enumerate(words):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,11 +107,8 @@ def clip_gradients(params: Sequence[Parameter], most: float, world: World | None
 
 
 def _fused(group: dict[str, Any], params: Sequence[Parameter], always: bool, kind: type) -> dict[str, Any]:
-    """Return a group's config with our Adam instead of torch's, for parameters on a GPU or if `always`; on `multigpu`
-    with torch's fused one, of which each GPU updates its shard."""
+    """Return a group's config with our Adam instead of torch's, for parameters on GPUs or if `always`."""
     optimizer = group["optimizer"]
-    if optimizer._target is torch.optim.Adam and any(p.device.type == "multigpu" for p in params):
-        return {**group, "optimizer": replace(optimizer, _target=partial(torch.optim.Adam, fused=True))}
-    if optimizer._target is not torch.optim.Adam or not (always or any(p.is_cuda for p in params)):
+    if optimizer._target is not torch.optim.Adam or not (always or any(p.device.type != "cpu" for p in params)):
         return group
     return {**group, "optimizer": replace(optimizer, _target=kind)}

@@ -1,6 +1,6 @@
 """Trained parameters of a model's training views: gains or bilateral grids, and pose corrections."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -33,21 +33,30 @@ def groups(model: Any) -> list[str]:
     return [name for name, there in has.items() if there]
 
 
-def in_steps(model: Any, moments: Mapping[str, tuple[Tensor, Tensor]], views: int, world: World | None) -> OfViews:
+def in_steps(
+    model: Any, moments: Mapping[str, tuple[Tensor, Tensor]], views: int, world: World | None,
+    place: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> OfViews:  # fmt: skip
     """Return a model's parameters of views as fused steps take them.
 
     Args:
         moments: Adam's, by the name of their optimizer. views: of a batch. world: see `StepPoses`.
+        place: returns what the step has in the place of a parameter or moment.
     """
     has, poses = groups(model), None
+
+    def tensors(group: str, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = moments[group]
+        return place(values.detach()), place(first), place(second)
+
     if POSES in has:
         config = model.camera_optimizer.config
         penalties = config.trans_l2_penalty, config.rot_l2_penalty
-        corrections = model.camera_optimizer.pose_adjustment.detach()
-        poses = StepPoses(corrections, *moments[POSES], views, config.mode, penalties, world)
+        corrections = tensors(POSES, model.camera_optimizer.pose_adjustment)
+        poses = StepPoses(*corrections, views, config.mode, penalties, world)
     gains, grids = exposures.GROUP in has, GRIDS in has
     return OfViews(
-        exposures=StepExposures(model.exposures.detach(), *moments[exposures.GROUP], views) if gains else None,
-        grids=StepGrids(model.bil_grids.grids.detach(), *moments[GRIDS], views) if grids else None,
+        exposures=StepExposures(*tensors(exposures.GROUP, model.exposures), views) if gains else None,
+        grids=StepGrids(*tensors(GRIDS, model.bil_grids.grids), views) if grids else None,
         poses=poses,
     )

@@ -92,10 +92,7 @@ class AggregateTrainerConfig(DistributedTrainerConfig):
         refused = {
             f"pipeline.strategy {pipeline.strategy}": pipeline.strategy != "single",
             f"pipeline.model.primitive {model.primitive}": model.primitive != FIRST,
-            "pipeline.model.use-bilateral-grid True": model.use_bilateral_grid,
-            "pipeline.model.optimizer-state compact": model.optimizer_state == "compact",
             "pipeline.datamanager.cache-images gpu": pipeline.datamanager.cache_images == "gpu",
-            "fused-steps always": self.fused_steps == "always",
         }
         for option, is_refused in refused.items():
             if is_refused:

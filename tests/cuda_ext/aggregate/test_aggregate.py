@@ -1,4 +1,4 @@
-"""The tests of the aggregate device, which are device.py, operators.py, models.py, training.py and driver.py here.
+"""The tests of the aggregate device: device.py, operators.py, models.py, steps.py, training.py and driver.py here.
 
 A device stays registered with torch, as its accelerator: other tests must not meet it. A forked process runs each file.
 """
@@ -21,7 +21,8 @@ TESTS = {
     "device.py": 15,
     "operators.py": 12,
     "models.py": 16,
-    "training.py": 2,
+    "steps.py": 20,
+    "training.py": 5,
     "driver.py": int(not torch.cuda.is_available()),
 }
 
@@ -47,7 +48,7 @@ def test_file(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["operators.py", "models.py", "training.py"])
+@pytest.mark.parametrize("name", ["operators.py", "models.py", "steps.py", "training.py"])
 def test_file_on_gpus(name: str) -> None:
     """The same tests over GPUs; those of more members than there are GPUs are skipped."""
     environment = {**os.environ, "NS_MULTIGPU_TEST_GPUS": str(torch.cuda.device_count())}

@@ -227,6 +227,7 @@ def test_steps_of_mcmc_are_never_deferred(noise: bool) -> None:
     run.pipeline.model.total_points = 1000
     training = object.__new__(Training)
     training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
+    training._all_gpus = None
     run.pipeline.model.densifier = McmcDensifier() if noise else run.pipeline.model.densifier
     training._noise, training._needles = StepNoise(run.pipeline, run.optimizers), None
     training._rows_drawn, training._wants_lazy, training._key = 10, False, "made"

@@ -106,6 +106,7 @@ def test_ranks_are_ended(tmp_path: Path) -> None:
         (["splatfacto-batch", "--load-config", "config.yml"], True),
         (["splatfacto-batch", "--machine.num-devices", "1"], False),
         (["splatfacto-batch", "--max-num-images", "2"], False),
+        (["splatfacto-aggregate", "--machine.num-devices", "2"], False),
         (["splatfacto", "--machine.num-devices", "2"], False),
         (["--help"], False),
         ([], False),

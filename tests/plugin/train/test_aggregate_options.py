@@ -1,6 +1,9 @@
 """Options that `splatfacto-aggregate` refuses, and its number of processes."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +27,7 @@ def config() -> Any:
     [
         ("pipeline.strategy", "tile"),
         ("pipeline.model.primitive", "2dgs"),
-        ("pipeline.model.optimizer-state", "compact"),
         ("pipeline.datamanager.cache-images", "gpu"),
-        ("fused-steps", "always"),
     ],
 )
 def test_what_the_device_has_no_operators_for_is_refused(config: Any, option: str, value: str) -> None:
@@ -70,3 +71,15 @@ def test_processes_that_are_asked_for_have_devices_of_their_own(config: Any) -> 
         assert config.pipeline.place("cuda:1") == "cuda:1"
     finally:
         set_world(None)
+
+
+@pytest.mark.slow
+def test_a_refusal_is_the_last_thing_said_through_a_pipe(tmp_path: Path) -> None:
+    """No server of workers is left, which would go on importing, and warning, behind the message."""
+    words = ["splatfacto-aggregate", "--machine.device-type", "cpu", "--machine.num-devices", "2", "colmap", "--data"]
+    program = "import sys; sys.argv[0] = 'ns-train'; from nerfstudio.scripts.train import entrypoint; entrypoint()"
+    command = [sys.executable, "-c", program, *words, str(tmp_path / "nowhere")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and lines[-4].startswith("Cannot start"), done.stderr
+    assert "there is no such file or folder" in lines[-2]

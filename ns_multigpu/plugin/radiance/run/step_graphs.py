@@ -56,23 +56,23 @@ class GraphsByKind(StepGraphs):
         self._of_kind[kind] = self._of_kind.get(kind, 0) + 1
         if self._of_kind[kind] <= _FIRST:
             self.note(plan)
-            return self._as_it_comes(parts)
+            return self.launch(self._as_it_comes(parts))
         if self.is_new(plan):
             assert self._pool is not None
             if not self._is_full and not self._pool.has_spare_capacity():
                 self._is_full = True
                 self._say("Steps are not captured: the GPU has no memory to spare for a graph.")
             if self._is_full:
-                return self._as_it_comes(parts)
+                return self.launch(self._as_it_comes(parts))
         return self.take(plan, parts)
 
-    def _as_it_comes(self, parts: Callable[[], Parts[Any]]) -> Any:
+    def _as_it_comes(self, parts: Callable[[], Parts[Any]]) -> Parts[Any]:
         if self.stream is None:
-            return super()._as_it_comes(parts)
+            return (yield from super()._as_it_comes(parts))
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            result = super()._as_it_comes(parts)
+            result = yield from super()._as_it_comes(parts)
         current.wait_stream(self.stream)
         return result
 
