@@ -11,7 +11,7 @@
 #include "common/projection.h"
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::project_axes_cpu {
 namespace {
 
 // The checked inputs that forward and backward share.
@@ -154,9 +154,9 @@ Gradients project_axes_backward(const at::Tensor& means, const at::Tensor& axes,
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::project_axes_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("project_axes", &nsmg::project_axes);
-  m.impl("project_axes_backward", &nsmg::project_axes_backward);
+  m.impl("project_axes", &nsmg::project_axes_cpu::project_axes);
+  m.impl("project_axes_backward", &nsmg::project_axes_cpu::project_axes_backward);
 }

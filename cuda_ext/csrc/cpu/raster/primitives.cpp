@@ -14,7 +14,7 @@
 #include "cpu/common/patches.h"
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::primitives_cpu {
 namespace {
 
 constexpr int kPose = 12;  // the camera's rotation by rows and its translation
@@ -318,9 +318,9 @@ void bind(torch::Library& m) {
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::primitives_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  nsmg::bind<nsmg::SurfelTraits>(m);
-  nsmg::bind<nsmg::ConvexTraits>(m);
+  nsmg::primitives_cpu::bind<nsmg::SurfelTraits>(m);
+  nsmg::primitives_cpu::bind<nsmg::ConvexTraits>(m);
 }
