@@ -53,6 +53,27 @@ def test_fused_steps_learn_what_others_do(tmp_path: Path) -> None:
     assert (found["fused"]["means"] - found["undistorted"]["means"]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("primitive", ["3dgs", "2dgs", "4dgs", "convex"])
+def test_panoramas_are_trained_on_in_fused_steps(tmp_path: Path, primitive: str) -> None:
+    write_capture(tmp_path / "tiny", wide=False)
+    meta = json.loads((tmp_path / "tiny" / "transforms.json").read_text())
+    for frame in meta["frames"]:
+        width, height = frame["w"], frame["h"]
+        frame |= {"fl_x": width / 2, "fl_y": height, "cx": width / 2, "cy": height / 2}
+    (tmp_path / "tiny" / "transforms.json").write_text(json.dumps(meta | {"camera_model": "EQUIRECTANGULAR"}))
+    found: dict[str, Any] = {}
+    options = {**CALM, UNDISTORT: False, "pipeline.model.primitive": primitive, "pipeline.model.normal_loss": 0.0}
+    for name in ("always", "never"):
+        given = {**options, "fused_steps": name}
+        trainer = follow(World.single(), tmp_path / "tiny", tmp_path / name, given, 6, 2, double=False)
+        found[name] = sums_over_points(trainer.pipeline.model, World.single())
+        views = views_of(trainer.pipeline.datamanager.eval_dataset.cameras)
+        assert all(view.K[3, 0] == 2 and view.K.shape == (7, 3) for view in views)
+    for name in ("means", "features_dc", "opacities"):
+        apart = (found["always"][name] - found["never"][name]).abs().max()
+        assert apart <= 1e-3 * found["never"][name].abs().max(), name
+
+
 @pytest.mark.parametrize("kind", [CameraType.PERSPECTIVE, CameraType.FISHEYE])
 def test_nerfstudios_parameters_are_put_in_their_places(kind: CameraType) -> None:
     """nerfstudio's rays through the pixels where points lie point at the points."""
@@ -69,6 +90,18 @@ def test_nerfstudios_parameters_are_put_in_their_places(kind: CameraType) -> Non
     assert (rays.directions - wanted).abs().max() < 2e-4
 
 
+def test_panoramas_are_nerfstudios() -> None:
+    poses = torch.eye(4)[None, :3]
+    cameras = Cameras(poses, 40.0, 40.0, 40.0, 20.0, 80, 40, None, CameraType.EQUIRECTANGULAR)
+    view = view_from_camera(cameras, poses[0], 0, 2)
+    assert view.K[3, 0] == 2 and (view.width, view.height) == (40, 20)
+    points = torch.tensor([[0.3, 0.2, -1.0], [-0.5, 0.3, 1.2], [0.9, -0.4, 0.1], [0.0, 0.9, -0.1]])
+    x, y, depth = image_points(view, points)
+    rays = cameras.generate_rays(0, coords=2 * torch.stack([y, x], -1))
+    assert (rays.directions - torch.nn.functional.normalize(points, dim=-1)).abs().max() < 1e-5
+    assert (depth - points.norm(dim=-1)).abs().max() < 1e-6
+
+
 def test_all_cameras_of_a_capture_have_lenses_or_none_has() -> None:
     one = through_lenses(cameras_of(CameraType.PERSPECTIVE, [0.1, 0, 0, 0, 0, 0], [0.0] * 6))
     assert [len(view.K) for view in views_of(one)] == [7, 7]
@@ -83,13 +116,13 @@ def test_all_cameras_of_a_capture_have_lenses_or_none_has() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"primitive": "2dgs"}, r"2D Gaussians \(2dgs\) are drawn by pinhole cameras only"),
+        ({"primitive": "2dgs"}, "the loss of normals takes depth for a pinhole camera's; add .* 0"),
         ({"strategy": "pixel"}, "the strategy pixel plans by pinhole cameras"),
         ({"depth_loss": 0.1}, "the loss of depth"),
     ],
 )
 def test_what_lenses_are_not_for_is_refused(changes: dict[str, Any], message: str) -> None:
-    values = {"primitive": "3dgs", "depth_loss": 0.0, "strategy": "tile", **changes}
+    values = {"primitive": "3dgs", "depth_loss": 0.0, "normal_loss": 0.1, "strategy": "tile", **changes}
     config = SimpleNamespace(model=SimpleNamespace(**values), strategy=values["strategy"])
     with pytest.raises(InputError, match=f"undistort False: {message}.*Leave the option out"):
         check_lens_options(config, World.single())
