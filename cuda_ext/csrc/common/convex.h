@@ -297,8 +297,8 @@ NSMG_HD ConvexGradient<T> convex_vjp(const C<T>& camera, const Convex<T>& point,
   }
   const Vec3<T> v_at = {v_slope_x * inverse_z, v_slope_y * inverse_z,
                         v_z - (f.slope_x * v_slope_x + f.slope_y * v_slope_y) * inverse_z};
-  const Vec3<T> v_seen =
-      f.local.image_vjp(v_at) + f.local.vjp(camera, f.mean, v_local + outer(v_at, f.mean));
+  // Where the mean is, `local` is the lens to first order: its own change adds nothing to that of `seen`.
+  const Vec3<T> v_seen = f.local.image_vjp(v_at) + f.local.vjp(camera, f.mean, v_local);
   out.mean = v_seen * camera.rotation;
   out.rotation = out.rotation + outer(v_seen, point.mean);
   out.translation = v_seen;

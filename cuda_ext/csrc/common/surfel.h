@@ -177,10 +177,9 @@ NSMG_HD SurfelGradient<T> surfel_vjp(const C<T>& camera, const Surfel<T>& point,
   const Vec3<T> v_hz = camera.cx * v_u + camera.cy * v_v + v_w;
   const Vec3<T> v_edge_u = {v_hx.x, v_hy.x, v_hz.x}, v_edge_v = {v_hx.y, v_hy.y, v_hz.y};
   const Vec3<T> v_at = {v_hx.z, v_hy.z, v_hz.z + g.depth};
-  // The columns of H are local.image of these, and of the mean.
   const Vec3<T> axis_u = {f.axes.r0.x, f.axes.r1.x, f.axes.r2.x}, axis_v = {f.axes.r0.y, f.axes.r1.y, f.axes.r2.y};
-  const Mat3<T> v_local =
-      outer(v_edge_u, point.scale_u * axis_u) + outer(v_edge_v, point.scale_v * axis_v) + outer(v_at, f.mean);
+  // Where the mean is, `local` is the lens to first order: its own change adds nothing to that of `seen`.
+  const Mat3<T> v_local = outer(v_edge_u, point.scale_u * axis_u) + outer(v_edge_v, point.scale_v * axis_v);
   const Vec3<T> v_seen = f.local.image_vjp(v_at) + f.local.vjp(camera, f.mean, v_local);
   const Vec3<T> v_u_axis = f.local.image_vjp(v_edge_u), v_v_axis = f.local.image_vjp(v_edge_v);
   const Mat3<T> v_axes = {{point.scale_u * v_u_axis.x, point.scale_v * v_v_axis.x, f.facing * g.normal.x},

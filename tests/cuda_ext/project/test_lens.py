@@ -13,7 +13,7 @@ from cuda_ext.ops.project.lens import lens_intrinsics, panorama_intrinsics
 from cuda_ext.reference.projection import lens_map, local_pinholes
 from tests.cuda_ext.projections import PROJECT_INPUTS, projected
 from tests.cuda_ext.rims import box_of_each
-from tests.cuda_ext.scenes import OPENCV, OPENCV_FISHEYE, lens_scene
+from tests.cuda_ext.scenes import OPENCV, OPENCV_FISHEYE, lens_scene, one_point
 
 F32, F64 = torch.float32, torch.float64
 
@@ -129,6 +129,19 @@ def test_a_lens_without_distortion_is_a_pinhole() -> None:
     assert inside.sum() > 30
     for got, want in zip(found, wanted, strict=True):
         assert (got[inside] - want[inside]).abs().max() < 1e-9
+
+
+def test_next_to_a_pole_nothing_is_drawn(either: str) -> None:
+    K = torch.tensor([[10.0, 0.0, 32.0], [0.0, 10.0, 16.0], [0.0, 0.0, 1.0]], dtype=F64)
+    scene = one_point(means=[[0.0, 1.0, 0.0], [0.0, -1.0, 0.009], [0.0, -1.0, -0.011]])
+    scene.quats, scene.scales = scene.quats.expand(3, 4).contiguous(), scene.scales.expand(3, 3).contiguous()
+    scene.opacities, scene.Ks, scene.sizes = (
+        scene.opacities.expand(3).contiguous(),
+        panorama_intrinsics(K)[None],
+        [64, 32],
+    )
+    assert (scene.project(*scene.all_rows()).radii[:, 0] > 0).tolist() == [False, False, True]
+    assert 2 in scene.cull()[1].tolist()
 
 
 def test_rays_that_fold_back_are_not_drawn() -> None:

@@ -272,7 +272,7 @@ def test_nerfstudios_format(tmp_path: Path) -> None:
 
 def test_panoramas_are_drawn_as_they_are(tmp_path: Path) -> None:
     captures.write_capture(tmp_path, camera_model="EQUIRECTANGULAR", fl_x=12.0, fl_y=16.0, ply_file_path="points.ply")
-    places = np.random.default_rng(3).normal([0, 0, 30], size=(40, 3))
+    places = np.random.default_rng(3).normal([0, 30, 0], size=(40, 3))
     head = "\n".join(
         ["ply", "format ascii 1.0", "element vertex 40", *(f"property float {k}" for k in "xyz"), "end_header"]
     )
@@ -281,7 +281,7 @@ def test_panoramas_are_drawn_as_they_are(tmp_path: Path) -> None:
     assert "EQUIRECTANGULAR cannot be undistorted; draw it as it is: --pipeline.datamanager.undistort False" in problem
     parser = NerfstudioDataParserConfig()
     found = first_look(DistributedDataManagerConfig(data=tmp_path, dataparser=parser, undistort=False))
-    assert found.problems == [] and found.unseen == ""
+    assert found.problems == [] and found.unseen == "", "the points are above all cameras"
 
 
 def test_nerfstudios_format_with_another_factor(tmp_path: Path) -> None:
