@@ -11,12 +11,15 @@ from nerfstudio.cameras.cameras import Cameras, CameraType
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.image_points import image_points
+from ns_multigpu.core.types import Patch
 from ns_multigpu.plugin.capture.image_reading import through_lenses
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.cameras import view_from_camera, views_of
+from ns_multigpu.plugin.render.panorama import panorama
 from ns_multigpu.plugin.train.lenses import check_lens_options, check_lenses
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.training_run import follow, sums_over_points, write_capture
+from tests.strategies.test_law import points_of
 
 UNDISTORT = "pipeline.datamanager.undistort"
 CALM: dict[str, Any] = {"pipeline.model.num_downscales": 0} | {
@@ -100,6 +103,38 @@ def test_panoramas_are_nerfstudios() -> None:
     rays = cameras.generate_rays(0, coords=2 * torch.stack([y, x], -1))
     assert (rays.directions - torch.nn.functional.normalize(points, dim=-1)).abs().max() < 1e-5
     assert (depth - points.norm(dim=-1)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("primitive", ["gaussians", "4D gaussians", "2dgs", "convex"])
+@torch.no_grad()
+def test_a_panorama_is_what_six_pinhole_cameras_see(primitive: str) -> None:
+    """But near the poles, where splats are wide, and at the seam, where they are cut."""
+    kind, points = points_of(primitive, 150, torch.float32)
+    g = torch.Generator().manual_seed(3)
+    directions = torch.nn.functional.normalize(torch.randn(150, 3, generator=g), dim=-1)
+    points.params["means"].copy_(directions * (2 + 3 * torch.rand(150, 1, generator=g)))
+    if "scales" in points.params:
+        points.params["scales"].sub_(0.7)
+    turn = torch.linalg.qr(torch.randn(3, 3, generator=g))[0]
+    pose = torch.cat([turn * torch.linalg.det(turn), torch.tensor([[0.2], [0.1], [-0.3]])], 1)[None]
+    camera = Cameras(
+        pose, 256.0, 256.0, 256.0, 128.0, 512, 256, None, CameraType.EQUIRECTANGULAR, times=torch.zeros(1, 1)
+    )
+
+    def draw(one: Cameras) -> dict[str, torch.Tensor]:
+        view = view_from_camera(one, one.camera_to_worlds.reshape(-1, 3, 4)[0], 0)
+        splats = kind.splat(points, kind.cull(points, [view], [0]), [view])
+        (pixels,) = kind.render(splats, [Patch.whole(0, view)], [view])
+        assert pixels.depth is not None
+        return {
+            "rgb": pixels.color, "depth": pixels.depth, "accumulation": pixels.alpha, "background": torch.zeros(3),
+        }  # fmt: skip
+
+    found, expected = draw(camera)["rgb"], panorama(camera, draw)
+    assert expected is not None
+    middle = (slice(40, -40), slice(16, -16))
+    apart, shifted = ((found.roll(k, 1) - expected["rgb"])[middle].abs().mean() for k in (0, 3))
+    assert 0 < apart < 0.25 * shifted
 
 
 def test_all_cameras_of_a_capture_have_lenses_or_none_has() -> None:
