@@ -279,7 +279,7 @@ def test_panoramas_are_drawn_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "points.ply").write_text(head + "".join(f"\n{x} {y} {z}" for x, y, z in places) + "\n")
     (*_, problem) = look_at_transforms(tmp_path).problems
     assert "EQUIRECTANGULAR cannot be undistorted; draw it as it is: --pipeline.datamanager.undistort False" in problem
-    parser = NerfstudioDataParserConfig()
+    parser = NerfstudioDataParserConfig(load_3D_points=True)
     found = first_look(DistributedDataManagerConfig(data=tmp_path, dataparser=parser, undistort=False))
     assert found.problems == [] and found.unseen == "", "the points are above all cameras"
 
