@@ -13,7 +13,14 @@ from typing import ClassVar
 import torch
 
 from cuda_ext.build import toolkit as _toolkit
-from cuda_ext.build.native import NativeBuildError, NativeLibrary, compiler_problem, required_compiler, torch_folders
+from cuda_ext.build.native import (
+    NativeBuildError,
+    NativeLibrary,
+    compiler_problem,
+    grouped,
+    required_compiler,
+    torch_folders,
+)
 from cuda_ext.build.toolkit import Toolkit
 
 NAME = "cuda_operators"
@@ -98,13 +105,11 @@ class CudaLibrary(NativeLibrary):
         return [*required_compiler(), *HOST_FLAGS, abi, *marks, *includes, "-c", str(source), "-o", str(object_)]
 
     def units(self, folder: Path) -> tuple[Path, ...]:
-        """Return the sources, of which those that bind operators come several in a file: each would take 4 s to read
-        torch's headers, which is most of what compiling it takes."""
+        """Return the sources; those that bind operators are grouped."""
         bindings = [source for source in self.sources if source.stem.endswith(BINDING)]
-        files = [folder / f"bindings_{k}.cpp" for k in range(min(len(bindings), _BINDING_FILES))]
-        for k, file in enumerate(files):
-            file.write_text("".join(f'#include "{source}"\n' for source in bindings[k :: len(files)]))
-        return (*files, *(source for source in self.sources if source not in bindings))
+        return (
+            *grouped(bindings, _BINDING_FILES, folder), *(source for source in self.sources if source not in bindings)
+        )  # fmt: skip
 
     def _nvcc_command(self, source: Path, object_: Path) -> list[str]:
         targets = [flag for name in self.architectures for flag in _target_flags(name)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cuda_ext.reference.compact import WANDER
 from cuda_ext.reference.lazy_adam import PARAMETERS
-from cuda_ext.reference.projection import is_lens
+from cuda_ext.reference.projection import KIND_PERSPECTIVE, is_lens
 
 POINTS = 32
 """Points of a group: what a warp of the update has."""
@@ -137,7 +137,7 @@ def _lens_views(boxes: Tensor, viewmats: Tensor, Ks: Tensor, near: float, far: f
     seen, size = centre @ R.mT + t, ((centre.abs() + half) @ R.abs().mT + t.abs()).sum(-1)
     radius, distance = half.norm(dim=-1) + moved + _ERROR * size, seen.norm(dim=-1)
     away = torch.atan2(seen[..., :2].norm(dim=-1), seen[..., 2]) - torch.asin((radius / distance).clamp(max=1))
-    depth = torch.where(Ks[:, 3, :1] > 0, distance, seen[..., 2])
+    depth = torch.where(Ks[:, 3, :1] == KIND_PERSPECTIVE, seen[..., 2], distance)
     outside = (distance > radius) & (away > Ks[:, 3, 1:2] + 2e-3)
     outside = outside | (depth + radius < near) | (depth - radius > far)
     return ~(outside | (lower > upper).any(1))

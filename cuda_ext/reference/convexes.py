@@ -10,7 +10,7 @@ from itertools import combinations, permutations
 import torch
 from torch import Tensor
 
-from cuda_ext.reference.projection import _take, outward
+from cuda_ext.reference.projection import _take, local_pinholes, outward
 from cuda_ext.reference.rasterization import ALPHA_MAX, ALPHA_MIN, TRANSMITTANCE_MIN
 from cuda_ext.reference.tiles import composite_tiles
 
@@ -36,11 +36,11 @@ def project_convexes(
     R, t, K = viewmats[view, :3, :3], viewmats[view, :3, 3], Ks[view]
     focal, center = torch.stack([K[:, 0, 0], K[:, 1, 1]], dim=-1), K[:, :2, 2]
     seen = (R @ _take(means, point)[..., None]).squeeze(-1) + t
-    arms = _take(corners, point).view(-1, CORNERS, 3) @ R.transpose(1, 2)  # from the centre, in camera space
-    regular = (seen[:, 2] >= near) & (seen[:, 2] <= far) & (point >= 0)
-    regular = regular & (seen[:, 2:] + arms[..., 2] >= near).all(-1)
-    ahead = torch.tensor([0.0, 0.0, 1.0], dtype=seen.dtype, device=seen.device)
-    seen = torch.where(regular[:, None], seen, ahead)
+    mean, maps, regular = local_pinholes(K, seen, near, far)
+    seen = (maps @ mean[..., None]).squeeze(-1)
+    # From the centre, in camera space.
+    arms = _take(corners, point).view(-1, CORNERS, 3) @ (maps @ R).transpose(1, 2)
+    regular = regular & (point >= 0) & (seen[:, 2:] + arms[..., 2] >= near).all(-1)
     arms = torch.where(regular[:, None, None], arms, torch.zeros_like(arms))
     z = seen[:, 2]
     slope = seen[:, :2] / z[:, None]

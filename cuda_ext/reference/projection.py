@@ -10,6 +10,10 @@ MIN_ALPHA = 1.0 / 255.0
 MAX_RADIUS = float(1 << 30)
 EXTENT_MARGIN = 1e-4  # relative, on a row's own half extents
 BOUND_MARGIN = 1e-3  # relative, on the bound by which points are culled: cull keeps a little more
+KIND_PERSPECTIVE, KIND_FISHEYE, KIND_PANORAMA = 0, 1, 2
+"""Kinds of lenses: see `cuda_ext.ops.project.lens`."""
+POLE = 0.01
+"""Angle in radians around the poles of a panorama where no mean is drawn."""
 
 
 def rotation_matrices(quats: Tensor) -> Tensor:
@@ -54,13 +58,17 @@ def lens_map(lenses: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
         The images of the points in focal lengths [M, 2], the Jacobians [M, 2, 3], the depths [M], and whether the rays
         are drawn [M].
     """
-    is_fisheye, angle, slope2 = (column > 0 if k == 0 else column for k, column in enumerate(lenses[:, 0].unbind(-1)))
+    kind, angle, slope2 = lenses[:, 0].unbind(-1)
+    is_fisheye, is_panorama = kind == KIND_FISHEYE, kind == KIND_PANORAMA
     k1, k2, k3, k4, k5, k6 = lenses[:, 1:3].flatten(1).unbind(-1)
     p1, p2, _ = lenses[:, 3].unbind(-1)
+    around, turning, level = _panorama_map(seen, is_panorama)
+    ray = torch.where((kind != KIND_PERSPECTIVE)[:, None], seen, 1.0).norm(dim=-1)
+    # What the other ways compute has harmless stand-ins.
+    seen = torch.where(is_panorama[:, None], seen.new_tensor([0.0, 0.0, 1.0]), seen)
     flat, z = seen[:, :2], seen[:, 2]
     rho2 = flat.square().sum(-1)
     near = ~is_fisheye | ((z > 0) & (rho2 < 2.5e-3 * z.square()))
-    # What the other way computes has harmless stand-ins.
     front = torch.where(near & (z > 0), z, 1.0)
     t = torch.where(near, rho2, 0.0) / front.square()
 
@@ -95,10 +103,56 @@ def lens_map(lenses: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     within = s[:, None, None] * torch.eye(2, dtype=s.dtype, device=s.device) + by_Q * (i**2)[:, None, None]
     within = within + a[:, None, None] * flat[:, :, None] * flat[:, None, :]
     along = b[:, None] * flat - 2 * Q * (i**3)[:, None]
-    depth = torch.where(is_fisheye, torch.where(is_fisheye, rho2 + z * z, 1.0).sqrt(), z)
+    depth = torch.where(kind == KIND_PERSPECTIVE, z, ray)
     drawn = torch.where(is_fisheye, torch.where(near, t / angle.square(), theta / angle), t / slope2) <= 1
     image = s[:, None] * flat + Q * (i**2)[:, None]
-    return image, torch.cat([within, along[:, :, None]], dim=-1), depth, drawn & (is_fisheye | (z > 0))
+    drawn = torch.where(is_panorama, POLE * depth <= level, drawn & (is_fisheye | (z > 0)))
+    J = torch.where(is_panorama[:, None, None], turning, torch.cat([within, along[:, :, None]], dim=-1))
+    return torch.where(is_panorama[:, None], around, image), J, depth, drawn
+
+
+def _panorama_map(seen: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return longitude and latitude [M, 2] of points, their Jacobians [M, 2, 3], and the distances from the vertical
+    axis [M]; of harmless stand-ins where there is no panorama."""
+    x, y, z = torch.where(there[:, None], seen, seen.new_tensor([0.0, 0.0, 1.0])).unbind(-1)
+    level2 = x * x + z * z
+    level, ray2, none = level2.sqrt(), level2 + y * y, torch.zeros_like(x)
+    by_longitude = torch.stack([z / level2, none, -x / level2], -1)
+    by_latitude = torch.stack([-x * y / level, level, -z * y / level], -1) / ray2[:, None]
+    image = torch.stack([torch.atan2(x, z), torch.atan2(y, level)], -1)
+    return image, torch.stack([by_longitude, by_latitude], 1), level
+
+
+def local_pinholes(K: Tensor, seen: Tensor, near: float, far: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how cameras see the surroundings of means: as pinhole cameras do behind a linear map of camera space.
+
+    Args:
+        K: [M, 3, 3], or [M, 7, 3] with lenses. seen: [M, 3] means in camera space. near, far: range of depths.
+
+    Returns:
+        The means [M, 3], of which those that are not drawn are harmless stand-ins; the maps [M, 3, 3], of lenses to
+        first order (LocalPinhole of cuda_ext/csrc/common/lens.h); and which means may be drawn [M].
+    """
+    ahead = torch.tensor([0.0, 0.0, 1.0], dtype=seen.dtype, device=seen.device)
+    if not is_lens(K):
+        may = (seen[:, 2] >= near) & (seen[:, 2] <= far)
+        return torch.where(may[:, None], seen, ahead), torch.eye(3).to(seen).expand(len(seen), 3, 3), may
+    with torch.no_grad():
+        _, _, depth, drawn = lens_map(K[:, 3:], seen)
+        may = (depth >= near) & (depth <= far) & drawn
+    mean = torch.where(may[:, None], seen, ahead)
+    image, J, depth, _ = lens_map(K[:, 3:], mean)
+    normal = torch.where(K[:, 3, :1] == KIND_PERSPECTIVE, ahead, mean / depth[:, None])
+    maps = torch.cat([depth[:, None, None] * J + image[:, :, None] * normal[:, None], normal[:, None]], 1)
+    return mean, maps, may
+
+
+def in_lens(lens: Tensor, seen: Tensor, near: float, far: float) -> Tensor:
+    """Return whether points [N, 3] in camera space may be drawn by a lens [4, 3], by their rays and depths; it may keep
+    too many."""
+    away = torch.atan2(seen[:, :2].norm(dim=-1), seen[:, 2])
+    depth = torch.where(lens[0, 0] == KIND_PERSPECTIVE, seen[:, 2], seen.norm(dim=-1))
+    return (away <= lens[0, 1] + 1e-3) & (depth >= near * (1 - 1e-5)) & (depth <= far * (1 + 1e-5))
 
 
 def _clamps(Ks: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuda_ext.reference.projection import _take, cutoff_squared, outward, rotation_matrices
+from cuda_ext.reference.projection import _take, cutoff_squared, local_pinholes, outward, rotation_matrices
 from cuda_ext.reference.rasterization import ALPHA_MAX, ALPHA_MIN, TRANSMITTANCE_MIN
 from cuda_ext.reference.tiles import composite_tiles
 
@@ -30,11 +30,11 @@ def project_surfels(
     R, t, K = viewmats[view, :3, :3], viewmats[view, :3, 3], Ks[view]
     focal, center = torch.stack([K[:, 0, 0], K[:, 1, 1]], dim=-1), K[:, :2, 2]
     seen = (R @ _take(means, point)[..., None]).squeeze(-1) + t
-    in_depth = (seen[:, 2] >= near) & (seen[:, 2] <= far) & (point >= 0)
-    ahead = torch.tensor([0.0, 0.0, 1.0], dtype=seen.dtype, device=seen.device)
-    seen = torch.where(in_depth[:, None], seen, ahead)
+    mean, maps, in_depth = local_pinholes(K, seen, near, far)
+    in_depth = in_depth & (point >= 0)
     axes = R @ rotation_matrices(_take(quats, point))
-    edges = axes[:, :, :2] * _take(scales, point)[:, None, :]  # [M, 3, 2]
+    edges = maps @ (axes[:, :, :2] * _take(scales, point)[:, None, :])  # [M, 3, 2]
+    seen = (maps @ mean[..., None]).squeeze(-1)
     z = seen[:, 2]
     in_front = edges[:, 2].square().sum(-1) - z * z < -FRONT * z * z
     regular = in_depth & in_front
@@ -69,14 +69,14 @@ def project_surfels(
         # Unlike a 3D Gaussian's, the bound may extend beyond the square of 3 sigma: what can show is drawn.
         alive = regular & (row_opacity >= ALPHA_MIN) & touches(radii)
         radii = torch.where(alive[:, None], radii, torch.where(counted[:, None], -square, torch.zeros_like(square)))
-    facing = torch.where((axes[:, :, 2] * seen).sum(-1) < 0, 1.0, -1.0).to(axes.dtype)
+    facing = torch.where((axes[:, :, 2] * mean).sum(-1) < 0, 1.0, -1.0).to(axes.dtype)
     normals = axes[:, :, 2] * facing[:, None]
     none = torch.zeros((), dtype=means.dtype, device=means.device)
     return (
         torch.where(alive[:, None], means2d, none),
         torch.where(alive[:, None], transforms.flatten(1), none),
         torch.where(alive[:, None], normals, none),
-        torch.where(alive, seen[:, 2], none),
+        torch.where(alive, z, none),
         torch.where(alive, _take(opacities, point), none),
         radii.int(),
     )

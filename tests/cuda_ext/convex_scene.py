@@ -24,7 +24,7 @@ class Scene(NamedTuple):
 
 def make_scene(
     count: int = 24, views: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
-    grad: bool = True, spread: float = 1.5,
+    grad: bool = True, spread: float = 1.5, lenses: bool = False,
 ) -> Scene:  # fmt: skip
     """Return `count` convexes in front of `views` cameras, all of whose pairs are rows."""
     g = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ def make_scene(
         opacities[5] = 0.003
         opacities[6], sigmas[6] = 0.9995, 20 / (deltas[6] * size[6] ** 2)  # the cap
     points = [means, corners.flatten(1), deltas, sigmas, opacities]
-    return scene_of(Scene, points, views, g, dtype, device, grad)
+    return scene_of(Scene, points, views, g, dtype, device, grad, lenses)
 
 
 project = partial(project_scene, project_convexes)

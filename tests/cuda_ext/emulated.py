@@ -145,7 +145,7 @@ class _Projection(ctypes.Structure):
     """`Projection` of `primitives.cpp`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("points", "views", "rows")),
+        *((name, ctypes.c_int64) for name in ("points", "views", "rows", "intrinsics_rows")),
         ("columns", ctypes.c_void_p * 5),
         *((name, ctypes.c_void_p) for name in ("viewmats", "Ks", "sizes", "view_ids", "point_ids")),
         *((name, ctypes.c_float) for name in ("near_plane", "far_plane")),
@@ -182,8 +182,8 @@ def project_primitives(
         return (ctypes.c_void_p * 5)(*(x.data_ptr() for x in tensors))
 
     arguments = _Projection(
-        points=len(inputs[0]), views=len(viewmats), rows=len(ids[0]), columns=five(inputs[:-2]),
-        viewmats=inputs[-2].data_ptr(), Ks=inputs[-1].data_ptr(), sizes=numbers.data_ptr(),
+        points=len(inputs[0]), views=len(viewmats), rows=len(ids[0]), intrinsics_rows=Ks.shape[1],
+        columns=five(inputs[:-2]), viewmats=inputs[-2].data_ptr(), Ks=inputs[-1].data_ptr(), sizes=numbers.data_ptr(),
         view_ids=ids[0].data_ptr(), point_ids=ids[1].data_ptr(), near_plane=near, far_plane=1e10,
         projected=five(projected), radii=radii.data_ptr(), given=five(wanted), gradients=five(found),
         v_viewmats=v_viewmats.data_ptr(),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from tests.cuda_ext.scenes import Scene, random_scene
+from tests.cuda_ext.scenes import Scene, lens_scene, random_scene
 
 MOVING = ("means", "times", "left", "motions", "scales", "opacities")
 
@@ -25,9 +25,9 @@ def moving(scene: Scene, seed: int = 0, duration: float = 0.4) -> tuple[list[Ten
     return [leaf.detach().clone().requires_grad_() for leaf in leaves], view_times
 
 
-def moving_scene(**options: int | torch.dtype) -> tuple[Scene, list[Tensor], Tensor]:
-    """Return a `random_scene`, its points that move, and the times of its views."""
-    scene = random_scene(**options)  # type: ignore[arg-type]
+def moving_scene(*, lenses: bool = False, **options: int | torch.dtype) -> tuple[Scene, list[Tensor], Tensor]:
+    """Return a `random_scene` or `lens_scene`, its points that move, and the times of its views."""
+    scene = (lens_scene if lenses else random_scene)(**options)  # type: ignore[arg-type]
     return (scene, *moving(scene))
 
 

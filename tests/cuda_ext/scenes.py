@@ -1,12 +1,13 @@
 """Small random scenes for the operators' tests, deterministic by seed."""
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.project.lens import lens_intrinsics
+from cuda_ext.ops.project.lens import lens_intrinsics, panorama_intrinsics
 
 
 @dataclass
@@ -134,15 +135,25 @@ OPENCV_FISHEYE = (0.05, -0.01, 2e-3, -4e-4)
 def lens_scene(
     points: int = 300, views: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, rest_bases: int = 15
 ) -> Scene:
-    """`random_scene` through lenses, a perspective one and a fisheye of more than 180 degrees in turn; the points
-    surround the fisheyes."""
+    """`random_scene` through lenses in turn, see `lens_in_turn`; the points surround the cameras."""
     scene = random_scene(points, views, seed, torch.float64, rest_bases)
     scene.means = scene.means * torch.tensor([1.0, 1.0, 1.6], dtype=torch.float64) - torch.tensor([0.0, 0.0, 3.0])
-    Ks: list[Tensor] = []
-    for view, K in enumerate(scene.Ks):
-        size = (scene.sizes[2 * view], scene.sizes[2 * view + 1])
-        if view % 2:
-            K[0, 0], K[1, 1] = 22.0, 21.0
-        Ks.append(lens_intrinsics(K, size, OPENCV_FISHEYE if view % 2 else OPENCV, fisheye=view % 2 == 1))
-    scene.Ks = torch.stack(Ks)
+    sizes = zip(scene.sizes[::2], scene.sizes[1::2], strict=True)
+    scene.Ks = torch.stack(
+        [lens_in_turn(view, K, size) for view, (K, size) in enumerate(zip(scene.Ks, sizes, strict=True))]
+    )
     return scene.to(dtype)
+
+
+def lens_in_turn(view: int, K: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return intrinsics [7, 3]: of a perspective lens for the first view, a fisheye of more than 180 degrees for the
+    next, a panorama for the third, and so on."""
+    K = K.clone()
+    if view % 3 == 0:
+        return lens_intrinsics(K, size, OPENCV, fisheye=False)
+    if view % 3 == 1:
+        K[0, 0], K[1, 1] = 22.0, 21.0
+        return lens_intrinsics(K, size, OPENCV_FISHEYE, fisheye=True)
+    K[0, 0], K[1, 1] = size[0] / (2 * math.pi), size[1] / math.pi
+    K[:2, 2] = torch.tensor(size) / 2
+    return panorama_intrinsics(K)

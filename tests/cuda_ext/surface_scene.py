@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from cuda_ext.ops.raster.primitives import box_lists
+from tests.cuda_ext.scenes import lens_in_turn
 
 WIDTH, HEIGHT = 41, 37
 
@@ -30,11 +31,14 @@ def random_places(count: int, spread: float, g: torch.Generator) -> torch.Tensor
 
 def scene_of(
     kind: Callable[..., Any], points: list[torch.Tensor], views: int, g: torch.Generator, dtype: torch.dtype,
-    device: str, grad: bool,
+    device: str, grad: bool, lenses: bool,
 ) -> Any:  # fmt: skip
-    """Return the scene of points and random colours before `views` cameras, all of whose pairs are rows."""
+    """Return the scene of points and random colours before `views` cameras, with lenses in turn if asked for. All pairs
+    are rows."""
     count = len(points[0])
     viewmats, Ks = turned_views(views)
+    if lenses:
+        Ks = torch.stack([lens_in_turn(view, K, (WIDTH, HEIGHT)) for view, K in enumerate(Ks)])
     colors = torch.rand(count * views, 3, generator=g, dtype=torch.float64)
     ready = [value.to(device, dtype).requires_grad_(grad) for value in (*points, colors, viewmats)]
     view_ids = torch.arange(views).repeat_interleave(count).int().to(device)

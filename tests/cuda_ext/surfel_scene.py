@@ -23,7 +23,7 @@ class Scene(NamedTuple):
 
 def make_scene(
     count: int = 24, views: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
-    grad: bool = True, spread: float = 1.5,
+    grad: bool = True, spread: float = 1.5, lenses: bool = False,
 ) -> Scene:  # fmt: skip
     """Return `count` surfels in front of `views` cameras, all of whose pairs are rows."""
     g = torch.Generator().manual_seed(seed)
@@ -46,7 +46,7 @@ def make_scene(
         opacities[5] = 0.003
         opacities[6] = 0.9995  # the cap
     points = [means, quats, scales, opacities]
-    return scene_of(Scene, points, views, g, dtype, device, grad)
+    return scene_of(Scene, points, views, g, dtype, device, grad, lenses)
 
 
 project = partial(project_scene, project_surfels)

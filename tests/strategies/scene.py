@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cuda_ext.ops.project.lens import lens_intrinsics
+from cuda_ext.ops.project.lens import lens_intrinsics, panorama_intrinsics
 from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.types import Points, View
 
@@ -41,11 +41,16 @@ def make_views(
 
 
 def through_lenses(views: list[View]) -> list[View]:
-    """Return the views through a perspective lens and a fisheye in turn."""
+    """Return the views through a perspective lens, a fisheye, and as a panorama in turn."""
     result: list[View] = []
     for i, view in enumerate(views):
-        coefficients = (0.05, -0.02, 3e-3, -1e-3) if i % 2 else (-0.2, 0.05, -0.01, 0.02, 0.0, 0.01, 3e-3, -2e-3)
-        K = lens_intrinsics(view.K.cpu(), (view.width, view.height), coefficients, fisheye=i % 2 == 1)
+        K, size = view.K.cpu(), (view.width, view.height)
+        if i % 3 == 2:
+            around = [[size[0] / 6, 0.0, size[0] / 2], [0.0, size[1] / 3, size[1] / 2], [0.0, 0.0, 1.0]]
+            K = panorama_intrinsics(K.new_tensor(around))
+        else:
+            coefficients = (0.05, -0.02, 3e-3, -1e-3) if i % 3 else (-0.2, 0.05, -0.01, 0.02, 0.0, 0.01, 3e-3, -2e-3)
+            K = lens_intrinsics(K, size, coefficients, fisheye=i % 3 == 1)
         result.append(replace(view, K=K.to(view.K)))
     return result
 

@@ -53,6 +53,9 @@ ROWS: list[Row] = [
     ("single", 1, "step", "gaussians", "lenses sizes"), ("batch", 2, "captured", "gaussians", "lenses"),
     ("tile", 3, "captured", "gaussians", "lenses sizes"), ("locality", 2, "step", "gaussians", "lenses SE3"),
     ("tile", 2, "several", "gaussians", "lenses"),
+    ("tile", 2, "captured", "4D gaussians", "lenses"), ("batch", 2, "step", "4D gaussians", "lenses sizes"),
+    ("locality", 3, "captured", "2dgs", "lenses sizes"), ("batch", 2, "captured", "2dgs", "lenses"),
+    ("tile", 3, "captured", "convex", "lenses"), ("batch", 2, "step", "convex", "lenses sizes"),
 ]  # fmt: skip
 ON_GPUS: list[Row] = [
     *((name, n, mode, "gaussians", words)
@@ -64,6 +67,7 @@ ON_GPUS: list[Row] = [
     *(("batch", 1, "captured", kind, "SO3xR3") for kind in OTHERS),
     *((name, n, mode, "gaussians", words) for words in ("lenses sizes", "lenses SE3")
       for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
+    *((name, 2, "captured", kind, "lenses sizes") for name in LIKE_SINGLE for kind in OTHERS),
 ]  # fmt: skip
 
 

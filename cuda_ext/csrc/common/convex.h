@@ -1,6 +1,7 @@
-// One 3D convex seen by one pinhole camera, with its gradient: Held et al. 2024, "3D Convex Splatting", sections 3.1 to
+// One 3D convex seen by one camera, with its gradient: Held et al. 2024, "3D Convex Splatting", sections 3.1 to
 // 3.3. See cuda_ext/ops/raster/convexes.py.
 //
+// With a lens, its pinhole camera is that which sees the centre's surroundings as the lens does (LocalPinhole, lens.h).
 // Corners are projected relative to the projected centre: there nothing cancels. Of each corner, the line of the hull's
 // edge that starts there is kept in its place, so that no loop has an index that depends on the hull.
 #pragma once
@@ -40,9 +41,12 @@ struct Convex {
   T delta, sigma, opacity;
 };
 
-template <typename T>
+// L: of the camera, see local_pinhole.
+template <typename T, typename L>
 struct ConvexFrame {
-  Vec3<T> seen;            // the mean in camera space
+  Vec3<T> mean;            // in camera space
+  L local;
+  Vec3<T> seen;            // the mean as `local` maps it
   Vec3<T> arms[kCorners];  // the corners from there
   Vec2<T> apart[kCorners];  // the corners in pixels, from the projected mean
   T slope_x, slope_y;
@@ -106,16 +110,24 @@ NSMG_HD int hull_ends(const Vec2<T> (&p)[kCorners], int (&ends)[kCorners]) {
   return count;
 }
 
+// A vector of the world in camera space.
 template <typename T>
-NSMG_HD ConvexFrame<T> convex_frame(const Camera<T>& camera, const Convex<T>& point) {
-  ConvexFrame<T> f;
-  f.seen = to_camera(camera, point.mean);
+NSMG_HD Vec3<T> turned(const Camera<T>& camera, const Vec3<T>& v) {
+  return {dot(camera.rotation.r0, v), dot(camera.rotation.r1, v), dot(camera.rotation.r2, v)};
+}
+
+template <template <typename> class C, typename T>
+NSMG_HD auto convex_frame(const C<T>& camera, const Convex<T>& point) {
+  const Vec3<T> mean = to_camera(camera, point.mean);
+  ConvexFrame<T, decltype(local_pinhole(camera, mean))> f;
+  f.mean = mean;
+  f.local = local_pinhole(camera, mean);
+  f.seen = f.local.centre(mean);
   const T z = f.seen.z;
-  f.regular = (z >= camera.near_plane) & (z <= camera.far_plane);
+  f.regular = (z >= camera.near_plane) & (z <= camera.far_plane) & f.local.inside();
 #pragma unroll
   for (int k = 0; k < kCorners; ++k) {
-    const Vec3<T>& corner = point.corners[k];
-    f.arms[k] = {dot(camera.rotation.r0, corner), dot(camera.rotation.r1, corner), dot(camera.rotation.r2, corner)};
+    f.arms[k] = f.local.image(turned(camera, point.corners[k]));
     f.regular &= z + f.arms[k].z >= camera.near_plane;
     f.ends[k] = -1;
   }
@@ -182,9 +194,9 @@ NSMG_HD void convex_extent(const Vec3<T> (&lines)[kCorners], T level, T& rx, T& 
   ry = larger(below, above);
 }
 
-template <typename T>
-NSMG_HD ConvexRow<T> project_convex(const Camera<T>& camera, const Convex<T>& point) {
-  const ConvexFrame<T> f = convex_frame(camera, point);
+template <template <typename> class C, typename T>
+NSMG_HD ConvexRow<T> project_convex(const C<T>& camera, const Convex<T>& point) {
+  const auto f = convex_frame(camera, point);
   ConvexRow<T> row = {};
   if (!f.regular) return row;
   row.x = camera.fx * f.slope_x + camera.cx;
@@ -237,9 +249,9 @@ struct ConvexGradient {
 };
 
 // Of a row that is alive.
-template <typename T>
-NSMG_HD ConvexGradient<T> convex_vjp(const Camera<T>& camera, const Convex<T>& point, const ConvexRowGradient<T>& g) {
-  const ConvexFrame<T> f = convex_frame(camera, point);
+template <template <typename> class C, typename T>
+NSMG_HD ConvexGradient<T> convex_vjp(const C<T>& camera, const Convex<T>& point, const ConvexRowGradient<T>& g) {
+  const auto f = convex_frame(camera, point);
   const T scale = f.pixel * point.delta;
   Vec2<T> v_apart[kCorners] = {};
   T v_scale = T(0);
@@ -268,6 +280,7 @@ NSMG_HD ConvexGradient<T> convex_vjp(const Camera<T>& camera, const Convex<T>& p
   T v_slope_x = camera.fx * g.x, v_slope_y = camera.fy * g.y;
   T v_z = g.depth + (v_scale * point.delta + g.sharpness * point.sigma) * f.pixel * inverse_z;
   out.rotation = {};
+  Mat3<T> v_local = {};
 #pragma unroll
   for (int k = 0; k < kCorners; ++k) {
     const T inverse = T(1) / (z + f.arms[k].z);
@@ -276,12 +289,16 @@ NSMG_HD ConvexGradient<T> convex_vjp(const Camera<T>& camera, const Convex<T>& p
     v_slope_x -= f.arms[k].z * v_x;
     v_slope_y -= f.arms[k].z * v_y;
     v_z += v_depth;
-    const Vec3<T> v_arm = {v_x, v_y, v_depth - f.slope_x * v_x - f.slope_y * v_y};
+    const Vec3<T> v_image = {v_x, v_y, v_depth - f.slope_x * v_x - f.slope_y * v_y};
+    v_local = v_local + outer(v_image, turned(camera, point.corners[k]));
+    const Vec3<T> v_arm = f.local.image_vjp(v_image);
     out.corners[k] = v_arm * camera.rotation;
     out.rotation = out.rotation + outer(v_arm, point.corners[k]);
   }
-  const Vec3<T> v_seen = {v_slope_x * inverse_z, v_slope_y * inverse_z,
-                          v_z - (f.slope_x * v_slope_x + f.slope_y * v_slope_y) * inverse_z};
+  const Vec3<T> v_at = {v_slope_x * inverse_z, v_slope_y * inverse_z,
+                        v_z - (f.slope_x * v_slope_x + f.slope_y * v_slope_y) * inverse_z};
+  // Where the mean is, `local` is the lens to first order: its own change adds nothing to that of `seen`.
+  const Vec3<T> v_seen = f.local.image_vjp(v_at) + f.local.vjp(camera, f.mean, v_local);
   out.mean = v_seen * camera.rotation;
   out.rotation = out.rotation + outer(v_seen, point.mean);
   out.translation = v_seen;

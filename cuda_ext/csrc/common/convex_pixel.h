@@ -68,12 +68,12 @@ struct ConvexTraits {
   template <typename T>
   using Splat = ConvexSplat<T>;
 
-  template <typename T>
-  NSMG_HD static ConvexRow<T> project(const Camera<T>& camera, const Convex<T>& point) {
+  template <template <typename> class C, typename T>
+  NSMG_HD static ConvexRow<T> project(const C<T>& camera, const Convex<T>& point) {
     return project_convex(camera, point);
   }
-  template <typename T>
-  NSMG_HD static ConvexGradient<T> project_vjp(const Camera<T>& camera, const Convex<T>& point,
+  template <template <typename> class C, typename T>
+  NSMG_HD static ConvexGradient<T> project_vjp(const C<T>& camera, const Convex<T>& point,
                                                const ConvexRowGradient<T>& g) {
     return convex_vjp(camera, point, g);
   }

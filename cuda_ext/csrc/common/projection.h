@@ -128,6 +128,21 @@ NSMG_HD PinholeJacobian<T> jacobian_at(const Camera<T>& camera, const Vec3<T>& s
   return j;
 }
 
+// A pinhole camera as 2D Gaussians and convexes see it: as it is. Of a lens: LocalPinhole (lens.h).
+template <typename T>
+struct SamePinhole {
+  NSMG_HD bool inside() const { return true; }
+  NSMG_HD Vec3<T> centre(const Vec3<T>& mean) const { return mean; }
+  NSMG_HD Vec3<T> image(const Vec3<T>& arm) const { return arm; }
+  NSMG_HD Vec3<T> image_vjp(const Vec3<T>& g) const { return g; }
+  NSMG_HD Vec3<T> vjp(const Camera<T>&, const Vec3<T>&, const Mat3<T>&) const { return {T(0), T(0), T(0)}; }
+};
+
+template <typename T>
+NSMG_HD SamePinhole<T> local_pinhole(const Camera<T>&, const Vec3<T>&) {
+  return {};
+}
+
 // What forward and backward both need on the way to the splat. J: of the camera.
 template <typename T, typename J>
 struct Footprint {

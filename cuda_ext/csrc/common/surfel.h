@@ -1,8 +1,9 @@
-// One 2D Gaussian seen by one pinhole camera, with its gradient: Huang et al. 2024, "2D Gaussian Splatting", sections
+// One 2D Gaussian seen by one camera, with its gradient: Huang et al. 2024, "2D Gaussian Splatting", sections
 // 4.1 and 4.2, with the conventions of gsplat 1.4.0's rasterization_2dgs. See cuda_ext/ops/raster/surfels.py.
 //
 // H = [s_u a_u, s_v a_v, mean] in camera space, by rows hx, hy, hz, takes (u, v, 1) in the splat's plane to a place in
-// front of the camera; T = K H takes it to homogeneous pixels. Boxes are computed around the projected mean, from the
+// front of the camera; T = K H takes it to homogeneous pixels. With a lens, H is that of the pinhole camera which sees
+// the mean's surroundings as the lens does (LocalPinhole, lens.h): H' = A H. Boxes are computed around the projected mean, from the
 // axes as they turn on the screen: there nothing cancels.
 #pragma once
 
@@ -23,13 +24,16 @@ struct Surfel {
   T opacity;
 };
 
-template <typename T>
+// L: of the camera, see local_pinhole.
+template <typename T, typename L>
 struct SurfelFrame {
   Quat<T> unit;      // the quaternion at length one
   T inverse_length;
   Mat3<T> turn;      // its rotation matrix
   Mat3<T> axes;      // in camera space: columns a_u, a_v, normal
-  Vec3<T> seen;      // the mean in camera space
+  Vec3<T> mean;      // there
+  L local;
+  Vec3<T> edge_u, edge_v, seen;  // the columns of H
   Vec3<T> u, v, w;   // T by rows
   T tilt_u, tilt_v;  // how far the axes lead away from the camera
   T slope_x, slope_y;
@@ -37,28 +41,33 @@ struct SurfelFrame {
   bool in_depth, regular;
 };
 
-template <typename T>
-NSMG_HD SurfelFrame<T> surfel_frame(const Camera<T>& camera, const Surfel<T>& point) {
-  SurfelFrame<T> f;
+template <template <typename> class C, typename T>
+NSMG_HD auto surfel_frame(const C<T>& camera, const Surfel<T>& point) {
+  const Vec3<T> mean = to_camera(camera, point.mean);
+  SurfelFrame<T, decltype(local_pinhole(camera, mean))> f;
   f.inverse_length = inverse_length(point.quat);
   f.unit = scaled(point.quat, f.inverse_length);
   f.turn = rotation(f.unit);
   f.axes = camera.rotation * f.turn;
-  f.seen = to_camera(camera, point.mean);
+  f.mean = mean;
+  f.local = local_pinhole(camera, mean);
+  f.edge_u = f.local.image(point.scale_u * Vec3<T>{f.axes.r0.x, f.axes.r1.x, f.axes.r2.x});
+  f.edge_v = f.local.image(point.scale_v * Vec3<T>{f.axes.r0.y, f.axes.r1.y, f.axes.r2.y});
+  f.seen = f.local.centre(mean);
   const T z = f.seen.z;
-  f.in_depth = (z >= camera.near_plane) & (z <= camera.far_plane);
+  f.in_depth = (z >= camera.near_plane) & (z <= camera.far_plane) & f.local.inside();
   f.slope_x = f.seen.x / z;
   f.slope_y = f.seen.y / z;
-  f.tilt_u = point.scale_u * f.axes.r2.x;
-  f.tilt_v = point.scale_v * f.axes.r2.y;
+  f.tilt_u = f.edge_u.z;
+  f.tilt_v = f.edge_v.z;
   f.w = {f.tilt_u, f.tilt_v, z};
-  const Vec3<T> hx = {point.scale_u * f.axes.r0.x, point.scale_v * f.axes.r0.y, f.seen.x};
-  const Vec3<T> hy = {point.scale_u * f.axes.r1.x, point.scale_v * f.axes.r1.y, f.seen.y};
+  const Vec3<T> hx = {f.edge_u.x, f.edge_v.x, f.seen.x};
+  const Vec3<T> hy = {f.edge_u.y, f.edge_v.y, f.seen.y};
   f.u = camera.fx * hx + camera.cx * f.w;
   f.v = camera.fy * hy + camera.cy * f.w;
   f.regular = f.in_depth & (f.tilt_u * f.tilt_u + f.tilt_v * f.tilt_v - z * z < -kFront<T> * z * z);
   const Vec3<T> normal = {f.axes.r0.z, f.axes.r1.z, f.axes.r2.z};
-  f.facing = dot(normal, f.seen) < T(0) ? T(1) : T(-1);
+  f.facing = dot(normal, mean) < T(0) ? T(1) : T(-1);
   return f;
 }
 
@@ -86,16 +95,16 @@ struct SurfelRow {
   bool alive;  // whether it is drawn anywhere in its view; if not, only the radii mean anything
 };
 
-template <typename T>
-NSMG_HD SurfelRow<T> project_surfel(const Camera<T>& camera, const Surfel<T>& point) {
-  const SurfelFrame<T> f = surfel_frame(camera, point);
+template <template <typename> class C, typename T>
+NSMG_HD SurfelRow<T> project_surfel(const C<T>& camera, const Surfel<T>& point) {
+  const auto f = surfel_frame(camera, point);
   SurfelRow<T> row = {};
   if (!f.regular) return row;
   const T z = f.seen.z;
-  const T xu = camera.fx * (point.scale_u * f.axes.r0.x - f.slope_x * f.tilt_u);
-  const T xv = camera.fx * (point.scale_v * f.axes.r0.y - f.slope_x * f.tilt_v);
-  const T yu = camera.fy * (point.scale_u * f.axes.r1.x - f.slope_y * f.tilt_u);
-  const T yv = camera.fy * (point.scale_v * f.axes.r1.y - f.slope_y * f.tilt_v);
+  const T xu = camera.fx * (f.edge_u.x - f.slope_x * f.tilt_u);
+  const T xv = camera.fx * (f.edge_v.x - f.slope_x * f.tilt_v);
+  const T yu = camera.fy * (f.edge_u.y - f.slope_y * f.tilt_u);
+  const T yv = camera.fy * (f.edge_v.y - f.slope_y * f.tilt_v);
   const SurfelBox<T> across = surfel_box(xu, xv, f.tilt_u, f.tilt_v, z, T(1));
   const SurfelBox<T> down = surfel_box(yu, yv, f.tilt_u, f.tilt_v, z, T(1));
   row.x = camera.fx * f.slope_x + camera.cx + across.shift;
@@ -152,9 +161,9 @@ struct SurfelGradient {
 };
 
 // Of a row that is alive.
-template <typename T>
-NSMG_HD SurfelGradient<T> surfel_vjp(const Camera<T>& camera, const Surfel<T>& point, const SurfelRowGradient<T>& g) {
-  const SurfelFrame<T> f = surfel_frame(camera, point);
+template <template <typename> class C, typename T>
+NSMG_HD SurfelGradient<T> surfel_vjp(const C<T>& camera, const Surfel<T>& point, const SurfelRowGradient<T>& g) {
+  const auto f = surfel_frame(camera, point);
   // The box's centre is sum(t u w) / sum(t w w) with t = (1, 1, -1), and so for v.
   const T z = f.seen.z;
   const T inverse = T(1) / (f.tilt_u * f.tilt_u + f.tilt_v * f.tilt_v - z * z);
@@ -166,15 +175,21 @@ NSMG_HD SurfelGradient<T> surfel_vjp(const Camera<T>& camera, const Surfel<T>& p
   const Vec3<T> v_w = g.w + g.x * (tu - (T(2) * x) * tw) + g.y * (tv - (T(2) * y) * tw);
   const Vec3<T> v_hx = camera.fx * v_u, v_hy = camera.fy * v_v;
   const Vec3<T> v_hz = camera.cx * v_u + camera.cy * v_v + v_w;
-  const Vec3<T> v_seen = {v_hx.z, v_hy.z, v_hz.z + g.depth};
-  const Mat3<T> v_axes = {{point.scale_u * v_hx.x, point.scale_v * v_hx.y, f.facing * g.normal.x},
-                          {point.scale_u * v_hy.x, point.scale_v * v_hy.y, f.facing * g.normal.y},
-                          {point.scale_u * v_hz.x, point.scale_v * v_hz.y, f.facing * g.normal.z}};
+  const Vec3<T> v_edge_u = {v_hx.x, v_hy.x, v_hz.x}, v_edge_v = {v_hx.y, v_hy.y, v_hz.y};
+  const Vec3<T> v_at = {v_hx.z, v_hy.z, v_hz.z + g.depth};
+  const Vec3<T> axis_u = {f.axes.r0.x, f.axes.r1.x, f.axes.r2.x}, axis_v = {f.axes.r0.y, f.axes.r1.y, f.axes.r2.y};
+  // Where the mean is, `local` is the lens to first order: its own change adds nothing to that of `seen`.
+  const Mat3<T> v_local = outer(v_edge_u, point.scale_u * axis_u) + outer(v_edge_v, point.scale_v * axis_v);
+  const Vec3<T> v_seen = f.local.image_vjp(v_at) + f.local.vjp(camera, f.mean, v_local);
+  const Vec3<T> v_u_axis = f.local.image_vjp(v_edge_u), v_v_axis = f.local.image_vjp(v_edge_v);
+  const Mat3<T> v_axes = {{point.scale_u * v_u_axis.x, point.scale_v * v_v_axis.x, f.facing * g.normal.x},
+                          {point.scale_u * v_u_axis.y, point.scale_v * v_v_axis.y, f.facing * g.normal.y},
+                          {point.scale_u * v_u_axis.z, point.scale_v * v_v_axis.z, f.facing * g.normal.z}};
   SurfelGradient<T> out;
   out.mean = v_seen * camera.rotation;
   out.quat = rotation_vjp(f.unit, f.inverse_length, transpose(camera.rotation) * v_axes);
-  out.scale_u = v_hx.x * f.axes.r0.x + v_hy.x * f.axes.r1.x + v_hz.x * f.axes.r2.x;
-  out.scale_v = v_hx.y * f.axes.r0.y + v_hy.y * f.axes.r1.y + v_hz.y * f.axes.r2.y;
+  out.scale_u = dot(v_u_axis, axis_u);
+  out.scale_v = dot(v_v_axis, axis_v);
   out.opacity = g.opacity;
   out.rotation = outer(v_seen, point.mean) + v_axes * transpose(f.turn);
   out.translation = v_seen;

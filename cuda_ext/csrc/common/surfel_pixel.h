@@ -37,12 +37,12 @@ struct SurfelTraits {
   template <typename T>
   using Splat = SurfelSplat<T>;
 
-  template <typename T>
-  NSMG_HD static SurfelRow<T> project(const Camera<T>& camera, const Surfel<T>& point) {
+  template <template <typename> class C, typename T>
+  NSMG_HD static SurfelRow<T> project(const C<T>& camera, const Surfel<T>& point) {
     return project_surfel(camera, point);
   }
-  template <typename T>
-  NSMG_HD static SurfelGradient<T> project_vjp(const Camera<T>& camera, const Surfel<T>& point,
+  template <template <typename> class C, typename T>
+  NSMG_HD static SurfelGradient<T> project_vjp(const C<T>& camera, const Surfel<T>& point,
                                                const SurfelRowGradient<T>& g) {
     return surfel_vjp(camera, point, g);
   }

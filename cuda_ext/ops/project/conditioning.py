@@ -12,7 +12,7 @@ from torch import Tensor
 from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import native_serves
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
+from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
 from cuda_ext.ops.project.projection import Projection
 from cuda_ext.reference import conditioning as reference
 from cuda_ext.reference import projection as projection_reference
@@ -126,7 +126,7 @@ def project_axes(
         axes=(axes, (rows, 3, 3)),
         opacities=(opacities, (rows,)),
         viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, (views, 3, 3)),
+        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_rows(means, view_ids, view_ids)
     check_depth_range(near, far)

@@ -2,12 +2,13 @@
 
 With lenses `Ks` is [V, 7, 3] instead of [V, 3, 3], for all views of a call. A view's last four rows are:
 
-    1 for a fisheye or 0, the largest angle from the axis that is drawn in radians, the square of its tangent
+    the kind, the largest angle from the axis that is drawn in radians, the square of its tangent
     k1, k2, k3
     k4, k5, k6
     p1, p2, 0
 
-cuda_ext/csrc/common/lens.h has the formulas.
+The kind is 0 for a perspective lens, 1 for a fisheye, and 2 for an equirectangular picture, whose focal lengths are
+pixels per radian. cuda_ext/csrc/common/lens.h has the formulas.
 """
 
 import math
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from cuda_ext.reference.projection import KIND_FISHEYE, KIND_PANORAMA, KIND_PERSPECTIVE
 
 PERSPECTIVE, FISHEYE = 8, 4
 """Numbers of coefficients: k1 to k6, p1, p2 of OpenCV's rational model; k1 to k4 of its fisheye."""
@@ -41,8 +44,18 @@ def lens_intrinsics(K: Tensor, size: tuple[int, int], coefficients: Sequence[flo
         raise ValueError(f"a {'fisheye' if fisheye else 'lens'} has {wanted} coefficients, not {len(coefficients)}.")
     radial, tangential = ([*coefficients, 0.0, 0.0], [0.0, 0.0]) if fisheye else (coefficients[:6], coefficients[6:])
     angle = _last_angle(K, size, radial, fisheye=fisheye)
-    rows = [float(fisheye), angle, math.tan(angle) ** 2, *radial, *tangential, 0.0]
+    kind = KIND_FISHEYE if fisheye else KIND_PERSPECTIVE
+    rows = [kind, angle, math.tan(angle) ** 2, *radial, *tangential, 0.0]
     return torch.cat([K, K.new_tensor(rows).view(4, 3)])
+
+
+def panorama_intrinsics(K: Tensor) -> Tensor:
+    """Return the intrinsics of an equirectangular picture [7, 3].
+
+    Args:
+        K: [3, 3] pixels per radian of longitude and latitude, and the pixel of the axis z.
+    """
+    return torch.cat([K, K.new_tensor([KIND_PANORAMA, math.pi, *[0.0] * 10]).view(4, 3)])
 
 
 def _last_angle(K: Tensor, size: tuple[int, int], k: Sequence[float], *, fisheye: bool) -> float:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
+from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
 from cuda_ext.ops.raster.primitives import register, serves
 from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches
 from cuda_ext.reference import convexes as reference
@@ -82,7 +82,8 @@ def project_convexes(
     Args:
         means: [N, 3] centres, world coordinates. corners: [N, 18] x, y, z of six points, from the centre.
         deltas: [N] smoothness, above 0: edges are the rounder the smaller it is. sigmas: [N] sharpness, above 0.
-        opacities: [N]. viewmats: [V, 4, 4]. Ks: [V, 3, 3]. sizes: (width, height) of each view, 2 V ints.
+        opacities: [N]. viewmats: [V, 4, 4]. Ks: [V, 3, 3], or [V, 7, 3] with lenses.
+        sizes: (width, height) of each view, 2 V ints.
         view_ids, point_ids: [M] int32.
         near, far: depths of centres between which convexes are drawn, world units.
 
@@ -100,7 +101,7 @@ def project_convexes(
         sigmas=(sigmas, (points,)),
         opacities=(opacities, (points,)),
         viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, (views, 3, 3)),
+        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_rows(means, view_ids, point_ids)
     check_depth_range(near, far)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
+from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
 from cuda_ext.ops.raster.primitives import register, serves
 from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches
 from cuda_ext.reference import surfels as reference
@@ -79,7 +79,7 @@ def project_surfels(
     Args:
         means: [N, 3] world coordinates. quats: [N, 4] (w, x, y, z) of any length but zero.
         scales: [N, 2] standard deviations along the first two axes, world units. opacities: [N].
-        viewmats: [V, 4, 4]. Ks: [V, 3, 3]. sizes: (width, height) of each view, 2 V ints.
+        viewmats: [V, 4, 4]. Ks: [V, 3, 3], or [V, 7, 3] with lenses. sizes: (width, height) of each view, 2 V ints.
         view_ids, point_ids: [M] int32.
         near, far: depths of centres between which surfels are drawn, world units.
 
@@ -96,7 +96,7 @@ def project_surfels(
         scales=(scales, (points, 2)),
         opacities=(opacities, (points,)),
         viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, (views, 3, 3)),
+        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_rows(means, view_ids, point_ids)
     check_depth_range(near, far)

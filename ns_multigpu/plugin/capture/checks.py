@@ -24,7 +24,7 @@ from ns_multigpu.plugin.capture.split_lists import missing_list
 from ns_multigpu.plugin.faults.errors import InputError
 
 RENDERED = (CameraType.PERSPECTIVE, CameraType.FISHEYE, CameraType.FISHEYE624)
-"""Supported camera models. Images are undistorted first, because Splatfacto projects with a pinhole model."""
+"""Camera models whose images can be undistorted to a pinhole camera's."""
 
 DIFFERENT = "The ranks have read different captures. Copy one to all machines, or put it where all of them can read it:"
 """Headline of the list of differences between ranks."""
@@ -90,12 +90,13 @@ def _machines(numbers: Collection[int], world: World) -> str:
     return ", ".join(map(world.machine_name, sorted(numbers)))
 
 
-def camera_problems(cameras: Cameras, names: Sequence[str]) -> list[str]:
+def camera_problems(cameras: Cameras, names: Sequence[str], *, undistort: bool = True) -> list[str]:
     """Check poses, intrinsics and camera models.
 
     Args:
         cameras: [n], as the dataset has them (distortion still in).
         names: [n] image names, which identify views in the messages.
+        undistort: False if images are drawn through their lenses.
 
     Returns:
         A line for each faulty view and reason.
@@ -123,15 +124,19 @@ def camera_problems(cameras: Cameras, names: Sequence[str]) -> list[str]:
     lines = [f"{names[i]}: {what}" for what, wrong in found.items() for i in wrong.nonzero().flatten().tolist()]
     if not bool(finite.any()) and len(names) > 1:
         lines.append("(Where a dataparser centres the cameras, one bad pose spoils all: look for NaN in its file.)")
-    return lines + _model_problems(cameras, names)
+    return lines + _model_problems(cameras, names, undistort)
 
 
-def _model_problems(cameras: Cameras, names: Sequence[str]) -> list[str]:
+def _model_problems(cameras: Cameras, names: Sequence[str], undistort: bool) -> list[str]:
     usable = ", ".join(kind.name for kind in RENDERED)
     lines: list[str] = []
     for number, name in zip(cameras.camera_type.flatten().tolist(), names, strict=True):
         kind = CameraType(number)
-        if kind not in RENDERED:
+        if kind is CameraType.EQUIRECTANGULAR:
+            if undistort:
+                option = "--pipeline.datamanager.undistort False"
+                lines.append(f"{name}: camera model EQUIRECTANGULAR cannot be undistorted; draw it as it is: {option}")
+        elif kind not in RENDERED:
             lines.append(f"{name}: camera model {kind.name} cannot be splatted; {usable} can")
         elif kind is CameraType.FISHEYE624 and "fisheye_crop_radius" not in (cameras.metadata or {}):
             lines.append(f"{name}: camera model FISHEYE624 needs a fisheye_crop_radius")

@@ -51,7 +51,7 @@ class DistributedDataManagerConfig(FullImageDatamanagerConfig, OffsetOption):
     """Data type of images in memory and between ranks; float32 takes four times the memory of uint8."""
     undistort: bool = True
     """True takes lens distortion out of photographs before training. False trains on them as they are, through their
-    lenses: borders are kept, and nothing is resampled. For 3D Gaussians and all strategies but pixel.
+    lenses: borders are kept, and nothing is resampled. For all strategies but pixel, and for panoramas the only way.
     """
     image_memory_gb: float | None = None
     """Memory limit of a rank's images, held-out ones included, in GB (10^9 bytes). Images beyond it are decoded again
@@ -127,7 +127,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             InputError: on every rank, with all problems.
         """
         refuse_different([self.train_dataset, self.eval_dataset], self.world)
-        lines = capture_problems([self.train_dataset, self.eval_dataset])
+        lines = capture_problems([self.train_dataset, self.eval_dataset], undistort=self.config.undistort)
         headers = [*(self.train_headers or []), *(self.eval_headers or [])]
         raise_together(lines + [line for header in headers for line in header.problems], self.world, FAULTS)
         _ = self.train_shapes, self.eval_shapes

@@ -35,7 +35,7 @@ from ns_multigpu.plugin.capture.image_files import Header, header_size, is_all_b
 from ns_multigpu.plugin.capture.ply import sample_ply
 from ns_multigpu.plugin.capture.seed_points import (
     FLIP,
-    PinholeViews,
+    CaptureViews,
     distinct_rows,
     invalid_points,
     rounded_points,
@@ -111,7 +111,10 @@ def first_look(
         found.problems.append(f"--data {data}: it is a file, and a capture is a folder.{_other_format(data)}")
         return found
     parser = dataclasses.replace(parser, data=data)
-    images = _of_colmap(parser, found) if isinstance(parser, ColmapDataParserConfig) else _of_nerfstudio(parser, found)
+    if isinstance(parser, ColmapDataParserConfig):
+        images = _of_colmap(parser, found)
+    else:
+        images = _of_nerfstudio(parser, found, getattr(datamanager, "undistort", True))
     if found.unseen:
         (found.notes if allow_unseen_points else found.problems).append(
             found.unseen + ("" if allow_unseen_points else ". To train all the same: --allow-unseen-points True")
@@ -226,7 +229,7 @@ def _look_for_more_views(parser: ColmapDataParserConfig, model: Reconstruction, 
         )
 
 
-def _colmap_views(model: Reconstruction) -> PinholeViews:
+def _colmap_views(model: Reconstruction) -> CaptureViews:
     quaternions, shifts = np.split(np.array(model.poses), [4], axis=1)
     to_camera = np.tile(np.eye(4), (len(shifts), 1, 1))
     w, x, y, z = (quaternions / np.linalg.norm(quaternions, axis=1, keepdims=True)).T
@@ -237,7 +240,7 @@ def _colmap_views(model: Reconstruction) -> PinholeViews:
     )
     to_camera[:, :3, :3], to_camera[:, :3, 3] = np.moveaxis(np.array(rows), 2, 0), shifts
     sizes = np.array([(view.width, view.height) for view in model.views], np.float64)
-    return PinholeViews(np.linalg.inv(to_camera) @ FLIP, np.array(model.lenses), sizes, is_colmap=True)
+    return CaptureViews(np.linalg.inv(to_camera) @ FLIP, np.array(model.lenses), sizes, is_colmap=True)
 
 
 def _reconstructions(data: Path) -> list[Path]:
@@ -336,7 +339,7 @@ def _other_format(data: Path) -> str:
     return ""
 
 
-def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[_Image]:
+def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings, undistort: bool) -> list[_Image]:
     path = parser.data if parser.data.suffix == ".json" else parser.data / "transforms.json"
     if not path.is_file():
         found.problems.append(f"{path}: there is no such file.{_other_format(parser.data)}")
@@ -384,7 +387,8 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[
     rows: list[torch.Tensor] = []
     for part in outputs:
         cameras = part.cameras
-        found.problems += camera_problems(cameras, [str(name) for name in part.image_filenames])
+        names = [str(name) for name in part.image_filenames]
+        found.problems += camera_problems(cameras, names, undistort=undistort)
         found.problems += list_problems(part.image_filenames, cameras, None)
         rows.append(torch.cat([cameras.cx, cameras.cy, cameras.width, cameras.height], dim=-1))
     _look_at_centres(torch.cat(rows).double().numpy(), found)
@@ -439,7 +443,8 @@ def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
         return np.array([[float(meta.get(key, frame.get(key))) for key in keys] for frame in frames])
 
     poses = np.array([[*frame["transform_matrix"][:3], [0, 0, 0, 1]] for frame in frames], np.float64)
-    views = PinholeViews(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h"))
+    panorama = meta.get("camera_model") == "EQUIRECTANGULAR"
+    views = CaptureViews(poses, numbers("fl_x", "fl_y", "cx", "cy"), numbers("w", "h"), is_panorama=panorama)
     _look_at_seed_points(file, xyz, views, found, is_sample=len(xyz) < count)
     _look_at_places(views, xyz, found)
 
@@ -458,7 +463,7 @@ def _look_at_centres(rows: NDArray[np.float64], found: Findings) -> None:
         )
 
 
-def _look_at_places(views: PinholeViews, xyz: NDArray[np.float64], found: Findings) -> None:
+def _look_at_places(views: CaptureViews, xyz: NDArray[np.float64], found: Findings) -> None:
     """Refuse views from one place, compared with the distance of the seed points [n, 3]."""
     if found.unseen:  # the points are in another frame
         return
@@ -471,7 +476,7 @@ def _look_at_places(views: PinholeViews, xyz: NDArray[np.float64], found: Findin
 
 
 def _look_at_seed_points(
-    file: Path, xyz: NDArray[np.float64], views: PinholeViews, found: Findings, *, is_sample: bool = False
+    file: Path, xyz: NDArray[np.float64], views: CaptureViews, found: Findings, *, is_sample: bool = False
 ) -> None:
     if (problem := invalid_points(file, xyz)) is not None:
         found.problems.append(problem)

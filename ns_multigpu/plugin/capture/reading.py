@@ -52,16 +52,16 @@ def _bytes(path: Path) -> int:
         return -1
 
 
-def capture_problems(datasets: Sequence[InputDataset]) -> list[str]:
+def capture_problems(datasets: Sequence[InputDataset], *, undistort: bool) -> list[str]:
     """Check cameras and lists of files; return the problems, a line each.
 
     Args:
-        datasets: the splits, before lens distortion is taken out.
+        datasets: the splits, before lens distortion is taken out. undistort: True if it will be.
     """
     lines: list[str] = []
     for dataset in datasets:
         names = [str(path) for path in dataset.image_filenames]
-        lines += camera_problems(dataset.cameras, names)
+        lines += camera_problems(dataset.cameras, names, undistort=undistort)
         if reads_files(dataset) and len(names) == len(dataset.cameras):
             masks = dataset._dataparser_outputs.mask_filenames  # pyright: ignore[reportPrivateUsage]
             lines += list_problems(dataset.image_filenames, dataset.cameras, masks)

@@ -45,20 +45,22 @@ _COLMAP = (
 
 
 @dataclass(frozen=True)
-class PinholeViews:
-    """Pinhole views of a capture.
+class CaptureViews:
+    """Views of a capture, without distortion.
 
     Attributes:
         poses: [n, 4, 4] camera-to-world, OpenGL's axes (x right, y up, z back).
         lenses: [n, 4] focal lengths fx, fy and principal point cx, cy in pixels.
         sizes: [n, 2] width and height in pixels.
         is_colmap: True if the file holds world-to-camera poses with OpenCV's axes.
+        is_panorama: True if the images are equirectangular, with focal lengths in pixels per half turn.
     """
 
     poses: _Floats
     lenses: _Floats
     sizes: _Floats
     is_colmap: bool = False
+    is_panorama: bool = False
 
 
 def invalid_points(file: Path, xyz: _Floats) -> str | None:
@@ -101,7 +103,7 @@ def merged(points: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: values[rows] if len(values) == len(xyz) else values for name, values in points.items()}
 
 
-def seen_points(views: PinholeViews, xyz: _Floats) -> NDArray[np.int64]:
+def seen_points(views: CaptureViews, xyz: _Floats) -> NDArray[np.int64]:
     """Return for each view the number of points [n] in front of its camera and inside its image.
 
     Several points within a dot of the image count as none: they are a scene far away.
@@ -112,14 +114,16 @@ def seen_points(views: PinholeViews, xyz: _Floats) -> NDArray[np.int64]:
     """
     to_camera, at_once = np.linalg.inv(views.poses), max(1, _AT_ONCE // len(xyz))
     parts = [slice(first, first + at_once) for first in range(0, len(to_camera), at_once)]
-    return np.concatenate([_seen(to_camera[part], views.lenses[part], views.sizes[part], xyz) for part in parts])
+    return np.concatenate([_seen(views, part, to_camera[part], xyz) for part in parts])
 
 
-def _seen(to_camera: _Floats, lenses: _Floats, sizes: _Floats, xyz: _Floats) -> NDArray[np.int64]:
+def _seen(views: CaptureViews, part: slice, to_camera: _Floats, xyz: _Floats) -> NDArray[np.int64]:
     x, y, z = np.moveaxis(to_camera[:, :3, :3] @ xyz.T + to_camera[:, :3, 3:], 1, 0)
-    fx, fy, cx, cy = lenses.T[:, :, None]
-    width, height = sizes.T[:, :, None]
+    fx, fy, cx, cy = views.lenses[part].T[:, :, None]
+    width, height = views.sizes[part].T[:, :, None]
     with np.errstate(divide="ignore", invalid="ignore"):
+        if views.is_panorama:
+            x, y, z = np.arctan2(x, -z) / np.pi, np.arctan2(y, np.hypot(x, z)) / np.pi, np.full_like(z, -1.0)
         u, v = (cx - fx * x / z) / width, (cy + fy * y / z) / height
     seen = (z < 0) & (u >= 0) & (u < 1) & (v >= 0) & (v < 1)
     counts = np.count_nonzero(seen, axis=1)
@@ -127,7 +131,7 @@ def _seen(to_camera: _Floats, lenses: _Floats, sizes: _Floats, xyz: _Floats) -> 
     return np.where((counts < _SEVERAL) | (np.maximum(*extent) > _DOT), counts, 0)
 
 
-def unseen_problem(views: PinholeViews, xyz: _Floats) -> str | None:
+def unseen_problem(views: CaptureViews, xyz: _Floats) -> str | None:
     """Return the reason why cameras and seed points do not fit together, and the likely fix; None if they do.
 
     Args:
@@ -141,7 +145,7 @@ def unseen_problem(views: PinholeViews, xyz: _Floats) -> str | None:
     return problem if problem is None or len(xyz) <= _POINTS else _problem(some, _sample(xyz, _POINTS_IN_DOUBT))
 
 
-def unseen_note(views: PinholeViews, xyz: _Floats) -> str | None:
+def unseen_note(views: CaptureViews, xyz: _Floats) -> str | None:
     """Return a note if many views see no seed point; arguments as in `unseen_problem`."""
     some, xyz = _countable(views, xyz)
     if len(xyz) < _LEAST:
@@ -157,7 +161,7 @@ def unseen_note(views: PinholeViews, xyz: _Floats) -> str | None:
     )
 
 
-def _countable(views: PinholeViews, xyz: _Floats) -> tuple[PinholeViews, _Floats]:
+def _countable(views: CaptureViews, xyz: _Floats) -> tuple[CaptureViews, _Floats]:
     """Return a sample of the views, and the finite points; no points if a pose is invalid, which other checks name."""
     xyz = xyz[np.isfinite(xyz).all(axis=1)]
     if not np.isfinite(views.poses).all() or np.any(np.linalg.det(views.poses) == 0):
@@ -170,7 +174,7 @@ def _sample(xyz: _Floats, most: int) -> _Floats:
     return xyz[:: -(-len(xyz) // most)]
 
 
-def _problem(views: PinholeViews, xyz: _Floats) -> str | None:
+def _problem(views: CaptureViews, xyz: _Floats) -> str | None:
     poses, back = views.poses, np.linalg.inv(views.poses)
     others = [poses @ FLIP, FLIP @ back @ FLIP, FLIP @ back] if views.is_colmap else [poses @ FLIP, back, back @ FLIP]
     if views.is_colmap:

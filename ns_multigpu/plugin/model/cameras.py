@@ -1,5 +1,6 @@
 """From nerfstudio's cameras to the core's views."""
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -7,12 +8,12 @@ import torch
 from nerfstudio.cameras.cameras import Cameras, CameraType
 from torch import Tensor
 
-from cuda_ext.ops.project.lens import lens_intrinsics
+from cuda_ext.ops.project.lens import lens_intrinsics, panorama_intrinsics
 from ns_multigpu.core.types import View
 
 
 def view_from_camera(camera: Cameras, camera_to_world: Tensor, index: int, downscale: int = 1) -> View:
-    """Return the view of one camera, through its lens if it has distortion.
+    """Return the view of one camera, through its lens if it has distortion or is equirectangular.
 
     Args:
         camera: a single camera. An undistorted image's has no distortion, or only zeros.
@@ -24,8 +25,10 @@ def view_from_camera(camera: Cameras, camera_to_world: Tensor, index: int, downs
 
 
 class Intrinsics(NamedTuple):
-    """Intrinsics of a camera in pixels, the time of its photograph in [0, 1], and the numbers of its lens behind its
-    matrix (see `cuda_ext.ops.project.lens`), none for a pinhole camera.
+    """Intrinsics of a camera in pixels (of a panorama, pixels per radian), and the time of its photograph in [0, 1].
+
+    Attributes:
+        lens: the numbers behind the matrix, see `cuda_ext.ops.project.lens`; none for a pinhole camera.
     """
 
     fx: float
@@ -47,15 +50,22 @@ def intrinsics_of(cameras: Cameras) -> list[Intrinsics]:
     tensors = (cameras.fx, cameras.fy, cameras.cx, cameras.cy, cameras.width, cameras.height)
     columns = [x.reshape(-1).tolist() for x in tensors]
     times = cameras.times.reshape(-1).tolist() if cameras.times is not None else [0.0] * len(columns[0])
-    return [Intrinsics(*row) for row in zip(*columns, times, _lenses(cameras, columns), strict=True)]
-
-
-def _lenses(cameras: Cameras, columns: list[list[float]]) -> list[tuple[float, ...]]:
-    """Return the numbers of each camera's lens behind its matrix; () for all if none has distortion."""
-    params = cameras.distortion_params
-    if params is None or not bool(params.any()):
-        return [()] * len(columns[0])
     kinds = cameras.camera_type.reshape(-1).tolist()
+    # nerfstudio's focal lengths of a panorama are pixels per half turn.
+    columns[:2] = [
+        [x / math.pi if kind == CameraType.EQUIRECTANGULAR.value else x for x, kind in zip(column, kinds, strict=True)]
+        for column in columns[:2]
+    ]
+    return [Intrinsics(*row) for row in zip(*columns, times, _lenses(cameras, kinds, columns), strict=True)]
+
+
+def _lenses(cameras: Cameras, kinds: list[int], columns: list[list[float]]) -> list[tuple[float, ...]]:
+    """Return the numbers of each camera's lens behind its matrix; () for all if none has distortion or is a
+    panorama."""
+    params = cameras.distortion_params
+    if CameraType.EQUIRECTANGULAR.value not in kinds and (params is None or not bool(params.any())):
+        return [()] * len(columns[0])
+    params = torch.zeros(len(kinds), 6) if params is None else params
     numbers: Any = zip(kinds, map(tuple, params.view(len(kinds), -1).tolist()), *columns, strict=True)
     return [_lens(*row) for row in numbers]
 
@@ -66,6 +76,8 @@ def _lens(
 ) -> tuple[float, ...]:
     """Return the 12 numbers of a lens, from nerfstudio's k1, k2, k3, k4, p1, p2 or a fisheye's k1, k2, k3, k4."""
     K = torch.tensor([[fx, 0.0, cx], [0.0, fy, cy], [0.0, 0.0, 1.0]])
+    if kind == CameraType.EQUIRECTANGULAR.value:
+        return tuple(panorama_intrinsics(K)[3:].flatten().tolist())
     fisheye = kind == CameraType.FISHEYE.value
     given = params[:4] if fisheye else (*params[:4], 0.0, 0.0, *params[4:])
     return tuple(lens_intrinsics(K, (width, height), given, fisheye=fisheye)[3:].flatten().tolist())

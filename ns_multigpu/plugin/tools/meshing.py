@@ -21,10 +21,12 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.export.world_frame import WorldFrame
 from ns_multigpu.plugin.faults.errors import InputError, whole_file
+from ns_multigpu.plugin.render.panorama import faces
 from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderRequest
 from ns_multigpu.plugin.tools.fusion import Fusion, load_open3d, looked_at, surface_of
 from ns_multigpu.plugin.tools.mesh import LEAST_TRIANGLES, largest_parts, write_mesh
+from ns_multigpu.plugin.tools.shots import is_panorama
 from ns_multigpu.primitives.registry import PRIMITIVES, titled
 from ns_multigpu.primitives.registry import RenderOptions as Wanted
 
@@ -151,7 +153,8 @@ class Meshing:
         self.check_points(primitive)
         cameras: Cameras = pipeline.datamanager.train_dataset.cameras
         sizes, median = self.sizes(cameras), self._median(primitive)
-        requests = [self._request(cameras[k : k + 1]) for k in range(len(cameras))]
+        views = [cameras[k : k + 1] for k in range(len(cameras))]
+        requests = [self._request(one) for view in views for one in (faces(view) if is_panorama(view) else [view])]
         kind = "median" if median else "expected"
         CONSOLE.print(
             f"TSDF fusion of {len(requests)} training views: {kind} depth, limit {sizes.max_depth:.4g}, voxel "

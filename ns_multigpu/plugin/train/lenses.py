@@ -10,7 +10,6 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.cameras import intrinsics_of
-from ns_multigpu.primitives.registry import FIRST, titled
 
 _OPTION = "--pipeline.datamanager.undistort False"
 _REMEDY = "Leave the option out: photographs are undistorted then."
@@ -27,10 +26,12 @@ def check_lens_options(config: Any, world: World) -> None:
     """
     model = config.model
     reasons = {
-        f"{titled(model.primitive)} are drawn by pinhole cameras only": model.primitive != FIRST,
         "the strategy pixel plans by pinhole cameras which cells a view sees": config.strategy == "pixel",
         "the loss of depth compares with depths of pinhole cameras": model.depth_loss > 0,
         "normal maps are compared with normals in pinhole cameras": model.normal_map_loss > 0,
+        "the loss of normals takes depth for a pinhole camera's; add --pipeline.model.normal-loss 0": (
+            model.primitive == "2dgs" and model.normal_loss > 0
+        ),
         "gsplat's kernels serve, which have pinhole cameras only": load.backend(world.device.type) == "gsplat",
     }
     for reason, holds in reasons.items():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.raster.surfels import SurfelPixels, SurfelProjection, project_surfels, rasterize_surfels
+from cuda_ext.reference.projection import in_lens, is_lens
 from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.types import Hits, Points, Splats, View
 from ns_multigpu.primitives.boxed import BoxedPrimitive
@@ -92,11 +93,13 @@ class Surfels(BoxedPrimitive):
         tile.
 
         Args:
-            viewmat: [4, 4]. K: [3, 3]. size: width and height, pixels.
+            viewmat: [4, 4]. K: [3, 3], or [7, 3] with a lens: then those in its cone. size: width and height, pixels.
         """
         means = points.params["means"].detach()
         half_extents = self.activated(points, "scales").detach().amax(-1) * CUTOFF
         seen = means @ viewmat[:3, :3].detach().T + viewmat[:3, 3].detach()
+        if is_lens(K[None]):
+            return in_lens(K[3:], seen, self.near, self.far)
         shown = (seen[:, 2] >= self.near * (1 - 1e-5)) & (seen[:, 2] <= self.far * (1 + 1e-5))
         for axis, length in enumerate(size):
             focal, center = K[axis, axis], K[axis, 2]

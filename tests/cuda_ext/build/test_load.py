@@ -97,6 +97,14 @@ def test_build_runs_once_with_a_message(cache: Path, tmp_path: Path, capfd: pyte
     assert not [entry for entry in cache.iterdir() if entry.is_dir()]  # the workshop is gone
 
 
+def test_each_source_is_compiled_once_in_a_namespace_of_its_own(tmp_path: Path) -> None:
+    library = _load.library()
+    units = library.units(tmp_path)
+    included = [Path(line.split('"')[1]) for unit in units for line in unit.read_text().splitlines()]
+    assert len(units) < len(included) / 3 and sorted(included) == sorted(library.sources)
+    assert all(f"namespace nsmg::{path.stem}_cpu {{" in path.read_text("utf8") for path in included)
+
+
 def test_key_covers_what_the_library_depends_on(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tiny(tmp_path / "src", a="int a;")
     header = tmp_path / "a.h"

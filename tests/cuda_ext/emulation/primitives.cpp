@@ -22,7 +22,7 @@ struct Arguments {
 };
 
 struct Projection {
-  int64_t points, views, rows;
+  int64_t points, views, rows, intrinsics_rows;
   const float *columns[5], *viewmats, *Ks;
   const int64_t* sizes;
   const int32_t *view_ids, *point_ids;
@@ -72,8 +72,8 @@ void draw(const Arguments* a) {
 
 template <typename Primitive>
 void project(const Projection* a) {
-  PrimitivePoints<Primitive> in = {{}, {a->viewmats, a->Ks, a->near_plane, a->far_plane}, a->sizes, a->view_ids,
-                                   a->point_ids, int(a->points), int(a->views), int(a->rows)};
+  PrimitivePoints<Primitive> in = {{}, {a->viewmats, a->Ks, a->near_plane, a->far_plane}, int(a->intrinsics_rows),
+                                   a->sizes, a->view_ids, a->point_ids, int(a->points), int(a->views), int(a->rows)};
   PrimitiveProjected<Primitive> out = {{}, a->radii};
   const int groups = groups_of(in.points, kPointGroup<Primitive>);
   std::vector<int> starts(in.views * groups + 1);

@@ -84,10 +84,11 @@ def test_points_that_stand_still_are_3d_gaussians(either: str) -> None:
 
 
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("lenses", [False, True])
 @pytest.mark.parametrize("antialiased", [False, True])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (F64, 1e-11)])
-def test_project_axes_equals_reference(dtype: torch.dtype, rtol: float, antialiased: bool) -> None:
-    scene, points, view_times = moving_scene(views=3, dtype=dtype)
+def test_project_axes_equals_reference(dtype: torch.dtype, rtol: float, antialiased: bool, lenses: bool) -> None:
+    scene, points, view_times = moving_scene(views=3, dtype=dtype, lenses=lenses)
     rows = scene.all_rows()
     leaves = projected_rows(scene, points, view_times, rows)
     run = partial(drawn, scene, rows[0], antialiased)

@@ -12,7 +12,7 @@ from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.moments import MOVING, moving, moving_scene, projected_rows, with_gradients
 from tests.cuda_ext.project.test_conditioning import conditioned, drawn
 from tests.cuda_ext.project.test_cuda_projection import close
-from tests.cuda_ext.scenes import Scene, random_scene
+from tests.cuda_ext.scenes import Scene, lens_scene, random_scene
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,9 +47,11 @@ def test_condition(points: int, views: int) -> None:
 
 
 @pytest.mark.parametrize("antialiased", [False, True])
-@pytest.mark.parametrize(("points", "views"), [(40, 1), (1300, 3), (100, MANY)])
-def test_project_axes(points: int, views: int, antialiased: bool) -> None:
-    scene = random_scene(points, views, seed=2)
+@pytest.mark.parametrize(
+    ("points", "views", "lenses"), [(40, 1, False), (1300, 3, False), (100, MANY, False), (1300, 3, True)]
+)
+def test_project_axes(points: int, views: int, lenses: bool, antialiased: bool) -> None:
+    scene = (lens_scene if lenses else random_scene)(points, views, seed=2)
     moving_points, view_times = moving(scene)
     leaves = projected_rows(scene, moving_points, view_times, scene.all_rows())
     run = partial(drawn, scene.on("cuda"), cuda_rows(scene)[0], antialiased)

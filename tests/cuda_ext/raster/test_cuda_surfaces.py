@@ -27,9 +27,9 @@ PATCHES: list[Any] = [None, [1, 7, 5, 30, 29, 0, 0, 0, 41, 3], [0, 3, 3, 3, 3], 
 
 
 @pytest.mark.parametrize("patches", PATCHES)
-@pytest.mark.parametrize("count", [0, 1, 40, 600])
-def test_forward_and_gradients_are_the_twins(kind: Any, count: int, patches: list[int] | None) -> None:
-    scene = kind.make_scene(count, dtype=torch.float32, spread=1.2)
+@pytest.mark.parametrize(("count", "lenses"), [(0, False), (1, False), (40, False), (600, False), (300, True)])
+def test_forward_and_gradients_are_the_twins(kind: Any, count: int, lenses: bool, patches: list[int] | None) -> None:
+    scene = kind.make_scene(count, 3 if lenses else 2, dtype=torch.float32, spread=1.2, lenses=lenses)
     there = on_gpu(scene)
     for group, others in zip(kind.draw(there, patches), kind.draw(scene, patches), strict=True):
         for found, expected in zip(group, others, strict=True):

@@ -75,11 +75,13 @@ def test_pixels_and_gradients_are_the_references(
 
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.parametrize(
-    ("count", "views"), [(600, 2), (9, 66)]
+    ("count", "views", "lenses"), [(600, 2, False), (9, 66, False), (70, 3, True)]
 )  # several groups of points; more views than a launch's
-def test_rows_and_their_gradients_are_the_references(library: ctypes.CDLL, name: str, count: int, views: int) -> None:
+def test_rows_and_their_gradients_are_the_references(
+    library: ctypes.CDLL, name: str, count: int, views: int, lenses: bool
+) -> None:
     scene_of = SCENES[name][0]
-    scene = scene_of.make_scene(count, views, spread=1.2)
+    scene = scene_of.make_scene(count, views, spread=1.2, lenses=lenses)
     with cuda_ext.use_reference():
         *rows, radii = scene_of.project(scene)
     generator = torch.Generator().manual_seed(2)

@@ -10,6 +10,7 @@ from cuda_ext.ops.raster.convexes import rasterize_convexes
 from cuda_ext.ops.raster.primitives import box_lists
 from cuda_ext.ops.raster.surfels import rasterize_surfels
 from tests.cuda_ext import convex_scene, surfel_scene
+from tests.cuda_ext.scenes import lens_in_turn
 from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, whole
 
 pytestmark = pytest.mark.parametrize("kind", [surfel_scene, convex_scene], ids=["2dgs", "convex"])
@@ -25,9 +26,9 @@ def test_a_pixel_does_not_depend_on_its_patch(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("count", [0, 1, 40])
-def test_the_twin_equals_the_reference(kind: Any, count: int, dtype: torch.dtype) -> None:
-    scene = kind.make_scene(count, dtype=dtype, spread=1.2)
+@pytest.mark.parametrize(("count", "lenses"), [(0, False), (1, False), (40, False), (60, True)])
+def test_the_twin_equals_the_reference(kind: Any, count: int, lenses: bool, dtype: torch.dtype) -> None:
+    scene = kind.make_scene(count, 3 if lenses else 2, dtype=dtype, spread=1.2, lenses=lenses)
     rtol, atol = (1e-8, 1e-10) if dtype == torch.float64 else (2e-3, 2e-4)
     rows, pixels = kind.draw(scene)
     found = kind.gradients(scene)
@@ -56,8 +57,13 @@ def test_gradients_have_the_same_bits_on_any_number_of_threads(kind: Any) -> Non
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_reference_by_finite_differences(kind: Any) -> None:
+@pytest.mark.parametrize("view", [None, 0, 1, 2])
+def test_reference_by_finite_differences(kind: Any, view: int | None) -> None:
     scene = kind.make_scene(8, 1, spread=0.6, seed=5)
+    if view is not None:  # the window's pixels are those of the pinhole camera
+        lens = lens_in_turn(view, scene.Ks[0], (WIDTH, HEIGHT))
+        lens[:2, :3] = scene.Ks[0, :2]
+        scene = scene._replace(Ks=lens[None])
 
     def render(*floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with cuda_ext.use_reference():

@@ -81,7 +81,11 @@ def test_every_bad_camera_is_named_once(change: Callable[[Cameras], None], said:
 @pytest.mark.parametrize("kind", [k for k in CameraType if k.name not in ("PERSPECTIVE", "FISHEYE", "FISHEYE624")])
 def test_camera_models_that_cannot_be_splatted_are_named(kind: CameraType) -> None:
     [first, *_] = camera_problems(_cameras(camera_type=kind), NAMES)
-    assert first == f"photo_0: camera model {kind.name} cannot be splatted; PERSPECTIVE, FISHEYE, FISHEYE624 can"
+    if kind is CameraType.EQUIRECTANGULAR:
+        assert first.startswith("photo_0: camera model EQUIRECTANGULAR cannot be undistorted; ")
+        assert camera_problems(_cameras(camera_type=kind), NAMES, undistort=False) == []
+    else:
+        assert first == f"photo_0: camera model {kind.name} cannot be splatted; PERSPECTIVE, FISHEYE, FISHEYE624 can"
 
 
 def test_distortions_that_nerfstudio_cannot_take_out() -> None:
@@ -224,7 +228,7 @@ def test_poses_and_intrinsics_of_a_whole_capture(tmp_path: Path) -> None:
     folder = write_capture(tmp_path / "focal", fl_x=0.0)
     assert "transforms.json: its fl_x is 0" in _refused(folder, World.single())
     folder = write_capture(tmp_path / "model", camera_model="EQUIRECTANGULAR")
-    assert "photo_00.png: camera model EQUIRECTANGULAR cannot be splatted" in _refused(folder, World.single())
+    assert "photo_00.png: camera model EQUIRECTANGULAR cannot be undistorted" in _refused(folder, World.single())
     edit(folder, None, camera_model="FOV")
     assert "camera model FOV is unknown; SIMPLE_PINHOLE, PINHOLE" in _refused(folder, World.single())
 

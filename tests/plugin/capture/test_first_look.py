@@ -270,6 +270,20 @@ def test_nerfstudios_format(tmp_path: Path) -> None:
     assert "Listed more than once" in look_at_transforms(tmp_path).notes[0]
 
 
+def test_panoramas_are_drawn_as_they_are(tmp_path: Path) -> None:
+    captures.write_capture(tmp_path, camera_model="EQUIRECTANGULAR", fl_x=12.0, fl_y=16.0, ply_file_path="points.ply")
+    places = np.random.default_rng(3).normal([0, 30, 0], size=(40, 3))
+    head = "\n".join(
+        ["ply", "format ascii 1.0", "element vertex 40", *(f"property float {k}" for k in "xyz"), "end_header"]
+    )
+    (tmp_path / "points.ply").write_text(head + "".join(f"\n{x} {y} {z}" for x, y, z in places) + "\n")
+    (*_, problem) = look_at_transforms(tmp_path).problems
+    assert "EQUIRECTANGULAR cannot be undistorted; draw it as it is: --pipeline.datamanager.undistort False" in problem
+    parser = NerfstudioDataParserConfig(load_3D_points=True)
+    found = first_look(DistributedDataManagerConfig(data=tmp_path, dataparser=parser, undistort=False))
+    assert found.problems == [] and found.unseen == "", "the points are above all cameras"
+
+
 def test_nerfstudios_format_with_another_factor(tmp_path: Path) -> None:
     captures.write_capture(tmp_path)
     (tmp_path / "images_4").mkdir()

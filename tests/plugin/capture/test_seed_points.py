@@ -18,7 +18,7 @@ from ns_multigpu.plugin.capture.first_look import Findings, first_look
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.capture.ply import read_ply, sample_ply
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
-from ns_multigpu.plugin.capture.seed_points import FLIP, PinholeViews, seen_points, unseen_note, unseen_problem
+from ns_multigpu.plugin.capture.seed_points import FLIP, CaptureViews, seen_points, unseen_note, unseen_problem
 from tests.lib import captures, colmap_files
 
 XYZ = np.random.default_rng(5).normal(size=(400, 3)) * 0.4
@@ -72,22 +72,33 @@ def test_colours_of_ply_files(tmp_path: Path) -> None:
     assert [len(part) for part in read_ply(path)] == [0, 0]
 
 
-def _views(**changes: Any) -> PinholeViews:
+def _views(**changes: Any) -> CaptureViews:
     angles = np.linspace(0, 6, 9)
     poses = np.tile(np.eye(4), (9, 1, 1))
     poses[:, 0, 0] = poses[:, 2, 2] = np.cos(angles)
     poses[:, 0, 2], poses[:, 2, 0] = np.sin(angles), -np.sin(angles)
     poses[:, :3, 3] = 3 * poses[:, :3, 2] + [0, 0.3, 0.5]  # they look at the origin, nearly
-    return PinholeViews(**{"poses": poses, "lenses": np.full((9, 4), 50.0), "sizes": np.full((9, 2), 100.0), **changes})
+    return CaptureViews(**{"poses": poses, "lenses": np.full((9, 4), 50.0), "sizes": np.full((9, 2), 100.0), **changes})
 
 
 def test_points_in_front_of_a_camera_and_inside_its_image() -> None:
-    one = PinholeViews(np.eye(4)[None], np.array([[50.0, 50, 20, 50]]), np.array([[100.0, 60]]))
+    one = CaptureViews(np.eye(4)[None], np.array([[50.0, 50, 20, 50]]), np.array([[100.0, 60]]))
     for point, seen in (((0, 0, -1), 1), ((0, 0, 1), 0), ((1.5, 0, -1), 1), ((-0.5, 0, -1), 0), ((0, 0.9, -1), 1),
                         ((0, -0.9, -1), 0), ((1.7, 0, -1), 0), ((0, 1.1, -1), 0), ((0, 0, 0), 0)):  # fmt: skip
         assert seen_points(one, np.array([point], float)).tolist() == [seen], point
     dot = np.array([[0, 0, -1]]) + np.random.default_rng(1).normal(size=(20, 3)) * 1e-3
     assert seen_points(one, dot).tolist() == [0], "a scene that is a dot in the image"
+
+
+def test_panoramas_see_all_around() -> None:
+    lens = np.array([[50.0, 100, 50, 50]])
+    one = CaptureViews(np.eye(4)[None], lens, np.array([[100.0, 100]]), is_panorama=True)
+    around = np.random.default_rng(1).normal(size=(50, 3))
+    assert seen_points(one, around).tolist() == [50]
+    half = CaptureViews(np.eye(4)[None], lens, np.array([[50.0, 100]]), is_panorama=True)  # the left half
+    assert seen_points(half, around).tolist() == [np.count_nonzero(around[:, 0] < 0)]
+    below = CaptureViews(np.eye(4)[None], lens - [0, 0, 0, 50], np.array([[100.0, 50]]), is_panorama=True)
+    assert seen_points(below, around).tolist() == [np.count_nonzero(around[:, 1] < 0)]
 
 
 @pytest.mark.parametrize(

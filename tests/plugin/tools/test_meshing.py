@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nerfstudio.cameras.cameras import CameraType
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_multigpu.cli import main
@@ -49,9 +50,13 @@ def sphere(count: int, scales: int) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def make(world: World, capture: Path, work: Meshing, strategy: str, primitive: str) -> None:
+def make(world: World, capture: Path, work: Meshing, strategy: str, primitive: str, *, panoramas: bool = False) -> None:
     """Make a mesh of the sphere, as a tool does."""
     pipeline = make_pipeline(world, capture, strategy, primitive=primitive, normal_loss=0.0)
+    if panoramas:
+        cameras = pipeline.datamanager.train_dataset.cameras
+        cameras.camera_type.fill_(CameraType.EQUIRECTANGULAR.value)
+        cameras.width.fill_(400)
     params = sphere(8000, 2 if primitive == "2dgs" else 3)
     rows = slice(None)
     if not pipeline.strategy.placement.replicated:
@@ -114,6 +119,12 @@ def test_expected_depth_makes_one_too(capture: Path, alone: Path, tmp_path: Path
     make(World.single(), capture, replace(SPHERE, output=output, depth=depth), "single", primitive)
     vertices, _ = close_to_the_sphere(output)
     assert len(vertices) != len(read(alone)[0])
+
+
+def test_panoramas_make_one_too(capture: Path, tmp_path: Path) -> None:
+    output = tmp_path / "sphere.ply"
+    make(World.single(), capture, replace(SPHERE, output=output), "single", "2dgs", panoramas=True)
+    close_to_the_sphere(output)
 
 
 def make_twice(world: World, capture: Path, folder: Path) -> None:

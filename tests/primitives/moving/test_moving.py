@@ -26,7 +26,7 @@ from ns_multigpu.primitives.moving.init import initial_moving
 from ns_multigpu.primitives.moving.schema import SCHEMA
 from ns_multigpu.primitives.moving.turning import turn
 from ns_multigpu.primitives.registry import PRIMITIVES
-from tests.strategies.scene import make_moving_points, make_views
+from tests.strategies.scene import make_moving_points, make_views, through_lenses
 
 F64 = torch.float64
 
@@ -64,8 +64,10 @@ def test_at_first_they_stand_still_and_look_as_3d_gaussians_do() -> None:
         torch.testing.assert_close(mine.rows[name][place], rows, rtol=1e-4, atol=1e-4)
 
 
-def test_it_culls_what_is_not_there_and_nothing_else_that_shows() -> None:
+@pytest.mark.parametrize("lenses", [False, True])
+def test_it_culls_what_is_not_there_and_nothing_else_that_shows(lenses: bool) -> None:
     points, views = make_moving_points(400, F64, seed=3), make_views(4, F64)
+    views = through_lenses(views) if lenses else views
     kind = MovingGaussians(depth=True)
     hits = kind.cull(points, views, [0, 2, 3])
     assert set(hits.view_ids.tolist()) <= {0, 2, 3} and 20 < len(hits) < 700

@@ -9,7 +9,7 @@
 
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::noise_cpu {
 namespace {
 
 void add_noise(at::Tensor means, const at::Tensor& quats_, const at::Tensor& log_scales_, const at::Tensor& logits_,
@@ -45,6 +45,6 @@ void add_noise(at::Tensor means, const at::Tensor& quats_, const at::Tensor& log
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::noise_cpu
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("add_noise", &nsmg::add_noise); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("add_noise", &nsmg::noise_cpu::add_noise); }

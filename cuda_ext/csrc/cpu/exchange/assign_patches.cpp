@@ -23,7 +23,7 @@
 
 #include "cpu/exchange/patch_transport.h"
 
-namespace nsmg {
+namespace nsmg::assign_patches_cpu {
 namespace {
 
 // Of the objective: what gains less is no gain, and what is better by less is no better. Among the many swaps that are
@@ -334,8 +334,8 @@ std::tuple<at::Tensor, at::Tensor> assign_patches(const at::Tensor& counts_, con
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::assign_patches_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("assign_patches", &nsmg::assign_patches);
+  m.impl("assign_patches", &nsmg::assign_patches_cpu::assign_patches);
 }

@@ -8,7 +8,7 @@
 
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::cells_cpu {
 namespace {
 
 constexpr double kTile = 16.0;
@@ -93,6 +93,6 @@ at::Tensor cells_reached(const at::Tensor& view_ids_, const at::Tensor& means2d_
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::cells_cpu
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("cells_reached", &nsmg::cells_reached); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("cells_reached", &nsmg::cells_cpu::cells_reached); }

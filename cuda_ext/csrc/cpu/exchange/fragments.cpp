@@ -14,7 +14,7 @@
 #include <tuple>
 #include <vector>
 
-namespace nsmg {
+namespace nsmg::fragments_cpu {
 namespace {
 
 constexpr int64_t kLines = 8;  // a task: this many lines
@@ -236,12 +236,12 @@ at::Tensor live_boxes(const at::Tensor& before_, at::IntArrayRef fragments, int6
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::fragments_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("gather_fragments", &nsmg::gather_fragments);
-  m.impl("scatter_fragments", &nsmg::scatter_fragments);
-  m.impl("composite_fragments", &nsmg::composite_fragments);
-  m.impl("composite_fragments_backward", &nsmg::composite_fragments_backward);
-  m.impl("live_boxes", &nsmg::live_boxes);
+  m.impl("gather_fragments", &nsmg::fragments_cpu::gather_fragments);
+  m.impl("scatter_fragments", &nsmg::fragments_cpu::scatter_fragments);
+  m.impl("composite_fragments", &nsmg::fragments_cpu::composite_fragments);
+  m.impl("composite_fragments_backward", &nsmg::fragments_cpu::composite_fragments_backward);
+  m.impl("live_boxes", &nsmg::fragments_cpu::live_boxes);
 }

@@ -21,7 +21,7 @@
 #include "common/ellipse.h"
 #include "cpu/common/patches.h"
 
-namespace nsmg {
+namespace nsmg::intersect_cpu {
 namespace {
 
 // The bits of a float as an unsigned number of the same order.
@@ -191,9 +191,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intersect_capacity(
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::intersect_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("intersect", &nsmg::intersect);
-  m.impl("intersect_capacity", &nsmg::intersect_capacity);
+  m.impl("intersect", &nsmg::intersect_cpu::intersect);
+  m.impl("intersect_capacity", &nsmg::intersect_cpu::intersect_capacity);
 }

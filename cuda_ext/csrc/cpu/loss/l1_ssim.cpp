@@ -19,7 +19,7 @@
 
 #include "cpu/common/simd.h"
 
-namespace nsmg {
+namespace nsmg::l1_ssim_cpu {
 namespace {
 
 constexpr int kTaps = 11, kHalf = 5, kChannels = 3;
@@ -233,6 +233,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> l1_ssim(const at::Tensor& pred, c
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::l1_ssim_cpu
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("l1_ssim", &nsmg::l1_ssim); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("l1_ssim", &nsmg::l1_ssim_cpu::l1_ssim); }

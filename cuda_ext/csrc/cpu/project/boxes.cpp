@@ -11,7 +11,7 @@
 #include "cpu/common/cameras.h"
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::boxes_cpu {
 namespace {
 
 constexpr int64_t kBoxes = 4096;  // a task: this many boxes of one view
@@ -70,6 +70,6 @@ at::Tensor box_views(const at::Tensor& boxes_, const at::Tensor& viewmats_, cons
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::boxes_cpu
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("box_views", &nsmg::box_views); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("box_views", &nsmg::boxes_cpu::box_views); }

@@ -11,7 +11,7 @@
 
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::condition_cpu {
 namespace {
 
 // The checked inputs that forward and backward share.
@@ -128,9 +128,9 @@ Gradients condition_backward(const at::Tensor& means, const at::Tensor& times, c
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::condition_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("condition", &nsmg::condition);
-  m.impl("condition_backward", &nsmg::condition_backward);
+  m.impl("condition", &nsmg::condition_cpu::condition);
+  m.impl("condition_backward", &nsmg::condition_cpu::condition_backward);
 }

@@ -11,7 +11,7 @@
 #include "cpu/common/cameras.h"
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::cull_cpu {
 namespace {
 
 constexpr int64_t kPoints = 8192;  // a task: this many points of one view
@@ -105,8 +105,8 @@ std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means_, const at::Tens
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::cull_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("cull", &nsmg::cull);
+  m.impl("cull", &nsmg::cull_cpu::cull);
 }

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace nsmg {
+namespace nsmg::patch_counts_cpu {
 namespace {
 
 constexpr int64_t kBlock = 64;   // groups under one box
@@ -204,8 +204,8 @@ at::Tensor patch_counts(const at::Tensor& points_, int64_t size, const at::Tenso
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::patch_counts_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("patch_counts", &nsmg::patch_counts);
+  m.impl("patch_counts", &nsmg::patch_counts_cpu::patch_counts);
 }

@@ -12,7 +12,7 @@
 #include "cpu/common/cameras.h"
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::project_cpu {
 namespace {
 
 constexpr int64_t kLanes = 16;
@@ -298,9 +298,9 @@ Projected project_backward(const at::Tensor& means, const at::Tensor& quats, con
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::project_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("project", &nsmg::project);
-  m.impl("project_backward", &nsmg::project_backward);
+  m.impl("project", &nsmg::project_cpu::project);
+  m.impl("project_backward", &nsmg::project_cpu::project_backward);
 }

@@ -8,10 +8,11 @@
 
 #include <tuple>
 
-#include "common/projection.h"
+#include "common/lens.h"
+#include "cpu/common/cameras.h"
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::project_axes_cpu {
 namespace {
 
 // The checked inputs that forward and backward share.
@@ -24,10 +25,10 @@ struct Inputs {
   int64_t views() const { return viewmats.size(0); }
   int64_t rows() const { return means.size(0); }
 
-  template <typename T>
-  Camera<T> camera(int64_t view) const {
-    return make_camera<T>(viewmats.const_data_ptr<T>() + 16 * view, Ks.const_data_ptr<T>() + 9 * view,
-                          T(sizes[2 * view]), T(sizes[2 * view + 1]), T(near_plane), T(far_plane));
+  template <typename C, typename T>
+  C camera(int64_t view) const {
+    return camera_of<C>(viewmats.const_data_ptr<T>(), Ks.const_data_ptr<T>(), view, T(sizes[2 * view]),
+                        T(sizes[2 * view + 1]), T(near_plane), T(far_plane));
   }
 
   template <typename T>
@@ -50,7 +51,7 @@ Inputs check_inputs(const at::Tensor& means, const at::Tensor& axes, const at::T
           checked(axes, "axes", {rows, 3, 3}, dtype),
           checked(opacities, "opacities", {rows}, dtype),
           checked(viewmats, "viewmats", {-1, 4, 4}, dtype),
-          checked(Ks, "Ks", {views, 3, 3}, dtype),
+          checked(Ks, "Ks", {views, intrinsics_rows(Ks), 3}, dtype),
           view_starts(view_ids.contiguous(), own, views, rows),
           sizes.vec(),
           near_plane,
@@ -73,21 +74,23 @@ Projected project_axes(const at::Tensor& means, const at::Tensor& axes, const at
     T *const to_means = means2d.mutable_data_ptr<T>(), *const to_conics = conics.mutable_data_ptr<T>();
     T *const to_depths = depths.mutable_data_ptr<T>(), *const to_opacities = row_opacities.mutable_data_ptr<T>();
     int32_t* const to_radii = radii.mutable_data_ptr<int32_t>();
-    for_chunks(chunks_of(in.starts, 0, in.views()), [&](int64_t, const Chunk& chunk) {
-      const Camera<T> camera = in.camera<T>(chunk.view);
-      for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-        const ProjectedRow<T> row = project_row(camera, in.point<T>(i), T(eps2d), antialiased);
-        to_radii[2 * i] = static_cast<int32_t>(row.rx);
-        to_radii[2 * i + 1] = static_cast<int32_t>(row.ry);
-        if (!row.alive) continue;
-        to_means[2 * i] = row.splat.x;
-        to_means[2 * i + 1] = row.splat.y;
-        to_conics[3 * i] = row.splat.conic_a;
-        to_conics[3 * i + 1] = row.splat.conic_b;
-        to_conics[3 * i + 2] = row.splat.conic_c;
-        to_depths[i] = row.splat.depth;
-        to_opacities[i] = row.splat.opacity;
-      }
+    with_camera<T>(in.Ks, [&](auto kind) {
+      for_chunks(chunks_of(in.starts, 0, in.views()), [&](int64_t, const Chunk& chunk) {
+        const auto camera = in.camera<typename decltype(kind)::type, T>(chunk.view);
+        for (int64_t i = chunk.begin; i < chunk.end; ++i) {
+          const ProjectedRow<T> row = project_row(camera, in.point<T>(i), T(eps2d), antialiased);
+          to_radii[2 * i] = static_cast<int32_t>(row.rx);
+          to_radii[2 * i + 1] = static_cast<int32_t>(row.ry);
+          if (!row.alive) continue;
+          to_means[2 * i] = row.splat.x;
+          to_means[2 * i + 1] = row.splat.y;
+          to_conics[3 * i] = row.splat.conic_a;
+          to_conics[3 * i + 1] = row.splat.conic_b;
+          to_conics[3 * i + 2] = row.splat.conic_c;
+          to_depths[i] = row.splat.depth;
+          to_opacities[i] = row.splat.opacity;
+        }
+      });
     });
   });
   return {means2d, conics, depths, row_opacities, radii};
@@ -122,25 +125,27 @@ Gradients project_axes_backward(const at::Tensor& means, const at::Tensor& axes,
     for (int64_t view = 0; view < in.views(); ++view) {
       const std::vector<Chunk> chunks = chunks_of(in.starts, view, view + 1);
       std::vector<double> sums(12 * chunks.size());  // of each chunk: the pose's, the rotation's nine first
-      for_chunks(chunks, [&](int64_t number, const Chunk& chunk) {
-        const Camera<T> camera = in.camera<T>(view);
-        double* const pose = sums.data() + 12 * number;
-        for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-          if (radius[2 * i] <= 0) continue;
-          const SplatGradient<T> splat = {at_mean[2 * i],   at_mean[2 * i + 1], conic[3 * i], conic[3 * i + 1],
-                                          conic[3 * i + 2], depth[i],           opacity[i]};
-          const AxesGradient<T> g = splat_vjp(camera, in.point<T>(i), T(eps2d), antialiased, splat);
-          const T mean[3] = {g.mean.x, g.mean.y, g.mean.z};
-          const T by_axes[9] = {g.axes.r0.x, g.axes.r0.y, g.axes.r0.z, g.axes.r1.x, g.axes.r1.y,
-                                g.axes.r1.z, g.axes.r2.x, g.axes.r2.y, g.axes.r2.z};
-          std::copy_n(mean, 3, to_means + 3 * i);
-          std::copy_n(by_axes, 9, to_axes + 9 * i);
-          to_opacities[i] = g.opacity;
-          const Mat3<T>& r = g.rotation;
-          const T turn[12] = {r.r0.x, r.r0.y, r.r0.z, r.r1.x,          r.r1.y,          r.r1.z,
-                              r.r2.x, r.r2.y, r.r2.z, g.translation.x, g.translation.y, g.translation.z};
-          for (int c = 0; c < 12; ++c) pose[c] += static_cast<double>(turn[c]);
-        }
+      with_camera<T>(in.Ks, [&](auto kind) {
+        for_chunks(chunks, [&](int64_t number, const Chunk& chunk) {
+          const auto camera = in.camera<typename decltype(kind)::type, T>(view);
+          double* const pose = sums.data() + 12 * number;
+          for (int64_t i = chunk.begin; i < chunk.end; ++i) {
+            if (radius[2 * i] <= 0) continue;
+            const SplatGradient<T> splat = {at_mean[2 * i],   at_mean[2 * i + 1], conic[3 * i], conic[3 * i + 1],
+                                            conic[3 * i + 2], depth[i],           opacity[i]};
+            const AxesGradient<T> g = splat_vjp(camera, in.point<T>(i), T(eps2d), antialiased, splat);
+            const T mean[3] = {g.mean.x, g.mean.y, g.mean.z};
+            const T by_axes[9] = {g.axes.r0.x, g.axes.r0.y, g.axes.r0.z, g.axes.r1.x, g.axes.r1.y,
+                                  g.axes.r1.z, g.axes.r2.x, g.axes.r2.y, g.axes.r2.z};
+            std::copy_n(mean, 3, to_means + 3 * i);
+            std::copy_n(by_axes, 9, to_axes + 9 * i);
+            to_opacities[i] = g.opacity;
+            const Mat3<T>& r = g.rotation;
+            const T turn[12] = {r.r0.x, r.r0.y, r.r0.z, r.r1.x,          r.r1.y,          r.r1.z,
+                                r.r2.x, r.r2.y, r.r2.z, g.translation.x, g.translation.y, g.translation.z};
+            for (int c = 0; c < 12; ++c) pose[c] += static_cast<double>(turn[c]);
+          }
+        });
       });
       double total[12] = {};
       for (size_t i = 0; i < sums.size(); ++i) total[i % 12] += sums[i];
@@ -154,9 +159,9 @@ Gradients project_axes_backward(const at::Tensor& means, const at::Tensor& axes,
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::project_axes_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("project_axes", &nsmg::project_axes);
-  m.impl("project_axes_backward", &nsmg::project_axes_backward);
+  m.impl("project_axes", &nsmg::project_axes_cpu::project_axes);
+  m.impl("project_axes_backward", &nsmg::project_axes_cpu::project_axes_backward);
 }

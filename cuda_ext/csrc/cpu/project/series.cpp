@@ -9,7 +9,7 @@
 
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::series_cpu {
 namespace {
 
 // The checked inputs that forward and backward share.
@@ -99,9 +99,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> series_backward(const at::Tensor&
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::series_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("series", &nsmg::series);
-  m.impl("series_backward", &nsmg::series_backward);
+  m.impl("series", &nsmg::series_cpu::series);
+  m.impl("series_backward", &nsmg::series_cpu::series_backward);
 }

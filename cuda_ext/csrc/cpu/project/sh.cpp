@@ -10,7 +10,7 @@
 #include "common/sh.h"
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::sh_cpu {
 namespace {
 
 // The checked inputs that forward and backward share.
@@ -174,9 +174,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sh_colors_backward(
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::sh_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("sh_colors", &nsmg::sh_colors);
-  m.impl("sh_colors_backward", &nsmg::sh_colors_backward);
+  m.impl("sh_colors", &nsmg::sh_cpu::sh_colors);
+  m.impl("sh_colors_backward", &nsmg::sh_cpu::sh_colors_backward);
 }

@@ -11,10 +11,11 @@
 #include "common/boxed_call.h"
 #include "common/convex_pixel.h"
 #include "common/surfel_pixel.h"
+#include "cpu/common/cameras.h"
 #include "cpu/common/patches.h"
 #include "cpu/common/rows.h"
 
-namespace nsmg {
+namespace nsmg::primitives_cpu {
 namespace {
 
 constexpr int kPose = 12;  // the camera's rotation by rows and its translation
@@ -68,7 +69,7 @@ struct Points {
   Points(BoxedCall& call, at::ScalarType dtype)
       : columns(take_columns<typename Primitive::PointColumns>(call, -1, dtype)) {
     viewmats = take(call, "viewmats", {-1, 4, 4}, dtype);
-    Ks = take(call, "Ks", {views(), 3, 3}, dtype);
+    Ks = take(call, "Ks", {views(), intrinsics_rows(call.tensor("Ks")), 3}, dtype);
     sizes = call.integers("sizes").vec();
     TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == 2 * views(), "sizes must hold 2 numbers a view.");
     const at::Tensor view_ids = call.tensor("view_ids").contiguous();
@@ -81,10 +82,10 @@ struct Points {
   int64_t views() const { return viewmats.size(0); }
   int64_t rows() const { return point_ids.size(0); }
 
-  template <typename T>
-  Camera<T> camera(int64_t view) const {
-    return make_camera<T>(viewmats.const_data_ptr<T>() + 16 * view, Ks.const_data_ptr<T>() + 9 * view,
-                          T(sizes[2 * view]), T(sizes[2 * view + 1]), T(near_plane), T(far_plane));
+  template <typename C, typename T>
+  C camera(int64_t view) const {
+    return camera_of<C>(viewmats.const_data_ptr<T>(), Ks.const_data_ptr<T>(), view, T(sizes[2 * view]),
+                        T(sizes[2 * view + 1]), T(near_plane), T(far_plane));
   }
 
   template <typename T>
@@ -111,17 +112,19 @@ void project(BoxedCall& call) {
     using T = scalar_t;
     const auto to = pointers<Projected, T>(found);
     int32_t* radius = found.back().mutable_data_ptr<int32_t>();
-    for_chunks(chunks_of(in.starts, 0, in.views()), [&](int64_t, const Chunk& chunk) {
-      const Camera<T> camera = in.template camera<T>(chunk.view);
-      for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-        auto row = Primitive::project(camera, in.template point<T>(i));
-        radius[2 * i] = static_cast<int32_t>(row.rx);
-        radius[2 * i + 1] = static_cast<int32_t>(row.ry);
-        if (!row.alive) row = {};
-        T numbers[Projected::kNumbers];
-        to_numbers(row, numbers);
-        Projected::store(to, i, numbers);
-      }
+    with_camera<T>(in.Ks, [&](auto kind) {
+      for_chunks(chunks_of(in.starts, 0, in.views()), [&](int64_t, const Chunk& chunk) {
+        const auto camera = in.template camera<typename decltype(kind)::type, T>(chunk.view);
+        for (int64_t i = chunk.begin; i < chunk.end; ++i) {
+          auto row = Primitive::project(camera, in.template point<T>(i));
+          radius[2 * i] = static_cast<int32_t>(row.rx);
+          radius[2 * i + 1] = static_cast<int32_t>(row.ry);
+          if (!row.alive) row = {};
+          T numbers[Projected::kNumbers];
+          to_numbers(row, numbers);
+          Projected::store(to, i, numbers);
+        }
+      });
     });
   });
   give(call, found);
@@ -146,20 +149,22 @@ void project_backward(BoxedCall& call) {
     T* pose = found.back().template mutable_data_ptr<T>();
     // One view after the other: within a view each point appears once, so the rows of a view never meet.
     for (int64_t view = 0; view < in.views(); ++view) {
-      const Camera<T> camera = in.template camera<T>(view);
       const std::vector<Chunk> chunks = chunks_of(in.starts, view, view + 1);
       std::vector<double> sums(kPose * chunks.size(), 0.0);
-      for_chunks(chunks, [&](int64_t at, const Chunk& chunk) {
-        for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-          if (radius[2 * i] <= 0) continue;
-          T given[Projected::kNumbers], numbers[kNumbers + kPose];
-          Projected::load(from, i, given);
-          to_numbers(Primitive::project_vjp(camera, in.template point<T>(i),
-                                            as_struct<typename Primitive::template RowGradient<T>>(given)),
-                     numbers);
-          PointColumns::each(to, ids[i], [&](T* sum, int c) { *sum += numbers[c]; });
-          for (int c = 0; c < kPose; ++c) sums[kPose * at + c] += double(numbers[kNumbers + c]);
-        }
+      with_camera<T>(in.Ks, [&](auto kind) {
+        const auto camera = in.template camera<typename decltype(kind)::type, T>(view);
+        for_chunks(chunks, [&](int64_t at, const Chunk& chunk) {
+          for (int64_t i = chunk.begin; i < chunk.end; ++i) {
+            if (radius[2 * i] <= 0) continue;
+            T given[Projected::kNumbers], numbers[kNumbers + kPose];
+            Projected::load(from, i, given);
+            to_numbers(Primitive::project_vjp(camera, in.template point<T>(i),
+                                              as_struct<typename Primitive::template RowGradient<T>>(given)),
+                       numbers);
+            PointColumns::each(to, ids[i], [&](T* sum, int c) { *sum += numbers[c]; });
+            for (int c = 0; c < kPose; ++c) sums[kPose * at + c] += double(numbers[kNumbers + c]);
+          }
+        });
       });
       double total[kPose] = {};
       for (size_t i = 0; i < sums.size(); ++i) total[i % kPose] += sums[i];
@@ -318,9 +323,9 @@ void bind(torch::Library& m) {
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::primitives_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  nsmg::bind<nsmg::SurfelTraits>(m);
-  nsmg::bind<nsmg::ConvexTraits>(m);
+  nsmg::primitives_cpu::bind<nsmg::SurfelTraits>(m);
+  nsmg::primitives_cpu::bind<nsmg::ConvexTraits>(m);
 }

@@ -11,7 +11,7 @@
 
 #include "cpu/raster/splat.h"
 
-namespace nsmg {
+namespace nsmg::rasterize_cpu {
 namespace {
 
 template <typename T, int kChannels>
@@ -70,7 +70,7 @@ class TileRenderer {
 
   // Blends one splat into rows [row, row_end) of block k.
   inline void blend(const Tile& tile, int64_t splat_row, Id position, int k, int row, int row_end) {
-    const Splat<T> splat = table_.splats[splat_row];
+    const TableSplat<T> splat = table_.splats[splat_row];
     const T* feature = kChannels > 0 ? splat.features : table_.features + splat_row * channels();
     const V dx = splat.ellipse.mean_x - grid_.x[k];
     const int pitch = grid_.blocks;
@@ -165,6 +165,6 @@ Rendered rasterize(const at::Tensor& means2d_, const at::Tensor& conics_, const 
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::rasterize_cpu
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("rasterize", &nsmg::rasterize); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("rasterize", &nsmg::rasterize_cpu::rasterize); }

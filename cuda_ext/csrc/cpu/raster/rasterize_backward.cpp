@@ -17,7 +17,7 @@
 #include "cpu/raster/records.h"
 #include "cpu/raster/splat.h"
 
-namespace nsmg {
+namespace nsmg::rasterize_backward_cpu {
 namespace {
 
 template <typename T>
@@ -87,7 +87,7 @@ class TileGradient {
 
   // Adds what one splat gets from rows [row, row_end) of block k to sums_, lane by lane.
   inline void gather(const Tile& tile, int64_t splat_row, Id position, int k, int row, int row_end) {
-    const Splat<T> splat = table_.splats[splat_row];
+    const TableSplat<T> splat = table_.splats[splat_row];
     const T* feature = kChannels > 0 ? splat.features : table_.features + splat_row * channels();
     const V dx = splat.ellipse.mean_x - grid_.x[k];
     V sum0{}, sum1{}, sum2{};  // over the rows, of v_sigma, v_sigma dy and v_sigma dy^2
@@ -168,7 +168,7 @@ void sum_rows(const SplatTable<T>& table, const RecordPlan& plan, const Vec<T>* 
       std::fill(total.begin(), total.end(), Vec<T>{});
       for (int64_t slot = plan.row_begin[r]; slot < plan.row_begin[r + 1]; ++slot)
         for (int v = 0; v < vectors; ++v) total[v] += records[slot * vectors + v];
-      const Splat<T>& s = table.splats[r];
+      const TableSplat<T>& s = table.splats[r];
       v_mean[2 * r] = T(2) * s.half_a * sum(1) + s.ellipse.b * sum(2);
       v_mean[2 * r + 1] = s.ellipse.b * sum(1) + T(2) * s.half_c * sum(2);
       v_conic[3 * r] = T(0.5) * sum(3);
@@ -291,9 +291,9 @@ void rasterize_backward_into(const at::Tensor& means2d, const at::Tensor& conics
 }
 
 }  // namespace
-}  // namespace nsmg
+}  // namespace nsmg::rasterize_backward_cpu
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
-  m.impl("rasterize_backward", &nsmg::rasterize_backward);
-  m.impl("rasterize_backward_into", &nsmg::rasterize_backward_into);
+  m.impl("rasterize_backward", &nsmg::rasterize_backward_cpu::rasterize_backward);
+  m.impl("rasterize_backward_into", &nsmg::rasterize_backward_cpu::rasterize_backward_into);
 }

@@ -21,7 +21,7 @@ namespace nsmg {
 constexpr int kPackedChannels = 4;
 
 template <typename T>
-struct alignas(16 * sizeof(T)) Splat {
+struct alignas(16 * sizeof(T)) TableSplat {
   T half_a, half_c, opacity;
   T features[kPackedChannels];
   Ellipse<T> ellipse;
@@ -46,7 +46,7 @@ struct EllipseBatch {
 // The inputs of `rasterize`, checked.
 template <typename T>
 struct SplatTable {
-  std::unique_ptr<Splat<T>[]> splats;
+  std::unique_ptr<TableSplat<T>[]> splats;
   const T* features;
   const int32_t* tile_offsets;
   const int32_t* row_ids;
@@ -72,7 +72,7 @@ struct SplatTable {
     for (int64_t i = 0; runs && i < used; ++i) known &= (row_ids[i] >= 0) & (row_ids[i] < rows);
     TORCH_CHECK(runs && known, "rasterize: tile_offsets must ascend from 0 to at most the ", intersections,
                 " intersections of row_ids, and these must name one of the ", rows, " rows, as intersect returns them");
-    splats.reset(new Splat<T>[rows]);
+    splats.reset(new TableSplat<T>[rows]);
     const int64_t batches = (rows + kBatch - 1) / kBatch;
     at::parallel_for(0, batches, 64, [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k)
@@ -93,7 +93,7 @@ struct SplatTable {
     for (int i = 0; i < kBatch; ++i) batch.set(i, make_ellipse(mean_x[i], mean_y[i], a[i], b[i], c[i], o[i]));
     const int64_t packed = std::min<int64_t>(channels, kPackedChannels);
     for (int i = 0; i < count; ++i) {
-      Splat<T>& splat = splats[first + i];
+      TableSplat<T>& splat = splats[first + i];
       splat = {a[i] * T(0.5), c[i] * T(0.5), o[i], {}, batch.get(i)};
       std::copy_n(features + (first + i) * channels, packed, splat.features);
     }
@@ -141,7 +141,7 @@ struct TileOverlaps {
 // opacity * exp(-sigma) at pixels dx, dy from the mean; zero where the rule skips the splat (sigma < 0, or below 1/255).
 // Not capped yet.
 template <typename T>
-inline Vec<T> raw_alpha(const Splat<T>& s, Vec<T> dx, T dy) {
+inline Vec<T> raw_alpha(const TableSplat<T>& s, Vec<T> dx, T dy) {
   const Vec<T> sigma = (s.half_a * dx + s.ellipse.b * dy) * dx + s.half_c * dy * dy;
   const Vec<T> raw = s.opacity * exp_minus(sigma);
   return raw >= kAlphaMin<T> ? raw : Vec<T>{};

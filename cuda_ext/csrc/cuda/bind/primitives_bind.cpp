@@ -36,7 +36,8 @@ PrimitivePoints<Primitive> take_points(Call& call) {
   PrimitivePoints<Primitive> in = {};
   in.points = cuda_count(call.first().size(0), "points");
   in.columns = take_columns<typename Primitive::PointColumns>(call, in.points);
-  in.cameras = call.read<Cameras>("viewmats[V,4,4] Ks[V,3,3] near far");
+  in.cameras = call.read<Cameras>("viewmats[V,4,4] Ks[V,L,3] near far");
+  in.intrinsics_rows = call.read<int>("L");
   in.sizes = call.read<const int64_t*>("sizes[2V]");
   in.view_ids = call.read<const int32_t*>("view_ids[M]");
   in.point_ids = call.read<const int32_t*>("point_ids[M]");

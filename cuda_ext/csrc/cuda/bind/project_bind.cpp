@@ -26,7 +26,7 @@ constexpr char kProjectGradients[] =
     "v_means2d[M,2]@16 v_conics[M,3] v_depths[M] v_row_opacities[M] radii[M,2] "
     ">v_means[N,3]=V >v_quats[N,4]=V >v_scales[N,3]=V >v_opacities[N]=V >v_viewmats[V,4,4]=0 ~[VG+1] ~[12VG]";
 constexpr char kAxes[] =
-    "means[M,3] axes[M,3,3] opacities[M] viewmats[V,4,4] Ks[V,3,3] near far sizes[2V] view_ids[M] V M eps2d "
+    "means[M,3] axes[M,3,3] opacities[M] viewmats[V,4,4] Ks[V,L,3] near far L sizes[2V] view_ids[M] V M eps2d "
     "antialiased";
 constexpr char kAxesGradients[] =
     "v_means2d[M,2] v_conics[M,3] v_depths[M] v_row_opacities[M] radii[M,2] "

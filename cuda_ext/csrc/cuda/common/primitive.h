@@ -14,6 +14,7 @@ template <typename Primitive>
 struct PrimitivePoints {
   typename Primitive::PointColumns::template Pointers<const float> columns;  // [N, ...]
   Cameras cameras;
+  int intrinsics_rows;   // of a view: 3, or 7 with lenses
   const int64_t* sizes;  // on the host
   const int *view_ids, *point_ids;
   int points, views, rows;

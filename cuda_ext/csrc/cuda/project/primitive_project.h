@@ -17,7 +17,7 @@ __device__ __forceinline__ auto load_primitive(const PrimitivePoints<Primitive>&
   return as_struct<typename Primitive::template Point<float>>(numbers);
 }
 
-template <typename Primitive>
+template <typename Primitive, typename C>
 __global__ void __launch_bounds__(kRowThreads)
 project_kernel(const __grid_constant__ PrimitivePoints<Primitive> in, const __grid_constant__ ViewSizes sizes,
                const __grid_constant__ PrimitiveProjected<Primitive> out) {
@@ -27,7 +27,7 @@ project_kernel(const __grid_constant__ PrimitivePoints<Primitive> in, const __gr
   if (view < sizes.first || view >= sizes.first + sizes.count) return;  // another launch's
   const int id = in.point_ids[row];
   typename Primitive::template Row<float> r = {};
-  if (id >= 0) r = Primitive::project(load_camera(in.cameras, sizes, view), load_primitive(in, id));
+  if (id >= 0) r = Primitive::project(load_camera<C>(in.cameras, sizes, view), load_primitive(in, id));
   reinterpret_cast<int2*>(out.radii)[row] = make_int2(int(r.rx), int(r.ry));
   if (!r.alive) r = {};
   float numbers[Primitive::ProjectedColumns::kNumbers];
@@ -35,7 +35,7 @@ project_kernel(const __grid_constant__ PrimitivePoints<Primitive> in, const __gr
   Primitive::ProjectedColumns::store(out.columns, row, numbers);
 }
 
-template <typename Primitive>
+template <typename Primitive, typename C>
 __global__ void __launch_bounds__(kRowThreads)
 project_backward_kernel(const __grid_constant__ PrimitivePoints<Primitive> in, const __grid_constant__ ViewSizes sizes,
                         const __grid_constant__ PrimitivePointGradients<Primitive> g, int groups) {
@@ -51,7 +51,7 @@ project_backward_kernel(const __grid_constant__ PrimitivePoints<Primitive> in, c
     PointColumns::each(g.columns, base + i, [&](const float* from, int c) { sums[c][i] = fresh ? 0.0f : *from; });
   __syncthreads();
 
-  const auto add = [&](const Camera<float>& camera, int64_t row, float (&pose)[kPose]) {
+  const auto add = [&](const C& camera, int64_t row, float (&pose)[kPose]) {
     if (g.radii[2 * row] <= 0) return;
     const int id = in.point_ids[row];
     float given[Primitive::ProjectedColumns::kNumbers], found[kNumbers + kPose];
@@ -65,7 +65,7 @@ project_backward_kernel(const __grid_constant__ PrimitivePoints<Primitive> in, c
 #pragma unroll
     for (int c = 0; c < kPose; ++c) pose[c] += found[kNumbers + c];
   };
-  for_group_rows<kRowThreads>(in.cameras, sizes, g.starts, g.poses, groups, add);
+  for_group_rows<kRowThreads, C>(in.cameras, sizes, g.starts, g.poses, groups, add);
 
   for (int i = threadIdx.x; i < here; i += kRowThreads)
     PointColumns::each(g.columns, base + i, [&](float* to, int c) { *to = sums[c][i]; });
@@ -77,9 +77,11 @@ template <typename Primitive>
 cudaError_t project_primitives(const PrimitivePoints<Primitive>& in, const PrimitiveProjected<Primitive>& out,
                                cudaStream_t stream) {
   if (in.rows == 0) return cudaSuccess;
-  return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
-    const auto kernel = project_kernel<Primitive>;
-    kernel<<<unsigned((int64_t(in.rows) + kRowThreads - 1) / kRowThreads), kRowThreads, 0, stream>>>(in, sizes, out);
+  return with_camera(in.intrinsics_rows, [&](auto kind) {
+    const auto kernel = project_kernel<Primitive, typename decltype(kind)::type>;
+    return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
+      kernel<<<unsigned((int64_t(in.rows) + kRowThreads - 1) / kRowThreads), kRowThreads, 0, stream>>>(in, sizes, out);
+    });
   });
 }
 
@@ -88,9 +90,11 @@ cudaError_t project_primitives_backward(const PrimitivePoints<Primitive>& in,
                                         const PrimitivePointGradients<Primitive>& g, cudaStream_t stream) {
   const int groups = groups_of(in.points, kPointGroup<Primitive>);
   if (groups == 0 || in.views == 0) return cudaSuccess;
-  const cudaError_t error = for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
-    const auto kernel = project_backward_kernel<Primitive>;
-    kernel<<<groups, kRowThreads, 0, stream>>>(in, sizes, g, groups);
+  const cudaError_t error = with_camera(in.intrinsics_rows, [&](auto kind) {
+    const auto kernel = project_backward_kernel<Primitive, typename decltype(kind)::type>;
+    return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
+      kernel<<<groups, kRowThreads, 0, stream>>>(in, sizes, g, groups);
+    });
   });
   if (error != cudaSuccess) return error;
   return sum_partials(g.poses, kPose * in.views, groups, true, g.viewmats, stream);

@@ -12,7 +12,7 @@ __device__ __forceinline__ AxesPoint<float> load_axes(const AxesInputs& in, int6
   return {load3(in.means, row), {{a[0], a[1], a[2]}, {a[3], a[4], a[5]}, {a[6], a[7], a[8]}}, in.opacities[row]};
 }
 
-template <bool Antialiased>
+template <bool Antialiased, typename C>
 __global__ void __launch_bounds__(kThreads)
     project_axes_kernel(const __grid_constant__ AxesInputs in, const __grid_constant__ ViewSizes sizes,
                         const __grid_constant__ ProjectOutputs out) {
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= in.rows) return;
   const int view = in.view_ids[row];
   if (view < sizes.first || view >= sizes.first + sizes.count) return;  // another launch's
-  ProjectedRow<float> r = project_row(load_camera(in.cameras, sizes, view), load_axes(in, row), in.eps2d, Antialiased);
+  ProjectedRow<float> r = project_row(load_camera<C>(in.cameras, sizes, view), load_axes(in, row), in.eps2d, Antialiased);
   if (!r.alive) r.splat = {};
   reinterpret_cast<float2*>(out.means2d)[row] = make_float2(r.splat.x, r.splat.y);
   out.conics[3 * row] = r.splat.conic_a;
@@ -31,11 +31,11 @@ __global__ void __launch_bounds__(kThreads)
   reinterpret_cast<int2*>(out.radii)[row] = make_int2(int(r.rx), int(r.ry));
 }
 
-template <bool Antialiased>
+template <bool Antialiased, typename C>
 __global__ void __launch_bounds__(kThreads)
     project_axes_backward_kernel(const __grid_constant__ AxesInputs in, const __grid_constant__ ViewSizes sizes,
                                  const __grid_constant__ AxesGradients g, int groups) {
-  const auto add = [&](const Camera<float>& camera, int64_t row, float (&pose)[kPose]) {
+  const auto add = [&](const C& camera, int64_t row, float (&pose)[kPose]) {
     AxesGradient<float> found = {};
     if (g.radii[2 * row] > 0) {
       const SplatGradient<float> splat = {g.means2d[2 * row],    g.means2d[2 * row + 1], g.conics[3 * row],
@@ -53,25 +53,31 @@ __global__ void __launch_bounds__(kThreads)
     g.opacities[row] = found.opacity;
     add_pose(pose, found.rotation, found.translation);
   };
-  for_group_rows<kThreads>(in.cameras, sizes, g.starts, g.poses, groups, add);
+  for_group_rows<kThreads, C>(in.cameras, sizes, g.starts, g.poses, groups, add);
 }
 
 }  // namespace
 
 cudaError_t project_axes(const AxesInputs& in, const ProjectOutputs& out, cudaStream_t stream) {
   if (in.rows == 0) return cudaSuccess;
-  const auto kernel = in.antialiased ? &project_axes_kernel<true> : &project_axes_kernel<false>;
-  return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
-    kernel<<<groups_of(in.rows, kThreads), kThreads, 0, stream>>>(in, sizes, out);
+  return with_camera(in.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    const auto kernel = in.antialiased ? &project_axes_kernel<true, C> : &project_axes_kernel<false, C>;
+    return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
+      kernel<<<groups_of(in.rows, kThreads), kThreads, 0, stream>>>(in, sizes, out);
+    });
   });
 }
 
 cudaError_t project_axes_backward(const AxesInputs& in, const AxesGradients& g, cudaStream_t stream) {
   const int groups = groups_of(in.rows, kAxesGroup);
   if (groups == 0 || in.views == 0) return cudaSuccess;
-  const auto kernel = in.antialiased ? &project_axes_backward_kernel<true> : &project_axes_backward_kernel<false>;
-  const cudaError_t error = for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
-    kernel<<<groups, kThreads, 0, stream>>>(in, sizes, g, groups);
+  const cudaError_t error = with_camera(in.intrinsics_rows, [&](auto kind) {
+    using C = typename decltype(kind)::type;
+    const auto kernel = in.antialiased ? &project_axes_backward_kernel<true, C> : &project_axes_backward_kernel<false, C>;
+    return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
+      kernel<<<groups, kThreads, 0, stream>>>(in, sizes, g, groups);
+    });
   });
   if (error != cudaSuccess) return error;
   return sum_partials(g.poses, kPose * in.views, groups, true, g.viewmats, stream);

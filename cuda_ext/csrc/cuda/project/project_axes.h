@@ -8,6 +8,7 @@ namespace nsmg {
 struct AxesInputs {
   const float *means, *axes, *opacities;  // [M, 3], [M, 3, 3], [M]
   Cameras cameras;
+  int intrinsics_rows;   // of a view: 3, or 7 with lenses
   const int64_t* sizes;  // on the host: 2 a view
   const int* view_ids;
   int views, rows;
