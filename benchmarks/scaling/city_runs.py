@@ -121,7 +121,7 @@ class Run(ABC):
         scene, (rows, segment, intersections) = self.city_views.scene, self.capacities
         return StepSettings(
             width=scene.width, height=scene.height, views=self.batch, ssim_lambda=SSIM_LAMBDA, rows=rows,
-            segment=segment, intersections=intersections,
+            segment=segment, intersections=intersections, intrinsics_rows=len(self.batches[0][0].K),
         )  # fmt: skip
 
     def made(

@@ -33,7 +33,7 @@ from benchmarks.lib.rank_jobs import Job, run_jobs
 from benchmarks.scaling.tile_jobs import make_worker
 from benchmarks.scaling.tile_run import Mode, lists_to_choose
 from benchmarks.scaling.tile_tables import COUNTING, show
-from benchmarks.scenes.city_model import CityScene
+from benchmarks.scenes.city_model import LENSES, CityScene
 from cuda_ext.dispatch.load import build_native
 from ns_multigpu.planning.quantities import parse_count, parse_size
 
@@ -58,6 +58,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24, help="timed steps of each way, at least")
     parser.add_argument("--views", type=int, default=8, help="views to train on")
     parser.add_argument("--blocks", type=int, default=0, help="along a side of the city (default: as the points grow)")
+    parser.add_argument("--lens", choices=LENSES, default="", help="draw through one, not as a pinhole camera")
     parser.add_argument("--counts", action="store_true", help="time absolute gradients and statistics, too")
     parser.add_argument("--quick", action="store_true", help="few steps of two views, to see that it runs")
     parser.add_argument("--seconds", type=float, default=1e9, help="after so many nothing is begun any more")
@@ -113,7 +114,7 @@ def jobs_of(options: argparse.Namespace, ranks: int) -> list[Job]:
     cuda = options.device == "cuda"
     for points in options.points:
         for turn, (width, height) in enumerate(options.images):
-            scene = CityScene(points, width, height, options.views, options.blocks)
+            scene = CityScene(points, width, height, options.views, options.blocks, options.lens)
             base: Job = {"scene": asdict(scene), "name": scene.name, "gpus": ranks, "steps": options.steps}
             base["estimate"] = 4.0 if cuda else 0.0
             some: list[Job] = []

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuda_ext.ops.project.lens import lens_intrinsics
 from ns_multigpu.city.cameras import AERIAL_FOV
 from ns_multigpu.city.capture import CityCapture
 from ns_multigpu.city.city import City
@@ -59,6 +60,10 @@ _SAMPLES = 1024
 """Codes of each rank that the ranges are cut by."""
 
 
+LENSES = {"perspective": (-0.05, 0.01, 0.0, 0.0, 0.0, 0.0, 1e-4, 1e-4), "fisheye": (-0.02, 0.002, 0.0, 0.0)}
+"""Coefficients as `lens_intrinsics` takes them."""
+
+
 @dataclass(frozen=True)
 class CityScene:
     """Training scene: a city with a number of points, seen in images of a given size.
@@ -66,6 +71,7 @@ class CityScene:
     Attributes:
         points: of the whole model. width, height: of the pictures.
         views: how many. blocks: along a side of the city; 0 for as many as suit the points.
+        lens: what the steps draw through, a key of `LENSES`; the pictures are a pinhole camera's all the same.
     """
 
     points: int
@@ -73,6 +79,7 @@ class CityScene:
     height: int
     views: int = 8
     blocks: int = 0
+    lens: str = ""
 
     @cached_property
     def capture(self) -> CityCapture:
@@ -97,12 +104,14 @@ class CityScene:
     def name(self) -> str:
         points = f"{self.points / 1e6:g}M" if self.points >= 1_000_000 else f"{self.points}"
         known = {(1920, 1080): "1080p", (3840, 2160): "4K", (7680, 4320): "8K"}
-        return f"{points} {known.get((self.width, self.height), f'{self.width}x{self.height}')}"
+        return f"{points} {known.get((self.width, self.height), f'{self.width}x{self.height}')} {self.lens}".strip()
 
     def cameras(self) -> list[View]:
         """The views, on the host; their index is their place in this list."""
         capture, matrices = self.capture, self.capture.viewmats()
         K = torch.tensor([[capture.fx, 0.0, capture.cx], [0.0, capture.fy, capture.cy], [0.0, 0.0, 1.0]])
+        if self.lens:
+            K = lens_intrinsics(K, (self.width, self.height), LENSES[self.lens], fisheye=self.lens == "fisheye")
         picked = self._picked()
         return [View(matrices[k], K, self.width, self.height, index) for index, k in enumerate(picked)]
 
