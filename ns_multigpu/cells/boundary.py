@@ -6,6 +6,10 @@ one cell in one tile and in the other in the next, and within a tile all are in 
 
 Where a cell does not draw a tile, because nothing of it is in sight there, its stretch goes half to the cell before it
 and half to that behind it, of those that draw the tile.
+
+With a lens, rays are those of the matrix alone. They have the camera's centre in common with the lens's rays, so that
+the order of cells is right for them, too. As all cells draw all of such a view, each splat is still in one window of a
+tile. Only more splats are sent: those that the two rays put into different cells.
 """
 
 from collections.abc import Sequence
@@ -53,7 +57,7 @@ class CellsInViews(CellRegions):
         ]
         upward = [int(place[below] < place[above]) for place in places for below, above in known.first_cells]
         order = [cell for of_view in plan.order for cell in of_view]
-        cameras = stack_viewmats(views), stack_intrinsics(views)
+        cameras = stack_viewmats(views), _matrices(views)
         return cell_windows(*cameras, known.axes, known.at, known.paths, order, upward, drawn, patches)
 
     def overlaps_cells(
@@ -62,8 +66,13 @@ class CellsInViews(CellRegions):
         tree = self._space.tree
         if tree is None or tree.cells == 1:
             return torch.ones(self._space.cells, len(depths), dtype=torch.bool, device=depths.device)
-        viewmats, Ks = (of.to(means2d) for of in (stack_viewmats(views), stack_intrinsics(views)))  # may be the host's
+        viewmats, Ks = (of.to(means2d) for of in (stack_viewmats(views), _matrices(views)))  # may be the host's
         return cells_reached(view_ids, means2d, radii, depths, viewmats, Ks, _boxes(tree))
+
+
+def _matrices(views: Sequence[View]) -> Tensor:
+    """Return the views' intrinsics without lenses, [V, 3, 3]."""
+    return stack_intrinsics(views)[:, :3].contiguous()
 
 
 class _Planes(NamedTuple):

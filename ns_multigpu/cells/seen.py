@@ -31,14 +31,12 @@ def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
     Args:
         boxes: [cells, 2, 3] lower and upper corner, world units. An empty one, whose lower corner is above its upper,
             is never seen; one that has no end is seen in the whole view.
-        view: pinhole camera; its tensors are read on the host.
-
-    Raises:
-        ValueError: the camera has a lens.
+        view: its tensors are read on the host. If it has a lens, each box is seen in the whole view: see
+            `cells.boundary`.
     """
+    if len(view.K) > 3:
+        return [(0, 0, view.width, view.height)] * len(boxes)
     viewmat, K = _host(view.viewmat), _host(view.K)
-    if len(K) > 3:
-        raise ValueError("cells are seen by pinhole cameras only, and this view has a lens: see another strategy.")
     low, high = boxes[:, 0], boxes[:, 1]
     empty, endless = (low > high).any(1), ~np.isfinite(boxes).all((1, 2))
     bounded = np.where(np.isfinite(boxes), boxes, 0.0)

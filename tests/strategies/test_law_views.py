@@ -56,6 +56,9 @@ ROWS: list[Row] = [
     ("tile", 2, "captured", "4D gaussians", "lenses"), ("batch", 2, "step", "4D gaussians", "lenses sizes"),
     ("locality", 3, "captured", "2dgs", "lenses sizes"), ("batch", 2, "captured", "2dgs", "lenses"),
     ("tile", 3, "captured", "convex", "lenses"), ("batch", 2, "step", "convex", "lenses sizes"),
+    ("pixel", 2, "step", "gaussians", "lenses sizes"), ("pixel", 3, "captured", "gaussians", "lenses sizes"),
+    ("pixel", 4, "several", "gaussians", "lenses sizes"), ("pixel", 2, "captured", "4D gaussians", "lenses sizes"),
+    ("pixel", 3, "step", "2dgs", "lenses sizes"),
 ]  # fmt: skip
 ON_GPUS: list[Row] = [
     *((name, n, mode, "gaussians", words)
@@ -68,6 +71,7 @@ ON_GPUS: list[Row] = [
     *((name, n, mode, "gaussians", words) for words in ("lenses sizes", "lenses SE3")
       for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
     *((name, 2, "captured", kind, "lenses sizes") for name in LIKE_SINGLE for kind in OTHERS),
+    *(("pixel", 2, "captured", kind, "lenses sizes") for kind in ("gaussians", "4D gaussians", "2dgs")),
 ]  # fmt: skip
 
 
@@ -162,6 +166,17 @@ def test_gains_through_autograd_equal_single(name: str, strategy: str, ranks: in
     for of, gradient in expected["gradients"].items():  # the scene shows a difference
         assert float((gradient - without["gradients"][of]).abs().max()) > 0.01 * float(gradient.abs().max())
     check(run_ranks(with_gains, ranks, strategy, name), expected, torch.float64)
+
+
+def with_lenses(world: World, strategy: str, name: str) -> Outcome:
+    return step(world, strategy, name, lenses=True)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("name", ["gaussians", *OTHERS])
+def test_lenses_through_autograd_equal_single(name: str, strategy: str) -> None:
+    name = "convex, faint" if (name, strategy) == ("convex", "pixel") else name
+    check(run_ranks(with_lenses, 3, strategy, name), with_lenses(World.single(), "single", name), torch.float64)
 
 
 def test_layers_of_photographs_matter() -> None:

@@ -51,7 +51,7 @@ class DistributedDataManagerConfig(FullImageDatamanagerConfig, OffsetOption):
     """Data type of images in memory and between ranks; float32 takes four times the memory of uint8."""
     undistort: bool = True
     """True takes lens distortion out of photographs before training. False trains on them as they are, through their
-    lenses: borders are kept, and nothing is resampled. For all strategies but pixel, and for panoramas the only way.
+    lenses: borders are kept, and nothing is resampled. For panoramas it is the only way.
     """
     image_memory_gb: float | None = None
     """Memory limit of a rank's images, held-out ones included, in GB (10^9 bytes). Images beyond it are decoded again

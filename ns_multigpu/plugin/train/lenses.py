@@ -26,7 +26,6 @@ def check_lens_options(config: Any, world: World) -> None:
     """
     model = config.model
     reasons = {
-        "the strategy pixel plans by pinhole cameras which cells a view sees": config.strategy == "pixel",
         "the loss of depth compares with depths of pinhole cameras": model.depth_loss > 0,
         "normal maps are compared with normals in pinhole cameras": model.normal_map_loss > 0,
         "the loss of normals takes depth for a pinhole camera's; add --pipeline.model.normal-loss 0": (
