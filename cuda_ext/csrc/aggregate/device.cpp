@@ -38,6 +38,10 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 REGISTER_ALLOCATOR(c10::kPrivateUse1, allocator());
 
+const at::AcceleratorHooksInterface& of_cuda() {
+  return at::globalContext().getAcceleratorHooksInterface(at::kCUDA);
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return is_started() || at::hasCUDA(); }
@@ -48,6 +52,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::Device getDeviceFromPtr(void*) const override { return kOurs; }
+  // Memory that is page-locked for GPUs.
+  bool isPinnedPtr(const void* data) const override { return at::hasCUDA() && of_cuda().isPinnedPtr(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return of_cuda().getPinnedMemoryAllocator(); }
   // The first member draws all numbers, so its generators are the device's.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     count();

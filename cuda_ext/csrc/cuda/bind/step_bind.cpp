@@ -9,6 +9,8 @@
 #include "cuda/optim/step_control.h"
 #include "cuda/optim/view_poses.h"
 
+#include <ATen/Context.h>
+
 #include <algorithm>
 
 namespace nsmg {
@@ -140,7 +142,10 @@ void take_lines(Call& call) {
   queued.lines = cuda_count(tables[0].size(0), "lines");
   for (size_t k = 0; k < tables.size(); ++k) {
     const at::Tensor &table = tables[k], &place = into[k];
-    TORCH_CHECK_TYPE(place.device() == device && (table.is_cuda() ? table.device() == device : table.is_pinned()),
+    // Asked of CUDA, since another accelerator's page-locked memory is what `is_pinned` knows.
+    const bool served = table.is_cuda() ? table.device() == device
+                                        : at::globalContext().isPinnedPtr(table.const_data_ptr(), at::kCUDA);
+    TORCH_CHECK_TYPE(place.device() == device && served,
                      "table ", k, " must be on ", device, " or in page-locked memory, and its place on ", device, ".");
     queued.tables[k] = {static_cast<const int32_t*>(table.const_data_ptr()),
                         static_cast<int32_t*>(place.mutable_data_ptr()), int(table.size(1))};
