@@ -277,10 +277,11 @@ def _step_shards(entries: Sequence[tuple[dict[str, Any], Tensor, dict[str, Any]]
     """Step parameters of the aggregate device by torch's fused Adam, of which each GPU updates its shard."""
     for group, param, state in entries:
         rate, beta1, beta2, eps, *_ = _next_line(group, state)
+        step = torch.full((), float(state["step"]), device=param.device)  # a copy would wait for the device
         moments, grads = ([state["exp_avg"]], [state["exp_avg_sq"]]), [g for g in (param.grad,) if g is not None]
         torch._fused_adam_(
-            [param], grads, *moments, [], [state["step"].to(param.device)], lr=rate, beta1=beta1, beta2=beta2,
-            weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+            [param], grads, *moments, [], [step], lr=rate, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps,
+            amsgrad=False, maximize=False,
         )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ bands are planned and distributed here, by the work measured in earlier steps.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +29,17 @@ from strategies.tile import tile
 class DeviceSteps:
     """Resources of the steps of all GPUs that outlive a rebuilt step: ranks, plans and graphs.
 
+    Args:
+        device: `multigpu`.
+
     Attributes:
         world: the world of one rank on the first GPU, for what the training loop does itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         from ns_multigpu import aggregate  # registers the device: only in processes that use it
 
-        self.aggregate, devices = aggregate, aggregate.devices()
+        self.aggregate, self.device, devices = aggregate, device, aggregate.devices()
         self.members, self.world = Members(devices), World.single(devices[0])
         self.strategies = [tile(world) for world in self.members.worlds]
         self.counts = DelayedReadback(self.strategies[0].assignment.learn)
@@ -48,49 +50,45 @@ class DeviceSteps:
     @staticmethod
     def of(device: torch.device) -> "DeviceSteps | None":
         """Return those of `multigpu`; None for another device."""
-        return DeviceSteps() if device.type == "multigpu" else None
-
-    def make(
-        self, kernels: Kernels, params: Mapping[str, Tensor], moments: Mapping[str, tuple[Tensor, Tensor]],
-        statistics: Mapping[str, Tensor], settings: StepSettings, kind: torch.dtype,
-        of_views: Callable[[World, Callable[[Tensor], Tensor]], OfViews],
-    ) -> "DeviceStep":  # fmt: skip
-        """Return a step. The last one must be released.
-
-        Args:
-            kernels, params, moments, statistics, settings: see `Step`. kind: type of the photographs.
-            of_views: returns a rank's parameters of views, placed by the given function.
-        """
-        for graphs in self.graphs:
-            graphs.forget()
-        settings = replace(settings, segment=settings.rows)
-        return DeviceStep(self, kernels, params, moments, statistics, settings, kind, of_views)
+        return DeviceSteps(device) if device.type == "multigpu" else None
 
 
 class DeviceStep:
-    """Step of all GPUs that is called as a `Step` of `single`.
+    """Step of all GPUs that is called as a `Step` of `single`. The one before it must be released.
+
+    Args:
+        made: resources.
+        kernels, params, moments, statistics, settings: see `Step`; tensors on `multigpu`.
+        kind: type of the photographs.
+        of_views: returns a rank's parameters of views, each placed by the given function.
 
     Attributes:
         batch: the next step's views, set before it. Other attributes: see `Step`.
     """
 
-    def __init__(self, made: DeviceSteps, *given: Any) -> None:
-        *tensors, settings, kind, of_views = given
-        self._made, self._settings = made, settings
+    def __init__(
+        self, made: DeviceSteps, kernels: Kernels, params: Mapping[str, Tensor],
+        moments: Mapping[str, tuple[Tensor, Tensor]], statistics: Mapping[str, Tensor], settings: StepSettings,
+        kind: torch.dtype, of_views: Callable[[World, Callable[[Tensor], Tensor]], OfViews],
+    ) -> None:  # fmt: skip
+        self._made, self._settings, ranks = made, settings, made.members.worlds
+        for graphs in made.graphs:
+            graphs.forget()
         # Each GPU has all parameters of views, and takes the same steps of them: rank, the model's, the GPU's own.
         self._replicas: list[tuple[int, Tensor, Tensor]] = []
-        options = [of_views(world, partial(self._replicated, world.rank)) for world in made.members.worlds]
+        options = [of_views(world, partial(self._replicated, world.rank)) for world in ranks]
+        settings = replace(settings, segment=settings.rows)  # enough for all rows to go one way
         self._steps: MemberSteps = made.aggregate.fused_steps(
-            made.members, made.strategies, *tensors, settings, options
+            made.members, made.strategies, kernels, params, moments, statistics, settings, options
         )
         self.inputs, self.report = self._steps.inputs, self._steps.report
         self.measured_work = self._steps.measured_work
         self.batch: Sequence[View] = ()
         self.rgb: list[Tensor] = []
         size = settings.views * settings.height * settings.width * settings.channels
-        self._photographs = [torch.empty(size, dtype=kind, device=world.device) for world in made.members.worlds]
+        self._photographs = [torch.empty(size, dtype=kind, device=world.device) for world in ranks]
         self._last: tuple[Plan, list[list[Tensor]]] = (Plan((), ()), [])
-        self.taken = torch.ones((), dtype=torch.bool, device=next(iter(tensors[1].values())).device)
+        self.taken = torch.ones((), dtype=torch.bool, device=made.device)
         self._taken = made.aggregate.member_views(self.taken)[0]
 
     def parts(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes) -> Parts[list[Tensor]]:

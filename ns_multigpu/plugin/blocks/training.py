@@ -339,7 +339,7 @@ class Training:
         tensors = kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}
         if self._all_gpus is not None:
             place_views = partial(view_parameters.in_steps, self._model, moments, views)
-            return self._all_gpus.make(*tensors, settings, kind, place_views)
+            return DeviceStep(self._all_gpus, *tensors, settings, kind, place_views)
         transport = self._buffers.transport(settings, kernels)
         self._buffers.make_pictures(settings, kind)
         return Step(
