@@ -143,9 +143,9 @@ void take_lines(Call& call) {
   for (size_t k = 0; k < tables.size(); ++k) {
     const at::Tensor &table = tables[k], &place = into[k];
     // Asked of CUDA, since another accelerator's page-locked memory is what `is_pinned` knows.
-    const bool served = table.is_cuda() ? table.device() == device
+    const bool usable = table.is_cuda() ? table.device() == device
                                         : at::globalContext().isPinnedPtr(table.const_data_ptr(), at::kCUDA);
-    TORCH_CHECK_TYPE(place.device() == device && served,
+    TORCH_CHECK_TYPE(place.device() == device && usable,
                      "table ", k, " must be on ", device, " or in page-locked memory, and its place on ", device, ".");
     queued.tables[k] = {static_cast<const int32_t*>(table.const_data_ptr()),
                         static_cast<int32_t*>(place.mutable_data_ptr()), int(table.size(1))};
