@@ -195,8 +195,7 @@ class NativeLibrary:
         if problem := self.problem():
             raise NativeBuildError(problem)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(target.with_suffix(".lock")):
+            with locked(target.with_suffix(".lock")):
                 if not target.exists():
                     self._build_to(target)
         except OSError as error:
@@ -238,9 +237,11 @@ def grouped(sources: Sequence[Path], count: int, folder: Path) -> tuple[Path, ..
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock that one process of this machine has at a time, by a file."""
     import fcntl  # not on Windows, where compiler_problem() has already said no
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

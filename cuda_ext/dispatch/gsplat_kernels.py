@@ -3,14 +3,17 @@
 Modules that have something to serve with them say so when they are imported (`in_gsplat_mode`).
 """
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 from torch.library import Library
 
-from cuda_ext.build.native import NativeBuildError
+from cuda_ext.build.native import NativeBuildError, cache_folder, locked
 
+_BACKEND = "gsplat.cuda._backend"
 Register = Callable[[Library], None]
 _registrations: list[Register] = []
 
@@ -35,11 +38,14 @@ def serve_with_gsplat(library: Library) -> None:
 def gsplat_kernels() -> Any:
     """Return gsplat's module of compiled kernels.
 
+    One process compiles them at a time: another that imports gsplat would delete its folder.
+
     Raises:
         NativeBuildError: gsplat is missing, or holds no kernels because there is no CUDA toolkit to compile them.
     """
     try:
-        kernels = import_module("gsplat.cuda._backend")._C
+        with nullcontext() if _BACKEND in sys.modules else locked(cache_folder() / "gsplat.lock"):
+            kernels = import_module(_BACKEND)._C
     except ImportError as error:
         raise NativeBuildError(
             f"On CUDA the operators run through gsplat 1.4.0, which does not import ({error}): "

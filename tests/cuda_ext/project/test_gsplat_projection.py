@@ -1,7 +1,10 @@
 """`cull`, `project` and `sh_colors` through gsplat: on CUDA the kernels themselves; on CPU what we do around them, with
 gsplat's pure-torch functions standing in for its kernels behind the kernels' own signatures."""
 
+import fcntl
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +157,21 @@ def test_missing_kernels_error_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_gsplat, "import_module", lambda name: SimpleNamespace(_C=None))
     with pytest.raises(cuda_ext.NativeBuildError, match="put `nvcc` on PATH"):
         _gsplat.gsplat_kernels()
+
+
+def test_one_process_imports_the_kernels_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_gsplat, "cache_folder", lambda: tmp_path / "new")
+    monkeypatch.delitem(sys.modules, "gsplat.cuda._backend", raising=False)
+
+    def imported(_: str) -> SimpleNamespace:
+        with open(tmp_path / "new" / "gsplat.lock", "w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return SimpleNamespace(_C="kernels")
+
+    monkeypatch.setattr(_gsplat, "import_module", imported)
+    assert _gsplat.gsplat_kernels() == "kernels"
+    with open(tmp_path / "new" / "gsplat.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.usefixtures("kernels")
