@@ -1,10 +1,11 @@
-"""nerfstudio's COLMAP parser with fast reading of seed points, once for both splits, lists of `listed_split`, an
-offset, and k4 of fisheye lenses.
+"""nerfstudio's COLMAP parser that reads a model once for both splits, and seed points fast. It has lists of
+`listed_split`, an offset, and k4 of fisheye lenses.
 
 nerfstudio creates an object per point, for the training and the held-out views: 13 us a point. The result here is
 bitwise the same, but points at one position are merged.
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,6 +41,7 @@ class QuickColmap(ColmapDataParser):
     """
 
     _read: tuple[Path, bytes, float, dict[str, Tensor]] | None = None
+    _model: tuple[Path, dict[str, Any]] | None = None
     _fourth: Tensor
     """[views] k4 of each view of the model, and then of the split."""
 
@@ -68,7 +70,9 @@ class QuickColmap(ColmapDataParser):
         """Read the model as nerfstudio does, less the offset. Names end with their line: its text reader stops at a
         space. It refuses any k4, as it also would that of a perspective lens.
         """
-        found: dict[str, Any] = super()._get_all_images_and_cameras(recon_dir)
+        if self._model is None or self._model[0] != recon_dir:
+            self._model = recon_dir, super()._get_all_images_and_cameras(recon_dir)
+        found = copy.deepcopy(self._model[1])  # frames are changed
         self._fourth = torch.tensor([float(frame.pop("k4", 0)) for frame in found["frames"]])
         axes = np.array(found.get("applied_transform", np.eye(4)), np.float64)[:3, :3]
         positions = np.array([frame["transform_matrix"][:3, 3] for frame in found["frames"]], np.float64)

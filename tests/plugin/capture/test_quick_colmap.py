@@ -68,6 +68,24 @@ def test_a_file_is_read_once_and_again_for_another_place(tmp_path: Path, monkeyp
     assert len(read) == 3
 
 
+def test_views_are_read_once_and_given_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = _parsers(_written(tmp_path))
+    read = list[Path]()
+
+    def views(_: Any, folder: Path) -> dict[str, Any]:
+        read.append(folder)
+        return {"frames": [{"transform_matrix": np.eye(4), "k4": 0.5, "file_path": "a.png"}]}
+
+    monkeypatch.setattr(ColmapDataParser, "_get_all_images_and_cameras", views)
+    for _ in range(2):
+        found = ours._get_all_images_and_cameras(tmp_path)
+        assert found == {"frames": [{"transform_matrix": pytest.approx(np.eye(4)), "file_path": "a.png"}]}
+        assert ours._fourth.tolist() == [0.5]
+        found["frames"][0]["transform_matrix"][:] = 7
+    ours._get_all_images_and_cameras(tmp_path / "other")
+    assert read == [tmp_path, tmp_path / "other"]
+
+
 def test_of_two_points_with_one_id_the_last_counts(tmp_path: Path) -> None:
     file = _written(tmp_path) / "points3D.bin"
     data = bytearray(file.read_bytes())
