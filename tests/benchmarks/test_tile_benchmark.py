@@ -36,6 +36,18 @@ def test_variants_are_compared_and_timed(tmp_path: Path, capsys: pytest.CaptureF
     assert "2000 96x64 x2" in printed and len(printed.splitlines()) < 60
 
 
+def test_steps_are_drawn_through_a_lens(tmp_path: Path) -> None:
+    losses: dict[str, list[float]] = {}
+    for lens in ("", "fisheye", "perspective"):
+        path = tmp_path / f"{lens}.json"
+        words = [*TOY, "--images", "96x64", "--gpus", "1", "--quick", "--sections", "single", "--json", str(path)]
+        assert tile.main([*words, *(["--lens", lens] if lens else [])]) == 0
+        rows = json.loads(path.read_text())["results"]
+        assert {row["name"] for row in rows} == {f"2000 96x64 {lens}".strip()}
+        losses[lens] = rows[0]["check"]["losses"]
+    assert len({tuple(found) for found in losses.values()}) == 3
+
+
 def test_another_step_than_that_of_single_is_noticed() -> None:
     names = {"means": 1.0, "scales": 2.0}
     figures: dict[str, Any] = {"model": names, "gradients": names, "moved": names, "losses": [0.5, 0.25]}
