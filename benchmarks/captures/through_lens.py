@@ -60,10 +60,10 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=8, help="the new images' sides are 1/SCALE of the photographs'")
     given = parser.parse_args()
     model = given.capture / "sparse" / "0"
-    if given.scale < 1:
-        parser.error(f"--scale {given.scale}: give 1 at least.")
     try:
         (width, height), (fx, fy, cx, cy) = pinhole_of(model)
+        if not 1 <= given.scale <= min(width, height):
+            parser.error(f"--scale {given.scale}: give 1 to {min(width, height)}.")
         photographs = sorted((given.capture / "images").iterdir())
         folder = given.output / "sparse" / "0"
         folder.mkdir(parents=True)

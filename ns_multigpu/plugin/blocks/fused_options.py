@@ -129,7 +129,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         ),
         (
             model.means.device.type == "multigpu" and bool(pipeline.observed or options.use_scale_regularization),
-            lambda: "on one device of all GPUs they have no loss of depth and no scale regularisation",
+            lambda: "on one device of all GPUs they have no loss of depth, no normal maps and no scale regularisation",
         ),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
         (

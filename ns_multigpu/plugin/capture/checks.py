@@ -128,7 +128,7 @@ def camera_problems(cameras: Cameras, names: Sequence[str], *, undistort: bool =
 
 
 def _model_problems(cameras: Cameras, names: Sequence[str], undistort: bool) -> list[str]:
-    usable = ", ".join(kind.name for kind in RENDERED)
+    usable = ", ".join(kind.name for kind in (*RENDERED, *([] if undistort else [CameraType.EQUIRECTANGULAR])))
     lines: list[str] = []
     for number, name in zip(cameras.camera_type.flatten().tolist(), names, strict=True):
         kind = CameraType(number)

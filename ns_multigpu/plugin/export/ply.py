@@ -208,8 +208,12 @@ def report(output: Path, checkpoint: Path, kept: int, total: int, crop: Oriented
 
 def nothing_to_write(checkpoint: Path, count: int, crop: OrientedBox | None) -> InputError:
     """Return the error of an export without points."""
-    where = "" if crop is None else " and in the box"
-    return InputError(f"{checkpoint}: none of its {count} Gaussians is finite and opaque{where}: nothing is written.")
+    if crop is None:
+        return InputError(f"{checkpoint}: none of its {count} Gaussians is finite and opaque: nothing is written.")
+    return InputError(
+        f"{checkpoint}: the box holds none of its {count} Gaussians that is finite and opaque: nothing is written. The "
+        "box is in the model's coordinates, as the viewer's are, and --obb-rotation in radians."
+    )
 
 
 def columns(source: PointSource) -> list[str]:

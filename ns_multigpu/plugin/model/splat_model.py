@@ -38,6 +38,7 @@ from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
 from ns_multigpu.primitives.gaussians.cap import ChosenCap
 from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussians.init import SH_C0
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.registry import PRIMITIVES, Kind
 from ns_multigpu.primitives.registry import RenderOptions as Wanted
 
@@ -135,6 +136,11 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     def lpips(self) -> OptionalLpips:  # pyright: ignore[reportIncompatibleVariableOverride]
         """LPIPS, built on first use."""
         return self._lpips
+
+    def __dir__(self) -> list[str]:
+        """Names of attributes, without splatfacto's of parameters that the primitive lacks: the viewer reads all."""
+        absent = set(ORDER) - set(self.gauss_params)
+        return [name for name in super().__dir__() if name not in absent]
 
     @property
     def points(self) -> Points:

@@ -142,6 +142,11 @@ class RunConfig(TrainerConfig):
         """Return the number of checkpoints that a save keeps; 0 for all."""
         return self.keep_checkpoints if self.save_only_latest_checkpoint else 0
 
+    def most_checkpoints(self) -> int:
+        """Return the largest number of checkpoints in the run's folder at a time, with the one being written."""
+        saves = self.max_num_iterations // self.steps_per_save + 1
+        return min(saves, self.checkpoints_to_keep() + 1) if self.checkpoints_to_keep() else saves
+
     def set_timestamp(self) -> None:
         """Check what was asked for and name the run folder, the same on all ranks.
 

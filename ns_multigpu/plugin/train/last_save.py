@@ -129,21 +129,25 @@ def _lost(trainer: Any, step: int, problem: str) -> str:
     return "\n".join(lines)
 
 
-def warn_of_disk(models: Path, points: int, needed: int) -> None:
+def warn_of_disk(models: Path, points: int, needed: int, most: int) -> None:
     """Print a warning if the disk of the folder `models` lacks space for a run's checkpoints.
 
     Args:
         points: Gaussians that the run may end with. needed: bytes of a checkpoint of them.
+        most: checkpoints that are there at a time, the one that is being written included.
     """
     place = next(path for path in (models, *models.parents) if path.exists())
     free = shutil.disk_usage(place).free
-    new = 1 if checkpoints_in(models) else 2
-    if free < new * needed:
+    if free < max(most - len(checkpoints_in(models)), 1) * needed:
         _say(
-            f"Checkpoints of {points:,} Gaussians have {needed / 1e9:,.1f} GB each, and each is written before the "
-            f"last is deleted: {place} has {free / 1e9:,.1f} GB free. Free some space, or name a folder on another "
-            "disk with --save-fallback-dir DIR."
+            f"Up to {most} checkpoint(s) of {points:,} Gaussians, {_size(needed)} each, are on the disk at a time: "
+            f"{place} has {_size(free)} free. Free some space, keep fewer (--keep-checkpoints), or name a folder on "
+            "another disk with --save-fallback-dir DIR."
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 def in_short(problem: str) -> str:

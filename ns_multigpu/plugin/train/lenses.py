@@ -12,7 +12,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.cameras import intrinsics_of
 
 _OPTION = "--pipeline.datamanager.undistort False"
-_REMEDY = "Leave the option out: photographs are undistorted then."
+_REMEDY = "Leave the option out: photographs are undistorted then. Panoramas cannot be."
 
 
 def check_lens_options(config: Any, world: World) -> None:

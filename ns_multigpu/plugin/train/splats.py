@@ -75,7 +75,8 @@ class SplatObjective(Objective):
             options = self.pipeline.model.config
             grown = options.max_gaussians if options.densifier == "mcmc" else None
             points = max(self.pipeline.model.total_points, grown or 0)
-            warn_of_disk(self.config.get_checkpoint_dir(), points, self._checkpoint_bytes(points))
+            needed, most = self._checkpoint_bytes(points), self.config.most_checkpoints()
+            warn_of_disk(self.config.get_checkpoint_dir(), points, needed, most)
 
     # ---- steps ----
 

@@ -194,30 +194,33 @@ def test_stopped_run_checks_disk_space_once(capture: Path, tmp_path: Path, capsy
     assert f"--load-dir {path.parent}" in capsys.readouterr().out
 
 
-def test_run_warns_of_a_disk_that_is_too_small_for_two_saves(capture: Path, tmp_path: Path, capsys: Any) -> None:
-    def said(free: int, out: Path, **options: Any) -> str:
+def test_run_warns_of_a_disk_that_is_too_small_for_its_saves(capture: Path, tmp_path: Path, capsys: Any) -> None:
+    def said(gigabytes: int, out: Path, **options: Any) -> str:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(last_save.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+            patch.setattr(last_save.shutil, "disk_usage", lambda _: SimpleNamespace(free=gigabytes * 10**9))
             trainer = set_up(capture, out, **options)
             trainer.objective.begin(0)
         return " ".join(capsys.readouterr().out.split())
 
-    large: dict[str, Any] = {"densifier": "mcmc", "max_gaussians": 60_000_000}
-    text = said(80 * 10**9, tmp_path / "one", **large)
-    assert "Checkpoints of 60,000,000 Gaussians have 43.2 GB each" in text
-    assert "80.0 GB free" in text and "--save-fallback-dir" in text
-    assert "Checkpoints of" not in said(90 * 10**9, tmp_path / "two", **large)
-    few = said(10**9, tmp_path / "three", max_gaussians=60_000_000)
-    assert "Checkpoints of" not in few, "without MCMC a cap is not what the run grows to"
+    large: dict[str, Any] = {"densifier": "mcmc", "max_gaussians": 60_000_000, "steps_per_save": 1}
+    text = said(120, tmp_path / "one", **large)
+    assert "Up to 3 checkpoint(s) of 60,000,000 Gaussians, 43.2 GB each" in text
+    assert "120.0 GB free" in text and "--save-fallback-dir" in text
+    assert "Up to" not in said(130, tmp_path / "two", **large)
+    assert "Up to 2" in said(80, tmp_path / "three", keep_checkpoints=1, **large)
+    assert "Up to 3" in said(80, tmp_path / "four", keep_checkpoints=0, **large), "two steps, and the last save"
+    assert "Up to" not in said(44, tmp_path / "five", **(large | {"steps_per_save": 9})), "one is written in all"
+    few = said(1, tmp_path / "six", max_gaussians=60_000_000)
+    assert "Up to" not in few, "without MCMC a cap is not what the run grows to"
 
 
-def test_space_for_one_more_save_suffices_after_an_earlier_one(tmp_path: Path, capsys: Any) -> None:
+def test_space_for_the_missing_saves_suffices_after_earlier_ones(tmp_path: Path, capsys: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(last_save.shutil, "disk_usage", lambda _: SimpleNamespace(free=150))
-        for models, expected in ((tmp_path / "none", True), (tmp_path, False)):
+        for models, most, expected in ((tmp_path / "none", 2, True), (tmp_path, 2, False), (tmp_path, 3, True)):
             (tmp_path / "step-000000001.ckpt").touch()
-            last_save.warn_of_disk(models, 5, 100)
-            assert ("Checkpoints of 5" in capsys.readouterr().out) == expected
+            last_save.warn_of_disk(models, 5, 100, most)
+            assert ("checkpoint(s) of 5" in capsys.readouterr().out) == expected
 
 
 def test_disk_error_is_summarized() -> None:

@@ -3,14 +3,21 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from nerfstudio.viewer import viewer as stock
+from nerfstudio.viewer.utils import parse_object
+from nerfstudio.viewer.viewer_elements import ViewerElement
 from viser import _icons
 
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.render import viewer, viewer_start
+from ns_multigpu.primitives.registry import PRIMITIVES
+from tests.lib.resuming import start
+from tests.lib.training_run import write_capture
 from tests.plugin.launch.test_launch import ROOT
 
 viewer.mend()
@@ -52,6 +59,15 @@ for k in range(20):
     words = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+def test_controls_are_found_in_a_model_of_each_primitive(tmp_path: Path, primitive: str) -> None:
+    """nerfstudio reads every attribute for them, also splatfacto's of parameters that convexes lack."""
+    write_capture(tmp_path / "capture")
+    trainer = start(World.single(), tmp_path / "capture", tmp_path, 2, primitive=primitive, densifier="default")
+    assert parse_object(trainer.pipeline.model, ViewerElement, "model") == []
+    assert trainer.pipeline.model.num_points == len(trainer.pipeline.model.means)
 
 
 class Bare(stock.Viewer):
