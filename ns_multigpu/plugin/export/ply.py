@@ -192,6 +192,8 @@ def crop_box(center: Numbers, rotation: Numbers, scale: Numbers) -> OrientedBox 
             f"The box with --obb-center {_words(center)} --obb-rotation {_words(rotation)} --obb-scale {_words(scale)} "
             "holds nothing: give numbers, and sizes above 0."
         )
+    if max(map(abs, rotation)) > 2 * np.pi:
+        raise InputError(f"--obb-rotation {_words(rotation)}: give radians, at most a turn; 90 degrees are 1.5708.")
     return OrientedBox.from_params(center, rotation, scale)
 
 

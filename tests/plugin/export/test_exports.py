@@ -115,6 +115,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for words in (("2", "2", "0"), ("2", "-1", "2"), ("2", "nan", "2")):
         flat = run("b.ply", *box[:-3], *words)
         assert f"--obb-scale {' '.join(words)} holds nothing: give numbers, and sizes above 0" in flat
+    assert "--obb-rotation 0 0 90: give radians" in run("b.ply", *box[:7], "90", *box[8:])
     assert "exists already" in run("a.splat") and "exists already" in run("a.ply")
     nowhere = ("--obb-center", "90", "0", "0", *box[4:])
     assert "the box holds none of its" in run("c.splat", *nowhere) == run("c.splat", *nowhere)
