@@ -134,7 +134,14 @@ def largest(options: argparse.Namespace, commands: Commands, dataparser: list[An
     run = options.output / "largest" / "splatfacto-tile" / "run"
     saves, config = run / "nerfstudio_models", run / "config.yml"
     words = training(options, "tile", "largest", options.largest, options.gpus)
-    words += ["--steps-per-save", options.images // VIEWS_A_STEP // 4, "--save-in-background", "True"]
+    words += [
+        "--steps-per-save",
+        options.images // VIEWS_A_STEP // 4,
+        "--save-in-background",
+        "True",
+        "--keep-checkpoints",
+        1,
+    ]
 
     def has_saved() -> bool:
         steps = [int(path.stem.split("-")[1]) for path in saves.glob("step-*.ckpt")]
