@@ -124,6 +124,22 @@ def test_masks_are_counted_and_inverted_ones_refused(capture: Path, capsys: Any)
     assert first == second and "are they inverted?" in first
 
 
+@pytest.mark.parametrize("upper", [True, False])
+def test_seed_points_are_sought_where_their_views_show_them(capture: Path, upper: bool) -> None:
+    values = np.zeros((12, 14), np.uint8)
+    values[:6] = 255
+    add_maps(capture, "sky_mask_path", lambda _: values if upper else 255 - values)
+    data = manager(TinyDataParserConfig(data=capture))
+    outputs = data.train_dataparser_outputs
+    middle = outputs.dataparser_transform[:, 3] * outputs.dataparser_scale
+    outputs.metadata["points3D_xyz"] = (middle + torch.tensor([0.0, 0.0, 0.2])).expand(20, 3)
+    if not upper:
+        data.read_sky(OPTION)
+        return
+    with pytest.raises(InputError, match="100% of the seed points in the views lie in the sky"):
+        data.read_sky(OPTION)
+
+
 def test_sky_is_half_of_white_or_more(capture: Path, capsys: Any) -> None:
     add_maps(capture, "normal_file_path", lambda number: facing_normals(number, (24, 28)))
     whole = training_normals(opened(capture).train_dataparser_outputs, World.single()).counts
