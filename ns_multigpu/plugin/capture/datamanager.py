@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,13 +13,15 @@ import torch
 from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
 from nerfstudio.data.datasets.base_dataset import InputDataset
+from nerfstudio.utils.rich_utils import CONSOLE
+from numpy.typing import NDArray
 
 from ns_multigpu.core.assign.view_sequence import ViewSequence
-from ns_multigpu.core.dist.collectives import all_gather_ints
+from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_objects
 from ns_multigpu.core.random import keyed_generator, keyed_permutation
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.coordinate_offset import OffsetOption
-from ns_multigpu.plugin.capture.image_files import FRAME_FILES, Header, sky_mask_problem
+from ns_multigpu.plugin.capture.image_files import FRAME_FILES, Header, checked_sky
 from ns_multigpu.plugin.capture.image_reading import ImageReader, through_lenses
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageShape, aligned
@@ -31,6 +33,7 @@ from ns_multigpu.plugin.capture.reading import (
     image_shapes,
     refuse_different,
 )
+from ns_multigpu.plugin.capture.seed_points import some_seeds
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world
@@ -38,6 +41,9 @@ from ns_multigpu.plugin.launch.run_parts import run_parts
 
 _FREE_FOR_IMAGES = 0.5
 """Default fraction of a machine's free memory that its ranks may fill with images."""
+_SEEDS, _LEAST_SEEN, _MOST_IN_SKY = 5_000, 100, 0.75
+"""Number of seed points that masks of the sky are compared with, the least number of their places in views, and the
+part of these in the sky above which masks are refused."""
 
 
 @dataclass
@@ -141,23 +147,38 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             option: that asks for them, in messages.
 
         Raises:
-            InputError: on every rank, with all problems of the masks.
+            InputError: on every rank, with all problems of the masks, or if most seed points are in the sky.
         """
         outputs, key = self.train_dataparser_outputs, "sky_mask_path"
         self.sky, cameras = outputs.metadata.get(FRAME_FILES[key]), outputs.cameras
+        facts: list[tuple[float, int, int]] = []
         problems = [
             f"the capture has none: give {key} for each frame of transforms.json, or a folder {FRAME_FILES[key]} next "
             f"to COLMAP's images, or leave {option} out"
         ]
         if self.sky:
-            sizes = torch.cat([cameras.width, cameras.height], dim=-1).tolist()
-            mine = slice(self.world.rank, None, self.world.size)
+            seeds, mine = some_seeds(outputs, _SEEDS), range(self.world.rank, len(self.sky), self.world.size)
             with ThreadPoolExecutor(8) as pool:
-                found = list(pool.map(sky_mask_problem, self.sky[mine], map(tuple, sizes[mine])))
-            problems = [problem for problem in found if problem is not None]
+                found = list(pool.map(partial(_seeds_in_sky, self.sky, cameras, seeds), mine))
+            problems = [some for some in found if isinstance(some, str)]
+            facts = [some for some in found if not isinstance(some, str)]
             if self.config.undistort and (cameras.camera_type == CameraType.FISHEYE624.value).any():
                 problems.append("masks of photographs through a lens of the model FISHEYE624 cannot be undistorted")
-        raise_together(problems, self.world, f"{option}: {{count}} problem(s) with the capture's masks of the sky:")
+        headline = f"{option}: {{count}} problem(s) with the capture's masks of the sky:"
+        raise_together(problems, self.world, headline)
+        facts = [some for part in all_gather_objects(facts, self.world) for some in part]
+        share, seen, there = np.sum(facts, axis=0) / [len(facts), 1, 1]
+        inverted = (
+            f"{there / max(seen, 1):.0%} of the seed points in the views lie in the sky of their masks, and the scene "
+            f"is no sky. White is sky: are they inverted? Invert them, or leave {option} out"
+        )
+        raise_together([inverted] if seen >= _LEAST_SEEN and there > _MOST_IN_SKY * seen else [], self.world, headline)
+        CONSOLE.print(f"Loss of the sky: {len(facts)} masks, {share:.1%} of their pixels are sky.", soft_wrap=True)
+        if share == 0:
+            CONSOLE.print(
+                f"[yellow]Warning: no mask has sky, which is 128 to 255 of 255, so that {option} does nothing.",
+                soft_wrap=True,
+            )
         run_parts().done("masks of the sky")
 
     @cached_property
@@ -402,3 +423,21 @@ def _one_camera(cameras: Cameras, index: int) -> Cameras:
     camera = cameras[index : index + 1]
     camera.metadata = {**(camera.metadata or {}), "cam_idx": index}
     return camera
+
+
+def _seeds_in_sky(
+    masks: Sequence[Path], cameras: Cameras, seeds: NDArray[np.float64], index: int
+) -> tuple[float, int, int] | str:
+    """Return the part of a view's mask that is sky, and the numbers of seed points in the view and in its sky; or the
+    mask's problem. Lenses are taken for pinholes, which moves points little for such a count."""
+    names = ("fx", "fy", "cx", "cy", "width", "height")
+    fx, fy, cx, cy, width, height = (float(getattr(cameras, name)[index].item()) for name in names)
+    sky = checked_sky(masks[index], (int(width), int(height)))
+    if isinstance(sky, str):
+        return sky
+    pose = cameras.camera_to_worlds[index].double().cpu().numpy()
+    seen = (seeds - pose[:, 3]) @ pose[:, :3]
+    x, y, z = seen[seen[:, 2] < 0].T
+    at = np.stack([(cy + fy * y / z) / height, (cx - fx * x / z) / width], axis=1)
+    rows, columns = (at[((at >= 0) & (at < 1)).all(1)] * sky.shape).astype(np.int64).T
+    return float(sky.mean()), len(rows), int(sky[rows, columns].sum())

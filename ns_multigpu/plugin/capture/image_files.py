@@ -27,6 +27,8 @@ COLMAP's layout, and their name in the metadata of a dataparser's outputs."""
 
 _ASPECT = 0.02
 """Largest relative difference between the aspects of a map and of its photograph."""
+_SKY = 128
+"""Least value, of 255, of a mask's pixels that are sky."""
 _EXIF_ORIENTATION = 0x0112
 _TURNED, _LYING = range(2, 9), range(5, 9)
 """EXIF orientations other than upright, and those that exchange width and height."""
@@ -140,25 +142,25 @@ def aspect_problem(path: Path, own: tuple[int, int], size: tuple[int, int]) -> s
     )
 
 
-def sky_mask_problem(path: Path, size: tuple[int, int]) -> str | None:
-    """Return the problem of a mask of the sky of a photograph of this size; None if there is none."""
+def checked_sky(path: Path, size: tuple[int, int]) -> NDArray[np.bool_] | str:
+    """Return a mask of the sky of a photograph of this size, see `read_sky`; or its problem."""
     problems: list[str] = []
     found = _look(path, _mask_problem, problems)
     if found is None:
         return problems[0]
-    with Image.open(path) as image:
-        if image.convert("L").getextrema()[0] != 0:
-            return (
-                f"{path}: all of it is sky, so that its photograph trains nothing. White is sky: invert the mask, or "
-                "leave its view out"
-            )
-    return aspect_problem(path, found.size, size)
+    sky = read_sky(path)
+    if sky.all():
+        return (
+            f"{path}: all of it is sky, so that its photograph trains nothing. White is sky: invert the mask, or "
+            "leave its view out"
+        )
+    return aspect_problem(path, found.size, size) or sky
 
 
-def read_sky(path: Path, size: tuple[int, int]) -> NDArray[np.bool_]:
-    """Read a mask [h, w] of the sky, not black there, at the width and height of its photograph."""
+def read_sky(path: Path, size: tuple[int, int] | None = None) -> NDArray[np.bool_]:
+    """Read a mask [h, w] of the sky, which is half of white or more there, at its own width and height or others."""
     with Image.open(path) as image:
-        return np.asarray(image.convert("L").resize(size, Image.Resampling.NEAREST)) > 0
+        return np.asarray(image.convert("L").resize(size or image.size, Image.Resampling.NEAREST)) >= _SKY
 
 
 def is_all_black(mask: Path) -> bool:

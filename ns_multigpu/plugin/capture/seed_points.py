@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -61,6 +62,12 @@ class CaptureViews:
     sizes: _Floats
     is_colmap: bool = False
     is_panorama: bool = False
+
+
+def some_seeds(outputs: DataparserOutputs, most: int) -> _Floats:
+    """Return about `most` of a capture's seed points, evenly chosen, [n, 3] in world units; all if they are fewer."""
+    known = outputs.metadata.get("points3D_xyz")
+    return np.zeros((0, 3)) if known is None else known[:: max(1, len(known) // most)].double().cpu().numpy()
 
 
 def invalid_points(file: Path, xyz: _Floats) -> str | None:

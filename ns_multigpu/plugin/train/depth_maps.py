@@ -30,7 +30,8 @@ from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.plugin.capture.checks import raise_together
-from ns_multigpu.plugin.capture.image_files import aspect_problem, missing_file
+from ns_multigpu.plugin.capture.image_files import aspect_problem, missing_file, read_sky
+from ns_multigpu.plugin.capture.seed_points import some_seeds
 from ns_multigpu.plugin.capture.tracks import Tracks, scene_scale, training_tracks
 from ns_multigpu.plugin.launch.run_parts import run_parts
 
@@ -78,11 +79,13 @@ class MapSamples:
         """Positions [n, 2] of the rays in the plane at z-depth 1, along the camera's axes."""
         return self.rays @ self.pose[:, :2]
 
-    def project(self, points: Floats) -> tuple[Floats, Floats]:
-        """Return the places [k, 2] and z-depths [k] of those points [m, 3] that lie in front of the camera."""
+    def project(self, points: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
+        """Return the places [k, 2], z-depths [k] and rows [k] of those points [m, 3] that lie in front of the
+        camera."""
         seen = (points - self.pose[:, 3]) @ self.pose[:, :3]
-        seen = seen[seen[:, 2] < 0]
-        return -seen[:, :2] / seen[:, 2:], -seen[:, 2]
+        rows = np.flatnonzero(seen[:, 2] < 0)
+        seen = seen[rows]
+        return -seen[:, :2] / seen[:, 2:], -seen[:, 2], rows
 
     def nearest(self, places: Floats) -> tuple[Floats, NDArray[np.int64]]:
         """Return the distance of each place [k, 2] to the nearest sample, and that sample's row."""
@@ -161,9 +164,7 @@ def read_maps(
         problems.append("all training views are taken from one place, so that the scene has no size: add views")
     raise_together(problems, world, _HEADLINE)
     unit = float(outputs.metadata["depth_unit_scale_factor"])
-    known = outputs.metadata.get("points3D_xyz")
-    seeds = np.zeros((0, 3)) if known is None else known.double().cpu().numpy()
-    seeds = seeds[:: max(1, len(seeds) // _SEEDS)]
+    seeds = some_seeds(outputs, _SEEDS)
     ends = np.cumsum([0, *(tracks.counts if tracks else ())])
     points: dict[int, Tensor] = {}
     fits: list[Any] = []  # counts of `unit_counts`, or fitted scales
@@ -213,7 +214,7 @@ def fitted_depths(samples: MapSamples, points: Floats, kind: Kind, far: float) -
     nothing = np.zeros(len(samples.values))
     if len(samples.values) < _LEAST_POINTS:
         return nothing, None
-    at, depths = samples.project(points)
+    at, depths, _ = samples.project(points)
     x = samples.values if kind == "inverse" else 1 / samples.values
     try:
         interpolated = LinearNDInterpolator(samples.places, x)(at)
@@ -349,11 +350,10 @@ class MapReader:
     def _unmasked(self, index: int, at: Floats) -> NDArray[np.bool_]:
         """Return which positions [n, 2], y and x as parts of the photograph's size, its masks keep."""
         kept = np.ones(len(at), dtype=bool)
-        for files, is_sky in ((self._masks, False), (self._sky, True)):
-            if files is not None:
-                mask = get_image_mask_tensor_from_path(Path(files[index]))[..., 0].numpy()
-                rows, columns = (at * mask.shape).astype(np.int64).T
-                kept &= mask[rows, columns] != is_sky
+        masks = [get_image_mask_tensor_from_path(Path(self._masks[index]))[..., 0].numpy()] if self._masks else []
+        for mask in [*masks, *([~read_sky(self._sky[index])] if self._sky else [])]:
+            rows, columns = (at * mask.shape).astype(np.int64).T
+            kept &= mask[rows, columns]
         return kept
 
 
@@ -364,7 +364,7 @@ def unit_counts(samples: MapSamples, depths: Floats, seeds: Floats) -> NDArray[n
     """
     if len(depths) == 0:
         return np.zeros(len(_LOGS) - 1, np.int64)
-    at, far = samples.project(seeds)
+    at, far, _ = samples.project(seeds)
     off, rows = samples.nearest(at)
     near = off < samples.spacing
     return np.histogram(np.log(depths[rows[near]] / far[near]), _LOGS)[0]

@@ -5,7 +5,7 @@ camera: OpenCV's in sdfstudio, OpenGL's by default in dn-splatter. Visible surfa
 of the two only. Pixels are drawn, and their directions found, as those of depth maps are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_files import FRAME_FILES, missing_file
+from ns_multigpu.plugin.capture.seed_points import some_seeds
 from ns_multigpu.plugin.capture.tracks import Tracks
 from ns_multigpu.plugin.launch.run_parts import run_parts
-from ns_multigpu.plugin.train.depth_maps import MapReader, MapSamples
+from ns_multigpu.plugin.train.depth_maps import Floats, MapReader, MapSamples
 
 OPTION = "--pipeline.model.normal-map-loss"
 AXES = {"OpenCV": (1.0, 1.0, 1.0), "OpenGL": (1.0, -1.0, -1.0)}
@@ -32,6 +33,12 @@ _LENGTHS = (0.5, 1.5)
 """Lengths of what is taken for a normal. Black, white and grey have none of them."""
 _FACING = 0.75
 """Least part of the normals that face their camera."""
+_SEEDS, _VIEWS, _LEAST_PAIRS = 4_000, 64, 300
+"""Numbers of seed points and of views between which normals are compared, and the least number of comparisons."""
+_CELLS = 16
+"""Cells across a view, in which the nearest seed points hide others."""
+_CLEARLY = 0.1
+"""Least difference of correlations by which maps are taken to be in the axes of the world."""
 _HEADLINE = f"{OPTION}: {{count}} problem(s) with the capture's normal maps:"
 
 
@@ -93,6 +100,7 @@ def training_normals(outputs: DataparserOutputs, world: World, sky: Sequence[Pat
     assert files
     samples, problems = NormalReader(outputs, files, sky).read_part(world)
     raise_together(problems, world, _HEADLINE)
+    raise_together(world_axes_problem(samples, len(files), some_seeds(outputs, _SEEDS), world), world, _HEADLINE)
     mine = {index: directed(some) for index, some in samples.items()}
     merged: dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
     for part in all_gather_objects(mine, world):
@@ -115,6 +123,54 @@ def training_normals(outputs: DataparserOutputs, world: World, sky: Sequence[Pat
     turned = torch.from_numpy(normals * np.array(AXES[axes], np.float32))
     counts = [len(merged[index][0]) for index in range(len(files))]
     return Tracks(torch.from_numpy(rays), torch.arange(len(rays), dtype=torch.int32), counts, 1.0, turned)
+
+
+def world_axes_problem(samples: Mapping[int, MapSamples], count: int, seeds: Floats, world: World) -> list[str]:
+    """Return a line if normals at seed points agree better between views as they are than turned from camera to world.
+    Every rank calls it.
+
+    Each view's mean normal is subtracted: without it, normals that face their cameras agree as they are. Points behind
+    others are left out where the seed points show it.
+
+    Args:
+        samples: of this rank's maps, by view. count: of all maps. seeds: [n, 3] in world units.
+    """
+    sums, squares, seen = np.zeros((3, len(seeds), 3)), np.zeros(len(seeds)), np.zeros(len(seeds))
+    for index, some in samples.items():
+        if index % -(-count // _VIEWS) or len(some.values) < _CELLS:
+            continue
+        at, depths, rows = some.project(seeds)
+        off, nearest = some.nearest(at)
+        near = (off < some.spacing) & in_front(at, depths, some.places)
+        if near.any():
+            rows, own = rows[near], directed(some)[1][nearest[near]].astype(np.float64)
+            own -= own.mean(0)
+            to_world = some.pose[:, :3] * AXES["OpenGL"]
+            turned = [own * signs @ to_world.T for signs in AXES.values()]
+            sums[:, rows] += [*turned, own]
+            squares[rows] += (own**2).sum(-1)
+            seen[rows] += 1
+    gathered = all_gather_objects((sums, squares, seen), world)
+    sums, squares, seen = (np.sum(parts, axis=0) for parts in zip(*gathered, strict=True))
+    # Of vectors v_i at a point: sum over pairs of v_i . v_j = |sum of v_i|^2 - sum of |v_i|^2
+    agreed = ((sums**2).sum(-1) - squares).sum(-1) / max(float(((seen - 1) * squares).sum()), 1e-12)
+    as_camera, as_world = float(agreed[:2].max()), float(agreed[2])
+    if (seen * (seen - 1)).sum() < 2 * _LEAST_PAIRS or as_world < as_camera + _CLEARLY:
+        return []
+    return [
+        f"the maps seem to be in the axes of the world: between views, normals of a point correlate by {as_world:.2f} "
+        f"as they are and by {as_camera:.2f} turned from their cameras: give n = 2 rgb - 1 in the axes of each camera"
+    ]
+
+
+def in_front(at: Floats, depths: Floats, places: Floats) -> NDArray[np.bool_]:
+    """Return which seed points no other hides: of each cell of a grid over the map's places, the nearest ones."""
+    low, high = places.min(0), places.max(0)
+    inside = ((at >= low) & (at <= high)).all(1)
+    across, down = (np.where(inside[:, None], at - low, 0) / (high - low).max() * (_CELLS - 1)).astype(np.int64).T
+    front = np.full((_CELLS, _CELLS), np.inf)
+    np.minimum.at(front, (across[inside], down[inside]), depths[inside])
+    return inside & (depths < 1.05 * front[across, down])
 
 
 def directed(samples: MapSamples) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

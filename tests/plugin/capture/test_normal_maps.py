@@ -17,7 +17,7 @@ from ns_multigpu.plugin.capture.checks import transforms_problems
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive, of_depth
-from ns_multigpu.plugin.train.normal_maps import read_normals, training_normals
+from ns_multigpu.plugin.train.normal_maps import in_front, read_normals, training_normals
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import HEIGHT, WIDTH, make_scene, write_images, write_model
 from tests.lib.resuming import start
@@ -163,3 +163,52 @@ def test_a_run_has_the_loss_of_its_maps(capture: Path, tmp_path: Path, primitive
     assert all(("normals" in pixels.extra) == (primitive == "2dgs") for pixels in drawn)
     expected = WEIGHT * sum(float(normal_map_loss(p, views[p.patch.view]).detach()) for p in drawn) / 2
     assert expected > 0.01 and float(losses["normal_map_loss"].detach()) == pytest.approx(expected)
+
+
+def ball(outputs: Any, *, of_world: bool) -> None:
+    """Give a capture seed points on a ball, and maps of its normals: with noise, in OpenCV's axes of the cameras or in
+    the axes of the capture's world."""
+    turn, scale = outputs.dataparser_transform.double(), outputs.dataparser_scale
+    centre, radius = turn[:, 3] * scale, 0.6 * scale
+    points = torch.randn(800, 3, generator=torch.Generator().manual_seed(2)).double()
+    outputs.metadata["points3D_xyz"] = centre + radius * torch.nn.functional.normalize(points, dim=1)
+    for view, file in enumerate(outputs.metadata["normals"]):
+        rays = outputs.cameras[view].generate_rays(0)
+        start, along = rays.origins.double() - centre, rays.directions.double()
+        middle = (start * along).sum(-1, keepdim=True)
+        there = middle**2 - (start**2).sum(-1, keepdim=True) + radius**2
+        normals = (start + (-middle - there.clamp(min=0).sqrt()) * along) / radius
+        noise = torch.randn(normals.shape, generator=torch.Generator().manual_seed(view)).double()
+        normals = torch.nn.functional.normalize(normals + 0.15 * noise, dim=-1)
+        flip = torch.tensor([1.0, -1.0, -1.0]).double()
+        to_world = outputs.cameras.camera_to_worlds[view, :, :3].double() * flip
+        normals = normals @ (turn[:, :3] if of_world else to_world)
+        values = torch.where(there > 0, 127.5 * (normals + 1), 0.0)
+        Image.fromarray(values.round().to(torch.uint8).numpy()).save(file)
+
+
+def test_normals_of_the_world_are_refused_by_what_views_share(capture: Path) -> None:
+    outputs = manager(TinyDataParserConfig(data=capture)).train_dataparser_outputs
+    ball(outputs, of_world=False)
+    assert training_normals(outputs, World.single()).normals is not None
+    ball(outputs, of_world=True)
+    with pytest.raises(InputError, match=r"1 problem.*\n .*in the axes of the world.*in the axes of each camera"):
+        training_normals(outputs, World.single())
+    (message,) = set(run_ranks(refused_on, 4, outputs))  # no rank has views enough of its own
+    assert "in the axes of the world" in message
+    outputs.metadata["points3D_xyz"] = outputs.metadata["points3D_xyz"][:10]
+    with pytest.raises(InputError, match="face the camera in OpenCV's axes"):  # too few points to compare views
+        training_normals(outputs, World.single())
+
+
+def test_seed_points_behind_others_are_not_compared() -> None:
+    places = np.stack(np.meshgrid(np.linspace(-1, 1, 64), np.linspace(-1, 1, 64)), -1).reshape(-1, 2)
+    at = np.array([[0.3, -0.3], [0.301, -0.3], [0.3, -0.301], [-0.3, 0.3], [5.0, 0.0]])
+    found = in_front(at, np.array([2.0, 2.05, 3.0, 3.0, 1.0]), places)
+    assert found.tolist() == [True, True, False, True, False]
+
+
+def refused_on(world: World, outputs: Any) -> str:
+    with pytest.raises(InputError) as error:
+        training_normals(outputs, world)
+    return str(error.value)

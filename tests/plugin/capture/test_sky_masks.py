@@ -110,6 +110,50 @@ def test_bad_masks_are_named_before_training(capture: Path, change: Any, said: s
         opened(capture)
 
 
+def test_masks_are_counted_and_inverted_ones_refused(capture: Path, capsys: Any) -> None:
+    opened(capture)
+    said = capsys.readouterr().out
+    assert "Loss of the sky: 8 masks, 40.5%" in said and "Warning" not in said
+    for number in range(9):
+        values = np.full((12, 14), 255, np.uint8)
+        values[:2] = 0
+        Image.fromarray(values).save(capture / f"sky_mask_path_{number}.png")
+    with pytest.raises(InputError, match=rf"{OPTION}: 1 problem.*\n .*% of the seed points.*are they inverted\?"):
+        opened(capture)
+    first, second = run_ranks(opened_on, 2, capture)
+    assert first == second and "are they inverted?" in first
+
+
+@pytest.mark.parametrize("upper", [True, False])
+def test_seed_points_are_sought_where_their_views_show_them(capture: Path, upper: bool) -> None:
+    values = np.zeros((12, 14), np.uint8)
+    values[:6] = 255
+    add_maps(capture, "sky_mask_path", lambda _: values if upper else 255 - values)
+    data = manager(TinyDataParserConfig(data=capture))
+    outputs = data.train_dataparser_outputs
+    middle = outputs.dataparser_transform[:, 3] * outputs.dataparser_scale
+    outputs.metadata["points3D_xyz"] = (middle + torch.tensor([0.0, 0.0, 0.2])).expand(20, 3)
+    if not upper:
+        data.read_sky(OPTION)
+        return
+    with pytest.raises(InputError, match="100% of the seed points in the views lie in the sky"):
+        data.read_sky(OPTION)
+
+
+def test_sky_is_half_of_white_or_more(capture: Path, capsys: Any) -> None:
+    add_maps(capture, "normal_file_path", lambda number: facing_normals(number, (24, 28)))
+    whole = training_normals(opened(capture).train_dataparser_outputs, World.single()).counts
+    for value, none in ((127, True), (128, False)):
+        for file in capture.glob("sky_mask_path_*.png"):
+            Image.fromarray(np.where(np.array(Image.open(file)) > 0, value, 0).astype(np.uint8)).save(file)
+        data = opened(capture)
+        assert ("Warning: no mask has sky" in capsys.readouterr().out) == none
+        data.check_capture()
+        assert bool(data.train_share.image(0, torch.device("cpu"))["mask"][..., 1].any()) != none
+        found = training_normals(data.train_dataparser_outputs, World.single(), data.sky).counts
+        assert (list(found) == list(whole)) == none
+
+
 def opened_on(world: World, folder: Path) -> str:
     try:
         data = manager(TinyDataParserConfig(data=folder))
