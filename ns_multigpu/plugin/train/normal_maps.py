@@ -100,7 +100,9 @@ def training_normals(outputs: DataparserOutputs, world: World, sky: Sequence[Pat
     assert files
     samples, problems = NormalReader(outputs, files, sky).read_part(world)
     raise_together(problems, world, _HEADLINE)
-    raise_together(world_axes_problem(samples, len(files), some_seeds(outputs, _SEEDS), world), world, _HEADLINE)
+    warning = world_axes_warning(samples, len(files), some_seeds(outputs, _SEEDS), world)
+    if warning and world.is_main:
+        CONSOLE.print(warning, style="bold yellow", soft_wrap=True, markup=False)
     mine = {index: directed(some) for index, some in samples.items()}
     merged: dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
     for part in all_gather_objects(mine, world):
@@ -125,9 +127,9 @@ def training_normals(outputs: DataparserOutputs, world: World, sky: Sequence[Pat
     return Tracks(torch.from_numpy(rays), torch.arange(len(rays), dtype=torch.int32), counts, 1.0, turned)
 
 
-def world_axes_problem(samples: Mapping[int, MapSamples], count: int, seeds: Floats, world: World) -> list[str]:
-    """Return a line if normals at seed points agree better between views as they are than turned from camera to world.
-    Every rank calls it.
+def world_axes_warning(samples: Mapping[int, MapSamples], count: int, seeds: Floats, world: World) -> str:
+    """Return a warning, or "", if normals at seed points agree better between views as they are than turned from camera
+    to world. Every rank calls it.
 
     Each view's mean normal is subtracted: without it, normals that face their cameras agree as they are. Points behind
     others are left out where the seed points show it.
@@ -156,11 +158,12 @@ def world_axes_problem(samples: Mapping[int, MapSamples], count: int, seeds: Flo
     agreed = ((sums**2).sum(-1) - squares).sum(-1) / max(float(((seen - 1) * squares).sum()), 1e-12)
     as_camera, as_world = float(agreed[:2].max()), float(agreed[2])
     if (seen * (seen - 1)).sum() < 2 * _LEAST_PAIRS or as_world < as_camera + _CLEARLY:
-        return []
-    return [
-        f"the maps seem to be in the axes of the world: between views, normals of a point correlate by {as_world:.2f} "
-        f"as they are and by {as_camera:.2f} turned from their cameras: give n = 2 rgb - 1 in the axes of each camera"
-    ]
+        return ""
+    return (
+        "Normal maps seem to be in the axes of the world, which makes a model worse. Between views, normals of a "
+        f"point correlate by {as_world:.2f} as they are, and by {as_camera:.2f} turned from their cameras. "
+        "Give n = 2 rgb - 1 in the axes of each camera."
+    )
 
 
 def in_front(at: Floats, depths: Floats, places: Floats) -> NDArray[np.bool_]:

@@ -1,5 +1,7 @@
 """Normal maps as observations: read in the axes of either convention, refused by name if bad, and counted in a run."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -187,18 +189,23 @@ def ball(outputs: Any, *, of_world: bool) -> None:
         Image.fromarray(values.round().to(torch.uint8).numpy()).save(file)
 
 
-def test_normals_of_the_world_are_refused_by_what_views_share(capture: Path) -> None:
+def test_normals_of_the_world_are_warned_of_by_what_views_share(
+    capture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     outputs = manager(TinyDataParserConfig(data=capture)).train_dataparser_outputs
+
+    def said() -> str:
+        with contextlib.suppress(InputError):  # these face neither camera; a plane on the ground would
+            training_normals(outputs, World.single())
+        return " ".join(capsys.readouterr().out.split())
+
     ball(outputs, of_world=False)
-    assert training_normals(outputs, World.single()).normals is not None
+    assert "axes of the world" not in said()
     ball(outputs, of_world=True)
-    with pytest.raises(InputError, match=r"1 problem.*\n .*in the axes of the world.*in the axes of each camera"):
-        training_normals(outputs, World.single())
-    (message,) = set(run_ranks(refused_on, 4, outputs))  # no rank has views enough of its own
-    assert "in the axes of the world" in message
+    assert "seem to be in the axes of the world" in said()
+    assert sorted(run_ranks(warned_on, 4, outputs)) == [False, False, False, True], "one rank prints it, of all's views"
     outputs.metadata["points3D_xyz"] = outputs.metadata["points3D_xyz"][:10]
-    with pytest.raises(InputError, match="face the camera in OpenCV's axes"):  # too few points to compare views
-        training_normals(outputs, World.single())
+    assert "axes of the world" not in said(), "too few points to compare views"
 
 
 def test_seed_points_behind_others_are_not_compared() -> None:
@@ -208,7 +215,8 @@ def test_seed_points_behind_others_are_not_compared() -> None:
     assert found.tolist() == [True, True, False, True, False]
 
 
-def refused_on(world: World, outputs: Any) -> str:
-    with pytest.raises(InputError) as error:
+def warned_on(world: World, outputs: Any) -> bool:
+    printed = io.StringIO()
+    with pytest.raises(InputError), contextlib.redirect_stdout(printed):
         training_normals(outputs, world)
-    return str(error.value)
+    return "axes of the world" in printed.getvalue()
