@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.lockstep import Inputs
-from benchmarks.scaling.city_runs import RATES, CityViews, Run, SingleRun
+from benchmarks.scaling.city_runs import RATES, CityViews, Run, SingleRun, bands_in
 from benchmarks.scenes.city_model import CityModel, CityScene, make_model
 from cuda_ext import LazyAdam
 from ns_multigpu.core.dist.members import Members
@@ -39,7 +39,7 @@ class AggregateRun(Run):
         self._strategies = [tile(world) for world in self._members.worlds]
         self._counts = DelayedReadback(self._strategies[0].assignment.learn)
         self._images = [[image.to(device) for image in city_views.images] for device in devices]
-        self._pictures = [torch.zeros_like(images[0]) for images in self._images]
+        self._pictures = [torch.zeros_like(images[0])[None] for images in self._images]
         timer = StepTimer(torch.device("cpu"))  # the host's: events of the device would count, too
         self._graphs = [
             StepGraphs(timer, lambda: None, GraphPool(device)) for device in devices if device.type == "cuda"
@@ -59,12 +59,10 @@ class AggregateRun(Run):
         views = self.batches[batch]
         self._counts.learn()
         plan = with_halos(self._strategies[0].plan_alike(views), views)
-        targets: list[list[Tensor]] = []
-        for patches, images, pictures in zip(plan.drawn, self._images, self._pictures, strict=True):
-            targets.append([])
-            for patch in patches:
-                _, top, _, bottom = patch.rendered(views[patch.view])
-                targets[-1].append(pictures[top:bottom].copy_(images[views[patch.view].index][top:bottom]))
+        targets = [
+            bands_in(pictures, patches, views, images)
+            for pictures, patches, images in zip(self._pictures, plan.drawn, self._images, strict=True)
+        ]
         self._inputs.upload(inputs)
         if self._graphs:
             self.step.take(plan, targets, launch=lambda rank, parts: self._graphs[rank].parts(plan, parts))

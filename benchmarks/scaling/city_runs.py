@@ -64,6 +64,21 @@ class CityViews:
     images: Sequence[Tensor]
 
 
+def bands_in(
+    pictures: Tensor, patches: Sequence[Patch], views: Sequence[View], images: Sequence[Tensor]
+) -> list[Tensor]:
+    """Copy the bands that patches render of the views' images to places that graphs know, and return those places.
+
+    Args:
+        pictures: [B, H, W, 3], the places. patches: of the batch's views. images: [H, W, 3] each, of all views.
+    """
+    bands: list[Tensor] = []
+    for patch in patches:
+        _, top, _, bottom = patch.rendered(views[patch.view])
+        bands.append(pictures[patch.view, top:bottom].copy_(images[views[patch.view].index][top:bottom]))
+    return bands
+
+
 class Run(ABC):
     """Runner of steps of one variant.
 

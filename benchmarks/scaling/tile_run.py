@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.lockstep import Clock, over_ranks
-from benchmarks.scaling.city_runs import CityViews, Run
+from benchmarks.scaling.city_runs import CityViews, Run, bands_in
 from benchmarks.scenes.city_model import CityModel
 from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assign.assignment import TileRanges
@@ -94,11 +94,7 @@ class TileRun(Run):
         views = self.batches[batch]
         self._counts.learn()
         plan = with_halos(self._strategy.plan_alike(views), views)
-        targets: list[Tensor] = []
-        for patch in plan.drawn[self.world.rank]:
-            _, top, _, bottom = patch.rendered(views[patch.view])
-            image = self.city_views.images[views[patch.view].index][top:bottom]
-            targets.append(self._pictures[patch.view, top:bottom].copy_(image))
+        targets = bands_in(self._pictures, plan.drawn[self.world.rank], views, self.city_views.images)
         self._inputs.upload(inputs)
         if self._graphs is None or self._parts.on:
             self.step.take(plan, targets)

@@ -182,6 +182,12 @@ def main() -> int:
     parser.add_argument("--options", default="", help="further options of ns-train, as one string")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
+    if not (options.capture / "sparse" / "0").is_dir():
+        parser.error(f"--capture {options.capture}: give a folder with images and sparse/0.")
+    if options.output.is_dir() and any(options.output.iterdir()):
+        parser.error(f"--output {options.output} is not empty: give a new folder.")
+    if min(options.gpus, options.largest, *options.smaller, options.images // VIEWS_A_STEP // 4) < 1:
+        parser.error("--gpus, --largest and --smaller: give 1 or more; --images: 8 or more.")
     options.output.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"environment": describe(), "images": options.images, "gpus": options.gpus}
 

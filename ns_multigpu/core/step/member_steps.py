@@ -16,7 +16,7 @@ from ns_multigpu.core.step.step_settings import Status
 from ns_multigpu.core.types import Sizes
 
 Launch = Callable[[int, Callable[[], Parts[Any]]], Parts[Any]]
-"""Begins a rank's parts, perhaps as CUDA graphs: given the rank and what begins them as they are."""
+"""Function of a rank and of what begins its parts; returns the parts to run, such as replays of CUDA graphs."""
 
 
 class MemberSteps:
@@ -51,7 +51,7 @@ class MemberSteps:
 
         Args:
             plan, sizes: see `Step.parts`. targets: by rank, as there.
-            launch: runs the parts of a rank.
+            launch: see `Launch`; without it the parts run as they are.
         """
         begun = []
         for rank, (step, own) in enumerate(zip(self.steps, targets, strict=True)):

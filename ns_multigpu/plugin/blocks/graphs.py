@@ -202,7 +202,10 @@ class StepGraphs:
         return launched(parts, partial(self._timer.measure, "exchange"))
 
     def parts(self, plan: Hashable, parts: Callable[[], Parts[Any]], steps: int = 1) -> Parts[Any]:
-        """Return what `take` runs, captured already if it is to be captured. Arguments and result as `take`'s."""
+        """Return the parts that `take` runs: replays of graphs, or the work itself.
+
+        Arguments and result as `take`'s.
+        """
         key = plan, steps
         if steps > 1:
             self._seen.add(key)  # its single step has been launched directly before
