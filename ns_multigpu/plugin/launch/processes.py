@@ -30,6 +30,8 @@ COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _LOOPBACK = "127.0.0.1"
 _METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 _preload: list[str] = []
+_KNOWN_WARNING = "ignore::FutureWarning:nerfstudio.field_components.activations"
+"""Filter of what this process's own import of nerfstudio has said. The server would say it behind an error message."""
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # `RankFailed` says what has happened
 
 
@@ -66,7 +68,8 @@ def preload(modules: Sequence[str]) -> None:
 def start_server() -> None:
     """Start the fork server, where there can be one, and return at once; the first ranks would start it otherwise."""
     if _METHOD == "forkserver":
-        with _starting():
+        filters = [given] if (given := os.environ.get("PYTHONWARNINGS")) else []
+        with environment({"PYTHONWARNINGS": ",".join([*filters, _KNOWN_WARNING])}), _starting():
             forkserver.ensure_running()
 
 

@@ -174,3 +174,12 @@ def test_the_server_ends_with_its_process(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=HANG)
     assert all(wait_until(lambda pid=pid: not alive(pid), 30) for pid in (*servers, *workers))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server")
+def test_nothing_is_printed_behind_an_error_of_the_input(tmp_path: Path) -> None:
+    options = ["--machine.device-type", "cpu", "--machine.num-devices", "2", "--data", str(tmp_path / "none")]
+    words = [sys.executable, "-m", "nerfstudio.scripts.train", "splatfacto-batch", *options]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 1 and "there is no such file or folder" in done.stdout
+    assert set(done.stdout.rstrip().splitlines()[-1]) == {"─"}, "the server of workers has ended, too"
