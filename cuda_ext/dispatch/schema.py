@@ -139,8 +139,8 @@ SCHEMAS: tuple[str, ...] = (
     "float scale, Tensor? taken, float steepness, float threshold) -> ()",
     "draw_sources(Tensor sums, Tensor empty, Tensor slots, int start, Tensor? taken) -> "
     "(Tensor sources, Tensor copies)",
-    "share_out(Tensor(a!) logits, Tensor(b!) log_scales, Tensor copies, Tensor coefficients, float min_opacity, "
-    "Tensor(c!)[] cleared) -> ()",
+    "share_out(Tensor(a!) means, Tensor quats, Tensor(b!) log_scales, Tensor(c!) logits, Tensor copies, "
+    "Tensor? sources, Tensor? numbers, float min_opacity, Tensor(d!)[] cleared) -> ()",
     "copy_rows(Tensor(a!)[] tensors, Tensor sources) -> ()",
     "take_rows(Tensor[] tensors, Tensor index) -> Tensor[]",
     "turn(Tensor quats, Tensor vectors) -> Tensor",

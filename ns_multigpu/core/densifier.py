@@ -15,11 +15,14 @@ class Densifier(Protocol):
 
     Attributes:
         kind: its name in checkpoints: statistics of another kind are of no use to it.
-        noisy: whether `move` moves all points after each step, and the model's opacities and scales count in the loss.
     """
 
     kind: ClassVar[str]
-    noisy: ClassVar[bool]
+
+    @property
+    def noisy(self) -> bool:
+        """Whether `move` moves all points after each step."""
+        ...
 
     def initialize_state(self) -> dict[str, Any]:
         """Return the state to keep between steps."""

@@ -1,9 +1,9 @@
 """Operators of refinements, one launch each in place of dozens of torch operators.
 
-`draw_sources`, `share_out` and `copy_rows` relocate invisible points onto others (Kheradmand et al. 2024,
-"3D Gaussian Splatting as Markov Chain Monte Carlo", section 3): who becomes a copy of whom, what a point must be to
-look the same with its copies, and the copies themselves. The device alone knows how many there are. So the host can
-order it before the device has come so far. `take_rows` and `turn` serve refinements that make new points.
+`draw_sources`, `copy_rows` and `share_out` relocate invisible points onto others (Kheradmand et al. 2024,
+"3D Gaussian Splatting as Markov Chain Monte Carlo", section 3): who becomes a copy of whom, the copies themselves, and
+what a point and its copies must be to look the same. The device alone knows how many there are. So the host can order
+it before the device has come so far. `take_rows` and `turn` serve refinements that make new points.
 """
 
 from collections.abc import Sequence
@@ -48,26 +48,38 @@ def draw_sources(sums: Tensor, empty: Tensor, *, start: int, taken: Tensor | Non
 
 @torch.no_grad()
 def share_out(
-    logits: Tensor, log_scales: Tensor, copies: Tensor, *, min_opacity: float, cleared: Sequence[Tensor] = ()
-) -> None:
-    """Make each point that gets copies so faint and small that it and they look as it did alone (equation 9, see
-    `cuda_ext.reference.relocation.relocated`), in place.
+    means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, copies: Tensor, *, min_opacity: float,
+    sources: Tensor | None = None, numbers: Tensor | None = None, cleared: Sequence[Tensor] = (),
+) -> None:  # fmt: skip
+    """Put each point that gets copies, and these, side by side along its longest axis, so that together they look as it
+    did alone, in place.
+
+    Of N parts, the point itself being number 0, part i moves by up to (2 i + 1 - N) / N standard deviations. All get
+    the same share of the opacity and the same, shorter longest scale (`cuda_ext.reference.relocation.shares`).
 
     Args:
-        logits: [N] of opacities, contiguous. log_scales: [N, axes], contiguous. copies: [N] int32, see `draw_sources`.
+        means: [N, 3]. quats: [N, 4]. log_scales: [N, 3]. logits: [N] of opacities. All contiguous.
+        copies: [N] int32, see `draw_sources`.
         min_opacity: no opacity becomes less.
+        sources: [N] int32, whose copy a row has become (`copy_rows`), -1 for none; None if copies are made afterwards,
+            which then have to be moved (`cuda_ext.reference.relocation.part_offsets`).
+        numbers: [N] int32, the number from 1 of each copy among its source's.
         cleared: [N, ...] each, contiguous: rows of points that get copies become 0.
 
     Raises:
         TypeError, ValueError: types or shapes are wrong.
         NativeBuildError: the operators cannot be compiled.
     """
-    count = len(logits)
-    check_floats(logits, logits=(logits, (count,)), log_scales=(log_scales, (count, -1)))
-    check_tensors(torch.int32, logits.device, copies=(copies, (count,)))
+    count = len(means)
+    check_floats(
+        means, means=(means, (count, 3)), quats=(quats, (count, 4)), log_scales=(log_scales, (count, 3)),
+        logits=(logits, (count,)),
+    )  # fmt: skip
+    given = {"copies": copies, "sources": sources, "numbers": numbers}
+    check_tensors(torch.int32, means.device, **{name: (x, (count,)) for name, x in given.items() if x is not None})
     _check_rows(cleared, count)
-    op: Any = torch.ops.ns_multigpu.share_out if kernels_serve(logits) else reference.share_out
-    op(logits, log_scales, copies, reference.coefficients(logits.device), min_opacity, list(cleared))
+    op: Any = torch.ops.ns_multigpu.share_out if kernels_serve(means) else reference.share_out
+    op(means, quats, log_scales, logits, copies, sources, numbers, min_opacity, list(cleared))
 
 
 @torch.no_grad()

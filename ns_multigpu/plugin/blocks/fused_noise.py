@@ -11,13 +11,13 @@ from ns_multigpu.core.schema import POSITION
 
 
 class StepNoise:
-    """MCMC noise and regularization of fused steps; inactive with other densifiers.
+    """MCMC noise and regularization of fused steps; none with other densifiers.
 
     Args:
         pipeline: a `DistributedPipeline`. optimizers: its `BatchOptimizers`.
 
     Attributes:
-        active: True if the densifier is MCMC.
+        active: True if the densifier adds noise.
     """
 
     def __init__(self, pipeline: Any, optimizers: Any) -> None:
@@ -52,9 +52,9 @@ class StepNoise:
 
     def weights(self) -> dict[str, float]:
         """Return `opacity_weight` and `scale_weight` of a step: see `SplatModel.regularisation`."""
-        if not self.active:
-            return {}
         options = self._model.config
+        if options.densifier != "mcmc":
+            return {}
         rows = self._pipeline.batch_size * max(self._model.total_points, 1)
         return {
             "opacity_weight": options.mcmc_opacity_reg / rows,

@@ -9,7 +9,7 @@ A step's plan may depend on the measured work of each row of tiles when its view
 back after a fixed number of steps. So no rank waits for them, and all ranks plan alike.
 
 Within a block, steps of points that are not drawn are deferred (`LazyAdam`); they are applied before other code may
-access the model. With MCMC none is deferred, because its noise moves all points after each step (`fused_noise`).
+access the model. With MCMC's noise none is deferred, because it moves all points after each step (`fused_noise`).
 """
 
 from collections.abc import Callable, Sequence

@@ -99,7 +99,7 @@ class SplatModelConfig(SplatfactoModelConfig):
     gs_per_seed: Annotated[int, _MCMC] = 9
     """With mcmc and max-gaussians None, how many Gaussians for each of the first 30,000 seed points."""
     noise_lr: Annotated[float, _MCMC] = 5e5
-    """With mcmc, noise on positions in units of their learning rate."""
+    """With mcmc, noise on positions in units of their learning rate; 0 adds none."""
     mcmc_opacity_reg: Annotated[float, _MCMC] = 0.02
     """With mcmc, weight in the loss of the opacities that an image's view draws, over the number of Gaussians."""
     mcmc_scale_reg: Annotated[float, _MCMC] = 0.02

@@ -1,13 +1,14 @@
 """Gaussian splatting as Markov chain Monte Carlo (Kheradmand et al. 2024) for replicas.
 
 The rules are gsplat's `MCMCStrategy`: dead Gaussians move onto living ones, the model grows towards a cap that counts
-the Gaussians of the whole model, and positions get noise. What differs is the clock, which counts images; the random
-numbers, which are keyed by (seed, image); and the picks, which are made in integers: a floating-point running sum on a
-GPU may come out differently twice, and replicas must pick the same.
+the Gaussians of the whole model, and positions get noise. What differs is where copies lie: next to each other, not in
+one place (`cuda_ext.share_out`); the clock, which counts images; the random numbers, which are keyed by (seed, image);
+and the picks, which are made in integers: a floating-point running sum on a GPU may come out differently twice, and
+replicas must pick the same.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 import cuda_ext
+from cuda_ext.reference.relocation import numbered, part_offsets
 from ns_multigpu.core.dist.collectives import sum_in_place
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.primitives.deterministic import sigmoid
 from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
 from ns_multigpu.primitives.gaussians.gathering import gather_points, moments_of, zeros_there
-from ns_multigpu.primitives.gaussians.index_map import IndexMap
+from ns_multigpu.primitives.gaussians.index_map import IndexMap, Regrouping
 from ns_multigpu.primitives.morton import interleaved_order
 
 GROWTH = 1.05
@@ -47,7 +49,7 @@ class McmcDensifier:
 
     Attributes:
         cap_max: most Gaussians of the whole model.
-        noise_lr: noise in units of the means' learning rate.
+        noise_lr: noise in units of the means' learning rate; 0 adds none.
         refine_start_iter, refine_stop_iter, refine_every: when to relocate and grow, in images seen.
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
@@ -61,7 +63,6 @@ class McmcDensifier:
     """
 
     kind: ClassVar[str] = "McmcDensifier"
-    noisy: ClassVar[bool] = True
 
     cap_max: int = 1_000_000
     noise_lr: float = 5e5
@@ -75,6 +76,11 @@ class McmcDensifier:
     picks: Literal["opacity", "gradient", "both"] = "opacity"
     world: World = field(default_factory=World.single)
     _begun: tuple[int, Tensor | None] | None = field(default=None, init=False, compare=False, repr=False)
+
+    @property
+    def noisy(self) -> bool:
+        """See `Densifier`."""
+        return self.noise_lr > 0
 
     def initialize_state(self) -> dict[str, Any]:
         """Return the initial state: empty."""
@@ -152,9 +158,7 @@ class McmcDensifier:
                 self._relocate(params, optimizers, image, steep)
             num_new = self._num_new(params)
             if num_new or self._orders(image):
-                sources = self._growth(params, image, steep, num_new)
-                self._share_out(params, counted(sources, len(params["means"])))
-                self._rearrange(params, optimizers, sources, self._orders(image))
+                self._rearrange(params, optimizers, self._growth(params, image, steep, num_new), self._orders(image))
             elif self._settles():
                 self._settle(params, optimizers)
             count = len(params["means"])
@@ -238,6 +242,8 @@ class McmcDensifier:
             params, step, images, rate: as in `step_post_backward`.
             taken: [] on the device, 0 or False to add nothing after all.
         """
+        if not self.noisy:
+            return
         means, quats, scales, logits = (params[name].data for name in ("means", "quats", "scales", "opacities"))
         first, rows = self._places(len(means))
         cuda_ext.add_noise(
@@ -259,9 +265,10 @@ class McmcDensifier:
         sums = quanta(self._weights(opacities, steep)).cumsum(0)
         start = seed_from(self.seed, "relocate", image)
         sources, copies = cuda_ext.draw_sources(sums, opacities <= self.min_opacity, start=start, taken=taken)
-        # As in gsplat, moments of moved Gaussians are unchanged.
-        self._share_out(params, copies, all_moments(params, optimizers))
         cuda_ext.copy_rows([value.data for value in params.values()], sources)
+        # As in gsplat, moments of moved Gaussians are unchanged.
+        moments = all_moments(params, optimizers)
+        self._share_out(params, copies, sources=sources, numbers=numbered(sources), cleared=moments)
 
     def _growth(self, params: Any, image: int, steep: Tensor | None, num_new: int) -> Tensor:
         """Return the Gaussians to copy, `num_new` in all, drawn by opacity or by `steep`."""
@@ -279,33 +286,52 @@ class McmcDensifier:
         return count
 
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor, orders: bool) -> None:
-        """Append the copies of `sources`, or with `morton` insert them next to their sources. If `orders`, sort all."""
+        """Append copies of `sources`, or with `morton` insert them next to their sources. If `orders`, sort all."""
         if len(sources) == 0 and not orders:
             return
-        index_map = grown(len(params["means"]), sources)
+        index_map = self._split(params, sources)
         regrouping = index_map
         if self.morton:
             by = interleaved_order(index_map.positions(params["means"])) if orders else index_map.source_order()
             regrouping = index_map.ordered(by)
-        gather_points(params, optimizers, regrouping)
+        gather_points(params, optimizers, regrouping, lambda name, rows: move_copies(name, rows, regrouping))
 
-    def _share_out(self, params: Any, copies: Tensor, cleared: Sequence[Tensor] = ()) -> None:
-        """Reduce opacity and scales of each Gaussian with `copies` [N] int32, so that all together look the same; zero
-        its rows of `cleared`."""
-        cuda_ext.share_out(
-            params["opacities"].data.view(-1), params["scales"].data, copies, min_opacity=self.min_opacity,
-            cleared=cleared,
-        )  # fmt: skip
+    def _split(self, params: Any, sources: Tensor) -> IndexMap:
+        """Make each of `sources` one of the parts that it is to become (`cuda_ext.share_out`); return the index map of
+        its copies."""
+        count, sources = len(params["means"]), torch.sort(sources).values
+        copies, numbers = counted(sources, count), numbered(sources)
+        shapes, of = shapes_of(params, sources), copies[sources] + 1
+        offsets = part_offsets(*shapes, numbers, of) - part_offsets(*shapes, torch.zeros_like(numbers), of)
+        self._share_out(params, copies)
+        return grown(count, sources, offsets)
+
+    def _share_out(self, params: Any, copies: Tensor, **more: Any) -> None:
+        """Run `cuda_ext.share_out` on the parameters."""
+        means, quats, scales, logits = (params[name].data for name in ("means", "quats", "scales", "opacities"))
+        cuda_ext.share_out(means, quats, scales, logits.view(-1), copies, min_opacity=self.min_opacity, **more)
 
 
-def grown(count: int, sources: Tensor) -> IndexMap:
-    """`count` Gaussians, and after them copies of `sources` [G] int64, those of the first source first.
+def grown(count: int, sources: Tensor, offsets: Tensor) -> IndexMap:
+    """Return the index map of `count` Gaussians, and after them copies of `sources` [G] int64, ascending, `offsets`
+    [G, 3] away from them.
 
     In this order copies that share a code stand as their sources do, whatever they were drawn in.
     """
     here = torch.arange(count, device=sources.device)
-    source = torch.cat([here, torch.sort(sources).values])
-    return IndexMap(source, count, offsets=torch.zeros(0, 3, device=sources.device))
+    return IndexMap(torch.cat([here, sources]), count, offsets)
+
+
+def shapes_of(params: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return quaternions, log scales and logits of these rows [M], as `part_offsets` takes them."""
+    quats, scales, logits = (params[name].data[rows] for name in ("quats", "scales", "opacities"))
+    return quats, scales, logits.flatten()
+
+
+def move_copies(name: str, rows: Tensor, regrouping: Regrouping | IndexMap) -> None:
+    """Move the copies among a parameter's rows [T, ...], if it is the means: see `Edit`."""
+    if name == "means":
+        rows[regrouping.children] += regrouping.offsets
 
 
 def quanta(weights: Tensor) -> Tensor:

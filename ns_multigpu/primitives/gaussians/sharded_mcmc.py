@@ -15,11 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.reference.relocation import draws
+from cuda_ext.reference.relocation import draws, numbered, part_offsets
 from ns_multigpu.core.dist.collectives import exchange_rows, gather_on_device, sum_in_place
 from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.primitives.deterministic import sigmoid
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, all_moments, counted, grown, quanta
+from ns_multigpu.primitives.gaussians.mcmc import (
+    McmcDensifier,
+    all_moments,
+    counted,
+    grown,
+    move_copies,
+    quanta,
+    shapes_of,
+)
 from ns_multigpu.primitives.gaussians.reshard import Resharding, ShardedPoints
 
 
@@ -75,11 +83,15 @@ class ShardedMcmc(ShardedPoints, McmcDensifier):
         to, here = self._owners(drawn.count, slots)[drawn.mine], self._owners(drawn.count, drawn.mine)[slots]
         traffic = torch.stack([torch.bincount(ranks, minlength=world.size) for ranks in (to, here)])
         send, receive = traffic.tolist()
-        leaving = drawn.rows[torch.sort(to, stable=True).indices]
-        places = targets[torch.sort(here, stable=True).indices]
+        order, places = torch.sort(to, stable=True).indices, targets[torch.sort(here, stable=True).indices]
+        leaving, copies = drawn.rows[order], counted(drawn.rows, len(dead))
+        numbers, of = numbered(drawn.rows)[order], copies[leaving] + 1
+        # Each copy as it will be: the source becomes a part of another place.
+        means = params["means"].data[leaving] + part_offsets(*shapes_of(params, leaving), numbers, of)
         # As in gsplat the moments of what is moved stay as they are.
-        self._share_out(params, counted(drawn.rows, len(dead)), all_moments(params, optimizers))
-        rows = exchange_rows(torch.cat([x.data[leaving].flatten(1) for x in params.values()], 1), send, receive, world)
+        self._share_out(params, copies, cleared=all_moments(params, optimizers))
+        copied = [means if name == "means" else x.data[leaving].flatten(1) for name, x in params.items()]
+        rows = exchange_rows(torch.cat(copied, 1), send, receive, world)
         widths = [math.prod(value.shape[1:]) for value in params.values()]
         for value, row in zip(params.values(), rows.split(widths, 1), strict=True):
             value.data[places] = row.reshape(-1, *value.shape[1:])
@@ -99,13 +111,13 @@ class ShardedMcmc(ShardedPoints, McmcDensifier):
         return sum(self.shard_index.of_ranks(count, self.world))
 
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor, orders: bool) -> None:
-        index_map = grown(len(params["means"]), sources)
+        index_map = self._split(params, sources)
         work = partial(torch.ones_like, index_map.source)
         if orders:
             categories = (torch.arange(len(index_map.source), device=sources.device) >= index_map.n_kept).long()
-            self.reordering = self._resharding.in_order(params, optimizers, index_map, categories, work)
+            self.reordering = self._resharding.in_order(params, optimizers, index_map, categories, work, move_copies)
         else:
-            done = self._resharding.place(params, optimizers, index_map, None, None, work)
+            done = self._resharding.place(params, optimizers, index_map, None, None, work, move_copies)
             self.reordering = done or self.reordering
 
     def _settles(self) -> bool:
@@ -115,7 +127,7 @@ class ShardedMcmc(ShardedPoints, McmcDensifier):
     def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
         means = params["means"]
         none = torch.empty(0, dtype=torch.int64, device=means.device)
-        self.reordering = self._resharding.settle(params, optimizers, grown(len(means), none))
+        self.reordering = self._resharding.settle(params, optimizers, grown(len(means), none, means.new_zeros(0, 3)))
 
     @property
     def _resharding(self) -> Resharding:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import cuda_ext
-from tests.cuda_ext.densify.test_relocation import COUNT, START, places, rows
+from cuda_ext.reference.relocation import numbered
+from tests.cuda_ext.densify.test_relocation import COUNT, START, gaussians, places, relocated, rows
 from tests.cuda_ext.graphs import captured
 
 pytestmark = [
@@ -25,18 +26,14 @@ def test_draws_are_those_of_the_reference(count: int) -> None:
     assert bool((got[0] == -1).all()) and not bool(got[1].any())
 
 
-@pytest.mark.parametrize("axes", [2, 3])
-def test_shares_are_those_of_the_reference(axes: int) -> None:
-    g = torch.Generator().manual_seed(axes)
-    logits, scales = 4 * torch.randn(COUNT, generator=g), torch.randn(COUNT, axes, generator=g)
-    copies = torch.randint(-3, 80, (COUNT,), generator=g).clamp_(min=0).int()
-    moments = rows()
-    there = [x.cuda() for x in (logits, scales, copies, *moments)]
-    cuda_ext.share_out(there[0], there[1], there[2], min_opacity=0.005, cleared=there[3:])
-    cuda_ext.share_out(logits, scales, copies, min_opacity=0.005, cleared=moments)
-    torch.testing.assert_close(there[0].cpu(), logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(there[1].cpu(), scales, rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(x.cpu(), y) for x, y in zip(there[3:], moments, strict=True))
+def test_shares_are_those_of_the_reference() -> None:
+    points, moments = gaussians(), rows()
+    there, moments_there = ([x.cuda() for x in tensors] for tensors in (points, moments))
+    relocated(there, moments_there)
+    relocated(points, moments)
+    for x, y in zip(there, points, strict=True):
+        torch.testing.assert_close(x.cpu(), y, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(moments_there, moments, strict=True))
 
 
 def test_rows_of_any_kind_are_copied() -> None:
@@ -76,18 +73,20 @@ def test_vectors_are_turned_as_by_the_reference() -> None:
 def test_the_device_alone_decides() -> None:
     """All of it can be captured, and is left out where the step before was not taken."""
     sums, empty = (x.cuda() for x in places())
-    logits, scales = torch.randn(COUNT, device="cuda"), torch.randn(COUNT, 3, device="cuda")
-    before, taken = [logits.clone(), scales.clone()], torch.zeros((), dtype=torch.bool, device="cuda")
+    points = [x.cuda() for x in gaussians()]
+    before, taken = [x.clone() for x in points], torch.zeros((), dtype=torch.bool, device="cuda")
 
     def relocate() -> torch.Tensor:
         sources, copies = cuda_ext.draw_sources(sums, empty, start=START, taken=taken)
-        cuda_ext.share_out(logits, scales, copies, min_opacity=0.005)
-        cuda_ext.copy_rows([logits, scales], sources)
+        cuda_ext.copy_rows(points, sources)
+        cuda_ext.share_out(*points, copies, min_opacity=0.005, sources=sources, numbers=numbered(sources))
         return sources
 
     graph, sources = captured(relocate)
     graph.replay()
-    assert torch.equal(logits, before[0]) and torch.equal(scales, before[1]) and bool((sources == -1).all())
+    assert all(torch.equal(x, was) for x, was in zip(points, before, strict=True)) and bool((sources == -1).all())
     taken.fill_(True)
     graph.replay()
-    assert torch.equal(logits[empty], logits[sources[empty].long()]) and not torch.equal(logits, before[0])
+    logits, its = points[3], sources[empty].long()
+    assert torch.equal(logits[empty], logits[its]) and not torch.equal(logits, before[3])
+    assert bool((points[0][empty] != points[0][its]).any(1).all())

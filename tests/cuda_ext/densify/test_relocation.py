@@ -1,12 +1,14 @@
 """Relocation of points: exact draws, shares that look alike, rows copied on the spot, and a step not taken."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 import cuda_ext
 from cuda_ext.reference.projection import rotation_matrices
-from cuda_ext.reference.relocation import draws, relocated
+from cuda_ext.reference.relocation import MOST_COPIES, draws, numbered, part_offsets
 
 COUNT, START = 500, 1234
 
@@ -59,20 +61,82 @@ def test_nothing_is_drawn(why: str) -> None:
     assert bool((sources == -1).all()) and not bool(copies.any()) and len(sources) == len(copies) == len(sums)
 
 
-def test_only_relocation_targets_are_changed_and_reset() -> None:
+def gaussians(count: int = COUNT) -> list[Tensor]:
+    """Means, quaternions, log scales and logits."""
     g = torch.Generator().manual_seed(2)
-    logits, scales = 3 * torch.randn(COUNT, generator=g), torch.randn(COUNT, 3, generator=g)
-    copies = torch.randint(-3, 80, (COUNT,), generator=g).clamp_(min=0).int()
-    moments, chosen = rows(), copies > 0
-    before = [x.clone() for x in (logits, scales, *moments)]
-    cuda_ext.share_out(logits, scales, copies, min_opacity=0.005, cleared=moments)
-    opacities, factors = relocated(before[0].sigmoid(), copies.long() + 1)
-    expected = torch.logit(opacities.clamp(min=0.005, max=1 - torch.finfo(torch.float32).eps))
-    torch.testing.assert_close(logits[chosen], expected[chosen], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(scales[chosen], (before[1] + factors.log()[:, None])[chosen], rtol=1e-5, atol=1e-5)
-    for x, was in zip((logits, scales, *moments), before, strict=True):
-        assert torch.equal(x[~chosen], was[~chosen])
-    assert not any(bool(x[chosen].any()) for x in moments)
+    return [torch.randn(count, *shape, generator=g) for shape in ((3,), (4,), (3,), ())]
+
+
+def relocated(points: list[Tensor], moments: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Fill the empty places by copies; return the sources and the numbers of copies, [N] int32."""
+    sums, empty = (x.to(points[0].device) for x in places())
+    sources, copies = cuda_ext.draw_sources(sums, empty, start=START)
+    cuda_ext.copy_rows(points, sources)
+    more = {"sources": sources, "numbers": numbered(sources), "cleared": moments}
+    cuda_ext.share_out(*points, copies, min_opacity=0.005, **more)
+    return sources, copies
+
+
+def test_parts_together_look_as_the_one_did() -> None:
+    """The same centre, as opaque, and as wide along the longest axis; all else stays."""
+    points, before, moments = gaussians(), gaussians(), rows()
+    whole = [x.clone() for x in moments]
+    sources, copies = relocated(points, moments)
+    for source in torch.where(copies > 0)[0].tolist():
+        parts = torch.cat([torch.tensor([source]), torch.where(sources == source)[0]])
+        mean, frame = before[0][source], rotation_matrices(before[1][source : source + 1])[0]
+        apart = (points[0][parts] - mean) @ frame  # in units of the world, along the axes of the Gaussian
+        old, new = before[2][source].exp(), points[2][parts].exp()
+        torch.testing.assert_close(apart.mean(0), torch.zeros(3), rtol=0, atol=1e-5)
+        long, opacity = int(old.argmax()), float(before[3][source].sigmoid())
+        others = torch.arange(3) != long
+        assert (
+            torch.equal(new[:, others], old[others].expand(len(parts), 2))
+            and float(apart[:, others].abs().max()) < 1e-5
+        )
+        x = torch.linspace(-9, 9, 4001)[:, None] * old[long]
+        clear = (1 - points[3][parts].sigmoid() * (-0.5 * ((x - apart[:, long]) / new[:, long]).square()).exp()).prod(1)
+        assert float(1 - clear[2000]) == pytest.approx(opacity, rel=0.03)
+        width = float(torch.trapezoid(1 - clear, x[:, 0]) / (opacity * math.sqrt(2 * math.pi) * old[long]))
+        assert width == pytest.approx(1.0, rel=0.01 if len(parts) == 2 else 0.25)
+        spread = float(((1 - clear) * x[:, 0].square()).sum() / (1 - clear).sum() / old[long].square())
+        assert 0.6 < spread < 1.2
+    alone = (copies == 0) & (sources < 0)
+    assert int((copies > 1).sum()) > 10 and all(
+        torch.equal(x[alone], was[alone]) for x, was in zip(points, before, strict=True)
+    )
+    for x, was in zip(moments, whole, strict=True):
+        assert torch.equal(x[copies == 0], was[copies == 0]) and not bool(x[copies > 0].any())
+
+
+def test_copies_that_follow_are_moved_by_the_same_rule() -> None:
+    """As where points are added: the sources first, and copies of them by their numbers."""
+    points, later = gaussians(), gaussians()
+    sources, copies = relocated(points, [])
+    its = sources[sources >= 0].long()
+    shapes, numbers, of = [x[its] for x in later[1:]], numbered(its), copies[its] + 1
+    offsets = part_offsets(*shapes, numbers, of) - part_offsets(*shapes, 0 * numbers, of)
+    cuda_ext.share_out(*later, copies, min_opacity=0.005)
+    for name, x, there in zip(("means", "quats", "scales", "logits"), later, points, strict=True):
+        moved = x[its] + offsets if name == "means" else x[its]
+        torch.testing.assert_close(moved, there[sources >= 0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(x[copies > 0], there[copies > 0])
+
+
+@pytest.mark.parametrize("opacity", [0.005, 0.3, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("of", [1, 2, 7, MOST_COPIES, 10**6])
+def test_no_part_is_more_opaque_or_invisible(opacity: float, of: int) -> None:
+    logit = torch.logit(torch.tensor([opacity]))
+    points = [torch.zeros(1, 3), torch.ones(1, 4), torch.zeros(1, 3), logit.clone()]
+    cuda_ext.share_out(*points, torch.tensor([of - 1], dtype=torch.int32), min_opacity=0.004)
+    assert all(bool(x.isfinite().all()) for x in points) or (of == 1 and opacity == 1.0)
+    assert 0.00399 < float(points[3].sigmoid()) <= float(logit.sigmoid())
+    assert of > 1 or torch.equal(points[3], logit)
+
+
+def test_numbers_among_equals() -> None:
+    assert numbered(torch.tensor([5, 2, 5, 5, 2, 9])).tolist() == [1, 1, 2, 3, 2, 1]
+    assert len(numbered(torch.zeros(0, dtype=torch.int64))) == 0
 
 
 def test_rows_are_copied() -> None:

@@ -220,19 +220,20 @@ def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.Mo
     assert asked(run, world) == (False, "Steps are not fused: gradients are clipped.")
 
 
-@pytest.mark.parametrize("noise", [False, True])
-def test_steps_of_mcmc_are_never_deferred(noise: bool) -> None:
-    """Other densifiers defer steps when steps on a GPU draw little of the model."""
+@pytest.mark.parametrize("noise_lr", [None, 0.0, 5e5])
+def test_steps_are_deferred_unless_noise_moves_all_points(noise_lr: float | None) -> None:
+    """Steps on a GPU that draw little of the model are deferred: with default densification, and MCMC without noise."""
     run = make_run()
     run.pipeline.model.total_points = 1000
     training = object.__new__(Training)
     training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
     training._all_gpus = None
-    run.pipeline.model.densifier = McmcDensifier() if noise else run.pipeline.model.densifier
+    if noise_lr is not None:
+        run.pipeline.model.densifier = McmcDensifier(noise_lr=noise_lr)
     training._noise, training._needles = StepNoise(run.pipeline, run.optimizers), None
     training._rows_drawn, training._wants_lazy, training._key = 10, False, "made"
     training._choose_lazy()
-    assert (training._wants_lazy, training._key) == ((False, "made") if noise else (True, None))
+    assert (training._wants_lazy, training._key) == ((False, "made") if noise_lr else (True, None))
 
 
 def _acts(config: Any, step: int, evaluates: bool) -> bool:

@@ -1,50 +1,13 @@
-"""MCMC: the relocation formula, exact picks, the cap, and noise that follows images."""
+"""MCMC: exact picks, the cap, and noise that follows images."""
 
-import math
-from decimal import Decimal, localcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.reference.relocation import MOST_COPIES, relocated
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, pick
-
-
-def equation_9(opacity: float, ratio: int) -> tuple[float, float]:
-    """New opacity and scale factor as the paper prints them, with 60 digits."""
-    with localcontext() as context:
-        context.prec = 60
-        old = Decimal(opacity)
-        new = 1 - ((1 - old).ln() / ratio).exp()
-        total = Decimal(0)
-        for i in range(1, ratio + 1):
-            for k in range(i):
-                total += math.comb(i - 1, k) * (-1) ** k * new ** (k + 1) / Decimal(k + 1).sqrt()
-        return float(new), float(old / total)
-
-
-@pytest.mark.parametrize("ratio", [1, 2, 3, 7, 20, MOST_COPIES])
-@pytest.mark.parametrize("opacity", [0.005, 0.3, 0.9, 0.999])
-def test_relocation_formula(opacity: float, ratio: int) -> None:
-    new, factor = relocated(torch.tensor([opacity], dtype=torch.float64), torch.tensor([ratio]))
-    expected = equation_9(opacity, ratio)
-    assert (float(new), float(factor)) == pytest.approx(expected, rel=1e-10)
-    assert ratio > 1 or expected == pytest.approx((opacity, 1.0))
-
-
-def test_copies_together_are_as_opaque_as_the_one() -> None:
-    new, factor = relocated(torch.tensor([0.8], dtype=torch.float64), torch.tensor([6]))
-    x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
-    copies = 1 - (1 - new * torch.exp(-0.5 * (x / factor) ** 2)) ** 6
-    assert float(torch.trapezoid(copies, x)) == pytest.approx(0.8 * math.sqrt(2 * math.pi), rel=1e-9)
-
-
-def test_more_copies_than_the_table_holds() -> None:
-    many = relocated(torch.tensor([0.5, 0.5]), torch.tensor([MOST_COPIES, 1000]))
-    assert all(bool(torch.isfinite(v).all()) and float(v[0]) == float(v[1]) for v in many)
 
 
 def test_picks() -> None:
@@ -80,7 +43,7 @@ def test_dead_gaussians_move_onto_living_ones() -> None:
     assert 20 < int(dead.sum()) < 180
     densifier.step_post_backward(params, optimizers, step=10, images=1, rate=1.0)
     assert len(params["means"]) == 200
-    sources = torch.cdist(params["means"].detach(), before["means"]).argmin(1)
+    sources = torch.cdist(params["quats"].detach(), before["quats"]).argmin(1)
     assert torch.equal(sources[~dead], torch.where(~dead)[0])
     assert not bool(dead[sources[dead]].any())
     moved_from = torch.unique(sources[dead])
@@ -112,7 +75,7 @@ def test_gradients_may_guide_relocation() -> None:
     assert densifier.counts(49) and not densifier.counts(50) and not McmcDensifier().counts(0)
     densifier.step_post_backward(params, optimizers, step=10, images=1, rate=1.0, state=state)
     assert len(params["means"]) == 210
-    sources = torch.cdist(params["means"].detach(), before["means"]).argmin(1)
+    sources = torch.cdist(params["quats"].detach(), before["quats"]).argmin(1)
     moved = torch.cat([sources[:200][dead], sources[200:]])
     assert bool((steep & ~dead)[moved].all())
     assert all(len(value) == 210 and not value.any() for value in state.values()) and set(state) == {"grad2d", "count"}

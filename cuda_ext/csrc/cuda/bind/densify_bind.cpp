@@ -13,9 +13,8 @@ constexpr char kNoise[] =
     "quats[N,4]@16 log_scales[N,3] logits[N] rows[N] taken[] first start steepness threshold scale N means[N,3]";
 constexpr char kDraw[] =
     "sums[N] slots[N] empty[N] taken[] start N >sources[N] >copies[N]=0";
-constexpr char kShare[] = "copies[N] coefficients[51,52] min_opacity N A";
+constexpr char kShare[] = "quats[N,4] copies[N] sources[N] numbers[N] min_opacity N";
 constexpr char kTurn[] = "quats[N,4]@16 vectors[S,N,3] N S >[S,N,3]";
-static_assert(kMostCopies == 51, "of coefficients above");
 
 // Adds an array of rows of so many bytes, in the largest units that its addresses allow. False for rows of no bytes,
 // which are left out.
@@ -50,9 +49,10 @@ RowArrays row_arrays(Call& call, const char* name, int64_t points) {
 }
 
 void share_out(Call& call) {
-  auto *logits = call.read<float*>("logits[N]"), *log_scales = call.read<float*>("log_scales[N,A]");
+  auto *means = call.read<float*>("means[N,3]"), *log_scales = call.read<float*>("log_scales[N,3]");
+  auto* logits = call.read<float*>("logits[N]");
   const auto in = call.read<ShareInputs>(kShare);
-  call.run(share_out_launch, in, logits, log_scales, row_arrays(call, "cleared", in.points));
+  call.run(share_out_launch, in, means, log_scales, logits, row_arrays(call, "cleared", in.points));
 }
 
 void copy_rows(Call& call) {

@@ -54,22 +54,52 @@ __device__ void each_array(const RowArrays& arrays, Do what) {
   }
 }
 
+struct Share {
+  double opacity, scale, place;
+};
+
+// One of `of` parts of a Gaussian: see `shares` of the reference.
+__device__ Share share(double opacity, int of) {
+  const int parts = min(of, kMostCopies);
+  const double variance = (2.0 + 1.0 / (double(parts) * parts)) / 3.0;
+  double weight = 0.0;
+  for (int k = 0; k < parts; ++k) {
+    const double place = double(2 * k + 1 - parts) / parts;
+    weight += exp(-0.5 * place * place / variance);
+  }
+  const double old = min(opacity, 1.0 - 1.1920928955078125e-7), clear = log1p(-old);
+  const double pair_weight = exp(-1.0 / 6.0), overlap = exp(-1.0 / 3.0) * sqrt(0.5);
+  const double pair = min(-expm1(clear / 2) / pair_weight, old);
+  const double shrunk = old / ((2 * pair - pair * pair * overlap) * sqrt(0.75));
+  return {min(-expm1(clear / parts) / (weight / parts), old), sqrt(variance) * shrunk, shrunk};
+}
+
+// Makes row i part `number` of `of`: see `part_offsets` of the reference.
+__device__ void make_part(const ShareInputs& in, int64_t i, int number, int of, float* means, float* log_scales,
+                          float* logits) {
+  const float* const sizes = log_scales + 3 * i;
+  const Share part = share(double(sigmoid(logits[i])), of);
+  const int axis = sizes[1] > sizes[0] ? (sizes[2] > sizes[1] ? 2 : 1) : (sizes[2] > sizes[0] ? 2 : 0);
+  const float size = expf(sizes[axis]) * (float(2 * int64_t(number) + 1 - of) / float(of) * float(part.place));
+  const Quat<float> quat = {in.quats[4 * i], in.quats[4 * i + 1], in.quats[4 * i + 2], in.quats[4 * i + 3]};
+  const Mat3<float> frame = rotation(scaled(quat, inverse_length(quat)));
+  const Vec3<float> along = {axis == 0 ? size : 0.f, axis == 1 ? size : 0.f, axis == 2 ? size : 0.f};
+  means[3 * i] += dot(frame.r0, along);
+  means[3 * i + 1] += dot(frame.r1, along);
+  means[3 * i + 2] += dot(frame.r2, along);
+  const float opacity = max(float(part.opacity), in.min_opacity);
+  logits[i] = logf(opacity / (1.f - opacity));
+  log_scales[3 * i + axis] += logf(float(part.scale));
+}
+
 __global__ void __launch_bounds__(kThreads)
-    share_kernel(const __grid_constant__ ShareInputs in, float* __restrict__ logits, float* __restrict__ log_scales,
-                 const __grid_constant__ RowArrays cleared) {
+    share_kernel(const __grid_constant__ ShareInputs in, float* __restrict__ means, float* __restrict__ log_scales,
+                 float* __restrict__ logits, const __grid_constant__ RowArrays cleared) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   const int copies = i < in.points ? in.copies[i] : 0;
-  if (copies > 0) {
-    const int ratio = min(copies + 1, kMostCopies);
-    constexpr double kLargest = 1.0 - 1.1920928955078125e-7;
-    const double old = min(double(sigmoid(logits[i])), kLargest);
-    const double fresh = -expm1(log1p(-old) / ratio);
-    double f = 0.0;
-    for (int j = ratio - 1; j >= 0; --j) f = (f + in.coefficients[j * (kMostCopies + 1) + ratio]) * fresh;
-    const float opacity = min(max(float(fresh), in.min_opacity), float(kLargest)), grown = logf(float(old / f));
-    logits[i] = logf(opacity / (1.f - opacity));
-    for (int axis = 0; axis < in.axes; ++axis) log_scales[int64_t(i) * in.axes + axis] += grown;
-  }
+  const int source = i < in.points && in.sources != nullptr ? in.sources[i] : -1;
+  const int of = 1 + (source >= 0 ? in.copies[source] : copies);
+  if (of > 1) make_part(in, i, source >= 0 ? in.numbers[i] : 0, of, means, log_scales, logits);
   for (unsigned left = __ballot_sync(~0u, copies > 0); left != 0; left &= left - 1) {
     const int64_t row = i - int(threadIdx.x % 32) + __ffs(left) - 1;
     each_array(cleared, [&](auto* rows, int words, int w) { rows[row * words + w] = 0; });
@@ -129,10 +159,10 @@ cudaError_t draw_sources_launch(const DrawInputs& in, int32_t* sources, int32_t*
   return cudaGetLastError();
 }
 
-cudaError_t share_out_launch(const ShareInputs& in, float* logits, float* log_scales, const RowArrays& cleared,
-                             cudaStream_t stream) {
+cudaError_t share_out_launch(const ShareInputs& in, float* means, float* log_scales, float* logits,
+                             const RowArrays& cleared, cudaStream_t stream) {
   if (in.points == 0) return cudaSuccess;
-  share_kernel<<<blocks(in.points), kThreads, 0, stream>>>(in, logits, log_scales, cleared);
+  share_kernel<<<blocks(in.points), kThreads, 0, stream>>>(in, means, log_scales, logits, cleared);
   return cudaGetLastError();
 }
 

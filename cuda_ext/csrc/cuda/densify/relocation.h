@@ -1,5 +1,5 @@
-// What moves points from invisible places: draws, the formula of relocation, and rows copied on the spot; rows of
-// many arrays taken at once, and vectors turned. On the given stream, without a wait, and without a look at what is on
+// What moves points from invisible places: draws, rows copied on the spot, and parts side by side; rows of many arrays
+// taken at once, and vectors turned. On the given stream, without a wait, and without a look at what is on
 // the device.
 #pragma once
 
@@ -31,17 +31,18 @@ struct DrawInputs {
 // sources [N]: whose copy each point becomes, -1 for none. copies [N], zeros: how often each is drawn.
 cudaError_t draw_sources_launch(const DrawInputs& in, int32_t* sources, int32_t* copies, cudaStream_t stream);
 
-// logits [N], log_scales [N, axes], copies [N]; coefficients [kMostCopies, kMostCopies + 1], see the reference. Rows of
-// points that are drawn are made zero in `cleared`.
+// copies [N]: how many each point gets. sources, numbers [N], or null: whose copy each point is, -1 for none, and which of
+// its copies, from 1. Rows of points that get copies are made zero in `cleared`.
 struct ShareInputs {
-  const int32_t* copies;
-  const double* coefficients;
+  const float* quats;  // [N, 4]
+  const int32_t *copies, *sources, *numbers;
   float min_opacity;
-  int points, axes;
+  int points;
 };
 
-cudaError_t share_out_launch(const ShareInputs& in, float* logits, float* log_scales, const RowArrays& cleared,
-                             cudaStream_t stream);
+// means, log_scales [N, 3] and logits [N] of all parts: see the reference.
+cudaError_t share_out_launch(const ShareInputs& in, float* means, float* log_scales, float* logits,
+                             const RowArrays& cleared, cudaStream_t stream);
 
 // Row i of each array becomes row sources[i], where there is one. No row may be both source and destination.
 cudaError_t copy_rows_launch(const RowArrays& arrays, const int32_t* sources, int points, cudaStream_t stream);
