@@ -48,7 +48,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 
 MODEL = "--pipeline.model."
 RECIPES: dict[str, list[str] | None] = {
@@ -293,10 +293,7 @@ class Runs:
             self._write()
 
     def _write(self) -> None:
-        text = json.dumps({**describe(), "city_size": self.options.city_size, "results": self.results}, indent=1)
-        unfinished = self.options.json.with_suffix(".unfinished")
-        unfinished.write_text(text + "\n")
-        unfinished.replace(self.options.json)
+        write_report(self.options.json, city_size=self.options.city_size, results=self.results)
 
     def go(self) -> None:
         wanted = {job.of for job in self.waiting}
@@ -341,9 +338,8 @@ def _call(gpu: str | None, function: str, *given: Any) -> None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Means over seeds, by capture, images and recipe."""
-    shown = Table()
-    for head in ("capture", "images", "recipe", "seeds", "PSNR", "corrected", "SSIM", "Gaussians", "MiB", "training s"):
-        shown.add_column(head, justify="left" if head in ("capture", "recipe") else "right")
+    heads = ("capture", "images", "recipe", "seeds", "PSNR", "corrected", "SSIM", "Gaussians", "MiB", "training s")
+    shown = empty_table(None, heads, left=(0, 2))
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for result in sorted(results, key=lambda r: (r["capture"], r["images"])):
         groups.setdefault((result["capture"], result["images"], result["recipe"]), []).append(result)

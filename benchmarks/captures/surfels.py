@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.captures.recipes import called, trains_in_forks
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 
 SHOWN = 3
 """Views of the picture."""
@@ -119,13 +119,11 @@ class Comparison:
     def summary(self) -> dict[str, Any]:
         """All results, and how they came about."""
         asked = {name: value for name, value in vars(self._options).items() if not isinstance(value, Path)}
-        return {**describe(), "options": asked, "argv": sys.argv[1:], "results": self.results}
+        return {"options": asked, "argv": sys.argv[1:], "results": self.results}
 
 
 def table(results: Sequence[dict[str, Any]]) -> Table:
-    shown = Table()
-    for name in ("way", "seed", "PSNR", "SSIM", "points", "training s"):
-        shown.add_column(name)
+    shown = empty_table(None, ("way", "seed", "PSNR", "SSIM", "points", "training s"))
     for one in sorted(results, key=lambda one: (one["seed"], one["way"])):
         scores = (f"{one['psnr']:.2f}", f"{one['ssim']:.4f}", f"{one['gaussians']:,}", f"{one['train_seconds']:.1f}")
         shown.add_row(one["way"], str(one["seed"]), *scores)
@@ -138,8 +136,7 @@ def main() -> None:
     comparison = Comparison(options)
     missing = comparison.go()
     Console().print(table(comparison.results))
-    if options.json is not None:
-        options.json.write_text(json.dumps(comparison.summary(), indent=1) + "\n")
+    write_report(options.json, **comparison.summary())
     if missing:
         raise SystemExit(f"{missing} runs are missing")
 

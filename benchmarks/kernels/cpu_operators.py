@@ -7,7 +7,6 @@ colour and depth with absgrad, L1 + SSIM. "chain" runs it as one graph; the line
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 from benchmarks.scenes.cloud import Scene, make_scene
 from cuda_ext import build_native, cull, intersect, l1_ssim, project, rasterize, sh_colors, use_reference
 
@@ -130,13 +128,9 @@ def measure(scene: Scene, timer: Timer) -> tuple[int, int]:
 
 def show(console: Console, report: dict[str, Any]) -> None:
     """Prints the report as a table."""
-    table = Table(
-        title=f"{report['points']:,} Gaussians at {report['width']}x{report['height']}, {report['threads']} threads, "
-        f"{report['cpu']}: milliseconds"
-    )
-    table.add_column("operator")
-    for name in ("native forward", "native backward", "reference forward", "reference backward", "times faster"):
-        table.add_column(name, justify="right")
+    title = f"{report['points']:,} Gaussians at {report['width']}x{report['height']}, {report['threads']} threads"
+    heads = ("native forward", "native backward", "reference forward", "reference backward", "times faster")
+    table = empty_table(f"{title}: milliseconds", ("operator", *heads))
     for operator, line in report["operators"].items():
         cells = [
             f"{1e3 * line[backend][direction]:,.1f}" if direction in line[backend] else ""
@@ -150,7 +144,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         "chain", f"{1e3 * chain['native']:,.1f}", "", f"{1e3 * chain['reference']:,.1f}", "", f"{chain['speedup']:.1f}"
     )
     console.print(table)
-    console.print(f"{report['rows']:,} rows, {report['intersections']:,} intersections, commit {report['commit']}")
+    console.print(f"{report['rows']:,} rows, {report['intersections']:,} intersections")
     if report["load_average_before"] > 0.5:
         console.print(f"Other programs were running (load average {report['load_average_before']:.1f}): measure again.")
 
@@ -184,7 +178,6 @@ def main() -> None:
     chain = {name: seconds[name].pop("chain")["both"] for name in seconds}
     report = {
         "benchmark": "cpu_operators",
-        **describe(),
         "threads": torch.get_num_threads(),
         "load_average_before": load,
         "points": arguments.points,
@@ -203,9 +196,7 @@ def main() -> None:
         "chain": {**chain, "speedup": chain["reference"] / chain["native"]},
     }
     show(console, report)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(arguments.json, **report)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,17 @@ the rest on demand, over `--steps` steps of one view a rank. `--step-ms` is the 
 """
 
 import argparse
-import json
-import platform
-import subprocess
 import threading
 import time
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.lib.report import empty_table, write_report
 from ns_multigpu.core.assign.assignment import RoundRobinViews
 from ns_multigpu.core.assign.view_sequence import ViewSequence
 from ns_multigpu.core.dist.collectives import barrier
@@ -170,9 +166,9 @@ def summary(task: Task, ranks: list[Measured]) -> dict[str, float]:
 def show(task: Task, ranks: list[Measured], device: str) -> dict[str, float]:
     """Prints a table; returns the summary."""
     total = summary(task, ranks)
-    table = Table(title=f"{task.views} views of {task.width}x{task.height} ({task.content}) on {len(ranks)} {device}")
-    for name in ("rank", "images", "share, GB", "PSS before", "PSS after", "at most", "decoded", "waited, s"):
-        table.add_column(name, justify="right")
+    title = f"{task.views} views of {task.width}x{task.height} ({task.content}) on {len(ranks)} {device}"
+    heads = ("rank", "images", "share, GB", "PSS before", "PSS after", "at most", "decoded", "waited, s")
+    table = empty_table(title, heads)
     for rank, r in enumerate(ranks):
         numbers = [r.held, r.pss_before, r.pss_after, r.peak]
         cells = [f"{n / 1e9:.2f}" for n in numbers]
@@ -211,15 +207,7 @@ def main() -> None:
     # Not forked: shared memory of forked processes belongs to no single one.
     ranks: list[Measured] = run_ranks(measure, a.ranks, task, device=a.device, seconds=3600, fork=False)
     total = show(task, ranks, a.device)
-    if a.json is not None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        about = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit.stdout.strip(),
-            "machine": torch.cuda.get_device_name() if a.device == "cuda" else platform.processor(),
-            "torch": torch.__version__,
-        }  # fmt: skip
-        rows = [asdict(r) for r in ranks]
-        a.json.write_text(json.dumps({**about, "task": asdict(task), "total": total, "ranks": rows}, indent=2) + "\n")
+    write_report(a.json, task=asdict(task), total=total, ranks=[asdict(r) for r in ranks])
     if a.image_memory_gb is None and total["pss_copies"] > ALLOWED:
         raise SystemExit(f"{total['pss_copies']:.2f} copies are more than the {ALLOWED} allowed")
 
