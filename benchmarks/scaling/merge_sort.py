@@ -24,9 +24,10 @@ from rich.console import Console
 from torch import Tensor
 
 import cuda_ext
+from benchmarks.lib.lockstep import Clock, over_ranks
 from benchmarks.lib.report import empty_table, write_report
 from cuda_ext.ops.sort.peer_sort import sort_pairs
-from ns_multigpu.core.dist.collectives import all_gather_floats, all_gather_ints, barrier
+from ns_multigpu.core.dist.collectives import all_gather_ints, barrier
 from ns_multigpu.core.dist.peer_memory import PeerBuffer
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.sort.peer_sort import SortBuffers, peer_merge_sort
@@ -80,24 +81,15 @@ class Figure:
 
 def timed(work: Callable[[], object], align: Callable[[], None], runs: int, world: World) -> float:
     """Milliseconds that the slowest rank takes: the median of `runs`, after one that does not count."""
-    cuda = world.device.type == "cuda"
     times: list[float] = []
-    for run in range(runs + 1):
+    for _ in range(runs + 1):
         align()
-        if cuda:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            work()
-            last.record()
-            last.synchronize()
-            ms = first.elapsed_time(last)
-        else:
-            began = time.perf_counter()
-            work()
-            ms = 1e3 * (time.perf_counter() - began)
-        if run:
-            times.append(max(row[0] for row in all_gather_floats([ms], world)))
-    return statistics.median(times)
+        clock = Clock(world.device)
+        clock.mark()
+        work()
+        clock.mark()
+        times.append(max(row[0] for row in over_ranks(clock.intervals(), world)))
+    return statistics.median(times[1:])
 
 
 def check(keys: Tensor, values: Tensor, sorted_keys: Tensor, sorted_values: Tensor, world: World) -> None:
