@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from rich.console import Console
 
@@ -21,7 +22,6 @@ from ns_multigpu.core.dist.collectives import barrier
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape
-from ns_multigpu.plugin.faults.host_memory import own_memory
 from tests.lib.ranks import run_ranks
 
 ALLOWED = 1.2
@@ -48,14 +48,20 @@ def measure(world: World, views: int) -> Measured:
     if world.device.type == "cuda":
         torch.zeros(1, device=world.device)  # the CUDA context is not the images'
     barrier(world)
-    before = own_memory()
+    before = _memory()
     peak = _Peak()
     began = time.perf_counter()
     share = ImageShare([SHAPE] * views, _decode, world, label="random", pinned=world.device.type == "cuda")
     seconds = time.perf_counter() - began
     highest = peak.stop()
     barrier(world)
-    return Measured(*before, *own_memory(), highest, share.store.nbytes, len(share.own), seconds)
+    return Measured(*before, *_memory(), highest, share.store.nbytes, len(share.own), seconds)
+
+
+def _memory() -> tuple[int, int]:
+    """This process's bytes: its private ones (USS), and those with its part of shared ones (PSS)."""
+    info = psutil.Process().memory_full_info()
+    return info.uss, info.pss
 
 
 def _decode(index: int) -> ImageData:
@@ -74,13 +80,13 @@ class _Peak:
 
     def _look(self) -> None:
         while not self._end.wait(0.1):
-            self._most = max(self._most, own_memory()[1])
+            self._most = max(self._most, _memory()[1])
 
     def stop(self) -> int:
         """Ends looking; returns bytes."""
         self._end.set()
         self._thread.join()
-        return max(self._most, own_memory()[1])
+        return max(self._most, _memory()[1])
 
 
 def main() -> None:
