@@ -24,6 +24,9 @@ struct WireSegments {
   bool half;
 };
 
+inline int full_row_words(bool slots) { return 12 + (slots ? 1 : 0); }
+inline int half_row_words(bool slots) { return 9 + (slots ? 1 : 0); }
+
 // place [ranks, count].
 cudaError_t pack_wire_launch(const PackRows& rows, const int32_t* place, const WireSegments& to, bool slots,
                              uint32_t* wire, cudaStream_t stream);
