@@ -36,8 +36,6 @@ from benchmarks.scenes.city_model import CityScene, make_model
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.planning.quantities import parse_count
 
-OPERATORS = ("fill", "add", "addmm", "sum", "cumsum")
-
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
