@@ -42,7 +42,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 
 VARIANTS = {
     "-unscaled": ["--batch-scaling", "none"],
@@ -172,10 +172,7 @@ def parts_table(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> Table
     columns = {run: rows for run, rows in columns.items() if rows}
     if not columns:
         return None
-    table = Table(title="seconds by part")
-    table.add_column("part")
-    for run in columns:
-        table.add_column(run, justify="right")
+    table = empty_table("seconds by part", ("part", *columns))
     for part in dict.fromkeys(part for rows in columns.values() for row in rows for part in row):
         means = [statistics.mean(row.get(part, 0.0) for row in rows) / 1e3 for rows in columns.values()]
         table.add_row(part, *(f"{mean:.2f}" for mean in means))
@@ -184,10 +181,8 @@ def parts_table(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> Table
 
 def results_table(options: argparse.Namespace, results: Sequence[dict[str, Any]]) -> Table:
     """Return a row of means over seeds for each run that has a result."""
-    table = Table(title=f"{options.images} images, {' '.join(options.dataparser)}")
     heads = ("run", "seeds", "PSNR", "spread", "SSIM", "images/s", "training s", "wall s", "Gaussians", "MB sent/step")
-    for head in heads:
-        table.add_column(head, justify="left" if head == "run" else "right")
+    table = empty_table(f"{options.images} images, {' '.join(options.dataparser)}", heads)
     for run in options.runs:
         rows = [r for r in results if r["run"] == run]
         if not rows:
@@ -253,8 +248,7 @@ def main() -> None:
 
     def keep(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         results = [result for result in results if result]
-        if options.json:
-            options.json.write_text(json.dumps({**describe(), "results": results}, indent=2) + "\n")
+        write_report(options.json, results=results)
         return results
 
     with ThreadPoolExecutor(len(options.slots)) as pool:

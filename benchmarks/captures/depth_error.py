@@ -9,17 +9,15 @@ Runs are trained before, by `ns-train`, with and without `--pipeline.model.depth
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from nerfstudio.utils.eval_utils import eval_setup
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.depth_loss import disparities_at, keypoints
 from ns_multigpu.core.types import Patch, Pixels, View
@@ -86,14 +84,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     found = {name: measure(Path(config), args.maps) for name, config in (word.split("=", 1) for word in args.runs)}
-    table = Table()
     shown = ("psnr", "disparity_error_mean", "disparity_error_median", "points")
-    for head in ("run", *shown):
-        table.add_column(head)
+    table = empty_table(None, ("run", *shown))
     for name, row in found.items():
         table.add_row(name, *(str(row[key]) for key in shown))
     Console().print(table)
-    args.output.write_text(json.dumps({**describe(), "runs": found}, indent=1) + "\n", "utf8")
+    write_report(args.output, runs=found)
 
 
 if __name__ == "__main__":

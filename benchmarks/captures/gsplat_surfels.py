@@ -1,4 +1,4 @@
-"""gsplat 1.4.0's 2D Gaussians under nerfstudio's splatfacto: what `benchmarks.captures.surfels` compares ours with.
+"""gsplat 1.4.0's 2D Gaussians under nerfstudio's splatfacto: what `benchmarks.captures.recipes` compares ours with.
 
 `rasterization_2dgs` in the place of `rasterization`, its DefaultStrategy with the gradient that gsplat has for 2D
 Gaussians, and the loss of normals of gsplat's `simple_trainer_2dgs.py`. All else is splatfacto's: views, rates, loss,

@@ -8,7 +8,6 @@ as moving where the camera, which stands still, sees it change by more than a te
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from nerfstudio.utils.eval_utils import eval_setup
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 from ns_multigpu.city import CityCapture
 from ns_multigpu.plugin.capture.city_dataparser import CAPTURE, VIEWS
 
@@ -87,7 +86,7 @@ def main() -> None:
         name, config = word.split("=", 1)
         found[name] = measure(Path(config), args.shown, frames, name)
         print(name, found[name], flush=True)
-    args.output.write_text(json.dumps({**describe(), "runs": found}, indent=1) + "\n", "utf8")
+    write_report(args.output, runs=found)
     if args.picture is not None:
         side_by_side = torch.cat(list(frames.values()), dim=1).clamp(0, 1)
         Image.fromarray((side_by_side * 255).round().byte().numpy()).save(args.picture, quality=92)

@@ -35,7 +35,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 
 EVALUATIONS = "courses.json"
 """The file, in a way's folder, with what has been evaluated so far."""
@@ -178,8 +178,7 @@ def main() -> None:
     for row in in_turn(options, folder):
         rows.append(row)
         console.print(row.get("failed", f"{row['way']}: done in {row['wall_s']:.0f} s"), markup=False)
-        if options.json:
-            options.json.write_text(json.dumps({**describe(), "rows": rows}, indent=2) + "\n")
+        write_report(options.json, rows=rows)
     console.print(table(rows))
     if any("failed" in row for row in rows):
         raise SystemExit(1)

@@ -16,12 +16,10 @@ import torch
 import tyro
 from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
 from nerfstudio.scripts.train import _set_random_seed
-from PIL import Image
 
 from benchmarks.captures import splat_city, splatfacto_baseline
 from benchmarks.captures.splatfacto_baseline import correct_few, draw_view, peak_mib
 from ns_multigpu.city import City, CityCapture, write_colmap
-from ns_multigpu.plugin.render.evaluation import spread
 from ns_multigpu.plugin.train import trainer as _imported_for_the_runs  # noqa: F401
 
 
@@ -32,18 +30,10 @@ def begin(log: Path) -> None:
     os.dup2(file, 2)
 
 
-def train_ours(
-    words: Sequence[str],
-    log: Path,
-    output: Path,
-    normals: tuple[int, Path] | None = None,
-    picture: Path | None = None,
-) -> None:
+def train_ours(words: Sequence[str], log: Path, output: Path, picture: Path | None = None) -> None:
     """Trains as `ns-train` does with these words; all held-out views are scored, and `output` gets it as JSON.
 
     Args:
-        normals: of so many held-out views a picture of the photograph, the rendering and its normals, for points that
-            have normals, and the PNG to write.
         picture: the PNG to write of the middle held-out view; see `draw_view`.
     """
     begin(log)
@@ -64,8 +54,6 @@ def train_ours(
     seconds = trainer.progress.seconds
     if picture is not None:
         draw_view(trainer.pipeline, picture)
-    if normals is not None:
-        draw_normals(trainer.pipeline, *normals)
     result = {
         "psnr": scores["psnr"],
         "cc_psnr": scores.get("cc_psnr"),
@@ -77,22 +65,6 @@ def train_ours(
         "eval_seconds": time.perf_counter() - start,
     }
     output.write_text(json.dumps(result))
-
-
-@torch.no_grad()
-def draw_normals(pipeline: Any, views: int, file: Path) -> None:
-    """See `train_ours`."""
-    pipeline.eval()
-    data, rows = pipeline.datamanager, list[torch.Tensor]()
-    total = len(data.eval_dataset)
-    for index in spread(total, views):
-        outputs = pipeline.model.get_outputs_for_camera(data.eval_dataset.cameras[index : index + 1])
-        photograph = data.eval_dataset[index]["image"][..., :3].to(outputs["rgb"])
-        columns = [photograph, outputs["rgb"], outputs["normals"]]
-        rows.append(torch.cat([image.clamp(0, 1).cpu() for image in columns], 1))
-    width = min(row.shape[1] for row in rows)  # where photographs differ in size
-    picture = torch.cat([row[:, :width] for row in rows])
-    Image.fromarray((picture * 255 + 0.5).to(torch.uint8).numpy()).save(file)
 
 
 def train_splatfacto(words: Sequence[str], log: Path, output: Path, picture: Path | None = None) -> None:

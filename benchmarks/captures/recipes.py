@@ -11,6 +11,8 @@ VIEWS / 100 blocks in that many small pictures, drawn by `benchmarks.captures.sp
 fox with a fifth of its views to train on, evenly spread, and the others held out. A recipe is one of
 
 - `splatfacto`: nerfstudio's own, with gsplat; one run is scored at each of --images, for its schedules do not differ;
+- `gsplat-2dgs`: that with gsplat's 2D Gaussians (`gsplat_surfels`); `2dgs`: ours with the same recipe, losses and
+  threshold of densification, which is the published one;
 - `ours`: splatfacto's recipe in `splatfacto-batch`; `mcmc`: that with gsplat's settings of MCMC and a cap of a million;
 - `best`: `--recipe best`;
 - a name from the file --variants, whose lines are `NAME = RECIPE OPTIONS`: a recipe of ours with options of ns-train,
@@ -48,7 +50,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 
 MODEL = "--pipeline.model."
 RECIPES: dict[str, list[str] | None] = {
@@ -59,9 +61,23 @@ RECIPES: dict[str, list[str] | None] = {
         MODEL + "stop-split-at", "25000", MODEL + "initial-opacity", "0.5", MODEL + "initial-scale", "0.1",
     ],
     "best": ["--recipe", "best"],
+    "gsplat-2dgs": None,
+    "2dgs": [
+        "--recipe", "splatfacto", MODEL + "primitive", "2dgs", MODEL + "normal-loss", "0.05",
+        MODEL + "normal-loss-start", "@0.5",
+    ],
 }  # fmt: skip
 """Options of ns-train by the recipe's name; None is nerfstudio's own method. MCMC's settings are those of gsplat's
 `examples/benchmarks/mcmc.sh` (`simple_trainer.py mcmc`), its cap apart."""
+
+PEERS = {
+    "splatfacto": [],
+    "gsplat-2dgs": [
+        "--operators", "gsplat-2dgs", "--normal-loss", "0.05", "--normal-loss-start", "@0.5",
+        f"--options={MODEL}densify-grad-thresh 0.0002 {MODEL}use-absgrad False",
+    ],
+}  # fmt: skip
+"""Options of `splatfacto_baseline` by the recipe's name."""
 
 INTERVAL = ["--eval-mode", "interval", "--eval-interval", "8"]
 
@@ -148,7 +164,7 @@ def jobs_of(options: argparse.Namespace, recipes: Mapping[str, Any]) -> list[Job
                 for name in names:
                     if name not in recipes:
                         raise SystemExit(f"there is no recipe {name!r}: {', '.join(recipes)}")
-                    whole = recipes[name] is None
+                    whole = name == "splatfacto"
                     for some in [tuple(lengths)] if whole else [(n,) for n in lengths]:
                         found[Job(capture, name, some, int(seed))] = None
     return list(found)
@@ -174,8 +190,10 @@ def words_of(job: Job, option_words: list[str] | None, folder: Path, output: Pat
     """The command line of a run."""
     data = ["colmap", "--data", str(folder), "--colmap-path", "sparse/0"]
     data += ["--downscale-factor", str(options.downscale_factor), *job.split]
+    own = PEERS[job.recipe] if option_words is None else option_words
+    at_length = [str(round(float(w[1:]) * job.images[-1])) if w[:1] == "@" else w for w in own]
     if option_words is None:
-        words = ["--images", str(job.images[-1]), "--seed", str(job.seed), "--output", str(output)]
+        words = [*at_length, "--images", str(job.images[-1]), "--seed", str(job.seed), "--output", str(output)]
         return [*words, "--also-at", *map(str, job.images[:-1]), "--", *data]
     words = [options.method, "--output-dir", str(output), "--timestamp", "run", "--experiment-name", "recipe"]
     words += ["--machine.device-type", options.device, "--machine.seed", str(job.seed), "--vis", "tensorboard"]
@@ -184,7 +202,7 @@ def words_of(job: Job, option_words: list[str] | None, folder: Path, output: Pat
     words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0"]
     if job.images[-1] > 30000:
         words += ["--max-num-iterations", str(job.images[-1])]
-    return [*words, *(str(round(float(w[1:]) * job.images[-1])) if w[:1] == "@" else w for w in option_words), *data]
+    return [*words, *at_length, *data]
 
 
 class Runs:
@@ -266,8 +284,7 @@ class Runs:
         folder.mkdir(parents=True, exist_ok=True)
         words = words_of(job, self.recipes[job.recipe], self.folders[job.of], folder, self.options)
         picture = None if self.options.pictures is None else self.options.pictures / f"{label}.png"
-        shown = [picture] if self.recipes[job.recipe] is None else [None, picture]
-        took = self.call("train_" + self._kind(job), words, log, output, *shown, gpu=gpu)
+        took = self.call("train_" + self._kind(job), words, log, output, picture, gpu=gpu)
         if took is None or not output.exists():
             looks = folder / "looks.json"
             self._keep(job, json.loads(looks.read_text()) if looks.exists() else [], {"wall_s": None})
@@ -293,10 +310,7 @@ class Runs:
             self._write()
 
     def _write(self) -> None:
-        text = json.dumps({**describe(), "city_size": self.options.city_size, "results": self.results}, indent=1)
-        unfinished = self.options.json.with_suffix(".unfinished")
-        unfinished.write_text(text + "\n")
-        unfinished.replace(self.options.json)
+        write_report(self.options.json, city_size=self.options.city_size, results=self.results)
 
     def go(self) -> None:
         wanted = {job.of for job in self.waiting}
@@ -341,9 +355,8 @@ def _call(gpu: str | None, function: str, *given: Any) -> None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Means over seeds, by capture, images and recipe."""
-    shown = Table()
-    for head in ("capture", "images", "recipe", "seeds", "PSNR", "corrected", "SSIM", "Gaussians", "MiB", "training s"):
-        shown.add_column(head, justify="left" if head in ("capture", "recipe") else "right")
+    heads = ("capture", "images", "recipe", "seeds", "PSNR", "corrected", "SSIM", "Gaussians", "MiB", "training s")
+    shown = empty_table(None, heads, left=(0, 2))
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for result in sorted(results, key=lambda r: (r["capture"], r["images"])):
         groups.setdefault((result["capture"], result["images"], result["recipe"]), []).append(result)

@@ -80,13 +80,13 @@ def correct_few(pipeline: Any) -> None:
 
 @torch.no_grad()
 def draw_view(pipeline: Any, file: Path) -> None:
-    """Write the middle held-out view as a PNG: the photograph next to the rendering."""
+    """Write the middle held-out view as a PNG: the photograph, the rendering, and normals of points that have some."""
     pipeline.eval()
     dataset = pipeline.datamanager.eval_dataset
     index = len(dataset) // 2
-    rendered = pipeline.model.get_outputs_for_camera(dataset.cameras[index : index + 1].to(pipeline.device))["rgb"]
-    photograph = dataset[index]["image"][..., :3].to(rendered)
-    picture = torch.cat([photograph, rendered.clamp(0, 1)], 1)
+    outputs = pipeline.model.get_outputs_for_camera(dataset.cameras[index : index + 1].to(pipeline.device))
+    images = [dataset[index]["image"][..., :3], *(outputs[name] for name in ("rgb", "normals") if name in outputs)]
+    picture = torch.cat([image.to(outputs["rgb"]).clamp(0, 1) for image in images], 1)
     Image.fromarray((picture * 255 + 0.5).to(torch.uint8).cpu().numpy()).save(file)
 
 

@@ -3,28 +3,28 @@
     python -m benchmarks.kernels.cpu_operators [--json FILE]
 
 The chain is a training step: cull, project, spherical harmonics of degree 3, tile intersection, rasterization of
-colour and depth with absgrad, L1 + SSIM. "chain" runs it as one graph; the lines above it time each operator alone.
+colour and depth with absgrad, L1 + SSIM. "chain" runs it as one graph, forward and backward;
+the lines above it time each operator alone.
 """
 
 import argparse
-import json
-import os
+import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 from benchmarks.scenes.cloud import Scene, make_scene
 from cuda_ext import build_native, cull, intersect, l1_ssim, project, rasterize, sh_colors, use_reference
+
+POINTS, SIZE = 100_000, (640, 480)
+DIRECTIONS = ("forward", "backward")
 
 
 @dataclass
@@ -32,10 +32,7 @@ class Timer:
     """Seconds of named pieces of work, the median of several runs."""
 
     repeats: int
-    advance: Callable[[], None]
-
-    def __post_init__(self) -> None:
-        self.seconds: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 
     def time(self, operator: str, direction: str, work: Callable[[], Any]) -> Any:
         """Runs `work` once to warm up unless it runs only once anyway, then notes the median; returns its result."""
@@ -44,9 +41,7 @@ class Timer:
             start = time.perf_counter()
             result = work()
             runs.append(time.perf_counter() - start)
-        kept = sorted(runs[self.repeats > 1 :])
-        self.seconds.setdefault(operator, {})[direction] = kept[len(kept) // 2]
-        self.advance()
+        self.seconds.setdefault(operator, {})[direction] = statistics.median(runs[self.repeats > 1 :])
         return result
 
     def both(self, operator: str, inputs: list[Tensor], work: Callable[..., Any], outputs: Callable[[Any], Any]) -> Any:
@@ -125,87 +120,35 @@ def measure(scene: Scene, timer: Timer) -> tuple[int, int]:
         lambda image: l1_ssim(image, scene.target, (0, 0, width, height)),
         lambda sums: sums[:2],
     )
-    return timer.time("chain", "both", lambda: run_chain(scene))
-
-
-def show(console: Console, report: dict[str, Any]) -> None:
-    """Prints the report as a table."""
-    table = Table(
-        title=f"{report['points']:,} Gaussians at {report['width']}x{report['height']}, {report['threads']} threads, "
-        f"{report['cpu']}: milliseconds"
-    )
-    table.add_column("operator")
-    for name in ("native forward", "native backward", "reference forward", "reference backward", "times faster"):
-        table.add_column(name, justify="right")
-    for operator, line in report["operators"].items():
-        cells = [
-            f"{1e3 * line[backend][direction]:,.1f}" if direction in line[backend] else ""
-            for backend in ("native", "reference")
-            for direction in ("forward", "backward")
-        ]
-        table.add_row(operator, *cells, f"{line['speedup']:.1f}")
-    chain = report["chain"]
-    table.add_section()
-    table.add_row(
-        "chain", f"{1e3 * chain['native']:,.1f}", "", f"{1e3 * chain['reference']:,.1f}", "", f"{chain['speedup']:.1f}"
-    )
-    console.print(table)
-    console.print(f"{report['rows']:,} rows, {report['intersections']:,} intersections, commit {report['commit']}")
-    if report["load_average_before"] > 0.5:
-        console.print(f"Other programs were running (load average {report['load_average_before']:.1f}): measure again.")
+    return timer.time("chain", "forward", lambda: run_chain(scene))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--points", type=int, default=100_000)
-    parser.add_argument("--size", type=int, nargs=2, default=(640, 480), metavar=("WIDTH", "HEIGHT"))
-    parser.add_argument("--repeats", type=int, default=9, help="runs of the native operators (median)")
-    parser.add_argument("--reference-repeats", type=int, default=1, help="runs of the reference (median)")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     build_native()
-    load = os.getloadavg()[0]
-    scene = make_scene(arguments.points, *arguments.size)
+    scene = make_scene(POINTS, *SIZE)
+    timers = {"native": Timer(repeats=9), "reference": Timer(repeats=1)}
+    with use_reference():
+        measure(scene, timers["reference"])
+    rows, intersections = measure(scene, timers["native"])
+    heads = ("native forward", "native backward", "reference forward", "reference backward", "times faster")
+    title = f"{POINTS:,} Gaussians at {SIZE[0]}x{SIZE[1]}, {torch.get_num_threads()} threads: milliseconds"
+    table = empty_table(title, ("operator", *heads))
+    figures: dict[str, Any] = {}
+    for operator in timers["native"].seconds:
+        figures[operator] = line = {name: timer.seconds[operator] for name, timer in timers.items()}
+        cells = [f"{1e3 * of[turn]:,.1f}" if turn in of else "" for of in line.values() for turn in DIRECTIONS]
+        faster = sum(line["reference"].values()) / sum(line["native"].values())
+        table.add_row(operator, *cells, f"{faster:.1f}")
     console = Console()
-    seconds, rows, intersections = {}, 0, 0
-    with Progress(console=console, transient=True) as progress:
-        for name, repeats, backend in (
-            ("native", arguments.repeats, nullcontext),
-            ("reference", arguments.reference_repeats, use_reference),
-        ):
-            task = progress.add_task(name, total=11)
-            timer = Timer(repeats, lambda task=task: progress.advance(task))
-            with backend():
-                counts = measure(scene, timer)
-            if name == "native":
-                rows, intersections = counts
-            seconds[name] = timer.seconds
-    native, reference = seconds["native"], seconds["reference"]
-    chain = {name: seconds[name].pop("chain")["both"] for name in seconds}
-    report = {
-        "benchmark": "cpu_operators",
-        **describe(),
-        "threads": torch.get_num_threads(),
-        "load_average_before": load,
-        "points": arguments.points,
-        "width": arguments.size[0],
-        "height": arguments.size[1],
-        "rows": rows,
-        "intersections": intersections,
-        "operators": {
-            operator: {
-                "native": native[operator],
-                "reference": reference[operator],
-                "speedup": sum(reference[operator].values()) / sum(native[operator].values()),
-            }
-            for operator in native
-        },
-        "chain": {**chain, "speedup": chain["reference"] / chain["native"]},
-    }
-    show(console, report)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    console.print(table)
+    console.print(f"{rows:,} rows, {intersections:,} intersections")
+    write_report(
+        given.json, benchmark="cpu_operators", threads=torch.get_num_threads(), points=POINTS, size=SIZE, rows=rows,
+        intersections=intersections, seconds=figures,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

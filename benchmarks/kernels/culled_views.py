@@ -7,7 +7,6 @@ ways are compared: they must be the same.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lib.report import write_report
 from benchmarks.lib.stopwatch import Stopwatch
 from benchmarks.scenes.city_model import CityScene, make_model
 from benchmarks.scenes.city_view import CITIES
@@ -73,8 +73,7 @@ def main() -> None:
         counts = (str(row[key]) for key in ("scene", "views", "rows", "groups shown"))
         table.add_row(*counts, f"{plain:.3f}", f"{groups:.3f}", f"{saved:.1f}")
     Console(width=120).print(table)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write_report(options.json, rows=rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.kernels.floors import Counts, floors
@@ -28,6 +27,7 @@ from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, ne
 from benchmarks.kernels.renderers import Render, gsplat_counts, gsplat_render, joined, operators_render
 from benchmarks.kernels.sections import Line, Sections, parser, ratio, run_scenes, show
 from benchmarks.lib.agreement import Drawn, compare
+from benchmarks.lib.report import empty_table
 from benchmarks.lib.stopwatch import Stopwatch, captured, peak_bytes
 from benchmarks.scenes.garden import Scene
 from cuda_ext.ops.optim.fused import PARAMETERS
@@ -170,11 +170,10 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any
 
 def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
     """Prints how many times faster than gsplat each way is."""
-    table = Table(title="times faster than gsplat 1.4.0", title_justify="left")
     variants = ("operators", "fused", "fused, graph")
     heads = [f"{way}: {what}" for what in ("forward", "forward and backward") for way in variants]
-    for head in ("scene", *heads, "fused, graph: forward, backward and update", "peak, of gsplat's"):
-        table.add_column(head, justify="left" if head == "scene" else "right")
+    more = ("fused, graph: forward, backward and update", "peak, of gsplat's")
+    table = empty_table("times faster than gsplat 1.4.0", ("scene", *heads, *more))
     for report in reports:
         lines = {line.what: line for line in report["lines"]}
         ms = {what: line.ms for what, line in lines.items()}

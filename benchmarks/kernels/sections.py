@@ -1,7 +1,6 @@
 """Shared parts of benchmarks of kernels: options, sections that may fail, tables, the report."""
 
 import argparse
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +11,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 from benchmarks.lib.stopwatch import Stopwatch, free
 from benchmarks.scenes.city_view import CITIES, city_view
 from benchmarks.scenes.garden import DEFAULT, GRIDS, TINY, Garden
@@ -105,10 +103,7 @@ def run_scenes(
 
 def show(console: Console, title: str, lines: Sequence[Line]) -> None:
     """Prints lines as a table."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("what", min_width=44)
-    for name in ("ms", "floor, ms", "times floor", "peak, GiB"):
-        table.add_column(name, justify="right")
+    table = empty_table(title, ("what", "ms", "floor, ms", "times floor", "peak, GiB"))
     for line in lines:
         floor = "" if line.floor_ms is None else f"{line.floor_ms:.3f}"
         times = "" if line.floor_ms is None else f"{line.ms / line.floor_ms:.1f}"
@@ -124,16 +119,8 @@ def ratio(numerator: float | None, denominator: float | None) -> str:
 
 def finish(name: str, options: argparse.Namespace, sections: Sections, scenes: Sequence[dict[str, Any]]) -> int:
     """Writes the report where it was asked for and returns the exit status."""
-    if options.json:
-        report = {
-            "benchmark": name,
-            **describe(),
-            "iterations": options.iterations,
-            "scenes": [_plain(scene) for scene in scenes],
-            "failures": sections.failures,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    plain, failures = [_plain(scene) for scene in scenes], sections.failures
+    write_report(options.json, benchmark=name, iterations=options.iterations, scenes=plain, failures=failures)
     for failure in sections.failures:
         sections.console.print(f"FAILED {failure['section']}: {failure['error'][:300]}", markup=False, highlight=False)
     return 1 if sections.failures else 0

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.kernels.autograd_step import RATE, AutogradStep, Kind, torch_loss
@@ -37,6 +36,7 @@ from benchmarks.kernels.lazy_parts import BLOCK, LazyParts, lazy_floors
 from benchmarks.kernels.our_step import OurStep
 from benchmarks.kernels.sections import Line, Sections, parser, ratio, run_scenes, show
 from benchmarks.lib.agreement import Drawn, compare
+from benchmarks.lib.report import empty_table
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import Scene
 from cuda_ext import AdamStep, FusedAdam, band_loss, box_views, composite, new_boxes, splat_boxes
@@ -290,20 +290,8 @@ def measure(
 
 def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
     """Prints how our step compares with today's."""
-    table = Table(title="whole step, ms", title_justify="left")
-    for head in (
-        "scene",
-        "today",
-        "today, fused Adam",
-        "operators",
-        "ours",
-        "ours, graph",
-        "ours, graph, lazy",
-        "times faster",
-        "peak, of today's",
-    ):
-        table.add_column(head, justify="left" if head == "scene" else "right")
     variants = ("today", "today, fused Adam", "operators", "ours", "ours, graph", "ours, graph, lazy")
+    table = empty_table("whole step, ms", ("scene", *variants, "times faster", "peak, of today's"))
     for report, more in [(report, more) for report in reports for more in ("", COUNTING)]:
         steps = [line for line in report["lines"] if line.what.startswith("step, ")]
         of_these = [line for line in steps if line.what.endswith(COUNTING) == bool(more)]

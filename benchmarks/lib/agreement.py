@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.lib.report import empty_table
 from cuda_ext.ops.optim.fused import PARAMETERS
 
 MOST_IMAGE_DIFFERENCE = 2e-3
@@ -34,9 +34,8 @@ def compare(console: Console, drawn: dict[str, Drawn], reference: str) -> dict[s
         raise RuntimeError(f"there are renderings of {list(drawn)}: not of {reference} and another")
     found: dict[str, Any] = {}
     wrong: list[str] = []
-    table = Table(title=f"against {reference}; gradients: relative L2 distance, cosine", title_justify="left")
-    for head in ("way", "image: mean, largest", *PARAMETERS):
-        table.add_column(head, justify="left" if head == "way" else "right")
+    title = f"against {reference}; gradients: relative L2 distance, cosine"
+    table = empty_table(title, ("way", "image: mean, largest", *PARAMETERS))
     wanted = drawn[reference]
     for name, ours in drawn.items():
         if name == reference:

@@ -35,7 +35,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 from benchmarks.scenes.city_model import CityScene, make_model
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
@@ -195,9 +195,7 @@ def main() -> None:
     for row in rows:
         table.add_row(row["size"], str(row["devices"]), row["way"], f"{row['fps']:.1f}")
     console.print(table)
-    if options.json is not None:
-        about = {"points": options.points, "spread": options.spread}
-        options.json.write_text(json.dumps({**describe(), **about, "rows": rows}, indent=1))
+    write_report(options.json, points=options.points, spread=options.spread, rows=rows)
 
 
 def _measured(folder: Path, config: Path, path: Path, way: str, gpus: int, options: argparse.Namespace) -> float:

@@ -9,7 +9,6 @@ a page, with one that moves, and without one again. For several GPUs start it un
 """
 
 import argparse
-import json
 import os
 import statistics
 import threading
@@ -23,7 +22,7 @@ from nerfstudio.configs.method_configs import all_methods
 from rich.console import Console
 from websockets.sync.client import connect
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
 
 CAMERA = {
@@ -115,9 +114,7 @@ def main() -> None:
         trainer.train()
     if found:
         Console().print(found)
-        if options.json is not None:
-            about = {k: v for k, v in vars(options).items() if k != "json"}
-            options.json.write_text(json.dumps({**describe(), **about, **found}, indent=1))
+        write_report(options.json, **{k: v for k, v in vars(options).items() if k != "json"}, **found)
 
 
 def _watch(trainer: Any, options: argparse.Namespace, found: dict[str, Any]) -> None:

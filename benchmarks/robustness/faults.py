@@ -8,7 +8,6 @@ come to its end by itself, with a model whose every bit is that of the undisturb
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -23,7 +22,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 
 MOST_SECONDS = 900
 """After which a run counts as hung."""
@@ -217,10 +216,8 @@ def main() -> int:
         outcomes = measure(Path(folder), options.times, options.workers, options.images, options.every, options.seed)
     good = sum(outcome.good for outcome in outcomes[1:])
     print(f"{good} of {options.times} disturbed runs ended with the undisturbed run's model.")
-    if options.json:
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        table = {**describe(), "settings": settings, "runs": [asdict(outcome) for outcome in outcomes]}
-        options.json.write_text(json.dumps(table, indent=2) + "\n", encoding="utf8")
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    write_report(options.json, settings=settings, runs=[asdict(outcome) for outcome in outcomes])
     return 0 if good == options.times else 1
 
 

@@ -29,14 +29,12 @@ from rich.console import Console
 from rich.table import Table
 
 import ns_multigpu
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 from benchmarks.scaling.aggregate_run import fused_training
 from benchmarks.scaling.tile import image_size
 from benchmarks.scenes.city_model import CityScene, make_model
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.planning.quantities import parse_count
-
-OPERATORS = ("fill", "add", "addmm", "sum", "cumsum")
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -214,8 +212,7 @@ def main() -> int:
         row = {"gpus": gpus, "way": f"{gpus} GPUs" if gpus else "torch", "parts": parts}
         problems = [text for text in failed if text]
         rows.append(row | ({"error": "; ".join(problems)} if problems else {}))
-        if options.json:
-            options.json.write_text(json.dumps({"benchmark": "aggregate", **describe(), "rows": rows}, indent=1) + "\n")
+        write_report(options.json, benchmark="aggregate", rows=rows)
     shown = Table("ms", *(row["way"] for row in rows))
     lines = dict.fromkeys((part, call) for row in rows for part, calls in row["parts"].items() for call in calls)
     for part, call in lines:

@@ -34,8 +34,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
 from benchmarks.lib.rank_jobs import Job, run_jobs
+from benchmarks.lib.report import write_report
 from benchmarks.scaling.limited_links import make_worker
 from benchmarks.scaling.links.training import STRATEGIES
 from benchmarks.scaling.tile import image_size
@@ -270,10 +270,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 reports[part], found = PARTS[part](options, Path(folder))
             speeds |= found
             console.print(f"[{time.time() - began:.0f} s] {part}", markup=False)
-            if options.json:
-                lines = [{"what": name, "unit": unit, "by_gpus": by} for (name, unit), by in speeds.items()]
-                report = {"benchmark": "all_strategies", **describe(), "speeds": lines, "reports": reports}
-                options.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf8")
+            lines = [{"what": name, "unit": unit, "by_gpus": by} for (name, unit), by in speeds.items()]
+            write_report(options.json, benchmark="all_strategies", speeds=lines, reports=reports)
     console.print(table(speeds, options.gpus))
     failed = errors(reports)
     for line in failed:

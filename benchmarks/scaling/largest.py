@@ -10,7 +10,6 @@ that it trains. On a CPU: --device cpu --gpus 2 --points 2000 --image 96x64 --st
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,9 +21,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.lib.environment import describe
 from benchmarks.lib.lockstep import Clock, memory, over_ranks
 from benchmarks.lib.rank_jobs import Job, run_jobs
+from benchmarks.lib.report import write_report
 from benchmarks.lib.stopwatch import free
 from benchmarks.scaling.city_runs import RATES, CityViews
 from benchmarks.scaling.tile import MOST_VIEWS, image_size
@@ -154,9 +153,7 @@ def main(words: list[str] | None = None) -> int:
     if not found:  # torchrun's other ranks
         return 0
     result = found[0]
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"benchmark": "largest", **describe(), "result": result}, indent=1) + "\n")
+    write_report(options.json, benchmark="largest", result=result)
     if "error" in result:
         console.print(f"FAILED: {result['error'][-2000:]}", markup=False, highlight=False)
         return 1

@@ -21,7 +21,6 @@ also over a real link: its ready message queues behind its own data.
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -37,9 +36,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
 from benchmarks.lib.lockstep import over_ranks
 from benchmarks.lib.rank_jobs import Job, run_jobs
+from benchmarks.lib.report import empty_table, write_report
 from benchmarks.scaling.links.limiting import limit, variables, why_none
 from benchmarks.scaling.links.training import STRATEGIES, Timed
 from benchmarks.scenes.city_model import CityScene
@@ -180,18 +179,8 @@ def environment(more: dict[str, str]) -> Iterator[None]:
 
 def table(done: list[Job]) -> Table:
     """A row for each run."""
-    shown = Table(
-        "Gaussians",
-        "strategy",
-        "link",
-        "images/s",
-        "ms a step",
-        "MB a step",
-        "on the wire",
-        "waits",
-        "drawing",
-        "level",
-    )
+    measured = ("images/s", "ms a step", "MB a step", "on the wire", "waits", "drawing", "level")
+    shown = empty_table(None, ("Gaussians", "strategy", "link", *measured), left=(1, 2))
     for one in done:
         if "one_way_gbit" in one:
             shown.add_row("", "64 MB one way", one["link"], f"{one['one_way_gbit']:.2f} Gbit/s")
@@ -230,9 +219,7 @@ def main(words: list[str] | None = None) -> int:
                 text = message or f"{result.get('images_per_s', result.get('one_way_gbit')):.2f}"
                 line = f"[{time.time() - began:.0f} s] {jobs[number]['link']} {jobs[number]['way']}: {text}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
-                if options.json:
-                    report = {"benchmark": "limited_links", **describe(), "options": _plain(options), "runs": done}
-                    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf8")
+                write_report(options.json, benchmark="limited_links", options=_plain(options), runs=done)
 
             limited = {**variables(cuda=cuda), PRETEND_MACHINES: "2"} if links[0] is not None else {}
             with environment(limited):

@@ -11,7 +11,6 @@ from other ranks are counted. The baseline has randomly placed points and comple
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.baselines.placements import Way, assigner, partitioned, random_assignment
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 from benchmarks.scaling.locality_times import large_graph_seconds, placing_seconds, plan_times
 from benchmarks.scenes.seen_city import FACTORS, VISIBILITY_RULES, SeenCity, seen_city
 from ns_multigpu.locality.assign import Volume
@@ -242,7 +241,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if any(count % GPUS for count in options.ranks):
         parser.error(f"ranks come in machines of {GPUS}: give multiples of it")
-    console, report = Console(width=180), {"benchmark": "locality_sim", **describe()}
+    console, report = Console(width=180), dict[str, Any](benchmark="locality_sim")
     if options.large:
         report["large"] = large_graph_seconds(options.large, options.views)
         console.print(report["large"])
@@ -270,8 +269,7 @@ def main() -> None:
             if options.ablate:
                 report["ablations"] = ablations(city, way, options.ablate, options.steps, options.factor, options.batch)
                 console.print(table(f"what each part does, {options.ablate} ranks", ("name",), report["ablations"]))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, **report)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ barriers included. Every outcome is checked: sorted within and between ranks, an
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,13 +21,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import cuda_ext
-from benchmarks.lib.environment import describe
+from benchmarks.lib.lockstep import Clock, over_ranks
+from benchmarks.lib.report import empty_table, write_report
 from cuda_ext.ops.sort.peer_sort import sort_pairs
-from ns_multigpu.core.dist.collectives import all_gather_floats, all_gather_ints, barrier
+from ns_multigpu.core.dist.collectives import all_gather_ints, barrier
 from ns_multigpu.core.dist.peer_memory import PeerBuffer
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.sort.peer_sort import SortBuffers, peer_merge_sort
@@ -82,24 +81,15 @@ class Figure:
 
 def timed(work: Callable[[], object], align: Callable[[], None], runs: int, world: World) -> float:
     """Milliseconds that the slowest rank takes: the median of `runs`, after one that does not count."""
-    cuda = world.device.type == "cuda"
     times: list[float] = []
-    for run in range(runs + 1):
+    for _ in range(runs + 1):
         align()
-        if cuda:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            work()
-            last.record()
-            last.synchronize()
-            ms = first.elapsed_time(last)
-        else:
-            began = time.perf_counter()
-            work()
-            ms = 1e3 * (time.perf_counter() - began)
-        if run:
-            times.append(max(row[0] for row in all_gather_floats([ms], world)))
-    return statistics.median(times)
+        clock = Clock(world.device)
+        clock.mark()
+        work()
+        clock.mark()
+        times.append(max(row[0] for row in over_ranks(clock.intervals(), world)))
+    return statistics.median(times[1:])
 
 
 def check(keys: Tensor, values: Tensor, sorted_keys: Tensor, sorted_values: Tensor, world: World) -> None:
@@ -169,9 +159,8 @@ def run_rank(sizes: list[int], runs: int, device: str, folder: str) -> None:
 
 def show(console: Console, figures: list[Figure]) -> None:
     """Prints the table."""
-    table = Table(title="Sort over GPUs: random 64-bit keys, 32-bit values", title_justify="left")
-    for name in ("keys, M", "GPUs", "ms", "own sort, ms", "merges, ms", "Gkeys/s", "times 1 GPU", "read, GB/s a GPU"):
-        table.add_column(name, justify="right")
+    heads = ("keys, M", "GPUs", "ms", "own sort, ms", "merges, ms", "Gkeys/s", "times 1 GPU", "read, GB/s a GPU")
+    table = empty_table("Sort over GPUs: random 64-bit keys, 32-bit values", heads, left=())
     alone = {figure.keys: figure.ms for figure in figures if figure.ranks == 1}
     for figure in sorted(figures, key=lambda f: (f.keys, f.ranks)):
         times = f"{alone[figure.keys] / figure.ms:.2f}" if figure.keys in alone else ""
@@ -212,11 +201,8 @@ def main() -> int:
         figures += [Figure(**one) for one in found]
         console.print(f"{size} ranks: {time.perf_counter() - began:.0f} s since the start")
     show(console, figures)
-    if options.json:
-        settings = {"sizes": sizes, "ranks": ranks, "runs": options.runs, "device": options.device}
-        report = {"benchmark": "merge_sort", **describe(), **settings, "figures": [f.plain() for f in figures]}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf8")
+    settings = {"sizes": sizes, "ranks": ranks, "runs": options.runs, "device": options.device}
+    write_report(options.json, benchmark="merge_sort", **settings, figures=[f.plain() for f in figures])
     return 0
 
 

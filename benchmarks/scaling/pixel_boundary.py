@@ -13,7 +13,6 @@ for this measurement.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +22,10 @@ import numpy as np
 import torch
 from nerfstudio.utils.eval_utils import eval_setup
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import cuda_ext
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 from ns_multigpu.cells.boundary import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
@@ -212,11 +210,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = measure(given.config, given.cells, given.views)
-    table = Table(
-        title=f"{given.config}: {rows[0]['points']:,} points; single to photographs {rows[0]['single']:.2f} dB"
-    )
-    for name in ("cells", "none", "filter", "ghosts", "to photographs", "", "", "rows sent", "MB rows", "MB pixels"):
-        table.add_column(name, justify="right")
+    title = f"{given.config}: {rows[0]['points']:,} points; single to photographs {rows[0]['single']:.2f} dB"
+    heads = ("cells", "none", "filter", "ghosts", "to photographs", "", "", "rows sent", "MB rows", "MB pixels")
+    table = empty_table(title, heads)
     for row in rows:
         variants = [row[way] for way in ("none", "filter", "ghosts")]
         near, true = ([f"{way[name]:.2f}" for way in variants] for name in ("to single", "to photograph"))
@@ -226,10 +222,7 @@ def main() -> None:
         ]
         table.add_row(str(row["cells"]), *near, *true, *sent)
     Console(width=150).print(table)
-    if given.json:
-        given.json.write_text(
-            json.dumps({"environment": describe(), "config": given.config.name, "rows": rows}, indent=1)
-        )
+    write_report(given.json, config=given.config.name, rows=rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ root of the ratio of the model's size to the sample's.
 """
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +19,8 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import empty_table, write_report
 from benchmarks.scenes.seen_city import points_seen, viewmat_of
 from cuda_ext.ops.project.culling import cull
 from ns_multigpu.cells.balancing import leveled, loads_of
@@ -174,21 +172,11 @@ def main() -> None:
     given = parser.parse_args()
     scene = scene_of(given.kind, given.blocks, given.views, given.points, given.altitude)
     rows = [row_of(scene, gpus, given.steps, given.crossing) for gpus in track(given.gpus, "planning")]
-    table = Table(title=f"{given.kind}: a view shows {scene.shown:.2%} of the points; MB into the busiest GPU a step")
-    names = [
-        "GPUs",
-        "GPUs a view",
-        "in sight",
-        "level: one view",
-        "random",
-        "leveled",
-        "all-gather",
-        "in sight, to all",
-    ]
-    for name in [*names, "direct send", *(f"tile, {n // 10**6} M" for n in MODELS)]:
-        table.add_column(name, justify="right")
-    for n in MODELS if given.crossing == "ghosts" else ():
-        table.add_column(f"boundary, {n // 10**6} M", justify="right")
+    names = ["GPUs", "GPUs a view", "in sight", "level: one view", "random", "leveled", "all-gather"]
+    names += ["in sight, to all", "direct send", *(f"tile, {n // 10**6} M" for n in MODELS)]
+    names += [f"boundary, {n // 10**6} M" for n in MODELS if given.crossing == "ghosts"]
+    title = f"{given.kind}: a view shows {scene.shown:.2%} of the points; MB into the busiest GPU a step"
+    table = empty_table(title, names, left=())
     for row in rows:
         plain, level = row["as drawn"], row["leveled"]
         numbers = [plain["naive"], level["gathered"], level["sent"], *row["tile"].values(), *level["ghosts"].values()]
@@ -197,9 +185,7 @@ def main() -> None:
             f"{plain['level']:.2f}", f"{level['level']:.2f}", *(f"{n / 1e6:,.1f}" for n in numbers),
         )  # fmt: skip
     Console(width=180).print(table)
-    if given.json is not None:
-        report = {"benchmark": "pixel_sim", **describe(), "shown": scene.shown, "rows": rows}
-        given.json.write_text(json.dumps(report, indent=1))
+    write_report(given.json, benchmark="pixel_sim", shown=scene.shown, rows=rows)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 from ns_multigpu.core.schema import floats
 from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 
@@ -144,9 +144,7 @@ def main() -> int:
         for kind in options.primitives:
             for strategy in options.strategies if devices > 1 else options.strategies[:1]:
                 done.append(measure(kind, strategy, devices, options))
-                if options.json:
-                    runs = [asdict(one) for one in done]
-                    options.json.write_text(json.dumps({**describe(), "runs": runs}, indent=2) + "\n", encoding="utf8")
+                write_report(options.json, runs=[asdict(one) for one in done])
     console.print(runs_table(done, options.device))
     return 0
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 from ns_multigpu.core.assign.placement import Sharded
 from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.collectives import barrier
@@ -135,8 +135,7 @@ def main() -> None:
     for row in figures:
         table.add_row(row["kind"], row["way"], str(row["refinements"]), f"{row['ms']:.2f}", f"{row['meetings']:.0f}")
     Console().print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps({**describe(), "rows": figures}, indent=2) + "\n")
+    write_report(options.json, rows=figures)
 
 
 if __name__ == "__main__":

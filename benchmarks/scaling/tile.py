@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.lib.environment import describe
 from benchmarks.lib.rank_jobs import Job, run_jobs
+from benchmarks.lib.report import write_report
 from benchmarks.scaling.tile_jobs import make_worker
 from benchmarks.scaling.tile_run import Mode, lists_to_choose
 from benchmarks.scaling.tile_tables import COUNTING, show
@@ -149,7 +149,7 @@ class Report:
         self._path: Path | None = options.json
         self.results: list[Job] = []
         self.single = single
-        self._head = {"benchmark": "tile", **describe(), "steps": options.steps, "views": options.views}
+        self._head = {"benchmark": "tile", "steps": options.steps, "views": options.views}
         if len(lists_to_choose()) == 1:
             self._head["left_out"] = "lists by the sort over all GPUs"
         self.write(False)
@@ -165,13 +165,7 @@ class Report:
         self.write(False)
 
     def write(self, complete: bool) -> None:
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".part")
-        report = {**self._head, "complete": complete, "results": self.results}
-        unfinished.write_text(json.dumps(report, indent=1) + "\n")
-        unfinished.replace(self._path)
+        write_report(self._path, **self._head, complete=complete, results=self.results)
 
 
 def main(words: list[str] | None = None) -> int:

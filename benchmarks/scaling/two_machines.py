@@ -30,8 +30,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.environment import describe
 from benchmarks.lib.machines import TwoMachines, why_none
+from benchmarks.lib.report import write_report
 
 MOST_SECONDS = 1800
 """After which a run counts as hung."""
@@ -233,9 +233,7 @@ def main() -> int:
             done.append((task, measure(task, place)))
             console.print(table(done[-1:]))
     console.print(table(done))
-    if options.json:
-        runs = [{**asdict(task), **asdict(counted)} for task, counted in done]
-        options.json.write_text(json.dumps({**describe(), "runs": runs}, indent=2) + "\n", encoding="utf8")
+    write_report(options.json, runs=[{**asdict(task), **asdict(counted)} for task, counted in done])
     return 0
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.environment import describe
+from benchmarks.lib.report import write_report
 from ns_multigpu.planning.quantities import parse_count
 
 VIEWS_A_STEP = 2
@@ -189,10 +189,10 @@ def main() -> int:
     if min(options.gpus, options.largest, *options.smaller, options.images // VIEWS_A_STEP // 4) < 1:
         parser.error("--gpus, --largest and --smaller: give 1 or more; --images: 8 or more.")
     options.output.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"environment": describe(), "images": options.images, "gpus": options.gpus}
+    report: dict[str, Any] = {"images": options.images, "gpus_used": options.gpus}
 
     def write(rows: list[dict[str, Any]]) -> None:
-        options.json.write_text(json.dumps(report | {"commands": rows}, indent=1, default=str))
+        write_report(options.json, **report, commands=rows)
 
     commands = Commands(options.output, {**os.environ, "PYTHONUNBUFFERED": "1"}, write)
     dataparser = ["colmap", "--data", options.capture, "--colmap-path", "sparse/0", "--downscale-factor", 1]

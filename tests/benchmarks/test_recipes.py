@@ -36,6 +36,8 @@ def test_splatfacto_is_one_run_of_all_lengths(tmp_path: Path) -> None:
     assert jobs == [Job("fox", "splatfacto", (5, 9), 42), Job("fox", "ours", (5,), 42), Job("fox", "ours", (9,), 42)]
     words = " ".join(words_of(jobs[0], None, Path("fox"), Path("out"), given))
     assert words.startswith("--images 9 --seed 42 --output out --also-at 5 -- colmap --data fox")
+    words = " ".join(words_of(Job("fox", "gsplat-2dgs", (7000,), 42), None, Path("fox"), Path("out"), given))
+    assert words.startswith("--operators gsplat-2dgs --normal-loss 0.05 --normal-loss-start 3500 --options=")
 
 
 def test_plan_lists_the_runs(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from nerfstudio.cameras.rays import RayBundle
 from torch import Tensor
 
@@ -15,10 +14,16 @@ from benchmarks.baselines.separate_fields import BASELINES, BlockModelConfig, Me
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.radiance.partition import Partition
-from tests.lib.radiance_scene import model, rays
+from tests.lib.radiance_scene import fog, model, rays
 from tests.lib.ranks import run_ranks
 from tests.plugin.radiance.test_radiance_model import compare, step_of
-from tests.plugin.radiance.test_radiance_run import configured, everything, near, trained
+from tests.plugin.radiance.test_radiance_run import (
+    configured,
+    near,
+    opened,
+    resumed_from_the_middle,
+    trained,
+)
 
 
 def attend(made: Any, points: Tensor, cells: Partition) -> None:
@@ -60,14 +65,8 @@ def test_separate_fields_share_no_gradients() -> None:
 def test_blends_show_what_all_fields_show() -> None:
     """Fields of equal fog give equal fog without seams, by blended samples and by blended pixels."""
     for spread in VARIANTS:
-        ours: Any = model(World.single(), 3, **VARIANTS[spread], average_init_density=1.0, far_plane=0.9)
         with torch.no_grad():
-            for name, param in ours.named_parameters():
-                if name.startswith("cells."):
-                    param.zero_()
-        ours.eval()
-        with torch.no_grad():
-            through = 1 - ours(rays(2.0))["accumulation"][:, 0]
+            through = 1 - fog(3, **VARIANTS[spread])(rays(2.0))["accumulation"][:, 0]
         assert float((0.85 + through.log()).abs().max()) < 0.15, spread
 
 
@@ -100,16 +99,11 @@ def test_samples_are_blended_by_their_place_in_the_overlap() -> None:
 def test_a_blend_is_of_the_fields_that_are_near() -> None:
     """Only one of three fields has fog: pixels have more of it, the more of the ray (or of the camera) is its."""
     for spread in VARIANTS:
-        ours: Any = model(World.single(), 3, **VARIANTS[spread], average_init_density=1.0, far_plane=0.9)
-        with torch.no_grad():
-            for name, param in ours.named_parameters():
-                if name.startswith("cells."):
-                    param.zero_()
-            for number in (1, 2):
-                for module in ours.cells[str(number)].modules():
-                    if hasattr(module, "average_init_density"):
-                        module.average_init_density = 0.0
-        ours.eval()
+        ours = fog(3, **VARIANTS[spread])
+        for number in (1, 2):
+            for module in ours.cells[str(number)].modules():
+                if hasattr(module, "average_init_density"):
+                    module.average_init_density = 0.0
         with torch.no_grad():
             seen = ours(rays(2.0))["accumulation"][:, 0]
         assert float(seen.min()) < 0.01 and float(seen.max()) > 0.5
@@ -124,30 +118,15 @@ def of_baseline(way: str, capture: Path, out: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("way", VARIANTS)
 def test_evaluation_in_one_process_shows_what_was_trained(way: str, capture: Path, tmp_path: Path) -> None:
     expected = trained(World.single(), of_baseline(way, capture, tmp_path)).pipeline.get_average_eval_image_metrics()
-    config = of_baseline(way, capture, tmp_path)
-    config.load_dir = config.get_checkpoint_dir()
-    loaded = config.pipeline.setup(device="cpu", test_mode="test")
-    loaded.eval()
-    state = torch.load(config.load_dir / "step-000000002.ckpt", map_location="cpu")
-    loaded.load_pipeline(state["pipeline"], state["step"])
+    loaded, _, _ = opened(of_baseline(way, capture, tmp_path))
     found = loaded.get_average_eval_image_metrics()
     assert found["psnr"] == expected["psnr"] and found["ssim"] == expected["ssim"]
 
 
 def train_variants(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, Tensor], ...]]:
     """Train each way on two ranks, and go on from its middle on one."""
-    ends: dict[str, tuple[dict[str, Tensor], ...]] = {}
-    for way in VARIANTS:
-        config = of_baseline(way, capture, out / way, steps=8)
-        config.steps_per_save, config.save_only_latest_checkpoint = 4, False
-        found = [everything(trained(world, config))]
-        if world.is_main:
-            config = of_baseline(way, capture, out / f"{way} again", steps=8)
-            config.load_dir, config.load_step = out / way / f"run/nerfacto-{way}/now/nerfstudio_models", 4
-            found.append(everything(trained(World.single(), config, seed=9)))
-        ends[way] = tuple(found)
-        dist.barrier(group=world.control)
-    return ends
+    makers = {way: lambda folder, way=way: of_baseline(way, capture, folder, steps=8) for way in VARIANTS}
+    return resumed_from_the_middle(world, makers, out)
 
 
 def test_runs_resume_with_other_world_sizes(capture: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""gsplat's 2D Gaussians, as `benchmarks.captures.surfels` puts them into splatfacto."""
+"""gsplat's 2D Gaussians, as `benchmarks.captures.recipes` puts them into splatfacto."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -58,6 +58,23 @@ def model(
     return made.to(world.device)
 
 
+def moved_cameras(made: Any) -> None:
+    """Give each image's camera a correction."""
+    with torch.no_grad():
+        g = torch.Generator().manual_seed(6)
+        made.camera_optimizer.pose_adjustment.copy_(1e-2 * torch.randn(IMAGES, 6, generator=g))
+
+
+def fog(cells: int, **options: Any) -> Any:
+    """Return a model of the same fog everywhere: its cells' parameters are 0, so that their first density is left."""
+    made: Any = model(World.single(), cells, average_init_density=1.0, far_plane=0.9, **options)
+    with torch.no_grad():
+        for name, param in made.named_parameters():
+            if name.startswith("cells."):
+                param.zero_()
+    return made.eval()
+
+
 def rays(extent: float = 0.6) -> RayBundle:
     """Rays from about the middle, of all images."""
     g = torch.Generator().manual_seed(3)

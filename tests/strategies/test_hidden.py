@@ -19,8 +19,8 @@ from strategies.pixel import pixel
 from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import Outcome, check, held_at, stitch, take_step
-from tests.strategies.test_law_steps import PORTRAIT, fill, made
-from tests.strategies.test_needs import target_of
+from tests.strategies.test_law_steps import PORTRAIT
+from tests.strategies.test_needs import learn_once
 from tests.strategies.test_pixel import GivenCells
 
 VIEWS, POINTS, CELLS, SIZE = 5, 288, 3, (90, 61)
@@ -102,17 +102,7 @@ def visible_boxes(world: World, mode: str) -> list[list[int]]:
     held, _ = held_at(spread, opaque(torch.float32))
     spread.observe(kind, held, 0)
     plan = with_halos(spread.plan(views), views)
-    if mode == "autograd":
-        spread.render(kind, held, views, plan)
-    else:
-        params = {name: value.detach().clone() for name, value in held.params.items()}
-        moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
-        statistics = {name: torch.zeros(len(held)) for name in ("grad2d", "count", "radii")}
-        step = made(spread, kind, views, params, moments, statistics, False)
-        fill(step, views)
-        step.take(plan, [target_of(patch, views) for patch in plan.owned[world.rank]])
-        assert step.status().done == 1
-        spread.assignment.learn(views, step.measured_work.reshape(-1).tolist())
+    learn_once(spread, kind, held, views, plan, mode)
     return spread.assignment.state()
 
 

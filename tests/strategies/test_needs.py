@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.step_settings import with_halos
-from ns_multigpu.core.types import TILE, Patch, View, sizes_of
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import TILE, Patch, Points, View, sizes_of
 from strategies import STRATEGIES
 from tests.lib.overlaps import overlaps
 from tests.lib.ranks import run_ranks
@@ -34,19 +36,24 @@ def record_demand(machines: int, world: World, mode: str) -> dict[str, Any]:
     own = kind.splat(held, hits, views)
     counted = all_gather_ints([int(overlaps(own, views, [patch]).sum()) for patch in plan.patches()], world)
     spread.assignment._access.forget()  # type: ignore[attr-defined]
-    if mode == "autograd":
-        spread.render(kind, held, views, plan)
-    else:
-        params = {name: value.detach().clone() for name, value in held.params.items()}
-        moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
-        statistics = {name: torch.zeros(len(held)) for name in ("grad2d", "count", "radii")}
-        step = made(spread, kind, views, params, moments, statistics, False)
-        fill(step, views)
-        step.take(plan, [target_of(patch, views) for patch in plan.owned[world.rank]], sizes_of(views))
-        assert step.status().done == 1
-        spread.assignment.learn(views, step.measured_work.reshape(-1).tolist())
+    learn_once(spread, kind, held, views, plan, mode)
     access = spread.assignment._access  # type: ignore[attr-defined]
     return {"counted": np.array(counted).T, "learnt": [access.of(view.index) for view in views], "plan": plan}
+
+
+def learn_once(spread: Strategy, kind: Any, held: Points, views: list[View], plan: Plan, mode: str) -> None:
+    """Draw the views, or take a fused step, so that the assignment learns of its work."""
+    if mode == "autograd":
+        spread.render(kind, held, views, plan)
+        return
+    params = {name: value.detach().clone() for name, value in held.params.items()}
+    moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
+    statistics = {name: torch.zeros(len(held)) for name in ("grad2d", "count", "radii")}
+    step = made(spread, kind, views, params, moments, statistics, False)
+    fill(step, views)
+    step.take(plan, [target_of(patch, views) for patch in plan.owned[spread.world.rank]], sizes_of(views))
+    assert step.status().done == 1
+    spread.assignment.learn(views, step.measured_work.reshape(-1).tolist())
 
 
 def target_of(patch: Patch, views: list[View]) -> torch.Tensor:

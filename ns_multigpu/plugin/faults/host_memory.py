@@ -1,6 +1,5 @@
-"""Host memory that is available to this process, and that it holds."""
+"""Host memory that is available to this process."""
 
-import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -24,24 +23,6 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int 
             bounds.append(max(0, most - taken + (_field(cgroup / stat, cached) or 0)))
     known = [bound for bound in bounds if bound is not None]
     return min(known) if known else None
-
-
-def own_memory(pid: int | str = "self", proc: Path = Path("/proc")) -> tuple[int, int]:
-    """Return a process's bytes in memory, as (USS, PSS): its private ones, and those with its part of shared ones.
-
-    If the kernel does not provide them (some sandboxes), both are the resident pages that are of no file.
-
-    Raises:
-        OSError: the process does not exist, or this is not Linux.
-    """
-    try:
-        text = (proc / str(pid) / "smaps_rollup").read_text("utf8")
-    except OSError:
-        _, resident, shared = (int(word) for word in (proc / str(pid) / "statm").read_text("utf8").split()[:3])
-        anonymous = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
-        return anonymous, anonymous
-    sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in text.splitlines()[1:]}
-    return sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Pss"]
 
 
 def _field(path: Path, name: str) -> int | None:

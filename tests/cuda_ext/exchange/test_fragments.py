@@ -16,6 +16,7 @@ from cuda_ext import (
 )
 from cuda_ext.reference.fragments import NOWHERE
 from tests.cuda_ext.graphs import captured
+from tests.lib.threads import same_on_threads
 
 pytestmark = pytest.mark.usefixtures("native")
 OPS = torch.ops.ns_multigpu
@@ -175,13 +176,7 @@ def test_the_cpus_operators_equal_the_reference(dtype: torch.dtype) -> None:
 
 
 def test_threads_change_nothing() -> None:
-    run, before = many("cpu")["run"], torch.get_num_threads()
-    found = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        found.append(run())
-    torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    same_on_threads(many("cpu")["run"])
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.intersect.test_intersect import (
     ODD_PATCHES,
     SCENES,
@@ -216,20 +217,13 @@ def test_more_intersections_than_int32_are_counted() -> None:
 
 def test_a_cuda_graph_holds_it() -> None:
     splats = make_splats(2000, 200, 150, seed=13).to("cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        at_capacity(splats, 50_000)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = at_capacity(splats, 50_000)
+    graph, replayed = captured(lambda: at_capacity(splats, 50_000))
     for shift in (0.0, 13.0, 1000.0):
         splats.means2d.add_(shift)
         graph.replay()
         expected = at_capacity(splats, 50_000)
-        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
-    assert captured[2].item() == 0  # all moved out
+        assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
+    assert replayed[2].item() == 0  # all moved out
 
 
 def test_rows_and_bytes_beyond_int32() -> None:

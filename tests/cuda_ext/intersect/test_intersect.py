@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cuda_ext import intersect, intersect_capacity, use_reference
 from tests.cuda_ext.splats import Splats, make_splats
+from tests.lib.threads import same_on_threads
 
 pytestmark = pytest.mark.usefixtures("native")
 ODD_PATCHES = (0, 3, 5, 40, 29, 0, 40, 5, 41, 29, 1, 0, 0, 47, 33, 0, 7, 7, 7, 20)
@@ -52,18 +53,14 @@ def lists_of(tile_offsets: Tensor, row_ids: Tensor) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("forced", [False, True], ids=["native", "reference"])
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("tile_size", [16, 5])
 @pytest.mark.parametrize("name", SCENES)
-def test_each_tile_lists_what_it_shows_by_depth(name: str, tile_size: int, forced: bool, dtype: torch.dtype) -> None:
+def test_each_tile_lists_what_it_shows_by_depth(name: str, tile_size: int, dtype: torch.dtype) -> None:
     scene = SCENES[name]
     floats = {k: getattr(scene, k).to(dtype) for k in ("means2d", "conics", "row_opacities", "depths")}
     splats = replace(scene, **floats, patches=ODD_PATCHES, tile_size=tile_size)
-    if forced:
-        with use_reference():
-            lists = lists_of(*splats.intersect())
-    else:
-        lists = lists_of(*splats.intersect())
+    lists = lists_of(*splats.intersect())
     tiles = tile_rectangles(ODD_PATCHES, tile_size)
     assert len(lists) == len(tiles)
     shown = [shown_rows(splats, tile) for tile in tiles]
@@ -124,39 +121,22 @@ def test_rows_with_radius_zero_are_in_no_list() -> None:
     assert len(rows) > 0 and bool((rows % 2 == 1).all())
 
 
-@pytest.mark.parametrize("forced", [False, True], ids=["native", "reference"])
-def test_nothing_to_list(forced: bool) -> None:
+@pytest.mark.usefixtures("either")
+def test_nothing_to_list() -> None:
     none, some = make_splats(0, 32, 20), make_splats(5, 32, 20)
-
-    def check() -> None:
-        offsets, rows = none.intersect()
-        assert offsets.tolist() == [0] * 5 and rows.shape == (0,) and rows.dtype == torch.int32
-        offsets, rows = some.with_patches().intersect()
-        assert offsets.tolist() == [0] and rows.shape == (0,)
-        offsets, rows = some.with_patches(0, 5, 5, 5, 20, 0, 5, 5, 20, 5).intersect()
-        assert offsets.tolist() == [0] and rows.shape == (0,)
-        offsets, rows = some.with_patches(3, 0, 0, 16, 16).intersect()  # a view without rows
-        assert offsets.tolist() == [0, 0] and rows.shape == (0,)
-
-    if forced:
-        with use_reference():
-            check()
-    else:
-        check()
+    offsets, rows = none.intersect()
+    assert offsets.tolist() == [0] * 5 and rows.shape == (0,) and rows.dtype == torch.int32
+    offsets, rows = some.with_patches().intersect()
+    assert offsets.tolist() == [0] and rows.shape == (0,)
+    offsets, rows = some.with_patches(0, 5, 5, 5, 20, 0, 5, 5, 20, 5).intersect()
+    assert offsets.tolist() == [0] and rows.shape == (0,)
+    offsets, rows = some.with_patches(3, 0, 0, 16, 16).intersect()  # a view without rows
+    assert offsets.tolist() == [0, 0] and rows.shape == (0,)
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
     splats = make_splats(20_000, 200, 150, views=2)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(splats.intersect())
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert torch.equal(results[0][0], other[0]) and torch.equal(results[0][1], other[1])
+    same_on_threads(splats.intersect)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -193,25 +173,17 @@ def at_capacity(splats: Splats, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("forced", [False, True], ids=["native", "reference"])
-def test_capacity_cuts_off_or_fills_up(forced: bool) -> None:
+@pytest.mark.usefixtures("either")
+def test_capacity_cuts_off_or_fills_up() -> None:
     splats = replace(SCENES["mixed"], patches=ODD_PATCHES, tile_size=5)
-
-    def check() -> None:
-        offsets, rows = splats.intersect()
-        listed = len(rows)
-        for capacity in (0, 1, listed - 1, listed, listed + 100):
-            cut, padded, count = at_capacity(splats, capacity)
-            assert count.dtype == torch.int64 and count.tolist() == [listed]
-            assert padded.shape == (capacity,) and padded.dtype == cut.dtype == torch.int32
-            assert torch.equal(cut, offsets.clamp(max=capacity))
-            assert torch.equal(padded[:listed], rows[:capacity]) and bool((padded[listed:] == -1).all())
-
-    if forced:
-        with use_reference():
-            check()
-    else:
-        check()
+    offsets, rows = splats.intersect()
+    listed = len(rows)
+    for capacity in (0, 1, listed - 1, listed, listed + 100):
+        cut, padded, count = at_capacity(splats, capacity)
+        assert count.dtype == torch.int64 and count.tolist() == [listed]
+        assert padded.shape == (capacity,) and padded.dtype == cut.dtype == torch.int32
+        assert torch.equal(cut, offsets.clamp(max=capacity))
+        assert torch.equal(padded[:listed], rows[:capacity]) and bool((padded[listed:] == -1).all())
 
 
 def test_wrong_capacity_is_named() -> None:

@@ -1,14 +1,12 @@
 """`l1_ssim` on the GPU: value and gradient of the fp64 reference, from patches as from whole images."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
 
 from cuda_ext import l1_ssim, use_reference
 from tests.cuda_ext.graphs import captured
-from tests.cuda_ext.loss.test_loss import backward, images, whole
+from tests.cuda_ext.loss.test_loss import backward, images, in_patches, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]
 Rectangle = tuple[int, int, int, int]
@@ -75,17 +73,8 @@ def test_a_full_hd_image() -> None:
 @pytest.mark.parametrize("cuts_x, cuts_y", [((0, 1, 17, 18, 140), (0, 3, 89, 131)), ((0, 64, 140), (0, 70, 131))])
 def test_patches_with_halo_add_up_to_the_image(cuts_x: tuple[int, ...], cuts_y: tuple[int, ...]) -> None:
     pred, target = (x.cuda() for x in images(131, 140, torch.float32))
-    l1_sum, ssim_sum, _, expected = backward(pred, target, whole(pred))
-    total, sums = torch.zeros_like(pred), torch.zeros(2, device="cuda")
-    for x0, x1 in pairwise(cuts_x):
-        for y0, y1 in pairwise(cuts_y):
-            left, top = max(x0 - 5, 0), max(y0 - 5, 0)
-            part = (slice(top, min(y1 + 5, 131)), slice(left, min(x1 + 5, 140)))
-            inner = (x0 - left, y0 - top, x1 - left, y1 - top)
-            part_l1, part_ssim, _, gradient = backward(pred[part], target[part], inner)
-            sums += torch.stack([part_l1, part_ssim])
-            total[part] += gradient
-    torch.testing.assert_close(sums, torch.stack([l1_sum, ssim_sum]), rtol=1e-5, atol=0)
+    sums, total, wanted, expected = in_patches(pred, target, cuts_x, cuts_y)
+    torch.testing.assert_close(sums, wanted, rtol=1e-5, atol=0)
     assert_near(total, expected, 1e-4)
     assert expected.count_nonzero() > 0.9 * expected.numel()
 

@@ -1,6 +1,5 @@
 """`l1_ssim`: pytorch_msssim's value and gradient on whole images, and the same sums from patches."""
 
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import pytest
@@ -10,10 +9,9 @@ from torch import Tensor
 
 from cuda_ext import l1_ssim, use_reference
 from cuda_ext.ops.loss.loss import l1_ssim_torch
+from tests.lib.threads import same_on_threads
 
 pytestmark = pytest.mark.usefixtures("native")
-BACKENDS = pytest.mark.parametrize("backend", [nullcontext, use_reference], ids=["native", "reference"])
-Backend = type[AbstractContextManager[None]]
 
 
 def images(height: int, width: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -37,13 +35,28 @@ def backward(pred: Tensor, target: Tensor, inner: tuple[int, int, int, int]) -> 
     return l1_sum.detach(), ssim_sum.detach(), dssim, gradient
 
 
-@BACKENDS
+def in_patches(pred: Tensor, target: Tensor, cuts_x: tuple[int, ...], cuts_y: tuple[int, ...]) -> list[Tensor]:
+    """Return both sums and the gradient of patches with a halo, added up, and those of the whole image."""
+    height, width = pred.shape[:2]
+    l1_sum, ssim_sum, _, expected = backward(pred, target, whole(pred))
+    total, sums = torch.zeros_like(pred), pred.new_zeros(2)
+    for x0, x1 in pairwise(cuts_x):
+        for y0, y1 in pairwise(cuts_y):
+            left, top = max(x0 - 5, 0), max(y0 - 5, 0)
+            part = (slice(top, min(y1 + 5, height)), slice(left, min(x1 + 5, width)))
+            inner = (x0 - left, y0 - top, x1 - left, y1 - top)
+            part_l1, part_ssim, _, gradient = backward(pred[part], target[part], inner)
+            sums += torch.stack([part_l1, part_ssim])
+            total[part] += gradient
+    return [sums, total, torch.stack([l1_sum, ssim_sum]), expected]
+
+
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("height, width", [(40, 53), (11, 11), (11, 12), (64, 30)])
-def test_whole_image_equals_pytorch_msssim(backend: Backend, height: int, width: int, dtype: torch.dtype) -> None:
+def test_whole_image_equals_pytorch_msssim(height: int, width: int, dtype: torch.dtype) -> None:
     pred, target = images(height, width, dtype)
-    with backend():
-        l1_sum, ssim_sum, dssim, gradient = backward(pred, target, whole(pred))
+    l1_sum, ssim_sum, dssim, gradient = backward(pred, target, whole(pred))
     leaf, floats = pred.clone().requires_grad_(), target.to(dtype) / 255
     count = 3 * (height - 10) * (width - 10)
     module = SSIM(data_range=1.0, size_average=True, channel=3)
@@ -76,86 +89,61 @@ def test_native_and_cuda_formula_equal_reference(
             assert (actual - expected).norm() <= tolerance * expected.norm()
 
 
-@BACKENDS
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("target_type", [torch.uint8, torch.float64])
-def test_gradcheck(backend: Backend, target_type: torch.dtype) -> None:
+def test_gradcheck(target_type: torch.dtype) -> None:
     pred, target = images(13, 14)
     target = target if target_type == torch.uint8 else target.double() / 255
 
     def run(leaf: Tensor) -> tuple[Tensor, Tensor]:
-        with backend():
-            return l1_ssim(leaf, target, (1, 2, 14, 12))[:2]
+        return l1_ssim(leaf, target, (1, 2, 14, 12))[:2]
 
     assert torch.autograd.gradcheck(run, (pred.requires_grad_(),), eps=1e-7, atol=1e-6, rtol=1e-5)
 
 
-@BACKENDS
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize(
     "cuts_x, cuts_y",
     [((0, 40), (0, 31)), ((0, 1, 17, 18, 40), (0, 3, 29, 31)), ((0, 6, 40), (0, 25, 31))],
     ids=["whole", "3x4", "2x2"],
 )
-def test_patches_with_halo_add_up_to_the_image(
-    backend: Backend, cuts_x: tuple[int, ...], cuts_y: tuple[int, ...]
-) -> None:
+def test_patches_with_halo_add_up_to_the_image(cuts_x: tuple[int, ...], cuts_y: tuple[int, ...]) -> None:
     pred, target = images(31, 40)
-    total, sums = torch.zeros_like(pred), torch.zeros(2, dtype=torch.float64)
-    with backend():
-        l1_sum, ssim_sum, _, expected = backward(pred, target, whole(pred))
-        for x0, x1 in pairwise(cuts_x):
-            for y0, y1 in pairwise(cuts_y):
-                left, top = max(x0 - 5, 0), max(y0 - 5, 0)
-                part = (slice(top, min(y1 + 5, 31)), slice(left, min(x1 + 5, 40)))
-                inner = (x0 - left, y0 - top, x1 - left, y1 - top)
-                part_l1, part_ssim, _, gradient = backward(pred[part], target[part], inner)
-                sums += torch.stack([part_l1, part_ssim])
-                total[part] += gradient
-    torch.testing.assert_close(sums, torch.stack([l1_sum, ssim_sum]), rtol=1e-12, atol=1e-10)
+    sums, total, wanted, expected = in_patches(pred, target, cuts_x, cuts_y)
+    torch.testing.assert_close(sums, wanted, rtol=1e-12, atol=1e-10)
     torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-11)
-    assert ssim_sum.abs() > 10 and expected.count_nonzero() > 0.9 * expected.numel()
+    assert wanted[1].abs() > 10 and expected.count_nonzero() > 0.9 * expected.numel()
 
 
-@BACKENDS
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bytes_are_255ths(backend: Backend, dtype: torch.dtype) -> None:
+def test_bytes_are_255ths(dtype: torch.dtype) -> None:
     pred, target = images(20, 22, dtype)
-    with backend():
-        from_bytes = backward(pred, target, whole(pred))
-        from_floats = backward(pred, target.to(dtype) / 255, whole(pred))
+    from_bytes = backward(pred, target, whole(pred))
+    from_floats = backward(pred, target.to(dtype) / 255, whole(pred))
     assert all(torch.equal(a, b) for a, b in zip(from_bytes, from_floats, strict=True))
 
 
-@BACKENDS
-def test_a_perfect_image(backend: Backend) -> None:
+@pytest.mark.usefixtures("either")
+def test_a_perfect_image() -> None:
     _, target = images(20, 22, torch.float32)
-    with backend():
-        l1_sum, ssim_sum, _, gradient = backward(target.float() / 255, target, whole(target))
+    l1_sum, ssim_sum, _, gradient = backward(target.float() / 255, target, whole(target))
     assert l1_sum == 0 and ssim_sum.item() == pytest.approx(3 * 10 * 12, rel=1e-5)
     assert gradient.abs().max() < 1e-3  # the sign of zero is zero, and SSIM is at its maximum
 
 
-@BACKENDS
-def test_an_empty_inner_rectangle_adds_nothing(backend: Backend) -> None:
+@pytest.mark.usefixtures("either")
+def test_an_empty_inner_rectangle_adds_nothing() -> None:
     pred, target = images(20, 22)
-    with backend():
-        l1_sum, ssim_sum, dssim, gradient = backward(pred, target, (4, 4, 4, 15))
-        tiny = backward(pred[:3, :4], target[:3, :4], (0, 0, 0, 3))
+    l1_sum, ssim_sum, dssim, gradient = backward(pred, target, (4, 4, 4, 15))
+    tiny = backward(pred[:3, :4], target[:3, :4], (0, 0, 0, 3))
     for tensor in (l1_sum, ssim_sum, dssim, gradient, *tiny):
         assert not tensor.any()
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
     pred, target = images(150, 170, torch.float32)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(backward(pred, target, whole(pred)))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    same_on_threads(lambda: backward(pred, target, whole(pred)))
 
 
 def test_not_contiguous_images() -> None:

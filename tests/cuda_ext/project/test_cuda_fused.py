@@ -9,6 +9,7 @@ from torch import Tensor
 from cuda_ext.ops.optim.fused import PARAMETERS, RowGradients, SplatRows, splat_update
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from tests.cuda_ext.fused_steps import Model, as_records, make_gradients, make_model, to
+from tests.cuda_ext.graphs import captured
 
 pytestmark = pytest.mark.gpu
 F64 = torch.float64
@@ -177,11 +178,8 @@ def test_a_whole_step_in_a_graph() -> None:
         m.update(rows, gradients)
         return rows
 
-    step(model.to("cuda"))  # what is only done once is done
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        rows = step(model)
+    step(plain)  # as `captured` takes one before its graph
+    graph, rows = captured(lambda: step(model))
     for _ in range(3):
         graph.replay()
         expected = step(plain)

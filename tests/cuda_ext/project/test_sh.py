@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 import cuda_ext
 from tests.cuda_ext.scenes import Scene, one_point, random_scene
+from tests.lib.threads import same_on_threads
 
 OPS = torch.ops.ns_multigpu
 
@@ -96,16 +97,15 @@ def test_no_rows(either: str, points: int, views: int) -> None:
     assert all((g == 0).all() for g in gradients)
 
 
-@pytest.mark.usefixtures("native", "threads")
+@pytest.mark.usefixtures("native")
 def test_same_bits_on_any_number_of_threads() -> None:
     scene = random_scene(points=5000)
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+
+    def run() -> list[Tensor]:
         colors, gradients = with_gradients(3, scene, scene.all_rows())
-        results.append([colors, *gradients])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        return [colors, *gradients]
+
+    same_on_threads(run)
 
 
 @pytest.mark.usefixtures("native")

@@ -17,6 +17,7 @@ from cuda_ext.dispatch.gsplat_kernels import gsplat_kernels
 from cuda_ext.dispatch.load import native_serves
 from cuda_ext.gsplat import rasterization as gsplat
 from cuda_ext.ops.raster.rasterization import raster_state_size
+from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.splats import Splats, assert_close_but_few, assert_gradient_close, make_splats, pixel_ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]
@@ -265,15 +266,11 @@ def test_a_graph_holds_forward_and_backward() -> None:
         walk = (*inputs, *lists, list(splats.patches), 16, alpha, last, state, out, out, alpha, True)
         return [out, alpha, *torch.ops.ns_multigpu.rasterize_backward(*walk)]
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, replayed = captured(step)
     inputs[2].mul_(0.5)
     inputs[3].add_(1.0)
     graph.replay()
-    for actual, expected in zip(captured, step(), strict=True):
+    for actual, expected in zip(replayed, step(), strict=True):
         assert_gradient_close(actual, expected, 1e-5)
 
 

@@ -1,18 +1,15 @@
 """`rasterize` as an operator: strides, padding, gradients into given memory, wrong arguments, torch's own checks."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import rasterize, use_reference
+from cuda_ext import rasterize
 from tests.cuda_ext.splats import make_splats
 
 pytestmark = pytest.mark.usefixtures("native")
-BACKENDS = pytest.mark.parametrize("backend", [nullcontext, use_reference], ids=["native", "reference"])
-Backend = type[AbstractContextManager[None]]
 
 
 def test_not_contiguous_inputs_and_broadcast_gradients() -> None:
@@ -25,13 +22,12 @@ def test_not_contiguous_inputs_and_broadcast_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@BACKENDS
-def test_padding_behind_the_lists_changes_nothing(backend: Backend) -> None:
+@pytest.mark.usefixtures("either")
+def test_padding_behind_the_lists_changes_nothing() -> None:
     splats = make_splats(60, 20, 20).leaves()
     offsets, rows = splats.intersect()
     padded = torch.cat([rows, torch.full((50,), 2**31 - 1, dtype=torch.int32)])
-    with backend():
-        results = [rasterize(*splats.inputs(), offsets, ids, splats.patches) for ids in (rows, padded)]
+    results = [rasterize(*splats.inputs(), offsets, ids, splats.patches) for ids in (rows, padded)]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     gradients = [torch.autograd.grad(out.sum(), splats.inputs()[:3]) for out, _, _ in results]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

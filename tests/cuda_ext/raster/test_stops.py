@@ -1,16 +1,13 @@
 """`rasterize` with `mark_stops`: the sign of alpha marks where compositing stopped, and nothing else changes."""
 
-from contextlib import AbstractContextManager, nullcontext
-
 import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import rasterize, use_reference
+from cuda_ext import rasterize
 from tests.cuda_ext.splats import Splats, composite_slowly, make_splats
 
 pytestmark = pytest.mark.usefixtures("native")
-BACKENDS = pytest.mark.parametrize("backend", [nullcontext, use_reference], ids=["native", "reference"])
 
 
 def dense(dtype: torch.dtype, channels: int = 3) -> Splats:
@@ -32,28 +29,27 @@ def closed(splats: Splats) -> Tensor:
     return torch.tensor(found)
 
 
-def marked(splats: Splats, marks: bool, backend: type[AbstractContextManager[None]]) -> list[Tensor]:
+def marked(splats: Splats, marks: bool) -> list[Tensor]:
     """Colour, what is covered, the sign's bits, and the gradients of a weighting of the first two."""
     leaves = splats.leaves()
     device = splats.means2d.device
     probe = torch.zeros_like(splats.means2d).requires_grad_()
-    with backend():
-        offsets, ids = splats.intersect()
-        means2d, conics, opacities, features = leaves.inputs()
-        given = means2d, conics, opacities, features, offsets, ids
-        out, alpha, last = rasterize(*given, splats.patches, 16, probe, marks)
-        g = torch.Generator().manual_seed(3)
-        weight = torch.randn(alpha.shape, generator=g, dtype=torch.float64).to(device, alpha.dtype)
-        loss = ((out.sum(1) + alpha.abs()) * weight).sum()
-        gradients = torch.autograd.grad(loss, [*leaves.inputs(), probe])
+    offsets, ids = splats.intersect()
+    means2d, conics, opacities, features = leaves.inputs()
+    given = means2d, conics, opacities, features, offsets, ids
+    out, alpha, last = rasterize(*given, splats.patches, 16, probe, marks)
+    g = torch.Generator().manual_seed(3)
+    weight = torch.randn(alpha.shape, generator=g, dtype=torch.float64).to(device, alpha.dtype)
+    loss = ((out.sum(1) + alpha.abs()) * weight).sum()
+    gradients = torch.autograd.grad(loss, [*leaves.inputs(), probe])
     return [out.detach(), alpha.detach().abs(), last, alpha.detach() < 0, *gradients]
 
 
-@BACKENDS
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("channels", [3, 2])
-def test_sign_marks_the_stop_of_compositing(backend: type[AbstractContextManager[None]], channels: int) -> None:
+def test_sign_marks_the_stop_of_compositing(channels: int) -> None:
     splats = dense(torch.float64, channels)
-    found, plain = marked(splats, True, backend), marked(splats, False, backend)
+    found, plain = marked(splats, True), marked(splats, False)
     wanted = closed(splats)
     assert 0.2 < wanted.float().mean() < 0.9
     assert torch.equal(found[3], wanted)
@@ -66,8 +62,8 @@ def test_sign_marks_the_stop_of_compositing(backend: type[AbstractContextManager
 @pytest.mark.parametrize("channels", [3, 4, 6])
 def test_the_sign_on_a_gpu(channels: int) -> None:
     splats = dense(torch.float32, channels).to("cuda")
-    found, plain = marked(splats, True, nullcontext), marked(splats, False, nullcontext)
-    expected = marked(dense(torch.float32, channels), True, nullcontext)
+    found, plain = marked(splats, True), marked(splats, False)
+    expected = marked(dense(torch.float32, channels), True)
     assert (found[3].cpu() != expected[3]).float().mean() < 5e-3, "rounding decides a few"
     assert float(found[3].float().mean()) > 0.2 and not bool(plain[3].any())
     assert torch.equal(found[1], plain[1]) and torch.equal(found[0], plain[0])

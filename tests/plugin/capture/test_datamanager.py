@@ -1,8 +1,5 @@
 """Every rank sees the same views; images wait on disk, or in memory, and are the same in both cases."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.image_store import ImageData
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.faults.host_memory import available_memory, own_memory
+from ns_multigpu.plugin.faults.host_memory import available_memory
 from tests.lib.captures import HEIGHT, WIDTH, manager, write_capture
 from tests.lib.ranks import run_ranks
 
@@ -159,27 +156,10 @@ def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert manager(folder, World.single()).image_memory is None
 
 
-A_BLOCK_MORE = """
-from ns_multigpu.plugin.faults.host_memory import own_memory
-before = own_memory()
-block = b"1" * (64 << 20)
-print(*(now - then for now, then in zip(own_memory(), before)))
-"""
-
-
-def test_own_memory() -> None:
-    """Run in a process of its own, where nothing else allocates or frees memory."""
-    grown = subprocess.run([sys.executable, "-c", A_BLOCK_MORE], capture_output=True, text=True, check=True).stdout
-    found = [int(word) for word in grown.split()]
-    assert len(found) == 2 and all(60 << 20 < more < 80 << 20 for more in found), found
-
-
 def test_available_memory(tmp_path: Path) -> None:
     assert (available_memory() or 0) > 1 << 20
     proc, group = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "1").mkdir(parents=True)
-    (proc / "1" / "statm").write_text("900 500 100 1 0 300 0\n")
-    assert own_memory(1, proc) == (400 * os.sysconf("SC_PAGE_SIZE"),) * 2
+    proc.mkdir()
     group.mkdir()
     assert available_memory(proc, group) is None
     (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import shutil
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.training_copy import Content, share_out
 from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, latest_checkpoint, states_folder, step_of
 from tests.lib.ranks import run_ranks
-from tests.lib.saving import ALONE, as_large_ones, copied, disk, files_of, steps_in, tensors_of, until, write
-from tests.plugin.checkpoint.test_checkpoint_faults import _count, in_another_process
+from tests.lib.saving import ALONE, as_large_ones, disk, files_of, steps_in, tensors_of, until, write
+from tests.plugin.checkpoint.test_checkpoint_faults import killed_at_each_instant
 
 
 def content_of(step: int, world: World) -> Content:
@@ -176,39 +174,21 @@ def test_killed_at_any_instant(tmp_path: Path) -> None:
     """The third save, which also removes the first checkpoint, killed before a touch of the disk, by its thread."""
     models = tmp_path / "run" / "nerfstudio_models"
     assert write(models, 1) == write(models, 2) == ""
+
+    def save(place: Path) -> None:
+        writer = CheckpointWriter(place, 2, ALONE, pytest.fail)
+        assert writer.save(3, lambda: content_of(3, ALONE), background=True)
+        writer.finish()
+
+    def by_its_thread() -> bool:
+        return threading.current_thread() is not threading.main_thread()
+
     seen: set[int] = set()
-    status = -1
-    for instant in range(0, 1000, 3):
-        place = copied(models, tmp_path / str(instant))
-
-        def dying(place: Path = place, instant: int = instant) -> None:
-            left, writes = instant, 0
-
-            def touch(write: bool) -> None:
-                nonlocal left, writes
-                writes += write
-                if write and writes % 12 != 1:
-                    return
-                if left == 0:
-                    assert threading.current_thread() is not threading.main_thread()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
-
-            for holder, name, replacement in list(_count(touch)):
-                setattr(holder, name, replacement)
-            writer = CheckpointWriter(place, 2, ALONE, pytest.fail)
-            assert writer.save(3, lambda: content_of(3, ALONE), background=True)
-            writer.finish()
-
-        status = in_another_process(dying)
+    for place in killed_at_each_instant(models, tmp_path, save, range(0, 1000, 3), by_its_thread):
         newest = latest_checkpoint(place)
         assert newest is not None and check_checkpoint(place / "step-000000002.ckpt") is not None
         seen.add(step_of(newest))
-        shutil.rmtree(place.parent)
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-    assert status == 0 and seen == {2, 3}
+    assert seen == {2, 3}
 
 
 def test_each_tensor_is_written_once_and_all_have_about_as_much_to_write() -> None:

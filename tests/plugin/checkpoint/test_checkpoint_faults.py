@@ -6,7 +6,7 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,15 @@ def in_another_process(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_killed_at_any_instant(models: Path, tmp_path: Path) -> None:
-    """The third save, which also removes the first checkpoint, killed before each of its touches of the disk."""
-    seen: set[int] = set()
-    for instant in range(1000):
-        place = copied(models, tmp_path / str(instant))
+def killed_at_each_instant(
+    models: Path, folder: Path, save: Callable[[Path], None], instants: Iterable[int], by: Callable[[], bool]
+) -> Iterator[Path]:
+    """Yield copies of a run behind a save that was killed before one of its touches of the disk, up to a save that was
+    not; `by`: whether the right thread touches it."""
+    for instant in instants:
+        place = copied(models, folder / str(instant))
 
-        def dying(place: Path = place, instant: int = instant) -> None:
-            left = instant
+        def dying(place: Path = place, left: int = instant) -> None:
             writes = 0
 
             def touch(write: bool) -> None:
@@ -93,30 +94,43 @@ def test_killed_at_any_instant(models: Path, tmp_path: Path) -> None:
                 if write and writes % 12 != 1:  # torch.save writes in many small pieces
                     return
                 if left == 0:
+                    assert by()
                     os.kill(os.getpid(), signal.SIGKILL)
                 left -= 1
 
             for holder, name, replacement in list(_count(touch)):
                 setattr(holder, name, replacement)
-            if write(place, 3) == "":
-                remove_old(place, 2, ALONE)
+            save(place)
 
         status = in_another_process(dying)
+        yield place
+        shutil.rmtree(place.parent)
+        if status == 0:
+            return
+        assert status == -signal.SIGKILL
+    pytest.fail("it was killed at every instant")
+
+
+def test_killed_at_any_instant(models: Path, tmp_path: Path) -> None:
+    """The third save, which also removes the first checkpoint, killed before each of its touches of the disk."""
+
+    def save(place: Path) -> None:
+        if write(place, 3) == "":
+            remove_old(place, 2, ALONE)
+
+    seen = list[int]()
+    for place in killed_at_each_instant(models, tmp_path, save, range(1000), lambda: True):
         newest = latest_checkpoint(place)
         assert newest is not None and step_of(newest) in (2, 3)
         assert check_checkpoint(place / "step-000000002.ckpt") is not None
         assert newest_as_nerfstudio_finds_it(place) == step_of(newest)
-        seen.add(step_of(newest))
+        seen.append(step_of(newest))
         # And the run that follows finds nothing in its way.
         assert write(place, 3) == ""
         remove_old(place, 2, ALONE)
         assert [step_of(p) for p in checkpoints_in(place)] == [2, 3]
         assert len(list(states_folder(place).iterdir())) == 2
-        shutil.rmtree(place.parent)
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-    assert status == 0 and instant > 15 and seen == {2, 3}
+    assert len(seen) > 16 and set(seen) == {2, 3}
 
 
 def _write_with_full_disk(world: World, models: Path, full_on: int, after: int) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Boxes, plain colours and .splat files, streamed; and what other programs read in them."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,12 @@ import pytest
 import torch
 from nerfstudio.data.scene_box import OrientedBox
 
-from ns_multigpu.cli import main
 from ns_multigpu.plugin.export import ns_export
 from ns_multigpu.plugin.export.ply import export_ply
 from ns_multigpu.plugin.export.splat import RECORD, export_splat
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussians.init import SH_C0
-from tests.plugin.export.test_ply_export import as_nerfstudio_does, ordinary, points, sharded
+from tests.plugin.export.test_ply_export import as_nerfstudio_does, exported, ordinary, points, sharded
 
 BOX: Any = ((0.2, 0.0, -0.1), (0.1, 0.2, 0.3), (2.0, 2.5, 1.5))
 BOX_OPTIONS = dict(zip(("obb_center", "obb_rotation", "obb_scale"), BOX, strict=True))
@@ -96,14 +96,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ordinary(tmp_path / "nerfstudio_models", points(60))
     config = tmp_path / "config.yml"
     config.write_text("of a run")
-
-    def run(output: str, *words: str) -> str:
-        try:
-            main(["export", "--load-config", str(config), "--output-path", str(tmp_path / output), *words])
-        except SystemExit:
-            return capsys.readouterr().err
-        return capsys.readouterr().out
-
+    run = partial(exported, capsys, config)
     box = ("--obb-center", "0", "0", "0", "--obb-rotation", "0", "0", "0", "--obb-scale", "2", "2", "2")
     assert "or outside the box" in run("a.splat", *box) and "that are transparent or not finite)" in run(
         "a.ply", "--color", "rgb"

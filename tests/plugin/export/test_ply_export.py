@@ -1,5 +1,6 @@
 """The streamed PLY against the one that nerfstudio's exporter writes, byte for byte."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,15 @@ def as_nerfstudio_does(
     monkeypatch.setattr(exporter, "eval_setup", lambda *_, **__: (None, SimpleNamespace(model=model), None, 0))
     exporter.ExportGaussianSplat(load_config=Path("config.yml"), output_dir=folder, **options).main()
     return (folder / "splat.ply").read_bytes()
+
+
+def exported(capsys: pytest.CaptureFixture[str], config: Path, output: str, *words: str) -> str:
+    """Run `ns-multigpu export` into a file next to the configuration; return what it says, or why it fails."""
+    try:
+        cli.main(["export", "--load-config", str(config), "--output-path", str(config.with_name(output)), *words])
+    except SystemExit:
+        return capsys.readouterr().err
+    return capsys.readouterr().out
 
 
 def ordinary(models: Path, params: dict[str, Tensor], step: int = 1, prefix: str = "_model.gauss_params.") -> Path:
@@ -168,24 +178,20 @@ def test_refused(tmp_path: Path) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, output = tmp_path / "moved" / "here", tmp_path / "out.ply"
+    run = tmp_path / "moved" / "here"
+    output = run / "out.ply"
     for step in (5, 12):
         sharded(run / "nerfstudio_models", points(40 + step), step)
     config = run / "config.yml"
     config.write_text("of a run that was moved")
-    cli.main(["export", "--load-config", str(config), "--output-path", str(output)])
-    assert "left out" in capsys.readouterr().out
+    export = partial(exported, capsys, config, "out.ply")
+    assert "left out" in export()
     first = output.read_bytes()
-    with pytest.raises(SystemExit):
-        cli.main(["export", "--load-config", str(config), "--output-path", str(output), "--step", "5"])
-    assert "exists already" in capsys.readouterr().err and output.read_bytes() == first
-    cli.main(["export", "--load-config", str(config), "--output-path", str(output), "--step", "5", "--overwrite"])
-    assert "Gaussians of step-" in capsys.readouterr().out and output.read_bytes() != first
+    assert "exists already" in export("--step", "5") and output.read_bytes() == first
+    assert "Gaussians of step-" in export("--step", "5", "--overwrite") and output.read_bytes() != first
     with pytest.raises(InputError, match=r"no such step; there are 5, 12"):
         run_checkpoint(config, 7)
     with pytest.raises(InputError, match="there is no such file"):
         run_checkpoint(run / "nothing.yml", None)
     states_folder(run / "nerfstudio_models").rename(tmp_path / "lost")
-    with pytest.raises(SystemExit):
-        cli.main(["export", "--load-config", str(config), "--output-path", str(output), "--overwrite"])
-    assert "Move or copy a run with its whole folder" in capsys.readouterr().err
+    assert "Move or copy a run with its whole folder" in export("--overwrite")

@@ -1,6 +1,7 @@
 """Exports in the capture's own coordinates: the same ellipsoids and colours, to the millimetre at UTM coordinates."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from scipy.spatial.transform import Rotation
 from torch import Tensor
 
 from cuda_ext.reference.projection import sh_basis
-from ns_multigpu.cli import main
 from ns_multigpu.plugin.export.ply import export_ply
 from ns_multigpu.plugin.export.world_frame import WorldFrame
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.tools.mesh import Mesh, write_mesh
 from tests.plugin.export.test_exports import BOX
-from tests.plugin.export.test_ply_export import ordinary, points
+from tests.plugin.export.test_ply_export import exported, ordinary, points
 
 TURN = Rotation.from_euler("xyz", [0.4, -1.1, 2.0]).as_matrix()
 MIRROR = np.diag([1.0, 1.0, -1.0])
@@ -120,14 +120,7 @@ def test_a_mesh_in_the_world(tmp_path: Path, centre: Any, turn: Any) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ordinary(tmp_path / "nerfstudio_models", points(60))
     config = write_run(tmp_path, UTM)
-
-    def run(output: str, *words: str) -> str:
-        try:
-            main(["export", "--load-config", str(config), "--output-path", str(tmp_path / output), *words])
-        except SystemExit:
-            return capsys.readouterr().err
-        return capsys.readouterr().out
-
+    run = partial(exported, capsys, config)
     assert "Wrote" in run("a.ply", "--save-world-frame") and "Wrote" in run("b.ply")
     world, model = read(tmp_path / "a.ply"), read(tmp_path / "b.ply")
     assert np.abs(np.median(world["y"]) - UTM[1]) < 100 and model["y"].dtype == np.float32

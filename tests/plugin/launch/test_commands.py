@@ -158,6 +158,15 @@ def test_another_method_than_the_files_is_refused_with_the_command(saved: Path) 
     assert shlex.split(command) == ["ns-train", "splatfacto-batch", *argv[1:]]
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [("a: [1, 2", "it is damaged, or no config.yml of a run"), ("a: 1", "it is not the config.yml")]
+)
+def test_a_file_that_is_no_runs_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.yml").write_text(text)
+    with pytest.raises(InputError, match=rf"--load-config {tmp_path / 'config.yml'}: {said}"):
+        read_config(tmp_path / "config.yml")
+
+
 def test_the_commands_options_are_this_processes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["ns-train", "splatfacto-batch", "--load-config", str(saved), "--max-num-images", "42"]
     monkeypatch.setattr(sys, "argv", words)

@@ -30,7 +30,7 @@ from ns_multigpu.plugin.radiance.run.step_graphs import GraphsByKind
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.slots import Slots
-from tests.lib.radiance_scene import IMAGES, model, rays, truth
+from tests.lib.radiance_scene import model, moved_cameras, rays, truth
 from tests.lib.ranks import run_ranks
 from tests.lib.recorded import RecordedPool
 from tests.plugin.radiance.test_radiance_run import configured
@@ -42,10 +42,7 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
     assert ours.fixed is not None
     if not fixed:
         ours.fixed = None
-    with torch.no_grad():
-        ours.camera_optimizer.pose_adjustment.copy_(
-            1e-2 * torch.randn(IMAGES, 6, generator=torch.Generator().manual_seed(6))
-        )
+    moved_cameras(ours)
     batch = truth(4 if "background_color" in options else 3)
     ours.sampling.since_update = 1
     ours.begin_step(step)

@@ -15,7 +15,7 @@ from ns_multigpu.plugin.radiance.field.model import NerfactoXLModel, NerfactoXLM
 from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.integrals import Weighted
 from ns_multigpu.radiance.segments import clip
-from tests.lib.radiance_scene import IMAGES, SMALL, model, rays, truth
+from tests.lib.radiance_scene import IMAGES, SMALL, fog, model, moved_cameras, rays, truth
 from tests.lib.ranks import run_ranks
 
 
@@ -89,10 +89,7 @@ def test_one_cell_has_nerfactos_losses(monkeypatch: pytest.MonkeyPatch) -> None:
 def step_of(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return a training step and an image's rays, on the ranks' cells."""
     ours = model(world, cells, **options)
-    with torch.no_grad():
-        ours.camera_optimizer.pose_adjustment.copy_(
-            1e-2 * torch.randn(IMAGES, 6, generator=torch.Generator().manual_seed(6))
-        )
+    moved_cameras(ours)
     batch = truth(4 if "background_color" in options else 3)
     ours.begin_step(3)
     outputs = ours(rays(2.0).to(world.device))
@@ -353,11 +350,7 @@ def test_distortion_is_measured_along_the_whole_ray() -> None:
     """Of a fog that is the same everywhere, it does not depend on cells."""
     found: list[float] = []
     for cells in (1, 4):
-        ours = model(World.single(), cells, average_init_density=1.0, far_plane=0.9, num_nerf_samples_per_ray=64)
-        with torch.no_grad():
-            for name, param in ours.named_parameters():
-                if name.startswith("cells."):
-                    param.zero_()
+        ours = fog(cells, num_nerf_samples_per_ray=64).train()
         found.append(float(ours(rays())["distortion"].mean().detach()))
     assert found[1] == pytest.approx(found[0], rel=0.1)
 
@@ -366,14 +359,8 @@ def test_no_seam_at_faces() -> None:
     """Samples extend to the faces between cells: in fog of density 1, only a ray's two ends are not sampled."""
     left_out: list[torch.Tensor] = []
     for cells in (1, 4):
-        ours = model(World.single(), cells, average_init_density=1.0, far_plane=0.9)
         with torch.no_grad():
-            for name, param in ours.named_parameters():
-                if name.startswith("cells."):
-                    param.zero_()
-        ours.eval()
-        with torch.no_grad():
-            through = 1 - ours(rays())["accumulation"][:, 0]
+            through = 1 - fog(cells)(rays())["accumulation"][:, 0]
         left_out.append(0.85 + through.log())
     assert float(left_out[0].min()) > 0.03, "nerfstudio's samples stop before both ends"
     several = left_out[1] < left_out[0] - 1e-4

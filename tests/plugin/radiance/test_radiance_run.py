@@ -3,6 +3,8 @@
 import copy
 import json
 import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,36 @@ def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
         assert (tmp_path / name / "run/nerfacto-xl/now/partition.png").stat().st_size > 1000
 
 
+def opened(config: Any) -> tuple[Any, Any, Path]:
+    """Return a trained run's pipeline as nerfstudio's commands load it, its state, and the state's file."""
+    config.load_dir = config.get_checkpoint_dir()
+    loaded = config.pipeline.setup(device="cpu", test_mode="test")
+    loaded.eval()
+    file = config.load_dir / "step-000000002.ckpt"
+    state = torch.load(file, map_location="cpu")
+    loaded.load_pipeline(state["pipeline"], state["step"])
+    return loaded, state, file
+
+
+def resumed_from_the_middle(
+    world: World, makers: Mapping[str, Callable[[Path], Any]], out: Path
+) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
+    """Return by way all that a run of 8 steps on these ranks ends with, and on rank 0 one that goes on from its middle
+    on one rank. `makers` make the way's configuration, given a folder."""
+    ends: dict[str, tuple[dict[str, torch.Tensor], ...]] = {}
+    for way, make in makers.items():
+        config = make(out / way)
+        config.steps_per_save, config.save_only_latest_checkpoint = 4, False
+        found = [everything(trained(world, config))]
+        if world.is_main:
+            models, config = config.get_checkpoint_dir(), make(out / f"{way} again")
+            config.load_dir, config.load_step = models, 4
+            found.append(everything(trained(World.single(), config, seed=9)))
+        ends[way] = tuple(found)
+        dist.barrier(group=world.control)
+    return ends
+
+
 @pytest.mark.parametrize(
     ("spread", "sampling"),
     [("xl", "proposals"), ("ddp", "proposals"), ("xl", "occupancy")],
@@ -133,13 +165,7 @@ def test_evaluation_in_one_process_shows_what_was_trained(
     trainer = trained(World.single(), configured(capture, tmp_path, spread=spread, sampling=sampling))
     pipeline = trainer.pipeline
     expected = pipeline.get_average_eval_image_metrics()
-    config = configured(capture, tmp_path, spread=spread, sampling=sampling)
-    config.load_dir = config.get_checkpoint_dir()
-    loaded = config.pipeline.setup(device="cpu", test_mode="test")
-    loaded.eval()
-    file = config.load_dir / "step-000000002.ckpt"
-    state = torch.load(file, map_location="cpu")
-    loaded.load_pipeline(state["pipeline"], state["step"])
+    loaded, state, file = opened(configured(capture, tmp_path, spread=spread, sampling=sampling))
     assert not any(module.training for module in loaded.modules()), "new cells, too, are there to be looked at"
     found = loaded.get_average_eval_image_metrics(output_path=tmp_path / "images", get_std=True)
     assert found["psnr"] == expected["psnr"] and found["ssim"] == expected["ssim"]
@@ -161,21 +187,13 @@ def test_evaluation_in_one_process_shows_what_was_trained(
 
 def _train_all_modes(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
     """Of each way: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
-    ends: dict[str, tuple[dict[str, torch.Tensor], ...]] = {}
+    makers = dict[str, Callable[[Path], Any]]()
     for way in ("ddp", "xl occupancy", "ddp occupancy", "xl sky"):
         spread, *more = way.split()
         options = {"spread": spread, "sampling": "occupancy" if more == ["occupancy"] else "proposals"}
         options |= {"background_color": "sky"} if more == ["sky"] else {}
-        config = configured(capture, out / way, steps=8, **options)
-        config.steps_per_save, config.save_only_latest_checkpoint = 4, False
-        found = [everything(trained(world, config))]
-        if world.is_main:
-            config = configured(capture, out / f"{way} again", steps=8, **options)
-            config.load_dir, config.load_step = out / way / "run/nerfacto-xl/now/nerfstudio_models", 4
-            found.append(everything(trained(World.single(), config, seed=9)))
-        ends[way] = tuple(found)
-        dist.barrier(group=world.control)
-    return ends
+        makers[way] = partial(configured, capture, steps=8, **options)
+    return resumed_from_the_middle(world, makers, out)
 
 
 def test_all_modes_resume_with_other_world_sizes(capture: Path, tmp_path: Path) -> None:
