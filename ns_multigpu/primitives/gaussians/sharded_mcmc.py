@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.reference.relocation import draws, numbered, part_offsets
+from cuda_ext.reference.relocation import draws, numbered
 from ns_multigpu.core.dist.collectives import exchange_rows, gather_on_device, sum_in_place
 from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.primitives.deterministic import sigmoid
@@ -85,13 +85,14 @@ class ShardedMcmc(ShardedPoints, McmcDensifier):
         send, receive = traffic.tolist()
         order, places = torch.sort(to, stable=True).indices, targets[torch.sort(here, stable=True).indices]
         leaving, copies = drawn.rows[order], counted(drawn.rows, len(dead))
-        numbers, of = numbered(drawn.rows)[order], copies[leaving] + 1
-        # Each copy as it will be: the source becomes a part of another place.
-        means = params["means"].data[leaving] + part_offsets(*shapes_of(params, leaving), numbers, of)
+        numbers = numbered(drawn.rows)[order]
+        # Copies are made where their sources are: each is its own "source" here, that is to become one of so many.
+        copied = {name: x.data[leaving] for name, x in params.items()}
+        own = torch.arange(len(leaving), dtype=torch.int32, device=leaving.device)
+        self._share_out(copied, copies[leaving], sources=own, numbers=numbers)
         # As in gsplat the moments of what is moved stay as they are.
         self._share_out(params, copies, cleared=all_moments(params, optimizers))
-        copied = [means if name == "means" else x.data[leaving].flatten(1) for name, x in params.items()]
-        rows = exchange_rows(torch.cat(copied, 1), send, receive, world)
+        rows = exchange_rows(torch.cat([x.flatten(1) for x in copied.values()], 1), send, receive, world)
         widths = [math.prod(value.shape[1:]) for value in params.values()]
         for value, row in zip(params.values(), rows.split(widths, 1), strict=True):
             value.data[places] = row.reshape(-1, *value.shape[1:])
