@@ -62,6 +62,13 @@ def test_one_process_has_all_visible_gpus(config: Any, monkeypatch: pytest.Monke
     assert config.machine.num_devices == 2
 
 
+@pytest.mark.parametrize(("kind", "devices"), [("cuda", "2 GPUs"), ("cpu", "2 pretended GPUs")])
+def test_the_first_line_counts_gpus_of_one_process(config: Any, kind: str, devices: str) -> None:
+    config.machine.num_devices, config.machine.device_type, config.experiment_name = 2, kind, "fox"
+    said = config._in_short()
+    assert said.startswith(f"splatfacto-aggregate on {devices} of one process: 30,000 images\nRun folder ")
+
+
 def test_processes_that_are_asked_for_have_devices_of_their_own(config: Any) -> None:
     state = {"_model.gauss_params.means": torch.zeros(10, 3)}
     plan = [config.pipeline.team_plan(state, None, Devices("cpu", 0, None, asked)) for asked in (None, 2)]
