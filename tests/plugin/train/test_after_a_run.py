@@ -143,6 +143,19 @@ def test_dropped_quality_is_in_the_summary(begin: Callable[..., DistributedTrain
     assert commands(said)["Go on, for twice as long"][-2:] == ["--max-num-images", "6"]
 
 
+def test_fused_and_ordinary_steps_log_the_same_loss(begin: Callable[..., DistributedTrainer]) -> None:
+    """Without terms of parameters, which fused steps do not compute."""
+    mcmc = {"densifier": "mcmc", "max_gaussians": 80, "mcmc_opacity_reg": 0.5, "mcmc_scale_reg": 0.5, "noise_lr": 0.0}
+    found = []
+    for fused in ("never", "always"):
+        trainer = begin(1, fused_steps=fused, background_color="black", **mcmc)
+        trainer.train()
+        row = json.loads((trainer.base_dir / "metrics.jsonl").read_text().splitlines()[0])
+        assert ("mcmc_scale_reg" in row) == (fused == "never")
+        found.append(row["loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
 # ---- going on with other options ----
 
 
