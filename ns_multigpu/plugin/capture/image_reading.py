@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from nerfstudio.data.datamanagers.full_images_datamanager import (
 )
 from nerfstudio.data.datasets.base_dataset import InputDataset
 from numpy.typing import NDArray
+from torch import Tensor
 from torchvision.io import decode_jpeg
 
 from ns_multigpu.core.dist.collectives import all_gather_objects
@@ -43,7 +44,7 @@ class FileDataset(InputDataset):
         if self.scale_factor == 1.0:
             with suppress(RuntimeError):  # of another format, or damaged: PIL decodes it or says what is wrong
                 data = np.fromfile(self._dataparser_outputs.image_filenames[image_idx], np.uint8)
-                pixels = decode_jpeg(torch.from_numpy(data))
+                pixels = cast(Tensor, decode_jpeg(torch.from_numpy(data)))
                 if len(pixels) != 4:  # CMYK
                     return pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
         return super().get_numpy_image(image_idx)
@@ -159,7 +160,7 @@ class ImageReader:
         return float(K[0, 0]), float(K[1, 1]), float(K[0, 2]), float(K[1, 2]), width, height
 
 
-def _apart(mask: torch.Tensor) -> torch.Tensor:
+def _apart(mask: Tensor) -> Tensor:
     """Return a mask with sky taken out of the pixels that train colours, and masked pixels out of the sky."""
     if mask.shape[2] == 1:
         return mask

@@ -12,7 +12,13 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataPars
 from PIL import Image
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.capture.checks import camera_problems, different_captures, list_problems, listed, transforms_problems
+from ns_multigpu.plugin.capture.checks import (
+    camera_problems,
+    different_captures,
+    list_problems,
+    listed,
+    transforms_problems,
+)
 from ns_multigpu.plugin.capture.image_files import missing_file, read_header
 from ns_multigpu.plugin.capture.parsing import unreadable
 from ns_multigpu.plugin.faults.errors import InputError
