@@ -42,11 +42,10 @@ class FileDataset(InputDataset):
     def get_numpy_image(self, image_idx: int) -> NDArray[np.uint8]:
         """Return the image [H, W, 3 or 4] uint8, as nerfstudio does, with its errors."""
         if self.scale_factor == 1.0:
-            with suppress(RuntimeError):  # of another format, or damaged: PIL decodes it or says what is wrong
+            with suppress(RuntimeError):  # of another format, CMYK, or damaged: PIL decodes it or says what is wrong
                 data = np.fromfile(self._dataparser_outputs.image_filenames[image_idx], np.uint8)
                 pixels = cast(Tensor, decode_jpeg(torch.from_numpy(data)))
-                if len(pixels) != 4:  # CMYK
-                    return pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+                return pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
         return super().get_numpy_image(image_idx)
 
 
