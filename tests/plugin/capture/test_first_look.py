@@ -288,7 +288,8 @@ def test_nerfstudios_format_with_another_factor(tmp_path: Path) -> None:
     captures.write_capture(tmp_path)
     (tmp_path / "images_4").mkdir()
     (problem,) = look_at_transforms(tmp_path, downscale_factor=2).problems
-    assert "images_2: there is no such folder" in problem and "images_4 (nerfstudio-data --downscale-factor 4)" in problem
+    assert "images_2: there is no such folder" in problem
+    assert "images_4 (nerfstudio-data --downscale-factor 4)" in problem
 
 
 def test_parser_output_is_reported(tmp_path: Path) -> None:
