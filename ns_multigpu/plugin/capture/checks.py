@@ -38,6 +38,9 @@ _SIMILAR = 0.05
 _NUMBERS, _DISTORTIONS = ("fl_x", "fl_y", "cx", "cy", "w", "h"), ("k1", "k2", "k3", "p1", "p2")
 """Intrinsics of a transforms.json. Of distortions, one for all frames replaces all of the frames'."""
 
+_FULL, _NAMED, _MOST_LINES = 3, 8, 30
+"""Number of problems of one kind that are printed in full, of those that are named instead, and of lines."""
+
 RIGID = 1e-2
 """Largest difference of an entry of R^T R from the identity's; poses written with three digits stay well below."""
 
@@ -61,7 +64,34 @@ def raise_together(problems: Sequence[str], world: World, headline: str) -> None
             line + ("" if len(seen[line]) == world.machines else f" (seen on {_machines(seen[line], world)})")
             for line in sorted(seen, key=_natural)
         ]
-        raise InputError("\n  ".join([headline.replace("{count}", str(len(lines))), *lines]))
+        raise listed(headline, lines)
+
+
+def listed(headline: str, problems: Sequence[str]) -> InputError:
+    """Return the error that lists problems: of many of one kind the first, and names of some others.
+
+    Problems are of one kind if they differ only in what stands before their first ": ", and in numbers.
+
+    Args:
+        headline: first line; "{count}" in it is replaced by the number of problems.
+        problems: a line each.
+    """
+    kinds: defaultdict[str, list[str]] = defaultdict(list)
+    for line in problems:
+        name, _, fault = line.partition(": ")
+        word, kind, whole = (re.sub(r"\d+", "", text) for text in (Path(name).stem, fault, line))
+        kinds[kind.replace(word, "") or whole].append(line)
+    lines: list[str] = []
+    for same in kinds.values():
+        if len(same) <= _FULL:
+            lines += same
+            continue
+        names = [Path(line.partition(": ")[0]).name for line in same[1:]]
+        more = ", ..." if len(names) > _NAMED else ""
+        lines += [same[0], f"  and {len(names):,} more like it: {', '.join(names[:_NAMED])}{more}"]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES:,} more lines"]
+    return InputError("\n  ".join([headline.replace("{count}", str(len(problems))), *lines]))
 
 
 def check_far_plane(far: float, points: Tensor, views: Sequence[View], world: World) -> None:

@@ -22,7 +22,7 @@ from ns_multigpu.core.random import keyed_generator, keyed_permutation
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.coordinate_offset import OffsetOption
 from ns_multigpu.plugin.capture.image_files import FRAME_FILES, Header, checked_sky
-from ns_multigpu.plugin.capture.image_reading import ImageReader, through_lenses
+from ns_multigpu.plugin.capture.image_reading import FileDataset, ImageReader, through_lenses
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageShape, aligned
 from ns_multigpu.plugin.capture.parsing import parsed_together
@@ -123,8 +123,8 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     @cached_property
     def dataset_type(self) -> type[InputDataset]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the dataparser's own dataset class, else nerfstudio's `InputDataset`."""
-        return getattr(self.dataparser, "dataset_type", None) or InputDataset
+        """Return the dataparser's own dataset class, else `FileDataset`."""
+        return getattr(self.dataparser, "dataset_type", None) or FileDataset
 
     def check_capture(self) -> None:
         """Check all cameras and the headers of all image files, held-out ones included. Every rank calls it.

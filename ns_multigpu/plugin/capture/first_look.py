@@ -254,7 +254,7 @@ def _image_folder(parser: ColmapDataParserConfig, model: Reconstruction, found: 
     """Return the folder that images are read from, and their downscale factor against COLMAP's images."""
     whole = parser.data / parser.images_path
     smaller = _smaller(whole)
-    have = [f"{whole.name}_{n} (--downscale-factor {n})" for n in smaller]
+    have = [f"{whole.name}_{n} (colmap --downscale-factor {n})" for n in smaller]
     factor = parser.downscale_factor
     if factor is None:
         size = header_size(whole / model.views[0].name)
@@ -267,7 +267,7 @@ def _image_folder(parser: ColmapDataParserConfig, model: Reconstruction, found: 
             factor *= 2
     folder = _at(whole, factor)
     if not folder.is_dir():
-        have = [f"{whole.name} (--downscale-factor 1)", *have] if whole.is_dir() else have
+        have = [f"{whole.name} (colmap --downscale-factor 1)", *have] if whole.is_dir() else have
         why = f"Images of more than {MAX_AUTO_RESOLUTION} pixels are read from a smaller copy by default. "
         found.problems.append(("" if parser.downscale_factor else why) + _no_folder(folder, have))
     return folder, factor
@@ -378,8 +378,8 @@ def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings, undistor
     folders = {image.path.parent for image in images}
     if len(folders) == 1 and not (folder := folders.pop()).is_dir():
         whole = folder.with_name(folder.name.rpartition("_")[0] or folder.name)
-        have = [f"{whole.name}_{n} (--downscale-factor {n})" for n in _smaller(whole)]
-        have = [f"{whole.name} (--downscale-factor 1)", *have] if whole.is_dir() else have
+        have = [f"{whole.name}_{n} (nerfstudio-data --downscale-factor {n})" for n in _smaller(whole)]
+        have = [f"{whole.name} (nerfstudio-data --downscale-factor 1)", *have] if whole.is_dir() else have
         found.problems.append(
             _no_folder(folder, have) + _image_hint(path.parent, images[0].path.name, "make the paths relative")
         )

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from nerfstudio.data.datamanagers.full_images_datamanager import (
     _undistort_image,  # pyright: ignore[reportPrivateUsage]
 )
 from nerfstudio.data.datasets.base_dataset import InputDataset
+from numpy.typing import NDArray
+from torch import Tensor
+from torchvision.io import decode_jpeg
 
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
@@ -27,6 +31,22 @@ Pinhole = tuple[float, float, float, float, int, int]
 
 _TRACE = 1e-20
 """Distortion k1 of a lens without distortion: it bends no ray by as much as a number's rounding."""
+
+
+class FileDataset(InputDataset):
+    """nerfstudio's dataset of image files, which decodes JPEG to the same pixels without Python's lock.
+
+    PIL releases the lock while it decodes, but not while it copies the pixels to an array. Many threads wait for that.
+    """
+
+    def get_numpy_image(self, image_idx: int) -> NDArray[np.uint8]:
+        """Return the image [H, W, 3 or 4] uint8, as nerfstudio does, with its errors."""
+        if self.scale_factor == 1.0:
+            with suppress(RuntimeError):  # of another format, CMYK, or damaged: PIL decodes it or says what is wrong
+                data = np.fromfile(self._dataparser_outputs.image_filenames[image_idx], np.uint8)
+                pixels = cast(Tensor, decode_jpeg(torch.from_numpy(data)))
+                return pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+        return super().get_numpy_image(image_idx)
 
 
 class ImageReader:
@@ -139,7 +159,7 @@ class ImageReader:
         return float(K[0, 0]), float(K[1, 1]), float(K[0, 2]), float(K[1, 2]), width, height
 
 
-def _apart(mask: torch.Tensor) -> torch.Tensor:
+def _apart(mask: Tensor) -> Tensor:
     """Return a mask with sky taken out of the pixels that train colours, and masked pixels out of the sky."""
     if mask.shape[2] == 1:
         return mask

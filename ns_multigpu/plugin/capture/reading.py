@@ -16,7 +16,7 @@ from ns_multigpu.plugin.capture.checks import (
     raise_together,
 )
 from ns_multigpu.plugin.capture.image_files import Header, read_headers
-from ns_multigpu.plugin.capture.image_reading import ImageReader, ImageType
+from ns_multigpu.plugin.capture.image_reading import FileDataset, ImageReader, ImageType
 from ns_multigpu.plugin.capture.image_store import ImageShape, shape_of
 
 FAULTS = "Cannot train with this capture (problems: {count}):"
@@ -25,7 +25,7 @@ FAULTS = "Cannot train with this capture (problems: {count}):"
 
 def reads_files(dataset: InputDataset) -> bool:
     """Return True if a dataset's images are the files that it names, not rendered for example."""
-    return type(dataset).get_numpy_image is InputDataset.get_numpy_image
+    return type(dataset).get_numpy_image in (InputDataset.get_numpy_image, FileDataset.get_numpy_image)
 
 
 def refuse_different(datasets: Sequence[InputDataset], world: World) -> None:

@@ -26,6 +26,7 @@ from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, SavedPoints
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, checkpoints_in, read_checkpoint_file, step_of
 from ns_multigpu.plugin.export.world_frame import WorldFrame
 from ns_multigpu.plugin.faults.errors import InputError, whole_file
+from ns_multigpu.plugin.model.cameras import in_box
 from ns_multigpu.primitives.gaussians.init import SH_C0
 from ns_multigpu.primitives.gaussians.schema import PLY_ORDER
 from ns_multigpu.primitives.registry import PRIMITIVES, titled
@@ -339,4 +340,4 @@ def visible(points: Mapping[str, Tensor], crop: OrientedBox | None) -> Tensor:
     """Return [n] True if a point's opacity is finite and above the limit, and the point is in the box, if given."""
     opacity = points["opacities"].reshape(-1)
     seen = opacity.isfinite() & (opacity >= _OPACITY_LIMIT)
-    return seen if crop is None else seen & crop.within(points[POSITION]).reshape(-1)
+    return seen if crop is None else seen & in_box(crop, points[POSITION])

@@ -61,7 +61,7 @@ def manifest_of(config: Any) -> Manifest:
 
 
 def options_of(config: Any) -> dict[str, str]:
-    """Return the options that influence a run's result, as typed, with their values as text.
+    """Return the options that influence a run's result, as typed, with their values as text; of the data, the path.
 
     Args:
         config: the run's configuration, a dataclass.
@@ -69,6 +69,10 @@ def options_of(config: Any) -> dict[str, str]:
     options = {name: value for name, value in _options(config).items() if not _OF_THE_START.match(name)}
     if options.get("max_num_images", "None") != "None":
         options.pop("max_num_iterations", None)  # it follows
+    datamanager = config.pipeline.datamanager
+    data = Path(datamanager.data or datamanager.dataparser.data)
+    if data != Path():  # a city has none
+        options["data"] = str(data.resolve())
     return {_flag(name): value for name, value in options.items()}
 
 

@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,13 @@ def starts_workers(argv: Sequence[str]) -> bool:
 
 
 def hasten() -> None:
-    """Skip the stack walks, and the garbage collector while a training command imports; start its workers' server.
+    """Skip the stack walks and two warnings, and the garbage collector while a training command imports; start its
+    workers' server.
 
     Call it before nerfstudio imports its methods: `ns_multigpu.dataparsers` does.
     """
     _Entry.__post_init__ = _post_init
+    warnings.filterwarnings("ignore", r"`torch\.cuda\.amp\.custom_", FutureWarning)  # of nerfstudio's `trunc_exp`
     if trains(sys.argv):
         gc.disable()
     if starts_workers(sys.argv):

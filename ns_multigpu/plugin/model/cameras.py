@@ -1,4 +1,4 @@
-"""From nerfstudio's cameras to the core's views."""
+"""From nerfstudio's cameras to the core's views; and its crop boxes."""
 
 import math
 from functools import lru_cache
@@ -6,10 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.data.scene_box import OrientedBox
 from torch import Tensor
 
 from cuda_ext.ops.project.lens import lens_intrinsics, panorama_intrinsics
 from ns_multigpu.core.types import View
+
+
+def in_box(box: OrientedBox, points: Tensor) -> Tensor:
+    """Return [n] True for points [n, 3] in a box, as `OrientedBox.within`, which torch warns of: it copies tensors."""
+    local = (points - box.T.to(points)) @ box.R.to(points)
+    return (local.abs() < box.S.to(points) / 2).all(dim=-1)
 
 
 def view_from_camera(camera: Cameras, camera_to_world: Tensor, index: int, downscale: int = 1) -> View:

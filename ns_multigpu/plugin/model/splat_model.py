@@ -31,7 +31,7 @@ from ns_multigpu.core.step.loss import photometric_loss, sky_loss
 from ns_multigpu.core.types import FAR, Patch, Pixels, Points, Rendering, Splats, View
 from ns_multigpu.plugin.launch.checks import check_first_points, check_random_points
 from ns_multigpu.plugin.model import exposures, surfaces
-from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.model.cameras import in_box, view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
@@ -381,7 +381,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             return outputs
         params = dict(self.gauss_params.items())
         if self.crop_box is not None and not self.training:
-            kept = self.crop_box.within(self.means).reshape(-1)
+            kept = in_box(self.crop_box, self.means)
             if not bool(kept.any()):
                 return self.get_empty_outputs(
                     int(camera.width.item()), int(camera.height.item()), self.background_color.to(self.device)

@@ -20,7 +20,7 @@ from ns_multigpu.core.step.forward import CapacityExceeded, Forward
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Pixels, Points, View
 from ns_multigpu.locality.palette import rank_colors
-from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.model.cameras import in_box, view_from_camera
 from ns_multigpu.plugin.render.service import RANK, Outputs, RenderRequest
 from strategies import STRATEGIES
 
@@ -86,7 +86,7 @@ class Pictures:
         self._strategy.observe(primitive, points)  # before cropping: its statistics concern all points
         if request.crop is not None:
             opacities = points.params["opacities"]
-            kept = request.crop.within(points.params[POSITION]).reshape(opacities.shape)
+            kept = in_box(request.crop, points.params[POSITION]).reshape(opacities.shape)
             if not any(row[0] for row in all_gather_ints([int(kept.any())], world)):
                 background = model.background_color.to(world.device)
                 return model.get_empty_outputs(view.width, view.height, background) if world.rank in roots else None

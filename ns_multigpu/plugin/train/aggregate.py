@@ -62,6 +62,7 @@ class AggregatePipelineConfig(DistributedPipelineConfig):
 class AggregateTrainerConfig(DistributedTrainerConfig):
     """Options of a run in one process; `machine.num_devices` counts the GPUs of its device, 0 for all visible ones."""
 
+    cpu_device = "pretended GPU"
     machine: MachineConfig = field(default_factory=lambda: MachineConfig(num_devices=0))
 
     @property
@@ -110,4 +111,4 @@ class AggregateTrainerConfig(DistributedTrainerConfig):
     def length_in_words(self, ranks: int) -> str:
         """See `DistributedTrainerConfig.length_in_words`."""
         del ranks
-        return super().length_in_words(1)
+        return f" of one process{super().length_in_words(1)}"

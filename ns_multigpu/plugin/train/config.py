@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import yaml
 from nerfstudio.engine.trainer import TrainerConfig
@@ -23,6 +23,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
 from ns_multigpu.core.dist.world import gpu_places
+from ns_multigpu.plugin.capture.checks import listed
 from ns_multigpu.plugin.capture.coordinate_offset import saved_offset
 from ns_multigpu.plugin.capture.first_look import find_reconstruction, first_look
 from ns_multigpu.plugin.capture.reading import FAULTS
@@ -58,8 +59,6 @@ from strategies import STRATEGIES
 
 Run = TypeVar("Run", bound="RunConfig")
 
-_MOST_LINES = 30
-"""Maximum number of listed faults of a capture."""
 _ASKED = "_asked_of_nerfstudio"
 """Name of the attribute that holds (num_devices, num_machines) between `save_config` and `setup`; never saved."""
 _FOLDER = "_run_folder"
@@ -72,6 +71,9 @@ _MADE = "_made_run_folder"
 @dataclass
 class RunConfig(TrainerConfig):
     """Options of a run with any number of workers, whatever it trains."""
+
+    cpu_device: ClassVar[str] = "CPU worker"
+    """Name of what computes instead of a GPU, for messages."""
 
     _target: type = field(default_factory=lambda: DistributedTrainer)
     """target class to instantiate"""
@@ -272,9 +274,7 @@ class RunConfig(TrainerConfig):
         for note in found.notes:
             CONSOLE.print(Text(f"Note: {note}.", "yellow"), soft_wrap=True)
         if found.problems:
-            count = len(found.problems)
-            lines = found.problems[:_MOST_LINES] + ([f"and {count - _MOST_LINES} more"] if count > _MOST_LINES else [])
-            raise InputError("\n  ".join([FAULTS.replace("{count}", str(count)), *lines]))
+            raise listed(FAULTS, found.problems)
 
     def _name_run_folder(self, starts: Sequence[Start]) -> None:
         super().set_timestamp()
@@ -361,7 +361,7 @@ class RunConfig(TrainerConfig):
     def _in_short(self) -> str:
         machine, datamanager = self.machine, cast(Any, self.pipeline).datamanager
         ranks = machine.num_devices * machine.num_machines
-        devices = f"{ranks} {'CPU worker' if machine.device_type == 'cpu' else 'GPU'}{'' if ranks == 1 else 's'}"
+        devices = f"{ranks} {self.cpu_device if machine.device_type == 'cpu' else 'GPU'}{'' if ranks == 1 else 's'}"
         data = datamanager.data or datamanager.dataparser.data
         of = f" of {data}" if data and data != Path() else ""  # a city has no folder
         return (

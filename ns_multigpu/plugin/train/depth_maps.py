@@ -6,7 +6,6 @@ So maps are not resampled: their size may differ from the photograph's, and lens
 """
 
 import json
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -313,8 +312,7 @@ class MapReader:
     def read_part(self, world: World) -> tuple[dict[int, MapSamples], list[str]]:
         """Return the samples of this rank's part of the maps, by view, and the problems of the others."""
         mine = range(world.rank, len(self._files), world.size)
-        with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as pool:
-            warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # nerfstudio's rays
+        with ThreadPoolExecutor(_THREADS) as pool:
             found = dict(zip(mine, pool.map(self._read, mine), strict=True))
         problems = [some for some in found.values() if isinstance(some, str)]
         return {index: some for index, some in found.items() if not isinstance(some, str)}, problems

@@ -28,6 +28,9 @@ from ns_multigpu.plugin.train.objective import LogEntry, Objective, Resumed
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 from ns_multigpu.plugin.train.splat_state import SplatState
 
+_OF_PARAMETERS = ("scale_reg", "mcmc_opacity_reg", "mcmc_scale_reg", "tv_loss", "exposure_drift")
+"""Terms of the loss that no pixel has. The logged loss lacks them: fused steps compute their gradients alone."""
+
 
 class SplatObjective(Objective):
     """Objective of splats; `config` is a `DistributedTrainerConfig`, `pipeline` a `DistributedPipeline`."""
@@ -102,7 +105,8 @@ class SplatObjective(Objective):
                 self.optimizers.optimizer_step_all()
             for scheduler in self.optimizers.schedulers.values():
                 scheduler.step()
-        return loss.detach(), losses, measured
+        shown = [value.detach() for name, value in losses.items() if name not in _OF_PARAMETERS]
+        return functools.reduce(torch.add, shown), losses, measured
 
     def parameters(self) -> list[Tensor]:
         """Return the optimized parameters, points last: gradients become ready in the reverse of this order."""

@@ -12,7 +12,13 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataPars
 from PIL import Image
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.capture.checks import camera_problems, different_captures, list_problems, transforms_problems
+from ns_multigpu.plugin.capture.checks import (
+    camera_problems,
+    different_captures,
+    list_problems,
+    listed,
+    transforms_problems,
+)
 from ns_multigpu.plugin.capture.image_files import missing_file, read_header
 from ns_multigpu.plugin.capture.parsing import unreadable
 from ns_multigpu.plugin.faults.errors import InputError
@@ -95,6 +101,17 @@ def test_distortions_that_nerfstudio_cannot_take_out() -> None:
     assert any("a distortion parameter is NaN" in line for line in lines)
     lines = camera_problems(_cameras(camera_type=CameraType.FISHEYE624), NAMES)
     assert "needs a fisheye_crop_radius" in lines[0]
+
+
+def test_many_problems_of_a_kind_are_counted() -> None:
+    sizes = [f"/c/{i:04}.jpg: it has {i}x4 pixels; give /c/{i:04}.png" for i in range(5000)]
+    lines = str(listed("{count} problems:", [*sizes, "/c/x.jpg: empty", "/c/y.jpg: empty", *NAMES])).split("\n")
+    names = ", ".join(f"{i:04}.jpg" for i in range(1, 9))
+    assert lines[:3] == ["5006 problems:", f"  {sizes[0]}", f"    and 4,999 more like it: {names}, ..."]
+    assert lines[3:5] == ["  /c/x.jpg: empty", "  /c/y.jpg: empty"], "few are listed in full"
+    assert lines[5:] == ["  photo_0", "    and 3 more like it: photo_1, photo_2, photo_3"]
+    kinds = str(listed("", [f"{letter}: {letter * 3}" for letter in map(chr, range(65, 165))])).split("\n")
+    assert len(kinds) == 32 and kinds[-1] == "  and 70 more lines"
 
 
 def test_lists_of_files() -> None:

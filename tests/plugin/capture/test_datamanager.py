@@ -4,18 +4,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
+from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from nerfstudio.data.datasets.base_dataset import InputDataset
+from PIL import Image
 
 from ns_multigpu.core.assign.assignment import RoundRobinViews
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.image_reading import FileDataset
 from ns_multigpu.plugin.capture.image_store import ImageData
+from ns_multigpu.plugin.capture.reading import reads_files
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from tests.lib.captures import HEIGHT, WIDTH, manager, write_capture
@@ -94,6 +100,48 @@ def test_cameras_and_images_are_nerfstudios(tmp_path: Path, lens: dict[str, Any]
     for index in range(len(images)):
         mine = share.image(index, torch.device("cpu"))
         assert torch.equal(mine["image"], images[index]["image"]) and torch.equal(mine["mask"], images[index]["mask"])
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Write a photograph of odd size in each kind of file, and damaged ones."""
+    photo, lying = Image.effect_noise((37, 23), 90).convert("RGB"), Image.Exif()
+    photo.putpixel((3, 4), (250, 10, 10))
+    lying[0x0112] = 6
+    jpegs: dict[str, dict[str, Any]] = {f"{n}": {"subsampling": n, "quality": 70 + 10 * n} for n in range(3)}
+    jpegs |= {"progressive": {"progressive": True}, "turned": {"exif": lying}, "rgb": {"keep_rgb": True}}
+    for name, options in jpegs.items():
+        photo.save(folder / f"{name}.jpg", **options)
+    for mode, end in (("L", "jpg"), ("CMYK", "jpg"), ("L", "png"), ("RGBA", "png"), ("P", "png"), ("RGB", "webp")):
+        photo.convert(mode).save(folder / f"{mode}.{end}")
+    Image.fromarray(np.arange(35, dtype=np.uint16).reshape(5, 7)).save(folder / "16 bits.png")
+    whole = (folder / "1.jpg").read_bytes()
+    for name, data in (("more", whole + b"what a camera writes"), ("half", whole[: len(whole) // 2]), ("empty", b"")):
+        (folder / f"{name}.jpg").write_bytes(data)
+    (folder / "folder.jpg").mkdir()
+    return {path.name: path for path in (*folder.iterdir(), folder / "missing.jpg")}
+
+
+def test_files_are_decoded_to_nerfstudios_pixels_or_fail_as_there(tmp_path: Path, monkeypatch: Any) -> None:
+    files = _files(tmp_path)
+    poses = torch.eye(4)[:3].repeat(len(files), 1, 1)
+    cameras = Cameras(poses, fx=20.0, fy=20.0, cx=18.0, cy=11.0, width=37, height=23)
+    outputs = DataparserOutputs(list(files.values()), cameras)
+
+    def read(dataset: InputDataset, place: int) -> Any:
+        try:
+            return dataset.get_numpy_image(place)
+        except (AssertionError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    for scale in (1.0, 0.5):
+        for place, name in enumerate(files):
+            ours, theirs = (read(kind(outputs, scale), place) for kind in (FileDataset, InputDataset))
+            assert type(ours) is type(theirs) and np.array_equal(ours, theirs), name
+            assert isinstance(theirs, str) == (name in ("half.jpg", "empty.jpg", "folder.jpg", "missing.jpg"))
+    monkeypatch.setattr(Image, "open", None)
+    assert FileDataset(outputs).get_numpy_image(list(files).index("L.jpg")).flags.writeable, "decoded without PIL"
+    kind = manager(write_capture(tmp_path / "capture"), World.single()).train_dataset
+    assert isinstance(kind, FileDataset) and reads_files(kind)
 
 
 def test_a_fisheye_without_parameters_is_undistorted(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_folders_of_smaller_images(tmp_path: Path, auto: bool, monkeypatch: pyte
     (tmp_path / "images_4").mkdir()
     (problem,) = look(tmp_path, downscale_factor=None if auto else 2).problems
     assert f"{tmp_path}/images_2: there is no such folder" in problem
-    assert "images (--downscale-factor 1), images_4 (--downscale-factor 4)" in problem
+    assert "images (colmap --downscale-factor 1), images_4 (colmap --downscale-factor 4)" in problem
     assert ("more than 25 pixels" in problem) == auto
     write_images(tmp_path / "images_2", shots(), (SIZE[0] // 2, SIZE[1] // 2))
     assert look(tmp_path, downscale_factor=None if auto else 2).problems == []
@@ -62,7 +62,7 @@ def test_only_smaller_images_there(tmp_path: Path) -> None:
     (tmp_path / "images").rename(tmp_path / "images_4")
     for factor in (None, 2):
         (problem,) = look(tmp_path, downscale_factor=factor).problems
-        assert "There is images_4 (--downscale-factor 4)" in problem
+        assert "There is images_4 (colmap --downscale-factor 4)" in problem
 
 
 @pytest.mark.parametrize(("mode", "size"), [("floor", (13, 10)), ("round", (13, 10)), ("ceil", (14, 10))])
@@ -288,7 +288,8 @@ def test_nerfstudios_format_with_another_factor(tmp_path: Path) -> None:
     captures.write_capture(tmp_path)
     (tmp_path / "images_4").mkdir()
     (problem,) = look_at_transforms(tmp_path, downscale_factor=2).problems
-    assert "images_2: there is no such folder" in problem and "images_4 (--downscale-factor 4)" in problem
+    assert "images_2: there is no such folder" in problem
+    assert "images_4 (nerfstudio-data --downscale-factor 4)" in problem
 
 
 def test_parser_output_is_reported(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ns_multigpu.plugin.export import ns_export
 from ns_multigpu.plugin.export.ply import export_ply
 from ns_multigpu.plugin.export.splat import RECORD, export_splat
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.cameras import in_box
 from ns_multigpu.primitives.gaussians.init import SH_C0
 from tests.plugin.export.test_ply_export import as_nerfstudio_does, exported, ordinary, points, sharded
 
@@ -38,6 +39,14 @@ def test_the_same_bytes_as_nerfstudios(
         kept, total = export_ply(path, output, chunk=chunk, crop=crop, rgb=rgb)
         assert output.read_bytes() == expected
         assert total == 200 and (5 < kept < 60 if boxed else 140 < kept < 200)
+
+
+@pytest.mark.filterwarnings("error")
+def test_points_in_a_box_are_nerfstudios() -> None:
+    box, where = OrientedBox.from_params(*BOX), points(2000, degree=0)["means"]
+    with pytest.warns(UserWarning, match="copy construct"):
+        expected = box.within(where)
+    assert torch.equal(in_box(box, where), expected) and 0 < int(expected.sum()) < 2000
 
 
 def test_plain_colours_of_a_model_without_harmonics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Output of a short run: the summary at its end, the suggested commands, and nerfstudio's commands on its folder."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -19,8 +20,10 @@ from nerfstudio.utils.eval_utils import eval_setup
 
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.agreement import options_of
 from ns_multigpu.plugin.launch.commands import with_options
 from ns_multigpu.plugin.train.config import read_config
+from ns_multigpu.plugin.train.resume import changed_options
 from ns_multigpu.plugin.train.terminal import say_how_it_went
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.resuming import start
@@ -140,6 +143,19 @@ def test_dropped_quality_is_in_the_summary(begin: Callable[..., DistributedTrain
     assert commands(said)["Go on, for twice as long"][-2:] == ["--max-num-images", "6"]
 
 
+def test_fused_and_ordinary_steps_log_the_same_loss(begin: Callable[..., DistributedTrainer]) -> None:
+    """Without terms of parameters, which fused steps do not compute."""
+    mcmc = {"densifier": "mcmc", "max_gaussians": 80, "mcmc_opacity_reg": 0.5, "mcmc_scale_reg": 0.5, "noise_lr": 0.0}
+    found = []
+    for fused in ("never", "always"):
+        trainer = begin(1, fused_steps=fused, background_color="black", **mcmc)
+        trainer.train()
+        row = json.loads((trainer.base_dir / "metrics.jsonl").read_text().splitlines()[0])
+        assert ("mcmc_scale_reg" in row) == (fused == "never")
+        found.append(row["loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
 # ---- going on with other options ----
 
 
@@ -172,6 +188,18 @@ def test_options_that_are_the_same_are_not(
 ) -> None:
     lines = resumed_lines(begin, capfd, run[0].checkpoint_dir)
     assert lines == [f"--max-num-iterations {2 * STEPS} (was {STEPS})"]
+
+
+def test_another_capture_is_an_option_that_differs(run: FinishedRun, tmp_path: Path, monkeypatch: Any) -> None:
+    config = copy.deepcopy(run[0].config)
+    before = options_of(config)
+    here = Path(str(config.pipeline.datamanager.data))
+    shutil.copytree(here, tmp_path / "other")
+    monkeypatch.chdir(tmp_path)
+    config.pipeline.datamanager.data = Path("other")
+    assert changed_options(before, options_of(config))[1:] == [f"  --data {tmp_path}/other (was {here.resolve()})"]
+    config.pipeline.datamanager.data, config.pipeline.datamanager.dataparser.data = None, Path()
+    assert "--data" not in options_of(config), "as a city"
 
 
 # ---- nerfstudio's commands ----

@@ -62,6 +62,13 @@ def test_one_process_has_all_visible_gpus(config: Any, monkeypatch: pytest.Monke
     assert config.machine.num_devices == 2
 
 
+@pytest.mark.parametrize(("kind", "devices"), [("cuda", "2 GPUs"), ("cpu", "2 pretended GPUs")])
+def test_the_first_line_counts_gpus_of_one_process(config: Any, kind: str, devices: str) -> None:
+    config.machine.num_devices, config.machine.device_type, config.experiment_name = 2, kind, "fox"
+    said = config._in_short()
+    assert said.startswith(f"splatfacto-aggregate on {devices} of one process: 30,000 images\nRun folder ")
+
+
 def test_processes_that_are_asked_for_have_devices_of_their_own(config: Any) -> None:
     state = {"_model.gauss_params.means": torch.zeros(10, 3)}
     plan = [config.pipeline.team_plan(state, None, Devices("cpu", 0, None, asked)) for asked in (None, 2)]
@@ -75,11 +82,11 @@ def test_processes_that_are_asked_for_have_devices_of_their_own(config: Any) -> 
 
 @pytest.mark.slow
 def test_a_refusal_is_the_last_thing_said_through_a_pipe(tmp_path: Path) -> None:
-    """No server of workers is left, which would go on importing, and warning, behind the message."""
+    """No server of workers is left, which would go on importing, and warning, behind the message. No library warns."""
     words = ["splatfacto-aggregate", "--machine.device-type", "cpu", "--machine.num-devices", "2", "colmap", "--data"]
     program = "import sys; sys.argv[0] = 'ns-train'; from nerfstudio.scripts.train import entrypoint; entrypoint()"
     command = [sys.executable, "-c", program, *words, str(tmp_path / "nowhere")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 1 and lines[-4].startswith("Cannot start"), done.stderr
-    assert "there is no such file or folder" in lines[-2]
+    assert "there is no such file or folder" in lines[-2] and "Warning" not in done.stderr

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.coordinate_offset import OffsetOption
+from ns_multigpu.plugin.capture.image_reading import FileDataset
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.launch.process_world import get_world
 from ns_multigpu.plugin.radiance.data.device_inputs import DeviceInputs
@@ -63,8 +64,8 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
 
     @cached_property
     def dataset_type(self) -> type[InputDataset]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The dataparser's own dataset class if it has one, else nerfstudio's `InputDataset`."""
-        return getattr(self.dataparser, "dataset_type", None) or InputDataset
+        """The dataparser's own dataset class if it has one, else `FileDataset`."""
+        return getattr(self.dataparser, "dataset_type", None) or FileDataset
 
     def setup_train(self) -> None:
         """Create the sampler and the ray generator. All ranks read the images later, together."""

@@ -78,7 +78,7 @@ class RadianceObjective(Objective):
                 scheduler.step()
         if self.fast is None or step == self._first:  # not in each captured step: it waits for the device
             refuse_no_rays(self.pipeline.model, step)
-        losses = {name: one.detach() for name, one in losses.items()}
+        losses, measured = ({name: one.detach() for name, one in some.items()} for some in (losses, measured))
         return functools.reduce(torch.add, losses.values()), losses, measured
 
     def _as_it_comes(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
