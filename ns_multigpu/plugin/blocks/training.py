@@ -52,6 +52,9 @@ from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 MOST_STEPS = 64
 """Maximum number of steps of a block: a signal, or the viewer, may have to wait for so many."""
 
+_STAYS_LAZY = 1.4
+"""Factor on `LAZY_BELOW` while steps are deferred: views of one capture draw more and less of the model."""
+
 
 @dataclass(frozen=True)
 class BlockResult:
@@ -212,14 +215,16 @@ class Training:
         """Choose whether to defer steps in the coming block: not if a step draws much of the model.
 
         A point that is drawn then costs 2.5 times as much as one with an ordinary step (benchmarks/NOTES.md). The
-        choice changes only between blocks, because within one there are deferred steps. On a CPU steps are always
-        deferred, so that results are bitwise reproducible.
+        choice changes only between blocks, because within one there are deferred steps, and not where both cost about
+        the same: each change captures new graphs. On a CPU steps are always deferred, so that results are bitwise
+        reproducible.
         """
         if not self._may_put_off() or self._world.device.type != "cuda" or self._rows_drawn is None:
             return
         # Of a sharded model every rank draws about its shard; of replicas every rank updates the points that any rank
         # drew.
-        wanted = self._world.size * self._rows_drawn < LAZY_BELOW * max(self._model.total_points, 1)
+        below = LAZY_BELOW * (_STAYS_LAZY if self._wants_lazy else 1.0)
+        wanted = self._world.size * self._rows_drawn < below * max(self._model.total_points, 1)
         if wanted != self._wants_lazy:
             self._wants_lazy, self._key = wanted, None
 

@@ -23,8 +23,7 @@ _RECIPE_LINE = "_recipe_told"
 def best(images: int) -> dict[str, Any]:
     """Return the options of the recipe in docs/use/recipes.md and their values, for a run that sees `images` images.
 
-    MCMC (Kheradmand et al. 2024) with a cap that suits the capture adds Gaussians by opacity and screen gradients. It
-    has no noise: that changes no picture for the better, and moves all points in each step (benchmarks/NOTES.md).
+    MCMC (Kheradmand et al. 2024) with a cap that suits the capture adds Gaussians by opacity and screen gradients.
     Initial Gaussians are sized as splatfacto's: the small ones of gsplat's MCMC leave holes where few views overlap
     (benchmarks/results/recipes.md).
 
@@ -41,7 +40,6 @@ def best(images: int) -> dict[str, Any]:
         "pipeline.model.gs_per_seed": per_seed(images),
         "pipeline.model.exposure": "auto",
         "pipeline.model.mcmc_picks": "both",
-        "pipeline.model.noise_lr": 0.0,
         "pipeline.model.stop_split_at": max(25000, round(images * 5 / 6)),
         "pipeline.model.refine_every": min(max(round(images / 150), 50), 100),
     }

@@ -236,6 +236,21 @@ def test_steps_are_deferred_unless_noise_moves_all_points(noise_lr: float | None
     assert (training._wants_lazy, training._key) == ((False, "made") if noise_lr else (True, None))
 
 
+def test_views_that_draw_more_and_less_do_not_change_the_choice() -> None:
+    """Each change captures new graphs, so steps stay deferred until they draw half of the model."""
+    run = make_run()
+    run.pipeline.model.total_points = 1000
+    training = object.__new__(Training)
+    training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
+    training._all_gpus, training._needles, training._key = None, None, None
+    training._noise, training._wants_lazy = StepNoise(run.pipeline, run.optimizers), False
+    chosen: list[bool] = []
+    for training._rows_drawn in (400, 340, 400, 480, 500, 400, 360, 340):
+        training._choose_lazy()
+        chosen.append(training._wants_lazy)
+    assert chosen == [False, True, True, True, False, False, False, True]
+
+
 def _acts(config: Any, step: int, evaluates: bool) -> bool:
     """Return whether the trainer has anything to do after a step: what it asks, in its words and nerfstudio's."""
     periods = [config.steps_per_save, config.steps_per_checksum]
