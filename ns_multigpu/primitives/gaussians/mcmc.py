@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.reference.relocation import numbered, part_offsets
+from cuda_ext.reference.relocation import numbered
 from ns_multigpu.core.dist.collectives import sum_in_place
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator, seed_from
@@ -301,10 +301,20 @@ class McmcDensifier:
         its copies."""
         count, sources = len(params["means"]), torch.sort(sources).values
         copies, numbers = counted(sources, count), numbered(sources)
-        shapes, of = shapes_of(params, sources), copies[sources] + 1
-        offsets = part_offsets(*shapes, numbers, of) - part_offsets(*shapes, torch.zeros_like(numbers), of)
+        means = self._copied(params, sources, copies, numbers)["means"]
         self._share_out(params, copies)
-        return grown(count, sources, offsets)
+        return grown(count, sources, means - params["means"].data[sources])
+
+    def _copied(self, params: Any, rows: Tensor, copies: Tensor, numbers: Tensor) -> dict[str, Tensor]:
+        """Return copies of some rows [M] of the parameters, by name, each as the part of its source that it will be.
+
+        Args:
+            copies: [N] int32, how many each of the parameters' rows gets. numbers: [M] int32, see `numbered`.
+        """
+        copied = {name: value.data[rows] for name, value in params.items()}
+        each = torch.arange(len(rows), dtype=torch.int32, device=rows.device)  # its own source
+        self._share_out(copied, copies[rows], sources=each, numbers=numbers)
+        return copied
 
     def _share_out(self, params: Any, copies: Tensor, **more: Any) -> None:
         """Run `cuda_ext.share_out` on the parameters."""
@@ -320,12 +330,6 @@ def grown(count: int, sources: Tensor, offsets: Tensor) -> IndexMap:
     """
     here = torch.arange(count, device=sources.device)
     return IndexMap(torch.cat([here, sources]), count, offsets)
-
-
-def shapes_of(params: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return quaternions, log scales and logits of these rows [M], as `part_offsets` takes them."""
-    quats, scales, logits = (params[name].data[rows] for name in ("quats", "scales", "opacities"))
-    return quats, scales, logits.flatten()
 
 
 def move_copies(name: str, rows: Tensor, regrouping: Regrouping | IndexMap) -> None:

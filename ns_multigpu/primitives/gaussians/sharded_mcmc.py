@@ -26,7 +26,6 @@ from ns_multigpu.primitives.gaussians.mcmc import (
     grown,
     move_copies,
     quanta,
-    shapes_of,
 )
 from ns_multigpu.primitives.gaussians.reshard import Resharding, ShardedPoints
 
@@ -86,10 +85,7 @@ class ShardedMcmc(ShardedPoints, McmcDensifier):
         order, places = torch.sort(to, stable=True).indices, targets[torch.sort(here, stable=True).indices]
         leaving, copies = drawn.rows[order], counted(drawn.rows, len(dead))
         numbers = numbered(drawn.rows)[order]
-        # Copies are made where their sources are: each is its own "source" here, that is to become one of so many.
-        copied = {name: x.data[leaving] for name, x in params.items()}
-        own = torch.arange(len(leaving), dtype=torch.int32, device=leaving.device)
-        self._share_out(copied, copies[leaving], sources=own, numbers=numbers)
+        copied = self._copied(params, leaving, copies, numbers)  # where their sources are
         # As in gsplat the moments of what is moved stay as they are.
         self._share_out(params, copies, cleared=all_moments(params, optimizers))
         rows = exchange_rows(torch.cat([x.flatten(1) for x in copied.values()], 1), send, receive, world)
