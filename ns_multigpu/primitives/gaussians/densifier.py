@@ -51,7 +51,6 @@ class ReplicatedDensifier(DefaultStrategy):
     """
 
     kind: ClassVar[str] = "ReplicatedDensifier"
-    noisy: ClassVar[bool] = False
 
     world: World = field(default_factory=World.single)
     seed: int = 0
@@ -94,6 +93,11 @@ class ReplicatedDensifier(DefaultStrategy):
         """See `Densifier`."""
         if self.counts(step):
             self.step_post_backward(params, optimizers, state, step, info())
+
+    @property
+    def noisy(self) -> bool:
+        """See `Densifier`."""
+        return False
 
     def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
         """See `Densifier`: nothing."""
