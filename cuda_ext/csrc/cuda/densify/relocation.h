@@ -1,6 +1,5 @@
 // What moves points from invisible places: draws, rows copied on the spot, and parts side by side; rows of many arrays
-// taken at once, and vectors turned. On the given stream, without a wait, and without a look at what is on
-// the device.
+// taken at once, and vectors turned. On the given stream, without a wait, and without a look at what is on the device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,8 +30,8 @@ struct DrawInputs {
 // sources [N]: whose copy each point becomes, -1 for none. copies [N], zeros: how often each is drawn.
 cudaError_t draw_sources_launch(const DrawInputs& in, int32_t* sources, int32_t* copies, cudaStream_t stream);
 
-// copies [N]: how many each point gets. sources, numbers [N], or null: whose copy each point is, -1 for none, and which of
-// its copies, from 1. Rows of points that get copies are made zero in `cleared`.
+// copies [N]: how many each point gets. sources, numbers [N], or null: whose copy each point is, -1 for none, and which
+// of its copies, from 1. Rows of points that get copies are made zero in `cleared`.
 struct ShareInputs {
   const float* quats;  // [N, 4]
   const int32_t *copies, *sources, *numbers;
