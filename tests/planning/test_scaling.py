@@ -1,63 +1,55 @@
-"""Costs that grow with the ranks: the figures of docs/internals/scaling.md, and what they follow from.
-
-Rates are measured (benchmarks/results/locality-sim.md). What they give beyond 128 ranks is extrapolated.
-"""
+"""Costs that grow with the ranks: the figures of docs/internals/scaling.md, and what they follow from."""
 
 from pathlib import Path
 
+import pytest
+
 from ns_multigpu.core.step.step_settings import padded
-from ns_multigpu.planning.memory import checkpoint_bytes
-from ns_multigpu.planning.rates import BACKWARD, PEER, RASTER, SORT
-from ns_multigpu.planning.work import GRADIENT_BYTES, WIRE_BYTES, Workload, usual_tiles
+from ns_multigpu.planning.rates import PEER
+from ns_multigpu.planning.scaling import LEAST_ROWS, REGIONS, regions_pay_below, scale_of
+from ns_multigpu.planning.work import Workload, usual_tiles
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "scaling.md"
 VIEWS = 260_000
-PATCHES = 16
-"""Patches of a view."""
-COUNT_MS = 0.18
-"""Milliseconds of one core for counting a view's patches in a sample of 4 million points."""
-REGIONS = {"aerial": (3.64 - 1.03, 0.609 - 0.076), "street-far-plane": (3.89 - 1.05, 0.596 - 0.151)}
-"""Regions of METIS within a machine compared with round-robin: how much more of the mean the busiest GPU draws, and the
-fraction of all exchanged rows that they save."""
 
 
-def plan_ms(ranks: int) -> float:
-    """Return milliseconds of a plan with 2 views of 16 patches a rank, from 32, 64 and 128 ranks."""
-    return 26.8 * (ranks / 32) ** 2.18
-
-
-def costs(ranks: int) -> dict[str, str]:
-    """Return a column of the page's table."""
-    machines = ranks // 8
-    run = Workload(1_000_000_000, 1920, 1080, views=2 * ranks, gpus=ranks, machines=machines, visible=0.0037)
-    forwarding, least = 8 - 1 + machines - 1, padded(0) * (WIRE_BYTES + GRADIENT_BYTES)
-    return {
-        "ranks": f"{ranks:,}",
-        "a plan, ms": f"{plan_ms(ranks):,.0f}",
-        "counting for a placement, CPU s": f"{COUNT_MS * VIEWS / 1e3:.0f}",
-        "needs of all patches, GB": f"{4 * VIEWS * PATCHES * ranks / 1e9:.2f}",
-        "ranks that a rank sends to": f"{forwarding}",
-        "the same without forwarding": f"{ranks - 1:,}",
-        "least bytes sent in a step, MB": f"{forwarding * least / 1e6:.1f}",
-        "the same without forwarding, MB": f"{(ranks - 1) * least / 1e6:.1f}",
-        "images of a rank, GB": f"{3 * run.pixels * VIEWS / ranks / 1e9:.1f}",
-        "checkpoint of a rank, GB": f"{checkpoint_bytes(run) / ranks / 1e9:.1f}",
-    }
+def run(ranks: int) -> Workload:
+    return Workload(1_000_000_000, 1920, 1080, views=2 * ranks, gpus=ranks, machines=ranks // 8, visible=0.0037)
 
 
 def test_the_pages_table() -> None:
-    lines = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    rows = {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines if len(cells) == 3}
-    found = [costs(ranks) for ranks in (32, 128, 1024)]
-    assert rows == {"---": ["---"] * 3} | {name: [column[name] for column in found] for name in found[0]}
+    rows = dict[str, list[str]]()
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("| ") and line.count("|") == 5:
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            rows[name] = cells
+    found = [scale_of(run(ranks), VIEWS) for ranks in (32, 128, 1024)]
+    assert rows["ranks"] == ["32", "128", "1,024"]
+    for name, values in {
+        "a plan, ms": [f"{s.plan_ms:,.0f}" for s in found],
+        "counting for a placement, CPU s": [f"{s.counting_s:.0f}" for s in found],
+        "needs of all patches, GB": [f"{s.needs_bytes / 1e9:.2f}" for s in found],
+        "ranks that a rank sends to": [f"{s.peers}" for s in found],
+        "the same without forwarding": [f"{s.flat_peers:,}" for s in found],
+        "least bytes sent in a step, MB": [f"{s.padding_bytes / 1e6:.1f}" for s in found],
+        "the same without forwarding, MB": [f"{s.flat_padding_bytes / 1e6:.1f}" for s in found],
+        "images of a rank, GB": [f"{s.image_bytes / 1e9:.1f}" for s in found],
+        "checkpoint of a rank, GB": [f"{s.rank_checkpoint_bytes / 1e9:.1f}" for s in found],
+    }.items():
+        assert rows[name] == values, name
+
+
+def test_a_plan_takes_what_was_measured() -> None:
+    """Simulated, aerial: 32, 64 and 128 ranks with two views a rank."""
     for ranks, measured in ((32, 26.8), (64, 120.2), (128, 550.1)):
-        assert abs(plan_ms(ranks) - measured) < 0.02 * measured
+        assert scale_of(run(ranks), VIEWS).plan_ms == pytest.approx(measured, rel=0.02)
+
+
+def test_the_least_capacity_is_a_steps() -> None:
+    assert padded(0) == LEAST_ROWS
 
 
 def test_round_robin_is_right_within_a_machine() -> None:
-    """A row that is drawn costs its share of sorting and rasterization; one that is exchanged crosses and returns."""
-    of_tile = SORT.intersections + RASTER.intersections + BACKWARD.intersections
-    for busier, saved in REGIONS.values():
-        drawing = (RASTER.rows + tiles * of_tile for tiles in (usual_tiles(1920 * 1080), 8.0))
-        below, crowded = (saved * (WIRE_BYTES + GRADIENT_BYTES) / (busier * one / 1e6) for one in drawing)
-        assert 10e6 < below < 14e6 < PEER.bytes_per_ms and crowded < below
+    for scene in REGIONS:
+        below = regions_pay_below(scene, usual_tiles(1920 * 1080))
+        assert 10e6 < below < 14e6 < PEER.bytes_per_ms and regions_pay_below(scene, 8.0) < below
