@@ -8,7 +8,7 @@ from tests.lib.ranks import run_ranks
 
 
 def meetings(world: World, kind: str) -> dict[str, list[int]]:
-    return {way: [met for _, met in found] for way, found in refine(kind, 60, world, 10).items()}
+    return {way: [met for _, met in found] for way, found in refine(kind, 600, world, 10).items()}
 
 
 @pytest.mark.parametrize(("kind", "unordered", "ordered"), [("grows", 3, 13), ("splits", 1, 12)])
