@@ -26,11 +26,15 @@ OPTIONS: dict[str, Any] = {
     **{f"optimizers.{name}.optimizer.eps": EPS for name in ORDER},
     MODEL + "camera_optimizer.mode": "SO3xR3", "optimizers.camera_opt.scheduler": None,
 }  # fmt: skip
+MCMC = {
+    MODEL + "densifier": "mcmc", MODEL + "noise_lr": 0.0, MODEL + "mcmc_min_opacity": 0.095, MODEL + "max_gaussians": 70,
+    MODEL + "mcmc_opacity_reg": 0.05, MODEL + "mcmc_scale_reg": 0.05,
+}  # fmt: skip
 
 
-def both(world: World, capture: Path, runs: Path, tile: bool) -> tuple[Any, Any, list[int]]:
+def both(world: World, capture: Path, runs: Path, tile: bool, mcmc: bool = False) -> tuple[Any, Any, list[int]]:
     """Return the runs with deferred steps and without, and the numbers of deferred points at the ends of blocks."""
-    views = 2 if tile else 2 // world.size
+    views, options = 2 if tile else 2 // world.size, OPTIONS | (MCMC if mcmc else {})
     behind: list[int] = []
     flush = training.Step.flush
 
@@ -40,9 +44,9 @@ def both(world: World, capture: Path, runs: Path, tile: bool) -> tuple[Any, Any,
         flush(step)
 
     with patch.object(training.Step, "flush", watched):
-        found = [train_model(world, tile, capture, runs / "lazy", OPTIONS, STEPS, views, double=False)]
+        found = [train_model(world, tile, capture, runs / "lazy", options, STEPS, views, double=False)]
         with patch.object(training, "lazy_serves", lambda *_: False):
-            found.append(train_model(world, tile, capture, runs / "dense", OPTIONS, STEPS, views, double=False))
+            found.append(train_model(world, tile, capture, runs / "dense", options, STEPS, views, double=False))
     return found[0], found[1], behind
 
 
@@ -54,3 +58,13 @@ def test_deferred_steps_equal_immediate_steps(ranks: int, tile: bool, tmp_path: 
         assert max(behind) > 0 and len(behind) < STEPS, "no step was deferred, or blocks had one step each"
         away = furthest(lazy, dense)
         assert max(away.values()) < AWAY, away
+
+
+@pytest.mark.parametrize("tile", [False, True])
+def test_deferred_steps_of_mcmc_without_noise_equal_immediate_steps(tile: bool, tmp_path: Path) -> None:
+    """Regularised, relocated and grown."""
+    write_capture(tmp_path / "capture", wide=False)
+    lazy, dense, behind = both(World.single(), tmp_path / "capture", tmp_path / "runs", tile, mcmc=True)
+    assert max(behind) > 0 and lazy["points"][-1][1] == 70
+    away = furthest(lazy, dense)
+    assert max(away.values()) < AWAY, away
