@@ -67,6 +67,12 @@ def test_fused_run_equals_autograd_steps(ranks: int, folder: Path, ordinary: Out
             assert max(away.values()) < AWAY, away
 
 
+def test_fused_run_without_noise_equals_autograd_steps(folder: Path) -> None:
+    expected = train(World.single(), folder, "quiet-never", fused="never", noise_lr=0.0)
+    away = furthest(train(World.single(), folder, "quiet-always", noise_lr=0.0), expected)
+    assert max(away.values()) < AWAY, away
+
+
 @pytest.mark.parametrize("option", ["noise_lr", "mcmc_opacity_reg", "mcmc_scale_reg"])
 def test_each_part_matters(option: str, folder: Path, ordinary: Outcome) -> None:
     """A test that the comparison above would see it left out."""

@@ -27,8 +27,8 @@ OPTIONS: dict[str, Any] = {
     MODEL + "camera_optimizer.mode": "SO3xR3", "optimizers.camera_opt.scheduler": None,
 }  # fmt: skip
 MCMC = {
-    MODEL + "densifier": "mcmc", MODEL + "noise_lr": 0.0, MODEL + "mcmc_min_opacity": 0.095, MODEL + "max_gaussians": 70,
-    MODEL + "mcmc_opacity_reg": 0.05, MODEL + "mcmc_scale_reg": 0.05,
+    MODEL + "densifier": "mcmc", MODEL + "noise_lr": 0.0, MODEL + "mcmc_min_opacity": 0.095,
+    MODEL + "max_gaussians": 70, MODEL + "mcmc_opacity_reg": 0.05, MODEL + "mcmc_scale_reg": 0.05,
 }  # fmt: skip
 
 

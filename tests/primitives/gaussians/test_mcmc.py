@@ -121,6 +121,25 @@ def test_growth_up_to_the_cap_of_the_whole_model() -> None:
 
 
 @pytest.mark.parametrize("morton", [False, True])
+def test_added_gaussians_lie_next_to_their_sources(morton: bool) -> None:
+    """Each with its source around the place where that was."""
+    params, optimizers = model(100)
+    before = {name: value.detach().clone() for name, value in params.items()}
+    densifier = McmcDensifier(refine_start_iter=0, refine_every=10, min_opacity=0.0, noise_lr=0.0, morton=morton)
+    densifier.step_post_backward(params, optimizers, step=10, images=1, rate=1.0)
+    after = {name: value.detach() for name, value in params.items()}
+    sources = torch.cdist(after["quats"], before["quats"]).argmin(1)
+    grown = [int(source) for source in range(100) if int((sources == source).sum()) > 1]
+    assert len(after["means"]) == 105 and grown
+    for source in grown:
+        parts = after["means"][sources == source]
+        torch.testing.assert_close(parts.mean(0), before["means"][source], rtol=1e-5, atol=1e-5)
+        assert float((parts - before["means"][source]).norm(dim=1).max()) > 0.1 * float(
+            before["scales"][source].max().exp()
+        )
+
+
+@pytest.mark.parametrize("morton", [False, True])
 def test_a_refinement_that_adds_none_changes_tensors_in_place(morton: bool) -> None:
     """Of a model in an order, but for every third."""
     params, optimizers = model(100)

@@ -26,6 +26,7 @@ CASES = (
     "a rank owns nothing",
     "a rank owns all",
     "a rank is dead",
+    "most are dead",
     "none is dead",
     "all are dead",
     "picked by gradients",
@@ -39,6 +40,9 @@ def initial(case: str) -> dict[str, Tensor]:
     values = whole_model(COUNT)
     if case == "a rank is dead":
         values["opacities"][: COUNT // 3 + 20] = -9.0
+    elif case == "most are dead":  # so that copies of one Gaussian go to several ranks
+        values["opacities"] -= 9.0
+        values["opacities"][::30] += 18.0
     elif case == "none is dead":
         values["opacities"] += 9.0
     elif case == "all are dead":
