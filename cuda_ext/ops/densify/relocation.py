@@ -61,8 +61,8 @@ def share_out(
         means: [N, 3]. quats: [N, 4]. log_scales: [N, 3]. logits: [N] of opacities. All contiguous.
         copies: [N] int32, see `draw_sources`.
         min_opacity: no opacity becomes less.
-        sources: [N] int32, whose copy a row has become (`copy_rows`), -1 for none; None if copies are elsewhere. There
-            each may be its own source, with the source's number of copies.
+        sources: [N] int32, whose copy a row has become (`copy_rows`), -1 for none; None if copies are in other tensors.
+            There each may be its own source, with the source's number of copies.
         numbers: [N] int32, the number from 1 of each copy among its source's.
         cleared: [N, ...] each, contiguous: rows of points that get copies become 0.
 

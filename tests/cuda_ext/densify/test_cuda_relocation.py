@@ -36,13 +36,13 @@ def test_shares_are_those_of_the_reference() -> None:
     assert all(torch.equal(x.cpu(), y) for x, y in zip(moments_there, moments, strict=True))
 
 
-def test_copies_elsewhere_are_the_same_to_the_bit() -> None:
+def test_copies_in_other_tensors_are_the_same_to_the_bit() -> None:
     points, later = ([x.cuda() for x in gaussians()] for _ in range(2))
     sources, copies = relocated(points, [])
     its = sources[sources >= 0].long()
-    elsewhere, own = [x[its] for x in later], torch.arange(len(its), dtype=torch.int32, device="cuda")
-    cuda_ext.share_out(*elsewhere, copies[its], min_opacity=0.005, sources=own, numbers=numbered(its))
-    assert all(torch.equal(copied, x[sources >= 0]) for copied, x in zip(elsewhere, points, strict=True))
+    apart, own = [x[its] for x in later], torch.arange(len(its), dtype=torch.int32, device="cuda")
+    cuda_ext.share_out(*apart, copies[its], min_opacity=0.005, sources=own, numbers=numbered(its))
+    assert all(torch.equal(copied, x[sources >= 0]) for copied, x in zip(apart, points, strict=True))
 
 
 def test_rows_of_any_kind_are_copied() -> None:

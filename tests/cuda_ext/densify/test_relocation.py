@@ -109,15 +109,15 @@ def test_parts_together_look_as_the_one_did() -> None:
         assert torch.equal(x[copies == 0], was[copies == 0]) and not bool(x[copies > 0].any())
 
 
-def test_copies_may_be_elsewhere() -> None:
+def test_copies_may_be_in_other_tensors() -> None:
     """As where points are added, or sent to another rank: to the bit the same sources and copies."""
     points, later = gaussians(), gaussians()
     sources, copies = relocated(points, [])
     its = sources[sources >= 0].long()
-    elsewhere, own = [x[its] for x in later], torch.arange(len(its), dtype=torch.int32)
-    cuda_ext.share_out(*elsewhere, copies[its], min_opacity=0.005, sources=own, numbers=numbered(its))
+    apart, own = [x[its] for x in later], torch.arange(len(its), dtype=torch.int32)
+    cuda_ext.share_out(*apart, copies[its], min_opacity=0.005, sources=own, numbers=numbered(its))
     cuda_ext.share_out(*later, copies, min_opacity=0.005)
-    for x, copied, there in zip(later, elsewhere, points, strict=True):
+    for x, copied, there in zip(later, apart, points, strict=True):
         assert torch.equal(copied, there[sources >= 0]) and torch.equal(x[copies > 0], there[copies > 0])
 
 
