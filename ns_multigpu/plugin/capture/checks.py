@@ -86,7 +86,7 @@ def listed(headline: str, problems: Sequence[str]) -> InputError:
         if len(same) <= _FULL:
             lines += same
             continue
-        names = [Path(line.partition(": ")[0]).name for line in same[1:]]
+        names = sorted(Path(line.partition(": ")[0]).name for line in same[1:])
         more = ", ..." if len(names) > _NAMED else ""
         lines += [same[0], f"  and {len(names):,} more like it: {', '.join(names[:_NAMED])}{more}"]
     if len(lines) > _MOST_LINES:

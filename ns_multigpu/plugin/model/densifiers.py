@@ -1,5 +1,6 @@
 """The densifier that a model's options describe."""
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,15 @@ def make_densifier(
         shard_index: what this rank holds of a model of which every rank has a part; None where each has all of it.
 
     Raises:
-        InputError: the size from which on points are pruned is no length.
+        InputError: the size from which on points are pruned is no length, or another number makes no sense.
     """
+    if options.refine_every < 1:
+        raise InputError(f"--pipeline.model.refine-every {options.refine_every}: give 1 or more images.")
+    for name in ("noise_lr", "mcmc_opacity_reg", "mcmc_scale_reg"):
+        if not 0 <= getattr(options, name) < math.inf:
+            raise InputError(f"--pipeline.model.{name.replace('_', '-')} {getattr(options, name):g}: give 0 or more.")
+    if not 0 < options.mcmc_min_opacity < 1:
+        raise InputError(f"--pipeline.model.mcmc-min-opacity {options.mcmc_min_opacity:g}: give a number from 0 to 1.")
     if not options.cull_scale_thresh > 0:
         raise InputError(
             f"--pipeline.model.cull-scale-thresh {options.cull_scale_thresh:g}: what is larger is pruned. Give a size "

@@ -1,5 +1,6 @@
 """A run says before it begins that pruning by size would take much of the model, and only then."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,3 +69,14 @@ def test_run_prints_the_size_message(tmp_path: Path, capsys: pytest.CaptureFixtu
         trainer.save_last = lambda _, look, folder=trainer.base_dir: look() or folder  # type: ignore[method-assign]
         trainer.train()
         assert capsys.readouterr().out.count("are larger than") == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("noise_lr", -1.0), ("noise_lr", math.nan), ("noise_lr", math.inf), ("mcmc_opacity_reg", -1.0),
+     ("mcmc_scale_reg", -1.0), ("mcmc_min_opacity", 2.0), ("mcmc_min_opacity", 0.0), ("refine_every", 0)],
+)  # fmt: skip
+def test_numbers_without_sense_are_refused(option: str, value: float) -> None:
+    options = SplatModelConfig(densifier="mcmc", **{option: value})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=f"--pipeline.model.{option.replace('_', '-')} .*: give"):
+        make_densifier(options, 10, World.single(), 0)
