@@ -301,7 +301,8 @@ class McmcDensifier:
         its copies."""
         count, sources = len(params["means"]), torch.sort(sources).values
         copies, numbers = counted(sources, count), numbered(sources)
-        means = self._copied(params, sources, copies, numbers)["means"]
+        shapes = {name: params[name] for name in ("means", "quats", "scales", "opacities")}
+        means = self._copied(shapes, sources, copies, numbers)["means"]
         self._share_out(params, copies)
         return grown(count, sources, means - params["means"].data[sources])
 
