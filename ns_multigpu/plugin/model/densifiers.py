@@ -44,7 +44,8 @@ def make_densifier(
         if not 0 <= getattr(options, name) < math.inf:
             raise InputError(f"--pipeline.model.{name.replace('_', '-')} {getattr(options, name):g}: give 0 or more.")
     if not 0 < options.mcmc_min_opacity < 1:
-        raise InputError(f"--pipeline.model.mcmc-min-opacity {options.mcmc_min_opacity:g}: give a number between 0 and 1.")
+        value = f"{options.mcmc_min_opacity:g}"
+        raise InputError(f"--pipeline.model.mcmc-min-opacity {value}: give a number between 0 and 1.")
     if not options.cull_scale_thresh > 0:
         raise InputError(
             f"--pipeline.model.cull-scale-thresh {options.cull_scale_thresh:g}: what is larger is pruned. Give a size "

@@ -48,7 +48,7 @@ inline int min(int a, int64_t b) { return int(min<int64_t>(a, b)); }
 namespace emulation {
 
 struct Index {
-  unsigned x;
+  unsigned x, y = 0;
 };
 
 unsigned thread();  // of the fiber that runs, in its block
@@ -64,6 +64,13 @@ const uint64_t* exchange(uint64_t value);
 // A copy that has begun: it may be done at once, or as late as this thread waits for it.
 void begin_copy(float4* to, const float4* from);
 void end_copies();
+
+// A grid of two dimensions, of which the second is not run.
+struct Grid {
+  unsigned x, y;
+  Grid(unsigned across, unsigned down) : x(across), y(down) {}
+  operator unsigned() const { return x; }
+};
 
 // Runs a kernel. Ends the process with a message if threads are left waiting.
 void launch(unsigned grid, unsigned threads, const std::function<void()>& kernel);
@@ -83,6 +90,8 @@ T from_bits(uint64_t kept) {
 }
 
 }  // namespace emulation
+
+using dim3 = emulation::Grid;
 
 #define threadIdx (emulation::Index{emulation::thread()})
 #define blockIdx (emulation::block())
@@ -116,6 +125,10 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return emulation::from_bits<T>(emulation::exchange(emulation::bits(value))[(emulation::thread() % 32) ^ mask]);
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return emulation::from_bits<T>(emulation::exchange(emulation::bits(value))[lane]);
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T value, unsigned by) {
