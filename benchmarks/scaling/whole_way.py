@@ -99,7 +99,8 @@ def training(options: argparse.Namespace, method: str, name: str, count: int, gp
         "--timestamp", "run", "--machine.device-type", options.device, "--machine.num-devices", gpus,
         "--max-num-images", options.images, "--pipeline.model.max-gaussians", count, views, VIEWS_A_STEP,
         "--vis", "tensorboard", "--logging.steps-per-log", max(options.images // 2 // VIEWS_A_STEP // 16, 1),
-        "--steps-per-eval-image", 0, "--steps-per-eval-all-images", 0, *options.options.split(),
+        "--steps-per-eval-image", 0, "--steps-per-eval-all-images", 0, "--keep-checkpoints", 1,
+        *options.options.split(),
     ]  # fmt: skip
 
 
@@ -134,14 +135,7 @@ def largest(options: argparse.Namespace, commands: Commands, dataparser: list[An
     run = options.output / "largest" / "splatfacto-tile" / "run"
     saves, config = run / "nerfstudio_models", run / "config.yml"
     words = training(options, "tile", "largest", options.largest, options.gpus)
-    words += [
-        "--steps-per-save",
-        options.images // VIEWS_A_STEP // 4,
-        "--save-in-background",
-        "True",
-        "--keep-checkpoints",
-        1,
-    ]
+    words += ["--steps-per-save", options.images // VIEWS_A_STEP // 4, "--save-in-background", "True"]
 
     def has_saved() -> bool:
         steps = [int(path.stem.split("-")[1]) for path in saves.glob("step-*.ckpt")]

@@ -121,7 +121,8 @@ class FilmRendering:
 
     def run(self, run: Any, checkpoint: Path, pipeline: Any) -> None:
         """Render the frames. Every rank calls it; see `tools.models.Work`."""
-        mediapy.set_ffmpeg(ffmpeg())
+        if self.film:
+            mediapy.set_ffmpeg(ffmpeg())
         pipeline.eval()
         shots = self.what.shots(pipeline)
         for shot in shots.frames:
