@@ -129,7 +129,7 @@ SCHEMAS: tuple[str, ...] = (
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, "
     "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
     "Tensor(i!)? steps=None, Tensor(j!)? finite_flag=None, int[] finite_flag_views=[], Tensor(k!)? boxes=None, "
-    "Tensor(l!)? v_viewmats=None, Tensor? needles=None, float max_ratio=1.0) -> ()",
+    "Tensor(l!)? v_viewmats=None, Tensor? needles=None, float max_ratio=1.0, float whole_step_scale=0.0) -> ()",
     "splat_boxes(Tensor means, Tensor log_scales, Tensor(a!) boxes) -> ()",
     "box_views(Tensor boxes, Tensor viewmats, Tensor Ks, int[] sizes, float eps2d, float near, float far, "
     "Tensor? table, bool compact) -> Tensor shows",

@@ -13,6 +13,7 @@ from tests.cuda_ext.fused_steps import Model, make_model
 
 RATES = (2e-3, 1e-3, 5e-3, 2e-2, 2.5e-3, 5e-4)
 CAPACITY = 2000
+WHOLE_STEP_SCALE = 0.13
 
 
 def step_scalars(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -91,7 +92,7 @@ class StepRun:
         gradients = row_gradients(self.rows, step)
         model.update(
             self.rows, gradients, self.degree, lazy=self.lazy, boxes=self.boxes, opacity_weight=0.02,
-            scale_weight=0.03, **self.settings, **self.statistics,
+            scale_weight=0.03, whole_step_scale=WHOLE_STEP_SCALE, **self.settings, **self.statistics,
         )  # fmt: skip
 
     def flush(self) -> None:

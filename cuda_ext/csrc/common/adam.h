@@ -15,9 +15,10 @@ struct AdamScalars {
   T rest1, rest2;  // 1 - beta1, 1 - beta2
 };
 
+// `first`: the gradient that the first moment gets; the second one's with a shorter step.
 template <typename T>
-NSMG_HD void adam_element(const AdamScalars<T>& s, T gradient, T& value, T& moment1, T& moment2) {
-  moment1 = moment1 + s.rest1 * (gradient - moment1);
+NSMG_HD void adam_element(const AdamScalars<T>& s, T first, T gradient, T& value, T& moment1, T& moment2) {
+  moment1 = moment1 + s.rest1 * (first - moment1);
   moment2 = s.beta2 * moment2 + s.rest2 * gradient * gradient;
   const T size = square_root(moment2) * s.correction2 + s.eps;
   value = value - s.rate * s.correction1 * quotient(moment1, size);

@@ -78,15 +78,40 @@ def adam_step_torch(
     exp_avg_sqs: Sequence[Tensor],
     scalars: Tensor,
     set_grads_to_zero: bool,
+    firsts: Sequence[Tensor] | None = None,
 ) -> None:
-    """`adam_step` in torch's operators, on any device; does not wait for the device."""
-    for line, p, g, m, v in zip(scalars, params, grads, exp_avgs, exp_avg_sqs, strict=True):
+    """`adam_step` in torch's operators, on any device; does not wait for the device. `firsts`: the gradients that
+    first moments get, if others."""
+    moved = zip(scalars, params, firsts or grads, grads, exp_avgs, exp_avg_sqs, strict=True)
+    for line, p, first, g, m, v in moved:
         rate, _, beta2, eps, correction1, correction2, rest1, rest2 = line.unbind()
-        m.lerp_(g, rest1)
+        m.lerp_(first, rest1)
         v.mul_(beta2).add_(g * g * rest2)
         p.sub_(rate * correction1 * (m / (v.sqrt() * correction2 + eps)))
         if set_grads_to_zero:
             g.zero_()
+
+
+def mean_step(log_scales: Tensor, whole: float) -> Tensor:
+    """Return the part [N, 1] of Adam's step that means take: the middle of the scales over `whole`, at most 1."""
+    if whole <= 0:
+        return log_scales.new_ones(())
+    return (log_scales.detach().median(-1, keepdim=True).values.exp() / whole).clamp(max=1.0)
+
+
+@torch.no_grad()
+def shorten_step(optimizer: torch.optim.Optimizer, part: Tensor) -> None:
+    """Let the coming step of an Adam with one parameter be `part` of it; see `splat_update`'s `whole_step_scale`.
+
+    Args:
+        optimizer: whose parameter has its gradient; a state is made where there is none.
+        part: what its first moment gets of the gradient.
+    """
+    (group,) = optimizer.param_groups
+    (param,) = group["params"]
+    _make_state(optimizer.state[param], param)
+    beta1, _ = group["betas"]
+    optimizer.state[param]["exp_avg"].add_((part - 1) * param.grad, alpha=(1 - beta1) / beta1)
 
 
 class FusedAdam(torch.optim.Adam):
@@ -235,13 +260,16 @@ def _entries(optimizer: FusedAdam, with_grads: bool) -> Iterator[tuple[dict[str,
             if with_grads and (param.numel() == 0 or param.grad is None):
                 continue
             state = optimizer.state[param]
-            if len(state) == 0:
-                state["step"] = torch.tensor(0.0)  # on the host: it is read there
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state[name] = torch.zeros_like(
-                        param, dtype=optimizer.moment_dtype, memory_format=torch.contiguous_format
-                    )
+            _make_state(state, param, optimizer.moment_dtype)
             yield group, param, state
+
+
+def _make_state(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Put a step of 0 and moments of 0 into an empty state."""
+    if len(state) == 0:
+        state["step"] = torch.tensor(0.0)  # on the host: it is read there
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _next_line(group: dict[str, Any], state: dict[str, Any]) -> tuple[float, ...]:

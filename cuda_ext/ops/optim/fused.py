@@ -172,6 +172,7 @@ def splat_update(
     v_viewmats: Tensor | None = None,
     needles: Tensor | None = None,
     max_ratio: float = 1.0,
+    whole_step_scale: float = 0.0,
 ) -> None:
     """Return the gradients of rows to the parameters and take Adam's step there, all in place.
 
@@ -211,6 +212,8 @@ def splat_update(
         v_viewmats: [V, 4, 4], an output: the gradient by `viewmats`. The same rows give the same bits.
         needles: [1], the loss also holds this times what the ratio of the largest to the smallest scale exceeds
             `max_ratio` by, of every point, drawn or not (PhysGaussian's regularisation). Not with `lazy`.
+        whole_step_scale: means of points whose middle scale is less take a part of Adam's step, its ratio to this:
+            their gradients enter the first moment times this ratio, and the second one whole.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape.
@@ -253,7 +256,7 @@ def splat_update(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
         sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
         _number(degree), eps2d, near, far, antialiased, absgrad, opacity_weight, scale_weight, *missed,
-        finite_flag, shown, boxes, v_viewmats, needles, max_ratio,
+        finite_flag, shown, boxes, v_viewmats, needles, max_ratio, whole_step_scale,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.optim.adam import adam_step_torch
+from cuda_ext.ops.optim.adam import adam_step_torch, mean_step
 from cuda_ext.ops.project.boxes import box_views
 from cuda_ext.ops.project.culling import cull
 from cuda_ext.ops.project.projection import project, sh_colors, three_sigma_radii
@@ -122,7 +122,7 @@ def splat_update_composed(
     opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
     steps: Tensor | None = None, finite_flag: Tensor | None = None, finite_flag_views: Sequence[int] = (),
     boxes: Tensor | None = None, v_viewmats: Tensor | None = None, needles: Tensor | None = None,
-    max_ratio: float = 1.0,
+    max_ratio: float = 1.0, whole_step_scale: float = 0.0,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.optim.fused.splat_update`."""
     if finite_flag is not None:
@@ -137,6 +137,7 @@ def splat_update_composed(
             params, firsts, seconds, scalars, viewmats, Ks, sizes, view_ids, point_ids, count, conics, features, radii,
             row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad,
             opacity_weight, scale_weight, last, table, steps, v_viewmats, needles, max_ratio,
+            whole_step_scale,
         )  # fmt: skip
     if boxes is not None:
         widen_boxes(params[0], params[2], boxes)
@@ -149,6 +150,7 @@ def _update(
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None, table: Tensor | None, steps: Tensor | None,
     v_viewmats: Tensor | None, needles: Tensor | None, max_ratio: float,
+    whole_step_scale: float,
 ) -> None:  # fmt: skip
     """The same with moments of the parameters' type."""
     real = _real(point_ids, count)
@@ -183,13 +185,15 @@ def _update(
     with torch.no_grad():
         if v_viewmats is not None:
             v_viewmats.copy_(by_poses)
+        firsts = [gradients[0] * mean_step(params[2], whole_step_scale), *gradients[1:]]
         if last is not None:
             for i, gradient in enumerate(gradients):
                 p, m, v = params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn]
-                adam_step_torch([p], [gradient[drawn]], [m], [v], scalars[i : i + 1], False)
+                given = ([firsts[i][drawn]], [gradient[drawn]])
+                adam_step_torch([p], given[1], [m], [v], scalars[i : i + 1], False, given[0])
                 params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn] = p, m, v
         else:
-            adam_step_torch(params, gradients, exp_avgs, exp_avg_sqs, scalars, False)
+            adam_step_torch(params, gradients, exp_avgs, exp_avg_sqs, scalars, False, firsts)
         if last is not None and table is not None and steps is not None:
             if not stands_still(scalars):
                 extend(table, steps, scalars)

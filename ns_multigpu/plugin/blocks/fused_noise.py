@@ -59,4 +59,5 @@ class StepNoise:
         return {
             "opacity_weight": options.mcmc_opacity_reg / rows,
             "scale_weight": options.mcmc_scale_reg / (3 * rows),
+            "whole_step_scale": options.mcmc_whole_step_scale,
         }

@@ -40,7 +40,7 @@ def make_densifier(
     """
     if options.refine_every < 1:
         raise InputError(f"--pipeline.model.refine-every {options.refine_every}: give 1 or more images.")
-    for name in ("noise_lr", "mcmc_opacity_reg", "mcmc_scale_reg"):
+    for name in ("noise_lr", "mcmc_opacity_reg", "mcmc_scale_reg", "mcmc_whole_step_scale"):
         if not 0 <= getattr(options, name) < math.inf:
             raise InputError(f"--pipeline.model.{name.replace('_', '-')} {getattr(options, name):g}: give 0 or more.")
     if not 0 < options.mcmc_min_opacity < 1:

@@ -10,6 +10,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 from torch import Tensor
 
+from cuda_ext.ops.optim.adam import mean_step, shorten_step
 from ns_multigpu.core.dist.collectives import all_gather_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION, names
@@ -102,11 +103,17 @@ class SplatObjective(Objective):
         self._attempt.rendered(step)
         with timer.measure("compute"):
             if self._gradients_usable(step):
+                self._shorten_steps()
                 self.optimizers.optimizer_step_all()
             for scheduler in self.optimizers.schedulers.values():
                 scheduler.step()
         shown = [value.detach() for name, value in losses.items() if name not in _OF_PARAMETERS]
         return functools.reduce(torch.add, shown), losses, measured
+
+    def _shorten_steps(self) -> None:
+        model, whole = self.pipeline.model, self.pipeline.model.config.mcmc_whole_step_scale
+        if model.config.densifier == "mcmc" and whole > 0:
+            shorten_step(self.optimizers.optimizers[POSITION], mean_step(model.scales, whole))
 
     def parameters(self) -> list[Tensor]:
         """Return the optimized parameters, points last: gradients become ready in the reverse of this order."""

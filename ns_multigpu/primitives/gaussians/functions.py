@@ -109,7 +109,7 @@ class Gaussians(GaussianPrimitive):
     schema = SCHEMA
 
     def kernels(self, **options: Any) -> GaussianKernels:
-        """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, `needles`, `max_ratio` and `depth`."""
+        """See `Primitive.kernels`: options of `GaussianKernels` from `opacity_weight` on."""
         return GaussianKernels(
             self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, self.radius_clip, **options
         )

@@ -30,7 +30,7 @@ class GaussianKernels(GaussianRowKernels):
     Attributes:
         degree: harmonics in use, 0 to 3; None for plain colours.
         antialiased, absgrad, eps2d, near, far, radius_clip: see `Gaussians`.
-        opacity_weight, scale_weight, needles, max_ratio: see `splat_update`.
+        opacity_weight, scale_weight, needles, max_ratio, whole_step_scale: see `splat_update`.
         depth: `draw` blends depths too, as a fourth number of the colour.
         sized: see `Kernels`.
     """
@@ -48,6 +48,7 @@ class GaussianKernels(GaussianRowKernels):
     sized: bool = True
     needles: Tensor | None = field(default=None, compare=False)
     max_ratio: float = 1.0
+    whole_step_scale: float = 0.0
 
     parameters = ORDER
 
@@ -95,6 +96,7 @@ class GaussianKernels(GaussianRowKernels):
             opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy,
             finite_flag=finite_flag, finite_flag_views=finite_flag_views, boxes=model.boxes,
             v_viewmats=v_viewmats, needles=self.needles, max_ratio=self.max_ratio,
+            whole_step_scale=self.whole_step_scale,
         )  # fmt: skip
 
     def flush(self, model: Model) -> None:

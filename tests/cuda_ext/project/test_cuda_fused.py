@@ -102,6 +102,7 @@ def test_update(case: tuple[Any, ...], records: bool) -> None:
     ours = {k: torch.full((case[0],), 0.5, device="cuda") for k in ("grad2d", "seen", "radii_max")}
     theirs = {k: v.cpu().double() for k, v in ours.items()}
     common = {"antialiased": antialiased, "absgrad": records, "opacity_weight": 0.01, "max_ratio": 4.0}
+    common["whole_step_scale"] = float(model.params[2].exp().median())
     needles = torch.tensor([0.02], dtype=F64)
     before = device.to("cuda")
     model.update(rows, gradients, degree, needles=needles, **common, **theirs)

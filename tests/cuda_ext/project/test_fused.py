@@ -109,6 +109,27 @@ def test_regularisation_is_of_drawn_rows() -> None:
         torch.testing.assert_close(model.exp_avgs[i], 0.9 * old + 0.1 * leaf.grad, rtol=1e-12, atol=1e-14)
 
 
+def test_means_of_small_points_take_a_part_of_a_step() -> None:
+    """Of the step without moments from before: Adam's is as long for any gradient."""
+    made = make_model(40)
+    scales = made.params[2].exp().sort(dim=-1).values[:, 1]
+    whole = float(scales.median())
+    rows = made.forward(200)
+    drawn = rows.point_ids[(rows.radii > 0).all(-1)].long().unique()
+    moved: dict[float, list[Tensor]] = {}
+    for scale in (0.0, whole):
+        model = make_model(40)
+        for moment in (*model.exp_avgs, *model.exp_avg_sqs):
+            moment.zero_()
+        before = [p.clone() for p in model.params]
+        model.update(rows, make_gradients(rows), whole_step_scale=scale)
+        moved[scale] = [p - old for p, old in zip(model.params, before, strict=True)]
+    part = (scales / whole).clamp(max=1)[drawn, None]
+    assert 5 < int((part < 1).sum()) < len(drawn) - 5
+    torch.testing.assert_close(moved[whole][0][drawn], part * moved[0.0][0][drawn])
+    assert all(torch.equal(a, b) for a, b in zip(moved[whole][1:], moved[0.0][1:], strict=True))
+
+
 def test_needles_are_of_all_points() -> None:
     model = make_model(40)
     rows = model.forward(200)

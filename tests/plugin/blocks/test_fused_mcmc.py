@@ -26,7 +26,8 @@ STILL = {
     MODEL + "densifier": "mcmc", MODEL + "max_gaussians": POINTS, MODEL + "mcmc_min_opacity": 1e-5,
     MODEL + "noise_lr": 1e5, MODEL + "warmup_length": 4, MODEL + "refine_every": 8, MODEL + "sh_degree_interval": 12,
     MODEL + "num_downscales": 1, MODEL + "resolution_schedule": 20, MODEL + "mcmc_opacity_reg": 0.05,
-    MODEL + "mcmc_scale_reg": 0.05, **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in ORDER},
+    MODEL + "mcmc_scale_reg": 0.05, MODEL + "mcmc_whole_step_scale": 0.3,
+    **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in ORDER},
 }  # fmt: skip
 GROWING = {MODEL + "max_gaussians": 70, MODEL + "mcmc_min_opacity": 0.095}
 
@@ -73,7 +74,7 @@ def test_fused_run_without_noise_equals_autograd_steps(folder: Path) -> None:
     assert max(away.values()) < AWAY, away
 
 
-@pytest.mark.parametrize("option", ["noise_lr", "mcmc_opacity_reg", "mcmc_scale_reg"])
+@pytest.mark.parametrize("option", ["noise_lr", "mcmc_opacity_reg", "mcmc_scale_reg", "mcmc_whole_step_scale"])
 def test_each_part_matters(option: str, folder: Path, ordinary: Outcome) -> None:
     """A test that the comparison above would see it left out."""
     without = train(World.single(), folder, f"without-{option}", fused="never", **{option: 0.0})

@@ -93,7 +93,8 @@ ONLY = {
     "primitive 2dgs": "densify-grad-thresh-2dgs normal-loss normal-loss-start distortion-loss distortion-loss-start",
     "primitive convex": "densify-grad-thresh-convex cull-alpha-thresh-convex",
     "depth-loss 0.01": "depth-loss-start depth-maps",
-    "densifier mcmc": "gs-per-seed noise-lr mcmc-opacity-reg mcmc-scale-reg mcmc-min-opacity mcmc-picks",
+    "densifier mcmc": "gs-per-seed noise-lr mcmc-opacity-reg mcmc-scale-reg mcmc-whole-step-scale mcmc-min-opacity "
+    "mcmc-picks",
 }
 """By the value that makes them apply, options of the model that are shown then."""
 MOVING = {"times", "motions", "durations", "cosines-dc", "cosines-rest"}

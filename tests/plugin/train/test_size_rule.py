@@ -74,7 +74,8 @@ def test_run_prints_the_size_message(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("option", "value"),
     [("noise_lr", -1.0), ("noise_lr", math.nan), ("noise_lr", math.inf), ("mcmc_opacity_reg", -1.0),
-     ("mcmc_scale_reg", -1.0), ("mcmc_min_opacity", 2.0), ("mcmc_min_opacity", 0.0), ("refine_every", 0)],
+     ("mcmc_scale_reg", -1.0), ("mcmc_whole_step_scale", -1.0), ("mcmc_min_opacity", 2.0), ("mcmc_min_opacity", 0.0),
+     ("refine_every", 0)],
 )  # fmt: skip
 def test_numbers_without_sense_are_refused(option: str, value: float) -> None:
     options = SplatModelConfig(densifier="mcmc", **{option: value})  # type: ignore[arg-type]

@@ -206,7 +206,7 @@ void splat_update(Call& call) {
   launch.rows = update_rows(call, launch.views.count);
   launch.settings = {checked_degree(call, params[kShRest].size(1)), call.read<float>("eps2d"), call.flag("antialiased"),
                      call.flag("absgrad"), call.read<float>("opacity_weight"), call.read<float>("scale_weight"),
-                     call.read<float>("max_ratio")};
+                     call.read<float>("max_ratio"), call.read<float>("whole_step_scale")};
   launch.gradients = update_gradients(call, launch.rows, launch.settings.absgrad);
   launch.statistics = {statistic(call, "grad2d", launch.points), statistic(call, "seen", launch.points),
                        statistic(call, "radii_max", launch.points)};

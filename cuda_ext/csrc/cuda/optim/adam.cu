@@ -20,7 +20,7 @@ static_assert(sizeof(AdamLaunch) <= 4000, "a kernel's parameters are at most 4 K
 
 __device__ __forceinline__ void step_one(const AdamTensor& t, const AdamScalars<float>& s, int64_t i, bool clear) {
   float p = t.value[i], m = t.moment1[i], v = t.moment2[i];
-  adam_element(s, t.gradient[i], p, m, v);
+  adam_element(s, t.gradient[i], t.gradient[i], p, m, v);
   t.value[i] = p;
   t.moment1[i] = m;
   t.moment2[i] = v;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) adam_step_kernel(const __grid_consta
   for (int k = 0; k < kQuads; ++k) {
     const int64_t q = begin / 4 + k * kThreads + threadIdx.x;
     if (q < last_quad) {
-      adam_quad(s, g[k], p[k], m[k], v[k]);
+      adam_quad(s, g[k], g[k], p[k], m[k], v[k]);
       value[q] = p[k];
       __stcs(moment1 + q, m[k]);
       __stcs(moment2 + q, v[k]);

@@ -93,15 +93,18 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
       sums.scale = sums.scale + times(slope, Vec3<float>{needles, needles, needles});
     }
     if constexpr (Degree > 0) mine.outer_products(point.mean);
-    put_gradients(shared, lane, sums, point);
+    put_gradients(shared, lane, sums, point, launch.settings);
     __syncwarp();
   }
   const uint32_t salt = step_salt<Moment>(launch.scalars, launch.views);
-  const auto step = [&](auto batch, int tensor, int width, const float* gradient) {
+  const auto step_by = [&](auto batch, int tensor, int width, const float* first_gradient, const float* gradient) {
     const Span<Moment> span = span_of<Moment>(launch, first, size, tensor, width, salt);
-    step_span<decltype(batch)::value>(span, gradient, launch.scalars + 8 * tensor, lane);
+    step_span<decltype(batch)::value>(span, first_gradient, gradient, launch.scalars + 8 * tensor, lane);
   };
-  step(Batch<1>{}, kMeans, 3, shown ? shared + kMeanAt : nullptr);
+  const auto step = [&](auto batch, int tensor, int width, const float* gradient) {
+    step_by(batch, tensor, width, gradient, gradient);
+  };
+  step_by(Batch<1>{}, kMeans, 3, shared + kFirstAt, shown ? shared + kMeanAt : nullptr);
   step(Batch<1>{}, kQuats, 4, shown ? shared + kQuatAt : nullptr);
   step(Batch<1>{}, kLogScales, 3, shown ? shared + kScaleAt : nullptr);
   step(Batch<1>{}, kLogits, 1, shown ? shared + kLogitAt : nullptr);

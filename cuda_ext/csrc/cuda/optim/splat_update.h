@@ -48,6 +48,7 @@ struct UpdateSettings {
   bool antialiased, absgrad;
   float opacity_weight, scale_weight;  // of each row that is drawn
   float max_ratio;                     // of scales, beyond which `needles` weighs
+  float whole_step_scale;              // the scale from which on means take whole steps
 };
 
 struct UpdateLaunch {

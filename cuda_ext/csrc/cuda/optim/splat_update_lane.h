@@ -9,7 +9,9 @@ namespace nsmg {
 constexpr int kUpdateWarps = 4;
 constexpr int kUpdateThreads = 32 * kUpdateWarps;
 // Where the gradients of a warp's points lie in its shared memory, in floats.
-constexpr int kMeanAt = 0, kQuatAt = 96, kScaleAt = 224, kLogitAt = 320, kDcAt = 352, kRestAt = 448;
+constexpr int kMeanAt = 0, kQuatAt = 96, kScaleAt = 224, kLogitAt = 320, kDcAt = 352;
+constexpr int kFirstAt = 448;  // the means' gradient for the first moment
+constexpr int kRestAt = 544;
 
 __host__ __device__ constexpr int warp_floats(int rest_floats) { return kRestAt + 32 * rest_floats; }
 
@@ -20,8 +22,19 @@ struct Sums {
   float opacity = 0.0f;
 };
 
+// The part of a whole step that a point's mean takes: its middle scale, of `whole`.
+__device__ __forceinline__ float mean_step(const Vec3<float>& scale, float whole) {
+  const float middle = fmaxf(fminf(scale.x, scale.y), fminf(fmaxf(scale.x, scale.y), scale.z));
+  return middle < whole ? middle / whole : 1.0f;
+}
+
 // Writes the gradients of a lane's raw parameters, but for the harmonics beyond the first, to its warp's shared memory.
-__device__ __forceinline__ void put_gradients(float* shared, int lane, const Sums& sums, const Point<float>& point) {
+__device__ __forceinline__ void put_gradients(float* shared, int lane, const Sums& sums, const Point<float>& point,
+                                              const UpdateSettings& settings) {
+  const float part = mean_step(point.scale, settings.whole_step_scale);
+  shared[kFirstAt + 3 * lane] = part * sums.mean.x;
+  shared[kFirstAt + 3 * lane + 1] = part * sums.mean.y;
+  shared[kFirstAt + 3 * lane + 2] = part * sums.mean.z;
   const float slope = point.opacity * (1.0f - point.opacity);
   const Vec3<float> scale = times(sums.scale, point.scale);
   shared[kMeanAt + 3 * lane] = sums.mean.x;

@@ -65,23 +65,25 @@ __device__ __forceinline__ void stage_caught_up(const Span<Moment>& span, const 
 
 // Of the elements in `bits`: the steps that were missed, then the one with the gradient.
 __device__ __forceinline__ void step_quad(const AdamScalars<float>& s, const float4* factors, int q, uint32_t width,
-                                          uint32_t bits, const float4& g, float4& p, float4& m, float4& v) {
-  const auto one = [&](int j, float gradient, float& value, float& moment1, float& moment2) {
+                                          uint32_t bits, const float4& f, const float4& g, float4& p, float4& m,
+                                          float4& v) {
+  const auto one = [&](int j, float first, float gradient, float& value, float& moment1, float& moment2) {
     if ((bits >> j) & 1) {
       catch_up(factors[static_cast<uint32_t>(4 * q + j) / width], value, moment1, moment2);
-      adam_element(s, gradient, value, moment1, moment2);
+      adam_element(s, first, gradient, value, moment1, moment2);
     }
   };
-  one(0, g.x, p.x, m.x, v.x);
-  one(1, g.y, p.y, m.y, v.y);
-  one(2, g.z, p.z, m.z, v.z);
-  one(3, g.w, p.w, m.w, v.w);
+  one(0, f.x, g.x, p.x, m.x, v.x);
+  one(1, f.y, g.y, p.y, m.y, v.y);
+  one(2, f.z, g.z, p.z, m.z, v.z);
+  one(3, f.w, g.w, p.w, m.w, v.w);
 }
 
 // As step_span, of `points` alone. `Count` float4s of each array are in flight.
 template <int Count, typename Moment>
-__device__ __forceinline__ void step_lazy_span(const Span<Moment>& span, const float* gradient, const float* scalars,
-                                               const float4* factors, uint32_t points, int lane) {
+__device__ __forceinline__ void step_lazy_span(const Span<Moment>& span, const float* first, const float* gradient,
+                                               const float* scalars, const float4* factors, uint32_t points,
+                                               int lane) {
   const AdamScalars<float> s = load_adam_scalars(scalars);
   auto* value = reinterpret_cast<float4*>(span.value);
   const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -103,8 +105,9 @@ __device__ __forceinline__ void step_lazy_span(const Span<Moment>& span, const f
     for (int k = 0; k < Count; ++k) {
       const int q = base + 32 * k;
       if (bits[k] != 0) {
+        const float4 f = gradient != nullptr ? reinterpret_cast<const float4*>(first)[q] : zero;
         const float4 g = gradient != nullptr ? reinterpret_cast<const float4*>(gradient)[q] : zero;
-        step_quad(s, factors, q, span.width, bits[k], g, p[k], m[k], v[k]);
+        step_quad(s, factors, q, span.width, bits[k], f, g, p[k], m[k], v[k]);
         value[q] = p[k];
         stream_moments(span.moment1, span.moment2, q, m[k], v[k], span.salt);
       }
@@ -114,7 +117,8 @@ __device__ __forceinline__ void step_lazy_span(const Span<Moment>& span, const f
   if (i < span.floats && ((points >> (i / span.width)) & 1)) {
     float m = load_moment(span.moment1 + i), v = load_moment(span.moment2 + i);
     catch_up(factors[i / span.width], span.value[i], m, v);
-    adam_element(s, gradient != nullptr ? gradient[i] : 0.0f, span.value[i], m, v);
+    const bool given = gradient != nullptr;
+    adam_element(s, given ? first[i] : 0.0f, given ? gradient[i] : 0.0f, span.value[i], m, v);
     store_moments(span.moment1 + i, span.moment2 + i, m, v, span.salt);
   }
 }
@@ -192,14 +196,17 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   mine.sum_rows(point, color_slope<Degree>(launch.settings, dc), sums, statistics);
   if (counted) statistics.store(launch.statistics, id);
   if constexpr (Degree > 0) mine.outer_products(point.mean);
-  put_gradients(shared, lane, sums, point);
+  put_gradients(shared, lane, sums, point, launch.settings);
 
-  const auto step = [&](auto batch, int tensor, int width, const float* gradient) {
+  const auto step_by = [&](auto batch, int tensor, int width, const float* first_gradient, const float* gradient) {
     put_factors(factors, launch.lazy.table, last, tensor, lane);
-    step_lazy_span<decltype(batch)::value>(span(tensor, width), gradient, launch.scalars + 8 * tensor, factors, points,
-                                           lane);
+    step_lazy_span<decltype(batch)::value>(span(tensor, width), first_gradient, gradient, launch.scalars + 8 * tensor,
+                                           factors, points, lane);
   };
-  step(Batch<1>{}, kMeans, 3, shared + kMeanAt);
+  const auto step = [&](auto batch, int tensor, int width, const float* gradient) {
+    step_by(batch, tensor, width, gradient, gradient);
+  };
+  step_by(Batch<1>{}, kMeans, 3, shared + kFirstAt, shared + kMeanAt);
   step(Batch<1>{}, kQuats, 4, shared + kQuatAt);
   step(Batch<1>{}, kLogScales, 3, shared + kScaleAt);
   step(Batch<1>{}, kLogits, 1, shared + kLogitAt);

@@ -42,13 +42,14 @@ __device__ __forceinline__ uint32_t chosen(uint32_t points, int q, int width) {
   return bits;
 }
 
-// Steps the span. `gradient` [floats] lies in shared memory, or is null for zero. `Count` float4s of each array are
-// in flight.
+// Steps the span. `gradient` [floats], and `first` for the first moment, lie in shared memory, or are null for zero.
+// `Count` float4s of each array are in flight.
 template <int Count, typename Moment>
-__device__ __forceinline__ void step_span(const Span<Moment>& span, const float* gradient, const float* scalars,
-                                          int lane) {
+__device__ __forceinline__ void step_span(const Span<Moment>& span, const float* first, const float* gradient,
+                                          const float* scalars, int lane) {
   const AdamScalars<float> s = load_adam_scalars(scalars);
   auto* value = reinterpret_cast<float4*>(span.value);
+  const auto* first4 = reinterpret_cast<const float4*>(first);
   const auto* gradient4 = reinterpret_cast<const float4*>(gradient);
   const int quads = span.floats / 4;
   for (int base = lane; base < quads; base += 32 * Count) {
@@ -66,8 +67,9 @@ __device__ __forceinline__ void step_span(const Span<Moment>& span, const float*
     for (int k = 0; k < Count; ++k) {
       const int q = base + 32 * k;
       if (q < quads) {
-        const float4 g = gradient != nullptr ? gradient4[q] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        adam_quad(s, g, p[k], m[k], v[k]);
+        const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const float4 f = gradient != nullptr ? first4[q] : zero, g = gradient != nullptr ? gradient4[q] : zero;
+        adam_quad(s, f, g, p[k], m[k], v[k]);
         value[q] = p[k];
         stream_moments(span.moment1, span.moment2, q, m[k], v[k], span.salt);
       }
@@ -77,7 +79,7 @@ __device__ __forceinline__ void step_span(const Span<Moment>& span, const float*
   const int i = 4 * quads + lane;
   if (i < span.floats) {
     float p = span.value[i], m = load_moment(span.moment1 + i), v = load_moment(span.moment2 + i);
-    adam_element(s, gradient != nullptr ? gradient[i] : 0.0f, p, m, v);
+    adam_element(s, gradient != nullptr ? first[i] : 0.0f, gradient != nullptr ? gradient[i] : 0.0f, p, m, v);
     span.value[i] = p;
     store_moments(span.moment1 + i, span.moment2 + i, m, v, span.salt);
   }
