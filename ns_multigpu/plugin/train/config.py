@@ -35,7 +35,7 @@ from ns_multigpu.plugin.launch import checks, quick_imports
 from ns_multigpu.plugin.launch.agreement import manifest_of
 from ns_multigpu.plugin.launch.commands import named_config, resume_command, with_options
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher, use_own_share_of_cores
-from ns_multigpu.plugin.launch.option_help import given
+from ns_multigpu.plugin.launch.option_help import given, without_effect
 from ns_multigpu.plugin.launch.processes import cores
 from ns_multigpu.plugin.launch.ranks import Ranks, Start, agree, check_layout
 from ns_multigpu.plugin.launch.removed_options import account_for, take_out
@@ -167,6 +167,8 @@ class RunConfig(TrainerConfig):
         checks.check_lengths(self.max_num_images, self.max_num_iterations)
         checks.check_retries(self.save_retry_seconds)
         self.check_method()
+        for line in without_effect(self, sys.argv) if _speaks() else ():
+            CONSOLE.print(Text(line, "yellow"), soft_wrap=True)
         here = self.processes if ranks is None else ranks.local_size
         if machine.device_type == "cpu" and (note := checks.crowd(here, cores(), available_memory())) and _speaks():
             CONSOLE.print(Text(note, "yellow"), soft_wrap=True)
@@ -424,9 +426,10 @@ class RecipeOption:
 
     recipe: Recipe = "best"
     """Preset of the options that decide image quality; options that you give take precedence. "best" gives the best
-    held-out images that we know how to get; "splatfacto" has the values of nerfstudio's splatfacto
-    (docs/use/recipes.md).
-    """
+    held-out images that we know how to get; "splatfacto" has the values of nerfstudio's splatfacto, which are the
+    defaults shown here. "best" sets others (docs/use/recipes.md): rates-at-end, rates-fall-from,
+    optimizers.features-rest.optimizer.lr, and of pipeline.model resolution-schedule, densifier, gs-per-seed, exposure,
+    mcmc-picks, stop-split-at, refine-every."""
 
 
 @dataclass
