@@ -1,5 +1,6 @@
 """Checks of image files by their headers, without decoding."""
 
+import shlex
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,14 @@ _SKY = 128
 _EXIF_ORIENTATION = 0x0112
 _TURNED, _LYING = range(2, 9), range(5, 9)
 """EXIF orientations other than upright, and those that exchange width and height."""
+
+COPY_AGAIN = "copy it again, or leave its view out"
+"""Remedy of a damaged photograph."""
+
+_IN_SCANS = np.isin(np.arange(256), [0x00, 0xC4, *range(0xD0, 0xD8), 0xDA, 0xFF])
+"""True for bytes that may follow 0xFF in coded pixels: stuffing, Huffman tables, restarts, scans and padding."""
+_ZEROS = 32
+"""Zero bytes in a row that are damage, unless they are the code of a plain area."""
 
 _THREADS = 8
 _TAIL = 64
@@ -240,7 +249,7 @@ def _look(path: Path, mode_problem: Callable[[str], str | None], problems: list[
             mode, size, orientation = image.mode, image.size, _orientation(image)
             trouble = mode_problem(mode)
             if trouble is not None:
-                problems.append(f"{path}: {trouble}")
+                problems.append(f"{path}: {trouble} {shlex.quote(str(path))}")
                 return None
             if not _ends_well(path, image.format or ""):
                 image.load()
@@ -257,7 +266,8 @@ def _look(path: Path, mode_problem: Callable[[str], str | None], problems: list[
         problems.append(
             f"{path}: HEIC pictures cannot be read: convert them to JPEG or PNG"
             if _is_heic(path)
-            else f"{path}: it is truncated or unreadable ({error if path.stat().st_size else 'it is empty'})"
+            else f"{path}: it is truncated or unreadable ({error if path.stat().st_size else 'it is empty'}); "
+            + COPY_AGAIN
         )
         return None
     return _Picture(mode, size, orientation)
@@ -285,16 +295,50 @@ def _ends_well(path: Path, kind: str) -> bool:
         return file.read().rstrip(b"\0").endswith(mark)
 
 
+def is_damaged_jpeg(data: NDArray[np.uint8]) -> bool:
+    """Return True if the coded pixels of a JPEG file have bytes that no encoder writes (ITU-T T.81, B.1 and F.1.2).
+
+    libjpeg decodes them to other pixels. Found are blocks of zeros, and nearly all blocks of 4 KiB of random bytes;
+    not lost bytes, nor other coded pixels.
+
+    Args:
+        data: [bytes] of a file that libjpeg has decoded.
+    """
+    at, symbols = 2, list[int]()
+    while data[at + 1] != 0xDA:  # the first scan
+        if data[at] != 0xFF:  # padding
+            return False
+        end = at + 2 + int(data[at + 2]) * 256 + int(data[at + 3])
+        table = at + 4 if data[at + 1] == 0xC4 else end
+        while table < end:  # of Huffman codes: its class, the number of codes by length, their symbols by code
+            symbols += [int(data[table + 17])] if data[table] >= 16 else []
+            table += 17 + int(data[table + 1 : table + 17].sum())
+        at = end
+    body = data[at + 2 :]
+    marks = np.flatnonzero(body[:-1] == 0xFF)
+    kinds = body[marks + 1]
+    end = int(np.argmax(kinds == 0xD9))  # of the picture: a camera may write others behind it
+    kinds, body = kinds[:end], body[: marks[end]]
+    # Plain areas are zeros where that is the code of symbol 0, which ends a block.
+    can_be_zeros = not any(symbols) or 0xDA in kinds
+    blocks = body[: len(body) // _ZEROS * _ZEROS].reshape(-1, _ZEROS)
+    return not (_IN_SCANS[kinds].all() and (can_be_zeros or blocks.any(axis=1).all()))
+
+
 def _mode_problem(mode: str) -> str | None:
+    """Return why pixels are no colours, with the command that mends it, without its last word, the file."""
     if mode in _CHANNELS:
         return None
-    return f"its pixels are of kind {mode}, which nerfstudio does not read as colours; convert it to RGB"
+    return (
+        f"its pixels are of kind {mode}, which nerfstudio does not read as colours; convert it to RGB: mogrify -type "
+        "TrueColor -define png:color-type=2"
+    )
 
 
 def _mask_problem(mode: str) -> str | None:
     if len(Image.new(mode, (1, 1)).getbands()) == 1:
         return None
-    return f"a mask must have one channel and this is {mode}; convert it to greyscale"
+    return f"a mask must have one channel and this is {mode}; convert it: mogrify -alpha off -colorspace Gray"
 
 
 def _scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torchvision.io import decode_jpeg
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
-from ns_multigpu.plugin.capture.image_files import read_sky
+from ns_multigpu.plugin.capture.image_files import COPY_AGAIN, is_damaged_jpeg, read_sky
 from ns_multigpu.plugin.capture.image_store import ImageData
 
 ImageType = Literal["uint8", "float32"]
@@ -45,6 +45,8 @@ class FileDataset(InputDataset):
             with suppress(RuntimeError):  # of another format, CMYK, or damaged: PIL decodes it or says what is wrong
                 data = np.fromfile(self._dataparser_outputs.image_filenames[image_idx], np.uint8)
                 pixels = cast(Tensor, decode_jpeg(torch.from_numpy(data)))
+                if is_damaged_jpeg(data):
+                    raise ValueError(f"its pixels are damaged; {COPY_AGAIN}")
                 return pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
         return super().get_numpy_image(image_idx)
 

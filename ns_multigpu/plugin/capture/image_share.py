@@ -195,10 +195,7 @@ class ImageShare:
         try:
             return self.store.rows(index, device, *(rows or (0, self.shapes[index].height)))
         except Exception as error:
-            raise ImageError(
-                f"{self._label} view {index} could be read when training started and now cannot: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise ImageError(f"{self._label} view {index} cannot be read: {type(error).__name__}: {error}") from error
 
     def _exchange(
         self, moves: Sequence[ImageMove], indices: Sequence[int], held: Mapping[int, ImagePart], device: torch.device

@@ -3,7 +3,7 @@
 A method's options are those of its dataclasses. Some have an effect only with one value of another option: those of one
 primitive, of MCMC, of one strategy. They are marked with `Only` in their declaration. `--help` omits them unless the
 command line gives that value, as in `ns-train splatfacto-batch --help --pipeline.model.primitive 2dgs`. A command line
-without `--help` may name all of them: a run that resumes takes the other option from its config.yml.
+without `--help` may name all of them; `without_effect` names those that do nothing.
 """
 
 from collections.abc import Sequence
@@ -67,13 +67,37 @@ def show_what_applies(config: Any, words: Sequence[str]) -> None:
         config.optimizers = {name: group for name, group in config.optimizers.items() if _steps(name, config, asked)}
 
 
+def without_effect(config: Any, words: Sequence[str]) -> list[str]:
+    """Return a line for each option that a command line gives and that the run's other options leave without effect.
+
+    Args:
+        config: the run's `RunConfig`, complete.
+        words: the command line.
+    """
+    lines: list[str] = []
+    for prefix, part in (("pipeline.", config.pipeline), ("pipeline.model.", config.pipeline.model)):
+        unmet = {prefix + name: mark for kind in type(part).__mro__ for name, mark in _unmet(kind, config, {}).items()}
+        for name in given(words).keys() & unmet.keys():
+            mark = unmet[name]
+            needed = f"--{mark.option} {' or '.join(mark.values)}".replace("_", "-").rstrip()
+            lines.append(f"Note: --{name.replace('_', '-')} has no effect in this run: it needs {needed}.")
+    return sorted(lines)
+
+
 def _hide(kind: type, config: Any, asked: dict[str, str]) -> None:
     """Suppress the fields declared by a class of options whose condition is not met."""
-    hints: dict[str, Any] = vars(kind).get("__annotations__", {})
-    for name, hint in hints.items():
-        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Only)]
-        if not all(_applies(mark, _value(config, asked, mark.option)) for mark in marks):
-            hints[name] = tyro.conf.Suppress[hint]
+    for name in _unmet(kind, config, asked):
+        kind.__annotations__[name] = tyro.conf.Suppress[kind.__annotations__[name]]
+
+
+def _unmet(kind: type, config: Any, asked: dict[str, str]) -> dict[str, Only]:
+    """Return the fields declared by a class of options whose condition is not met, with the first such condition."""
+    found: dict[str, Only] = {}
+    for name, hint in vars(kind).get("__annotations__", {}).items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, Only) and not _applies(mark, _value(config, asked, mark.option)):
+                found.setdefault(name, mark)
+    return found
 
 
 def _applies(mark: Only, value: str | None) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import mediapy
 from PIL import Image
 
-from ns_multigpu.plugin.faults.errors import SaveFailed, whole_file
+from ns_multigpu.plugin.faults.errors import InputError, SaveFailed, whole_file
 from ns_multigpu.plugin.launch.processes import cores
 from ns_multigpu.plugin.tools.frames import HostFrame
 
@@ -35,13 +35,23 @@ ImageFormat = Literal["jpeg", "png"]
 
 
 def ffmpeg() -> str:
-    """Return the path of ffmpeg: the machine's, or the one of imageio_ffmpeg."""
+    """Return the path of ffmpeg: the machine's, or the one of imageio_ffmpeg.
+
+    Raises:
+        InputError: neither exists.
+    """
     found = shutil.which("ffmpeg")
     if found is not None:
         return found
-    import imageio_ffmpeg
+    try:
+        import imageio_ffmpeg
 
-    return str(imageio_ffmpeg.get_ffmpeg_exe())
+        return str(imageio_ffmpeg.get_ffmpeg_exe())
+    except (ImportError, RuntimeError) as error:  # not installed, or installed without its binary
+        raise InputError(
+            "A film needs ffmpeg, which is not installed: pip install imageio-ffmpeg. For images, give --output-path "
+            "the name of a folder."
+        ) from error
 
 
 def part_length(frames: int) -> int:

@@ -94,6 +94,8 @@ class FilmRendering:
             raise InputError(f"--jpeg-quality {self.jpeg_quality}: give 1 to 100.")
         if self.film and self.output.suffix != ".mp4":
             raise InputError(f"--output-path {self.output}: give the name of an .mp4 file, or of a folder for images.")
+        if self.film:
+            ffmpeg()
         if self.nearest and isinstance(self.what, Dataset):
             raise InputError(
                 "--render-nearest-camera: with --mode dataset frames are the capture's own views. Name gt-rgb among "

@@ -35,7 +35,7 @@ from ns_multigpu.plugin.launch import checks, quick_imports
 from ns_multigpu.plugin.launch.agreement import manifest_of
 from ns_multigpu.plugin.launch.commands import named_config, resume_command, with_options
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher, use_own_share_of_cores
-from ns_multigpu.plugin.launch.option_help import given
+from ns_multigpu.plugin.launch.option_help import given, without_effect
 from ns_multigpu.plugin.launch.processes import cores
 from ns_multigpu.plugin.launch.ranks import Ranks, Start, agree, check_layout
 from ns_multigpu.plugin.launch.removed_options import account_for, take_out
@@ -167,6 +167,8 @@ class RunConfig(TrainerConfig):
         checks.check_lengths(self.max_num_images, self.max_num_iterations)
         checks.check_retries(self.save_retry_seconds)
         self.check_method()
+        for line in without_effect(self, sys.argv) if _speaks() else ():
+            CONSOLE.print(Text(line, "yellow"), soft_wrap=True)
         here = self.processes if ranks is None else ranks.local_size
         if machine.device_type == "cpu" and (note := checks.crowd(here, cores(), available_memory())) and _speaks():
             CONSOLE.print(Text(note, "yellow"), soft_wrap=True)
@@ -288,10 +290,13 @@ class RunConfig(TrainerConfig):
             note_name(self.output_dir, self.timestamp, starts)
 
     def _refuse_to_replace(self) -> None:
-        """Check that the run would not replace another run's checkpoints.
+        """Check that the run would not replace another run's checkpoints, nor go on in its folder with another capture.
+
+        A capture that is no longer at its earlier path was moved.
 
         Raises:
-            InputError: the folder holds checkpoints that the run does not resume from and would replace.
+            InputError: the folder holds checkpoints that the run does not resume from and would replace; or it resumes
+                from them with another capture.
         """
         folder, models = self.get_base_dir(), self.get_checkpoint_dir()
         kept = checkpoints_in(models)
@@ -299,7 +304,16 @@ class RunConfig(TrainerConfig):
             path is not None and path.resolve() == models.resolve()
             for path in (self.load_dir, self.load_checkpoint and self.load_checkpoint.parent)
         )
-        if not kept or begun_here or restarts() > 0 or self.start_over:
+        if not kept or restarts() > 0 or self.start_over:
+            return
+        if begun_here:
+            file, now = folder / "config.yml", self._capture()
+            before = read_config(file)._capture() if file.is_file() else None
+            if before and now and before.exists() and before.resolve() != now.resolve():
+                raise InputError(
+                    f"The run folder {folder} is of the capture {before}, and the results of {now} would be mixed with "
+                    "its own. Add --timestamp NAME to go on in a new folder next to it, or give --data its capture."
+                )
             return
         name = str(self.method_name)
         raise InputError(
@@ -359,15 +373,20 @@ class RunConfig(TrainerConfig):
             CONSOLE.print(Text(self._in_short()), soft_wrap=True)
 
     def _in_short(self) -> str:
-        machine, datamanager = self.machine, cast(Any, self.pipeline).datamanager
+        machine, data = self.machine, self._capture()
         ranks = machine.num_devices * machine.num_machines
         devices = f"{ranks} {self.cpu_device if machine.device_type == 'cpu' else 'GPU'}{'' if ranks == 1 else 's'}"
-        data = datamanager.data or datamanager.dataparser.data
-        of = f" of {data}" if data and data != Path() else ""  # a city has no folder
+        of = f" of {data}" if data else ""
         return (
             f"{self.method_name} on {devices}{self.length_in_words(ranks)}{of}\n"
             f"Run folder {self.get_base_dir()} (config.yml there has all options; --verbose True prints them)"
         )
+
+    def _capture(self) -> Path | None:
+        """Return the capture's path; None for a city, which has none."""
+        datamanager = cast(Any, self.pipeline).datamanager
+        data = datamanager.data or datamanager.dataparser.data
+        return data if data and data != Path() else None
 
     def length_in_words(self, ranks: int) -> str:
         """Return the length of a run on `ranks` ranks in words, from ": 30,000 images" on."""
@@ -424,9 +443,10 @@ class RecipeOption:
 
     recipe: Recipe = "best"
     """Preset of the options that decide image quality; options that you give take precedence. "best" gives the best
-    held-out images that we know how to get; "splatfacto" has the values of nerfstudio's splatfacto
-    (docs/use/recipes.md).
-    """
+    held-out images that we know how to get; "splatfacto" has the values of nerfstudio's splatfacto, which are the
+    defaults shown here. "best" sets others (docs/use/recipes.md): rates-at-end, rates-fall-from,
+    optimizers.features-rest.optimizer.lr, and of pipeline.model resolution-schedule, densifier, gs-per-seed, exposure,
+    mcmc-picks, stop-split-at, refine-every."""
 
 
 @dataclass

@@ -161,7 +161,7 @@ def test_headers_of_whole_and_of_truncated_files(tmp_path: Path, suffix: str) ->
     for part in (len(whole) - 40, len(whole) // 2, 5, 0):
         path.write_bytes(whole[:part])
         [line] = read_header(path, None, (24, 16)).problems
-        assert line.startswith(f"{path}: it is truncated or unreadable")
+        assert line.startswith(f"{path}: it is truncated or unreadable") and "; copy it again, or leave" in line
     if suffix in (".png", ".jpg"):
         path.write_bytes(whole + b"what a camera writes behind the picture")
         assert read_header(path, None, (24, 16)).problems == ()
@@ -169,11 +169,13 @@ def test_headers_of_whole_and_of_truncated_files(tmp_path: Path, suffix: str) ->
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 3), ("RGBA", 4), ("P", 0), ("LA", 0), ("1", 0), ("I;16", 0)])
 def test_pixel_formats(tmp_path: Path, mode: str, channels: int) -> None:
-    path = tmp_path / "photo.png"
+    path = tmp_path / "my photo.png"
     Image.new(mode, (24, 16)).save(path)
     header = read_header(path, None, (24, 16))
     assert header.channels == channels
     assert bool(header.problems) == (channels == 0) and all(f"of kind {mode}" in line for line in header.problems)
+    command = f"convert it to RGB: mogrify -type TrueColor -define png:color-type=2 '{path}'"
+    assert all(line.endswith(command) for line in header.problems)
 
 
 def test_masks(tmp_path: Path) -> None:
@@ -186,7 +188,8 @@ def test_masks(tmp_path: Path) -> None:
     Image.new("L", (12, 16)).save(mask)
     assert read_header(photo, mask, (24, 16)).problems == (f"{mask}: the mask has 12x16 pixels and the camera 24x16",)
     Image.new("RGB", (24, 16)).save(mask)
-    assert "a mask must have one channel and this is RGB" in read_header(photo, mask, (24, 16)).problems[0]
+    said = f"a mask must have one channel and this is RGB; convert it: mogrify -alpha off -colorspace Gray {mask}"
+    assert said in read_header(photo, mask, (24, 16)).problems[0]
 
 
 # ---- whole captures ----

@@ -1,5 +1,6 @@
 """Every rank sees the same views; images wait on disk, or in memory, and are the same in both cases."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.image_files import is_damaged_jpeg
 from ns_multigpu.plugin.capture.image_reading import FileDataset
 from ns_multigpu.plugin.capture.image_store import ImageData
 from ns_multigpu.plugin.capture.reading import reads_files
@@ -142,6 +144,43 @@ def test_files_are_decoded_to_nerfstudios_pixels_or_fail_as_there(tmp_path: Path
     assert FileDataset(outputs).get_numpy_image(list(files).index("L.jpg")).flags.writeable, "decoded without PIL"
     kind = manager(write_capture(tmp_path / "capture"), World.single()).train_dataset
     assert isinstance(kind, FileDataset) and reads_files(kind)
+
+
+def _jpeg(photo: Image.Image, **options: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    file = io.BytesIO()
+    photo.save(file, "jpeg", **options)
+    return np.frombuffer(file.getvalue(), np.uint8).copy()
+
+
+def test_bytes_that_no_encoder_writes_are_damage() -> None:
+    noise, plain = Image.effect_noise((256, 256), 90).convert("RGB"), Image.new("RGB", (512, 512), "white")
+    kinds: list[dict[str, Any]] = [{}, {"progressive": True}, {"restart_marker_blocks": 3}, {"optimize": True}]
+    for photo in (noise, plain, noise.convert("L")):
+        for options in kinds:
+            assert not is_damaged_jpeg(_jpeg(photo, **options)), options
+    assert not is_damaged_jpeg(np.append(_jpeg(noise), np.zeros(99, np.uint8))), (
+        "bytes behind the picture are none of it"
+    )
+    usual, scans = _jpeg(noise).tobytes(), _jpeg(plain, progressive=True)
+    tables = np.frombuffer(usual[usual.index(b"\xff\xc4") : usual.index(b"\xff\xda")], np.uint8)
+    assert not is_damaged_jpeg(np.concatenate([scans[:2], tables, scans[2:]])), "a later scan may have other tables"
+    middle, random = len(usual) // 2, np.random.default_rng(0)
+    for options in kinds:
+        data = _jpeg(noise, **options)
+        data[middle : middle + 4096] = random.integers(0, 256, 4096, dtype=np.uint8)
+        assert is_damaged_jpeg(data), options
+    data = _jpeg(noise)
+    data[middle : middle + 64] = 0
+    assert is_damaged_jpeg(data)
+
+
+def test_a_photograph_damaged_in_its_middle_is_named(tmp_path: Path) -> None:
+    folder = write_capture(tmp_path / "capture")
+    data = _jpeg(Image.effect_noise((WIDTH, HEIGHT), 90).convert("RGB"), quality=100)
+    data[-200:-100] = 0
+    data.tofile(folder / "images" / "photo_03.png")
+    with pytest.raises(InputError, match=r"1 image.*cannot be used:\n.*photo_03.png: its pixels are damaged; copy it"):
+        _ = manager(folder, World.single()).train_share
 
 
 def test_a_fisheye_without_parameters_is_undistorted(tmp_path: Path) -> None:

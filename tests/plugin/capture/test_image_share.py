@@ -375,7 +375,7 @@ def test_an_image_lost_on_the_way_is_named_and_leaves_its_place() -> None:
     share = ImageShare([PLAIN] * 6, decode, World.single(), label="training", budget=128)
     for index in (0, 2, 3, 2):
         if index in fails:
-            with pytest.raises(ImageError, match=f"training view {index} could be read.*photo.jpg: gone"):
+            with pytest.raises(ImageError, match=f"training view {index} cannot be read: .*photo.jpg: gone"):
                 share.image(index, torch.device("cpu"))
     fails.clear()
     for index in (2, 5, 3):

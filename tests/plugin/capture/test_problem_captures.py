@@ -205,7 +205,7 @@ def test_links_folders_and_empty_files_are_no_images(tmp_path: Path) -> None:
     assert [problem.partition(".jpg: ")[2] for problem in look_at_colmap(tmp_path).problems] == [
         "it is a link to /mnt/gone.jpg, and there is no such file",
         "it is a folder, and a picture is needed",
-        "it is truncated or unreadable (it is empty)",
+        "it is truncated or unreadable (it is empty); copy it again, or leave its view out",
     ]
 
 

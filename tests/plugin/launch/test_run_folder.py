@@ -127,6 +127,46 @@ def test_going_on_from_another_run_replaces_these_checkpoints_too(capture: Path,
             asked(capture, tmp_path, **option).set_timestamp()
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_resumes_with_another_capture_in_another_folder(
+    capture: Path, tmp_path: Path, process: pytest.MonkeyPatch, named: bool
+) -> None:
+    folder, other, moved = trained(tmp_path, capture, 3), tmp_path / "other", tmp_path / "moved"
+    shutil.copytree(capture, other)
+
+    def resume(data: Path, *words: str) -> Any:
+        if named:
+            return loaded(
+                process, folder / "config.yml", "--load-dir", str(folder / MODELS), "--data", str(data), *words
+            )
+        config = asked(
+            data, tmp_path, load_dir=folder / MODELS, experiment_name="my fox", timestamp=("now", *words)[-1]
+        )
+        config.set_timestamp()
+        return config
+
+    with pytest.raises(
+        InputError, match=rf"is of the capture {capture}, and the results of {other} would.* --timestamp"
+    ):
+        resume(other)
+    assert resume(capture).get_base_dir() == folder
+    assert resume(other, "--timestamp", "later").get_base_dir() == folder.with_name("later")
+    capture.rename(moved)
+    try:
+        assert resume(moved).get_base_dir() == folder, "a capture that was moved is the same"
+    finally:
+        moved.rename(capture)
+
+
+def test_an_option_without_effect_is_named_at_the_start(
+    capture: Path, tmp_path: Path, process: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process.setattr(sys, "argv", ["ns-train", "splatfacto-batch", "--pipeline.model.noise-lr", "1e5"])
+    asked(capture, tmp_path).set_timestamp()
+    said = "Note: --pipeline.model.noise-lr has no effect in this run: it needs --pipeline.model.densifier mcmc."
+    assert said in capsys.readouterr().out
+
+
 # ---- a folder that was moved ----
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from PIL import Image
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
 from ns_multigpu.plugin.render.panorama import panorama
-from ns_multigpu.plugin.tools import film
+from ns_multigpu.plugin.tools import film, models
 from ns_multigpu.plugin.tools.film import part_length
 from ns_multigpu.plugin.tools.frames import Look, with_even_sides
+from ns_multigpu.plugin.tools.models import run_tool
 from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Spiral
 from tests.lib.ranks import run_ranks
@@ -267,6 +269,18 @@ def test_odd_sides_repeat_the_last_pixels(run: Path, path: Path, tmp_path: Path)
     even = with_even_sides(torch.arange(24).view(4, 3, 2))
     assert even.shape == (4, 4, 2) and torch.equal(even[:, 3], even[:, 2])
     assert torch.equal(with_even_sides(even), even)
+
+
+def test_only_films_need_ffmpeg(run: Path, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(film.shutil, "which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    images = FilmRendering(CameraPath(path), tmp_path / "a", image_format="png")
+    images.check()
+    assert len(render_run(World.single(), run, images, True)) == FRAMES == len(list((tmp_path / "a").glob("*.png")))
+    monkeypatch.setattr(models, "load_model", None)
+    with pytest.raises(InputError, match=r"needs ffmpeg, .*: pip install imageio-ffmpeg. .* the name of a folder"):
+        run_tool(run, None, FilmRendering(CameraPath(path), tmp_path / "a.mp4"), 1, "cpu")
+    assert not (tmp_path / "a.mp4.parts").exists()
 
 
 def test_existing_output_is_replaced_on_request_only(path: Path, tmp_path: Path) -> None:

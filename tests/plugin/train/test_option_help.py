@@ -15,8 +15,9 @@ import tyro
 from nerfstudio.configs.method_configs import method_configs
 
 from ns_multigpu import methods
-from ns_multigpu.plugin.launch.option_help import given, show_what_applies
+from ns_multigpu.plugin.launch.option_help import given, show_what_applies, without_effect
 from ns_multigpu.plugin.launch.removed_options import REMOVED_OPTIONS
+from ns_multigpu.plugin.train.recipe import best
 
 STOCK = {"splatfacto": method_configs["splatfacto"], "nerfacto": method_configs["nerfacto"]}
 SPECS = {
@@ -30,13 +31,18 @@ MOST = 50
 """Options of ours that a method may show."""
 
 
-def shown(config: Any, *words: str) -> list[str]:
-    """Return the options that a configuration's `--help` lists."""
+def help_text(config: Any, *words: str) -> str:
+    """Return a configuration's `--help`."""
     out = io.StringIO()
     kind: Any = tyro.conf.FlagConversionOff[type(config)]
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         tyro.cli(kind, default=config, args=[*words, "--help"], prog="ns-train")
-    return list(dict.fromkeys(re.findall(r"(?<![\w-])--([a-z][\w.-]*)", out.getvalue())))
+    return out.getvalue()
+
+
+def shown(config: Any, *words: str) -> list[str]:
+    """Return the options that a configuration's `--help` lists."""
+    return list(dict.fromkeys(re.findall(r"(?<![\w-])--([a-z][\w.-]*)", help_text(config, *words))))
 
 
 @pytest.fixture
@@ -167,6 +173,41 @@ def test_without_help_all_options_are_taken() -> None:
     model = found.pipeline.model
     assert (model.normal_loss, model.max_gaussians, model.cull_alpha_thresh_convex) == (0.1, 7, 0.5)
     assert found.pipeline.tile_lists == "sort" and found.optimizers.keys() == config.optimizers.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("--pipeline.model.noise_lr 1e5", "densifier mcmc"),
+        ("--pipeline.model.mcmc-picks=both", "densifier mcmc"),
+        ("--pipeline.model.normal-loss 0.1", "primitive 2dgs"),
+        ("--pipeline.model.depth-maps off", "depth-loss"),
+        ("--pipeline.model.rebalance-above 2", "--pipeline.strategy tile or locality"),
+        ("--pipeline.model.noise-lr 1e5 --pipeline.model.densifier mcmc", None),
+        ("--pipeline.model.depth-maps off --pipeline.model.depth-loss 0.1", None),
+        ("--pipeline.model.sh-degree 2 --pipeline.transport peer --max-num-images 9", None),
+    ],
+)
+def test_given_options_without_effect_are_named(words: str, needed: str | None) -> None:
+    config: Any = copy.deepcopy(SPECS["splatfacto-batch"])
+    kind: Any = type(config)
+    found = without_effect(tyro.cli(kind, default=config, args=words.split()), ["ns-train", "method", *words.split()])
+    name = re.split("[ =]", words.replace("_", "-"))[0]
+    if needed is None:
+        assert found == []
+    else:
+        (line,) = found
+        assert line.startswith(f"Note: {name} has no effect in this run") and line.endswith(f"{needed}.")
+
+
+def test_help_names_what_the_recipe_sets() -> None:
+    text = re.sub(r"[\s│]+", " ", help_text(SPECS["splatfacto-batch"]))
+    listed = re.split(
+        ", and of pipeline.model |, ",
+        text.partition('"best" sets others (docs/use/recipes.md): ')[2].partition(". ")[0],
+    )
+    names = [name.replace("_", "-").removeprefix("pipeline.model.") for name in best(30000)]
+    assert sorted(listed) == sorted(names)
 
 
 def test_options_are_read_from_words() -> None:
