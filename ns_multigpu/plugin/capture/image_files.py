@@ -37,8 +37,8 @@ _TURNED, _LYING = range(2, 9), range(5, 9)
 COPY_AGAIN = "copy it again, or leave its view out"
 """Remedy of a damaged photograph."""
 
-_IN_SCANS = np.isin(np.arange(256), [0x00, 0xC4, *range(0xD0, 0xD8), 0xDA, 0xFF])
-"""True for bytes that may follow 0xFF in coded pixels: stuffing, Huffman tables, restarts, scans and padding."""
+_IN_SCANS = np.isin(np.arange(256), [0x00, *range(0xD0, 0xD8), 0xFF])
+"""True for bytes that may follow 0xFF in coded pixels: stuffing, restarts and padding."""
 _ZEROS = 32
 """Zero bytes in a row that are damage, unless they are the code of a plain area."""
 
@@ -299,7 +299,7 @@ def is_damaged_jpeg(data: NDArray[np.uint8]) -> bool:
     """Return True if the coded pixels of a JPEG file have bytes that no encoder writes (ITU-T T.81, B.1 and F.1.2).
 
     libjpeg decodes them to other pixels. Found are blocks of zeros, and nearly all blocks of 4 KiB of random bytes;
-    not lost bytes, nor other coded pixels.
+    not lost bytes, nor other coded pixels. Files of several scans, which have tables in between, are not looked at.
 
     Args:
         data: [bytes] of a file that libjpeg has decoded.
@@ -317,10 +317,12 @@ def is_damaged_jpeg(data: NDArray[np.uint8]) -> bool:
     body = data[at + 2 :]
     marks = np.flatnonzero(body[:-1] == 0xFF)
     kinds = body[marks + 1]
+    if 0xD9 not in kinds or 0xDA in kinds:
+        return False
     end = int(np.argmax(kinds == 0xD9))  # of the picture: a camera may write others behind it
     kinds, body = kinds[:end], body[: marks[end]]
     # Plain areas are zeros where that is the code of symbol 0, which ends a block.
-    can_be_zeros = not any(symbols) or 0xDA in kinds
+    can_be_zeros = not any(symbols)
     blocks = body[: len(body) // _ZEROS * _ZEROS].reshape(-1, _ZEROS)
     return not (_IN_SCANS[kinds].all() and (can_be_zeros or blocks.any(axis=1).all()))
 

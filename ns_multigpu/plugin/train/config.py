@@ -446,7 +446,7 @@ class RecipeOption:
     held-out images that we know how to get; "splatfacto" has the values of nerfstudio's splatfacto, which are the
     defaults shown here. "best" sets others (docs/use/recipes.md): rates-at-end, rates-fall-from,
     optimizers.features-rest.optimizer.lr, and of pipeline.model resolution-schedule, densifier, gs-per-seed, exposure,
-    mcmc-picks, stop-split-at, refine-every."""
+    mcmc-picks, mcmc-whole-step-scale, noise-lr, morton-order, stop-split-at, refine-every."""
 
 
 @dataclass
