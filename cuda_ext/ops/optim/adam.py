@@ -96,7 +96,9 @@ def mean_step(log_scales: Tensor, whole: float) -> Tensor:
     """Return the part [N, 1] of Adam's step that means take: the middle of the scales over `whole`, at most 1."""
     if whole <= 0:
         return log_scales.new_ones(())
-    return (log_scales.detach().median(-1, keepdim=True).values.exp() / whole).clamp(max=1.0)
+    x, y, z = log_scales.detach().unbind(-1)
+    middle = torch.maximum(torch.minimum(x, y), torch.minimum(torch.maximum(x, y), z))
+    return (middle.exp() / whole).clamp(max=1.0)[:, None]
 
 
 @torch.no_grad()
