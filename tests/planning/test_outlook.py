@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from nerfstudio.cameras.cameras import Cameras, CameraType
 
 from ns_multigpu.planning import rates
 from ns_multigpu.planning.outlook import described, outlook
 from ns_multigpu.planning.pace import pace
-from ns_multigpu.planning.work import Workload
-from ns_multigpu.plugin.train.capacity import Capacity, expectations
+from ns_multigpu.planning.work import VISIBLE, Workload
+from ns_multigpu.plugin.train.capacity import Capacity, expectations, visible_fraction
 
 RUN = Workload(1000, 1920, 1080, views=1, gpus=2)
 SMALL = replace(RUN, width=640, height=480)
@@ -77,3 +79,21 @@ def test_expectations_need_a_choice_of_strategies() -> None:
     assert expectations(replace(found, on_gpu=False), "tile", None, "default") == []
     assert expectations(replace(found, workload=replace(RUN, gpus=1)), "tile", None, "default") == []
     assert expectations(found, "a strategy of a user", None, "default") == []
+
+
+def test_visible_fraction_is_that_of_the_seed_points() -> None:
+    """A view shows a quarter of a plane in front of it, and nothing of the half behind it."""
+    steps = torch.linspace(-0.99, 0.99, 40)
+    x, y = torch.meshgrid(steps, steps, indexing="ij")
+    plane = torch.stack([x, y, torch.full_like(x, -1.0)], -1).reshape(-1, 3)
+    seeds = torch.cat([plane, plane * torch.tensor([1, 1, -1])])
+    poses = torch.eye(4)[None, :3].repeat(3, 1, 1)
+
+    def cameras(kind: CameraType) -> Cameras:
+        return Cameras(poses, fx=100.0, fy=100.0, cx=50.0, cy=50.0, width=100, height=100, camera_type=kind)
+
+    assert visible_fraction((seeds, seeds), cameras(CameraType.PERSPECTIVE)) == pytest.approx(1 / 8, rel=0.05)
+    assert visible_fraction((seeds[:1600], seeds), cameras(CameraType.PERSPECTIVE)) == pytest.approx(1 / 4, rel=0.05)
+    assert visible_fraction((seeds, seeds), cameras(CameraType.EQUIRECTANGULAR)) > 0.2
+    assert visible_fraction((-10 * seeds[:1600], seeds), cameras(CameraType.PERSPECTIVE)) == 1 / 1600
+    assert visible_fraction(None, cameras(CameraType.PERSPECTIVE)) == VISIBLE

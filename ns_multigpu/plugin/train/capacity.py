@@ -1,22 +1,30 @@
 """Model size of a run: what memory holds, the densification cap, and a warning about pruning by size."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from nerfstudio.cameras.cameras import CameraType
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
+from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.planning.memory import most_points
 from ns_multigpu.planning.outlook import SOME_SIZE, described, outlook
 from ns_multigpu.planning.quantities import gib
-from ns_multigpu.planning.work import STRATEGIES, Workload
+from ns_multigpu.planning.work import STRATEGIES, VISIBLE, Workload
+from ns_multigpu.plugin.capture.seed_points import CaptureViews, seen_points
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import free_bytes
 from ns_multigpu.primitives.gaussians.cap import chosen_cap
+
+
+_SOME = 1000
+"""Number of points and of views, about, that a visible fraction is measured with."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +142,32 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
     if world.is_main:
         text, worrying = describe(found, pipeline.strategy.name, cap, why)
         CONSOLE.print(Text(text, "bold yellow" if worrying else ""), soft_wrap=True)
-        for line in expectations(found, pipeline.strategy.name, cap, options.densifier):
+        visible = visible_fraction(model.seed_points, pipeline.datamanager.train_dataset.cameras)
+        planned = replace(found, workload=replace(found.workload, visible=visible, scene="auto"))
+        for line in expectations(planned, pipeline.strategy.name, cap, options.densifier):
             CONSOLE.print(Text(line), soft_wrap=True)
     return found
+
+
+def visible_fraction(seeds: tuple[Tensor, Tensor] | None, cameras: Any) -> float:
+    """Return the mean fraction of the seed points that a view shows, of some of both; the planning scene's without any.
+
+    Args:
+        seeds: positions [N, 3] and colours [N, 3] of the points, or None. cameras: of the views, in the same frame.
+    """
+    if seeds is None or len(seeds[0]) == 0:
+        return VISIBLE
+    xyz = seeds[0][:: max(1, len(seeds[0]) // _SOME)].double().cpu().numpy()
+    some = cameras[:: max(1, len(cameras) // _SOME)]
+    poses = np.tile(np.eye(4), (len(some), 1, 1))
+    poses[:, :3] = some.camera_to_worlds.cpu().numpy()
+    lenses, sizes = (
+        torch.cat(columns, 1).double().cpu().numpy()
+        for columns in ((some.fx, some.fy, some.cx, some.cy), (some.width, some.height))
+    )
+    panorama = bool((some.camera_type == CameraType.EQUIRECTANGULAR.value).any())
+    shown = seen_points(CaptureViews(poses, lenses, sizes, is_panorama=panorama), xyz)
+    return max(float(shown.mean()) / len(xyz), 1 / len(xyz))
 
 
 def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str) -> list[str]:
