@@ -51,7 +51,9 @@ def train(
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain colours": {MODEL + "sh_degree": 0},
+    "plain colours, and an option of MCMC, without effect": {
+        MODEL + "sh_degree": 0, MODEL + "mcmc_whole_step_scale": 0.5,
+    },
     "views smaller than SSIM's window": {MODEL + "ssim_lambda": 0.0, MODEL + "num_downscales": 2},
     "no needles": {MODEL + "use_scale_regularization": True, MODEL + "max_gauss_ratio": 1.05},
     "a loss of depth from image 24 on": {MODEL + "depth_loss": 0.3, MODEL + "depth_loss_start": 24},
