@@ -6,14 +6,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import cuda_ext
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import OUR_KERNELS, captured
 from tests.cuda_ext.projections import PROJECT_INPUTS, projected, weights
 from tests.cuda_ext.scenes import Scene, one_point, pad, random_scene
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
-]
+pytestmark = OUR_KERNELS
 SH_INPUTS = ("means", "camera_centers", "sh_dc", "sh_rest")
 MANY = 70  # views: more than fit into the arguments of one launch
 OPS = torch.ops.ns_multigpu
