@@ -11,12 +11,10 @@ from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from PIL import Image
 
-from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import small_problems
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.first_look import PLACES, Findings, find_reconstruction, first_look
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.radiance.field.model import NerfactoXLModelConfig
 from tests.lib import captures
@@ -24,17 +22,12 @@ from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_captur
 
 
 def look(data: Path, **options: Any) -> Findings:
-    parser = ColmapDataParserConfig(colmap_path=Path("sparse/0"), **options)
+    parser = ColmapDataParserConfig(**{"colmap_path": Path("sparse/0"), **options})
     return first_look(DistributedDataManagerConfig(data=data, dataparser=parser))
 
 
 def manager(data: Path, **options: Any) -> DistributedDataManager:
-    set_world(World.single())
-    try:
-        parser = ColmapDataParserConfig(colmap_path=Path("sparse/0"), data=data, **options)
-        return DistributedDataManager(DistributedDataManagerConfig(dataparser=parser), device="cpu", test_mode="val")
-    finally:
-        set_world(None)
+    return captures.read_by(ColmapDataParserConfig(colmap_path=Path("sparse/0"), data=data, **options))
 
 
 def test_a_good_capture(tmp_path: Path) -> None:
