@@ -7,24 +7,28 @@ from torch.testing import assert_close
 
 import cuda_ext
 from tests.cuda_ext.projections import PROJECT_INPUTS as INPUTS
-from tests.cuda_ext.projections import projected, weights
-from tests.cuda_ext.scenes import one_point, random_scene
+from tests.cuda_ext.projections import check_gradients, projected, weights
+from tests.cuda_ext.scenes import lens_scene, one_point, random_scene
 from tests.lib.threads import same_on_threads
 
 OPS = torch.ops.ns_multigpu
 
 
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("lenses", [False, True])
 @pytest.mark.parametrize("antialiased", [False, True])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-11)])
-def test_native_equals_reference(dtype: torch.dtype, rtol: float, antialiased: bool) -> None:
-    scene = random_scene(views=3, dtype=dtype)
+def test_native_equals_reference(dtype: torch.dtype, rtol: float, antialiased: bool, lenses: bool) -> None:
+    scene = (lens_scene if lenses else random_scene)(views=4, dtype=dtype)
     rows = scene.all_rows()  # with the dead ones, and every point in each view
     out, gradients = projected(scene, rows, antialiased)
     with cuda_ext.use_reference():
         expected, expected_gradients = projected(scene, rows, antialiased)
     alive = expected[4][:, 0] > 0
-    assert 0.2 < alive.float().mean() < 0.9
+    assert 0.1 < alive.float().mean() < 0.9
+    centres = torch.nn.functional.pad(scene.means, (0, 1), value=1.0)[rows[1].long(), :, None]
+    behind = (scene.viewmats[rows[0].long()] @ centres)[:, 2, 0] < 0
+    assert ((alive & behind).sum() > 10) == lenses, "a fisheye draws what lies beyond 90 degrees"
     for got, want in zip(out[:4], expected[:4], strict=True):
         assert_close(got, want, rtol=rtol, atol=rtol * 0.1)
         assert (want[alive] != 0).any() and (got[~alive] == 0).all()
@@ -42,14 +46,7 @@ def test_gradcheck(either: str, antialiased: bool) -> None:
     rows = scene.all_rows()
     radii = scene.project(*rows, antialiased=antialiased).radii
     assert (radii > 0).any() and (radii == 0).any()
-
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        means, quats, scales, opacities, viewmats = inputs
-        cameras = (viewmats, scene.Ks, scene.sizes)
-        return cuda_ext.project(means, quats, scales, opacities, *cameras, *rows, antialiased=antialiased)[:4]
-
-    inputs = [getattr(scene, name).clone().requires_grad_() for name in INPUTS]
-    assert torch.autograd.gradcheck(run, inputs, eps=1e-7, atol=1e-5, rtol=1e-4)
+    check_gradients(scene, rows, antialiased)
 
 
 @pytest.mark.parametrize("antialiased", [False, True])
