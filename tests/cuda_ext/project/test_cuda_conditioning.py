@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import cuda_ext
-from tests.cuda_ext.graphs import OUR_KERNELS, captured
+from tests.cuda_ext.graphs import OUR_KERNELS, check_replays
 from tests.cuda_ext.moments import MOVING, moving, moving_scene, projected_rows, with_gradients
 from tests.cuda_ext.project.test_conditioning import conditioned, drawn
 from tests.cuda_ext.project.test_cuda_projection import close
@@ -89,10 +89,6 @@ def test_they_can_be_captured_and_repeat_their_bits() -> None:
         return OPS.project_axes(*moment, there.viewmats, there.Ks, there.sizes, rows[0], 0.3, 0.01, 1e10, True)
 
     view_times_there = view_times.cuda()
-    expected = both()
-    graph, out = captured(both)
-    graph.replay()
-    for got, want in zip(out, expected, strict=True):
-        assert torch.equal(got, want)
+    check_replays(both)
     first, second = (with_gradients(partial(conditioned, view_times_there, rows), on_gpu(leaves))[1] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
