@@ -1,7 +1,4 @@
-"""Check names, docstrings, prose and commit subjects against the project's vocabulary.
-
-The rules that hold are listed in pyproject.toml (`[tool.check_words] rules`), and `make lint` runs those. `--count`
-counts what every rule finds, by package and by word. Rules:
+"""Check names, docstrings, prose and commit subjects against the project's vocabulary. Rules:
 
 - identifiers: no name in Python, C++ and CUDA, and no file, has a word of `NAMES`;
 - words: no docstring, comment, message or page has a word of `WORDS`;
@@ -18,9 +15,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -135,7 +130,7 @@ WORDS = {
 }
 """Patterns of whole words that prose no longer has, and what it says instead."""
 
-PATTERNS = {re.compile(rf"\b(?:{word})\b", re.IGNORECASE): (word, instead) for word, instead in WORDS.items()}
+PATTERNS = {re.compile(rf"\b(?:{word})\b", re.IGNORECASE): instead for word, instead in WORDS.items()}
 ANY_NAME = re.compile(rf"\b(?:{'|'.join(NAMES)})\b")
 ANY_WORD = re.compile("|".join(pattern.pattern for pattern in PATTERNS), re.IGNORECASE)
 SAID = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)  # comments and strings of C++
@@ -146,14 +141,8 @@ NO_VERB = re.compile(r"(an?|the|no|what|which|where|how|who|that|more|it|.+[^e]e
 VERBS_ALL_THE_SAME = {"bring", "string", "embed", "shed", "alias", "bias", "focus"}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A place that breaks a rule: package, `file:line`, the word that counts name, and what to do."""
-
-    package: str
-    place: str
-    word: str
-    advice: str
+Finding = tuple[str, str]
+"""A place that breaks a rule, `file:line`, and what to do."""
 
 
 def parts(name: str) -> list[str]:
@@ -161,18 +150,18 @@ def parts(name: str) -> list[str]:
     return [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
-def files(root: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    """Yield (package, file) of the files under `FOLDERS` that have one of the suffixes."""
+def files(root: Path, *suffixes: str) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the files under `FOLDERS` that have one of the suffixes."""
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*")):
-            if file.suffix in suffixes and file.relative_to(root).as_posix() not in SKIPPED:
-                yield folder, file
+            if file.suffix in suffixes and (name := file.relative_to(root).as_posix()) not in SKIPPED:
+                yield name, file
 
 
-def pages(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (package, page) of README and docs."""
-    yield from (("README", page) for page in [root / "README.md"] if page.exists())
-    yield from (("docs", page) for page in sorted((root / "docs").rglob("*.md")))
+def pages(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and text of README and docs."""
+    for page in [*root.glob("README.md"), *sorted((root / "docs").rglob("*.md"))]:
+        yield page.relative_to(root).as_posix(), page.read_text(encoding="utf-8")
 
 
 def identifiers(root: Path, allowed: Sequence[str] = ()) -> Iterator[Finding]:
@@ -181,8 +170,8 @@ def identifiers(root: Path, allowed: Sequence[str] = ()) -> Iterator[Finding]:
     Args:
         allowed: names, or `file:name`, that another library or an option has, or that mean what the word means.
     """
-    for package, file in files(root, (".py", *NATIVE)):
-        where, text = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+    for where, file in files(root, ".py", *NATIVE):
+        text = file.read_text(encoding="utf-8")
         names = {file.stem: 1}
         if file.suffix == ".py":
             for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -197,7 +186,7 @@ def identifiers(root: Path, allowed: Sequence[str] = ()) -> Iterator[Finding]:
             if name in allowed or f"{where}:{name}" in allowed:
                 continue
             for word in dict.fromkeys(ANY_NAME.findall(" ".join(parts(name)))):
-                yield Finding(package, f"{where}:{number}", word, f"{name}: {NAMES[word]}")
+                yield f"{where}:{number}", f"{name}: {NAMES[word]}"
 
 
 def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -218,12 +207,11 @@ def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def docstrings(root: Path) -> Iterator[Finding]:
     """Find docstrings whose first word is one of `FIRST_WORDS`."""
-    for package, file in files(root, (".py",)):
+    for where, file in files(root, ".py"):
         for line, text in documented(ast.parse(file.read_text(encoding="utf-8"))):
             first = re.match(r"[A-Za-z]+", text.lstrip())
             if first and first[0] in FIRST_WORDS:
-                advice = f"docstring begins with {first[0]!r}: begin with a verb or a noun"
-                yield Finding(package, f"{file.relative_to(root).as_posix()}:{line}", first[0], advice)
+                yield f"{where}:{line}", f"docstring begins with {first[0]!r}: begin with a verb or a noun"
 
 
 def texts(file: Path) -> Iterator[tuple[int, str]]:
@@ -242,15 +230,14 @@ def texts(file: Path) -> Iterator[tuple[int, str]]:
 
 def words(root: Path) -> Iterator[Finding]:
     """Find words of `WORDS` in docstrings, comments, messages and pages; code in backticks apart."""
-    said = [(package, file, texts(file)) for package, file in files(root, (".py", *NATIVE))]
-    said += [(package, page, iter(prose(page.read_text(encoding="utf-8")))) for package, page in pages(root)]
-    for package, file, lines in said:
+    said = [(where, texts(file)) for where, file in files(root, ".py", *NATIVE)]
+    said += [(where, iter(prose(text))) for where, text in pages(root)]
+    for where, lines in said:
         for number, line in lines:
             line = re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
-            for pattern, (word, instead) in PATTERNS.items() if ANY_WORD.search(line) else ():
+            for pattern, instead in PATTERNS.items() if ANY_WORD.search(line) else ():
                 for match in pattern.finditer(line):
-                    place = f"{file.relative_to(root).as_posix()}:{number}"
-                    yield Finding(package, place, word, f"{match[0]!r}: {instead}")
+                    yield f"{where}:{number}", f"{match[0]!r}: {instead}"
 
 
 def sentences_of(text: str) -> Iterator[tuple[int, str]]:
@@ -280,25 +267,25 @@ def sentences_of(text: str) -> Iterator[tuple[int, str]]:
 
 def sentences(root: Path) -> Iterator[Finding]:
     """Find sentences of README and docs that are longer than `LONGEST_SENTENCE` words."""
-    for package, page in pages(root):
-        for number, sentence in sentences_of(page.read_text(encoding="utf-8")):
+    for where, text in pages(root):
+        for number, sentence in sentences_of(text):
             length = sum(any(c.isalnum() for c in word) for word in sentence.split())
             if length > LONGEST_SENTENCE:
-                place = f"{page.relative_to(root).as_posix()}:{number}"
-                yield Finding(package, place, "sentence", f"{length} words: {' '.join(sentence.split()[:8])} …")
+                yield f"{where}:{number}", f"{length} words: {' '.join(sentence.split()[:8])} …"
 
 
 def hashes(root: Path) -> Iterator[Finding]:
     """Find commit hashes in README and docs; code blocks may show checksums."""
-    for package, page in pages(root):
-        for number, line in prose(page.read_text(encoding="utf-8")):
+    for where, text in pages(root):
+        for number, line in prose(text):
             for match in HASH.findall(line):
-                place = f"{page.relative_to(root).as_posix()}:{number}"
-                yield Finding(package, place, "hash", f"{match}: pages name no commit")
+                yield f"{where}:{number}", f"{match}: pages name no commit"
 
 
-def commits(root: Path, since: str) -> Iterator[Finding]:
+def commits(root: Path, since: str | None) -> Iterator[Finding]:
     """Find commit subjects after `since` that are not `area: imperative`, or longer than `LONGEST_SUBJECT`."""
+    if not since:
+        return
     command = ["git", "log", "--no-merges", "--format=%h %s", f"{since}..HEAD"]
     log = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     for line in log.splitlines():
@@ -306,63 +293,31 @@ def commits(root: Path, since: str) -> Iterator[Finding]:
         match = SUBJECT.match(subject)
         verb = match["verb"] if match else ""
         if len(subject) > LONGEST_SUBJECT:
-            yield Finding("commits", commit, "length", f"{len(subject)} characters: {subject}")
+            yield commit, f"{len(subject)} characters: {subject}"
         if not verb or (NO_VERB.match(verb) and verb not in VERBS_ALL_THE_SAME):
-            yield Finding("commits", commit, "form", f"not `area: imperative`: {subject}")
-
-
-RULES: dict[str, Callable[[Path], Iterator[Finding]]] = {
-    "identifiers": identifiers,
-    "words": words,
-    "docstrings": docstrings,
-    "sentences": sentences,
-    "hashes": hashes,
-}
-
-
-def count(found: dict[str, list[Finding]]) -> Iterator[str]:
-    """Yield the lines of a table of findings: by rule and package, then by rule, word and package."""
-    packages = sorted({finding.package for findings in found.values() for finding in findings})
-    yield " | ".join(["rule", "word", "all", *packages])
-    for rule, findings in found.items():
-        by_word = Counter(finding.word for finding in findings)
-        cells = Counter((finding.word, finding.package) for finding in findings)
-        totals = Counter(finding.package for finding in findings)
-        yield " | ".join([rule, "", str(len(findings)), *(str(totals[package]) for package in packages)])
-        for word, number in by_word.most_common() if len(by_word) > 1 else ():
-            yield " | ".join([rule, word, str(number), *(str(cells[word, package]) for package in packages)])
+            yield commit, f"not `area: imperative`: {subject}"
 
 
 def main() -> None:
-    """Print what the enabled rules find, and end with status 1 if it is anything; or count what all rules find."""
+    """Print what the rules find, and end with status 1 if it is anything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="the repository's root")
-    parser.add_argument("--count", action="store_true", help="count findings of every rule, by package and word")
-    parser.add_argument("--rules", nargs="+", choices=[*RULES, "commits"], help="rules to check instead of the enabled")
     parser.add_argument("--since", help="commit behind which subjects are checked, instead of pyproject's")
     given = parser.parse_args()
     root = given.root.resolve()
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     settings = project.get("tool", {}).get("check_words", {})
-    since = given.since or settings.get("commits_since")
-    rules = {
-        **RULES,
-        "identifiers": lambda root: identifiers(root, settings.get("allowed_names", [])),
-        "commits": lambda root: commits(root, since) if since else iter(()),
+    found = {
+        "identifiers": identifiers(root, settings.get("allowed_names", [])),
+        "words": words(root),
+        "docstrings": docstrings(root),
+        "sentences": sentences(root),
+        "hashes": hashes(root),
+        "commits": commits(root, given.since or settings.get("commits_since")),
     }
-    chosen = given.rules or (list(rules) if given.count else settings.get("rules", []))
-    if unknown := sorted(set(chosen) - set(rules)):
-        parser.error(
-            f"[tool.check_words] in pyproject.toml: no rule {', '.join(unknown)}; there are {', '.join(rules)}"
-        )
-    found = {rule: list(rules[rule](root)) for rule in chosen}
-    if given.count:
-        print("\n".join(count(found)))
-        return
-    for rule, findings in found.items():
-        for finding in findings:
-            print(f"{finding.place}: {rule}: {finding.advice}")
-    sys.exit(1 if any(found.values()) else 0)
+    lines = [f"{place}: {rule}: {advice}" for rule, findings in found.items() for place, advice in findings]
+    print(*lines, sep="\n", end="\n" if lines else "")
+    sys.exit(1 if lines else 0)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, fused_step
 from cuda_ext.ops.raster.convexes import CORNERS
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transports import OwnRows
-from ns_multigpu.core.schema import HARMONICS, harmonics
 from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import StepSettings, padded
@@ -39,8 +38,7 @@ def make(kind: str, count: int, device: torch.device) -> dict[str, torch.Tensor]
     g = torch.Generator(device).manual_seed(1)
     params: dict[str, torch.Tensor] = {}
     for one in PRIMITIVES[kind].schema:
-        shape = [harmonics(DEGREE) if size == HARMONICS else size for size in one.shape]
-        params[one.name] = torch.randn(count, *shape, generator=g, device=device) * 0.1
+        params[one.name] = torch.randn(count, *one.sized(DEGREE), generator=g, device=device) * 0.1
     box = torch.rand(count, 3, generator=g, device=device)
     params["means"] = (box - 0.5) * torch.tensor([8.0, 4.5, 4.0], device=device) + torch.tensor([0.0, 0.0, 6.0]).to(
         device

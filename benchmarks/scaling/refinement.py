@@ -4,8 +4,7 @@
 
 A small model is refined many times, with Adam's moments. So operators, launches and collectives dominate the time.
 `grows` adds a twentieth to MCMC's Gaussians. `splits` is splatfacto's refinement, which splits, copies and prunes.
-`ordered` refinements sort all points, `unordered` ones do not. The script also runs in an older tree without that
-choice (NS_MULTIGPU_COMMIT names it), where all refinements are ordered.
+`ordered` refinements sort all points, `unordered` ones do not.
 """
 
 import argparse
@@ -29,17 +28,11 @@ from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.collectives import barrier
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.processes import RankProcesses
+from ns_multigpu.primitives.gaussians.schema import SCHEMA
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 
-SHAPES = {
-    "means": (3,),
-    "scales": (3,),
-    "quats": (4,),
-    "opacities": (1,),
-    "features_dc": (3,),
-    "features_rest": (15, 3),
-}
+SHAPES = {one.name: one.sized(3) for one in SCHEMA}
 MEETINGS = ("all_gather_into_tensor", "all_to_all_single", "all_gather", "all_reduce", "all_gather_object")
 EVERY = 100
 TIMEOUT = timedelta(seconds=120)
@@ -91,8 +84,7 @@ def refine(kind: str, points: int, world: World, times: int) -> dict[str, list[t
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         took = 1e3 * (time.perf_counter() - began)
-        unordered = k % getattr(densifier, "order_every", 1) > 0 and (not grows or hasattr(densifier, "_resharding"))
-        found["unordered" if unordered else "ordered"].append((took, len(met)))
+        found["unordered" if k % densifier.order_every else "ordered"].append((took, len(met)))
     return found
 
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from benchmarks.lib.rank_jobs import Job, run_jobs
 from benchmarks.lib.report import write_report
 from benchmarks.scaling.tile_jobs import make_worker
-from benchmarks.scaling.tile_run import Mode, lists_to_choose
+from benchmarks.scaling.tile_run import Mode
 from benchmarks.scaling.tile_tables import COUNTING, show
 from benchmarks.scenes.city_model import LENSES, CityScene
 from cuda_ext.dispatch.load import build_native
@@ -104,7 +104,7 @@ def modes(device: str, ranks: int) -> list[Mode]:
     dense = Mode(usual.transport, lazy=False)
     found = [usual, dense]
     if usual.transport == "peer":
-        found += [Mode(transport="collective")] + [Mode(lists=lists) for lists in lists_to_choose()[1:]]
+        found += [Mode(transport="collective"), Mode(lists="sort")]
     return found
 
 
@@ -150,8 +150,6 @@ class Report:
         self.results: list[Job] = []
         self.single = single
         self._head = {"benchmark": "tile", "steps": options.steps, "views": options.views}
-        if len(lists_to_choose()) == 1:
-            self._head["left_out"] = "lists by the sort over all GPUs"
         self.write(False)
 
     def add(self, job: Job, result: Job) -> None:

@@ -53,11 +53,6 @@ class Mode:
         return ", ".join(word for word in words if word)
 
 
-def lists_to_choose() -> tuple[str, ...]:
-    """Return the methods to build tile lists: by gathering, and by the sort over ranks."""
-    return ("gather", "sort")
-
-
 class TileRun(Run):
     """See `Run`."""
 

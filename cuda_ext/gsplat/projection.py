@@ -29,7 +29,8 @@ def _register(library: Library) -> None:
     library.impl("sh_colors_backward", _sh_colors_backward, "CUDA")
 
 
-def _float32(tensor: Tensor) -> None:
+def check_float32(tensor: Tensor) -> None:
+    """Raise TypeError for numbers that gsplat's kernels do not take."""
     if tensor.dtype != torch.float32:
         raise TypeError(f"On CUDA the operators work in float32, not {tensor.dtype}: gsplat's kernels know no other.")
 
@@ -96,7 +97,7 @@ def _project(
     means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, viewmats: Tensor, Ks: Tensor, sizes: list[int],
     view_ids: Tensor, point_ids: Tensor, eps2d: float, near: float, far: float, antialiased: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    _float32(means)
+    check_float32(means)
     rows = view_ids.shape[0]
     means2d, conics = means.new_zeros(rows, 2), means.new_zeros(rows, 3)
     depths, row_opacities = means.new_zeros(rows), means.new_zeros(rows)
@@ -127,7 +128,7 @@ def _project_backward(
     view_ids: Tensor, point_ids: Tensor, eps2d: float, near: float, far: float, antialiased: bool,
     conics: Tensor, radii: Tensor, v_means2d: Tensor, v_conics: Tensor, v_depths: Tensor, v_row_opacities: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    _float32(means)
+    check_float32(means)
     kernels = gsplat_kernels()
     sums = tuple(torch.zeros_like(tensor) for tensor in (means, quats, scales, opacities, viewmats))
     v_means, v_quats, v_scales, v_opacities, v_viewmats = sums
@@ -162,7 +163,7 @@ def _sh_rows(
     point_ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Directions [M, 3] (not of length one), coefficients [M, (degree + 1)^2, 3], and where directions are not zero."""
-    _float32(means)
+    check_float32(means)
     ids = _ids(point_ids)
     way = means[ids] - camera_centers[view_ids.long()]
     apart = (way != 0).any(-1, keepdim=True)  # gsplat divides by the length, whatever it is

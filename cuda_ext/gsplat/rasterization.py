@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 from cuda_ext.dispatch.gsplat_kernels import gsplat_kernels, in_gsplat_mode
+from cuda_ext.gsplat.projection import check_float32
 from cuda_ext.reference.rasterization import PatchRectangle, at_capacity, split_patches
 
 # The channel counts that gsplat 1.4.0 compiles; others are filled up with zeros.
@@ -41,16 +42,11 @@ def _shifted(means2d: Tensor, patch: PatchRectangle) -> Tensor:
     return (means2d - means2d.new_tensor([patch.x0, patch.y0]))[None].contiguous()
 
 
-def _float32(tensor: Tensor) -> None:
-    if tensor.dtype != torch.float32:
-        raise TypeError(f"On CUDA the operators work in float32, not {tensor.dtype}: gsplat's kernels know no other.")
-
-
 def _intersect(
     means2d: Tensor, conics: Tensor, row_opacities: Tensor, radii: Tensor, depths: Tensor, view_ids: Tensor,
     patches: Sequence[int], tile_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _float32(means2d)
+    check_float32(means2d)
     offsets, ids, count = [], [], 0
     alive = (radii > 0).all(dim=1)
     for patch in split_patches(patches):
@@ -133,7 +129,7 @@ def _rasterize(
     patches: Sequence[int], tile_size: int, absgrad_probe: Tensor | None, mark_stops: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     del absgrad_probe, mark_stops  # for autograd alone; gsplat does not return where it stopped
-    _float32(means2d)
+    check_float32(means2d)
     pixels = sum((patch.x1 - patch.x0) * (patch.y1 - patch.y0) for patch in split_patches(patches))
     out = features.new_zeros(pixels, features.shape[1])
     alpha = features.new_zeros(pixels)
@@ -160,7 +156,7 @@ def _rasterize_backward(
     v_alpha: Tensor, absgrad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     del state, out
-    _float32(means2d)
+    check_float32(means2d)
     v_means2d, v_conics = torch.zeros_like(means2d), torch.zeros_like(conics)
     v_opacities, v_features = torch.zeros_like(row_opacities), torch.zeros_like(features)
     v_abs = torch.zeros_like(means2d) if absgrad else means2d.new_zeros(0, 2)

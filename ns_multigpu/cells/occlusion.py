@@ -15,8 +15,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from ns_multigpu.cells.seen import Rectangle
 from ns_multigpu.cells.tree import CellTree
+from ns_multigpu.core.assign.image_part import Rectangle, area, contains, overlap
 from ns_multigpu.core.types import TILE, View
 
 _GROWN = 2 * TILE
@@ -56,11 +56,12 @@ class Occlusion:
         for cell, wide in enumerate(sight):
             seen = wide
             if wide is not None and known is not None and known.live is not None and _within(wide, known.sight[cell]):
-                seen = _both(wide, _tiles(known.live[cell], view))
+                seen = overlap(wide, _tiles(known.live[cell], view))
             found.append(seen)
         live = None if known is None else known.live
-        self._looked[key] = _Looked([NOTHING if wide is None else wide for wide in sight], live)
-        self._dark += sum(_area(wide) - _area(seen) for wide, seen in zip(sight, found, strict=True))
+        whole = [wide or NOTHING for wide in sight]
+        self._looked[key] = _Looked(whole, live)
+        self._dark += sum(map(area, whole)) - sum(area(seen or NOTHING) for seen in found)
         return found
 
     def learn(self, views: Sequence[View], numbers: NDArray[np.int64]) -> None:
@@ -121,7 +122,7 @@ def around(wide: Rectangle | None, inner: Rectangle | None) -> list[Rectangle]:
 
 def _within(wide: Rectangle, known: Rectangle) -> bool:
     a, b, c, d = known
-    return wide[0] >= a - _GROWN and wide[1] >= b - _GROWN and wide[2] <= c + _GROWN and wide[3] <= d + _GROWN
+    return contains((a - _GROWN, b - _GROWN, c + _GROWN, d + _GROWN), wide)
 
 
 def _tiles(live: Rectangle, view: View) -> Rectangle:
@@ -129,15 +130,6 @@ def _tiles(live: Rectangle, view: View) -> Rectangle:
     x0, y0, x1, y1 = live
     return (x0 // TILE * TILE, y0 // TILE * TILE, min(-(-x1 // TILE) * TILE, view.width),
             min(-(-y1 // TILE) * TILE, view.height))  # fmt: skip
-
-
-def _both(a: Rectangle, b: Rectangle) -> Rectangle | None:
-    x0, y0, x1, y1 = max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
-    return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else None
-
-
-def _area(rectangle: Rectangle | None) -> int:
-    return 0 if rectangle is None else (rectangle[2] - rectangle[0]) * (rectangle[3] - rectangle[1])
 
 
 def _rectangle(numbers: Sequence[int]) -> Rectangle:

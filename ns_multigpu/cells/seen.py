@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ns_multigpu.core.assign.image_part import Rectangle
 from ns_multigpu.core.types import TILE, View
 
 Floats = NDArray[np.float64]
-Rectangle = tuple[int, int, int, int]
 
 NEAR = 0.01
 """Depth below which nothing is drawn, world units: that of `Gaussians`."""

@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from ns_multigpu.cells.occlusion import Occlusion, around
 from ns_multigpu.cells.placing import ByCells
-from ns_multigpu.cells.seen import Rectangle, camera_position, tiles_seen
+from ns_multigpu.cells.seen import camera_position, tiles_seen
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.assign.assignment import MOST_KEPT, Assignment, Feedback
+from ns_multigpu.core.assign.image_part import Rectangle
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View, sizes_of
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from ns_multigpu.core.row_wire import RowFormat
+from ns_multigpu.core.schema import flat
 from ns_multigpu.core.types import Patch, View
 
 Rows = Any
@@ -176,7 +177,6 @@ class Kernels(RowFormat):
     puts_off: bool = True
     supports_half: bool = True
 
-    @abstractmethod
     def model(
         self,
         params: Mapping[str, Tensor],
@@ -187,8 +187,13 @@ class Kernels(RowFormat):
         """Return the operators' inputs from an optimizer's parameters, moments and statistics.
 
         Raises:
-            ValueError: these kernels' options do not allow `lazy`.
+            ValueError: these kernels do not allow `lazy`.
         """
+        if lazy is not None and not self.puts_off:
+            raise ValueError("These points take each step when it comes: leave lazy out.")
+        of_params = [flat(name, params[name].detach()) for name in self.parameters]
+        first, second = ([flat(name, moments[name][i]) for name in self.parameters] for i in (0, 1))
+        return Model(of_params, first, second, dict(statistics), lazy)
 
     def boxes(self, model: Model) -> Tensor | None:
         """Return an unfilled buffer for bounding boxes of groups of points; None if the kernels have no groups.

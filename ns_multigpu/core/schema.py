@@ -39,9 +39,13 @@ class Parameter:
     operator: str = ""
     ply: tuple[str, ...] = ()
 
+    def sized(self, degree: int) -> list[int]:
+        """Return the shape of one point's, in a model with harmonics of this degree."""
+        return [harmonics(degree) if size == HARMONICS else size for size in self.shape]
+
     def floats(self, degree: int) -> int:
         """Return the numbers per point, in a model with harmonics of this degree."""
-        return prod(harmonics(degree) if size == HARMONICS else size for size in self.shape)
+        return prod(self.sized(degree))
 
     def properties(self, degree: int) -> list[str]:
         """Return the names in PLY files of a point's numbers."""

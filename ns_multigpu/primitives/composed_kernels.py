@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.optim.adam import adam_step
-from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from ns_multigpu.core.kernels import Cameras, Kernels, Model, ReplicaRows, Rows, real_rows
-from ns_multigpu.core.schema import POSITION, flat
+from ns_multigpu.core.schema import POSITION
 from ns_multigpu.primitives.gather import spread
 
 
@@ -65,19 +64,6 @@ class ComposedKernels(Kernels):
     def moved(self, made: Any, records: Tensor) -> tuple[Tensor, Tensor]:
         """Return densification statistics of each line: the gradient by screen position [M, 2] per pixel, and the
         screen radius [M] of drawn lines in pixels."""
-
-    def model(
-        self,
-        params: Mapping[str, Tensor],
-        moments: Mapping[str, tuple[Tensor, Tensor]],
-        statistics: Mapping[str, Tensor],
-        lazy: LazyAdam | None,
-    ) -> Model:
-        if lazy is not None:
-            raise ValueError("These points take each step when it comes: leave lazy out.")
-        of_params = [flat(name, params[name].detach()) for name in self.parameters]
-        first, second = ([flat(name, moments[name][i]) for name in self.parameters] for i in (0, 1))
-        return Model(of_params, first, second, dict(statistics), None)
 
     @torch.no_grad()
     def project(self, model: Model, cameras: Cameras, capacity: int) -> Rows:

@@ -46,20 +46,27 @@ def all_segments(own: Tensor, segments: Segments, world: World) -> Tensor:
     Raises:
         ValueError: `own` has not as many rows as this rank has segments.
     """
-    bounds = segments_of_ranks(segments, world.size)
-    first, last = bounds[world.rank], bounds[world.rank + 1]
-    if len(own) != last - first:
-        raise ValueError(f"{len(own)} states for {last - first} segments of rank {world.rank}")
-    if world.group is None:
+    held = [b - a for a, b in pairwise(segments_of_ranks(segments, world.size))]
+    if len(own) != held[world.rank]:
+        raise ValueError(f"{len(own)} states for {held[world.rank]} segments of rank {world.rank}")
+    return launched(gathered(own, held, world))
+
+
+def gathered(own: Tensor, held: Sequence[int], world: World) -> Parts[Tensor]:
+    """All-gather rows of all ranks: this rank's with gradients, others' without. The collective is yielded.
+
+    Args:
+        own: this rank's rows. held: number of each rank's rows.
+    """
+    if world.group is None or max(held) == 0:
         return own
-    longest = max(b - a for a, b in pairwise(bounds))
-    if longest == 0:
-        return own
-    sent = own.new_zeros(longest, own.shape[1])
-    sent[: len(own)] = own.detach()
+    sent = own.detach()
+    if max(held) > len(own):
+        sent = torch.cat([sent, sent.new_zeros(max(held) - len(own), *sent.shape[1:])])
     table = own.new_empty(world.size, *sent.shape)
-    all_gather_into(table, sent, world)
-    parts = [table[rank, : bounds[rank + 1] - bounds[rank]] for rank in range(world.size)]
+    sent = sent.contiguous()
+    yield Collective(lambda: all_gather_into(table, sent, world))
+    parts = [table[rank, :count] for rank, count in enumerate(held)]
     parts[world.rank] = own
     return torch.cat(parts)
 

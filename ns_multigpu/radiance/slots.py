@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.dist.collectives import all_gather_into
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.transport import Collective, Parts, launched
-from ns_multigpu.radiance.exchange import cells_of
+from ns_multigpu.core.exchange.transport import Parts
+from ns_multigpu.radiance.exchange import cells_of, gathered
 from ns_multigpu.radiance.segments import passage
 
 
@@ -74,8 +73,9 @@ def packed(live: Tensor, capacity: int) -> Tensor:
     return numbers.scatter(0, place, torch.where(live, torch.arange(rays, device=live.device), rays))[:capacity]
 
 
-def all_slots(own: Tensor, cells: int, world: World) -> Tensor:
-    """All-gather the states of all slots: this rank's with gradients, others' without. Every rank calls it.
+def all_slots(own: Tensor, cells: int, world: World) -> Parts[Tensor]:
+    """All-gather the states of all slots: this rank's with gradients, others' without. Every rank calls it. The
+    collective is yielded, to be launched between CUDA graphs.
 
     Args:
         own: [this rank's cells, R, F] the states of its slots.
@@ -87,22 +87,7 @@ def all_slots(own: Tensor, cells: int, world: World) -> Tensor:
     Raises:
         ValueError: `own` does not match this rank's cells.
     """
-    return launched(all_slots_in_parts(own, cells, world))
-
-
-def all_slots_in_parts(own: Tensor, cells: int, world: World) -> Parts[Tensor]:
-    """Gather as `all_slots` does, and yield the collective to be launched between CUDA graphs."""
     held = [len(cells_of(rank, cells, world.size)) for rank in range(world.size)]
     if len(own) != held[world.rank]:
         raise ValueError(f"states of {len(own)} cells; rank {world.rank} has {held[world.rank]}")
-    if world.group is None:
-        return own
-    sent = own.detach()
-    if max(held) > len(own):
-        sent = torch.cat([sent, sent.new_zeros(max(held) - len(own), *sent.shape[1:])])
-    table = own.new_empty(world.size, *sent.shape)
-    sent = sent.contiguous()
-    yield Collective(lambda: all_gather_into(table, sent, world))
-    parts = [table[rank, :count] for rank, count in enumerate(held)]
-    parts[world.rank] = own
-    return torch.cat(parts)
+    return gathered(own, held, world)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from cuda_ext.ops.raster.convexes import project_convexes, rasterize_convexes
-from tests.cuda_ext.surface_scene import draw_scene, gradients_of, project_scene, random_places, scene_of
+from tests.cuda_ext.surface_scene import draw_scene, gradients_of, project_scene, scene_of
 
 
 class Scene(NamedTuple):
@@ -22,17 +22,13 @@ class Scene(NamedTuple):
     point_ids: torch.Tensor
 
 
-def make_scene(
-    count: int = 24, views: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
-    grad: bool = True, spread: float = 1.5, lenses: bool = False,
-) -> Scene:  # fmt: skip
-    """Return `count` convexes in front of `views` cameras, all of whose pairs are rows."""
-    g = torch.Generator().manual_seed(seed)
+def points_at(means: torch.Tensor, g: torch.Generator) -> list[torch.Tensor]:
+    """Return parameters of convexes at these places, which some of them change."""
+    count = len(means)
 
     def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=g, dtype=torch.float64)
 
-    means = random_places(count, spread, g)
     size = 0.03 + 0.3 * uniform(count, 1, 1) ** 2
     corners = size * torch.randn(count, 6, 3, generator=g, dtype=torch.float64)
     corners = corners - corners.mean(1, keepdim=True)
@@ -50,10 +46,10 @@ def make_scene(
         means[4, 2] = -1.0
         opacities[5] = 0.003
         opacities[6], sigmas[6] = 0.9995, 20 / (deltas[6] * size[6] ** 2)  # the cap
-    points = [means, corners.flatten(1), deltas, sigmas, opacities]
-    return scene_of(Scene, points, views, g, dtype, device, grad, lenses)
+    return [means, corners.flatten(1), deltas, sigmas, opacities]
 
 
+make_scene = partial(scene_of, Scene, points_at)
 project = partial(project_scene, project_convexes)
 draw = partial(draw_scene, project, rasterize_convexes)
 gradients = partial(gradients_of, draw)

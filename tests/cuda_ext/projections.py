@@ -22,6 +22,16 @@ def projected(scene: Scene, rows: tuple[Tensor, Tensor], antialiased: bool) -> t
     return list(out), list(torch.autograd.grad(out[:4], leaves, weights(list(out[:4]))))
 
 
+def check_gradients(scene: Scene, rows: tuple[Tensor, Tensor], antialiased: bool) -> None:
+    """Check gradients of `project` by finite differences."""
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return cuda_ext.project(*inputs, scene.Ks, scene.sizes, *rows, antialiased=antialiased)[:4]
+
+    inputs = [getattr(scene, name).clone().requires_grad_() for name in PROJECT_INPUTS]
+    assert torch.autograd.gradcheck(run, inputs, eps=1e-7, atol=1e-5, rtol=1e-4)
+
+
 def rounding_noise(scene: Scene, rows: tuple[Tensor, Tensor], antialiased: bool) -> list[float]:
     """Return the largest error of each input's float32 gradient on the CPU, against the fp64 reference, at this scene
     and at some a few units in the last place away from it.

@@ -30,12 +30,14 @@ def random_places(count: int, spread: float, g: torch.Generator) -> torch.Tensor
 
 
 def scene_of(
-    kind: Callable[..., Any], points: list[torch.Tensor], views: int, g: torch.Generator, dtype: torch.dtype,
-    device: str, grad: bool, lenses: bool,
+    kind: Callable[..., Any], points_at: Callable[[torch.Tensor, torch.Generator], list[torch.Tensor]],
+    count: int = 24, views: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
+    grad: bool = True, spread: float = 1.5, lenses: bool = False,
 ) -> Any:  # fmt: skip
-    """Return the scene of points and random colours before `views` cameras, with lenses in turn if asked for. All pairs
-    are rows."""
-    count = len(points[0])
+    """Return the scene of `count` points and random colours before `views` cameras, with lenses in turn if asked for.
+    All pairs are rows."""
+    g = torch.Generator().manual_seed(seed)
+    points = points_at(random_places(count, spread, g), g)
     viewmats, Ks = turned_views(views)
     if lenses:
         Ks = torch.stack([lens_in_turn(view, K, (WIDTH, HEIGHT)) for view, K in enumerate(Ks)])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from cuda_ext.ops.raster.surfels import project_surfels, rasterize_surfels
-from tests.cuda_ext.surface_scene import draw_scene, gradients_of, project_scene, random_places, scene_of
+from tests.cuda_ext.surface_scene import draw_scene, gradients_of, project_scene, scene_of
 
 
 class Scene(NamedTuple):
@@ -21,17 +21,13 @@ class Scene(NamedTuple):
     point_ids: torch.Tensor
 
 
-def make_scene(
-    count: int = 24, views: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0,
-    grad: bool = True, spread: float = 1.5, lenses: bool = False,
-) -> Scene:  # fmt: skip
-    """Return `count` surfels in front of `views` cameras, all of whose pairs are rows."""
-    g = torch.Generator().manual_seed(seed)
+def points_at(means: torch.Tensor, g: torch.Generator) -> list[torch.Tensor]:
+    """Return parameters of surfels at these places, which some of them change."""
+    count = len(means)
 
     def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=g, dtype=torch.float64)
 
-    means = random_places(count, spread, g)
     scales = 0.02 + 0.3 * uniform(count, 2) ** 2
     quats = torch.randn(count, 4, generator=g, dtype=torch.float64)
     opacities = 0.02 + 0.97 * uniform(count)
@@ -45,10 +41,10 @@ def make_scene(
         means[4, 2] = -1.0
         opacities[5] = 0.003
         opacities[6] = 0.9995  # the cap
-    points = [means, quats, scales, opacities]
-    return scene_of(Scene, points, views, g, dtype, device, grad, lenses)
+    return [means, quats, scales, opacities]
 
 
+make_scene = partial(scene_of, Scene, points_at)
 project = partial(project_scene, project_surfels)
 draw = partial(draw_scene, project, rasterize_surfels)
 gradients = partial(gradients_of, draw)

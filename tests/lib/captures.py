@@ -47,12 +47,18 @@ def edit(folder: Path, frame: int | None, **values: Any) -> None:
 
 def manager(folder: Path, world: World, *, eval_mode: str = "interval", **options: Any) -> DistributedDataManager:
     """Return a datamanager for training on the capture in `folder`."""
+    parser = NerfstudioDataParserConfig(
+        data=folder, load_3D_points=False, eval_mode=eval_mode, eval_interval=4, downscale_factor=1  # type: ignore
+    )  # fmt: skip
+    return read_by(parser, world, **options)
+
+
+def read_by(parser: Any, world: World | None = None, *, mode: Any = "val", **options: Any) -> DistributedDataManager:
+    """Return a datamanager for a dataparser's options, alone by default; `mode` is nerfstudio's `test_mode`."""
+    world = world or World.single()
     set_world(world)
     try:
-        parser = NerfstudioDataParserConfig(
-            data=folder, load_3D_points=False, eval_mode=eval_mode, eval_interval=4, downscale_factor=1  # type: ignore
-        )  # fmt: skip
         config = DistributedDataManagerConfig(dataparser=parser, **options)
-        return DistributedDataManager(config, device=world.device, test_mode="val")
+        return DistributedDataManager(config, device=world.device, test_mode=mode)
     finally:
         set_world(None)

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from ns_multigpu.plugin.render.team import RENDER_RANKS
+from tests.lib.processes import free_port, runs, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,20 +59,9 @@ def _is_fork_server(pid: int) -> bool:
     return b"multiprocessing.forkserver" in command(pid)
 
 
-def runs(pid: int) -> bool:
-    """Return whether a process runs. A zombie has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def gone(pids: list[int], seconds: float = 10.0) -> bool:
     """Return whether all have ended after so many seconds."""
-    end = time.monotonic() + seconds
-    while any(map(runs, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(map(runs, pids))
+    return until(lambda: not any(map(runs, pids)), seconds)
 
 
 def same_images(found: Path, expected: Path, count: int) -> None:
@@ -87,9 +77,7 @@ def same_images(found: Path, expected: Path, count: int) -> None:
 @contextlib.contextmanager
 def viewer(run: Path, helpers: int, **more: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """ns-viewer, when its page is served, and its helpers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = start("viewer.run_viewer", "--load-config", run, "--viewer.websocket-port", port,
                      **{RENDER_RANKS: str(helpers + 1), **more})  # fmt: skip
     pids: list[int] = []

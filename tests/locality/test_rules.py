@@ -8,6 +8,7 @@ import pytest
 
 from ns_multigpu.locality.assign import Assigner, by_capacity
 from ns_multigpu.locality.rules import Access, Planner
+from tests.lib.processes import until
 
 VIEWS, PATCHES, RANKS = 6, 4, 4
 
@@ -27,10 +28,7 @@ def needs(views: int, seed: int = 0) -> np.ndarray:
 
 
 def wait_for(planner: Planner, step: int) -> None:
-    end = time.monotonic() + 30
-    while planner.ready_through() < step:
-        assert time.monotonic() < end, "no plan was made"
-        time.sleep(0.002)
+    assert until(lambda: planner.ready_through() >= step, 30), "no plan was made"
 
 
 def test_plan_equals_assignment_of_its_inputs() -> None:

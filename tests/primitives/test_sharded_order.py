@@ -24,7 +24,6 @@ from tests.lib.ranks import run_ranks
 LAST = (1 << 62) - 1
 CASES = ("random", "one has all", "some have none", "nothing", "one key", "few keys", "in order", "no work")
 CASES += ("uneven work", "nearly even", "ends of the range")
-WEIGHTED = ("uneven work", "nearly even", "no work")
 
 
 def rows_of(case: str, size: int) -> list[tuple[Tensor, Tensor]]:

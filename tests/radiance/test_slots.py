@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.transport import launched
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.segments import cell_of, clip
 from ns_multigpu.radiance.slots import all_slots, clip_to_slots, packed
@@ -36,7 +37,7 @@ def _gather(world: World, cells: int) -> tuple[torch.Tensor, torch.Tensor | None
     bounds = [(rank * cells // world.size, (rank + 1) * cells // world.size) for rank in range(world.size)]
     first, last = bounds[world.rank]
     own = torch.arange(first * 15.0, last * 15.0).view(-1, 5, 3).requires_grad_()
-    found = all_slots(own, cells, world)
+    found = launched(all_slots(own, cells, world))
     found.square().sum().backward()
     return found.detach(), own.grad
 
@@ -53,7 +54,7 @@ def test_all_ranks_know_all_slots(cells: int, ranks: int) -> None:
 
 def test_states_must_be_those_of_the_ranks_cells() -> None:
     with pytest.raises(ValueError, match="states of 3 cells; rank 0 has 2"):
-        all_slots(torch.zeros(3, 4, FAMILY.width), 2, World.single())
+        launched(all_slots(torch.zeros(3, 4, FAMILY.width), 2, World.single()))
 
 
 @pytest.mark.parametrize("capacity", [3, 5, 8])

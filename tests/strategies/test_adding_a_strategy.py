@@ -13,7 +13,7 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from tests.lib.ranks import run_ranks
-from tests.lib.training_run import follow, write_capture
+from tests.lib.training_run import follow
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
 from tests.strategies.test_law_steps import KERNELS, MODES, POINTS, PORTRAIT, check_outcomes, take_one
 
@@ -59,18 +59,16 @@ def trained(world: World, capture: Path, runs: Path, name: str, fused: str) -> d
     return {name: value.detach().clone() for name, value in trainer.pipeline.model.gauss_params.items()}
 
 
-def test_it_trains_as_one_rank_does(tmp_path: Path) -> None:
-    write_capture(tmp_path / "tiny", wide=False)
-    (expected,) = run_ranks(trained, 1, tmp_path / "tiny", tmp_path / "runs", "batch", "never")
-    for outcome in run_ranks(trained, 2, tmp_path / "tiny", tmp_path / "runs", "blocks", "never"):
+def test_it_trains_as_one_rank_does(tmp_path: Path, capture: Path) -> None:
+    (expected,) = run_ranks(trained, 1, capture, tmp_path / "runs", "batch", "never")
+    for outcome in run_ranks(trained, 2, capture, tmp_path / "runs", "blocks", "never"):
         for name, value in expected.items():
             assert outcome[name].shape == value.shape, "the same densification"
             torch.testing.assert_close(outcome[name], value, rtol=1e-6, atol=1e-8)
 
 
-def test_it_trains_in_fused_steps_as_batch_does(tmp_path: Path) -> None:
+def test_it_trains_in_fused_steps_as_batch_does(tmp_path: Path, capture: Path) -> None:
     """In single precision, where both deal the same views to the same ranks: to the bit."""
-    write_capture(tmp_path / "tiny", wide=False)
-    expected, _ = run_ranks(trained, 2, tmp_path / "tiny", tmp_path / "runs", "batch", "always")
-    for outcome in run_ranks(trained, 2, tmp_path / "tiny", tmp_path / "runs", "blocks", "always"):
+    expected, _ = run_ranks(trained, 2, capture, tmp_path / "runs", "batch", "always")
+    for outcome in run_ranks(trained, 2, capture, tmp_path / "runs", "blocks", "always"):
         assert all(torch.equal(outcome[name], value) for name, value in expected.items())

@@ -1,64 +1,24 @@
-"""Splats that overlap other cells as boundary splats: any cells, on any number of ranks, equal `single`."""
+"""Boundary splats: the cells that a splat overlaps, and each cell's interval of depths. Their law: `test_pixel`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from ns_multigpu.cells.boundary import CellsInViews
-from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.boundary_rows import BoundaryRows, CellRegions
 from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
-from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import TILE, Hits, Patch, Splats, View
 from ns_multigpu.primitives.gaussians.functions import Gaussians
-from strategies.pixel import pixel
 from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
-from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
-from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
-from tests.strategies.test_pixel import step_within, where_cameras_stand, with_splits
+from tests.strategies.test_law import take_step
+from tests.strategies.test_pixel import strategy_of, where_cameras_stand, with_splits
 
 VIEWS, POINTS = 5, 150
-
-
-def strategy_of(cells: int, world: World) -> Strategy:
-    return pixel(world, PixelOptions(cells=cells, crossing="ghosts"))
-
-
-def step_of(
-    cells: int, world: World, primitive: str, views: int, points: int, dtype: torch.dtype,
-    size: tuple[int, int] | None = None,
-) -> Outcome:  # fmt: skip
-    return take_step(strategy_of(cells, world), primitive, views, points, dtype, size)
-
-
-@pytest.mark.parametrize(("ranks", "cells", "primitive"), [
-    (1, 5, "gaussians"), (2, 2, "gaussians, antialiased, absgrad"), (2, 5, "gaussians"),
-    (3, 3, "gaussians, plain colours"),
-])  # fmt: skip
-def test_any_cells_are_single(ranks: int, cells: int, primitive: str) -> None:
-    dtype = torch.float64 if primitive == "gaussians" else torch.float32
-    expected = one_step(World.single(), "single", primitive, VIEWS, POINTS, dtype)
-    check(run_ranks(partial(step_of, cells), ranks, primitive, VIEWS, POINTS, dtype), expected, dtype)
-
-
-@pytest.mark.parametrize(("views", "points", "size"), [(2, 40, None), (1, 0, None), (3, 1, None), (1, 60, (40, 14))])
-def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int, int] | None) -> None:
-    expected = one_step(World.single(), "single", "gaussians", views, points, torch.float64, size)
-    step = partial(step_of, 3)
-    check(run_ranks(step, 3, "gaussians", views, points, torch.float64, size), expected, torch.float64)
-
-
-@pytest.mark.parametrize("where", where_cameras_stand())
-def test_wherever_cameras_and_points_are(where: str) -> None:
-    step = partial(step_within, where)
-    expected = step(World.single(), 4.0, "single")
-    check(run_ranks(step, 3, 4.0, "ghosts"), expected, torch.float64)
 
 
 def windows_of(where: str) -> tuple[CellsInViews, Plan, list[View]]:
@@ -109,7 +69,7 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
 
 def bytes_of(world: World, cross: bool) -> int:
     """Return the bytes of a step with rows sent to overlapped cells, or to overlapped rectangles."""
-    spread = strategy_of(2, world)
+    spread = strategy_of(2, world, crossing="ghosts")
     spread = spread if cross else replace(spread, rows=ExchangedRows(hierarchical=False))
     world.traffic.since("step")
     take_step(spread, "gaussians", VIEWS, 1500, torch.float64)
@@ -141,38 +101,6 @@ def test_cameras_may_be_on_the_host() -> None:
     there = (x.cuda().float() if x.is_floating_point() else x.cuda() for x in given)
     there_cells = cells_in_views.overlaps_cells(*there, views[:1]).cpu()
     assert torch.equal(there_cells, cells_in_views.overlaps_cells(*given, views[:1]))
-
-
-def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
-    kind = PRIMITIVES[primitive]()
-    assert isinstance(kind, Gaussians)
-    return take_one(strategy_of(cells, world), kind, CUT, size, mode)
-
-
-def check_fused(outcomes: list[Outcome], primitive: str, size: tuple[int, int]) -> None:
-    expected = one_step(World.single(), "single", primitive, CUT, POINTS, torch.float32, size)
-    check_outcomes(outcomes, expected, CUT, size, replicated=False)
-
-
-@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 3), (3, 3)])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_is_singles(mode: str, ranks: int, cells: int) -> None:
-    primitive = KERNELS[ranks % len(KERNELS)]
-    check_fused(run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT), primitive, PORTRAIT)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (4, 4)])
-@pytest.mark.parametrize("mode", ["autograd", *MODES])
-def test_single_on_gpus(mode: str, ranks: int, cells: int) -> None:
-    if mode == "autograd":
-        rest = ("gaussians", VIEWS, POINTS, torch.float32)
-        expected = one_step(World.single("cuda:0"), "single", *rest)
-        check(run_ranks(partial(step_of, cells), ranks, *rest, device="cuda"), expected, torch.float32)
-        return
-    for primitive in KERNELS:
-        outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT, device="cuda")
-        check_fused(outcomes, primitive, PORTRAIT)
 
 
 class _Near(CellRegions):

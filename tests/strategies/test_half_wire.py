@@ -9,7 +9,7 @@ import torch
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.strategies.test_law import Outcome, stitch, take_step
 from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, POINTS, step_of
 
@@ -33,9 +33,13 @@ def differences(found: list[Outcome], wanted: list[Outcome]) -> dict[str, tuple[
     return table
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("step", 1), ("step", 3), ("captured", 2)])
-def test_half_a_wire_is_nearly_a_whole_one(mode: str, ranks: int) -> None:
-    whole, half = (run_ranks(step_of, ranks, "tile", KERNELS[0], LANDSCAPE, mode, False, h) for h in (False, True))
+@pytest.mark.parametrize(
+    ("mode", "ranks", "device"),
+    [("step", 1, "cpu"), ("step", 3, "cpu"), ("captured", 2, "cpu"), on_gpus("step", 2), on_gpus("step", 4)],
+)
+def test_half_a_wire_is_nearly_a_whole_one(mode: str, ranks: int, device: str) -> None:
+    given = "tile", KERNELS[0], LANDSCAPE, mode, False
+    whole, half = (run_ranks(step_of, ranks, *given, h, device=device) for h in (False, True))
     check(half, whole, ranks)
 
 
@@ -69,10 +73,3 @@ def check(half: list[Outcome], whole: list[Outcome], ranks: int) -> None:
         assert 0 < mean < 6 * UNIT and most < 128 * UNIT, name
     loss = [torch.stack([o["loss"] for o in outcomes]).sum() for outcomes in (half, whole)]
     torch.testing.assert_close(loss[0], loss[1], rtol=UNIT / 4, atol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_half_a_wire_is_nearly_a_whole_one_on_gpus(ranks: int) -> None:
-    runs = [run_ranks(step_of, ranks, "tile", KERNELS[0], LANDSCAPE, "step", False, h, device="cuda") for h in (0, 1)]
-    check(runs[1], runs[0], ranks)

@@ -36,7 +36,7 @@ from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radi
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
 from ns_multigpu.primitives.surfels.schema import CHANNELS
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.strategies.scene import (
     make_convexes,
     make_gains,
@@ -304,16 +304,17 @@ def check(outcomes: list[Outcome], expected: Outcome, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "device"), [(1, "cpu"), (2, "cpu"), (3, "cpu"), *map(on_gpus, (1, 2, 3, 4))])
 @pytest.mark.parametrize("strategy", LIKE_SINGLE)
-def test_equals_single(strategy: str, size: int, primitive: str) -> None:
-    dtype = torch.float64 if primitive in ("gaussians", "4D gaussians") else torch.float32
-    expected = one_step(World.single(), "single", primitive, 5, 150, dtype)
+def test_equals_single(strategy: str, size: int, primitive: str, device: str) -> None:
+    in_double = device == "cpu" and primitive in ("gaussians", "4D gaussians")
+    dtype = torch.float64 if in_double else torch.float32
+    expected = one_step(World.single("cuda:0" if device == "cuda" else device), "single", primitive, 5, 150, dtype)
     # The scene must be able to show a difference.
     assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= 4
     unused = {"features_rest"} if "plain" in primitive else set()
     assert all(float(g.abs().sum()) > 0 for name, g in expected["gradients"].items() if name not in unused)
-    check(run_ranks(one_step, size, strategy, primitive, 5, 150, dtype), expected, dtype)
+    check(run_ranks(one_step, size, strategy, primitive, 5, 150, dtype, device=device), expected, dtype)
 
 
 @pytest.mark.parametrize(("ranks", "machines"), MACHINES)
@@ -336,13 +337,3 @@ def test_ranks_without_pixels_of_an_uncut_view(strategy: str) -> None:
     """One row of tiles: a rank has all of it, without a halo, and the others take part in the exchange."""
     expected = one_step(World.single(), "single", "gaussians", 1, 60, torch.float64, (40, 14))
     check(run_ranks(one_step, 3, strategy, "gaussians", 1, 60, torch.float64, (40, 14)), expected, torch.float64)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("primitive", PRIMITIVES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", LIKE_SINGLE)
-def test_equals_single_on_gpus(strategy: str, size: int, primitive: str) -> None:
-    expected = one_step(World.single("cuda:0"), "single", primitive, 5, 150, torch.float32)
-    outcomes = run_ranks(one_step, size, strategy, primitive, 5, 150, torch.float32, device="cuda")
-    check(outcomes, expected, torch.float32)

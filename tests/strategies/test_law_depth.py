@@ -10,7 +10,7 @@ import torch
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Points
 from strategies import STRATEGIES
-from tests.lib.ranks import DEVICES, run_ranks
+from tests.lib.ranks import DEVICES, on_gpus, run_ranks
 from tests.strategies.test_law import DEPTH_WEIGHT, NORMAL_WEIGHT, Outcome, check, points_of, take_step
 from tests.strategies.test_law_steps import POINTS, PORTRAIT, check_outcomes, count_of, take_one
 
@@ -94,18 +94,13 @@ def check_fused(outcomes: list[Outcome], name: str, strategy: str, maps: str) ->
     check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated, sized=name != "convex")
 
 
+@pytest.mark.parametrize(("half", "device"), [(None, "cpu"), on_gpus(None), on_gpus(False)])
 @pytest.mark.parametrize(("name", "strategy", "ranks", "mode", "maps"), STEPS)
-def test_a_fused_step_equals_single(name: str, strategy: str, ranks: int, mode: str, maps: str) -> None:
-    check_fused(run_ranks(fused_step, ranks, name, strategy, mode, maps), name, strategy, maps)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("half", [None, False], ids=["peer", "collective"])
-@pytest.mark.parametrize(("name", "strategy", "ranks", "mode", "maps"), STEPS)
-def test_a_fused_step_equals_single_on_gpus(
-    name: str, strategy: str, ranks: int, mode: str, maps: str, half: bool | None
+def test_a_fused_step_equals_single(
+    name: str, strategy: str, ranks: int, mode: str, maps: str, half: bool | None, device: str
 ) -> None:
-    outcomes = run_ranks(fused_step, ranks, name, strategy, mode, maps, half, device="cuda")
+    """On GPUs through peer memory, or by collectives (`half` False)."""
+    outcomes = run_ranks(fused_step, ranks, name, strategy, mode, maps, half, device=device)
     check_fused(outcomes, name, strategy, maps)
 
 

@@ -35,7 +35,7 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.lib.recorded import RecordedPool
 from tests.strategies.scene import (
     make_gains,
@@ -280,29 +280,37 @@ def check_outcomes(
     assert most > 2 / max(size or LANDSCAPE) if sized else most == 0, "radii are fractions of the longer side"
 
 
-@pytest.mark.parametrize(("primitive", "size"), zip(KERNELS, [None, PORTRAIT], strict=True))
-@pytest.mark.parametrize("mode", MODES)
+RANKS = [("single", 1), *((name, ranks) for name in LIKE_SINGLE for ranks in (1, 2, 3))]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("single", 1), *((name, ranks) for name in LIKE_SINGLE for ranks in (1, 2, 3))]
-)
-def test_a_step_equals_single(strategy: str, mode: str, ranks: int, primitive: str, size: Size) -> None:
+    ("strategy", "ranks", "primitive", "size", "device"),
+    [
+        *((*row, name, size, "cpu") for row in RANKS for name, size in zip(KERNELS, [None, PORTRAIT], strict=True)),
+        *(on_gpus(*row, name, None) for row in [*RANKS, *((name, 4) for name in LIKE_SINGLE)]
+          for name in [*KERNELS, *OTHERS]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_equals_single(
+    strategy: str, mode: str, ranks: int, primitive: str, size: Size, device: str
+) -> None:  # fmt: skip
     reason = unsupported_reason(STRATEGIES[strategy](World.single()), count_of(strategy))
     if reason is not None:
         pytest.skip(f"{strategy}: {reason}")
-    check_step(run_ranks(step_of, ranks, strategy, primitive, size, mode), strategy, primitive, size)
+    check_step(run_ranks(step_of, ranks, strategy, primitive, size, mode, device=device), strategy, primitive, size)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("batch", 2)])
-def test_a_step_behind_another_equals_single(strategy: str, ranks: int) -> None:
-    outcomes = run_ranks(step_of, ranks, strategy, KERNELS[0], PORTRAIT, "several")
-    check_step(outcomes, strategy, KERNELS[0], PORTRAIT)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("primitive", [*KERNELS, *OTHERS])
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("batch", 1), ("batch", 2), ("batch", 3)])
-def test_a_step_behind_another_equals_single_on_gpus(strategy: str, ranks: int, primitive: str) -> None:
-    outcomes = run_ranks(step_of, ranks, strategy, primitive, PORTRAIT, "several", device="cuda")
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "primitive", "device"),
+    [
+        ("single", 1, KERNELS[0], "cpu"), ("batch", 2, KERNELS[0], "cpu"),
+        *(on_gpus(*row, name) for row in (("single", 1), ("batch", 1), ("batch", 2), ("batch", 3))
+          for name in [*KERNELS, *OTHERS]),
+    ],
+)  # fmt: skip
+def test_a_step_behind_another_equals_single(strategy: str, ranks: int, primitive: str, device: str) -> None:
+    outcomes = run_ranks(step_of, ranks, strategy, primitive, PORTRAIT, "several", device=device)
     check_step(outcomes, strategy, primitive, PORTRAIT)
 
 
@@ -316,41 +324,23 @@ def test_a_step_of_other_points_equals_single(strategy: str, ranks: int, mode: s
 
 
 @pytest.mark.parametrize(("ranks", "machines"), MACHINES)
+@pytest.mark.parametrize(("inside", "device"), [("collective", "cpu"), on_gpus("peer"), on_gpus("collective")])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", KNOW_MACHINES)
-def test_a_step_over_machines_equals_single(strategy: str, mode: str, ranks: int, machines: int) -> None:
-    outcomes = run_ranks(partial(step_on, machines), ranks, strategy, KERNELS[0], PORTRAIT, mode)
-    check_step(outcomes, strategy, KERNELS[0], PORTRAIT)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("ranks", "machines"), MACHINES)
-@pytest.mark.parametrize("inside", ["peer", "collective"])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_over_machines_equals_single_on_gpus(mode: str, inside: str, ranks: int, machines: int) -> None:
+def test_a_step_over_machines_equals_single(
+    strategy: str, mode: str, inside: str, device: str, ranks: int, machines: int
+) -> None:
     """Inside a machine through peer memory, or all by collectives; between machines, which are pretended, by these."""
     half = None if inside == "peer" else False
     step = partial(step_on, machines)
-    outcomes = run_ranks(step, ranks, "locality", KERNELS[0], PORTRAIT, mode, False, half, device="cuda")
-    check_step(outcomes, "locality", KERNELS[0], PORTRAIT)
+    outcomes = run_ranks(step, ranks, strategy, KERNELS[0], PORTRAIT, mode, False, half, device=device)
+    check_step(outcomes, strategy, KERNELS[0], PORTRAIT)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_lists_from_a_sort_over_all_ranks(ranks: int) -> None:
     outcomes = run_ranks(step_of, ranks, "tile", KERNELS[1], None, "step", True)
     check_step(outcomes, "tile", KERNELS[1], None)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("primitive", [*KERNELS, *OTHERS])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", ["single", *LIKE_SINGLE])
-def test_a_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int, primitive: str) -> None:
-    if strategy == "single" and ranks > 1:
-        pytest.skip("`single` has one rank")
-    outcomes = run_ranks(step_of, ranks, strategy, primitive, None, mode, device="cuda")
-    check_step(outcomes, strategy, primitive, None)
 
 
 class RoundRobin(RoundRobinViews):

@@ -19,7 +19,7 @@ from ns_multigpu.core.step.exposures import StepExposures
 from ns_multigpu.core.step.poses import StepPoses
 from ns_multigpu.core.step.step_settings import with_halos
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.strategies.scene import make_corrections, make_gains, make_grids, make_image, make_views
 from tests.strategies.test_law import LIKE_SINGLE, Outcome, check, on_machines, points_of, take_step
 from tests.strategies.test_law_steps import MODES, POINTS, PORTRAIT, check_outcomes, count_of, fill, made, take_one
@@ -137,15 +137,9 @@ def check_fused(outcomes: list[Outcome], row: Row) -> None:
     check_outcomes(outcomes, expected, count, size, replicated=replicated, sized=primitive != "convex")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
-def test_a_fused_step_equals_single(row: Row) -> None:
-    check_fused(run_ranks(fused, row[1], row), row)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("row", ON_GPUS, ids=lambda row: "-".join(map(str, row)))
-def test_a_fused_step_equals_single_on_gpus(row: Row) -> None:
-    check_fused(run_ranks(fused, row[1], row, device="cuda"), row)
+@pytest.mark.parametrize(("row", "device"), [*((row, "cpu") for row in ROWS), *map(on_gpus, ON_GPUS)], ids=str)
+def test_a_fused_step_equals_single(row: Row, device: str) -> None:
+    check_fused(run_ranks(fused, row[1], row, device=device), row)
 
 
 def step(world: World, strategy: str, name: str, **options: Any) -> Outcome:

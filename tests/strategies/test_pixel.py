@@ -1,5 +1,5 @@
-"""The law for `pixel` with splats clipped to their cells: N ranks equal one rank with the same cells. And the deviation
-from `single`. With boundary splats: `test_boundary_splats`."""
+"""The law for `pixel`. With splats clipped to their cells N ranks equal one rank with the same cells; with boundary
+splats they equal `single`, with any cells. And the deviation from `single` without them."""
 
 import math
 from dataclasses import replace
@@ -30,6 +30,8 @@ from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, poin
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
 
 VIEWS, POINTS = 5, 150
+Boundary = Literal["none", "ghosts"]
+BOUNDARIES: list[Boundary] = ["none", "ghosts"]
 
 
 def strategy_of(cells: int, world: World, **options: Any) -> Strategy:
@@ -37,43 +39,48 @@ def strategy_of(cells: int, world: World, **options: Any) -> Strategy:
 
 
 def step_of(
-    cells: int, world: World, primitive: str, views: int, points: int, dtype: torch.dtype,
+    boundary: Boundary, cells: int, world: World, primitive: str, views: int, points: int, dtype: torch.dtype,
     size: tuple[int, int] | None = None,
 ) -> Outcome:  # fmt: skip
-    return take_step(strategy_of(cells, world), primitive, views, points, dtype, size)
+    return take_step(strategy_of(cells, world, crossing=boundary), primitive, views, points, dtype, size)
 
 
-@pytest.mark.parametrize("primitive", PRIMITIVES)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_equal_one_with_the_same_cells(ranks: int, primitive: str) -> None:
-    dtype = torch.float64 if primitive in ("gaussians", "4D gaussians") else torch.float32
-    step = partial(step_of, ranks)
-    expected = step(World.single(), primitive, VIEWS, POINTS, dtype)
+def alone(boundary: Boundary, cells: int, *rest: Any, device: str = "cpu") -> Outcome:
+    """Return the step that ranks must equal: `single`'s, or that of one rank with the same cells."""
+    world = World.single(device)
+    return one_step(world, "single", *rest) if boundary == "ghosts" else step_of(boundary, cells, world, *rest)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "ranks", "cells", "primitive"),
+    [
+        *(("none", ranks, ranks, primitive) for ranks in (2, 3) for primitive in PRIMITIVES),
+        ("none", 2, 5, "gaussians"), ("none", 3, 4, "gaussians"), ("ghosts", 1, 5, "gaussians"),
+        ("ghosts", 2, 2, "gaussians, antialiased, absgrad"), ("ghosts", 2, 5, "gaussians"),
+        ("ghosts", 3, 3, "gaussians, plain colours"),
+    ],
+)  # fmt: skip
+def test_ranks_equal_one(boundary: Boundary, ranks: int, cells: int, primitive: str) -> None:
+    rest = primitive, VIEWS, POINTS, torch.float64 if primitive in ("gaussians", "4D gaussians") else torch.float32
+    expected = alone(boundary, cells, *rest)
     assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= 4
-    check(run_ranks(step, ranks, primitive, VIEWS, POINTS, dtype), expected, dtype)
-
-
-@pytest.mark.parametrize(("ranks", "cells"), [(2, 5), (3, 4)])
-def test_a_rank_may_have_several_cells(ranks: int, cells: int) -> None:
-    step = partial(step_of, cells)
-    expected = step(World.single(), "gaussians", VIEWS, POINTS, torch.float64)
-    check(run_ranks(step, ranks, "gaussians", VIEWS, POINTS, torch.float64), expected, torch.float64)
+    check(run_ranks(partial(step_of, boundary, cells), ranks, *rest), expected, rest[-1])
 
 
 def test_one_cell_is_single() -> None:
     expected = one_step(World.single(), "single", "gaussians", VIEWS, POINTS, torch.float64)
-    check([step_of(1, World.single(), "gaussians", VIEWS, POINTS, torch.float64)], expected, torch.float64)
+    check([step_of("none", 1, World.single(), "gaussians", VIEWS, POINTS, torch.float64)], expected, torch.float64)
     assert pixel(World.single()).placement.kind == "ByCells 1", "the default"
     with pytest.raises(ValueError, match=r"cells 1: each of the 2 GPUs wants a cell at least\. Give 2 or more"):
         strategy_of(1, replace(World.single(), size=2))
 
 
+@pytest.mark.parametrize("boundary", BOUNDARIES)
 @pytest.mark.parametrize(("views", "points", "size"), [(2, 40, None), (1, 0, None), (3, 1, None), (1, 60, (40, 14))])
-def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int, int] | None) -> None:
+def test_ranks_without_points_or_pixels(views: int, points: int, size: Any, boundary: Boundary) -> None:
     """Cells without points, models without any, a view that sees no cell, and one row of tiles for all ranks."""
-    step = partial(step_of, 3)
-    expected = step(World.single(), "gaussians", views, points, torch.float64, size)
-    check(run_ranks(step, 3, "gaussians", views, points, torch.float64, size), expected, torch.float64)
+    rest = "gaussians", views, points, torch.float64, size
+    check(run_ranks(partial(step_of, boundary, 3), 3, *rest), alone(boundary, 3, *rest), torch.float64)
 
 
 def half_step(world: World, wire: str, mode: str) -> Outcome:
@@ -112,11 +119,11 @@ class GivenCells(ByCells):
         return self.tree.of(where)
 
 
-def with_splits(world: World, splits: tuple[Split, ...], boundary_mode: Literal["none", "ghosts"] = "none") -> Strategy:
-    options = PixelOptions(cells=len(splits) + 1, crossing=boundary_mode)
+def with_splits(world: World, splits: tuple[Split, ...], boundary: Boundary = "none") -> Strategy:
+    options = PixelOptions(cells=len(splits) + 1, crossing=boundary)
     space = GivenCells(world, options)
     space.splits = splits
-    cells_in_views = CellsInViews(space) if boundary_mode == "ghosts" else None
+    cells_in_views = CellsInViews(space) if boundary == "ghosts" else None
     return replace(
         pixel(world, options), placement=space, assignment=CellPixels(space),
         pixels=CompositePixels(space.local, regions=cells_in_views),
@@ -134,24 +141,22 @@ def where_cameras_stand() -> dict[str, tuple[Split, ...]]:
     }
 
 
-def step_within(
-    where: str, world: World, spread_out: float, boundary_mode: Literal["none", "ghosts", "single"] = "none"
-) -> Outcome:
-    """Return a step of points around the cameras."""
+def step_within(world: World, where: str, boundary: Boundary | None) -> Outcome:
+    """Return a step of points around the cameras; of `single` without a boundary."""
     points = make_points(POINTS, torch.float64)
-    means = (spread_out * points.params["means"]).detach().requires_grad_()
+    means = (4.0 * points.params["means"]).detach().requires_grad_()
     kind = Gaussians(depth=True), Points({**points.params, "means": means})
-    single = boundary_mode == "single"
-    spread = STRATEGIES["single"](world) if single else with_splits(world, where_cameras_stand()[where], boundary_mode)
+    splits = where_cameras_stand()[where]
+    spread = STRATEGIES["single"](world) if boundary is None else with_splits(world, splits, boundary)
     return take_step(spread, "", VIEWS, POINTS, torch.float64, kind=kind)
 
 
+@pytest.mark.parametrize("boundary", BOUNDARIES)
 @pytest.mark.parametrize("where", where_cameras_stand())
-def test_wherever_cameras_and_points_are(where: str) -> None:
-    step = partial(step_within, where)
-    expected = step(World.single(), 4.0)
+def test_wherever_cameras_and_points_are(where: str, boundary: Boundary) -> None:
+    expected = step_within(World.single(), where, None if boundary == "ghosts" else boundary)
     assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= VIEWS - 1
-    check(run_ranks(step, 3, 4.0), expected, torch.float64)
+    check(run_ranks(step_within, 3, where, boundary), expected, torch.float64)
 
 
 def test_deviation_from_single() -> None:
@@ -173,36 +178,34 @@ def test_deviation_from_single() -> None:
     assert 35 < large < 55 and small > 58
 
 
-def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
+def fused_step(world: World, boundary: Boundary, cells: int, primitive: str, mode: str) -> Outcome:
     kind = PRIMITIVES[primitive]()
     assert isinstance(kind, Gaussians)
-    return take_one(strategy_of(cells, world), kind, CUT, size, mode)
+    return take_one(strategy_of(cells, world, crossing=boundary), kind, CUT, PORTRAIT, mode)
 
 
-def check_fused(outcomes: list[Outcome], cells: int, primitive: str, size: tuple[int, int]) -> None:
-    expected = step_of(cells, World.single(), primitive, CUT, POINTS, torch.float32, size)
-    check_outcomes(outcomes, expected, CUT, size, replicated=False)
+FUSED = [(boundary, *row) for boundary in BOUNDARIES for row in ((1, 3), (2, 2), (2, 3), (3, 3))]
 
 
-@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize(
+    ("boundary", "ranks", "cells", "device"),
+    [*((*row, "cpu") for row in FUSED), *(on_gpus(*row) for row in [*FUSED, ("none", 4, 4), ("ghosts", 4, 4)])],
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_equals_one_rank_with_the_same_cells(mode: str, ranks: int, cells: int) -> None:
-    primitive = KERNELS[ranks % len(KERNELS)]
-    outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT)
-    check_fused(outcomes, cells, primitive, PORTRAIT)
+def test_a_step_equals_one(mode: str, boundary: Boundary, ranks: int, cells: int, device: str) -> None:
+    for primitive in KERNELS if device == "cuda" else [KERNELS[ranks % len(KERNELS)]]:
+        outcomes = run_ranks(fused_step, ranks, boundary, cells, primitive, mode, device=device)
+        expected = alone(boundary, cells, primitive, CUT, POINTS, torch.float32, PORTRAIT)
+        check_outcomes(outcomes, expected, CUT, PORTRAIT, replicated=False)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (3, 3), (4, 4)])
-@pytest.mark.parametrize("mode", ["autograd", *MODES])
-def test_the_law_on_gpus(mode: str, ranks: int, cells: int) -> None:
-    if mode == "autograd":
-        step, rest = partial(step_of, cells), ("gaussians", VIEWS, POINTS, torch.float32)
-        check(run_ranks(step, ranks, *rest, device="cuda"), step(World.single("cuda:0"), *rest), torch.float32)
-        return
-    for primitive in KERNELS:
-        outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT, device="cuda")
-        check_fused(outcomes, cells, primitive, PORTRAIT)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (4, 4)])
+def test_ranks_equal_one_on_gpus(ranks: int, cells: int, boundary: Boundary) -> None:
+    rest = "gaussians", VIEWS, POINTS, torch.float32
+    outcomes = run_ranks(partial(step_of, boundary, cells), ranks, *rest, device="cuda")
+    check(outcomes, alone(boundary, cells, *rest, device="cuda:0"), torch.float32)
 
 
 def in_whole_views(world: World, mode: str) -> Outcome:

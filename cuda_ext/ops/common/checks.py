@@ -44,6 +44,20 @@ def intrinsics_shape(Ks: Tensor, views: int) -> tuple[int, int, int]:
     return (views, LENS_ROWS if Ks.dim() == 3 and Ks.shape[1] == LENS_ROWS else 3, 3)
 
 
+def check_cameras(
+    like: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int], near: float, far: float
+) -> list[int]:
+    """Check cameras and the depths between which they see; return the views' sizes, 2 V ints.
+
+    Raises:
+        TypeError, ValueError: see `check_floats`, `check_ints` and `check_depth_range`.
+    """
+    views = len(viewmats)
+    check_floats(like, viewmats=(viewmats, (-1, 4, 4)), Ks=(Ks, intrinsics_shape(Ks, views)))
+    check_depth_range(near, far)
+    return check_ints("sizes", sizes, 2, views, "view")
+
+
 def check_rows(like: Tensor, view_ids: Tensor, point_ids: Tensor) -> None:
     """Check that `view_ids` and `point_ids` are int32 [M] on the device of `like`.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import compiled_serves, kernels_serve
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, intrinsics_shape
+from cuda_ext.ops.common.checks import check_cameras, check_floats
 from cuda_ext.reference.boxes import FLOATS, box_views_composed, groups_of, splat_boxes_composed
 from cuda_ext.reference.lazy_adam import MOST_STEPS, PARAMETERS
 
@@ -78,12 +78,8 @@ def box_views(
         TypeError, ValueError: an argument of the wrong dtype, device or shape, or a wrong depth range.
         NativeBuildError: the operators cannot be compiled.
     """
-    views = len(viewmats)
-    check_floats(
-        boxes, boxes=(boxes, (-1, FLOATS)), viewmats=(viewmats, (-1, 4, 4)), Ks=(Ks, intrinsics_shape(Ks, views))
-    )
-    check_depth_range(near, far)
-    sizes = check_ints("sizes", sizes, 2, views, "view")
+    check_floats(boxes, boxes=(boxes, (-1, FLOATS)))
+    sizes = check_cameras(boxes, viewmats, Ks, sizes, near, far)
     if table is not None:
         check_floats(boxes, table=(table, (MOST_STEPS + 1, len(PARAMETERS), 8)))
     op: Any = torch.ops.ns_multigpu.box_views if compiled_serves(boxes) else box_views_composed

@@ -12,7 +12,7 @@ from torch import Tensor
 from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import native_serves
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
+from cuda_ext.ops.common.checks import check_cameras, check_floats, check_rows
 from cuda_ext.ops.project.projection import Projection
 from cuda_ext.reference import conditioning as reference
 from cuda_ext.reference import projection as projection_reference
@@ -119,18 +119,15 @@ def project_axes(
         TypeError, ValueError, IndexError: as `project`.
         NativeBuildError: the operators cannot be compiled.
     """
-    rows, views = means.shape[0], viewmats.shape[0]
+    rows = means.shape[0]
     check_floats(
         means,
         means=(means, (-1, 3)),
         axes=(axes, (rows, 3, 3)),
         opacities=(opacities, (rows,)),
-        viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_rows(means, view_ids, view_ids)
-    check_depth_range(near, far)
-    sizes = check_ints("sizes", sizes, 2, views, "view")
+    sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
     op = torch.ops.ns_multigpu.project_axes if _native(means) else projection_reference.project_axes
     return Projection(*op(means, axes, opacities, viewmats, Ks, sizes, view_ids, eps2d, near, far, antialiased))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import fake
 from cuda_ext.dispatch.load import native_serves
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, intrinsics_shape
+from cuda_ext.ops.common.checks import check_cameras, check_floats, check_ints
 from cuda_ext.reference import projection as reference
 
 
@@ -58,11 +58,8 @@ def cull(
         means=(means, (-1, 3)),
         scales=(scales, (points, 3)),
         opacities=(opacities, (points,)),
-        viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
-    check_depth_range(near, far)
-    sizes = check_ints("sizes", sizes, 2, views, "view")
+    sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
     rects = check_ints("rects", rects, 4, views, "view")
     op = torch.ops.ns_multigpu.cull if native_serves(means) else reference.cull
     with torch.no_grad():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import native_serves
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
+from cuda_ext.ops.common.checks import check_cameras, check_floats, check_rows
 from cuda_ext.reference import projection as reference
 
 
@@ -92,19 +92,16 @@ def project(
             that are not sorted or that name what does not exist (on CPU).
         NativeBuildError: the operators cannot be compiled.
     """
-    points, views = means.shape[0], viewmats.shape[0]
+    points = means.shape[0]
     check_floats(
         means,
         means=(means, (-1, 3)),
         quats=(quats, (points, 4)),
         scales=(scales, (points, 3)),
         opacities=(opacities, (points,)),
-        viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_rows(means, view_ids, point_ids)
-    check_depth_range(near, far)
-    sizes = check_ints("sizes", sizes, 2, views, "view")
+    sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
     op = torch.ops.ns_multigpu.project if native_serves(means) else reference.project
     cameras = (viewmats, Ks, sizes)
     return Projection(

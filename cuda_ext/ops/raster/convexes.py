@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
+from cuda_ext.ops.common.checks import check_cameras, check_floats, check_rows
 from cuda_ext.ops.raster.primitives import register, serves
 from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches
 from cuda_ext.reference import convexes as reference
@@ -92,7 +92,7 @@ def project_convexes(
         NativeBuildError: the operators cannot be compiled.
         NotImplementedError: gsplat's kernels are to serve on CUDA, and tensors are there.
     """
-    points, views = means.shape[0], viewmats.shape[0]
+    points = means.shape[0]
     check_floats(
         means,
         means=(means, (-1, 3)),
@@ -100,12 +100,9 @@ def project_convexes(
         deltas=(deltas, (points,)),
         sigmas=(sigmas, (points,)),
         opacities=(opacities, (points,)),
-        viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_rows(means, view_ids, point_ids)
-    check_depth_range(near, far)
-    sizes = check_ints("sizes", sizes, 2, views, "view")
+    sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
     op = torch.ops.ns_multigpu.project_convexes if serves(means, "3D convexes") else reference.project_convexes
     cameras = (viewmats, Ks, sizes)
     return ConvexProjection(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
+from cuda_ext.ops.common.checks import check_cameras, check_floats, check_rows
 from cuda_ext.ops.raster.primitives import register, serves
 from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches
 from cuda_ext.reference import surfels as reference
@@ -88,19 +88,16 @@ def project_surfels(
         NativeBuildError: the operators cannot be compiled.
         NotImplementedError: gsplat's kernels are to serve on CUDA, and tensors are there.
     """
-    points, views = means.shape[0], viewmats.shape[0]
+    points = means.shape[0]
     check_floats(
         means,
         means=(means, (-1, 3)),
         quats=(quats, (points, 4)),
         scales=(scales, (points, 2)),
         opacities=(opacities, (points,)),
-        viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, intrinsics_shape(Ks, views)),
     )
     check_rows(means, view_ids, point_ids)
-    check_depth_range(near, far)
-    sizes = check_ints("sizes", sizes, 2, views, "view")
+    sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
     op = torch.ops.ns_multigpu.project_surfels if serves(means, "2D Gaussians") else reference.project_surfels
     cameras = (viewmats, Ks, sizes)
     return SurfelProjection(*op(means, quats, scales, opacities, *cameras, view_ids, point_ids, near, far))

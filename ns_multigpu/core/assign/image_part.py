@@ -56,6 +56,12 @@ def contains(outer: Rectangle, inner: Rectangle) -> bool:
     return outer[0] <= inner[0] and outer[1] <= inner[1] and inner[2] <= outer[2] and inner[3] <= outer[3]
 
 
+def overlap(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    """Return what two rectangles share; None without a pixel."""
+    both = max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
+    return None if is_empty(both) else both
+
+
 def area(rectangle: Rectangle) -> int:
     """Its pixels."""
     x0, y0, x1, y1 = rectangle

@@ -71,12 +71,7 @@ def all_gather_rows(x: Tensor, world: World) -> tuple[Tensor, list[int]]:
 
 def all_gather_ints(values: Sequence[int], world: World) -> list[list[int]]:
     """Every rank's integers (equally many on each), over the control group; row r is rank r's."""
-    mine = torch.tensor(list(values), dtype=torch.int64)
-    if world.control is None:
-        return [list(values)]
-    table = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(table, mine, group=world.control)
-    return [[int(v) for v in row.tolist()] for row in table]
+    return cast(list[list[int]], _all_gather(torch.tensor(list(values), dtype=torch.int64), world))
 
 
 def all_gather_ints_on_device(values: Sequence[int], world: World) -> list[list[int]]:
@@ -118,12 +113,15 @@ def add_up(x: Tensor, world: World) -> Tensor:
 
 def all_gather_floats(values: Sequence[float], world: World) -> list[list[float]]:
     """As `all_gather_ints`, for float64."""
-    mine = torch.tensor(list(values), dtype=torch.float64)
+    return cast(list[list[float]], _all_gather(torch.tensor(list(values), dtype=torch.float64), world))
+
+
+def _all_gather(mine: Tensor, world: World) -> list[Any]:
     if world.control is None:
-        return [list(values)]
+        return [mine.tolist()]
     table = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(table, mine, group=world.control)
-    return [[float(v) for v in row.tolist()] for row in table]
+    return [row.tolist() for row in table]
 
 
 def broadcast_object(value: Any, source: int, world: World) -> Any:

@@ -10,10 +10,9 @@ from functools import lru_cache
 
 import torch
 
+from ns_multigpu.core.assign.image_part import Rectangle, area, overlap
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.types import Sizes, View, sizes_of
-
-Rectangle = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class Piece:
     @property
     def pixels(self) -> int:
         """Number of its pixels."""
-        x0, y0, x1, y1 = self.rectangle
-        return (x1 - x0) * (y1 - y0)
+        return area(self.rectangle)
 
 
 def find_fragments(plan: Plan, views: Sequence[View], to: int | None = None) -> list[Piece]:
@@ -64,19 +62,14 @@ def find_fragments(plan: Plan, views: Sequence[View], to: int | None = None) -> 
                         continue
                     seen = plan.drawn[source[0]][source[1]].rendered(views[patch.view])
                     for rectangle, inside in _parts(wide, own):
-                        both = _both(rectangle, seen)
+                        both = overlap(rectangle, seen)
                         if both is not None:
                             fragments.append(Piece(source, (rank, k), both, inside, cell))
                 for dark in hidden.get((patch.view, cell), ()) if to in (None, rank) else ():
-                    both = _both(own, dark)
+                    both = overlap(own, dark)
                     if both is not None:
                         fragments.append(Piece(None, (rank, k), both, True, cell))
     return fragments
-
-
-def _both(a: Rectangle, b: Rectangle) -> Rectangle | None:
-    x0, y0, x1, y1 = max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
-    return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else None
 
 
 def _parts(wide: Rectangle, own: Rectangle) -> Iterator[tuple[Rectangle, bool]]:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.assign.image_part import Rectangle, area, overlap
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.collectives import exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Patch, View
-
-Rectangle = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class Strip:
     @property
     def pixels(self) -> int:
         """Number of its pixels."""
-        x0, y0, x1, y1 = self.rectangle
-        return (x1 - x0) * (y1 - y0)
+        return area(self.rectangle)
 
 
 def find_strips(plan: Plan, views: Sequence[View]) -> list[Strip]:
@@ -45,12 +43,12 @@ def find_strips(plan: Plan, views: Sequence[View]) -> list[Strip]:
     places = [((rank, k), patch) for rank, patches in enumerate(plan.drawn) for k, patch in enumerate(patches)]
     strips: list[Strip] = []
     for source, halo in places:
-        left, top, right, bottom = halo.rendered(views[halo.view])
+        wide = halo.rendered(views[halo.view])
         for target, patch in places:
             if source == target or halo.view != patch.view:
                 continue
-            both = (max(left, patch.x0), max(top, patch.y0), min(right, patch.x1), min(bottom, patch.y1))
-            if both[0] < both[2] and both[1] < both[3]:
+            both = overlap(wide, (patch.x0, patch.y0, patch.x1, patch.y1))
+            if both is not None:
                 strips.append(Strip(source, target, both))
     return strips
 

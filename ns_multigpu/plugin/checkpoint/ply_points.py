@@ -85,7 +85,7 @@ class PlyPoints:
             InputError: a number is not finite.
         """
         parameters = [one for one in self._parameters if only in ("", one.name)]
-        result = {one.name: torch.empty(len(rows), *self._shape(one), device=device) for one in parameters}
+        result = {one.name: torch.empty(len(rows), *one.sized(self._degree), device=device) for one in parameters}
         for begin in range(0, len(rows), CHUNK):
             part = rows[begin : begin + CHUNK]
             table = self._rows[part.start : part.stop] if isinstance(part, range) else self._rows[part.numpy()]
@@ -99,13 +99,10 @@ class PlyPoints:
                 result[name][begin : begin + len(part)] = value
         return result
 
-    def _shape(self, parameter: Parameter) -> list[int]:
-        return [harmonics(self._degree) if size == HARMONICS else size for size in parameter.shape]
-
     def _values(self, table: NDArray[Any], parameter: Parameter) -> Tensor:
         """Return a parameter of records, [n, *shape] float32; positions in another frame, which may be UTM, float64."""
         if not (names := parameter.properties(self.degree)):
-            return torch.zeros(len(table), *self._shape(parameter))
+            return torch.zeros(len(table), *parameter.sized(self._degree))
         kind = np.float64 if parameter.name == POSITION and self._frame is not None else np.float32
         value = torch.from_numpy(structured_to_unstructured(table[names], dtype=kind, copy=True))
         if HARMONICS in parameter.shape:

@@ -4,7 +4,8 @@ A config.yml is read in three places of nerfstudio's. So the options that it nam
 is read, and accounted for once, where the run resumes. Tools that only show a run have no use for them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from ns_multigpu.plugin.faults.errors import InputError
@@ -12,45 +13,32 @@ from ns_multigpu.plugin.launch.option_help import given
 
 _FOUND = "_removed_options"
 """Name of a config's attribute that holds the removed options found in its file, by name; never saved."""
-_NO_STEP_DEPENDS = "only the time of a step depended on it"
-_SENT = "cells exchange pixels, which was the default"
+_ANY = None
+"""In place of a default: no value changed the results."""
+_TIME = "only the time of a step depended on it"
 _ABLATION = "the strategy always uses its default; benchmarks/scaling/locality_sim.py compares the others"
 _BASELINE = "it is a baseline of benchmarks/baselines: see docs/methods/nerfacto-xl.md#baselines"
 
-REMOVED_OPTIONS: dict[str, str | None] = {
-    "pipeline.exchange": _SENT,
-    "pipeline.gradients": None,
-    "pipeline.overlap": None,
-    "pipeline.stages": None,
-    "pipeline.model.implementation": "fields run in torch, and hash grids in an operator of this package",
-    "pipeline.model.selective_adam": "every Gaussian takes Adam's step",
-    "pipeline.locality.placement": _ABLATION,
-    "pipeline.locality.within": _ABLATION,
-    "pipeline.locality.hierarchy": _ABLATION,
-    "pipeline.locality.assignment": _ABLATION,
-    "pipeline.locality.balance": _ABLATION,
+REMOVED_OPTIONS: dict[str, tuple[str, Any]] = {
+    "pipeline.exchange": ("cells exchange pixels, which was the default", "pixels"),
+    "pipeline.gradients": (_TIME, _ANY),
+    "pipeline.overlap": (_TIME, _ANY),
+    "pipeline.stages": (_TIME, _ANY),
+    "pipeline.model.implementation": ("fields run in torch, and hash grids in an operator of this package", _ANY),
+    "pipeline.model.selective_adam": ("every Gaussian takes Adam's step", False),
+    "pipeline.locality.placement": (_ABLATION, "metis"),
+    "pipeline.locality.within": (_ABLATION, "dealt"),
+    "pipeline.locality.hierarchy": (_ABLATION, True),
+    "pipeline.locality.assignment": (_ABLATION, "search"),
+    "pipeline.locality.balance": (_ABLATION, True),
 }
-"""Replacement of each removed option whose value changed the run; None if no value changed the results."""
+"""Of each removed option what takes its place, and the default, with which a run resumes."""
 REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("pipeline.model.spread", "mega"): _BASELINE,
     ("pipeline.model.spread", "block"): _BASELINE,
     ("pipeline.model.exposure", "affine"): "gain corrects exposure with three numbers a view",
 }
 """Removed values of options, and their replacements."""
-_CAP, _OLD_CAP = "pipeline.model.max_gaussians", "max_gs_num"
-"""The cap of both densifiers, and the name that MCMC's had; the command line knows both."""
-_DEFAULTS: Mapping[str, Any] = {
-    "pipeline.exchange": "pixels",
-    "pipeline.gradients": "atomics",
-    "pipeline.overlap": 1,
-    "pipeline.stages": 1,
-    "pipeline.model.selective_adam": False,
-    "pipeline.locality.placement": "metis",
-    "pipeline.locality.within": "dealt",
-    "pipeline.locality.hierarchy": True,
-    "pipeline.locality.assignment": "search",
-    "pipeline.locality.balance": True,
-}
 
 
 def take_out(config: Any) -> None:
@@ -62,16 +50,15 @@ def take_out(config: Any) -> None:
     found = dict[str, Any]()
     for name in REMOVED_OPTIONS:
         part, last = _part(config, name)
-        if part is not None and last in vars(part) and not hasattr(type(part), last):
+        if last in vars(part) and not hasattr(type(part), last):
             found[name] = vars(part).pop(last)
-    model, _ = _part(config, _CAP)
-    if model is not None and _OLD_CAP in vars(model):
-        cap = vars(model).pop(_OLD_CAP)
-        if model.densifier == "mcmc":
-            model.max_gaussians = cap
+    model, _ = _part(config, "pipeline.model.max_gaussians")
+    cap = vars(model).pop("max_gs_num", None)  # what MCMC's cap was called; the command line knows both names
+    if cap is not None and model.densifier == "mcmc":
+        model.max_gaussians = cap
     for name, value in REMOVED_VALUES:
         part, last = _part(config, name)
-        if part is not None and vars(part).get(last) == value:
+        if vars(part).get(last) == value:
             found[name] = value
     if found:
         vars(config)[_FOUND] = found
@@ -105,26 +92,26 @@ def refuse_removed(words: Sequence[str]) -> None:
     for name, value in given(words).items():
         option = "--" + name.replace("_", "-")
         if name in REMOVED_OPTIONS:
-            instead = REMOVED_OPTIONS[name] or _NO_STEP_DEPENDS
-            raise InputError(f"{option} is gone: {instead}. Leave it out.")
+            raise InputError(f"{option} is gone: {REMOVED_OPTIONS[name][0]}. Leave it out.")
         if (name, value) in REMOVED_VALUES:
             raise InputError(f"{option} {value} is gone: {REMOVED_VALUES[name, value]}.")
 
 
 def _refusal(name: str, value: Any) -> str | None:
     """Return why a run with this value of a removed option cannot resume; None if it can."""
-    last = name.rpartition(".")[2]
     if name not in REMOVED_OPTIONS:
         return f"{name} {value}: {REMOVED_VALUES[name, value]}."
-    instead = REMOVED_OPTIONS[name]
-    if instead is None or value == _DEFAULTS[name]:
+    instead, default = REMOVED_OPTIONS[name]
+    if default in (_ANY, value):
         return None
-    return f"{name} {value}: {instead}. To go on so, take the line `{last}: {value}` out of config.yml."
+    line = f"{name.rpartition('.')[2]}: {value}"
+    return f"{name} {value}: {instead}. To go on so, take the line `{line}` out of config.yml."
 
 
 def _part(config: Any, name: str) -> tuple[Any, str]:
-    """Return the part of a configuration that has an option, None if it has no such part; and the option's own name."""
+    """Return the part of a configuration that has an option, an empty one if it has no such part; and the option's own
+    name."""
     *parents, last = name.split(".")
     for parent in parents:
-        config = vars(config).get(parent) if hasattr(config, "__dict__") else None
+        config = vars(config).get(parent, SimpleNamespace())
     return config, last

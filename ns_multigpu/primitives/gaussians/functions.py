@@ -1,7 +1,7 @@
 """The 3D Gaussian as a primitive (Kerbl et al. 2023), over the native operators."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,22 @@ from ns_multigpu.primitives.shading import row_colors
 
 CUTOFF = (2 * math.log(255)) ** 0.5
 """Standard deviations at which exp(-d^2 / 2) is 1/255."""
-_AT_ONCE = 1 << 22
+_AT_ONCE = 1 << 20
 """Points whose extents are computed at once."""
+
+
+@torch.no_grad()
+def extents_of(points: Points, axes_of: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+    """Return `Primitive.extents` of ellipsoids beyond which an opaque point's alpha is below 1/255.
+
+    Args:
+        axes_of: of some points' parameters, returns the axes of one standard deviation, columns of [n, 3, K].
+    """
+    found = [points.params["means"].new_zeros(0, 3)]
+    for start in range(0, len(points), _AT_ONCE):
+        some = {name: value[start : start + _AT_ONCE] for name, value in points.params.items()}
+        found.append(CUTOFF * axes_of(some).square().sum(-1).sqrt())
+    return torch.cat(found)
 
 
 @dataclass(frozen=True)
@@ -114,16 +128,9 @@ class Gaussians(GaussianPrimitive):
             self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, self.radius_clip, **options
         )
 
-    @torch.no_grad()
     def extents(self, points: Points) -> Tensor:
-        """See `Primitive.extents`: of the ellipsoid beyond which an opaque point's alpha is below 1/255."""
-        reached = [points.params["means"].new_zeros(0, 3)]
-        quats, scales = points.params["quats"], points.params["scales"]
-        for start in range(0, len(points), _AT_ONCE):
-            some = slice(start, start + _AT_ONCE)
-            axes = rotations(quats[some]) * scales[some].exp()[:, None, :]
-            reached.append(CUTOFF * axes.square().sum(-1).sqrt())
-        return torch.cat(reached)
+        """See `extents_of`."""
+        return extents_of(points, lambda some: rotations(some["quats"]) * some["scales"].exp()[:, None, :])
 
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
         """See `Primitive.cull`: points whose bound overlaps the view's rectangle."""

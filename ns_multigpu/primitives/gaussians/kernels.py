@@ -1,6 +1,5 @@
 """Step operators of 3D Gaussians."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -8,10 +7,9 @@ from torch import Tensor
 
 from cuda_ext.ops.exchange.row_exchange import GRADIENT_FLOATS, RECORD_FLOATS
 from cuda_ext.ops.optim.fused import SplatRows, splat_forward, splat_update
-from cuda_ext.ops.optim.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.ops.optim.lazy_adam import splat_flush
 from cuda_ext.ops.project.boxes import new_boxes, splat_boxes
 from ns_multigpu.core.kernels import Cameras, Model, PutRows, ReplicaRows
-from ns_multigpu.core.schema import flat
 from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.radius_clip import clip_rows
@@ -51,17 +49,6 @@ class GaussianKernels(GaussianRowKernels):
     whole_step_scale: float = 0.0
 
     parameters = ORDER
-
-    def model(
-        self,
-        params: Mapping[str, Tensor],
-        moments: Mapping[str, tuple[Tensor, Tensor]],
-        statistics: Mapping[str, Tensor],
-        lazy: LazyAdam | None,
-    ) -> Model:
-        of_params = [flat(name, params[name].detach()) for name in ORDER]
-        first, second = ([flat(name, moments[name][i]) for name in ORDER] for i in (0, 1))
-        return Model(of_params, first, second, dict(statistics), lazy)
 
     def boxes(self, model: Model) -> Tensor:
         return new_boxes(model.params[_MEANS])

@@ -14,15 +14,12 @@ from cuda_ext.reference.projection import MIN_ALPHA
 from ns_multigpu.core.types import Hits, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.gather import spread, take
-from ns_multigpu.primitives.gaussians.functions import CUTOFF, GaussianPrimitive, sizes_of
+from ns_multigpu.primitives.gaussians.functions import GaussianPrimitive, extents_of, sizes_of
 from ns_multigpu.primitives.moving.kernels import MovingKernels
 from ns_multigpu.primitives.moving.schema import COSINES, SCHEMA
 from ns_multigpu.primitives.moving.turning import turn
 from ns_multigpu.primitives.radius_clip import clip_rows
 from ns_multigpu.primitives.shading import camera_centers
-
-_AT_ONCE = 1 << 20
-"""Points whose factors are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +41,9 @@ class MovingGaussians(GaussianPrimitive):
 
     schema = SCHEMA
 
-    @torch.no_grad()
     def extents(self, points: Points) -> Tensor:
-        """See `Primitive.extents`: of the ellipsoid in space and time beyond which an opaque point's alpha is below
-        1/255, whenever one looks."""
-        reached = [points.params["means"].new_zeros(0, 3)]
-        params = points.params
-        for start in range(0, len(points), _AT_ONCE):
-            some = slice(start, start + _AT_ONCE)
-            axes = turn({name: params[name][some] for name in ("quats", "motions", "scales", "durations")})
-            reached.append(CUTOFF * axes[:, 1:].square().sum(-1).sqrt())
-        return torch.cat(reached)
+        """See `extents_of`: of ellipsoids in space and time, at all times."""
+        return extents_of(points, lambda some: turn(some)[:, 1:])
 
     @torch.no_grad()
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:

@@ -12,7 +12,7 @@ from cuda_ext.reference.conditioning import product, rotations_4d
 def turn(params: Mapping[str, Tensor]) -> Tensor:
     """Factors [N, 4, 4] of the points' covariances over (t, x, y, z): a column for each axis, as long as its deviation.
 
-    To the bit the same for a point whatever others there are, as `primitives.steady` wants it.
+    To the bit the same for a point whatever others there are, as `primitives.deterministic` wants it.
 
     Args:
         params: of `MovingGaussians`: `quats`, `motions`, `scales`, `durations`.

@@ -15,15 +15,13 @@ from ns_multigpu.primitives.boxed import BoxedPrimitive
 from ns_multigpu.primitives.canvas import Canvas
 from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.deterministic import rotations
-from ns_multigpu.primitives.gaussians.functions import CUTOFF
+from ns_multigpu.primitives.gaussians.functions import CUTOFF, extents_of
 from ns_multigpu.primitives.radius_clip import clip_rows
 from ns_multigpu.primitives.surfels.kernels import SURFEL_PARTS, SurfelKernels
 from ns_multigpu.primitives.surfels.schema import CHANNELS, SCHEMA
 
 _DISC = CUTOFF / 2**0.5
 """Pixels to which the low-pass filter on the screen widens a splat, at most."""
-_AT_ONCE = 1 << 22
-"""Points whose extents are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +58,9 @@ class Surfels(BoxedPrimitive):
         """See `Primitive.with_median`."""
         return replace(self, channels=("median",))
 
-    @torch.no_grad()
     def extents(self, points: Points) -> Tensor:
-        """See `Primitive.extents`: of the disc beyond which an opaque point's alpha is below 1/255."""
-        reached = [points.params["means"].new_zeros(0, 3)]
-        quats, scales = points.params["quats"], points.params["scales"]
-        for start in range(0, len(points), _AT_ONCE):
-            some = slice(start, start + _AT_ONCE)
-            axes = rotations(quats[some])[:, :, :2] * scales[some].exp()[:, None, :]
-            reached.append(CUTOFF * axes.square().sum(-1).sqrt())
-        return torch.cat(reached)
+        """See `extents_of`: of discs."""
+        return extents_of(points, lambda some: rotations(some["quats"])[:, :, :2] * some["scales"].exp()[:, None, :])
 
     @torch.no_grad()
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:

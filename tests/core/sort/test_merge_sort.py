@@ -13,41 +13,38 @@ from tests.lib.ranks import run_ranks
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
-def shards(case: str, size: int) -> list[Pairs]:
-    """Return the initial pairs of each rank: keys, and values that encode their origin."""
+def keys_of(case: str, size: int, most: int = 60) -> list[torch.Tensor]:
+    """Return the initial keys of each rank, up to about `most`."""
     g = keyed_generator("shards", case, size)
-    counts = [int(torch.randint(20, 60, (1,), generator=g)) for _ in range(size)]
-    span, dtype = 1000, torch.int64
+    counts = [int(torch.randint(most // 3, most, (1,), generator=g)) for _ in range(size)]
     if case == "one rank has all":
-        counts = [0] * size
-        counts[size // 2] = 97
+        counts = [most if rank == size // 2 else 0 for rank in range(size)]
     elif case == "some have none":
-        counts = [0 if rank % 2 == 0 else 31 for rank in range(size)]
+        counts = [0 if rank % 2 == 0 else most // 2 for rank in range(size)]
     elif case == "very uneven":
-        counts = [3**rank for rank in range(size)]
+        counts = [min(most, 5**rank) for rank in range(size)]
     elif case == "fewer than ranks":
         counts = [1 if rank == size - 1 else 0 for rank in range(size)]
     elif case == "nothing":
         counts = [0] * size
-    elif case == "equal keys":
-        span = 1
-    elif case == "few keys":
-        span = 3
-    elif case == "large keys":
-        span, dtype = 2**62, torch.int64
-    elif case == "int32":
-        dtype = torch.int32
-    result: list[Pairs] = []
+    span = {"equal keys": 1, "few keys": 3, "large keys": 2**62}.get(case, 10 * most)
+    result: list[torch.Tensor] = []
     for rank, count in enumerate(counts):
-        keys = torch.randint(-(span // 2), span - span // 2, (count,), generator=g).to(dtype)
+        keys = torch.randint(-(span // 2), span - span // 2, (count,), generator=g)
         if case == "large keys" and count > 1:
-            keys[0], keys[1] = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+            keys[0], keys[-1] = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
         if case == "already sorted":
             keys = 100 * rank + torch.arange(count)
         elif case == "reversed":
             keys = -100 * rank - torch.arange(count)
-        result.append((keys, torch.stack([torch.full((count,), rank), torch.arange(count)], dim=1)))
+        result.append(keys.int() if case == "int32" else keys)
     return result
+
+
+def shards(case: str, size: int) -> list[Pairs]:
+    """Return the initial pairs of each rank: keys, and values that encode their origin."""
+    parts = enumerate(keys_of(case, size))
+    return [(keys, torch.stack([torch.full((len(keys),), rank), torch.arange(len(keys))], 1)) for rank, keys in parts]
 
 
 CASES = (

@@ -10,8 +10,8 @@ from torch import Tensor
 from cuda_ext import intersect_keys
 from ns_multigpu.core.dist.peer_memory import PeerBuffer
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.sort.peer_sort import SortBuffers, SortedPairs, peer_merge_sort, sorted_band_lists
+from tests.core.sort.test_merge_sort import keys_of
 from tests.cuda_ext.peer_sorts import (
     SimulatedMemory,
     bands_of,
@@ -46,24 +46,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def shards(case: str, size: int, most: int) -> list[Pairs]:
     """Return the initial pairs of each rank, up to about `most`; values encode their origin."""
-    g = keyed_generator("peer sort", case, size)
-    counts = [int(torch.randint(most // 3, most, (1,), generator=g)) for _ in range(size)]
-    if case == "one rank has all":
-        counts = [most if rank == size // 2 else 0 for rank in range(size)]
-    elif case == "some have none":
-        counts = [0 if rank % 2 == 0 else most // 2 for rank in range(size)]
-    elif case == "very uneven":
-        counts = [min(most, 5**rank) for rank in range(size)]
-    elif case == "nothing":
-        counts = [0] * size
-    span = {"equal keys": 1, "few keys": 3, "large keys": 2**62}.get(case, 10 * most)
-    result: list[Pairs] = []
-    for rank, count in enumerate(counts):
-        keys = torch.randint(-(span // 2), span - span // 2, (count,), generator=g)
-        if case == "large keys" and count > 1:
-            keys[0], keys[-1] = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
-        result.append((keys, torch.arange(count, dtype=torch.int32) + rank * 100_000_000))
-    return result
+    parts = enumerate(keys_of(case, size, most))
+    return [(keys, torch.arange(len(keys), dtype=torch.int32) + rank * 100_000_000) for rank, keys in parts]
 
 
 def check_sorted(parts: list[tuple[Tensor, Tensor, int]], whole: list[Pairs], case: str) -> None:

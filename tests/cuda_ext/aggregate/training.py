@@ -21,20 +21,12 @@ from ns_multigpu.plugin.blocks.device_steps import DeviceStep
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, start
-from tests.lib.training_run import write_capture
 from tests.plugin.blocks.tried_steps import start_with_small_capacity
 
 STEPS, SAVED = 20, 9
 GPUS = bool(os.environ.get("NS_MULTIGPU_TEST_GPUS"))
 ONE, ALL = "cuda:0" if GPUS else "cpu", "multigpu:0"
 Use = Callable[..., None]
-
-
-@pytest.fixture
-def capture(tmp_path: Path) -> Path:
-    """Return a small capture of images of one size."""
-    write_capture(tmp_path / "capture", wide=False)
-    return tmp_path / "capture"
 
 
 def trained(device: str, capture: Path, out: Path, **options: Any) -> DistributedTrainer:

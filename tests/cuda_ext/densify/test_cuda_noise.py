@@ -6,12 +6,9 @@ from torch.testing import assert_close
 
 import cuda_ext
 from tests.cuda_ext.densify.test_noise import RULE, gaussians, moved
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import OUR_KERNELS, captured
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
-]
+pytestmark = OUR_KERNELS
 
 
 @pytest.mark.parametrize("rows", [False, True])

@@ -6,12 +6,9 @@ import torch
 import cuda_ext
 from cuda_ext.reference.relocation import numbered
 from tests.cuda_ext.densify.test_relocation import COUNT, START, gaussians, places, relocated, rows
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import OUR_KERNELS, captured
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
-]
+pytestmark = OUR_KERNELS
 
 
 @pytest.mark.parametrize("count", [1, 300, 70_001])
@@ -34,15 +31,6 @@ def test_shares_are_those_of_the_reference() -> None:
     for x, y in zip(there, points, strict=True):
         torch.testing.assert_close(x.cpu(), y, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(x.cpu(), y) for x, y in zip(moments_there, moments, strict=True))
-
-
-def test_copies_in_other_tensors_are_the_same_to_the_bit() -> None:
-    points, later = ([x.cuda() for x in gaussians()] for _ in range(2))
-    sources, copies = relocated(points, [])
-    its = sources[sources >= 0].long()
-    apart, own = [x[its] for x in later], torch.arange(len(its), dtype=torch.int32, device="cuda")
-    cuda_ext.share_out(*apart, copies[its], min_opacity=0.005, sources=own, numbers=numbered(its))
-    assert all(torch.equal(copied, x[sources >= 0]) for copied, x in zip(apart, points, strict=True))
 
 
 def test_rows_of_any_kind_are_copied() -> None:

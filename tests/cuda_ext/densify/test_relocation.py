@@ -9,6 +9,7 @@ from torch import Tensor
 import cuda_ext
 from cuda_ext.reference.projection import rotation_matrices
 from cuda_ext.reference.relocation import MOST_COPIES, draws, numbered
+from tests.lib.ranks import DEVICES
 
 COUNT, START = 500, 1234
 
@@ -109,12 +110,13 @@ def test_parts_together_look_as_the_one_did() -> None:
         assert torch.equal(x[copies == 0], was[copies == 0]) and not bool(x[copies > 0].any())
 
 
-def test_copies_may_be_in_other_tensors() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_may_be_in_other_tensors(device: str) -> None:
     """As where points are added, or sent to another rank: to the bit the same sources and copies."""
-    points, later = gaussians(), gaussians()
+    points, later = ([x.to(device) for x in gaussians()] for _ in range(2))
     sources, copies = relocated(points, [])
     its = sources[sources >= 0].long()
-    apart, own = [x[its] for x in later], torch.arange(len(its), dtype=torch.int32)
+    apart, own = [x[its] for x in later], torch.arange(len(its), dtype=torch.int32, device=device)
     cuda_ext.share_out(*apart, copies[its], min_opacity=0.005, sources=own, numbers=numbered(its))
     cuda_ext.share_out(*later, copies, min_opacity=0.005)
     for x, copied, there in zip(later, apart, points, strict=True):

@@ -9,7 +9,6 @@ from torch import Tensor
 import cuda_ext
 from cuda_ext import collect, pack, unpack
 from tests.cuda_ext.exchange.test_row_exchange import (
-    OPS,
     Rows,
     addresses,
     bands,
@@ -18,7 +17,7 @@ from tests.cuda_ext.exchange.test_row_exchange import (
     make_rows,
     numbers,
 )
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import check_replays
 from tests.cuda_ext.routing import route
 
 pytestmark = pytest.mark.gpu
@@ -112,21 +111,6 @@ def test_more_patches_than_a_launch_uploads() -> None:
         assert bool((place == -1).all()) and counts.tolist() == [0, 0]
 
 
-def test_nothing_to_send() -> None:
-    none = make_rows(0, 0).to("cuda")
-    place, counts = none.route(patches_of(3, 2), 3)
-    assert place.shape == (3, 0) and counts.tolist() == [0, 0, 0]
-    nowhere = torch.zeros(3, dtype=torch.int64, device="cuda")
-    pack(none, place, nowhere, 5)
-    assert collect(place, none.count, nowhere, 5).shape == (0, 16)
-    some = make_rows(100, 0).to("cuda")
-    place, counts = some.route(patches_of(3, 2), 3)
-    pack(some, place, nowhere, 0)
-    assert not bool(collect(place, some.count, nowhere, 0).any())
-    assert unpack(torch.zeros(3, 0, 16, device="cuda"), counts, 2).means2d.shape == (0, 2)
-    torch.cuda.synchronize()
-
-
 def test_records_may_be_a_part_of_a_larger_buffer() -> None:
     memory = torch.randn(3 * 40 * 16 + 7, generator=torch.Generator().manual_seed(3))
     for start in (0, 4, 7):  # the last at no multiple of 16 bytes
@@ -154,13 +138,7 @@ def test_a_cuda_graph_holds_it() -> None:
         arrived = unpack(memory[1], torch.stack([counts[1] for _, counts in places]), 2)
         return [*arrived, collect(places[1][0], rows[1].count, where[1], 3000)]
 
-    graph, kept = captured(step)
-    for shift in (0.0, 9.0, 1000.0):
-        for one in rows:
-            one.means2d.add_(shift)
-        graph.replay()
-        found = [t.clone() for t in kept]
-        assert all(torch.equal(a, b) for a, b in zip(found, step(), strict=True))
+    found = check_replays(step, lambda by: [one.means2d.add_(by) for one in rows], (0.0, 9.0, 1000.0))
     assert not bool(found[6].any())  # all moved out
 
 
@@ -205,12 +183,3 @@ def test_the_reference_routes_and_unpacks_on_the_gpu_too() -> None:
         assert all(torch.equal(a, b) for a, b in zip(rows.route(patches_of(3, 2), 3), native, strict=True))
         for a, b in zip(unpack(records, native[1], 2), columns, strict=True):
             assert_same_bits(a, b.cpu())
-
-
-def test_opcheck() -> None:
-    rows, patches = make_rows(20, 4).to("cuda"), patches_of(2, 2)
-    place, counts = rows.route(patches, 2)
-    segments = [torch.zeros(1, 24, 16, device="cuda") for _ in range(2)]
-    torch.library.opcheck(OPS.pack.default, (*rows.packed(), place, addresses(segments, 0), 24))
-    torch.library.opcheck(OPS.unpack.default, (torch.cat(segments), counts, 2))
-    torch.library.opcheck(OPS.collect.default, (place, rows.count, addresses(segments, 0), 24))

@@ -19,7 +19,7 @@ from tests.cuda_ext.exchange.test_cuda_row_exchange import assert_same_bits
 from tests.cuda_ext.exchange.test_local_rows import check_kept
 from tests.cuda_ext.exchange.test_row_exchange import Rows, bands, make_rows, numbers
 from tests.cuda_ext.exchange.test_row_wire import Layout, check_arrived, gradients, send, splats, uneven
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import check_replays
 
 pytestmark = pytest.mark.gpu
 
@@ -117,12 +117,7 @@ def test_a_cuda_graph_holds_it() -> None:
         sums = collect_wire(place, rows.count, wire, *where, grads[:900], 0, half=True, absgrad=True)
         return [*arrived, sums]
 
-    graph, kept = captured(step)
-    for shift in (0.0, 9.0, 1000.0):
-        rows.means2d.add_(shift)
-        graph.replay()
-        found = [tensor.clone() for tensor in kept]
-        assert all(torch.equal(a, b) for a, b in zip(found, step(), strict=True))
+    found = check_replays(step, rows.means2d.add_, (0.0, 9.0, 1000.0))
     assert not bool(found[6].any())  # all moved out
 
 

@@ -51,11 +51,13 @@ def check(there: list[list[Tensor]], lines: int, *, gated: bool) -> None:
             assert bool((found.cpu()[lines:] == UNTOUCHED).all())
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (CAPACITY + 5, CAPACITY), (0, 0)])
-def test_every_rank_receives_the_valid_lines(count: int, lines: int, gated: bool) -> None:
-    there, places = memory_of()
-    put_rows(arrays_of(), TAKEN, torch.tensor([count]), places, gate_of() if gated else None, 6)
+def test_every_rank_receives_the_valid_lines(count: int, lines: int, gated: bool, device: str) -> None:
+    there, places = memory_of(device)
+    gate = gate_of(device) if gated else None
+    put_rows(arrays_of(device), TAKEN, torch.tensor([count], device=device), places, gate, 6)
     check(there, lines, gated=gated)
     assert bool((there[0][-1][:, 12:] == UNTOUCHED).all()), "what is not taken"
 
@@ -70,16 +72,6 @@ def test_first_array_is_put_with_offset_and_some_are_skipped(device: str) -> Non
         assert torch.equal(rank[0].cpu()[:LINES, 0], first[:LINES] + 5)
         assert torch.equal(rank[1].cpu()[:LINES], second[:LINES])
         assert all(bool((one == UNTOUCHED).all()) for one in rank[2:4]) and bool((rank[4] != UNTOUCHED).any())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (CAPACITY + 5, CAPACITY), (0, 0)])
-def test_on_a_gpu_too(count: int, lines: int, gated: bool) -> None:
-    there, places = memory_of("cuda")
-    gate = gate_of("cuda") if gated else None
-    put_rows(arrays_of("cuda"), TAKEN, torch.tensor([count], device="cuda"), places, gate, 6)
-    check(there, lines, gated=gated)
 
 
 @pytest.mark.gpu

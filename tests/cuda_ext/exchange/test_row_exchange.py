@@ -11,6 +11,7 @@ from cuda_ext import ReceivedRows, collect, pack, unpack
 from ns_multigpu.core.types import Hits, Patch, Splats, View
 from tests.cuda_ext.routing import route
 from tests.lib.overlaps import overlaps
+from tests.lib.ranks import DEVICES
 
 WIDTH, HEIGHT, HALO = 50, 70, 16
 OPS = torch.ops.ns_multigpu
@@ -216,19 +217,20 @@ def test_returned_gradients_are_summed(ranks: int) -> None:
         assert bool((found[150:] == 0).all()) and int(found.any(1).sum()) > 30
 
 
-def test_nothing_to_send() -> None:
-    none = make_rows(0, 0)
-    place, counts = none.route(numbers(bands(3, 2), 2), 3)
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_to_send(device: str) -> None:
+    none, padding, some = (make_rows(*counts).to(device) for counts in ((0, 0), (0, 8), (30, 0)))
+    patches = numbers(bands(3, 2), 2)
+    place, counts = none.route(patches, 3)
     assert place.shape == (3, 0) and counts.tolist() == [0, 0, 0]
-    done = exchange([none, make_rows(0, 8), make_rows(30, 0)], numbers(bands(3, 2), 2), 40)
-    check_arrived(done, 2)
-    nowhere = torch.zeros(3, dtype=torch.int64)
+    check_arrived(exchange([none, padding, some], patches, 40), 2)
+    nowhere = torch.zeros(3, dtype=torch.int64, device=device)
     pack(none, place, nowhere, 5)
     assert collect(place, none.count, nowhere, 5).shape == (0, 16)
-    some, _ = make_rows(30, 0).route(numbers(bands(3, 2), 2), 3)
-    pack(make_rows(30, 0), some, nowhere, 0)
-    assert not bool(collect(some, torch.tensor([30]), nowhere, 0).any())
-    assert unpack(torch.zeros(3, 0, 16), counts, 2).means2d.shape == (0, 2)
+    place, counts = some.route(patches, 3)
+    pack(some, place, nowhere, 0)
+    assert not bool(collect(place, some.count, nowhere, 0).any())
+    assert unpack(torch.zeros(3, 0, 16, device=device), counts, 2).means2d.shape == (0, 2)
 
 
 def test_columns_of_unequal_lengths_are_named() -> None:
@@ -238,10 +240,11 @@ def test_columns_of_unequal_lengths_are_named() -> None:
         pack(replace(rows, depths=rows.depths[:3]), place, nowhere, 0)
 
 
-def test_opcheck() -> None:
-    rows, patches = make_rows(20, 4), numbers(bands(2, 2), 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    rows, patches = make_rows(20, 4).to(device), numbers(bands(2, 2), 2)
     place, counts = rows.route(patches, 2)
-    segments = [torch.zeros(1, 24, 16) for _ in range(2)]
+    segments = [torch.zeros(1, 24, 16, device=device) for _ in range(2)]
     torch.library.opcheck(OPS.pack.default, (*rows.packed(), place, addresses(segments, 0), 24))
     assert bool(segments[0].any())
     torch.library.opcheck(OPS.unpack.default, (torch.cat(segments), counts, 2))

@@ -18,6 +18,7 @@ from cuda_ext.ops.exchange.row_wire import (
     unpack_wire,
 )
 from tests.cuda_ext.exchange.test_row_exchange import OPS, Rows, bands, make_rows, numbers
+from tests.lib.ranks import DEVICES
 
 UNIT = 2.0**-11
 """Half a unit in the last place of float16, relative."""
@@ -281,8 +282,9 @@ def test_nothing_to_send() -> None:
     assert [len(arrived.view_ids) for arrived in nowhere.arrived] == [0, 0]
 
 
-def come_from_many(device: str) -> None:
-    """Receive rows of the largest number of ranks, and return the gradients of each to its owner."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_received_from_the_largest_number_of_ranks(device: str) -> None:
+    """And the gradients of each are returned to its owner."""
     rows, ranks, each = make_rows(3 * MOST_SEGMENTS, 0), MOST_SEGMENTS, 3
     rows = replace(rows, radii=rows.radii.clamp(min=1)).to(device)  # others never leave
     wire = torch.zeros(12 * each * ranks, dtype=torch.int32, device=device)
@@ -305,17 +307,11 @@ def come_from_many(device: str) -> None:
     assert torch.equal(back[there], records[there, :9]) and not back[~there].any()
 
 
-def test_rows_are_received_from_the_largest_number_of_ranks() -> None:
-    come_from_many("cpu")
+def test_more_ranks_than_that_are_refused() -> None:
     many = [0] * (MOST_SEGMENTS + 1)
     with pytest.raises(ValueError, match=f"rows of 1 to {MOST_SEGMENTS} ranks, not of {MOST_SEGMENTS + 1}"):
         counts = torch.zeros(len(many), dtype=torch.int64)
         unpack_wire(torch.zeros(1, dtype=torch.int32), many, many, counts, 0, 2, half=False, slots=False)
-
-
-@pytest.mark.gpu
-def test_rows_are_received_from_the_largest_number_of_ranks_on_a_gpu() -> None:
-    come_from_many("cuda")
 
 
 def test_opcheck() -> None:

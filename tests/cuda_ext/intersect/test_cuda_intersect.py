@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import check_replays
 from tests.cuda_ext.intersect.test_intersect import (
     ODD_PATCHES,
     SCENES,
-    arguments,
     at_capacity,
     lists_of,
     shown_rows,
@@ -125,17 +124,6 @@ def test_depths_of_any_size_and_sign_are_sorted() -> None:
     assert_same_lists(splats)
 
 
-def test_means_on_tile_edges_overlap_both_tiles() -> None:
-    splats = replace(
-        make_splats(4, 48, 32, opacities=(0.9, 0.9)),
-        means2d=torch.tensor([[16.0, 8.0], [16.0, 16.0], [32.0, 16.0], [0.0, 16.0]]),
-        conics=torch.tensor([[1.0, 0.0, 1.0]]).repeat(4, 1),
-        radii=torch.full((4, 2), 4, dtype=torch.int32),
-        depths=torch.arange(4.0),
-    )
-    assert lists_of(*on_gpu(splats)) == [[0, 1, 3], [0, 1, 2], [2], [1, 3], [1, 2], [2]]
-
-
 def test_dead_and_padding_rows_are_in_no_list() -> None:
     splats = make_splats(5000, 64, 64, views=2)
     radii, means2d, depths = splats.radii.clone(), splats.means2d.clone(), splats.depths.clone()
@@ -158,23 +146,6 @@ def test_rows_need_not_begin_where_two_numbers_are_read_at_once() -> None:
     assert radii.is_contiguous() and radii.data_ptr() % 8 == means2d.data_ptr() % 8 == 4
     shifted = replace(splats, radii=radii, means2d=means2d)
     assert lists_of(*(x.cpu() for x in shifted.intersect())) == expected
-
-
-def test_nothing_to_list() -> None:
-    none, some = make_splats(0, 32, 20).to("cuda"), make_splats(5, 32, 20).to("cuda")
-    cases = [
-        (none, [0] * 5),
-        (some.with_patches(), [0]),
-        (some.with_patches(0, 5, 5, 5, 20, 0, 5, 5, 20, 5), [0]),
-        (some.with_patches(3, 0, 0, 16, 16), [0, 0]),  # a view without rows
-        (replace(some, radii=torch.zeros_like(some.radii)), [0] * 5),
-    ]
-    for splats, expected in cases:
-        offsets, rows = splats.intersect()
-        assert offsets.tolist() == expected and rows.shape == (0,) and rows.dtype == torch.int32
-        for capacity in (0, 7):
-            offsets, rows, count = at_capacity(splats, capacity)
-            assert offsets.tolist() == expected and rows.tolist() == [-1] * capacity and count.tolist() == [0]
 
 
 def test_runs_repeat_bit_for_bit() -> None:
@@ -217,13 +188,8 @@ def test_more_intersections_than_int32_are_counted() -> None:
 
 def test_a_cuda_graph_holds_it() -> None:
     splats = make_splats(2000, 200, 150, seed=13).to("cuda")
-    graph, replayed = captured(lambda: at_capacity(splats, 50_000))
-    for shift in (0.0, 13.0, 1000.0):
-        splats.means2d.add_(shift)
-        graph.replay()
-        expected = at_capacity(splats, 50_000)
-        assert all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
-    assert replayed[2].item() == 0  # all moved out
+    found = check_replays(lambda: at_capacity(splats, 50_000), splats.means2d.add_, (0.0, 13.0, 1000.0))
+    assert found[2].item() == 0  # all moved out
 
 
 def test_rows_and_bytes_beyond_int32() -> None:
@@ -252,10 +218,3 @@ def test_wrong_arguments_are_named() -> None:
         replace(splats, **{name: getattr(splats, name).double() for name in names}).intersect()
     with pytest.raises(TypeError, match="radii"):
         replace(splats, radii=splats.radii.cpu()).intersect()
-
-
-def test_opcheck() -> None:
-    splats = make_splats(20, 40, 30).to("cuda")
-    splats.intersect()
-    torch.library.opcheck(torch.ops.ns_multigpu.intersect.default, arguments(splats))
-    torch.library.opcheck(torch.ops.ns_multigpu.intersect_capacity.default, (*arguments(splats), 64))

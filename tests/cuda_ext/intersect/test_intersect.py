@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import intersect, intersect_capacity, use_reference
+from cuda_ext import intersect_capacity, use_reference
 from tests.cuda_ext.splats import Splats, make_splats
+from tests.lib.ranks import DEVICES
 from tests.lib.threads import same_on_threads
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -100,7 +101,8 @@ def test_depths_of_any_size_and_sign_are_sorted(dtype: torch.dtype) -> None:
     assert len(rows) > 100 and bool((depths[rows.long()].diff() >= 0).all())
 
 
-def test_means_on_tile_edges_overlap_both_tiles() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_means_on_tile_edges_overlap_both_tiles(device: str) -> None:
     edges = torch.tensor([[16.0, 8.0], [16.0, 16.0], [32.0, 16.0], [0.0, 16.0]])
     base = make_splats(4, 48, 32, opacities=(0.9, 0.9))
     splats = replace(
@@ -110,7 +112,7 @@ def test_means_on_tile_edges_overlap_both_tiles() -> None:
         radii=torch.full((4, 2), 4, dtype=torch.int32),
         depths=torch.arange(4.0),
     )
-    assert lists_of(*splats.intersect()) == [[0, 1, 3], [0, 1, 2], [2], [1, 3], [1, 2], [2]]
+    assert lists_of(*splats.to(device).intersect()) == [[0, 1, 3], [0, 1, 2], [2], [1, 3], [1, 2], [2]]
 
 
 def test_rows_with_radius_zero_are_in_no_list() -> None:
@@ -122,16 +124,22 @@ def test_rows_with_radius_zero_are_in_no_list() -> None:
 
 
 @pytest.mark.usefixtures("either")
-def test_nothing_to_list() -> None:
-    none, some = make_splats(0, 32, 20), make_splats(5, 32, 20)
-    offsets, rows = none.intersect()
-    assert offsets.tolist() == [0] * 5 and rows.shape == (0,) and rows.dtype == torch.int32
-    offsets, rows = some.with_patches().intersect()
-    assert offsets.tolist() == [0] and rows.shape == (0,)
-    offsets, rows = some.with_patches(0, 5, 5, 5, 20, 0, 5, 5, 20, 5).intersect()
-    assert offsets.tolist() == [0] and rows.shape == (0,)
-    offsets, rows = some.with_patches(3, 0, 0, 16, 16).intersect()  # a view without rows
-    assert offsets.tolist() == [0, 0] and rows.shape == (0,)
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_to_list(device: str) -> None:
+    none, some = make_splats(0, 32, 20).to(device), make_splats(5, 32, 20).to(device)
+    cases = [
+        (none, [0] * 5),
+        (some.with_patches(), [0]),
+        (some.with_patches(0, 5, 5, 5, 20, 0, 5, 5, 20, 5), [0]),
+        (some.with_patches(3, 0, 0, 16, 16), [0, 0]),  # a view without rows
+        (replace(some, radii=torch.zeros_like(some.radii)), [0] * 5),
+    ]
+    for splats, expected in cases:
+        offsets, rows = splats.intersect()
+        assert offsets.tolist() == expected and rows.shape == (0,) and rows.dtype == torch.int32
+        for capacity in (0, 7):
+            offsets, rows, count = at_capacity(splats, capacity)
+            assert offsets.tolist() == expected and rows.tolist() == [-1] * capacity and count.tolist() == [0]
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
@@ -153,10 +161,12 @@ def test_wrong_arguments_are_named() -> None:
         replace(splats, radii=splats.radii.long()).intersect()
 
 
-def test_opcheck() -> None:
-    splats = make_splats(20, 40, 30)
-    intersect(*arguments(splats))  # makes sure that the operator is loaded
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    splats = make_splats(20, 40, 30).to(device)
+    splats.intersect()  # makes sure that the operator is loaded
     torch.library.opcheck(torch.ops.ns_multigpu.intersect.default, arguments(splats))
+    torch.library.opcheck(torch.ops.ns_multigpu.intersect_capacity.default, (*arguments(splats), 64))
 
 
 def arguments(splats: Splats) -> tuple[Any, ...]:
@@ -189,9 +199,3 @@ def test_capacity_cuts_off_or_fills_up() -> None:
 def test_wrong_capacity_is_named() -> None:
     with pytest.raises(ValueError, match="capacity"):
         at_capacity(make_splats(5, 32, 32), -1)
-
-
-def test_capacity_opcheck() -> None:
-    splats = make_splats(20, 40, 30)
-    at_capacity(splats, 64)
-    torch.library.opcheck(torch.ops.ns_multigpu.intersect_capacity.default, (*arguments(splats), 64))

@@ -10,6 +10,7 @@ from pytorch_msssim import SSIM
 from torch import Tensor
 
 from cuda_ext import Band, BandLoss, band_loss, band_loss_into, composite, l1_ssim
+from tests.lib.ranks import DEVICES
 
 OPS = torch.ops.ns_multigpu
 Rectangle = tuple[int, int, int, int]
@@ -154,8 +155,10 @@ def test_rectangle_without_own_pixels_is_composited_only(inner: Rectangle) -> No
     assert not any(t.any() for t in found[1:])
 
 
-def test_an_empty_rectangle() -> None:
-    found = rendering(0, 5).run()
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_empty_rectangle(device: str) -> None:
+    found = rendering(0, 5, torch.float32, device=device).run()
     assert [tuple(t.shape) for t in found] == [(0, 5, 3), (), (), (0, 3), (0,)]
     assert found.l1 == 0 and found.ssim == 0
 
@@ -260,15 +263,20 @@ def test_colours_that_are_not_clamped() -> None:
     assert_into_is_the_same(r, (4, 0, 53, 40))
 
 
-@pytest.mark.parametrize("inner", [(0, 0, 41, 33), (0, 12, 41, 20), (4, 0, 41, 33), (7, 7, 7, 7)])
-def test_into_given_tensors(inner: Rectangle) -> None:
-    assert_into_is_the_same(rendering(33, 41), inner)
-    r = rendering(33, 41)
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inner", [(0, 0, 141, 133), (0, 12, 141, 20), (4, 0, 141, 133), (7, 7, 7, 7)])
+def test_into_given_tensors(inner: Rectangle, device: str) -> None:
+    r = rendering(133, 141, torch.float32, device=device)
+    assert_into_is_the_same(r, inner)
     into(r, inner, results_of(r))
 
 
-def check_operators(device: str) -> None:
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
     r = rendering(20, 22, torch.float32, device=device)
+    r.run()  # makes sure that the operators are loaded
     given = (*r[:4], [2, 0, 22, 18], r.v_l1, r.v_ssim)
     torch.library.opcheck(OPS.band_loss.default, given)
     rgb, loss, v_out, v_alpha = results_of(r).values()
@@ -276,8 +284,3 @@ def check_operators(device: str) -> None:
     many = (r.out, r.alpha, [r.background], [r.target], [2, 0, 22, 18], [r.v_l1], [r.v_ssim], [0.5], 2.0)
     torch.library.opcheck(OPS.band_loss_into.default, (*many, [rgb], [loss], v_out, v_alpha, last))
     torch.library.opcheck(OPS.band_loss_into.default, (*many, [rgb], [loss], v_out, v_alpha))
-
-
-@pytest.mark.usefixtures("native")
-def test_opcheck() -> None:
-    check_operators("cpu")

@@ -9,6 +9,7 @@ from torch import Tensor
 from cuda_ext.ops.loss.bilateral_map import bilateral_map, bilateral_variation_backward
 from ns_multigpu.core.step.bilateral_grids import variation
 from tests.cuda_ext.emulated import compiled
+from tests.lib.ranks import DEVICES
 
 CASES = [
     ((8, 16, 16), (3, 5, 70, 61), (90, 77)),  # cells of 6 x 5 pixels
@@ -86,34 +87,19 @@ def test_kernels_on_a_gpu(case: Case) -> None:
     check([found.detach(), *torch.autograd.grad(found, leaves, v_out)], case)
 
 
-SHAPES = [(2, 12, 8, 5, 7), (1, 12, 1, 3, 1), (3, 12, 2, 1, 4)]
-
-
-def expected_of_variation(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return grids, and the gradient of their variation in float64, three times."""
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(2, 12, 8, 5, 7), (1, 12, 1, 3, 1), (3, 12, 2, 1, 4)])
+def test_gradient_of_variation(shape: tuple[int, ...], device: str, library: ctypes.CDLL) -> None:
     grids = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     leaf = grids.double().requires_grad_()
-    (found,) = torch.autograd.grad(3 * variation(leaf), leaf)
-    return grids, found
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gradient_of_variation(shape: tuple[int, ...], library: ctypes.CDLL) -> None:
-    grids, wanted = expected_of_variation(shape)
-    torch.testing.assert_close(bilateral_variation_backward(grids, 3.0).double(), wanted, atol=1e-6, rtol=1e-5)
+    (wanted,) = torch.autograd.grad(3 * variation(leaf), leaf)
+    there = bilateral_variation_backward(grids.to(device), 3.0)
+    torch.testing.assert_close(there.cpu().double(), wanted, atol=1e-6, rtol=1e-5)
     found, sizes = torch.full_like(grids, torch.nan), (ctypes.c_int * 4)(shape[0], *shape[2:])
     library.bilateral_variation_backward(
         ctypes.c_void_p(grids.data_ptr()), sizes, ctypes.c_float(3.0), ctypes.c_void_p(found.data_ptr())
     )
     torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gradient_of_variation_on_a_gpu(shape: tuple[int, ...]) -> None:
-    grids, wanted = expected_of_variation(shape)
-    found = bilateral_variation_backward(grids.cuda(), 3.0)
-    torch.testing.assert_close(found.double().cpu(), wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_wrong_shapes_are_named() -> None:

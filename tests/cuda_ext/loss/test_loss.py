@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cuda_ext import l1_ssim, use_reference
 from cuda_ext.ops.loss.loss import l1_ssim_torch
+from tests.lib.ranks import DEVICES
 from tests.lib.threads import same_on_threads
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -133,11 +134,11 @@ def test_a_perfect_image() -> None:
 
 
 @pytest.mark.usefixtures("either")
-def test_an_empty_inner_rectangle_adds_nothing() -> None:
-    pred, target = images(20, 22)
-    l1_sum, ssim_sum, dssim, gradient = backward(pred, target, (4, 4, 4, 15))
-    tiny = backward(pred[:3, :4], target[:3, :4], (0, 0, 0, 3))
-    for tensor in (l1_sum, ssim_sum, dssim, gradient, *tiny):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inner", [(4, 4, 4, 15), (0, 0, 0, 0), (22, 20, 22, 20)])
+def test_an_empty_inner_rectangle_adds_nothing(inner: tuple[int, int, int, int], device: str) -> None:
+    pred, target = (x.to(device) for x in images(20, 22, torch.float32))
+    for tensor in (*backward(pred, target, inner), *backward(pred[:3, :4], target[:3, :4], (0, 0, 0, 3))):
         assert not tensor.any()
 
 
@@ -146,8 +147,9 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     same_on_threads(lambda: backward(pred, target, whole(pred)))
 
 
-def test_not_contiguous_images() -> None:
-    pred, target = images(20, 22)
+@pytest.mark.parametrize("device", DEVICES)
+def test_not_contiguous_images(device: str) -> None:
+    pred, target = (x.to(device) for x in images(20, 22, torch.float32))
     results = backward(pred, target, whole(pred))
     strided = backward(*(x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in (pred, target)), whole(pred))
     assert all(torch.equal(a, b) for a, b in zip(results, strided, strict=True))
@@ -167,17 +169,12 @@ def test_wrong_arguments_are_named() -> None:
         l1_ssim(pred, target.double(), (0, 0, 22, 20))
 
 
-def test_opcheck() -> None:
-    pred, target = images(20, 22, torch.float32)
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    pred, target = (x.to(device) for x in images(20, 22, torch.float32))
+    inner, one = [2, 0, 22, 18], torch.ones((), device=device)
     l1_ssim(pred, target, whole(pred))  # makes sure that the operator is loaded
     for given in (target, target.float() / 255):
-        arguments = (pred.clone().requires_grad_(), given, [2, 0, 22, 18])
-        torch.library.opcheck(torch.ops.ns_multigpu.l1_ssim.default, arguments)
-
-
-def test_backward_opcheck() -> None:
-    pred, target = images(20, 22, torch.float32)
-    dssim, one = torch.randn_like(pred), torch.ones(())
-    torch.library.opcheck(
-        torch.ops.ns_multigpu.l1_ssim_backward.default, (pred, target, dssim, [2, 0, 22, 18], one, one)
-    )
+        torch.library.opcheck(torch.ops.ns_multigpu.l1_ssim.default, (pred.clone().requires_grad_(), given, inner))
+    backward_inputs = (pred, target, torch.randn_like(pred), inner, one, one)
+    torch.library.opcheck(torch.ops.ns_multigpu.l1_ssim_backward.default, backward_inputs)

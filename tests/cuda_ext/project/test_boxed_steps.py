@@ -12,10 +12,10 @@ from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.ops.project.boxes import new_boxes, splat_boxes
 from tests.cuda_ext.fused_steps import Model
 from tests.cuda_ext.lazy_steps import CAPACITY, StepRun, assert_same_bits, fresh_model, in_graphs
+from tests.lib.ranks import DEVICES
 
 F32, BF16 = torch.float32, torch.bfloat16
 INF, NAN = torch.inf, torch.nan
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.usefixtures("native")
 
 

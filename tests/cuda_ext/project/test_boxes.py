@@ -9,11 +9,11 @@ from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.ops.project.boxes import box_views, new_boxes, splat_boxes
 from cuda_ext.reference.boxes import widen_boxes
 from tests.cuda_ext.rims import Cameras, box_of_each, keeps, keeps_moving, make_cameras, rim
+from tests.lib.ranks import DEVICES
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = torch.inf, torch.nan
 POINTS = 32
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def boxes_of(means: Tensor, log_scales: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import cuda_ext
 from cuda_ext.reference.conditioning import product, rotations_4d
 from tests.cuda_ext.moments import MOVING, moving_scene, projected_rows, with_gradients
 from tests.cuda_ext.scenes import Scene
+from tests.lib.ranks import DEVICES
 
 OPS = torch.ops.ns_multigpu
 F64 = torch.float64
@@ -120,13 +121,16 @@ def test_project_axes_gradcheck(either: str, antialiased: bool) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_opcheck() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
     scene, leaves, view_times = moving_scene(points=20, views=2)
-    rows = scene.all_rows()
-    torch.library.opcheck(OPS.condition, (*leaves, view_times, *rows))
-    parts = projected_rows(scene, leaves, view_times, rows)
-    settings = (0.3, 0.01, 1e10, True)
-    torch.library.opcheck(OPS.project_axes, (*parts, scene.Ks, scene.sizes, rows[0], *settings))
+    parts = projected_rows(scene, leaves, view_times, scene.all_rows())
+    view_times, view_ids, point_ids = (x.to(device) for x in (view_times, *scene.all_rows()))
+    leaves, parts = ([x.detach().to(device).requires_grad_() for x in tensors] for tensors in (leaves, parts))
+    conditioned(view_times, (view_ids, point_ids), *leaves)  # compiles and loads the operators
+    torch.library.opcheck(OPS.condition, (*leaves, view_times, view_ids, point_ids))
+    there = scene.on(device)
+    torch.library.opcheck(OPS.project_axes, (*parts, there.Ks, there.sizes, view_ids, 0.3, 0.01, 1e10, True))
 
 
 @pytest.mark.parametrize(("points", "views"), [(0, 1), (4, 0)])

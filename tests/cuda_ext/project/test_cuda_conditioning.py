@@ -8,16 +8,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import cuda_ext
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import OUR_KERNELS, check_replays
 from tests.cuda_ext.moments import MOVING, moving, moving_scene, projected_rows, with_gradients
 from tests.cuda_ext.project.test_conditioning import conditioned, drawn
 from tests.cuda_ext.project.test_cuda_projection import close
 from tests.cuda_ext.scenes import Scene, lens_scene, random_scene
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
-]
+pytestmark = OUR_KERNELS
 MANY = 70  # views: more than fit into the arguments of one launch
 OPS = torch.ops.ns_multigpu
 
@@ -92,19 +89,6 @@ def test_they_can_be_captured_and_repeat_their_bits() -> None:
         return OPS.project_axes(*moment, there.viewmats, there.Ks, there.sizes, rows[0], 0.3, 0.01, 1e10, True)
 
     view_times_there = view_times.cuda()
-    expected = both()
-    graph, out = captured(both)
-    graph.replay()
-    for got, want in zip(out, expected, strict=True):
-        assert torch.equal(got, want)
+    check_replays(both)
     first, second = (with_gradients(partial(conditioned, view_times_there, rows), on_gpu(leaves))[1] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_opcheck() -> None:
-    scene, leaves, view_times = moving_scene(points=20, views=2)
-    rows, inputs, there = cuda_rows(scene), on_gpu(leaves), scene.on("cuda")
-    conditioned(view_times.cuda(), rows, *inputs)  # compiles and loads the operators
-    torch.library.opcheck(OPS.condition, (*inputs, view_times.cuda(), *rows))
-    parts = on_gpu(projected_rows(scene, leaves, view_times, scene.all_rows()))
-    torch.library.opcheck(OPS.project_axes, (*parts, there.Ks, there.sizes, rows[0], 0.3, 0.01, 1e10, True))

@@ -2,28 +2,20 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 import cuda_ext
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.ops.project.boxes import box_views, new_boxes, splat_boxes
 from tests.cuda_ext.fused_steps import make_gradients, make_model, to
+from tests.cuda_ext.graphs import OUR_KERNELS
+from tests.cuda_ext.project.test_cuda_projection import close
 from tests.cuda_ext.projections import PROJECT_INPUTS, projected
 from tests.cuda_ext.rims import box_of_each
 from tests.cuda_ext.scenes import lens_scene
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
-]
+pytestmark = OUR_KERNELS
 F64 = torch.float64
 MANY = 70  # views: more than fit into the arguments of one launch
-
-
-def close(found: Tensor, expected: Tensor, relative: float, name: str) -> None:
-    expected = expected.to(found.device, F64)
-    assert (expected != 0).any(), name
-    assert (found.double() - expected).norm() <= relative * expected.norm(), name
 
 
 @pytest.mark.parametrize("antialiased", [False, True])
@@ -38,10 +30,10 @@ def test_project(views: int, antialiased: bool) -> None:
     assert agree.float().mean() > 0.999 and 0.1 < (expected[4][:, 0] > 0).float().mean() < 0.9
     assert (out[4].cpu()[agree] - expected[4][agree]).abs().max() <= 1
     for got, want, name in zip(out[:4], expected[:4], ("means2d", "conics", "depths", "opacities"), strict=True):
-        close(got.cpu()[agree], want[agree], 1e-4, name)
+        close(name, got.cpu()[agree], want[agree], 1e-4)
     if agree.all():
         for name, got, want in zip(PROJECT_INPUTS, gradients, wanted, strict=True):
-            close(got, want, 1e-3, name)
+            close(name, got, want, 1e-3)
 
 
 def test_culling() -> None:
@@ -87,8 +79,8 @@ def test_fused(lazy: bool, degree: int | None) -> None:
     both = sorted(rows[0].keys() & rows[1].keys())
     ours, theirs = ([rows[k][key] for key in both] for k in (1, 0))
     for name, relative in (("means2d", 1e-5), ("conics", 1e-4), ("opacities", 1e-5), ("depths", 1e-5)):
-        close(getattr(found, name)[ours].cpu(), getattr(expected, name)[theirs], relative, name)
-    close(found.features[ours].cpu(), expected.features[theirs], 1e-4, "features")
+        close(name, getattr(found, name)[ours], getattr(expected, name)[theirs], relative)
+    close("features", found.features[ours], expected.features[theirs], 1e-4)
 
     same = to(found, "cpu", F64)
     gradients = to(to(make_gradients(same), "cpu"), "cpu", F64)
@@ -96,6 +88,6 @@ def test_fused(lazy: bool, degree: int | None) -> None:
     deferring = {name: {"lazy": deferred[name]} if lazy else {} for name in deferred}
     model.update(same, gradients, degree, v_viewmats=by_poses[0], **deferring["cpu"])
     device.update(found, to(gradients, "cuda"), degree, v_viewmats=by_poses[1], **deferring["cuda"])
-    close(by_poses[1], by_poses[0], 1e-3, "v_viewmats")
+    close("v_viewmats", by_poses[1], by_poses[0], 1e-3)
     for got, want in zip((*device.exp_avgs, *device.params), (*model.exp_avgs, *model.params), strict=True):
-        close(got, want, 1e-3, "parameters and moments")
+        close("parameters and moments", got, want, 1e-3)

@@ -6,14 +6,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import cuda_ext
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import OUR_KERNELS, check_replays
 from tests.cuda_ext.projections import PROJECT_INPUTS, projected, weights
 from tests.cuda_ext.scenes import Scene, one_point, pad, random_scene
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
-]
+pytestmark = OUR_KERNELS
 SH_INPUTS = ("means", "camera_centers", "sh_dc", "sh_rest")
 MANY = 70  # views: more than fit into the arguments of one launch
 OPS = torch.ops.ns_multigpu
@@ -210,15 +207,13 @@ def test_in_a_cuda_graph(views: int) -> None:
         colors = OPS.sh_colors(*sh)
         return [*out, *grads, colors, *OPS.sh_colors_backward(*sh, colors, colors)]
 
+    def change(_: float) -> None:
+        for name in names:
+            getattr(scene, name).copy_(getattr(other, name))
+        centers.copy_(other.camera_centers)
+        for ids, new in zip(rows, others, strict=True):
+            ids.copy_(new)
+
     centers.copy_(scene.camera_centers)
-    graph, out = captured(run)
-    for name in names:
-        getattr(scene, name).copy_(getattr(other, name))
-    centers.copy_(other.camera_centers)
-    for ids, new in zip(rows, others, strict=True):
-        ids.copy_(new)
-    graph.replay()
-    replayed = [t.clone() for t in out]
-    for got, want in zip(replayed, run(), strict=True):
-        assert torch.equal(got, want)
+    replayed = check_replays(run, change)
     assert int((replayed[4][:, 0] > 0).sum()) > 100 * views  # drawn

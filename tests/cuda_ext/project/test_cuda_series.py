@@ -7,14 +7,11 @@ import torch
 from torch.testing import assert_close
 
 import cuda_ext
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import OUR_KERNELS, check_replays
 from tests.cuda_ext.moments import with_gradients
 from tests.cuda_ext.project.test_series import OPS, rows_of, summed, tables
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
-]
+pytestmark = OUR_KERNELS
 MANY = 19  # views: more than two passes of the backward kernel
 
 
@@ -41,8 +38,4 @@ def test_it_can_be_captured_and_repeats_its_bits() -> None:
     def both() -> tuple[torch.Tensor, ...]:
         return OPS.series(*inputs, *rows, 2), *OPS.series_backward(*inputs, *rows, 2, given)
 
-    expected = both()
-    graph, out = captured(both)
-    graph.replay()
-    for got, want in zip(out, expected, strict=True):
-        assert torch.equal(got, want)
+    check_replays(both)

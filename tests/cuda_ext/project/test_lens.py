@@ -1,4 +1,4 @@
-"""Cameras with lenses: the map against OpenCV's, the native operators against the reference, gradients, and culling."""
+"""Cameras with lenses: the map against OpenCV's, gradients, and culling."""
 
 import cv2
 import numpy as np
@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import cuda_ext
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.ops.project.boxes import box_views
 from cuda_ext.ops.project.lens import lens_intrinsics, panorama_intrinsics
 from cuda_ext.reference.projection import lens_map, local_pinholes
-from tests.cuda_ext.projections import PROJECT_INPUTS, projected
+from tests.cuda_ext.projections import check_gradients
 from tests.cuda_ext.rims import box_of_each
 from tests.cuda_ext.scenes import OPENCV, OPENCV_FISHEYE, lens_scene, one_point
 
@@ -76,28 +75,6 @@ def test_a_local_pinhole_is_the_lens_to_first_order(fisheye: bool | None) -> Non
     assert (there[:, 2] - depth).abs().max() < 1e-7 and arms.abs().max() > 1e-4
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("antialiased", [False, True])
-@pytest.mark.parametrize(("dtype", "rtol"), [(F32, 2e-4), (F64, 1e-9)])
-def test_native_equals_reference(dtype: torch.dtype, rtol: float, antialiased: bool) -> None:
-    scene = lens_scene(views=4, dtype=dtype)
-    rows = scene.all_rows()
-    out, gradients = projected(scene, rows, antialiased)
-    with cuda_ext.use_reference():
-        expected, wanted = projected(scene.to(F64), rows, antialiased)
-    alive = expected[4][:, 0] > 0
-    assert torch.equal(out[4] > 0, expected[4] > 0) and 0.1 < alive.float().mean() < 0.9
-    assert (out[4] - expected[4]).abs().max() <= (1 if dtype == F32 else 0)
-    behind = (scene.viewmats[rows[0].long()] @ torch.nn.functional.pad(scene.means, (0, 1), value=1.0)[
-        rows[1].long(), :, None
-    ])[:, 2, 0] < 0  # fmt: skip
-    assert (alive & behind).sum() > 10, "a fisheye draws what lies beyond 90 degrees"
-    for got, want in zip(out[:4], expected[:4], strict=True):
-        assert ((got - want).norm() <= rtol * want.norm()).item()
-    for name, got, want in zip(PROJECT_INPUTS, gradients, wanted, strict=True):
-        assert (got - want).norm() <= rtol * want.norm(), name
-
-
 @pytest.mark.parametrize("antialiased", [False, True])
 def test_gradcheck(either: str, antialiased: bool) -> None:
     scene = lens_scene(points=14, views=3, seed=5, dtype=F64)
@@ -108,14 +85,7 @@ def test_gradcheck(either: str, antialiased: bool) -> None:
     rows = scene.all_rows()
     drawn = (scene.project(*rows, antialiased=antialiased).radii[:, 0] > 0).view(3, 14)
     assert (drawn.sum(1) > 2).all() and drawn[1, -1]
-
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        means, quats, scales, opacities, viewmats = inputs
-        cameras = (viewmats, scene.Ks, scene.sizes)
-        return cuda_ext.project(means, quats, scales, opacities, *cameras, *rows, antialiased=antialiased)[:4]
-
-    inputs = [getattr(scene, name).clone().requires_grad_() for name in PROJECT_INPUTS]
-    assert torch.autograd.gradcheck(run, inputs, eps=1e-7, atol=1e-5, rtol=1e-4)
+    check_gradients(scene, rows, antialiased)
 
 
 def test_a_lens_without_distortion_is_a_pinhole() -> None:

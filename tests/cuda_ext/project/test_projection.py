@@ -6,34 +6,29 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import cuda_ext
-from tests.cuda_ext.scenes import Scene, one_point, random_scene
+from tests.cuda_ext.projections import PROJECT_INPUTS as INPUTS
+from tests.cuda_ext.projections import check_gradients, projected, weights
+from tests.cuda_ext.scenes import lens_scene, one_point, random_scene
 from tests.lib.threads import same_on_threads
 
 OPS = torch.ops.ns_multigpu
-INPUTS = ("means", "quats", "scales", "opacities", "viewmats")
-
-
-def with_gradients(scene: Scene, view_ids: Tensor, point_ids: Tensor, **settings: bool) -> tuple[list[Tensor], ...]:
-    """Return the outputs of `project`, and the inputs' gradients for fixed random gradients of the outputs."""
-    for name in INPUTS:
-        setattr(scene, name, getattr(scene, name).detach().requires_grad_())
-    out = scene.project(view_ids, point_ids, **settings)
-    g = torch.Generator().manual_seed(7)
-    given = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.dtype) for o in out[:4]]
-    return list(out), list(torch.autograd.grad(out[:4], [getattr(scene, n) for n in INPUTS], given))
 
 
 @pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("lenses", [False, True])
 @pytest.mark.parametrize("antialiased", [False, True])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-11)])
-def test_native_equals_reference(dtype: torch.dtype, rtol: float, antialiased: bool) -> None:
-    scene = random_scene(views=3, dtype=dtype)
+def test_native_equals_reference(dtype: torch.dtype, rtol: float, antialiased: bool, lenses: bool) -> None:
+    scene = (lens_scene if lenses else random_scene)(views=4, dtype=dtype)
     rows = scene.all_rows()  # with the dead ones, and every point in each view
-    out, gradients = with_gradients(scene, *rows, antialiased=antialiased)
+    out, gradients = projected(scene, rows, antialiased)
     with cuda_ext.use_reference():
-        expected, expected_gradients = with_gradients(scene, *rows, antialiased=antialiased)
+        expected, expected_gradients = projected(scene, rows, antialiased)
     alive = expected[4][:, 0] > 0
-    assert 0.2 < alive.float().mean() < 0.9
+    assert 0.1 < alive.float().mean() < 0.9
+    centres = torch.nn.functional.pad(scene.means, (0, 1), value=1.0)[rows[1].long(), :, None]
+    behind = (scene.viewmats[rows[0].long()] @ centres)[:, 2, 0] < 0
+    assert ((alive & behind).sum() > 10) == lenses, "a fisheye draws what lies beyond 90 degrees"
     for got, want in zip(out[:4], expected[:4], strict=True):
         assert_close(got, want, rtol=rtol, atol=rtol * 0.1)
         assert (want[alive] != 0).any() and (got[~alive] == 0).all()
@@ -51,14 +46,7 @@ def test_gradcheck(either: str, antialiased: bool) -> None:
     rows = scene.all_rows()
     radii = scene.project(*rows, antialiased=antialiased).radii
     assert (radii > 0).any() and (radii == 0).any()
-
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        means, quats, scales, opacities, viewmats = inputs
-        cameras = (viewmats, scene.Ks, scene.sizes)
-        return cuda_ext.project(means, quats, scales, opacities, *cameras, *rows, antialiased=antialiased)[:4]
-
-    inputs = [getattr(scene, name).clone().requires_grad_() for name in INPUTS]
-    assert torch.autograd.gradcheck(run, inputs, eps=1e-7, atol=1e-5, rtol=1e-4)
+    check_gradients(scene, rows, antialiased)
 
 
 @pytest.mark.parametrize("antialiased", [False, True])
@@ -66,10 +54,10 @@ def test_equals_gsplat(either: str, antialiased: bool) -> None:
     """gsplat's own torch implementation runs on CPU; its gradients come from autograd."""
     torch_impl = pytest.importorskip("gsplat.cuda._torch_impl", reason="gsplat is not installed")
     scene = random_scene(points=200, views=1, dtype=torch.float64)
-    rows = scene.all_rows()
-    out, gradients = with_gradients(scene, *rows, antialiased=antialiased)
+    out, gradients = projected(scene, scene.all_rows(), antialiased)
     alive = out[4][:, 0] > 0
-
+    for name in INPUTS:
+        getattr(scene, name).requires_grad_()
     covariances, _ = torch_impl._quat_scale_to_covar_preci(scene.quats, scene.scales, True, False)
     seen, means2d, depths, conics, compensations = torch_impl._fully_fused_projection(
         scene.means, covariances, scene.viewmats, scene.Ks, *scene.sizes, calc_compensations=antialiased
@@ -79,12 +67,10 @@ def test_equals_gsplat(either: str, antialiased: bool) -> None:
     assert torch.equal(out[4][:, 0] != 0, seen[0] > 0)
     opacities = scene.opacities if compensations is None else scene.opacities * compensations[0]
     theirs = (means2d[0], conics[0], depths[0], opacities)
-    g = torch.Generator().manual_seed(7)
-    given = [torch.randn(o.shape, generator=g, dtype=torch.float64) for o in out[:4]]
     for ours, other in zip(out[:4], theirs, strict=True):
         assert_close(ours[alive], other[alive], rtol=1e-9, atol=1e-9)
     expected = torch.autograd.grad(
-        [other[alive] for other in theirs], [getattr(scene, n) for n in INPUTS], [v[alive] for v in given]
+        [other[alive] for other in theirs], [getattr(scene, n) for n in INPUTS], [v[alive] for v in weights(out[:4])]
     )
     for name, got, want in zip(INPUTS, gradients, expected, strict=True):
         assert want.norm() > 0 and (got - want).norm() <= 1e-8 * want.norm(), name
@@ -242,7 +228,7 @@ def test_empty(either: str, points: int, views: int) -> None:
     scene = random_scene(points=points, views=views)
     rows = scene.cull()
     assert [len(ids) for ids in rows] == [0, 0]
-    out, gradients = with_gradients(scene, *rows)
+    out, gradients = projected(scene, rows, False)
     assert [list(o.shape) for o in out] == [[0, 2], [0, 3], [0], [0], [0, 2]]
     assert [g.shape for g in gradients] == [getattr(scene, n).shape for n in INPUTS]
     assert all((g == 0).all() for g in gradients)
@@ -254,7 +240,7 @@ def test_same_bits_on_any_number_of_threads() -> None:
 
     def run() -> list[Tensor]:
         rows = scene.cull()
-        return [*rows, *(t for part in with_gradients(scene, *rows) for t in part)]
+        return [*rows, *(t for part in projected(scene, rows, False) for t in part)]
 
     same_on_threads(run)
 

@@ -7,12 +7,11 @@ from torch import Tensor
 from cuda_ext.ops.optim.adam import adam_scalars
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from tests.cuda_ext.fused_steps import Model, make_gradients
+from tests.lib.ranks import DEVICES
 
 FOCAL, WIDTH, HEIGHT, DEPTH, SCALE = 100.0, 64, 48, 5.0, 0.2
 RADIUS = 13  # 3 sqrt(s^2 + 0.3), rounded up, of s = FOCAL / DEPTH * SCALE pixels
 RADIUS_OUTSIDE = 14  # 3 sqrt(1.16 s^2 + 0.3): perspective widens it, 40 pixels from the middle
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def model_of(columns: Tensor, opacities: Tensor) -> Model:

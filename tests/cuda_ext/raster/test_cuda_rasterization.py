@@ -17,19 +17,13 @@ from cuda_ext.dispatch.gsplat_kernels import gsplat_kernels
 from cuda_ext.dispatch.load import native_serves
 from cuda_ext.gsplat import rasterization as gsplat
 from cuda_ext.ops.raster.rasterization import raster_state_size
-from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.graphs import OUR_KERNELS, captured
 from tests.cuda_ext.splats import Splats, assert_close_but_few, assert_gradient_close, make_splats, pixel_ids
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]
+pytestmark = [*OUR_KERNELS, pytest.mark.usefixtures("native")]
 Lists = tuple[Tensor, Tensor]
 
 PATCHES = (0, 0, 0, 19, 33, 0, 19, 0, 20, 33, 0, 20, 0, 47, 7, 0, 20, 7, 47, 33)  # as in test_rasterization.py
-
-
-@pytest.fixture(autouse=True)
-def _own_kernels() -> None:
-    if cuda_ext.backend("cuda") != "native":
-        pytest.skip(f"the operators on CUDA are served by: {cuda_ext.backend('cuda')}")
 
 
 def _forward(splats: Splats, lists: Lists, device: str, dtype: torch.dtype) -> tuple[list, tuple[Tensor, ...]]:
@@ -181,25 +175,6 @@ def test_a_length_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, length:
     splats = make_splats(50, 20, 18)
     with pytest.raises(ValueError, match=f"NS_MULTIGPU_SPLIT_ABOVE is '{length}'.*2048 at least"):
         _forward(splats, splats.intersect(), "cuda", torch.float32)
-
-
-def test_nothing_visible() -> None:
-    some = make_splats(5, 20, 18)
-    cases = [
-        make_splats(0, 20, 18),
-        replace(some, radii=torch.zeros_like(some.radii)),
-        some.with_patches(0, 3, 3, 3, 9),
-        some.with_patches(),
-    ]
-    for splats in cases:
-        arguments, (out, alpha, last, state) = _forward(splats, splats.intersect(), "cuda", torch.float32)
-        assert len(out) == (20 * 18 if splats.patches == some.patches else 0)
-        assert not out.any() and not alpha.any() and bool((last == -1).all())
-        gradients = torch.ops.ns_multigpu.rasterize_backward(
-            *arguments, alpha, last, state, out, torch.ones_like(out), torch.ones_like(alpha), True
-        )
-        for gradient, tensor in zip(gradients, [*splats.inputs(), splats.means2d], strict=True):
-            assert gradient.shape == tensor.shape and not gradient.any()
 
 
 def test_padding_behind_the_lists_changes_nothing() -> None:

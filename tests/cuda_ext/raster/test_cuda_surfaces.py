@@ -5,17 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext.dispatch import cuda as dispatch
 from tests.cuda_ext import convex_scene, surfel_scene
+from tests.cuda_ext.graphs import OUR_KERNELS
 from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, whole
 
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", [surfel_scene, convex_scene], ids=["2dgs", "convex"])]
-
-
-@pytest.fixture(autouse=True)
-def our_kernels() -> None:
-    if dispatch.mode() != "native":
-        pytest.skip("gsplat's kernels serve, which know neither")
+pytestmark = [*OUR_KERNELS, pytest.mark.parametrize("kind", [surfel_scene, convex_scene], ids=["2dgs", "convex"])]
 
 
 def on_gpu(scene: Any) -> Any:

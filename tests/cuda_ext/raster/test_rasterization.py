@@ -16,6 +16,7 @@ from tests.cuda_ext.splats import (
     make_splats,
     pixel_ids,
 )
+from tests.lib.ranks import DEVICES
 from tests.lib.threads import same_on_threads
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -169,10 +170,11 @@ def test_a_pixel_closes_before_the_splat_that_would_darken_it() -> None:
 
 
 @pytest.mark.usefixtures("either")
-def test_nothing_visible() -> None:
-    some = make_splats(5, 20, 18)
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_visible(device: str) -> None:
+    some = make_splats(5, 20, 18).to(device)
     cases = [
-        make_splats(0, 20, 18),
+        make_splats(0, 20, 18).to(device),
         replace(some, radii=torch.zeros_like(some.radii)),
         replace(some, means2d=some.means2d + 1000),
         some.with_patches(0, 3, 3, 3, 9),

@@ -7,7 +7,7 @@ import pytest
 
 from ns_multigpu.core.dist.world import World
 from tests.lib.ranks import run_ranks
-from tests.lib.training_run import follow, write_capture
+from tests.lib.training_run import follow
 
 
 def logged(world: World, capture: Path, runs: Path, method: str, fused: str) -> dict[str, float]:
@@ -23,10 +23,9 @@ def logged(world: World, capture: Path, runs: Path, method: str, fused: str) -> 
 
 
 @pytest.mark.parametrize("method", ["splatfacto-batch", "splatfacto-tile"])
-def test_the_psnr_of_a_batch(method: str, tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
+def test_the_psnr_of_a_batch(method: str, tmp_path: Path, capture: Path) -> None:
     rows = [
-        run_ranks(logged, ranks, tmp_path / "capture", tmp_path / f"runs-{ranks}", method, fused)[0]
+        run_ranks(logged, ranks, capture, tmp_path / f"runs-{ranks}", method, fused)[0]
         for ranks, fused in ((1, "never"), (1, "always"), (2, "always"))
     ]
     for row in rows[1:]:

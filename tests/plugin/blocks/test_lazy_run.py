@@ -15,7 +15,6 @@ from ns_multigpu.plugin.blocks import training
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
 from tests.lib.tile_training_run import MODEL, furthest, train_model
-from tests.lib.training_run import write_capture
 
 pytestmark = pytest.mark.slow
 
@@ -52,19 +51,17 @@ def both(world: World, capture: Path, runs: Path, tile: bool, mcmc: bool = False
 
 @pytest.mark.parametrize("tile", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_deferred_steps_equal_immediate_steps(ranks: int, tile: bool, tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    for lazy, dense, behind in run_ranks(both, ranks, tmp_path / "capture", tmp_path / "runs", tile):
+def test_deferred_steps_equal_immediate_steps(ranks: int, tile: bool, tmp_path: Path, capture: Path) -> None:
+    for lazy, dense, behind in run_ranks(both, ranks, capture, tmp_path / "runs", tile):
         assert max(behind) > 0 and len(behind) < STEPS, "no step was deferred, or blocks had one step each"
         away = furthest(lazy, dense)
         assert max(away.values()) < AWAY, away
 
 
 @pytest.mark.parametrize("tile", [False, True])
-def test_deferred_steps_of_mcmc_without_noise_equal_immediate_steps(tile: bool, tmp_path: Path) -> None:
+def test_deferred_steps_of_mcmc_without_noise_equal_immediate_steps(tile: bool, tmp_path: Path, capture: Path) -> None:
     """Regularised, relocated and grown."""
-    write_capture(tmp_path / "capture", wide=False)
-    lazy, dense, behind = both(World.single(), tmp_path / "capture", tmp_path / "runs", tile, mcmc=True)
+    lazy, dense, behind = both(World.single(), capture, tmp_path / "runs", tile, mcmc=True)
     assert max(behind) > 0 and lazy["points"][-1][1] == 70
     away = furthest(lazy, dense)
     assert max(away.values()) < AWAY, away

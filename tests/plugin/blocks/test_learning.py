@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ns_multigpu.core.dist.world import World
 from tests.lib.ranks import run_ranks
-from tests.lib.training_run import TRAIN, follow, write_capture
+from tests.lib.training_run import TRAIN, follow
 
 
 def known(world: World, capture: Path, runs: Path) -> dict[int, list[int]]:
@@ -17,9 +17,8 @@ def known(world: World, capture: Path, runs: Path) -> dict[int, list[int]]:
     return {row[0]: row[1:] for row in rows if row[0] >= 0}
 
 
-def test_counts_of_each_view_are_known(tmp_path: Path) -> None:
+def test_counts_of_each_view_are_known(tmp_path: Path, capture: Path) -> None:
     """Each is seen once. What is known goes into checkpoints: it must not depend on what was on its way."""
-    write_capture(tmp_path / "capture", wide=False)
-    one, other = run_ranks(known, 2, tmp_path / "capture", tmp_path / "runs")
+    one, other = run_ranks(known, 2, capture, tmp_path / "runs")
     assert one == other and one.keys() == set(range(TRAIN))
     assert all(len(counts) == 2 and sum(counts) > 0 for counts in one.values()), "24 pixels are two rows of tiles"

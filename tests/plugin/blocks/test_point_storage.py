@@ -23,18 +23,11 @@ from ns_multigpu.plugin.checkpoint.storage import save_file
 from ns_multigpu.primitives.gaussians.gathering import gather_points, zeros_there
 from ns_multigpu.primitives.gaussians.index_map import IndexMap
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
-from ns_multigpu.primitives.gaussians.schema import ORDER
+from ns_multigpu.primitives.gaussians.schema import ORDER, SCHEMA
 from strategies import STRATEGIES
 from tests.lib.recorded import RecordedPool
 
-SHAPES = {
-    "means": (3,),
-    "quats": (4,),
-    "scales": (3,),
-    "opacities": (1,),
-    "features_dc": (3,),
-    "features_rest": (3, 3),
-}
+SHAPES = {one.name: one.sized(1) for one in SCHEMA}
 
 
 class Model:

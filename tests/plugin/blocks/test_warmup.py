@@ -15,16 +15,10 @@ from ns_multigpu.plugin.blocks.warmup import warm_up
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.primitives.gaussians import densifier
+from ns_multigpu.primitives.gaussians.schema import SCHEMA
 
 CPU = torch.device("cpu")
-SHAPES = {
-    "means": (3,),
-    "scales": (3,),
-    "quats": (4,),
-    "opacities": (1,),
-    "features_dc": (3,),
-    "features_rest": (15, 3),
-}
+SHAPES = {one.name: one.sized(3) for one in SCHEMA}
 
 
 def model_of(points: int, device: str = "cpu", **options: Any) -> Any:

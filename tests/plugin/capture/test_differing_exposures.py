@@ -13,13 +13,11 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.differing_exposures import MANY, Exposures, compared, differ, measured
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.train import exposure_choice
 from ns_multigpu.plugin.train.exposure_choice import exposures_of
-from tests.lib.captures import manager, write_capture
+from tests.lib.captures import manager, read_by, write_capture
 from tests.lib.ranks import run_ranks
 
 FOX = Path(__file__).parents[4] / "shared" / "data" / "fox"
@@ -196,10 +194,8 @@ def test_a_photograph_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not FOX.is_dir(), reason="the fox's photographs are not here")
 def test_the_fox_does_not_differ_until_it_is_made_to() -> None:
-    set_world(World.single())
     parser = ColmapDataParserConfig(data=FOX, colmap_path=Path("sparse/0"), downscale_factor=4, load_3D_points=True)
-    data = DistributedDataManager(DistributedDataManagerConfig(dataparser=parser), device="cpu", test_mode="val")
-    set_world(None)
+    data = read_by(parser)
     seeds = data.train_dataparser_outputs.metadata
     points = seeds["points3D_xyz"], seeds["points3D_rgb"]
     found = exposures_of(data, points, World.single())

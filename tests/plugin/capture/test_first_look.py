@@ -11,12 +11,10 @@ from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from PIL import Image
 
-from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import small_problems
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.first_look import PLACES, Findings, find_reconstruction, first_look
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.radiance.field.model import NerfactoXLModelConfig
 from tests.lib import captures
@@ -24,69 +22,71 @@ from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_captur
 
 
 def look(data: Path, **options: Any) -> Findings:
-    parser = ColmapDataParserConfig(colmap_path=Path("sparse/0"), **options)
+    parser = ColmapDataParserConfig(**{"colmap_path": Path("sparse/0"), **options})
     return first_look(DistributedDataManagerConfig(data=data, dataparser=parser))
 
 
 def manager(data: Path, **options: Any) -> DistributedDataManager:
-    set_world(World.single())
-    try:
-        parser = ColmapDataParserConfig(colmap_path=Path("sparse/0"), data=data, **options)
-        return DistributedDataManager(DistributedDataManagerConfig(dataparser=parser), device="cpu", test_mode="val")
-    finally:
-        set_world(None)
+    return captures.read_by(ColmapDataParserConfig(colmap_path=Path("sparse/0"), data=data, **options))
 
 
-def test_a_good_capture(tmp_path: Path) -> None:
-    write_capture(tmp_path)
-    found = look(tmp_path)
+@pytest.fixture
+def colmap(tmp_path: Path) -> Path:
+    """Return a capture of COLMAP's without a fault."""
+    return write_capture(tmp_path)
+
+
+@pytest.fixture
+def transforms(tmp_path: Path) -> Path:
+    """Return a capture of nerfstudio's without a fault."""
+    return captures.write_capture(tmp_path)
+
+
+def test_a_good_capture(colmap: Path) -> None:
+    found = look(colmap)
     assert found.problems == found.notes == []
 
 
 @pytest.mark.parametrize("auto", [True, False])
-def test_folders_of_smaller_images(tmp_path: Path, auto: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_capture(tmp_path)
+def test_folders_of_smaller_images(colmap: Path, auto: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if auto:
         monkeypatch.setattr("ns_multigpu.plugin.capture.first_look.MAX_AUTO_RESOLUTION", 25)
-    (tmp_path / "images_4").mkdir()
-    (problem,) = look(tmp_path, downscale_factor=None if auto else 2).problems
-    assert f"{tmp_path}/images_2: there is no such folder" in problem
+    (colmap / "images_4").mkdir()
+    (problem,) = look(colmap, downscale_factor=None if auto else 2).problems
+    assert f"{colmap}/images_2: there is no such folder" in problem
     assert "images (colmap --downscale-factor 1), images_4 (colmap --downscale-factor 4)" in problem
     assert ("more than 25 pixels" in problem) == auto
-    write_images(tmp_path / "images_2", shots(), (SIZE[0] // 2, SIZE[1] // 2))
-    assert look(tmp_path, downscale_factor=None if auto else 2).problems == []
+    write_images(colmap / "images_2", shots(), (SIZE[0] // 2, SIZE[1] // 2))
+    assert look(colmap, downscale_factor=None if auto else 2).problems == []
 
 
-def test_only_smaller_images_there(tmp_path: Path) -> None:
-    write_capture(tmp_path)
-    (tmp_path / "images").rename(tmp_path / "images_4")
+def test_only_smaller_images_there(colmap: Path) -> None:
+    (colmap / "images").rename(colmap / "images_4")
     for factor in (None, 2):
-        (problem,) = look(tmp_path, downscale_factor=factor).problems
+        (problem,) = look(colmap, downscale_factor=factor).problems
         assert "There is images_4 (colmap --downscale-factor 4)" in problem
 
 
 @pytest.mark.parametrize(("mode", "size"), [("floor", (13, 10)), ("round", (13, 10)), ("ceil", (14, 10))])
-def test_sizes_are_rounded_as_nerfstudio_rounds_them(tmp_path: Path, mode: str, size: tuple[int, int]) -> None:
-    write_capture(tmp_path)
-    write_images(tmp_path / "images_3", shots(), size)
-    assert look(tmp_path, downscale_factor=3, downscale_rounding_mode=mode).problems == []
-    data = manager(tmp_path, downscale_factor=3, downscale_rounding_mode=mode)
+def test_sizes_are_rounded_as_nerfstudio_rounds_them(colmap: Path, mode: str, size: tuple[int, int]) -> None:
+    write_images(colmap / "images_3", shots(), size)
+    assert look(colmap, downscale_factor=3, downscale_rounding_mode=mode).problems == []
+    data = manager(colmap, downscale_factor=3, downscale_rounding_mode=mode)
     data.check_capture()
     assert (int(data.train_dataset.cameras.width[0]), int(data.train_dataset.cameras.height[0])) == size
 
 
-def test_reconstruction_folder_is_found(tmp_path: Path) -> None:
-    write_capture(tmp_path)
-    parser = ColmapDataParserConfig(data=tmp_path)
+def test_reconstruction_folder_is_found(colmap: Path) -> None:
+    parser = ColmapDataParserConfig(data=colmap)
     (problem,) = first_look(DistributedDataManagerConfig(dataparser=parser)).problems
     assert "--colmap-path colmap/sparse/0" in problem and "give --colmap-path sparse/0" in problem
-    (problem,) = first_look(DistributedDataManagerConfig(data=tmp_path)).problems  # nerfstudio's format is the default
+    (problem,) = first_look(DistributedDataManagerConfig(data=colmap)).problems  # nerfstudio's format is the default
     assert "transforms.json: there is no such file" in problem and problem.endswith("end the command with: colmap")
-    (tmp_path / "sparse/0").rename(tmp_path / "sparse/1")
-    (problem,) = first_look(DistributedDataManagerConfig(data=tmp_path)).problems
+    (colmap / "sparse/0").rename(colmap / "sparse/1")
+    (problem,) = first_look(DistributedDataManagerConfig(data=colmap)).problems
     assert problem.endswith("colmap --colmap-path sparse/1")
-    (problem,) = look(tmp_path / "nowhere").problems
-    assert f"--data {tmp_path}/nowhere" in problem
+    (problem,) = look(colmap / "nowhere").problems
+    assert f"--data {colmap}/nowhere" in problem
 
 
 @pytest.mark.parametrize("there", ["sparse/0", "colmap/sparse/0"])
@@ -120,50 +120,45 @@ def test_no_reconstruction_is_looked_for_without_colmap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_binary, write_text])
-def test_a_larger_reconstruction_is_noted(tmp_path: Path, write: Any) -> None:
-    write_capture(tmp_path)
+def test_a_larger_reconstruction_is_noted(colmap: Path, write: Any) -> None:
     for number, views in ((1, 10), (2, 9)):
-        write(tmp_path / f"sparse/{number}", shots(views))
-    (tmp_path / "sparse/3").mkdir()
-    assert look(tmp_path).notes == []
+        write(colmap / f"sparse/{number}", shots(views))
+    (colmap / "sparse/3").mkdir()
+    assert look(colmap).notes == []
     for number, views in ((1, 12), (2, 11)):
-        write(tmp_path / f"sparse/{number}", shots(views))
-    (note,) = look(tmp_path).notes
+        write(colmap / f"sparse/{number}", shots(views))
+    (note,) = look(colmap).notes
     assert "sparse/0 holds 10 views and sparse/1 holds 12" in note and note.endswith("--colmap-path sparse/1")
 
 
 @pytest.mark.parametrize(("photographs", "noted"), [(20, False), (21, True)])
-def test_photographs_that_colmap_could_not_place(tmp_path: Path, photographs: int, noted: bool) -> None:
-    write_capture(tmp_path)
-    write_images(tmp_path / "images", shots(photographs))
-    (tmp_path / "images/list.txt").write_text("no photograph")
-    notes = look(tmp_path).notes
+def test_photographs_that_colmap_could_not_place(colmap: Path, photographs: int, noted: bool) -> None:
+    write_images(colmap / "images", shots(photographs))
+    (colmap / "images/list.txt").write_text("no photograph")
+    notes = look(colmap).notes
     assert len(notes) == noted and all("10 views, fewer than half of the 21 photographs" in note for note in notes)
 
 
-def test_missing_points_matter_only_if_requested(tmp_path: Path) -> None:
-    write_capture(tmp_path)
-    (tmp_path / "sparse/0/points3D.bin").unlink()
-    (problem,) = look(tmp_path).problems
+def test_missing_points_matter_only_if_requested(colmap: Path) -> None:
+    (colmap / "sparse/0/points3D.bin").unlink()
+    (problem,) = look(colmap).problems
     assert "points3D.bin (or .txt) is missing" in problem and "--load-3D-points False" in problem
-    assert look(tmp_path, load_3D_points=False).problems == []
+    assert look(colmap, load_3D_points=False).problems == []
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_damage_is_found_by_workers_too(tmp_path: Path, count: int) -> None:
+def test_damage_is_found_by_workers_too(colmap: Path, count: int) -> None:
     """A user's program makes a datamanager without earlier checks of the capture."""
-    write_capture(tmp_path)
-    path = tmp_path / "sparse/0/images.bin"
+    path = colmap / "sparse/0/images.bin"
     path.write_bytes(path.read_bytes()[: -count or None][: None if count else 0])
     with pytest.raises(InputError, match=r"images.bin: it is (empty|truncated)"):
-        manager(tmp_path, downscale_factor=1)
+        manager(colmap, downscale_factor=1)
 
 
-def test_dataparser_failure_is_reported_in_its_own_words(tmp_path: Path) -> None:
-    write_capture(tmp_path)
-    (tmp_path / "test_list.txt").write_text("none.jpg\n")
+def test_dataparser_failure_is_reported_in_its_own_words(colmap: Path) -> None:
+    (colmap / "test_list.txt").write_text("none.jpg\n")
     with pytest.raises(InputError, match="train is missing"):
-        manager(tmp_path, downscale_factor=1)
+        manager(colmap, downscale_factor=1)
 
 
 def test_no_points_are_no_obstacle(tmp_path: Path) -> None:
@@ -197,30 +192,28 @@ def test_a_frame_that_is_listed_twice(tmp_path: Path, twin: int) -> None:
     assert ("too good" in found.notes[0]) == (twin == 0), "the first view is held out, its twin is trained with"
 
 
-def test_alpha_in_some_images_only(tmp_path: Path) -> None:
-    write_capture(tmp_path)
+def test_alpha_in_some_images_only(colmap: Path) -> None:
     for number in (2, 5):
-        path = tmp_path / "images" / shots()[number].name
+        path = colmap / "images" / shots()[number].name
         Image.open(path).convert("RGBA").save(path, format="PNG")
-    (note,) = look(tmp_path).notes
+    (note,) = look(colmap).notes
     assert note == "2 of 10 images have an alpha channel, unlike the others: shot 02.jpg, shot 05.jpg"
     for shot in shots()[:-1]:
-        path = tmp_path / "images" / shot.name
+        path = colmap / "images" / shot.name
         Image.open(path).convert("RGBA").save(path, format="PNG")
-    (note,) = look(tmp_path).notes
+    (note,) = look(colmap).notes
     assert note == "1 of 10 images have not an alpha channel, unlike the others: shot 09.jpg"
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_that_turns_an_image(tmp_path: Path, orientation: int) -> None:
-    write_capture(tmp_path)
+def test_exif_that_turns_an_image(colmap: Path, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     lying = orientation >= 5
-    path = tmp_path / "images" / shots()[3].name
+    path = colmap / "images" / shots()[3].name
     image = Image.open(path)
     (image.rotate(90, expand=True) if lying else image).save(path, exif=exif)
-    found = look(tmp_path)
+    found = look(colmap)
     assert len(found.problems) == lying and len(found.notes) == (1 < orientation < 5)
     if lying:
         assert "30x40 pixels and its camera 40x30" in found.problems[0] and "-auto-orient" in found.problems[0]
@@ -228,29 +221,26 @@ def test_exif_that_turns_an_image(tmp_path: Path, orientation: int) -> None:
         assert "1 image(s) are to be turned" in note and shots()[3].name in note
 
 
-def test_a_wrong_size_is_not_blamed_on_exif(tmp_path: Path) -> None:
-    write_capture(tmp_path)
-    path = tmp_path / "images" / shots()[3].name
+def test_a_wrong_size_is_not_blamed_on_exif(colmap: Path) -> None:
+    path = colmap / "images" / shots()[3].name
     Image.open(path).resize((33, 44)).save(path)
-    (problem,) = look(tmp_path).problems
+    (problem,) = look(colmap).problems
     assert "33x44" in problem and "EXIF" not in problem
 
 
-def test_masks_are_checked(tmp_path: Path) -> None:
-    write_capture(tmp_path)
-    assert look(tmp_path, masks_path=Path("masks")).problems == [f"{tmp_path}/masks: there is no such folder"]
+def test_masks_are_checked(colmap: Path) -> None:
+    assert look(colmap, masks_path=Path("masks")).problems == [f"{colmap}/masks: there is no such folder"]
     for shot in shots():
-        (tmp_path / "masks").mkdir(exist_ok=True)
-        Image.new("L", SIZE).save((tmp_path / "masks" / shot.name).with_suffix(".png"))
-    assert look(tmp_path, masks_path=Path("masks")).problems == []
+        (colmap / "masks").mkdir(exist_ok=True)
+        Image.new("L", SIZE).save((colmap / "masks" / shot.name).with_suffix(".png"))
+    assert look(colmap, masks_path=Path("masks")).problems == []
 
 
-def test_a_slow_disk_is_left_to_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_capture(tmp_path)
-    (tmp_path / "images" / shots()[3].name).write_bytes(b"")
-    assert look(tmp_path).problems != []
+def test_a_slow_disk_is_left_to_the_workers(colmap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (colmap / "images" / shots()[3].name).write_bytes(b"")
+    assert look(colmap).problems != []
     monkeypatch.setattr("ns_multigpu.plugin.capture.first_look._PATIENCE", -1.0)
-    assert look(tmp_path).problems == []
+    assert look(colmap).problems == []
 
 
 # ---- nerfstudio's format ----
@@ -260,14 +250,13 @@ def look_at_transforms(folder: Path, **options: Any) -> Findings:
     return first_look(DistributedDataManagerConfig(data=folder, dataparser=NerfstudioDataParserConfig(**options)))
 
 
-def test_nerfstudios_format(tmp_path: Path) -> None:
-    captures.write_capture(tmp_path)
-    assert look_at_transforms(tmp_path).problems == look_at_transforms(tmp_path).notes == []
-    captures.edit(tmp_path, 3, file_path="images/none.png")
-    (problem,) = look_at_transforms(tmp_path).problems
+def test_nerfstudios_format(transforms: Path) -> None:
+    assert look_at_transforms(transforms).problems == look_at_transforms(transforms).notes == []
+    captures.edit(transforms, 3, file_path="images/none.png")
+    (problem,) = look_at_transforms(transforms).problems
     assert "images/none.png: there is no such file" in problem
-    captures.edit(tmp_path, 3, file_path="images/photo_04.png")
-    assert "Listed more than once" in look_at_transforms(tmp_path).notes[0]
+    captures.edit(transforms, 3, file_path="images/photo_04.png")
+    assert "Listed more than once" in look_at_transforms(transforms).notes[0]
 
 
 def test_panoramas_are_drawn_as_they_are(tmp_path: Path) -> None:
@@ -284,18 +273,16 @@ def test_panoramas_are_drawn_as_they_are(tmp_path: Path) -> None:
     assert found.problems == [] and found.unseen == "", "the points are above all cameras"
 
 
-def test_nerfstudios_format_with_another_factor(tmp_path: Path) -> None:
-    captures.write_capture(tmp_path)
-    (tmp_path / "images_4").mkdir()
-    (problem,) = look_at_transforms(tmp_path, downscale_factor=2).problems
+def test_nerfstudios_format_with_another_factor(transforms: Path) -> None:
+    (transforms / "images_4").mkdir()
+    (problem,) = look_at_transforms(transforms, downscale_factor=2).problems
     assert "images_2: there is no such folder" in problem
     assert "images_4 (nerfstudio-data --downscale-factor 4)" in problem
 
 
-def test_parser_output_is_reported(tmp_path: Path) -> None:
-    captures.write_capture(tmp_path)
-    captures.edit(tmp_path, None, train_filenames=["images/photo_00.png"], val_filenames=["images/other.png"])
-    (problem,) = look_at_transforms(tmp_path).problems
+def test_parser_output_is_reported(transforms: Path) -> None:
+    captures.edit(transforms, None, train_filenames=["images/photo_00.png"], val_filenames=["images/other.png"])
+    (problem,) = look_at_transforms(transforms).problems
     assert "other.png" in problem
 
 
@@ -326,46 +313,42 @@ def test_a_folder_of_another_kind_is_named(tmp_path: Path, name: str) -> None:
     assert ("with: blender-data" if "train" in name else "ns-process-data images") in problem
 
 
-def test_a_first_image_that_is_missing_does_not_hide_the_others(tmp_path: Path) -> None:
-    captures.write_capture(tmp_path)
+def test_a_first_image_that_is_missing_does_not_hide_the_others(transforms: Path) -> None:
     for number in (0, 1, 5):
-        (tmp_path / f"images/photo_{number:02d}.png").rename(tmp_path / f"images/photo_{number:02d}.PNG")
-    problems = look_at_transforms(tmp_path).problems
+        (transforms / f"images/photo_{number:02d}.png").rename(transforms / f"images/photo_{number:02d}.PNG")
+    problems = look_at_transforms(transforms).problems
     assert [problem.split(": ")[0][-6:] for problem in problems] == ["00.png", "01.png", "05.png"]
     assert "photo_01.PNG is there" in problems[1]
-    meta = json.loads((tmp_path / "transforms.json").read_text())
+    meta = json.loads((transforms / "transforms.json").read_text())
     del meta["fl_x"]
-    (tmp_path / "transforms.json").write_text(json.dumps(meta))
-    intrinsics, first = look_at_transforms(tmp_path).problems
+    (transforms / "transforms.json").write_text(json.dumps(meta))
+    intrinsics, first = look_at_transforms(transforms).problems
     assert "it has no fl_x, and needs them for all frames or for each" in intrinsics
     assert "photo_00.PNG is there" in first
 
 
-def test_views_from_one_place_are_named(tmp_path: Path) -> None:
-    captures.write_capture(tmp_path)
+def test_views_from_one_place_are_named(transforms: Path) -> None:
     for frame in range(12):
-        captures.edit(tmp_path, frame, transform_matrix=np.eye(4).tolist())
-    (problem,) = look_at_transforms(tmp_path).problems
+        captures.edit(transforms, frame, transform_matrix=np.eye(4).tolist())
+    (problem,) = look_at_transforms(transforms).problems
     assert "all views are taken from one place" in problem
 
 
-def test_masks_without_a_white_pixel_are_noted(tmp_path: Path) -> None:
-    write_capture(tmp_path)
-    (tmp_path / "masks").mkdir()
+def test_masks_without_a_white_pixel_are_noted(colmap: Path) -> None:
+    (colmap / "masks").mkdir()
     for number, shot in enumerate(shots()):
         mask = np.full(SIZE[::-1], 0 if number == 6 else 1, np.uint8)
-        Image.fromarray(mask).save((tmp_path / "masks" / shot.name).with_suffix(".png"))
-    (note,) = look(tmp_path, masks_path=Path("masks")).notes
+        Image.fromarray(mask).save((colmap / "masks" / shot.name).with_suffix(".png"))
+    (note,) = look(colmap, masks_path=Path("masks")).notes
     assert note.startswith("Masks that leave out every pixel (inverted?): shot 06.png; ")
 
 
 @pytest.mark.parametrize(("factor", "size", "mode"), [(3, (14, 10), "ceil"), (4, (10, 8), "ceil")])
-def test_the_rounding_mode_that_fits_is_named(tmp_path: Path, factor: int, size: tuple[int, int], mode: str) -> None:
-    write_capture(tmp_path)
-    write_images(tmp_path / f"images_{factor}", shots(), size)
-    (problem,) = look(tmp_path, downscale_factor=factor).problems
+def test_the_rounding_mode_that_fits_is_named(colmap: Path, factor: int, size: tuple[int, int], mode: str) -> None:
+    write_images(colmap / f"images_{factor}", shots(), size)
+    (problem,) = look(colmap, downscale_factor=factor).problems
     assert f"shot 00.jpg has {size[0]}x{size[1]}. Give --downscale-rounding-mode {mode}" in problem
-    assert look(tmp_path, downscale_factor=factor, downscale_rounding_mode=mode).problems == []
+    assert look(colmap, downscale_factor=factor, downscale_rounding_mode=mode).problems == []
 
 
 def test_names_with_spaces_in_a_text_model(tmp_path: Path) -> None:
@@ -401,8 +384,7 @@ def test_images_smaller_than_ssims_window(size: tuple[int, int], options: dict[s
     assert small_problems(sizes, names, NerfactoXLModelConfig()) == []
 
 
-def test_small_images_are_refused_before_workers_start(tmp_path: Path) -> None:
-    write_capture(tmp_path)
-    config = DistributedDataManagerConfig(dataparser=ColmapDataParserConfig(data=tmp_path, colmap_path=PLACES[1]))
+def test_small_images_are_refused_before_workers_start(colmap: Path) -> None:
+    config = DistributedDataManagerConfig(dataparser=ColmapDataParserConfig(data=colmap, colmap_path=PLACES[1]))
     (problem,) = first_look(config, SplatModelConfig()).problems
     assert "num-downscales 2: " in problem and first_look(config, SplatModelConfig(num_downscales=1)).problems == []

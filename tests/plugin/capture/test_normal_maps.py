@@ -20,11 +20,12 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive, of_depth
 from ns_multigpu.plugin.train.normal_maps import in_front, read_normals, training_normals
+from tests.lib.captures import read_by
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import HEIGHT, WIDTH, make_scene, write_images, write_model
 from tests.lib.resuming import start
 from tests.lib.training_run import TinyDataParserConfig, add_maps, facing_normals, write_capture
-from tests.plugin.train.test_depth_maps import LENS, manager, parser_of
+from tests.plugin.train.test_depth_maps import LENS, parser_of
 
 WEIGHT = 0.3
 
@@ -38,7 +39,7 @@ def capture(tmp_path: Path) -> Path:
 
 
 def read(folder: Path, world: World | None = None) -> Any:
-    outputs = manager(TinyDataParserConfig(data=folder)).train_dataparser_outputs
+    outputs = read_by(TinyDataParserConfig(data=folder)).train_dataparser_outputs
     return training_normals(outputs, world or World.single())
 
 
@@ -53,7 +54,7 @@ def test_directions_are_those_of_the_maps_pixels_through_a_lens(tmp_path: Path) 
         values = facing_normals(number, (HEIGHT // 2, WIDTH // 2))
         values[3] = 0
         Image.fromarray(values).save(path)
-    outputs = manager(parser_of(tmp_path, depths_path=None)).train_dataparser_outputs
+    outputs = read_by(parser_of(tmp_path, depths_path=None)).train_dataparser_outputs
     found, end = training_normals(outputs, World.single()), 0
     rows, columns = (part.reshape(-1) for part in np.mgrid[: HEIGHT // 2, : WIDTH // 2])
     kept = rows != 3
@@ -192,7 +193,7 @@ def ball(outputs: Any, *, of_world: bool) -> None:
 def test_normals_of_the_world_are_warned_of_by_what_views_share(
     capture: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outputs = manager(TinyDataParserConfig(data=capture)).train_dataparser_outputs
+    outputs = read_by(TinyDataParserConfig(data=capture)).train_dataparser_outputs
 
     def said() -> str:
         with contextlib.suppress(InputError):  # these face neither camera; a plane on the ground would

@@ -7,25 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
-from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from PIL import Image
 
-from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
-from ns_multigpu.plugin.capture.first_look import Findings, first_look
+from ns_multigpu.plugin.capture.first_look import Findings
 from tests.lib import captures
 from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_capture, write_images, write_text
+from tests.plugin.capture.test_first_look import look as look_at_colmap
+from tests.plugin.capture.test_first_look import look_at_transforms as look
 
 Change = Callable[[Path], object]
-
-
-def look(data: Path, **options: Any) -> Findings:
-    return first_look(DistributedDataManagerConfig(data=data, dataparser=NerfstudioDataParserConfig(**options)))
-
-
-def look_at_colmap(data: Path, **options: Any) -> Findings:
-    options = {"colmap_path": Path("sparse/0"), **options}
-    return first_look(DistributedDataManagerConfig(data=data, dataparser=ColmapDataParserConfig(**options)))
 
 
 def _whole(**values: Any) -> Change:

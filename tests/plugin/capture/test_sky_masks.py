@@ -18,11 +18,12 @@ from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train.depth_maps import read_maps
 from ns_multigpu.plugin.train.normal_maps import training_normals
+from tests.lib.captures import read_by
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import HEIGHT, WIDTH, make_scene, write_images, write_model
 from tests.lib.resuming import differing, everything, start, went_on
 from tests.lib.training_run import TinyDataParserConfig, add_maps, facing_normals, sky_mask, write_capture
-from tests.plugin.train.test_depth_maps import LENS, manager, parser_of
+from tests.plugin.train.test_depth_maps import LENS, parser_of
 
 WEIGHT, OPTION = 0.3, "--pipeline.model.sky-loss"
 
@@ -36,7 +37,7 @@ def capture(tmp_path: Path) -> Path:
 
 
 def opened(folder: Path) -> Any:
-    data = manager(TinyDataParserConfig(data=folder))
+    data = read_by(TinyDataParserConfig(data=folder))
     data.read_sky(OPTION)
     return data
 
@@ -66,7 +67,7 @@ def test_masks_of_a_folder_are_undistorted_with_their_photographs(tmp_path: Path
         values[: HEIGHT // 2] = 255
         Image.fromarray(values).save(file)
         Image.fromarray(values).convert("RGB").save(tmp_path / "images" / name, quality=100)
-    data = manager(parser_of(tmp_path, depths_path=None))
+    data = read_by(parser_of(tmp_path, depths_path=None))
     data.read_sky(OPTION)
     data.check_capture()
     for view in range(len(data.train_dataset)):
@@ -129,7 +130,7 @@ def test_seed_points_are_sought_where_their_views_show_them(capture: Path, upper
     values = np.zeros((12, 14), np.uint8)
     values[:6] = 255
     add_maps(capture, "sky_mask_path", lambda _: values if upper else 255 - values)
-    data = manager(TinyDataParserConfig(data=capture))
+    data = read_by(TinyDataParserConfig(data=capture))
     outputs = data.train_dataparser_outputs
     middle = outputs.dataparser_transform[:, 3] * outputs.dataparser_scale
     outputs.metadata["points3D_xyz"] = (middle + torch.tensor([0.0, 0.0, 0.2])).expand(20, 3)
@@ -156,7 +157,7 @@ def test_sky_is_half_of_white_or_more(capture: Path, capsys: Any) -> None:
 
 def opened_on(world: World, folder: Path) -> str:
     try:
-        data = manager(TinyDataParserConfig(data=folder))
+        data = read_by(TinyDataParserConfig(data=folder))
         data.world = world
         data.read_sky(OPTION)
     except InputError as error:
@@ -186,7 +187,7 @@ def test_captures_without_masks_are_refused(capture: Path) -> None:
 
 
 def test_lenses_whose_masks_cannot_be_undistorted_are_refused(capture: Path) -> None:
-    data = manager(TinyDataParserConfig(data=capture))
+    data = read_by(TinyDataParserConfig(data=capture))
     data.train_dataparser_outputs.cameras.camera_type[0] = CameraType.FISHEYE624.value
     with pytest.raises(InputError, match="FISHEYE624 cannot be undistorted"):
         data.read_sky(OPTION)

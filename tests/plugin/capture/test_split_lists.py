@@ -8,10 +8,8 @@ import pytest
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 
-from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.first_look import first_look
-from ns_multigpu.plugin.launch.process_world import set_world
 from tests.lib import captures, colmap_files
 
 Layout = Literal["colmap", "transforms"]
@@ -36,11 +34,7 @@ def config_of(folder: Path, layout: Layout, lists: dict[str, list[int]], unknown
 
 def held_out(config: Any, test_mode: Literal["test", "val"]) -> list[int]:
     """Return the places of the views that training ("val") or a later command ("test") evaluates."""
-    set_world(World.single())
-    try:
-        data = DistributedDataManager(config, device="cpu", test_mode=test_mode)
-    finally:
-        set_world(None)
+    data = captures.read_by(config.dataparser, mode=test_mode)
     files = sorted({*data.train_dataset.image_filenames, *data.eval_dataset.image_filenames})
     assert len(files) == 10
     return [files.index(file) for file in data.eval_dataset.image_filenames]

@@ -19,8 +19,8 @@ from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.first_look import first_look
 from ns_multigpu.plugin.capture.tracks import images_of, scene_scale, training_tracks
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from tests.lib.captures import read_by
 from tests.lib.reconstruction import WIDTH, Scene, make_scene, moved, write_images, write_model, write_transforms
 
 LENS = (-0.12, 0.03, 0.004, -0.006)
@@ -28,14 +28,6 @@ FLIPPED = np.array([[0.0, 0, -1, 0.5], [-1, 0, 0, 0], [0, 1, 0, -2]])
 ORIGIN, UTM = (0.0, 0.0, 0.0), (512345.0, 5412345.0, 312.0)
 HELD_OUT = 4
 """Every so many views one is held out."""
-
-
-def manager(parser: Any) -> DistributedDataManager:
-    set_world(World.single())
-    try:
-        return DistributedDataManager(DistributedDataManagerConfig(dataparser=parser), device="cpu", test_mode="val")
-    finally:
-        set_world(None)
 
 
 def of_colmap(folder: Path, **options: Any) -> ColmapDataParserConfig:
@@ -82,7 +74,7 @@ def test_a_capture_of_colmaps(tmp_path: Path, text: bool, factor: int, method: A
     scene = moved(make_scene(lens=LENS), place)
     write_model(tmp_path / "sparse/0", scene, text=text)
     write_images(tmp_path / ("images" if factor == 1 else f"images_{factor}"), scene, factor)
-    data = manager(of_colmap(tmp_path, downscale_factor=factor, orientation_method=method))
+    data = read_by(of_colmap(tmp_path, downscale_factor=factor, orientation_method=method))
     data.check_capture()
     check_views(data, scene, factor)
 
@@ -92,7 +84,7 @@ def test_a_capture_of_colmaps(tmp_path: Path, text: bool, factor: int, method: A
 def test_a_capture_of_nerfstudios_with_colmaps_model(tmp_path: Path, applied: Any, place: Any) -> None:
     scene = moved(make_scene(lens=LENS, seed=8), place)
     write_transforms(tmp_path, scene, applied, Path("colmap/sparse/0"))
-    check_views(manager(of_nerfstudio(tmp_path)), scene, 1)
+    check_views(read_by(of_nerfstudio(tmp_path)), scene, 1)
 
 
 def test_step_inputs_of_tracks(tmp_path: Path) -> None:
@@ -101,7 +93,7 @@ def test_step_inputs_of_tracks(tmp_path: Path) -> None:
     for track in scene.tracks:  # the second view observes nothing
         track[:] = [n for n in track if n != 2]
     write_transforms(tmp_path, scene, FLIPPED, Path("colmap/sparse/0"))
-    data = manager(of_nerfstudio(tmp_path))
+    data = read_by(of_nerfstudio(tmp_path))
     tracks = training_tracks(data, World.single())
     names = [path.name for path in data.train_dataset.image_filenames]
     assert [name for name, count in zip(names, tracks.counts, strict=True) if count == 0] == ["01.jpg"]
@@ -188,7 +180,7 @@ EARLY = [
 def test_a_capture_without_observations(tmp_path: Path, spoil: Any, said: str) -> None:
     write_transforms(tmp_path, make_scene(), FLIPPED, Path("colmap/sparse/0"))
     parser = of_nerfstudio(tmp_path)
-    data = manager(parser)
+    data = read_by(parser)
     spoil(tmp_path)
     with pytest.raises(InputError, match=f"(?s)^--pipeline.model.depth-loss: .*{said}"):
         training_tracks(data, World.single())
@@ -206,6 +198,6 @@ def test_a_capture_of_another_kind(tmp_path: Path) -> None:
     scene = make_scene()
     scene.poses[:, :3, 3] = -np.einsum("nij,j->ni", scene.poses[:, :3, :3], np.ones(3))
     write_transforms(tmp_path, scene, FLIPPED, Path("colmap/sparse/0"))
-    data = manager(replace(of_nerfstudio(tmp_path), auto_scale_poses=False))
+    data = read_by(replace(of_nerfstudio(tmp_path), auto_scale_poses=False))
     with pytest.raises(InputError, match=r"taken from one place.*add views, or leave"):
         training_tracks(data, World.single())

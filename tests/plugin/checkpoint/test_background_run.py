@@ -16,9 +16,10 @@ from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults.errors import WorkerFailed
 from ns_multigpu.plugin.faults.signals import Interrupted
 from ns_multigpu.plugin.launch.launcher import run_workers
+from tests.lib.processes import until
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import differing, everything, start
-from tests.lib.saving import ALONE, disk, steps_in, until
+from tests.lib.saving import ALONE, disk, steps_in
 from tests.lib.training_run import small_config
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,7 @@ def _train(world: World, capture: Path, out: Path) -> dict[str, Any]:
 
     def slow(name: str) -> None:
         if "step-000000004" in name:
-            until(lambda: trainer.step >= 7)
+            assert until(lambda: trainer.step >= 7)
             written_in.append(trainer.step)
 
     with disk(slow):
@@ -142,7 +143,7 @@ class Config:
 
         def write_bytes(file: Any, data: Any) -> None:
             if "step-000000004" in file.name:
-                until(lambda: trainer.step >= 6 or self.what == "raise")
+                assert until(lambda: trainer.step >= 6 or self.what == "raise")
                 if self.what == "raise":
                     time.sleep(30)
                 elif trainer.world.rank == 1:

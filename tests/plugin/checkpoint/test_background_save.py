@@ -18,8 +18,9 @@ from ns_multigpu.plugin.checkpoint.background import CheckpointWriter
 from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.training_copy import Content, share_out
 from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, latest_checkpoint, states_folder, step_of
+from tests.lib.processes import until
 from tests.lib.ranks import run_ranks
-from tests.lib.saving import ALONE, as_large_ones, disk, files_of, steps_in, tensors_of, until, write
+from tests.lib.saving import ALONE, as_large_ones, disk, files_of, steps_in, tensors_of, write
 from tests.plugin.checkpoint.test_checkpoint_faults import killed_at_each_instant
 
 
@@ -138,7 +139,7 @@ def _full(world: World, models: Path) -> tuple[list[str], list[int]]:
         for step in (1, 2, 3):
             assert writer.save(step, lambda step=step: content_of(step, world), background=True)
             if step == 2:  # reported by any rank that polls, without communication
-                until(lambda: (writer.look(), bool(messages))[1])
+                assert until(lambda: (writer.look(), bool(messages))[1])
             writer.finish()
             saved.append(writer.saved_step)
     return messages, saved

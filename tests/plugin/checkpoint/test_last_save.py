@@ -24,7 +24,6 @@ from ns_multigpu.plugin.train.last_save import in_short, save_last
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
 from tests.lib.saving import ALONE, disk, steps_in
-from tests.lib.training_run import write_capture
 
 RUN = Path("run", "splatfacto-batch", "now")
 FULL = os.strerror(errno.ENOSPC)
@@ -44,13 +43,6 @@ def full(*folders: Path, times: int = 10**9) -> Callable[[str], None]:
 
 def never() -> bool:
     return False
-
-
-@pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("capture") / "tiny"
-    write_capture(folder)
-    return folder
 
 
 class Clock:

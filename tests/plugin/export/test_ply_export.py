@@ -21,6 +21,7 @@ from ns_multigpu.plugin.checkpoint.verify import states_folder
 from ns_multigpu.plugin.export import ply as ply_export
 from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.gaussians.schema import SCHEMA
 from tests.lib.saving import files_of
 
 ALONE = World.single()
@@ -29,9 +30,7 @@ ALONE = World.single()
 def points(count: int = 50, degree: int = 2) -> dict[str, Tensor]:
     """Return some Gaussians, a few of them all but transparent."""
     g = torch.Generator().manual_seed(count)
-    shapes = {"means": (3,), "scales": (3,), "quats": (4,), "opacities": (1,), "features_dc": (3,)}
-    shapes["features_rest"] = ((degree + 1) ** 2 - 1, 3)
-    params = {name: torch.randn(count, *shape, generator=g) for name, shape in shapes.items()}
+    params = {one.name: torch.randn(count, *one.sized(degree), generator=g) for one in SCHEMA}
     params["opacities"] = params["opacities"] * 3 - 2
     params["opacities"][:3, 0] = torch.tensor([-5.5373, -5.5374, -5.5372])  # at the limit
     return params

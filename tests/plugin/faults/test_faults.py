@@ -18,7 +18,8 @@ from ns_multigpu.core.dist.machines import PRETEND_MACHINES
 from ns_multigpu.plugin.faults.errors import WorkerFailed
 from ns_multigpu.plugin.launch.launcher import run_workers
 from tests.lib.guarded_toy import GuardedConfig
-from tests.plugin.launch.test_launch import HANG, ROOT, alive, environment, free_port, wait_until
+from tests.lib.processes import free_port, runs, until
+from tests.plugin.launch.test_launch import HANG, ROOT, environment
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def notes(folder: Path) -> list[str]:
 
 def gone(folder: Path) -> bool:
     pids = [int(path.read_text()) for path in folder.glob("pid-*")]
-    return bool(pids) and wait_until(lambda: not any(map(alive, pids)), 30)
+    return bool(pids) and until(lambda: not any(map(runs, pids)), 30)
 
 
 def model(folder: Path) -> torch.Tensor:
@@ -77,7 +78,7 @@ def start(folder: Path, workers: int, *launcher: str, **fields: Any) -> subproce
 def started(folder: Path, process: subprocess.Popen[str], workers: int) -> float:
     """Wait until a run that was just started has saved; return the seconds that took, as a measure of the load."""
     begin = time.monotonic()
-    ready = wait_until(
+    ready = until(
         lambda: (
             (len(list(folder.glob("pid-*"))) == workers and (folder / "toy.ckpt").exists())
             or process.poll() is not None
@@ -94,7 +95,7 @@ def test_dying_worker_ends_the_others(tmp_path: Path) -> None:
     run = start(tmp_path, 3, steps=10**6, pace=0.01, faults=((1, 100, "raise"),))
     took = started(tmp_path, run, 3)
     first = int((tmp_path / "pid-1").read_text())
-    assert wait_until(lambda: not alive(first), HANG)
+    assert until(lambda: not runs(first), HANG)
     died = time.monotonic()
     output, _ = run.communicate(timeout=HANG)
     assert time.monotonic() - died < max(10.0, took)
@@ -197,7 +198,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 def test_a_pause_on_rank_0_holds_all_and_ends(tmp_path: Path) -> None:
     (tmp_path / "pause").touch()
     run = start(tmp_path, 2, steps=20, stall_seconds=0.5, stall_abort_seconds=1.0)
-    assert wait_until(lambda: (tmp_path / "pid-1").exists(), HANG)
+    assert until(lambda: (tmp_path / "pid-1").exists(), HANG)
     time.sleep(4)
     assert run.poll() is None and not (tmp_path / "toy.ckpt").exists()
     (tmp_path / "pause").unlink()

@@ -15,8 +15,8 @@ from ns_multigpu.core.dist.collectives import barrier
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.signals import StallError
 from ns_multigpu.plugin.faults.watchdog import Heartbeat, Note, Watchdog, describe, late_ranks
+from tests.lib.processes import until
 from tests.lib.ranks import run_ranks
-from tests.lib.saving import until
 
 HERE = Note(0, beats=50, step=7, phase="exchange", age=130.0)
 
@@ -142,7 +142,7 @@ class Rank(threading.Thread):
                 self.heart.beat(self.phase)
                 self.heart.beats -= 1  # one phase behind the other
             if self.age:
-                until(lambda: self.store.check(["note/0", "note/1"]))
+                assert until(lambda: self.store.check(["note/0", "note/1"]))
                 self.heart._at -= self.age
             self.done.wait(self.seconds)
 
@@ -173,9 +173,9 @@ def test_long_phases_have_ten_times_as_long(phase: str, age: float, warns: bool,
     for rank in ranks:
         rank.start()
     if ends:
-        until(lambda: all(rank.aborted for rank in ranks), 10)
+        assert until(lambda: all(rank.aborted for rank in ranks), 10)
     else:
-        until(lambda: not warns or bool(ranks[0].said), 10)
+        assert until(lambda: not warns or bool(ranks[0].said), 10)
         time.sleep(0.3)
     for rank in ranks:
         rank.done.set()
@@ -192,7 +192,7 @@ def _stall(world: World, file: Path, skew: float) -> tuple[list[str], list[str]]
         time.time, time.monotonic = (lambda: today() + skew), (lambda: since() + skew)
     rank = Rank(world.rank, dist.FileStore(str(file), 2), "data", 60.0)
     rank.start()
-    until(lambda: bool(rank.aborted), 30)
+    assert until(lambda: bool(rank.aborted), 30)
     barrier(world)
     rank.done.set()
     rank.join(10)

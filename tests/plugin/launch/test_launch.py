@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +15,7 @@ import yaml
 from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
 from ns_multigpu.plugin.launch.launcher import run_workers
 from ns_multigpu.plugin.launch.processes import cores
+from tests.lib.processes import free_port, runs, until
 from tests.lib.toy import ToyConfig, reports
 
 ROOT = Path(__file__).parents[3]
@@ -37,21 +37,6 @@ def ns_train(*arguments: str, **variables: str) -> subprocess.CompletedProcess[s
     variables["NERFSTUDIO_METHOD_CONFIGS"] = "toy=tests.lib.toy_method:toy"
     env = environment(**variables)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG, check=False)
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs (a zombie that its parent has not yet collected does not)."""
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-
-
-def wait_until(condition: Any, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 @pytest.fixture
@@ -76,6 +61,7 @@ MAIN = """
 import os, sys
 from pathlib import Path
 from ns_multigpu.plugin.launch.launcher import run_workers
+from tests.lib.processes import free_port, runs, until
 from tests.lib.toy import ToyConfig
 
 class OwnConfig(ToyConfig):
@@ -117,7 +103,7 @@ def test_a_failing_worker_ends_all_and_is_named(
     if conduct == "raise":
         assert isinstance(caught.value, WorkerFailed)
         assert 'raise KeyError("the toy is broken")' in caught.value.report
-    assert all(wait_until(lambda pid=one["pid"]: not alive(pid), 30) for one in reports(tmp_path))
+    assert all(until(lambda pid=one["pid"]: not runs(pid), 30) for one in reports(tmp_path))
 
 
 def test_no_process_stays_behind(tmp_path: Path) -> None:
@@ -130,13 +116,13 @@ def test_no_process_stays_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, str(script)], cwd=ROOT, env=environment(TOY="wait"), stderr=subprocess.PIPE, text=True
     )
-    assert wait_until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, HANG)
+    assert until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, HANG)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=HANG)
     assert process.returncode == 128 + signal.SIGTERM
     assert "Stopped by SIGTERM" in said and "Traceback" not in said
     seen = reports(tmp_path)
-    assert len(seen) == 2 and all(wait_until(lambda pid=one["pid"]: not alive(pid), 30) for one in seen)
+    assert len(seen) == 2 and all(until(lambda pid=one["pid"]: not runs(pid), 30) for one in seen)
 
 
 def check_one_run_folder(output: Path, workers: int) -> None:
@@ -212,9 +198,3 @@ def test_machines_of_unequally_many_workers_are_refused_everywhere(tmp_path: Pat
     assert "Give torchrun the same --nproc-per-node" in said[0] and "Give torchrun the same" in said[2]
     assert f"Cannot start (rank 2 on machine 1 ({host}))" in said[2]
     assert said[1].startswith(f"rank 1 on machine 0 ({host}): Every machine must have equally many ranks")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

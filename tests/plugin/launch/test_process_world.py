@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ns_multigpu.plugin.launch import process_world
-from tests.plugin.launch.test_launch import HANG, ROOT, environment, free_port
+from tests.lib.processes import free_port
+from tests.plugin.launch.test_launch import HANG, ROOT, environment
 
 ENDING = """
 import atexit, sys

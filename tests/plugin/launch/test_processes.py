@@ -15,8 +15,9 @@ import torch.distributed as dist
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.processes import COUNT_BY_NVML, RankFailed, RankProcesses, environment
 from ns_multigpu.plugin.launch.quick_imports import starts_workers
+from tests.lib.processes import runs, until
 from tests.lib.toy import reports
-from tests.plugin.launch.test_launch import HANG, ROOT, alive, wait_until
+from tests.plugin.launch.test_launch import HANG, ROOT
 from tests.plugin.launch.test_launch import environment as clean
 
 NS_TRAIN = "/somewhere/bin/ns-train"
@@ -71,7 +72,7 @@ def test_this_process_may_be_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(ranks.pids) == 1 and not (tmp_path / "0").exists()
     store.set("here", "1")
     ranks.end()
-    assert not alive(ranks.pids[0])
+    assert not runs(ranks.pids[0])
 
 
 @pytest.mark.parametrize(
@@ -85,15 +86,15 @@ def test_first_failure_ends_all_and_is_reported(how: str, code: int, said: str, 
         ranks.wait(HANG, grace=0.2)
     assert (failed.value.rank, failed.value.code) == (1, code)
     assert ("Traceback" in failed.value.report) == (how == "raise")
-    assert not any(map(alive, ranks.pids))
+    assert not any(map(runs, ranks.pids))
 
 
 def test_ranks_are_ended(tmp_path: Path) -> None:
     ranks = RankProcesses(_misbehave, (str(tmp_path), "wait"), 1)
-    assert wait_until(lambda: (tmp_path / "pid-0").exists(), HANG)
+    assert until(lambda: (tmp_path / "pid-0").exists(), HANG)
     assert not ranks.wait(0.1)
     ranks.end(0.1)
-    assert not alive(ranks.pids[0])
+    assert not runs(ranks.pids[0])
 
 
 @pytest.mark.parametrize(
@@ -167,13 +168,13 @@ def test_the_server_ends_with_its_process(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(TOYS)
     words = [sys.executable, str(tmp_path / "main.py"), str(tmp_path)]
     process = subprocess.Popen(words, cwd=ROOT, env=clean(TOY="wait"), stderr=subprocess.PIPE, text=True)
-    assert wait_until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, HANG)
+    assert until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, HANG)
     workers = [one["pid"] for one in reports(tmp_path)]
     servers = {int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) for pid in workers}
     assert len(workers) == 2 and len(servers) == 1 and process.pid not in servers, "they are forked"
     process.kill()
     process.communicate(timeout=HANG)
-    assert all(wait_until(lambda pid=pid: not alive(pid), 30) for pid in (*servers, *workers))
+    assert all(until(lambda pid=pid: not runs(pid), 30) for pid in (*servers, *workers))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server")

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks.lib.machines import TwoMachines, why_none
+from tests.lib.processes import until
 from tests.plugin.launch.test_launch import HANG, ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_none()), reason=why_none() or "there are machines")]
@@ -66,9 +67,7 @@ def _elastic(machine: int) -> tuple[str, ...]:
 
 def _ended(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[str]:
     """Return the output of each process after all have ended with status 0."""
-    end = time.monotonic() + 2 * HANG
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
-        time.sleep(0.1)
+    until(lambda: all(process.poll() is not None for process in processes), 2 * HANG)
     said = [log.read_text(errors="replace") for log in logs]
     assert [process.poll() for process in processes] == [0] * len(processes), "\n".join(one[-3000:] for one in said)
     return said

@@ -21,7 +21,6 @@ from tests.lib.ranks import run_ranks
 from tests.lib.resuming import everything, start
 from tests.lib.sharding import POINTS, load, rows_of, save_sharded, whole_model, whole_state
 from tests.lib.tile_training_run import MODEL, Outcome, train_model
-from tests.lib.training_run import write_capture
 
 
 def types_of(optimizers: Any) -> set[torch.dtype]:
@@ -133,13 +132,12 @@ def _trained_in_tiles(world: World, capture: Path, runs: Path, state: str, steps
 
 
 @pytest.mark.slow
-def test_a_run_on_shards(tmp_path: Path) -> None:
+def test_a_run_on_shards(tmp_path: Path, capture: Path) -> None:
     """Through refinements, rebalancing and a reset of opacities, on one rank and two."""
-    write_capture(tmp_path / "capture", wide=False)
     train = partial(_trained_in_tiles, steps=50)
-    full = train(World.single(), tmp_path / "capture", tmp_path, "full")
+    full = train(World.single(), capture, tmp_path, "full")
     for ranks in (1, 2):
-        found = run_ranks(_trained_in_tiles, ranks, tmp_path / "capture", tmp_path, "compact", 50)[0]
+        found = run_ranks(_trained_in_tiles, ranks, capture, tmp_path, "compact", 50)[0]
         assert len(found["shards"]) == ranks and len({count for _, count in found["points"]}) >= 3
         dtypes = {name: v.dtype for name, v in found["moments"].items() if not name.endswith(".step")}
         assert {name: kind for name, kind in dtypes.items() if kind != COMPACT} == {}
@@ -174,14 +172,15 @@ def test_shards_are_saved_and_read_in_their_type(tmp_path: Path) -> None:
     run_ranks(_load, 2, tmp_path / "nerfstudio_models")
 
 
-def test_run_resumes_from_compact_and_full_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_resumes_from_compact_and_full_state(
+    tmp_path: Path, capture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From its own checkpoint with the same bits; from the other kind's with moments of its own."""
-    write_capture(tmp_path / "capture", wide=False)
     world = World.single()
     options: dict[str, Any] = {"fused_steps": "always", "keep_checkpoints": 0, "steps_per_save": 4}
 
     def run(name: str, state: str, **more: Any) -> Any:
-        return start(world, tmp_path / "capture", tmp_path / name, 10, optimizer_state=state, **{**options, **more})
+        return start(world, capture, tmp_path / name, 10, optimizer_state=state, **{**options, **more})
 
     whole = run("whole", "compact")
     whole.train()
@@ -212,10 +211,9 @@ def test_run_resumes_from_compact_and_full_state(tmp_path: Path, capsys: pytest.
 # ---- what is refused ----
 
 
-def test_a_run_whose_steps_are_not_fused_ends_at_its_start(tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
+def test_a_run_whose_steps_are_not_fused_ends_at_its_start(tmp_path: Path, capture: Path) -> None:
     options: dict[str, Any] = {"optimizer_state": "compact"}
-    trainer = start(World.single(), tmp_path / "capture", tmp_path / "run", 4, **options)
+    trainer = start(World.single(), capture, tmp_path / "run", 4, **options)
     with pytest.raises(InputError, match=r"optimizer-state compact: .* not fused: on a CPU"):
         trainer.train()
     assert not list(tmp_path.rglob("*.ckpt"))

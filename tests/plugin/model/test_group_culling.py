@@ -9,7 +9,7 @@ from cuda_ext.ops.project.boxes import new_boxes, splat_boxes
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step import step
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
-from tests.lib.training_run import follow, write_capture
+from tests.lib.training_run import follow
 
 MODEL = "pipeline.model."
 OPTIONS: dict[str, Any] = {
@@ -54,18 +54,18 @@ class Watched:
 
 
 @pytest.mark.parametrize("method", ["splatfacto-batch", "splatfacto-tile"])
-def test_boxes_hold_what_training_makes_of_points(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_capture(tmp_path / "tiny", wide=False)
+def test_boxes_hold_what_training_makes_of_points(
+    method: str, tmp_path: Path, capture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = Watched(monkeypatch)
-    follow(World.single(), tmp_path / "tiny", tmp_path / "runs", OPTIONS, 40, 1, method=method, double=False)
+    follow(World.single(), capture, tmp_path / "runs", OPTIONS, 40, 1, method=method, double=False)
     assert len(watched.boxes) >= 40 and all(watched.boxes)
     assert len(set(watched.counts)) > 2, "refinements must have changed the points"
     assert 0 < watched.widened < len(watched.boxes), "made again for each block, and wider within it"
 
 
-def test_no_culling_boxes_with_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_capture(tmp_path / "tiny", wide=False)
+def test_no_culling_boxes_with_noise(tmp_path: Path, capture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     options = {**OPTIONS, MODEL + "densifier": "mcmc", MODEL + "reset_alpha_every": 100}
-    follow(World.single(), tmp_path / "tiny", tmp_path / "runs", options, 12, 1, double=False)
+    follow(World.single(), capture, tmp_path / "runs", options, 12, 1, double=False)
     assert len(watched.boxes) >= 12 and not any(watched.boxes)

@@ -14,7 +14,7 @@ from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, read_checkpoint
 from ns_multigpu.plugin.export.ply import export_ply
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.registry import PRIMITIVES, PrimitiveName, all_parameters
-from tests.lib.training_run import follow, write_capture
+from tests.lib.training_run import follow
 
 OTHER = "a later kind"
 
@@ -34,12 +34,9 @@ def test_a_state_without_a_name_is_of_3d_gaussians() -> None:
         check_kind({}, OTHER, "there")
 
 
-def test_a_checkpoint_of_another_kind_is_refused_by_training_and_exporter(tmp_path: Path) -> None:
-    write_capture(tmp_path / "tiny", wide=False)
+def test_a_checkpoint_of_another_kind_is_refused_by_training_and_exporter(tmp_path: Path, capture: Path) -> None:
     world = World.single()
-    trainer = follow(
-        world, tmp_path / "tiny", tmp_path / "first", {"pipeline.model.num_downscales": 0}, 1, 1, double=False
-    )
+    trainer = follow(world, capture, tmp_path / "first", {"pipeline.model.num_downscales": 0}, 1, 1, double=False)
     models = tmp_path / "saved"
     models.mkdir()
     assert trainer.checkpoints.write(0, models) == ""
@@ -58,6 +55,6 @@ def test_a_checkpoint_of_another_kind_is_refused_by_training_and_exporter(tmp_pa
         InputError,
         match=rf"step-000000000.ckpt is a checkpoint of another primitive.*--pipeline.model.primitive {OTHER}",
     ):
-        follow(world, tmp_path / "tiny", tmp_path / "second", {"load_dir": alone}, 2, 1, double=False)
+        follow(world, capture, tmp_path / "second", {"load_dir": alone}, 2, 1, double=False)
     with pytest.raises(InputError, match=rf"{OTHER}.*which have no place in PLY"):
         export_ply(alone / path.name, tmp_path / "points.ply")

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.render.viewer import PageRenderer
 from tests.lib import browser, training_run
+from tests.lib.processes import free_port
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import make_pipeline
 
@@ -89,9 +89,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         training_run.write_capture(folder / "tiny", wide=False)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.lengths: list[list[int]] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)

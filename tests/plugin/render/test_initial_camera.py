@@ -22,9 +22,10 @@ from ns_multigpu.plugin.render.initial_camera import initial_camera
 from ns_multigpu.plugin.render.viewer import PageRenderer
 from ns_multigpu.plugin.tools.models import load_model
 from ns_multigpu.plugin.train.config import read_config
+from tests.lib.processes import free_port
 from tests.lib.rendering import make_pipeline, write_capture
 from tests.plugin.radiance.test_radiance_tools import write_run
-from tests.plugin.render.test_viewer import Visitor, free_port
+from tests.plugin.render.test_viewer import Visitor
 
 UP = torch.tensor([0.3, -0.1, 1.0], dtype=torch.float64)
 

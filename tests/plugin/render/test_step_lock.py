@@ -2,26 +2,19 @@
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from ns_multigpu.plugin.render.step_lock import StepLock
+from tests.lib.processes import until
 
 
 def _thread(work: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
-
-
-def _until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.001)
 
 
 def test_lock_is_granted_in_order_and_requests_are_answered() -> None:
@@ -32,9 +25,9 @@ def test_lock_is_granted_in_order_and_requests_are_answered() -> None:
             said.append((name, [lock.ask(question) for question in questions]))
 
     first = _thread(lambda: borrow("first", [1, 2]))
-    _until(lambda: lock.wanted)
+    assert until(lambda: lock.wanted)
     second = _thread(lambda: borrow("second", []))
-    _until(lambda: len(lock._waiting) == 2)
+    assert until(lambda: len(lock._waiting) == 2)
     with lock, lock:  # the owner has it at once, however often
         assert said == []
     lock.lend(lambda question: 10 * question)
@@ -84,7 +77,7 @@ def test_failure_or_close_releases_waiting_threads() -> None:
         raise RuntimeError("out of memory")
 
     threads = [_thread(ask) for _ in range(3)]
-    _until(lambda: len(lock._waiting) == 3)
+    assert until(lambda: len(lock._waiting) == 3)
     with pytest.raises(RuntimeError, match="out of memory"):
         lock.lend(fail)
     threads.append(_thread(ask))  # too late

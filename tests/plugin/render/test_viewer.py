@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from nerfstudio.viewer.viewer import Viewer
 from websockets.sync.client import ClientConnection, connect
 
 from ns_multigpu.core.dist.world import World
+from tests.lib.processes import free_port, until
 from tests.lib.rendering import make_pipeline, write_capture
 
 ROOT = Path(__file__).parents[3]
@@ -24,19 +25,6 @@ CAMERA = {
     "wxyz": (1.0, 0.0, 0.0, 0.0), "fov": 1.0, "aspect": 1.5, "look_at": (0.0, 0.0, 0.0),
     "up_direction": (0.0, 0.0, 1.0),
 }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.02)
-    return true()
 
 
 def make_viewer(folder: Path, **config: Any) -> Any:

@@ -17,6 +17,17 @@ from ns_multigpu.plugin.tools.film import FilmParts
 from ns_multigpu.plugin.tools.frames import HostFrame
 
 
+def frame(shade: int, side: int = 4) -> HostFrame:
+    return HostFrame(torch.full((side, side, 3), shade, dtype=torch.uint8))
+
+
+def put_all(parts: FilmParts, count: int) -> None:
+    """Put parts of one frame each, whose shade is their number."""
+    for number in range(count):
+        parts.put(number, frame(number))
+        parts.put(number, None)
+
+
 class Silent:
     """In the place of mediapy's writer: a film without frames."""
 
@@ -38,7 +49,7 @@ def test_frames_wait_for_their_encoder(tmp_path: Path, monkeypatch: pytest.Monke
     parts = FilmParts(tmp_path, 10.0, encoders)
     for number in range(5):
         for shade in range(20):
-            parts.put(number, HostFrame(torch.full((16, 16, 3), 10 * shade, dtype=torch.uint8)))
+            parts.put(number, frame(10 * shade, 16))
             assert parts._waiting <= film._MOST_WAITING
         parts.put(number, None)
     parts.finish()
@@ -49,7 +60,7 @@ def test_frames_wait_for_their_encoder(tmp_path: Path, monkeypatch: pytest.Monke
     broken = FilmParts(tmp_path / "b", 10.0, encoders)
     with pytest.raises(SaveFailed, match="could not be written"):
         for _ in range(100):
-            broken.put(0, HostFrame(torch.zeros(16, 16, 3, dtype=torch.uint8)))
+            broken.put(0, frame(0, 16))
     rendering.mediapy.set_ffmpeg(film.ffmpeg())
 
 
@@ -73,9 +84,7 @@ def test_parts_are_encoded_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
     parts = FilmParts(tmp_path, 10.0, 3)
-    for number in range(9):
-        parts.put(number, HostFrame(torch.zeros(4, 4, 3, dtype=torch.uint8)))
-        parts.put(number, None)
+    put_all(parts, 9)
     parts.finish()
     assert most == [3] and all(parts.path(number).is_file() for number in range(9))
 
@@ -93,9 +102,7 @@ def test_a_slow_part_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
     parts = FilmParts(tmp_path, 10.0, 3)
-    for number in range(8):
-        parts.put(number, HostFrame(torch.full((4, 4, 3), number, dtype=torch.uint8)))
-        parts.put(number, None)
+    put_all(parts, 8)
     parts.finish()
     assert all(parts.path(number).is_file() for number in range(8))
 
@@ -115,13 +122,11 @@ def test_complete_parts_are_finished_before_a_failure_is_raised(
                 raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
-    parts, frames = FilmParts(tmp_path, 10.0, 3), [torch.full((4, 4, 3), n, dtype=torch.uint8) for n in range(3)]
-    for number in range(2):
-        parts.put(number, HostFrame(frames[number]))
-        parts.put(number, None)
+    parts = FilmParts(tmp_path, 10.0, 3)
+    put_all(parts, 2)
     with pytest.raises(SaveFailed, match="No space left"):
         for _ in range(1000):
-            parts.put(2, HostFrame(frames[2]))
+            parts.put(2, frame(2))
             time.sleep(0.01)
     assert [file.name for file in tmp_path.iterdir()] == ["00000.mp4"]
 

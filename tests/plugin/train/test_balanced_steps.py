@@ -12,7 +12,6 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.train import pipeline as pipelines
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
-from tests.lib.training_run import write_capture
 
 BATCH = 2
 
@@ -38,9 +37,8 @@ def drawn(trainer: Any) -> tuple[list[int], int]:
     return [ViewSequence(count, seed).at(place) for place in range(count)], count
 
 
-def test_a_step_has_views_that_see_about_as_many_points(tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    trainer = start(World.single(), tmp_path / "capture", tmp_path / "run", 8, BATCH)
+def test_a_step_has_views_that_see_about_as_many_points(tmp_path: Path, capture: Path) -> None:
+    trainer = start(World.single(), capture, tmp_path / "run", 8, BATCH)
     order, count = drawn(trainer)
     work = work_of(trainer)
     assert len(set(work)) > 1, "or there is nothing to choose"
@@ -49,18 +47,16 @@ def test_a_step_has_views_that_see_about_as_many_points(tmp_path: Path) -> None:
     assert flat(found) != order
 
 
-def test_the_order_may_be_splatfactos(tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
+def test_the_order_may_be_splatfactos(tmp_path: Path, capture: Path) -> None:
     for name, views, options in (("asked", BATCH, {"level_steps": False}), ("one", 1, {})):
-        trainer = start(World.single(), tmp_path / "capture", tmp_path / name, 8, views, **options)
+        trainer = start(World.single(), capture, tmp_path / name, 8, views, **options)
         order, count = drawn(trainer)
         assert flat(views_of(trainer, count // views)) == order
 
 
 @pytest.mark.parametrize("points", [None, 0])
-def test_balanced_views_need_seed_points(tmp_path: Path, points: int | None) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    pipeline: Any = start(World.single(), tmp_path / "capture", tmp_path / "run", 8, BATCH).pipeline
+def test_balanced_views_need_seed_points(tmp_path: Path, capture: Path, points: int | None) -> None:
+    pipeline: Any = start(World.single(), capture, tmp_path / "run", 8, BATCH).pipeline
     assert pipeline._arranged() is not None
     pipeline.model.seed_points = None if points is None else (torch.empty(0, 3), torch.empty(0, 3))
     assert pipeline._arranged() is None
@@ -77,9 +73,8 @@ def train_all(world: World, capture: Path, out: Path) -> dict[str, Any]:
     return found
 
 
-def test_ranks_and_strategies_agree(tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    alone = start(World.single(), tmp_path / "capture", tmp_path / "alone", 8, BATCH)
+def test_ranks_and_strategies_agree(tmp_path: Path, capture: Path) -> None:
+    alone = start(World.single(), capture, tmp_path / "alone", 8, BATCH)
     steps = views_of(alone, 12)
-    for found in run_ranks(train_all, BATCH, tmp_path / "capture", tmp_path):
+    for found in run_ranks(train_all, BATCH, capture, tmp_path):
         assert found == {"splatfacto-batch": steps, "splatfacto-tile": steps}

@@ -17,7 +17,6 @@ from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.regroup import decide
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
-from tests.lib.training_run import write_capture
 
 RUN = Workload(1000, 640, 480, views=2, gpus=2)
 
@@ -124,10 +123,9 @@ def _capped(world: World, capture: Path, run: Path, cap: int) -> tuple[int, list
 
 
 @pytest.mark.parametrize("cap", [70, 10**6])
-def test_a_run_keeps_its_cap_on_any_number_of_ranks(tmp_path: Path, cap: int) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    alone = _capped(World.single(), tmp_path / "capture", tmp_path, cap)
-    first, second = run_ranks(_capped, 2, tmp_path / "capture", tmp_path, cap)
+def test_a_run_keeps_its_cap_on_any_number_of_ranks(tmp_path: Path, capture: Path, cap: int) -> None:
+    alone = _capped(World.single(), capture, tmp_path, cap)
+    first, second = run_ranks(_capped, 2, capture, tmp_path, cap)
     assert (alone[0] <= 70) == (cap == 70)
     assert first[0] == second[0] and torch.equal(first[2], second[2])
     if cap == 70:

@@ -16,9 +16,8 @@ from PIL import Image
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
-from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.train.depth_maps import (
     MapSamples,
@@ -31,6 +30,7 @@ from ns_multigpu.plugin.train.depth_maps import (
     unit_counts,
     unit_problems,
 )
+from tests.lib.captures import read_by
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import HEIGHT, WIDTH, Scene, add_model, make_scene, write_images, write_model
 from tests.lib.resuming import start
@@ -64,17 +64,9 @@ def parser_of(folder: Path, **options: Any) -> ColmapDataParserConfig:
     return ColmapDataParserConfig(data=folder, colmap_path=Path("sparse/0"), eval_interval=4, **options)
 
 
-def manager(parser: Any) -> DistributedDataManager:
-    set_world(World.single())
-    try:
-        return DistributedDataManager(DistributedDataManagerConfig(dataparser=parser), device="cpu", test_mode="val")
-    finally:
-        set_world(None)
-
-
 def test_points_lie_on_their_pixels_rays_at_the_maps_depth(scene: Scene, tmp_path: Path) -> None:
     """For a map of another size, through a lens, with holes and a mask of a third size."""
-    outputs = manager(parser_of(tmp_path, masks_path=Path("masks"))).train_dataparser_outputs
+    outputs = read_by(parser_of(tmp_path, masks_path=Path("masks"))).train_dataparser_outputs
     found = read_maps(outputs, "metric", World.single())
     to_world = outputs.dataparser_transform.double().numpy()
     points = found.points.double().numpy() / outputs.dataparser_scale
@@ -107,7 +99,7 @@ def read_on(world: World, outputs: Any) -> Any:
 
 
 def test_every_rank_has_the_points_of_all(scene: Scene, tmp_path: Path) -> None:
-    outputs = manager(parser_of(tmp_path)).train_dataparser_outputs
+    outputs = read_by(parser_of(tmp_path)).train_dataparser_outputs
     points, counts = read_on(World.single(), outputs)
     for other, others in run_ranks(read_on, 2, outputs):
         assert others == counts and torch.equal(other, points)
@@ -192,14 +184,14 @@ WIDE, NAN = np.ones((18, 30), np.uint16), np.full((18, 24), np.nan, np.float32)
     ],
 )  # fmt: skip
 def test_bad_maps_are_named_before_training(scene: Scene, tmp_path: Path, change: Any, options: Any, said: str) -> None:
-    data = manager(parser_of(tmp_path, **options))
+    data = read_by(parser_of(tmp_path, **options))
     change(tmp_path)
     with pytest.raises(InputError, match=rf"--pipeline.model.depth-maps: 1 problem.*\n .*{said}"):
         training_observations(data, "metric", World.single())
 
 
 def test_maps_of_nans_or_of_two_channels_are_named(scene: Scene, tmp_path: Path) -> None:
-    data = manager(parser_of(tmp_path))
+    data = read_by(parser_of(tmp_path))
     outputs = data.train_dataparser_outputs
     outputs.metadata["depth_filenames"] = [tmp_path / f"{i}.npy" for i in range(len(outputs.image_filenames))]
     for path in outputs.metadata["depth_filenames"]:
@@ -211,19 +203,19 @@ def test_maps_of_nans_or_of_two_channels_are_named(scene: Scene, tmp_path: Path)
     with pytest.raises(InputError, match=r"0.npy: it has the shape \[18, 24, 2\]"):
         training_observations(data, "metric", World.single())
     with pytest.raises(InputError, match="the capture has none: give depth_file_path"):
-        training_observations(manager(parser_of(tmp_path, depths_path=None)), "inverse", World.single())
+        training_observations(read_by(parser_of(tmp_path, depths_path=None)), "inverse", World.single())
 
 
 @pytest.mark.parametrize("kind", ["inverse", "relative"])
 def test_kinds_that_are_mistaken_for_another_are_refused(tmp_path: Path, kind: Any) -> None:
-    data = manager(
+    data = read_by(
         plane(tmp_path, (lambda depth: 2e3 * depth) if kind == "inverse" else (lambda depth: 1e5 / depth - 2e3))
     )
     other: Any = {"inverse": "relative", "relative": "inverse"}[kind]
     with pytest.raises(InputError, match=rf"depth/01.png: in most maps, .*give --pipeline.model.depth-maps {other}"):
         training_observations(data, kind, World.single())
     found = training_observations(data, other, World.single())
-    exact = training_observations(manager(plane(tmp_path, lambda depth: depth / UNIT)), "metric", World.single())
+    exact = training_observations(read_by(plane(tmp_path, lambda depth: depth / UNIT)), "metric", World.single())
     assert found.counts == exact.counts
     torch.testing.assert_close(found.points, exact.points, rtol=0, atol=0.01 * exact.scale)
     assert len(training_observations(data, "off", World.single()).points) == 300 < len(exact.points)

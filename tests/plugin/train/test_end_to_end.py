@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import struct
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from types import ModuleType
 import pytest
 from nerfstudio.scripts import eval, exporter
 from PIL import Image
+
+from tests.lib.processes import free_port
 
 ROOT = Path(__file__).parents[3]
 FOX = ROOT.parent / "shared" / "data" / "fox"
@@ -42,12 +43,6 @@ def _here(monkeypatch: pytest.MonkeyPatch, script: ModuleType, *words: str) -> N
         assert not ended.code
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def small_fox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the capture with its images at an eighth of their size, as `images_8`."""
@@ -71,7 +66,7 @@ def _vertices(ply: Path) -> int:
 def test_train_evaluate_export(small_fox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = ("--downscale-factor", "8")  # sparse/0 is found, by all workers
     said = _run(
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", _free_port()),
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())),
         *("-m", "nerfstudio.scripts.train", "splatfacto-batch", "--machine.device-type", "cpu"),
         *(
             "--data",
@@ -83,7 +78,7 @@ def test_train_evaluate_export(small_fox: Path, tmp_path: Path, monkeypatch: pyt
             "--eval-at-start",
             "True",
         ),
-        *("--vis", "viewer+tensorboard", "--viewer.websocket-port", _free_port()),
+        *("--vis", "viewer+tensorboard", "--viewer.websocket-port", str(free_port())),
         *("--viewer.quit-on-train-completion", "True", "--logging.steps-per-log", "25"),
         *("--steps-per-checksum", "50", "--steps-per-eval-image", "60", "--steps-per-eval-all-images", "100"),
         *("--pipeline.model.num-downscales", "0", "--pipeline.model.warmup-length", "100"),

@@ -16,7 +16,7 @@ from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole
 from tests.lib.tile_training_run import MODEL
-from tests.lib.training_run import follow, write_capture
+from tests.lib.training_run import follow
 from tests.strategies.test_law import on_machines
 
 pytestmark = pytest.mark.slow
@@ -66,9 +66,8 @@ def train_all(world: World, capture: Path, out: Path, densifier: str, fused: str
 
 
 @pytest.mark.parametrize("densifier", ["splits", "mcmc by gradients"])
-def test_locality_trains_the_model_of_ranges(tmp_path: Path, densifier: str) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    reports = run_ranks(train_all, 3, tmp_path / "capture", tmp_path, densifier, "never")
+def test_locality_trains_the_model_of_ranges(tmp_path: Path, capture: Path, densifier: str) -> None:
+    reports = run_ranks(train_all, 3, capture, tmp_path, densifier, "never")
     assert [report["again"] for report in reports[:2]] == [[], []], "as many ranks go on bit for bit"
     for name in ("ranges from the start", *OTHERS):
         assert reports[0][name] == [], name
@@ -80,20 +79,25 @@ def test_locality_trains_the_model_of_ranges(tmp_path: Path, densifier: str) -> 
     assert set(reports[0]["owners three machines"][1]) == {0, 1, 2}
 
 
+FUSED: dict[str, Any] = {
+    "fused_steps": "always", "pipeline.views_per_step": VIEWS, "logging.steps_per_log": 6,
+    MODEL + "morton_order": True, MODEL + "num_downscales": 1, MODEL + "resolution_schedule": 20,
+    MODEL + "warmup_length": 2, MODEL + "refine_every": 6, MODEL + "camera_optimizer.mode": "off",
+    MODEL + "densify_grad_thresh": 1e-4, MODEL + "max_gaussians": 400,
+}  # fmt: skip
+
+
+def rows_of(trainer: DistributedTrainer) -> list[dict[str, Any]]:
+    """Return what a run has logged, on rank 0."""
+    written = trainer.config.get_base_dir() / "metrics.jsonl"
+    return [json.loads(line) for line in written.read_text().splitlines()] if trainer.world.is_main else []
+
+
 def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
     """Fused steps of each strategy; of `locality` on machines of one rank, with plans made ahead."""
     report: dict[str, Any] = {}
     for strategy in ("tile", "locality"):
-        options: dict[str, Any] = {"fused_steps": "always", "pipeline.views_per_step": VIEWS}
-        options |= {"logging.steps_per_log": 6, MODEL + "morton_order": True, MODEL + "num_downscales": 1}
-        options |= {MODEL + "resolution_schedule": 20, MODEL + "warmup_length": 2, MODEL + "refine_every": 6}
-        options |= {
-            MODEL + "camera_optimizer.mode": "off",
-            MODEL + "densify_grad_thresh": 1e-4,
-            MODEL + "max_gaussians": 400,
-        }
-        if strategy == "locality":
-            options["pipeline.locality.plans"] = "ahead"
+        options = FUSED | ({"pipeline.locality.plans": "ahead"} if strategy == "locality" else {})
         part = on_machines(world, world.size if strategy == "locality" else 1)
         begun: list[list[int]] = []
 
@@ -113,10 +117,9 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
             part, capture, out / strategy, options, 3 * STEPS, VIEWS, method=f"splatfacto-{strategy}", double=False,
             ready=ready,
         )  # fmt: skip
-        written = trainer.config.get_base_dir() / "metrics.jsonl"
         data = trainer.pipeline.datamanager
         report[strategy] = {
-            "rows": [json.loads(line) for line in written.read_text().splitlines()] if world.is_main else [],
+            "rows": rows_of(trainer),
             "points": trainer.pipeline.model.total_points,
             "begun": begun,
             "owners": data.train_share.owners,
@@ -125,9 +128,8 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
     return report
 
 
-def test_fused_steps_with_plans_made_ahead(tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    reports = run_ranks(fused, 2, tmp_path / "capture", tmp_path)
+def test_fused_steps_with_plans_made_ahead(tmp_path: Path, capture: Path) -> None:
+    reports = run_ranks(fused, 2, capture, tmp_path)
     tile, locality = (reports[0][strategy]["rows"] for strategy in ("tile", "locality"))
     for one, other in zip(tile, locality, strict=True):
         assert one["main_loss"] == pytest.approx(other["main_loss"], rel=0.02), one["step"]

@@ -1,7 +1,6 @@
 """Runs of `splatfacto-pixel`: the model of one rank with the same cells, on with as many ranks bit for bit, and with
 others."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole
-from tests.lib.tile_training_run import MODEL
-from tests.lib.training_run import follow, write_capture
+from tests.lib.training_run import follow
+from tests.plugin.train.test_locality_run import FUSED, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,9 +58,10 @@ def train_all(world: World, capture: Path, out: Path, densifier: str, boundary_m
 
 
 @pytest.mark.parametrize(("densifier", "boundary_mode"), [("splits", "none"), ("mcmc", "ghosts")])
-def test_any_number_of_ranks_trains_the_model_of_one(tmp_path: Path, densifier: str, boundary_mode: str) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    reports = run_ranks(train_all, 3, tmp_path / "capture", tmp_path, densifier, boundary_mode)
+def test_any_number_of_ranks_trains_the_model_of_one(
+    tmp_path: Path, capture: Path, densifier: str, boundary_mode: str
+) -> None:
+    reports = run_ranks(train_all, 3, capture, tmp_path, densifier, boundary_mode)
     assert [report["three again"] for report in reports] == [[]] * 3, "as many ranks go on bit for bit"
     for name in ("alone", "one rank"):
         assert reports[0][name] == [], name
@@ -74,26 +74,13 @@ def test_any_number_of_ranks_trains_the_model_of_one(tmp_path: Path, densifier: 
 
 def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
     """Fused steps on these ranks, and what is logged of them."""
-    options: dict[str, Any] = {"fused_steps": "always", "pipeline.views_per_step": VIEWS}
-    options |= {"pipeline.pixel.cells": CELLS}
-    options |= {"logging.steps_per_log": 6, MODEL + "morton_order": True, MODEL + "num_downscales": 1}
-    options |= {MODEL + "resolution_schedule": 20, MODEL + "warmup_length": 2, MODEL + "refine_every": 6}
-    options |= {
-        MODEL + "camera_optimizer.mode": "off",
-        MODEL + "densify_grad_thresh": 1e-4,
-        MODEL + "max_gaussians": 400,
-    }
+    options = FUSED | {"pipeline.pixel.cells": CELLS}
     trainer = follow(world, capture, out, options, 2 * STEPS, VIEWS, method="splatfacto-pixel", double=False)
-    written = trainer.config.get_base_dir() / "metrics.jsonl"
-    return {
-        "rows": [json.loads(line) for line in written.read_text().splitlines()] if world.is_main else [],
-        "points": trainer.pipeline.model.total_points,
-    }
+    return {"rows": rows_of(trainer), "points": trainer.pipeline.model.total_points}
 
 
-def test_fused_steps(tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    alone, several = (run_ranks(fused, n, tmp_path / "capture", tmp_path / str(n))[0] for n in (1, 2))
+def test_fused_steps(tmp_path: Path, capture: Path) -> None:
+    alone, several = (run_ranks(fused, n, capture, tmp_path / str(n))[0] for n in (1, 2))
     assert len(alone["rows"]) == len(several["rows"]) > 4
     for one, other in zip(several["rows"], alone["rows"], strict=True):
         assert one["main_loss"] == pytest.approx(other["main_loss"], rel=0.02), one["step"]

@@ -19,7 +19,7 @@ from ns_multigpu.plugin.train.recipe import apply_recipe, best, recipe_lines
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.registry import PRIMITIVES
 from tests.lib.resuming import start
-from tests.lib.training_run import HELD_OUT, POINTS, write_capture
+from tests.lib.training_run import HELD_OUT, POINTS
 
 IMAGES = 6000
 
@@ -137,15 +137,16 @@ def test_resumed_run_keeps_its_options() -> None:
         apply_recipe(config, 1, ["splatfacto-batch", "--load_config=config.yml", "--recipe", "best"])
 
 
-def test_cap_is_chosen_from_the_capture_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cap_is_chosen_from_the_capture_and_reported(
+    tmp_path: Path, capture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pixels decide here: 8 views of 28 x 24; the model grows up to that, and no further."""
-    write_capture(tmp_path / "capture", wide=False)
     said: list[str] = []
     monkeypatch.setattr(capacity, "CONSOLE", SimpleNamespace(print=lambda text, **_: said.append(str(text))))
     monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.PIXELS_EACH", 80)
     monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.LEAST_PER_SEED", 1)
     trainer = start(
-        World.single(), tmp_path / "capture", tmp_path / "run", 24,
+        World.single(), capture, tmp_path / "run", 24,
         densifier="mcmc", max_gaussians=None, mcmc_min_opacity=1e-6, refine_every=2, warmup_length=1,
     )  # fmt: skip
     model = trainer.pipeline.model
@@ -160,29 +161,27 @@ def test_cap_is_chosen_from_the_capture_and_reported(tmp_path: Path, monkeypatch
     assert "pixels of the training views" in said[0] and f"cap {expected:,} (" in said[0]
 
 
-def test_the_cap_counts_as_many_for_each_seed_point_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_capture(tmp_path / "capture", wide=False)
+def test_the_cap_counts_as_many_for_each_seed_point_as_asked(
+    tmp_path: Path, capture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.PIXELS_EACH", 1)
     asked = {"densifier": "mcmc", "max_gaussians": None}
-    model = start(World.single(), tmp_path / "capture", tmp_path / "a", 1, **asked, gs_per_seed=3).pipeline.model
+    model = start(World.single(), capture, tmp_path / "a", 1, **asked, gs_per_seed=3).pipeline.model
     assert model.config.max_gaussians == 3 * POINTS and "3 for each of" in model.chosen_cap.why
     with pytest.raises(InputError, match=r"--pipeline.model.gs-per-seed 0: give 1 or more"):
-        start(World.single(), tmp_path / "capture", tmp_path / "b", 1, **asked, gs_per_seed=0)
+        start(World.single(), capture, tmp_path / "b", 1, **asked, gs_per_seed=0)
 
 
 @pytest.mark.parametrize("wrong", [{"initial_opacity": 1.0}, {"initial_opacity": 0.0}, {"initial_scale": 0.0}])
-def test_gaussians_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    write_capture(tmp_path / "capture", wide=False)
+def test_gaussians_that_cannot_be_are_refused(tmp_path: Path, capture: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"--pipeline.model.initial-(opacity|scale) .*: give a number above 0"):
-        start(World.single(), tmp_path / "capture", tmp_path / "run", 1, **wrong)
+        start(World.single(), capture, tmp_path / "run", 1, **wrong)
 
 
-def test_gaussians_have_the_requested_initial_size(tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
+def test_gaussians_have_the_requested_initial_size(tmp_path: Path, capture: Path) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [("a", {}), ("b", {"initial_opacity": 0.5, "initial_scale": 0.25})]
     usual, other = (
-        start(World.single(), tmp_path / "capture", tmp_path / name, 1, **options).pipeline.model
-        for name, options in cases
+        start(World.single(), capture, tmp_path / name, 1, **options).pipeline.model for name, options in cases
     )
     assert torch.allclose(usual.opacities.sigmoid(), torch.full_like(usual.opacities, 0.1))
     assert torch.allclose(other.opacities.sigmoid(), torch.full_like(usual.opacities, 0.5))

@@ -169,18 +169,24 @@ def test_a_refinement_that_adds_none_changes_tensors_in_place(morton: bool) -> N
     assert densifier.replaces(params, 15, 16) == morton, "the one after image 30 is among them, if not the first"
 
 
+def due_model(cap: int) -> tuple[McmcDensifier, tuple[Any, ...]]:
+    """Return a model of 100 Gaussians with statistics, its optimizers and its state, and who is to refine it."""
+    params, optimizers = model(100)
+    densifier = McmcDensifier(
+        cap_max=cap, noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.3, picks="both"
+    )
+    state: dict[str, Any] = {}
+    for value in densifier.statistics(params, state).values():
+        value.copy_(torch.linspace(0.0, 2.0, 100))
+    return densifier, (params, optimizers, state)
+
+
 @pytest.mark.parametrize("taken", [True, False])
 def test_refinement_may_start_before_its_step_is_validated(taken: bool) -> None:
     """Only one that moves points alone; what it does is what it does later, or nothing."""
     outcomes: list[list[Tensor]] = []
     for ahead in (False, True):
-        params, optimizers = model(100)
-        densifier = McmcDensifier(
-            cap_max=100, noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.3, picks="both"
-        )
-        state: dict[str, Any] = {}
-        for value in densifier.statistics(params, state).values():
-            value.copy_(torch.linspace(0.0, 2.0, 100))
+        densifier, (params, optimizers, state) = due_model(100)
         given = (params, optimizers, state, 10, 1)
         if ahead:
             assert not densifier.refine_ahead(params, optimizers, state, 9, 1, torch.tensor(taken)), "nothing is due"
@@ -203,13 +209,7 @@ def test_a_model_that_grows_relocates_ahead_as_well(tries: int, images: int) -> 
     """In a step that was taken in the end; the first tries were not. What follows it is done when that is known."""
     outcomes: list[list[Tensor]] = []
     for ahead in (False, True):
-        params, optimizers = model(100)
-        densifier = McmcDensifier(
-            cap_max=400, noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.3, picks="both"
-        )
-        state: dict[str, Any] = {}
-        for value in densifier.statistics(params, state).values():
-            value.copy_(torch.linspace(0.0, 2.0, 100))
+        densifier, (params, optimizers, state) = due_model(400)
         given, before = (params, optimizers, state, 10, images), params["means"].detach().clone()
         if ahead:
             for _ in range(tries):

@@ -126,8 +126,7 @@ def test_discs_outside_of_the_frustum_give_no_rows() -> None:
     every tile."""
     view = View(torch.eye(4), torch.tensor([[30.0, 0, 24], [0, 30.0, 16], [0, 0, 1]]), 48, 32)
     g = torch.Generator().manual_seed(3)
-    shapes = {one.name: tuple(size if size > 0 else 3 for size in one.shape) for one in PRIMITIVES["2dgs"].schema}
-    params = {name: 0.1 * torch.randn(40, *shape, generator=g) for name, shape in shapes.items()}
+    params = {one.name: 0.1 * torch.randn(40, *one.sized(1), generator=g) for one in PRIMITIVES["2dgs"].schema}
     params["means"] = torch.randn(40, 3, generator=g) * torch.tensor([0.3, 0.3, 0.1]) + torch.tensor([0.0, 0, 3])
     params["scales"] -= 2.0
     outside = torch.arange(10)  # as deep as the camera's plane, and to its left

@@ -18,7 +18,7 @@ from ns_multigpu.plugin.radiance.field.figures import Figures
 from ns_multigpu.plugin.radiance.field.sampling import Asked, CellSegments, Group, ProposalSampling, WholeRays
 from ns_multigpu.plugin.radiance.field.shape_buckets import ShapeBuckets
 from ns_multigpu.radiance.integrals import Breakable
-from ns_multigpu.radiance.slots import Slots, all_slots_in_parts, packed
+from ns_multigpu.radiance.slots import Slots, all_slots, packed
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.radiance.field.model import NerfactoXLModel, NerfactoXLModelConfig
@@ -161,7 +161,7 @@ class FixedShapes:
                 taken += one.lines.live.sum() * sampling.counts(one.parts)[-1]
             groups += found
             own.append(states[:-1])
-        rows = yield from all_slots_in_parts(torch.stack(own), len(slots.live), model.world)
+        rows = yield from all_slots(torch.stack(own), len(slots.live), model.world)
         whole, before = model.family.fold(rows.flatten(0, 1), slots.order)
         outputs = {**model.pixels(whole, rays), "distortion": whole["distortion"]}
         own_slots = slice(cells.start * len(rays), cells.stop * len(rays))
