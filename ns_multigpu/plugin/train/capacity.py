@@ -22,7 +22,6 @@ from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import free_bytes
 from ns_multigpu.primitives.gaussians.cap import chosen_cap
 
-
 _SOME = 1000
 """Number of points and of views, about, that a visible fraction is measured with."""
 

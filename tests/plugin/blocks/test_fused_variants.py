@@ -52,7 +52,8 @@ def train(
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain colours, and an option of MCMC, without effect": {
-        MODEL + "sh_degree": 0, MODEL + "mcmc_whole_step_scale": 0.5,
+        MODEL + "sh_degree": 0,
+        MODEL + "mcmc_whole_step_scale": 0.5,
     },
     "views smaller than SSIM's window": {MODEL + "ssim_lambda": 0.0, MODEL + "num_downscales": 2},
     "no needles": {MODEL + "use_scale_regularization": True, MODEL + "max_gauss_ratio": 1.05},
