@@ -15,7 +15,7 @@ struct AdamScalars {
   T rest1, rest2;  // 1 - beta1, 1 - beta2
 };
 
-// `first`: the gradient that the first moment gets; the second one's with a shorter step.
+// `first`: the gradient for the first moment. That is the same one, or a part of it, to take this part of the step.
 template <typename T>
 NSMG_HD void adam_element(const AdamScalars<T>& s, T first, T gradient, T& value, T& moment1, T& moment2) {
   moment1 = moment1 + s.rest1 * (first - moment1);
