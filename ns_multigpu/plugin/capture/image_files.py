@@ -308,6 +308,9 @@ def is_damaged_jpeg(data: NDArray[np.uint8]) -> bool:
     while data[at + 1] != 0xDA:  # the first scan
         if data[at] != 0xFF:  # padding
             return False
+        if data[at + 1] == 0xFF:  # filling before a marker
+            at += 1
+            continue
         end = at + 2 + int(data[at + 2]) * 256 + int(data[at + 3])
         table = at + 4 if data[at + 1] == 0xC4 else end
         while table < end:  # of Huffman codes: its class, the number of codes by length, their symbols by code

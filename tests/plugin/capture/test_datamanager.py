@@ -161,6 +161,9 @@ def test_bytes_that_no_encoder_writes_are_damage() -> None:
     assert not is_damaged_jpeg(np.append(_jpeg(noise), np.zeros(99, np.uint8))), (
         "bytes behind the picture are none of it"
     )
+    for mark in (b"\xff\xdb", b"\xff\xda"):
+        filled = _jpeg(noise).tobytes().replace(mark, b"\xff\xff\xff" + mark[1:], 1)
+        assert not is_damaged_jpeg(np.frombuffer(filled, np.uint8)), "filling may precede a marker (T.81, B.1.1.2)"
     scans = _jpeg(noise, progressive=True).tobytes()
     noted = scans.replace(b"\xff\xda", b"\xff\xfe\x00\x04ok\xff\xda")
     assert not is_damaged_jpeg(np.frombuffer(noted, np.uint8)), "comments may lie between scans"
