@@ -113,5 +113,6 @@ def _part(config: Any, name: str) -> tuple[Any, str]:
     name."""
     *parents, last = name.split(".")
     for parent in parents:
-        config = vars(config).get(parent, SimpleNamespace())
+        config = vars(config).get(parent)
+        config = config if hasattr(config, "__dict__") else SimpleNamespace()
     return config, last

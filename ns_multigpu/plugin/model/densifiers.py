@@ -42,7 +42,9 @@ def make_densifier(
         raise InputError(f"--pipeline.model.refine-every {options.refine_every}: give 1 or more images.")
     for name in ("noise_lr", "mcmc_opacity_reg", "mcmc_scale_reg", "mcmc_whole_step_scale"):
         if not 0 <= getattr(options, name) < math.inf:
-            raise InputError(f"--pipeline.model.{name.replace('_', '-')} {getattr(options, name):g}: give 0 or more.")
+            raise InputError(
+                f"--pipeline.model.{name.replace('_', '-')} {getattr(options, name):g}: give 0 or a number above it."
+            )
     if not 0 < options.mcmc_min_opacity < 1:
         value = f"{options.mcmc_min_opacity:g}"
         raise InputError(f"--pipeline.model.mcmc-min-opacity {value}: give a number between 0 and 1.")

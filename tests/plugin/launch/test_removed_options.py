@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import yaml
 
 from ns_multigpu.methods import nerfacto_xl, splatfacto_batch, splatfacto_locality, splatfacto_pixel
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.launch.removed_options import REMOVED_OPTIONS, account_for, refuse_removed
+from ns_multigpu.plugin.launch.removed_options import REMOVED_OPTIONS, account_for, refuse_removed, take_out
 
 OLD = Path(__file__).parent / "old_configs"
 METHODS = {
@@ -128,3 +129,10 @@ def test_ns_train_shows_the_message() -> None:
 def test_workers_are_sent_what_the_run_has() -> None:
     config = copy.deepcopy(splatfacto_batch.config)
     assert dataclasses.asdict(config) == dataclasses.asdict(splatfacto_batch.config)
+
+
+@pytest.mark.parametrize("pipeline", [None, "a name"])
+def test_a_file_may_lack_parts(pipeline: object) -> None:
+    config = SimpleNamespace(pipeline=pipeline)
+    take_out(config)
+    assert account_for(config) is None
