@@ -152,14 +152,19 @@ def _date_last(file: Path, models: Path) -> None:
         os.utime(file, ns=(status.st_atime_ns, max(others) + 10**6))
 
 
-def remove_old(models: Path, keep: int, world: World) -> None:
-    """Remove all but the newest `keep` checkpoints (0 keeps all), and state folders that no checkpoint names."""
+def remove_old(models: Path, keep: int, world: World, step: int) -> None:
+    """Remove all but the newest `keep` checkpoints (0 keeps all), and state folders that no checkpoint names.
+
+    Checkpoints of later steps than `step`, which was just written, are removed, too: the run went on from an earlier
+    one, or with more images a step. nerfstudio's commands would take the largest step for the newest model.
+    """
     if not world.is_main:
         return
     with suppress(OSError):  # the next save tries again
         found = sorted(checkpoints_in(models), key=lambda path: (path.stat().st_mtime_ns, step_of(path)))
-        for path in found[: len(found) - keep] if keep else []:
-            path.unlink()
+        for path in found if keep else []:
+            if path in found[: len(found) - keep] or step_of(path) > step:
+                path.unlink()
         named: set[Path | None] = set()
         for path in checkpoints_in(models):
             try:

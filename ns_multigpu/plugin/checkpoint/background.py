@@ -150,7 +150,7 @@ class CheckpointWriter:
         given = (content.pipeline, content.tensors, content.values)
         problem = save(self._models, step, *given, world, at_once=at_once)
         if not problem:
-            remove_old(self._models, self._keep, world)
+            remove_old(self._models, self._keep, world, step)
         return problem
 
     def _collect(self, seconds: float | None) -> None:

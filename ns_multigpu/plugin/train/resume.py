@@ -89,7 +89,7 @@ class RunCheckpoints:
         models = folder or self._models
         problem = save(models, step, content.pipeline, content.tensors, content.values, self._world)
         if not problem and folder is None:
-            remove_old(models, self._config.checkpoints_to_keep(), self._world)
+            remove_old(models, self._config.checkpoints_to_keep(), self._world, step)
             self.writer.saved_step = step
         return problem
 

@@ -183,9 +183,9 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 
 def test_the_last_two_are_kept(models: Path) -> None:
-    for step, keep, expected in [(3, 2, [2, 3]), (4, 0, [2, 3, 4]), (4, 3, [2, 3, 4]), (5, 1, [5]), (3, 2, [3, 5])]:
+    for step, keep, expected in [(3, 2, [2, 3]), (4, 0, [2, 3, 4]), (4, 3, [2, 3, 4]), (5, 1, [5]), (3, 0, [3, 5])]:
         assert write(models, step) == ""
-        remove_old(models, keep, ALONE)
+        remove_old(models, keep, ALONE, step)
         assert [step_of(p) for p in checkpoints_in(models)] == expected
         assert len(list(states_folder(models).iterdir())) == len(expected)
         for path in checkpoints_in(models):
@@ -199,8 +199,8 @@ def test_last_written_checkpoint_is_kept_at_any_step(models: Path) -> None:
         for path in checkpoints_in(models):  # a second goes by
             stat = path.stat()
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
-    remove_old(models, 2, ALONE)
-    assert [step_of(p) for p in checkpoints_in(models)] == [3, 4]
+    remove_old(models, 3, ALONE, 4)
+    assert [step_of(p) for p in checkpoints_in(models)] == [3, 4], "commands take the largest step for the newest model"
     assert len(list(states_folder(models).iterdir())) == 2
 
 
@@ -214,7 +214,7 @@ def test_a_clock_that_is_ahead_keeps_no_checkpoint_too_long(models: Path, keep: 
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 3600 * 10**9))
     for step in (3, 4):
         assert write(models, step) == ""
-        remove_old(models, keep, ALONE)
+        remove_old(models, keep, ALONE, step)
         assert step_of(checkpoints_in(models)[-1]) == step
     assert [step_of(p) for p in checkpoints_in(models)] == [3, 4][-keep:]
 

@@ -116,7 +116,7 @@ def test_killed_at_any_instant(models: Path, tmp_path: Path) -> None:
 
     def save(place: Path) -> None:
         if write(place, 3) == "":
-            remove_old(place, 2, ALONE)
+            remove_old(place, 2, ALONE, 3)
 
     seen = list[int]()
     for place in killed_at_each_instant(models, tmp_path, save, range(1000), lambda: True):
@@ -127,7 +127,7 @@ def test_killed_at_any_instant(models: Path, tmp_path: Path) -> None:
         seen.append(step_of(newest))
         # And the run that follows finds nothing in its way.
         assert write(place, 3) == ""
-        remove_old(place, 2, ALONE)
+        remove_old(place, 2, ALONE, 3)
         assert [step_of(p) for p in checkpoints_in(place)] == [2, 3]
         assert len(list(states_folder(place).iterdir())) == 2
     assert len(seen) > 16 and set(seen) == {2, 3}
