@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nerfstudio.cameras.camera_optimizers import CameraOptimizer
 
 from cuda_ext.ops.loss.bilateral_map import bilateral_map
+from cuda_ext.ops.optim.adam import mean_step
 from ns_multigpu.core.dist.collectives import all_gather_rows, sum_all
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
@@ -144,13 +145,13 @@ def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, directs: bool = False, exposes: bool = False,
     layered: bool = False, sky: bool = False, corrects: CameraOptimizer | None = None, grids: bool = False,
-    lenses: bool = False, **needles: Any,
+    lenses: bool = False, whole_step_scale: float = 0.0, **needles: Any,
 ) -> Outcome:  # fmt: skip
     """Render a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
     depth counts. `directs`: they have normal maps. `exposes`, `grids`: their colours have gains, or bilateral grids.
     `layered`: photographs have alpha and masks; `sky`: also of the sky. `corrects`: the first two views are one, and
-    poses are corrected. `lenses`: views have lenses. `needles`: see `needle_terms`."""
+    poses are corrected. `lenses`: views have lenses. `whole_step_scale`: see `splat_update`; `needles`: see `needle_terms`."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     made = make_views(views, dtype, world.device, size)
@@ -212,6 +213,8 @@ def take_step(
     sum((term / world.size for term in held_back), start=loss).backward()
     spread.gradients.end_backward()
     gradients = {name: _gradient(value) for name, value in held.params.items()}
+    if whole_step_scale > 0:  # what the first moment gets
+        gradients["means"] = gradients["means"] * mean_step(held.params["scales"], whole_step_scale)
     if not spread.placement.replicated:
         order = all_gather_rows(places, world)[0].argsort()
         gradients = {name: all_gather_rows(grad, world)[0][order] for name, grad in gradients.items()}

@@ -28,13 +28,13 @@ ALL = [*LIKE_SINGLE, "pixel"]
 OTHERS = ["4D gaussians", "2dgs", "convex"]
 Row = tuple[str, int, str, str, str]
 """Strategy, ranks, mode, primitive, and words: gains, grids, layers, sky, SO3xR3, SE3, sizes (views of several
-sizes), needles, lenses, and machines (two of them)."""
+sizes), needles, short (small points take a part of a step), lenses, and machines (two of them)."""
 
 ROWS: list[Row] = [
     ("batch", 1, "captured", "gaussians", "gains"),
     *((name, 2, mode, "gaussians", "gains") for name in ALL for mode in MODES),
-    *((name, 2, mode, "gaussians", "needles") for name in ALL for mode in MODES),
-    ("tile", 1, "several", "gaussians", "needles"),
+    *((name, 2, mode, "gaussians", "needles short") for name in ALL for mode in MODES),
+    ("tile", 1, "several", "gaussians", "needles short"),
     ("tile", 3, "step", "4D gaussians", "gains"), ("locality", 2, "captured", "2dgs", "gains"),
     ("batch", 2, "captured", "convex", "gains"), ("locality", 4, "captured", "gaussians", "gains machines"),
     ("single", 1, "captured", "gaussians", "layers gains sizes"),
@@ -52,7 +52,7 @@ ROWS: list[Row] = [
     ("batch", 1, "captured", "convex", "SO3xR3"), ("locality", 4, "captured", "gaussians", "SO3xR3 machines"),
     ("single", 1, "step", "gaussians", "lenses sizes"), ("batch", 2, "captured", "gaussians", "lenses"),
     ("tile", 3, "captured", "gaussians", "lenses sizes"), ("locality", 2, "step", "gaussians", "lenses SE3"),
-    ("tile", 2, "several", "gaussians", "lenses"),
+    ("tile", 2, "several", "gaussians", "lenses short"),
     ("tile", 2, "captured", "4D gaussians", "lenses"), ("batch", 2, "step", "4D gaussians", "lenses sizes"),
     ("locality", 3, "captured", "2dgs", "lenses sizes"), ("batch", 2, "captured", "2dgs", "lenses"),
     ("tile", 3, "captured", "convex", "lenses"), ("batch", 2, "step", "convex", "lenses sizes"),
@@ -66,7 +66,7 @@ ON_GPUS: list[Row] = [
       for name in ALL for mode in MODES for n in (1, 2)),
     *((name, n, mode, "gaussians", "SO3xR3" if mode == "step" else "SE3")
       for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
-    *((name, 2, "captured", "gaussians", "needles") for name in ALL),
+    *((name, 2, "captured", "gaussians", "needles short") for name in ALL),
     *(("batch", 1, "captured", kind, "SO3xR3") for kind in OTHERS),
     *((name, n, mode, "gaussians", words) for words in ("lenses sizes", "lenses SE3")
       for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
@@ -88,6 +88,7 @@ def options_of(words: str, views: int, device: Any = "cpu") -> dict[str, Any]:
     if "needles" in asked:
         needles = {"needles": torch.tensor([0.002], device=device), "max_ratio": 1.2}
     return needles | {
+        "whole_step_scale": 0.1 if "short" in asked else 0.0,
         "exposes": "gains" in asked,
         "layered": "layers" in asked,
         "sky": "sky" in asked,

@@ -80,10 +80,12 @@ def adam_step_torch(
     set_grads_to_zero: bool,
     firsts: Sequence[Tensor] | None = None,
 ) -> None:
-    """`adam_step` in torch's operators, on any device; does not wait for the device. `firsts`: the gradients that
-    first moments get, if others."""
-    moved = zip(scalars, params, firsts or grads, grads, exp_avgs, exp_avg_sqs, strict=True)
-    for line, p, first, g, m, v in moved:
+    """`adam_step` in torch's operators, on any device; does not wait for the device.
+
+    Args:
+        firsts: gradients that first moments get; None for `grads`.
+    """
+    for line, p, first, g, m, v in zip(scalars, params, firsts or grads, grads, exp_avgs, exp_avg_sqs, strict=True):
         rate, _, beta2, eps, correction1, correction2, rest1, rest2 = line.unbind()
         m.lerp_(first, rest1)
         v.mul_(beta2).add_(g * g * rest2)
@@ -93,7 +95,12 @@ def adam_step_torch(
 
 
 def mean_step(log_scales: Tensor, whole: float) -> Tensor:
-    """Return the part [N, 1] of Adam's step that means take: the middle of the scales over `whole`, at most 1."""
+    """Return the part [N, 1] of Adam's step that means take: the middle of their scales over `whole`, at most 1.
+
+    Args:
+        log_scales: [N, 3], natural logarithms, world units.
+        whole: the scale from which on steps are whole, world units; 0 for all, and [] is returned.
+    """
     if whole <= 0:
         return log_scales.new_ones(())
     x, y, z = log_scales.detach().unbind(-1)
@@ -106,11 +113,16 @@ def shorten_step(optimizer: torch.optim.Optimizer, part: Tensor) -> None:
     """Let the coming step of an Adam with one parameter be `part` of it; see `splat_update`'s `whole_step_scale`.
 
     Args:
-        optimizer: whose parameter has its gradient; a state is made where there is none.
-        part: what its first moment gets of the gradient.
+        optimizer: its parameter [N, ...] has a gradient; a state is made where there is none.
+        part: [N, 1], the part of the gradient that the first moment gets.
+
+    Raises:
+        TypeError: the optimizer has no first moment.
     """
     (group,) = optimizer.param_groups
     (param,) = group["params"]
+    if "betas" not in group:
+        raise TypeError(f"{type(optimizer).__name__} has no first moment, by which steps are shortened: use Adam.")
     _make_state(optimizer.state[param], param)
     beta1, _ = group["betas"]
     optimizer.state[param]["exp_avg"].add_((part - 1) * param.grad, alpha=(1 - beta1) / beta1)

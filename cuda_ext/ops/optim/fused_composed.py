@@ -136,8 +136,7 @@ def splat_update_composed(
         _update(
             params, firsts, seconds, scalars, viewmats, Ks, sizes, view_ids, point_ids, count, conics, features, radii,
             row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad,
-            opacity_weight, scale_weight, last, table, steps, v_viewmats, needles, max_ratio,
-            whole_step_scale,
+            opacity_weight, scale_weight, last, table, steps, v_viewmats, needles, max_ratio, whole_step_scale,
         )  # fmt: skip
     if boxes is not None:
         widen_boxes(params[0], params[2], boxes)
@@ -149,8 +148,7 @@ def _update(
     features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None, table: Tensor | None, steps: Tensor | None,
-    v_viewmats: Tensor | None, needles: Tensor | None, max_ratio: float,
-    whole_step_scale: float,
+    v_viewmats: Tensor | None, needles: Tensor | None, max_ratio: float, whole_step_scale: float,
 ) -> None:  # fmt: skip
     """The same with moments of the parameters' type."""
     real = _real(point_ids, count)
@@ -189,8 +187,7 @@ def _update(
         if last is not None:
             for i, gradient in enumerate(gradients):
                 p, m, v = params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn]
-                given = ([firsts[i][drawn]], [gradient[drawn]])
-                adam_step_torch([p], given[1], [m], [v], scalars[i : i + 1], False, given[0])
+                adam_step_torch([p], [gradient[drawn]], [m], [v], scalars[i : i + 1], False, [firsts[i][drawn]])
                 params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn] = p, m, v
         else:
             adam_step_torch(params, gradients, exp_avgs, exp_avg_sqs, scalars, False, firsts)

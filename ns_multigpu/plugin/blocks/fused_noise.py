@@ -51,7 +51,7 @@ class StepNoise:
             self._model.densifier.move(self._model.gauss_params, number * batch, batch, self._rate, taken)
 
     def weights(self) -> dict[str, float]:
-        """Return `opacity_weight` and `scale_weight` of a step: see `SplatModel.regularisation`."""
+        """Return MCMC's options of a step's update: see `SplatModel.regularisation` and `splat_update`."""
         options = self._model.config
         if options.densifier != "mcmc":
             return {}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
+from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step, shorten_step
 from tests.cuda_ext.adams import SHAPES, assert_same, make_params, run_steps
 
 
@@ -137,3 +137,18 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.ns_multigpu.adam_step, (*lists, scalars, True), test_utils=checks)
     adam_step([], [], [], [], scalars[:0])
     assert SHAPES
+
+
+def test_a_shortened_step_is_a_part_of_adams() -> None:
+    moved: list[torch.Tensor] = []
+    for part in (None, 0.25):
+        param = torch.nn.Parameter(torch.ones(5, 3))
+        optimizer = torch.optim.Adam([param], lr=0.1)
+        param.grad = torch.linspace(-1, 1, 15).reshape(5, 3)
+        if part is not None:
+            shorten_step(optimizer, torch.full((5, 1), part))
+        optimizer.step()
+        moved.append(param.detach() - 1)
+    torch.testing.assert_close(moved[1], 0.25 * moved[0])
+    with pytest.raises(TypeError, match="SGD has no first moment"):
+        shorten_step(torch.optim.SGD([param], lr=0.1), torch.ones(5, 1))
