@@ -151,7 +151,8 @@ def take_step(
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
     depth counts. `directs`: they have normal maps. `exposes`, `grids`: their colours have gains, or bilateral grids.
     `layered`: photographs have alpha and masks; `sky`: also of the sky. `corrects`: the first two views are one, and
-    poses are corrected. `lenses`: views have lenses. `whole_step_scale`: see `splat_update`; `needles`: see `needle_terms`."""
+    poses are corrected. `lenses`: views have lenses. `whole_step_scale`: see `splat_update`. `needles`: see
+    `needle_terms`."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     made = make_views(views, dtype, world.device, size)

@@ -43,7 +43,7 @@ def make_densifier(
     for name in ("noise_lr", "mcmc_opacity_reg", "mcmc_scale_reg", "mcmc_whole_step_scale"):
         if not 0 <= getattr(options, name) < math.inf:
             raise InputError(
-                f"--pipeline.model.{name.replace('_', '-')} {getattr(options, name):g}: give a finite number, at least 0."
+                f"--pipeline.model.{name.replace('_', '-')} {getattr(options, name):g}: give 0 or more, and finite."
             )
     if not 0 < options.mcmc_min_opacity < 1:
         value = f"{options.mcmc_min_opacity:g}"

@@ -105,8 +105,8 @@ class SplatModelConfig(SplatfactoModelConfig):
     mcmc_scale_reg: Annotated[float, _MCMC] = 0.02
     """With mcmc, weight in the loss of the scales that an image's view draws, over three times that number."""
     mcmc_whole_step_scale: Annotated[float, _MCMC] = 0.0
-    """With mcmc, the scale from which on a Gaussian's position takes whole steps of Adam, in the run's units: smaller ones
-    move in proportion to the middle one of their three scales. 0: all take whole steps."""
+    """With mcmc, the scale from which on a Gaussian's position takes whole steps of Adam, in the run's units. Smaller
+    Gaussians move in proportion to the middle one of their three scales. 0: all take whole steps."""
     mcmc_min_opacity: Annotated[float, _MCMC] = 0.005
     """With mcmc, a Gaussian of at most this opacity is dead and gets relocated."""
     mcmc_picks: Annotated[Literal["opacity", "gradient", "both"], _MCMC] = "opacity"
