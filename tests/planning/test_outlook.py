@@ -76,6 +76,8 @@ def test_expectations_need_a_choice_of_strategies() -> None:
     assert "20,000 Gaussians" in lines[1] and "1,000,000 Gaussians" in lines[2]
     assert "300,000 Gaussians" in expectations(found, "tile", 300_000, "mcmc")[2]
     assert len(expectations(replace(found, now=1_000_000), "batch", None, "default")) == 2
+    much, little = (expectations(found, "tile", 6 * 10**7, "mcmc", part)[2] for part in (0.2, 0.05))
+    assert int(little.rpartition(" ")[2]) > 2 * int(much.rpartition(" ")[2]), "views that show less"
     assert expectations(replace(found, on_gpu=False), "tile", None, "default") == []
     assert expectations(replace(found, workload=replace(RUN, gpus=1)), "tile", None, "default") == []
     assert expectations(found, "a strategy of a user", None, "default") == []

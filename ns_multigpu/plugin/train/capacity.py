@@ -142,8 +142,7 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
         text, worrying = describe(found, pipeline.strategy.name, cap, why)
         CONSOLE.print(Text(text, "bold yellow" if worrying else ""), soft_wrap=True)
         visible = visible_fraction(model.seed_points, pipeline.datamanager.train_dataset.cameras)
-        planned = replace(found, workload=replace(found.workload, visible=visible, scene="auto"))
-        for line in expectations(planned, pipeline.strategy.name, cap, options.densifier):
+        for line in expectations(found, pipeline.strategy.name, cap, options.densifier, visible):
             CONSOLE.print(Text(line), soft_wrap=True)
     return found
 
@@ -169,17 +168,18 @@ def visible_fraction(seeds: tuple[Tensor, Tensor] | None, cameras: Any) -> float
     return max(float(shown.mean()) / len(xyz), 1 / len(xyz))
 
 
-def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str) -> list[str]:
+def expectations(
+    found: Capacity, strategy: str, cap: int | None, densifier: str, visible: float = VISIBLE
+) -> list[str]:
     """Return lines on the expected performance of each strategy on these GPUs; none without a choice, or
-    without a GPU."""
+    without a GPU. `visible`: see `Workload`."""
     if not found.on_gpu or found.workload.gpus == 1 or strategy not in STRATEGIES:
         return []
     grown = cap if densifier == "mcmc" and cap is not None else SOME_SIZE
     memory = float(found.memory) if found.memory >= 0 else None
     sizes = dict.fromkeys((found.now, max(grown, found.now)))
-    return described(
-        [outlook(strategy, found.workload, points, memory) for points in sizes], strategy, found.workload.gpus
-    )
+    workload = replace(found.workload, visible=visible, scene="auto")
+    return described([outlook(strategy, workload, points, memory) for points in sizes], strategy, workload.gpus)
 
 
 def describe(found: Capacity, strategy: str, cap: int | None, why: str | None = None) -> tuple[str, bool]:
