@@ -141,6 +141,18 @@ def _geometry_loss(pixels: Pixels, view: View) -> torch.Tensor:
     return loss
 
 
+def _supervised(batch: list[View], observes: bool, directs: bool) -> list[View]:
+    """Return the views with observations of points, and with normal maps, where asked."""
+    made_as = len(batch), batch[0].viewmat.dtype, batch[0].viewmat.device
+    if observes:
+        observed = make_observations(*made_as)
+        batch = [replace(view, observations=observed.of(i)) for i, view in enumerate(batch)]
+    if directs:
+        normals = make_normals(*made_as)
+        batch = [replace(view, normals=normals.of(i)) for i, view in enumerate(batch)]
+    return batch
+
+
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None, observes: bool = False, directs: bool = False, exposes: bool = False,
@@ -164,12 +176,7 @@ def take_step(
         batch = [replace(v, index=max(v.index - 1, 0)) for v in batch]
         poses = [corrected_by(corrects, v) for v in batch]
     batch = [replace(v, viewmat=p) for v, p in zip(batch, poses, strict=True)]
-    if observes:
-        observed = make_observations(views, dtype, world.device)
-        batch = [replace(view, observations=observed.of(i)) for i, view in enumerate(batch)]
-    if directs:
-        normals = make_normals(views, dtype, world.device)
-        batch = [replace(view, normals=normals.of(i)) for i, view in enumerate(batch)]
+    batch = _supervised(batch, observes, directs)
     spread.observe(drawn, held, 0)
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
     rendering = spread.render(drawn, held, batch, plan)
