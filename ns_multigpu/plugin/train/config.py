@@ -309,7 +309,7 @@ class RunConfig(TrainerConfig):
         if begun_here:
             file, now = folder / "config.yml", self._capture()
             before = read_config(file)._capture() if file.is_file() else None
-            if before and now and before.exists() and before.resolve() != now.resolve():
+            if before and now and before.exists() and _folder_of(before) != _folder_of(now):
                 raise InputError(
                     f"The run folder {folder} is of the capture {before}, and the results of {now} would be mixed with "
                     "its own. Add --timestamp NAME to go on in a new folder next to it, or give --data its capture."
@@ -531,3 +531,9 @@ def read_config(path: Path) -> RunConfig:
             "ns-render."
         )
     return config
+
+
+def _folder_of(capture: Path) -> Path:
+    """Return the resolved path of a capture; a folder and the transforms.json in it are one capture."""
+    path = capture.resolve()
+    return path.parent if path.name == "transforms.json" else path
