@@ -169,12 +169,13 @@ class Kernels(RowFormat):
     Attributes:
         parameters: the names of the parameters in the order that operators take them.
         sized: True if `update` counts the points' sizes on the screen on any rank.
-        puts_off: True if `model` takes `lazy`. supports_half: True if `wire` takes `half`.
+        can_defer: True if steps of points that are not drawn can be deferred: `model` takes `lazy`.
+        supports_half: True if `wire` takes `half`.
     """
 
     parameters: tuple[str, ...]
     sized: bool = True
-    puts_off: bool = True
+    can_defer: bool = True
     supports_half: bool = True
 
     def model(
@@ -189,7 +190,7 @@ class Kernels(RowFormat):
         Raises:
             ValueError: these kernels do not allow `lazy`.
         """
-        if lazy is not None and not self.puts_off:
+        if lazy is not None and not self.can_defer:
             raise ValueError("These points take each step when it comes: leave lazy out.")
         of_params = [flat(name, params[name].detach()) for name in self.parameters]
         first, second = ([flat(name, moments[name][i]) for name in self.parameters] for i in (0, 1))

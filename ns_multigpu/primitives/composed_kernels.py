@@ -40,7 +40,7 @@ class ComposedKernels(Kernels):
         at_once: points tested at once for one view, which bounds temporary memory.
     """
 
-    puts_off = False
+    can_defer = False
     at_once: ClassVar[int] = 1 << 21
 
     @abstractmethod

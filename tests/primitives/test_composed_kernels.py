@@ -136,7 +136,7 @@ def test_options_unsupported_by_the_kernels_are_refused(name: str) -> None:
         kind.kernels(opacity_weight=0.1)
     with pytest.raises(ValueError, match="leave lazy out"):
         kernels.model(points.params, {}, {}, LazyAdam.make(COUNT, torch.device("cpu")))
-    assert not kernels.puts_off
+    assert not kernels.can_defer
     if name != "4dgs":
         with pytest.raises(ValueError, match="cross the wire whole"):
             kernels.wire(half=True, slots=False)

@@ -47,7 +47,8 @@ def band_loss(
     The loss is a function of two sums over the view, those of `cuda_ext.l1_ssim`. Summed over rectangles whose own
     pixels tile a view and whose halo extends ten pixels beyond them, wherever the view goes on, the sums are the
     view's; and each pixel's gradient is that of the view's loss, to which windows centred in the halo contribute.
-    A rectangle's edge that is its own is the view's border. Not differentiable: the gradients are results.
+    Where `inner` touches an edge of the rectangle, that edge is the view's border. Not
+    differentiable: the gradients are results.
 
     Args:
         out: [h w,3] blended colours, row by row. alpha: [h w] how much of each pixel they cover.

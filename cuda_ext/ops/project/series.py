@@ -1,4 +1,4 @@
-"""Rows of a truncated series: what points have, and terms of theirs that each row weighs."""
+"""Rows of a truncated series: a row's value is that of its point, plus the point's terms weighted by the row."""
 
 from typing import Any
 

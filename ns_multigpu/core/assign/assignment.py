@@ -39,7 +39,8 @@ class Assignment(ABC):
     recurs: ClassVar[bool] = True
     """True if plans are few, so that what is prepared for one, such as a CUDA graph, is reused."""
     fast_links: bool = False
-    """True if ranks access each other's memory: plans that recur may then send more than others would."""
+    """True if ranks access each other's memory. Bytes are cheap then: an assignment may repeat a few plans, whose
+    graphs are reused, although other plans would send less."""
     by_size: ClassVar[bool] = False
     """True if a plan follows from the sizes of its views alone, without preferred holders."""
 

@@ -128,7 +128,7 @@ class TransportChoice:
 
 
 def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = False) -> TransportChoice:
-    """Return True if the ranks can use each other's memory. Collective; the answer is the same on every rank.
+    """Return how rows are exchanged, and why: the same on every rank. Every rank calls it.
 
     Peer memory takes GPUs of one machine, each with access to all others. A small buffer is tried out: written to and
     read from by all, with barriers between.

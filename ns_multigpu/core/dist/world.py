@@ -101,7 +101,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True if this is the one rank of the job that writes files and speaks to the user."""
+        """True if this is rank 0 of the job, which prints, logs and writes all files but the shards of checkpoints."""
         return self.rank == 0
 
     @staticmethod

@@ -19,7 +19,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.halo import Halos, WholeGradients
 from ns_multigpu.core.exchange.pair_capacities import Pairs
 from ns_multigpu.core.exchange.pixel_operators import PixelOperators, WholePixelOperators
-from ns_multigpu.core.exchange.replicated_rows import KeptRows, PeerReplicas, ReplicatedRows
+from ns_multigpu.core.exchange.replicated_rows import LockstepRows, PeerReplicas, ReplicatedRows
 from ns_multigpu.core.exchange.row_operators import RowOperators
 from ns_multigpu.core.exchange.transport import Transport
 from ns_multigpu.core.kernels import Kernels
@@ -245,7 +245,7 @@ class GradientsToOwner(GradientLeg):
     def operators(
         self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, peer: bool
     ) -> Transport:
-        return KeptRows(world, kernels, rows, capacity, words)
+        return LockstepRows(world, kernels, rows, capacity, words)
 
     def render_begins(self, points: Points) -> None:
         # Weakly: densification is about to replace them, and must not find the old ones kept.

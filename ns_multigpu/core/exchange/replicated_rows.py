@@ -62,8 +62,8 @@ class OwnRows(Transport):
         return Returned(rows, self._table, message[None])
 
 
-class KeptRows(OwnRows):
-    """Local rows of several ranks that take or skip each step together."""
+class LockstepRows(OwnRows):
+    """As `OwnRows`, on several ranks. They take or skip a step together, so step statistics are all-gathered."""
 
     def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)

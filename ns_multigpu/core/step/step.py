@@ -154,7 +154,7 @@ class Step:
         self._status, self._most = self._readback[:7], self._readback[7:]
         capacities = transport.capacities if is_exchanged else [0] * numbers
         self._capacities = torch.tensor(capacities, dtype=torch.int64, device=device)
-        # Step statistics report the missing capacity of segments: each pair has a capacity of its own.
+        # Of own rows, rows beyond a segment's capacity, intersections, and ranks with a gradient that is not finite.
         limits = [settings.rows, 0, settings.intersections, 0]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
         self._nonfinite = NonFiniteSteps(self._world, skips=settings.skips)

@@ -71,7 +71,7 @@ class InitialCapacity:
             now: the capacities. pixels: of the largest view.
 
         Raises:
-            CapacityExceeded: on every rank, if one lacks memory.
+            StepOutOfMemory: on every rank, if one lacks memory.
         """
         assert now is not None
         ranks = self._world.size

@@ -230,7 +230,7 @@ class Training:
 
     def _may_put_off(self) -> bool:
         """Return whether steps may be deferred: not if undrawn points move otherwise, or the kernels lack support."""
-        defers = self._model.primitive(depth=False).kernels().puts_off
+        defers = self._model.primitive(depth=False).kernels().can_defer
         return defers and not self._noise.active and self._needles is None and self._all_gpus is None
 
     def refine(self, steps: range) -> None:

@@ -147,7 +147,7 @@ def check_memory(needed: float, what: str, world: World) -> None:
         needed: bytes. what: their use, for the message.
 
     Raises:
-        CapacityExceeded: on every rank, if one has less.
+        StepOutOfMemory: on every rank, if one has less.
     """
     free = memory.free_bytes(world.device)
     if free is None:

@@ -85,8 +85,8 @@ class RunConfig(TrainerConfig):
     steps_per_checksum: int = 500
     """Check every so many steps that all GPUs hold the same values of shared parameters; 0 for never."""
     save_in_background: bool = True
-    """Write checkpoints while training goes on. Training waits only until the state is copied to the host's memory; if
-    that needs more than a quarter of the available memory, it waits for the disk."""
+    """Write checkpoints while training goes on. Training waits only until the state is copied, on the GPU or to the
+    host's memory. If that needs more than a quarter of the host's available memory, it waits for the disk."""
     save_on_interrupt: bool = True
     """Save a checkpoint when Ctrl-C or SIGTERM ends the run; a second Ctrl-C ends it at once."""
     max_restarts: int = 3

@@ -53,7 +53,8 @@ _HELD_OUT = 16
 class DistributedTrainer(Trainer):
     """Training loop of one rank, with all ranks of the world that the launcher described.
 
-    It differs from nerfstudio's around a step: ranks run in lockstep, replicas are compared, and only rank 0 writes.
+    It differs from nerfstudio's around a step: ranks run in lockstep, and replicas are
+    compared.
     The objective defines a step and what is saved and logged of it (`train.objective`).
 
     Attributes:
