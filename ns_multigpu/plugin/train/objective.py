@@ -123,13 +123,14 @@ class Objective(ABC):
         """Return, by name, the parameters that all ranks hold alike."""
 
     @property
-    def partition_due(self) -> bool:
-        """True if the partition of the model has changed since the last drawing; the same on every rank."""
+    def placement_changed(self) -> bool:
+        """True if points have moved to other ranks since the last `follow_placement`; the same on every rank."""
         return False
 
     @abstractmethod
-    def draw_partition(self, folder: Path) -> None:
-        """Draw `partition.png` in the run's folder: which rank owns what."""
+    def follow_placement(self, folder: Path) -> None:
+        """Move to other ranks what follows the model's placement, and draw `partition.png` in the run's folder: which
+        rank owns what. Every rank calls it at the start and after each change."""
 
     def release(self) -> None:
         """Free what a cancelled step has left."""

@@ -139,13 +139,12 @@ class SplatObjective(Objective):
         return {name: param for name, param in self.pipeline.model.named_parameters() if id(param) in same}
 
     @property
-    def partition_due(self) -> bool:
-        """See `Objective.partition_due`."""
+    def placement_changed(self) -> bool:
+        """See `Objective.placement_changed`."""
         return self.picture is not None and self.picture.due
 
-    def draw_partition(self, folder: Path) -> None:
-        """Draw the partition at the start and after each change of placement, which images follow; see
-        `Objective.draw_partition`."""
+    def follow_placement(self, folder: Path) -> None:
+        """Move images to their views' new owners, and draw the partition; see `Objective.follow_placement`."""
         if self.picture is None:
             poses = self.pipeline.datamanager.train_dataset.cameras.camera_to_worlds
             self.picture = PartitionPicture(self.pipeline.model, poses, self.world, folder)

@@ -121,7 +121,7 @@ class DistributedTrainer(Trainer):
             if any(offset):
                 CONSOLE.print(offset_line(offset), soft_wrap=True)
         self._init_viewer_state()
-        self.objective.draw_partition(self.base_dir)
+        self.objective.follow_placement(self.base_dir)
         self.progress = ProgressLog(self.world, self.base_dir, self.config.logging.steps_per_log)
         if self.config.eval_at_start:
             self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
@@ -214,9 +214,9 @@ class DistributedTrainer(Trainer):
         if not self._look_later:
             self._look_for_nan(now=now)
         self._update_viewer_state(step)
-        if self.objective.partition_due:
+        if self.objective.placement_changed:
             with self.progress.paused():
-                self.objective.draw_partition(self.base_dir)
+                self.objective.follow_placement(self.base_dir)
         if measured is not None:
             self._late += [self._log(step, measured), writer.write_out_storage]
         if step_check(step, self.config.steps_per_checksum):

@@ -100,8 +100,8 @@ class RadianceObjective(Objective):
         """See `Objective.replicated`."""
         return dict(self.pipeline.model.shared_parameters())
 
-    def draw_partition(self, folder: Path) -> None:
-        """See `Objective.draw_partition`: cells never move. A full disk only prints a warning."""
+    def follow_placement(self, folder: Path) -> None:
+        """See `Objective.follow_placement`: cells never move. A full disk only prints a warning."""
         if not self.world.is_main:
             return
         file = folder / "partition.png"
