@@ -91,11 +91,28 @@ class CheckpointWriter:
                 step, lambda world: self._write(step, copied, world, at_once=False), self._world
             )
         else:
-            problem = self._write(step, taken, self._world, at_once=True)
+            problem = self._write(step, taken, self._world)
             self._ended(Outcome(step, problem, time.perf_counter() - began))
         stall = 1e3 * (time.perf_counter() - began)
         self._measured["save_stall_ms"] = self._measured.get("save_stall_ms", 0.0) + stall
         return self._under_way is not None or self.saved_step == step
+
+    def write(self, step: int, content: Callable[[], Content], folder: Path | None = None) -> str:
+        """Write a checkpoint after `step`, unless it exists, and wait for it. A failure is not reported.
+
+        Args:
+            content: as of `save`. folder: to write to instead of the run's; nothing is removed from it.
+
+        Returns:
+            "" on success; otherwise the disk's error.
+        """
+        self.finish()
+        if folder is None and step == self.saved_step:
+            return ""
+        problem = self._write(step, content(), self._world, folder=folder)
+        if not problem and folder is None:
+            self.saved_step = step
+        return problem
 
     def begin(self, step: int, content: Content) -> None:
         """Start to write a checkpoint after `step` without a copy: `content` must not change until `finish` returns.
@@ -105,9 +122,7 @@ class CheckpointWriter:
         Args:
             content: the training state.
         """
-        self._under_way = _UnderWay(
-            step, lambda world: self._write(step, content, world, at_once=True), self._world, reports=False
-        )
+        self._under_way = _UnderWay(step, lambda world: self._write(step, content, world), self._world, reports=False)
 
     def finish(self) -> None:
         """Wait for the save in progress, if there is one.
@@ -146,10 +161,12 @@ class CheckpointWriter:
         measured, self._measured = self._measured, {}
         return measured
 
-    def _write(self, step: int, content: Content, world: World, *, at_once: bool) -> str:
+    def _write(
+        self, step: int, content: Content, world: World, *, at_once: bool = True, folder: Path | None = None
+    ) -> str:
         given = (content.pipeline, content.tensors, content.values)
-        problem = save(self._models, step, *given, world, at_once=at_once)
-        if not problem:
+        problem = save(folder or self._models, step, *given, world, at_once=at_once)
+        if not problem and folder is None:
             remove_old(self._models, self._keep, world, step)
         return problem
 

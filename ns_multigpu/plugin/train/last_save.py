@@ -18,7 +18,7 @@ from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.launch.commands import resume_command
 from ns_multigpu.plugin.launch.run_parts import run_parts
-from ns_multigpu.plugin.train.resume import RunCheckpoints
+from ns_multigpu.plugin.train.run_checkpoints import RunCheckpoints
 
 _PAUSE = 3.0
 """Seconds between two attempts."""

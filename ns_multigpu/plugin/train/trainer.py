@@ -39,7 +39,7 @@ from ns_multigpu.plugin.train.last_save import save_last
 from ns_multigpu.plugin.train.objective import Objective
 from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
 from ns_multigpu.plugin.train.progress import ProgressLog
-from ns_multigpu.plugin.train.resume import RunCheckpoints
+from ns_multigpu.plugin.train.run_checkpoints import RunCheckpoints
 from ns_multigpu.plugin.train.terminal import quiet, say_how_it_went
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import options_of
 from ns_multigpu.plugin.launch.commands import with_options
 from ns_multigpu.plugin.train.config import read_config
-from ns_multigpu.plugin.train.resume import changed_options
+from ns_multigpu.plugin.train.run_checkpoints import changed_options
 from ns_multigpu.plugin.train.terminal import say_how_it_went
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.resuming import start

@@ -10,7 +10,7 @@ from rich.text import Text
 
 import ns_multigpu
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.checkpoint.atomic_save import open_checkpoint, remove_old, save, to_go_on_from
+from ns_multigpu.plugin.checkpoint.atomic_save import open_checkpoint, to_go_on_from
 from ns_multigpu.plugin.checkpoint.background import CheckpointWriter, Content
 from ns_multigpu.plugin.checkpoint.training_state import put_generators, take_generators
 from ns_multigpu.plugin.checkpoint.verify import step_of
@@ -82,16 +82,7 @@ class RunCheckpoints:
         Returns:
             "" on success; otherwise the disk's error.
         """
-        self.writer.finish()
-        if folder is None and step == self.writer.saved_step:
-            return ""
-        content = self._content(step)
-        models = folder or self._models
-        problem = save(models, step, content.pipeline, content.tensors, content.values, self._world)
-        if not problem and folder is None:
-            remove_old(models, self._config.checkpoints_to_keep(), self._world, step)
-            self.writer.saved_step = step
-        return problem
+        return self.writer.write(step, lambda: self._content(step), folder)
 
     def _content(self, step: int) -> Content:
         """Return the objective's content with what is saved of every run."""
