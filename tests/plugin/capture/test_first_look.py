@@ -1,7 +1,6 @@
 """Messages about a capture before any worker starts."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -319,9 +318,8 @@ def test_a_first_image_that_is_missing_does_not_hide_the_others(transforms: Path
     problems = look_at_transforms(transforms).problems
     assert [problem.split(": ")[0][-6:] for problem in problems] == ["00.png", "01.png", "05.png"]
     assert "photo_01.PNG is there" in problems[1]
-    meta = json.loads((transforms / "transforms.json").read_text())
-    del meta["fl_x"]
-    (transforms / "transforms.json").write_text(json.dumps(meta))
+    with captures.transforms(transforms) as meta:
+        del meta["fl_x"]
     intrinsics, first = look_at_transforms(transforms).problems
     assert "it has no fl_x, and needs them for all frames or for each" in intrinsics
     assert "photo_00.PNG is there" in first
