@@ -13,16 +13,11 @@ from ns_multigpu.plugin.checkpoint import background as background_save
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.training_run import set_up, small_config
 
+MCMC = {"densifier": "mcmc", "max_gaussians": 80, "mcmc_min_opacity": 0.095, "noise_lr": 5e3}
 DENSIFIERS: dict[str, dict[str, Any]] = {
     "splits": {},
-    "mcmc": {"densifier": "mcmc", "max_gaussians": 80, "mcmc_min_opacity": 0.095, "noise_lr": 5e3},
-    "mcmc by gradients": {
-        "densifier": "mcmc",
-        "max_gaussians": 80,
-        "mcmc_min_opacity": 0.095,
-        "noise_lr": 5e3,
-        "mcmc_picks": "both",
-    },
+    "mcmc": MCMC,
+    "mcmc by gradients": {**MCMC, "mcmc_picks": "both"},
 }
 Model = dict[str, torch.Tensor]
 
