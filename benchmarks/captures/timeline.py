@@ -68,7 +68,7 @@ def kind_of(name: str) -> str:
 
 
 PART, MILLISECONDS = 0.4, 8.0
-"""Where the drawn part of a trace begins, from 0 (its begin) to 1 (its end), and its length."""
+"""Beginning of the drawn part of a trace, from 0 (its begin) to 1 (its end), and length of that part."""
 
 
 def bars(
