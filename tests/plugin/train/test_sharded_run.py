@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from nerfstudio.scripts import exporter
 from nerfstudio.utils.eval_utils import eval_setup
-from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
@@ -20,7 +19,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.ranks import run_ranks
-from tests.lib.resuming import differing, part_of, whole
+from tests.lib.resuming import differing, part_of, whole, without_rates
 from tests.lib.training_run import set_up, small_config, write_capture
 
 Report = dict[str, Any]
@@ -53,11 +52,6 @@ def trained(trainer: DistributedTrainer, world: World) -> None:
         model.densifier_state[name] = torch.rand(model.num_points, generator=g)
 
 
-def kept(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return all that is to come back: not rates, which follow from the step."""
-    return {name: value for name, value in found.items() if not name.endswith("/rate")}
-
-
 def models_of(run: Path, strategy: str = "tile") -> Path:
     return run / "run" / f"splatfacto-{strategy}" / "now" / "nerfstudio_models"
 
@@ -69,14 +63,14 @@ def _ranks(world: World, capture: Path, out: Path) -> Report:
     expected: Any = None
     load: dict[str, Any] = {}
     for number, (size, strategy) in enumerate([(2, "tile"), (1, "tile"), (3, "tile"), (2, "batch"), (3, "tile")]):
-        part = part_of(world, size) if size > 1 else (World.single() if world.is_main else None)
+        part = part_of(world, size)
         run = out / str(number)
         if part is not None:
             trainer = trainer_of(part, strategy, capture, run, **load)
             if number == 0:
                 trained(trainer, part)
-                expected = kept(whole(trainer, part))
-            found = kept(whole(trainer, part))
+                expected = without_rates(whole(trainer, part))
+            found = without_rates(whole(trainer, part))
             if strategy == "batch":
                 for name in ("densifier/grad2d", "densifier/count"):
                     dist.all_reduce(found[name], group=part.group)
