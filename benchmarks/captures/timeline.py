@@ -67,8 +67,12 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in EVENT_TYPES.items() if re.search(pattern, name)), "other")
 
 
+PART, MILLISECONDS = 0.4, 8.0
+"""Beginning of the drawn part of a trace, from 0 (its begin) to 1 (its end), and length of that part."""
+
+
 def bars(
-    trace: Path, part: float, milliseconds: float
+    trace: Path, part: float = PART, milliseconds: float = MILLISECONDS
 ) -> tuple[list[tuple[str, float, float]], list[tuple[str, float, float]], float]:
     """From a part of a trace on: what the device does, what the host does, each (kind, begin, ms); and the part of
     the whole trace in which the device was busy."""
@@ -93,7 +97,7 @@ def bars(
     return shown, host, busy / (last - first)
 
 
-def draw(traces: dict[str, Path], picture: Path, part: float, milliseconds: float) -> None:
+def draw(traces: dict[str, Path], picture: Path) -> None:
     """A picture of traces, one above the other."""
     import matplotlib
 
@@ -103,12 +107,12 @@ def draw(traces: dict[str, Path], picture: Path, part: float, milliseconds: floa
 
     figure, axes = pyplot.subplots(len(traces), 1, figsize=(12, 1.5 * len(traces) + 0.8), sharex=True, squeeze=False)
     for (title, trace), axis in zip(traces.items(), axes[:, 0], strict=True):
-        device, host, busy = bars(trace, part, milliseconds)
+        device, host, busy = bars(trace)
         for row, some in ((0, device), (1, host)):
             for kind, begin, took in some:
                 axis.barh(row, took, left=begin, height=0.8, color=COLOURS[kind], linewidth=0)
         axis.set_yticks([0, 1], ["GPU", "host"])
-        axis.set_xlim(0, milliseconds)
+        axis.set_xlim(0, MILLISECONDS)
         axis.set_title(f"{title}: the GPU computes {busy:.0%} of the time", loc="left", fontsize=10)
     axes[-1, 0].set_xlabel("ms")
     marks = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
@@ -128,8 +132,6 @@ def main(argv: list[str] | None = None) -> None:
     other = commands.add_parser("draw")
     other.add_argument("--traces", nargs="+", required=True, help="TITLE=FILE")
     other.add_argument("--picture", type=Path, required=True)
-    other.add_argument("--part", type=float, default=0.4, help="how far into a trace: 0 is its begin, 1 its end")
-    other.add_argument("--milliseconds", type=float, default=8.0)
     options = parser.parse_args(argv)
     if options.command == "profile":
         profile(options.output, options.at, options.blocks, options.run)
@@ -139,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     traces = {title: Path(file) for title, file in (one.split("=", 1) for one in options.traces)}
     if missing := [file for file in traces.values() if not file.is_file()]:
         parser.error(f"--traces: there is no file {missing[0]}. `profile` writes one for each rank")
-    draw(traces, options.picture, options.part, options.milliseconds)
+    draw(traces, options.picture)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import numpy as np
 from PIL import Image
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+HELD_OUT = 8
+"""Interval of the photographs that are held out."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,18 +27,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--stops", type=float, required=True)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--interval", type=int, default=8, help="of the photographs that are held out")
     options = parser.parse_args(argv)
     names = photographs(options.data)
     if not names:
         parser.error(f"--data {options.data}: there are no photographs in a folder images: give a capture's folder.")
     if options.output.exists():
         parser.error(f"--output {options.output} is there already: give a folder that is not.")
-    if options.stops <= 0 or options.interval < 2:
-        parser.error(f"--stops {options.stops:g}, --interval {options.interval}: need stops above 0, and 2 at least.")
+    if options.stops <= 0:
+        parser.error(f"--stops {options.stops:g}: need stops above 0.")
     shutil.copytree(options.data, options.output)
     folders = [folder for folder in options.output.iterdir() if folder.name.split("_")[0] == "images"]
-    stops = exposures(len(names), options.stops, options.seed, options.interval)
+    stops = exposures(len(names), options.stops, options.seed)
     for name, stop in zip(names, stops, strict=True):
         for folder in folders if stop else ():
             change(folder / name, stop)
@@ -49,10 +50,10 @@ def photographs(capture: Path) -> list[str]:
     return sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.suffix.lower() in SUFFIXES)
 
 
-def exposures(views: int, stops: float, seed: int, interval: int) -> np.ndarray:
+def exposures(views: int, stops: float, seed: int) -> np.ndarray:
     """[views] by how many stops each photograph is brighter; 0 for those that are held out. The others' mean is 0."""
     drawn = np.random.default_rng(seed).uniform(-stops, stops, views)
-    held_out = np.arange(views) % interval == 0
+    held_out = np.arange(views) % HELD_OUT == 0
     drawn[held_out] = 0.0
     drawn[~held_out] -= drawn[~held_out].mean()
     return drawn

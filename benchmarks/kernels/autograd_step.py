@@ -61,11 +61,10 @@ class AutogradStep:
     Args:
         scene: with one view.
         kind: with "operators" the loss is ours too.
-        absgrad: sum up absolute gradients as well. counting: and add to densification's statistics: gsplat's strategy,
-            or ours.
+        counting: sum up absolute gradients, too, and add to densification's statistics: gsplat's strategy, or ours.
     """
 
-    def __init__(self, scene: Scene, kind: Kind, absgrad: bool, counting: bool = False) -> None:
+    def __init__(self, scene: Scene, kind: Kind, counting: bool = False) -> None:
         self._scene = scene
         self._params = [torch.nn.Parameter(p.clone()) for p in scene.raw()]
         options: dict[str, Any] = {"fused": True} if kind.adam == "fused" else {}
@@ -77,7 +76,7 @@ class AutogradStep:
         if counting:
             self._counts = OurCounts(view) if ours else GsplatCounts(absgrad=True, packed=False)
         meet = None if self._counts is None else self._counts.meet
-        self._render = (operators_render if ours else gsplat_render)(scene, absgrad or counting, meet)
+        self._render = (operators_render if ours else gsplat_render)(scene, counting, meet)
         self._loss = fused_loss(scene) if ours else torch_loss(scene)
         self._background = scene.background()
 

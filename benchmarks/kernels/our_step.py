@@ -24,14 +24,14 @@ class OurStep:
     """`Step` with what training does around it on the host.
 
     Args:
-        absgrad: sum up absolute gradients as well. counting: and add to densification's statistics.
+        counting: sum up absolute gradients, too, and add to densification's statistics.
         graph: replay a CUDA graph from the second step on.
         lazy: defer the steps of points that are not drawn.
         groups: cull groups of points by their boxes; None: as training would.
     """
 
     def __init__(
-        self, scene: Scene, capacities: Capacities, absgrad: bool, graph: bool, lazy: bool, counting: bool = False,
+        self, scene: Scene, capacities: Capacities, graph: bool, lazy: bool, counting: bool = False,
         groups: bool | None = None,
     ) -> None:  # fmt: skip
         self._scene = scene
@@ -47,7 +47,7 @@ class OurStep:
         )  # fmt: skip
         put_off = LazyAdam.make(scene.points, scene.device) if lazy else None
         world = World.single(scene.device)
-        kernels = Gaussians(sh_degree=DEGREE, absgrad=absgrad or counting).kernels()
+        kernels = Gaussians(sh_degree=DEGREE, absgrad=counting).kernels()
         assert kernels is not None
         rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words())
         names = ("grad2d", "count", "radii") if counting else ()

@@ -1,6 +1,6 @@
 """Time a training step of each primitive on one GPU: captured in a CUDA graph, and through autograd.
 
-    python -m benchmarks.kernels.primitives_step [--points 1000000] [--size 1920 1080] [--steps 20] [--profile]
+    python -m benchmarks.kernels.primitives_step [--points 1000000] [--steps 20] [--profile]
 
 Points are random in a box before the camera, and so is the image. The captured step has the stages of the autograd
 step: projection, lists, compositing, loss, backward pass, Adam. 2D Gaussians have their normal loss in both, convexes
@@ -158,16 +158,15 @@ def main() -> None:
     """Prints a line a kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=1_000_000)
-    parser.add_argument("--size", type=int, nargs=2, default=(1920, 1080))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="and which kernels take the time")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("primitives_step times CUDA graphs, and torch sees no GPU here. Run it on a machine with one.")
-    device = torch.device("cuda")
-    print(f"{torch.cuda.get_device_name()}, {options.points} points, {options.size[0]}x{options.size[1]}")
+    device, size = torch.device("cuda"), (1920, 1080)
+    print(f"{torch.cuda.get_device_name()}, {options.points} points, {size[0]}x{size[1]}")
     for kind in PRIMITIVES:
-        both = Both(kind, options.points, tuple(options.size), device)
+        both = Both(kind, options.points, size, device)
         ordinary = milliseconds(both.ordinary(), options.steps)
         work, step = both.captured()
         captured = milliseconds(work, options.steps)

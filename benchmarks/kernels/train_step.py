@@ -66,18 +66,18 @@ class Results:
         return None if peak is None else peak - model
 
 
-def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, absgrad: bool, counting: bool) -> None:
+def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, counting: bool) -> None:
     """Times a step that goes through autograd, and keeps what its first one makes."""
     scene = results.scene
 
     def fresh() -> AutogradStep:
-        made = AutogradStep(scene, kind, absgrad, counting)
+        made = AutogradStep(scene, kind, counting)
         made()  # makes the moments
         made()
         return made
 
     peak = results.beyond_model(fresh)
-    step = AutogradStep(scene, kind, absgrad, counting)
+    step = AutogradStep(scene, kind, counting)
     image, loss = step()
     results.losses[name] = float(loss)
     results.drawn[name] = Drawn(image.detach(), dict(zip(PARAMETERS, [m.clone() for m in step.moments()], strict=True)))
@@ -85,21 +85,21 @@ def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, abs
 
 
 def time_ours(
-    name: str, results: Results, watch: Stopwatch, capacities: Capacities, floor: float | None, absgrad: bool,
+    name: str, results: Results, watch: Stopwatch, capacities: Capacities, floor: float | None,
     counting: bool, groups: bool | None,
 ) -> None:  # fmt: skip
     """Times our step: eagerly, or as a "graph", or "lazy"."""
     scene, graph, lazy = results.scene, "graph" in name, "lazy" in name
 
     def fresh() -> OurStep:
-        made = OurStep(scene, capacities, absgrad, graph, lazy, counting, groups)
+        made = OurStep(scene, capacities, graph, lazy, counting, groups)
         for _ in range(3):
             made()
         made.fused.flush()
         return made
 
     peak = results.beyond_model(fresh)
-    step = OurStep(scene, capacities, absgrad, graph, lazy, counting, groups)
+    step = OurStep(scene, capacities, graph, lazy, counting, groups)
     step()
     step.fused.flush()
     if graph:  # what is compared shall be the graph's
@@ -238,7 +238,7 @@ def check_losses(losses: dict[str, float], reference: str) -> None:
 
 
 def measure(
-    scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool, counts_too: bool, culling: str = "auto"
+    scene: Scene, sections: Sections, watch: Stopwatch, counts_too: bool, culling: str = "auto"
 ) -> dict[str, Any]:
     """All of one scene; `culling` is one of `GROUPS`."""
     results, name = Results(scene), scene.name
@@ -251,7 +251,7 @@ def measure(
         for counting in (False, True)[: 1 + counts_too]:
             named = way + COUNTING * counting
             with sections.section(f"{name}: {named}"):
-                time_autograd(named, kind, results, watch, absgrad, counting)
+                time_autograd(named, kind, results, watch, counting)
     capacities: Capacities | None = None
     floor: dict[str, float] = {}
     with sections.section(f"{name}: counts"):
@@ -269,7 +269,7 @@ def measure(
             named = way + more + COUNTING * counting
             with sections.section(f"{name}: {named}"):
                 least = floor.get("lazy step" if "lazy" in way else "step")
-                time_ours(named, results, watch, capacities, least, absgrad, counting, groups)
+                time_ours(named, results, watch, capacities, least, counting, groups)
         with sections.section(f"{name}: updates"):
             time_updates(results, watch, capacities, floor)
         with sections.section(f"{name}: parts of a lazy step"):
@@ -309,10 +309,9 @@ def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--absgrad", action="store_true", help="sum up absolute gradients too, as splatfacto does")
-    made.add_argument("--counts", action="store_true", help="time each way with statistics and --absgrad, too")
+    made.add_argument("--counts", action="store_true", help="time each way with statistics and absolute gradients, too")
     made.add_argument("--group-culling", choices=list(GROUPS), default="auto", help="see above (default: %(default)s)")
-    return run_scenes("train_step", made, measure, summarize, ("absgrad", "counts", "group_culling"))
+    return run_scenes("train_step", made, measure, summarize, ("counts", "group_culling"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Runs jobs on several ranks of this machine, one after the other, so that what breaks or hangs costs one job.
 
-The ranks are new processes (or those that torchrun started). Rank 0 writes each result to a file as soon as it is
-there; this process reads them. If a rank fails the others are ended, and the jobs that are left go to new ranks.
+The ranks are new processes. Rank 0 writes each result to a file as soon as it is there; this process reads them. If a
+rank fails the others are ended, and the jobs that are left go to new ranks.
 """
 
 import contextlib
@@ -61,11 +61,6 @@ def run_jobs(
         deadline: `time.time()` after which no job is begun.
         stall: seconds without a result after which the ranks are ended.
     """
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) == size:
-        world = World.from_env(device, _TIMEOUT)
-        _work(world, make, shared, list(enumerate(jobs)), emit, deadline)
-        world.close()
-        return
     if size == 1 and device == "cpu":
         _work(World.single("cpu"), make, shared, list(enumerate(jobs)), emit, deadline)
         return

@@ -12,8 +12,7 @@ Rows are
 - `peer draw`, `peer film`: nerfstudio's `_render_trajectory_video` with Splatfacto's own rendering by gsplat, on one
   GPU, to images that are dropped and to a video. Needs a GPU.
 
---spread gives each device a part of the model, as for one that does not fit. Seconds count from when the model is
-loaded and one frame is drawn to when all frames are written.
+Seconds count from when the model is loaded and one frame is drawn to when all frames are written.
 """
 
 import argparse
@@ -166,7 +165,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpus", nargs="+", type=int, default=[1], help="numbers of devices to try")
     parser.add_argument("--ways", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--spread", action="store_true", help="each device holds a part of the model")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -195,7 +193,7 @@ def main() -> None:
     for row in rows:
         table.add_row(row["size"], str(row["devices"]), row["way"], f"{row['fps']:.1f}")
     console.print(table)
-    write_report(options.json, points=options.points, spread=options.spread, rows=rows)
+    write_report(options.json, points=options.points, rows=rows)
 
 
 def _measured(folder: Path, config: Path, path: Path, way: str, gpus: int, options: argparse.Namespace) -> float:
@@ -204,9 +202,7 @@ def _measured(folder: Path, config: Path, path: Path, way: str, gpus: int, optio
     seconds_file.unlink(missing_ok=True)
     (checkpoint,) = (config.parent / "nerfstudio_models").glob("*.ckpt")
     work: Any = Timed(FilmRendering(CameraPath(path), output, Look()), way, seconds_file)
-    tool = ToolConfig(
-        config, checkpoint, work, ToolMachine(options.device, gpus), {"strategy": "tile" if options.spread else "batch"}
-    )
+    tool = ToolConfig(config, checkpoint, work, ToolMachine(options.device, gpus), {"strategy": "batch"})
     if gpus > 1:
         run_workers(tool, gpus)
     else:

@@ -47,7 +47,6 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--image", type=image_size, default=(3840, 2160), help="1080p, 4K, 8K or WIDTHxHEIGHT")
     parser.add_argument("--train", type=shlex.split, help="dataparser of a training run, with its options, in quotes")
     parser.add_argument("--images", type=int, default=15000, help="images that the training run sees")
-    parser.add_argument("--repeats", type=int, default=20, help="calls that are timed, after a quarter as many")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds that a number of GPUs may take")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--own", type=int, help=argparse.SUPPRESS)  # of the process of one number of GPUs
@@ -62,7 +61,7 @@ class Timed:
     """Timer of calls on one device; `ms` waits for the device before and after the calls."""
 
     def __init__(self, options: argparse.Namespace, gpus: int) -> None:
-        self.device, self._repeats = options.device, options.repeats
+        self.device = options.device
         self.wait: Callable[[], None] = lambda: None
         self.empty_cache: Callable[[], None] = lambda: None
         if gpus == 0:
@@ -75,9 +74,8 @@ class Timed:
         aggregate.use(None if on_host else list(range(gpus)), host_members=gpus if on_host else 0)
         self.device, self.wait, self.empty_cache = "multigpu", aggregate.synchronize, aggregate.empty_cache
 
-    def ms(self, call: Callable[[], Any], repeats: int = 0) -> float:
-        """Return milliseconds a call."""
-        repeats = repeats or self._repeats
+    def ms(self, call: Callable[[], Any], repeats: int = 20) -> float:
+        """Return milliseconds a call: of `repeats`, after a quarter as many."""
         for _ in range(max(repeats // 4, 1)):
             call()
         self.wait()
@@ -100,7 +98,7 @@ def operators(timed: Timed, elements: int) -> dict[str, float]:
         "sum": lambda: one.sum(),
         "cumsum": lambda: torch.cumsum(one, 0, out=out),
     }
-    return {name: timed.ms(call, 4 if name == "addmm" else 0) for name, call in calls.items()}
+    return {name: timed.ms(call, 4 if name == "addmm" else 20) for name, call in calls.items()}
 
 
 def allocation(timed: Timed, elements: int) -> dict[str, float]:

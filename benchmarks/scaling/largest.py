@@ -60,8 +60,8 @@ def _train(world: World, job: Job) -> Job:
     free(world.device)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
-    chosen = choose_transport(world, job["transport"])
-    mode = Mode("peer" if chosen.peer else "collective", lazy=not job["dense"])
+    chosen = choose_transport(world, "auto")
+    mode = Mode("peer" if chosen.peer else "collective")
     run = TileRun(model, city_views, world, 1, mode, counting=True)
     run.settle()  # measures the capacities that steps need
     run.still_moments()
@@ -106,7 +106,7 @@ def _train(world: World, job: Job) -> Job:
     ms = statistics.median(times)
     return {
         "points": sum(model.counts), "points_by_rank": list(model.counts), "steps": done, "ms": ms, "step_ms": times,
-        "flush_ms": flush, "ms_with_flush": ms + (0.0 if job["dense"] else flush / _BLOCK), "mode": mode.name,
+        "flush_ms": flush, "ms_with_flush": ms + flush / _BLOCK, "mode": mode.name,
         "optimizer_state": "compact" if job["compact"] else "full",
         "losses_by_view": by_view, "made_seconds": made, "settled_seconds": settled, "model_seconds": model.seconds,
         "state_gib_by_rank": [_bytes(model.moment_dtype) * n / 2**30 for n in model.counts], "memory": memory(world),
@@ -126,8 +126,6 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--views", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=0, help="along a side of the city (default: as the points grow)")
-    parser.add_argument("--transport", choices=("auto", "peer", "collective"), default="auto")
-    parser.add_argument("--dense", action="store_true", help="defer no step")
     parser.add_argument("--compact", action="store_true", help="Adam's moments as bfloat16, rounded stochastically")
     parser.add_argument("--stall", type=float, default=500.0, help="seconds after which the run counts as hung")
     parser.add_argument("--json", type=Path)
@@ -143,15 +141,12 @@ def main(words: list[str] | None = None) -> int:
     if options.device == "cuda":
         build_native("cuda")  # here, not on every rank at once
     scene = CityScene(options.points, options.image[0], options.image[1], options.views, options.blocks)
-    job: Job = {"scene": asdict(scene), **{key: getattr(options, key) for key in ("steps", "transport")}}
-    job["dense"], job["compact"] = options.dense, options.compact
+    job: Job = {"scene": asdict(scene), "steps": options.steps, "compact": options.compact}
     found: list[Job] = []
     run_jobs(
         make_worker, {}, [job], options.gpus, options.device, lambda _, result: found.append(result), float("inf"),
         options.stall,
     )  # fmt: skip
-    if not found:  # torchrun's other ranks
-        return 0
     result = found[0]
     write_report(options.json, benchmark="largest", result=result)
     if "error" in result:

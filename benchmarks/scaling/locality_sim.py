@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.baselines.placements import Way, assigner, partitioned, random_assignment
 from benchmarks.lib.report import write_report
 from benchmarks.scaling.locality_times import large_graph_seconds, placing_seconds, plan_times
-from benchmarks.scenes.seen_city import FACTORS, VISIBILITY_RULES, SeenCity, seen_city
+from benchmarks.scenes.seen_city import VISIBILITY_RULES, SeenCity, seen_city
 from ns_multigpu.locality.assign import Volume
 from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.partition import PlacedGroups
@@ -33,6 +33,10 @@ from ns_multigpu.planning.quantities import parse_count
 
 GPUS = 4
 """Of a machine."""
+GROUP = 64
+"""Simulated points of a group."""
+ABLATED = 16
+"""Ranks of the ablation table."""
 GAIAN = {
     "aerial": "82.8 (Rubble), 89.3 (Sci-Art), 89.9 (BigCity Aerial)",
     "street": "89.2 (Ithaca365), 54.5 (Campus), 57.7 (BigCity Street)",
@@ -135,7 +139,7 @@ def by_view(city: SeenCity, way: str, placed: PlacedGroups) -> tuple[float, floa
 
 
 def scaling(
-    city: SeenCity, way: str, ranks: Sequence[int], steps: int, factor: int, views: int | None = None
+    city: SeenCity, way: str, ranks: Sequence[int], steps: int, views: int | None = None
 ) -> list[dict[str, Any]]:
     """A row for each number of ranks."""
     rows = []
@@ -143,7 +147,7 @@ def scaling(
         machines, batch = count // GPUS, views or batch_of(count)
         plain, _ = place(city, way, machines, BASELINE)
         base = simulate(city, way, plain, BASELINE, batch, steps)
-        setting = Setting(factor=factor)
+        setting = Setting()
         placed, seconds = place(city, way, machines, setting)
         ours = simulate(city, way, placed, setting, batch, steps)
         memory = np.bincount(placed.ranks, weights=city.points, minlength=count)
@@ -163,11 +167,9 @@ def less(ours: dict[str, float], base: dict[str, float], what: str) -> float:
     return 100 * (1 - ours[what] / max(base[what], 1e-9))
 
 
-def ablations(
-    city: SeenCity, way: str, count: int, steps: int, factor: int, views: int | None = None
-) -> list[dict[str, Any]]:
+def ablations(city: SeenCity, way: str, count: int, steps: int, views: int | None = None) -> list[dict[str, Any]]:
     """A row for each part left out, and for each way to place within a machine."""
-    full, machines, batch = Setting(factor=factor), count // GPUS, views or batch_of(count)
+    full, machines, batch = Setting(), count // GPUS, views or batch_of(count)
     settings = {
         "ours": full,
         "batches even over machines": replace(full, even=True),
@@ -219,18 +221,15 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=24, help="along a side of the city")
     parser.add_argument("--views", type=int, default=1200)
     parser.add_argument("--points", type=parse_count, default=1_000_000, help="simulated; groups are what counts")
-    parser.add_argument("--group", type=int, default=64, help="simulated points of a group")
     parser.add_argument("--altitude", type=float, help="of the cameras, metres")
     parser.add_argument(
         "--seen", choices=VISIBILITY_RULES, default="frustum", help="what counts as seen; see scenes.seen_city"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    parser.add_argument("--factor", type=int, choices=FACTORS[1:], default=4, help="patches along a picture's side")
     parser.add_argument(
         "--batch", type=int, help="views of a step; by default 16 up to 16 ranks, then 64 or two a rank"
     )
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--ablate", type=int, default=16, help="ranks of the ablation table; 0 for none")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--large", type=int, help="instead: place a graph of so many groups and --views views")
     parser.add_argument("--place", type=parse_count, help="instead: place so many points by --views views")
@@ -250,7 +249,7 @@ def main() -> None:
         console.print(report["placing"])
     else:
         city = seen_city(
-            options.kind, options.blocks, options.views, options.points, options.group, options.altitude, options.cache
+            options.kind, options.blocks, options.views, options.points, GROUP, options.altitude, options.cache
         )
         way = options.seen
         share = float(city.seen[way, 1].sum() / city.views / city.points.sum())
@@ -262,13 +261,12 @@ def main() -> None:
             report["plan"] = plan_times(city, way)
             console.print(report["plan"])
         else:
-            report["scaling"] = scaling(city, way, options.ranks, options.steps, options.factor, options.batch)
+            report["scaling"] = scaling(city, way, options.ranks, options.steps, options.batch)
             console.print(
                 table(f"{options.kind}; Gaian's: {GAIAN[options.kind]}", ("ranks", "batch"), report["scaling"])
             )
-            if options.ablate:
-                report["ablations"] = ablations(city, way, options.ablate, options.steps, options.factor, options.batch)
-                console.print(table(f"what each part does, {options.ablate} ranks", ("name",), report["ablations"]))
+            report["ablations"] = ablations(city, way, ABLATED, options.steps, options.batch)
+            console.print(table(f"what each part does, {ABLATED} ranks", ("name",), report["ablations"]))
     write_report(options.json, **report)
 
 

@@ -141,7 +141,7 @@ def main() -> int:
     console, done = Console(width=None if sys.stdout.isatty() else 140), list[Measured]()
     console.print(sizes_table())
     for devices in options.devices:
-        for kind in options.primitives:
+        for kind in options.kinds:
             for strategy in options.strategies if devices > 1 else options.strategies[:1]:
                 done.append(measure(kind, strategy, devices, options))
                 write_report(options.json, runs=[asdict(one) for one in done])

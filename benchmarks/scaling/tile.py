@@ -17,7 +17,6 @@ the reason; the tables show the main ones. On a CPU: --device cpu --points 2000 
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -72,8 +71,6 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         parser.error(f"--gpus {max(options.gpus)}: there are {torch.cuda.device_count()}.")
     if not 1 <= options.views <= MOST_VIEWS:
         parser.error(f"--views {options.views}: between 1 and {MOST_VIEWS}, so that a block of steps has them all")
-    if "RANK" in os.environ:
-        options.gpus = [int(os.environ["WORLD_SIZE"])]
     if options.quick:
         options.steps, options.views = 4, 2
     return options
@@ -169,10 +166,7 @@ class Report:
 def main(words: list[str] | None = None) -> int:
     began = time.time()
     options = arguments(words)
-    main_rank, torchrun = os.environ.get("RANK", "0") == "0", "RANK" in os.environ
-    if not main_rank:
-        options.json = None
-    options.console = console = Console(width=None if sys.stdout.isatty() else 180, quiet=not main_rank)
+    options.console = console = Console(width=None if sys.stdout.isatty() else 180)
     if options.device == "cuda":
         prepare(options)
     earlier = json.loads(options.against.read_text())["results"] if options.against else []
@@ -180,7 +174,7 @@ def main(words: list[str] | None = None) -> int:
     report.results += [r for r in earlier if r["kind"] == "single"]
     # `single` is what all others are compared with; then the most GPUs, for time may run out.
     worlds = sorted(set(options.gpus), reverse=True)
-    if "single" in options.sections and not torchrun and not options.against and 1 not in worlds:
+    if "single" in options.sections and not options.against and 1 not in worlds:
         worlds.append(1)
     worlds.sort(key=lambda ranks: ranks != 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -198,12 +192,10 @@ def main(words: list[str] | None = None) -> int:
                 line = f"[{time.time() - began:.0f} s] {job['gpus']} x {job['name']} {job['way']} batch {job['batch']}"
                 console.print(f"{line}: {text[-600:]}", markup=False, highlight=False, soft_wrap=True)
 
-            shared: Job = {"folder": None if torchrun else folder, "single": report.single}
+            shared: Job = {"folder": folder, "single": report.single}
             if jobs:
                 console.print(f"[{time.time() - began:.0f} s] {len(jobs)} jobs of {ranks} ranks", markup=False)
                 run_jobs(make_worker, shared, jobs, ranks, options.device, emit, began + options.seconds, options.stall)
-    if not main_rank:
-        return 0
     report.write(True)
     show(console, report.results)
     failed = [r for r in report.results if "error" in r]

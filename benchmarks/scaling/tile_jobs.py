@@ -24,12 +24,12 @@ _GSPLAT_TOLERANCE = 2e-2
 
 
 def make_worker(world: World, shared: Job) -> Callable[[Job], Job]:
-    """Job worker: see `lib.rank_jobs`. `shared`: folder for images, or None; single: its figures by scene name."""
-    return _Worker(world, Path(shared["folder"]) if shared["folder"] else None, shared["single"])
+    """Job worker: see `lib.rank_jobs`. `shared`: folder for images; single: its figures by scene name."""
+    return _Worker(world, Path(shared["folder"]), shared["single"])
 
 
 class _Worker:
-    def __init__(self, world: World, folder: Path | None, single: dict[str, Any]) -> None:
+    def __init__(self, world: World, folder: Path, single: dict[str, Any]) -> None:
         self._world, self._folder, self._single = world, folder, dict(single)
         self._model: tuple[tuple[int, int], CityModel] | None = None
         self._city_views: tuple[CityScene, CityViews] | None = None

@@ -207,7 +207,6 @@ def main() -> int:
     parser.add_argument("--relays", choices=("yes", "no"), nargs="+", default=["yes"], help="of locality")
     parser.add_argument("--points", type=int, help="seed points of the city; by default as many as suit it")
     parser.add_argument("--kind", choices=("aerial", "street"), default="aerial", help="of capture")
-    parser.add_argument("--repeat", type=int, default=1, help="all runs, one after the other, so many times")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if reason := why_none():
@@ -215,10 +214,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the machines are removed
     console, done = Console(width=None if sys.stdout.isatty() else 120), list[tuple[Task, Counted]]()
     with TemporaryDirectory(prefix="two-machines-") as folder:
-        combinations = itertools.product(
-            range(options.repeat), options.strategies, options.megabits, options.wire, options.relays,
-        )  # fmt: skip
-        for turn, strategy, megabits, wire, relays in combinations:
+        combinations = itertools.product(options.strategies, options.megabits, options.wire, options.relays)
+        for strategy, megabits, wire, relays in combinations:
             if strategy not in ("tile", "locality") and wire == "half":
                 continue
             if strategy != "locality" and relays == "no":
@@ -228,9 +225,7 @@ def main() -> int:
                 options.blocks, options.capture, options.every, options.fused_steps, wire, relays == "yes",
                 options.points, options.kind,
             )  # fmt: skip
-            place = Path(folder) / str(turn)
-            place.mkdir(exist_ok=True)
-            done.append((task, measure(task, place)))
+            done.append((task, measure(task, Path(folder))))
             console.print(table(done[-1:]))
     console.print(table(done))
     write_report(options.json, runs=[{**asdict(task), **asdict(counted)} for task, counted in done])

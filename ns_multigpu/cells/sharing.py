@@ -190,8 +190,6 @@ def _band(position: int, view: View, first: int, end: int) -> Patch:
     return Patch(position, 0, top, view.width, bottom, SSIM_HALO)
 
 
-Spans = list[list[tuple[int, int] | None]]
-"""[rank][view] first and end row of what a rank owns."""
 _LIKE = 4
 """Ranks draw alike of a view if they draw as much, in this many parts of the most that any draws."""
 

@@ -38,7 +38,7 @@ def add_trees(plan: CityPlan, pile: Pile, rng: np.random.Generator) -> None:
         places.append((x, y, rng.uniform(5.0, 7.5, len(x))))
     lots = plan.lots.of(Use.GARDEN)
     for _ in range(6):
-        places.append(_scatter(rng, lots.x0, lots.y0, lots.x1, lots.y1, (4.0, 9.0), 2.0))
+        places.append(_scatter(rng, lots.x0, lots.y0, lots.x1, lots.y1, (4.0, 9.0)))
     lots = plan.lots.of(Use.HOUSE)
     for _ in range(2):  # in the corners of the gardens, clear of the house
         corner = rng.integers(0, 2, (2, len(lots)))
@@ -48,7 +48,7 @@ def add_trees(plan: CityPlan, pile: Pile, rng: np.random.Generator) -> None:
     park = np.flatnonzero(plan.park)
     for _ in range(34):
         x, y, h = _scatter(
-            rng, corner_x[park], corner_y[park], corner_x[park] + INNER, corner_y[park] + INNER, (6.0, 12.0), 2.0
+            rng, corner_x[park], corner_y[park], corner_x[park] + INNER, corner_y[park] + INNER, (6.0, 12.0)
         )
         u, v = np.abs(x - corner_x[park] - INNER / 2), np.abs(y - corner_y[park] - INNER / 2)
         clear = (np.hypot(u, v) > 17.0) & (np.minimum(u, v) > 4.0)  # the pond and the paths stay open
@@ -63,10 +63,9 @@ def add_trees(plan: CityPlan, pile: Pile, rng: np.random.Generator) -> None:
     _trees(pile, rng, *(np.concatenate(column) for column in zip(*places, strict=True)))
 
 
-def _scatter(
-    rng: np.random.Generator, x0: F, y0: F, x1: F, y1: F, tall: tuple[float, float], margin: float
-) -> tuple[F, F, F]:
-    """Return one random position in each rectangle, and a height."""
+def _scatter(rng: np.random.Generator, x0: F, y0: F, x1: F, y1: F, tall: tuple[float, float]) -> tuple[F, F, F]:
+    """Return one random position in each rectangle, 2 m from its sides where it is so wide, and a height."""
+    margin = 2.0
     u, v = rng.random((2, len(x0)))
     x = x0 + margin + u * np.maximum(x1 - x0 - 2 * margin, 0)
     y = y0 + margin + v * np.maximum(y1 - y0 - 2 * margin, 0)

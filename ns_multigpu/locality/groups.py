@@ -32,14 +32,11 @@ def z_codes(means: Tensor, low: Tensor, side: float) -> Tensor:
     return interleaved(cells)
 
 
-def cube_around(means: Tensor, left_out: float = 0.005) -> tuple[Tensor, float]:
-    """The lower corner [3] float64 and the side of a cube around positions [N, 3], N > 0, but for a few far ones.
-
-    Args:
-        left_out: the part of the positions that may lie outside on either side of an axis.
-    """
+def cube_around(means: Tensor) -> tuple[Tensor, float]:
+    """The lower corner [3] float64 and the side of a cube around positions [N, 3], N > 0, but for a few far ones: on
+    either side of an axis 0.5 % of them may lie outside."""
     places = _finite(means)
-    far = int(left_out * len(places))
+    far = int(0.005 * len(places))
     low = places.kthvalue(far + 1, dim=0).values
     high = places.kthvalue(len(places) - far, dim=0).values
     return low, max(float((high - low).amax()), 1e-30)

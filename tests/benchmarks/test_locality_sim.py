@@ -32,10 +32,10 @@ def test_patches_see_what_their_view_sees(city: SeenCity) -> None:
 
 
 def test_locality_beats_chance(city: SeenCity) -> None:
-    row = scaling(city, "visible", [8], 5, 2)[0]
+    row = scaling(city, "visible", [8], 5)[0]
     assert row["less_between"] > 30
     assert row["draw"] < 1.6
-    rows = {one["name"]: one for one in ablations(city, "visible", 8, 5, 2)}
+    rows = {one["name"]: one for one in ablations(city, "visible", 8, 5)}
     assert abs(rows["whole images, all random"]["less_between"]) < 1e-6
     assert rows["ours"]["less_between"] > rows["random assignment"]["less_between"]
     assert rows["ours"]["less_between"] > rows["random placement"]["less_between"]

@@ -2,7 +2,9 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.console import Console
 
 from benchmarks.scaling import primitives
@@ -20,6 +22,19 @@ def test_run_has_the_requested_options() -> None:
     assert words[words.index("--pipeline.model.normal-loss") + 1] == "0", "which pixel cannot have"
     words = primitives.command("4dgs", "batch", 2, OPTIONS, Path("runs"))
     assert words[words.index("--time-varying") + 1] == "True" and "--pipeline.views-per-step" not in words
+
+
+def test_each_kind_is_measured_with_each_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[Any, ...]] = []
+
+    def measure(kind: str, strategy: str, devices: int, _: Namespace) -> primitives.Measured:
+        done.append((kind, strategy, devices))
+        return primitives.Measured(kind, strategy, devices, 1.0, 0.0, 5)
+
+    monkeypatch.setattr(primitives, "measure", measure)
+    monkeypatch.setattr("sys.argv", ["primitives", "--kinds", "2dgs", "--strategies", "batch", "tile"])
+    assert primitives.main() == 0
+    assert done == [("2dgs", "batch", 1), ("2dgs", "batch", 2), ("2dgs", "tile", 2)], "on one device they are the same"
 
 
 def test_sizes_are_those_of_the_operators() -> None:

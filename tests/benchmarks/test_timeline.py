@@ -38,5 +38,5 @@ def test_a_picture_of_two_traces(tmp_path: Path) -> None:
     for name in ("one", "two"):
         a_trace(tmp_path / f"{name}.json.gz")
     traces = [f"{name}={tmp_path / name}.json.gz" for name in ("one", "two")]
-    timeline.main(["draw", "--traces", *traces, "--picture", str(tmp_path / "steps.png"), "--milliseconds", "3"])
+    timeline.main(["draw", "--traces", *traces, "--picture", str(tmp_path / "steps.png")])
     assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"

@@ -50,8 +50,8 @@ def test_variants_are_timed_with_and_without_groups(tmp_path: Path, monkeypatch:
 
 def test_fused_statistics_equal_those_of_the_operators() -> None:
     scene = Garden(DEFAULT, torch.device("cpu")).scene(TINY)
-    ours = OurStep(scene, needed(scene), absgrad=False, graph=False, lazy=False, counting=True)
-    theirs = AutogradStep(scene, Kind("operators", "ours"), absgrad=False, counting=True)
+    ours = OurStep(scene, needed(scene), graph=False, lazy=False, counting=True)
+    theirs = AutogradStep(scene, Kind("operators", "ours"), counting=True)
     for step in (ours, theirs):
         step()
     counted, expected = ours.fused._model.statistics, theirs._counts._state

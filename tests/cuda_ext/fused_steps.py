@@ -55,9 +55,9 @@ def make_model(
     return Model(params, exp_avgs, exp_avg_sqs, table, scene.viewmats, scene.Ks, scene.sizes)
 
 
-def make_gradients(rows: SplatRows, seed: int = 0) -> RowGradients:
+def make_gradients(rows: SplatRows) -> RowGradients:
     """Random gradients of a size that moves parameters; of dead and padding rows too, where they must not count."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
 
     def random(like: Tensor, size: float) -> Tensor:
         return (size * torch.randn(like.shape, generator=g, dtype=torch.float64)).to(like)

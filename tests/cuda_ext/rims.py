@@ -30,13 +30,13 @@ class Cameras:
         return torch.einsum("vij,nj->vni", self.viewmats[:, :3, :3], means) + self.viewmats[:, None, :3, 3]
 
 
-def make_cameras(unit: float, near: float, far: float, dtype: torch.dtype, seed: int = 0, views: int = 4) -> Cameras:
-    """Views from around the origin in all directions, of several sizes and with pixels that are not square.
+def make_cameras(unit: float, near: float, far: float, dtype: torch.dtype, seed: int = 0) -> Cameras:
+    """Four views from around the origin in all directions, of several sizes and with pixels that are not square.
 
     Args:
         unit: how many world units the scene is wide. near, far: the depth range, in scenes.
     """
-    g = torch.Generator().manual_seed(seed)
+    g, views = torch.Generator().manual_seed(seed), 4
     viewmats = torch.eye(4, dtype=torch.float64).repeat(views, 1, 1)
     viewmats[:, :3, :3] = rotations(views, 2.0, g)
     viewmats[:, :3, 3] = 0.3 * unit * torch.randn(views, 3, generator=g, dtype=torch.float64)
@@ -65,7 +65,7 @@ def keeps(cameras: Cameras) -> Kept:
     return kept
 
 
-def keeps_moving(cameras: Cameras, moved: Tensor, grown: float, eps2d: float = 0.3) -> Kept:
+def keeps_moving(cameras: Cameras, moved: Tensor, grown: float) -> Kept:
     """As cuda_ext/csrc/common/moving.h keeps opaque points that may be as far as `moved` [] from where they are, and
     whose scales' logarithms may have grown by `grown`."""
     size = cameras.viewmats.new_tensor(cameras.sizes).view(-1, 1, 2)
@@ -82,7 +82,7 @@ def keeps_moving(cameras: Cameras, moved: Tensor, grown: float, eps2d: float = 0
         moved_slope = moved * (1 + slope.square()).sqrt() / least[..., None]
         clamped = torch.minimum(torch.maximum(slope, clamps[0]), clamps[1]).abs() + moved_slope
         scale = (scales.log() + grown).exp()[:, None] * focal / least[..., None]
-        variance = scale.square() * (1 + clamped.square()) + eps2d
+        variance = scale.square() * (1 + clamped.square()) + 0.3
         square = three_sigma(variance[..., 0], (scale * clamped).prod(-1), variance[..., 1])
         cutoff2 = reference.cutoff_squared(torch.ones_like(scales))[:, None]
         extent = torch.maximum((cutoff2 * variance).sqrt(), square[..., None]) + focal * moved_slope

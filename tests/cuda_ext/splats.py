@@ -134,12 +134,12 @@ def backward(splats: Splats, seed: int = 0, weight: Tensor | None = None) -> tup
     return [out.detach(), alpha.detach(), last], list(gradients)
 
 
-def pixel_ids(patches: tuple[int, ...], width: int) -> Tensor:
-    """Index in the whole view of every pixel of the patches."""
+def pixel_ids(patches: tuple[int, ...]) -> Tensor:
+    """Index in the whole view, 47 pixels wide, of every pixel of the patches."""
     ids = []
     for k in range(0, len(patches), 5):
         _, x0, y0, x1, y1 = patches[k : k + 5]
-        ids.append((torch.arange(y0, y1)[:, None] * width + torch.arange(x0, x1)).flatten())
+        ids.append((torch.arange(y0, y1)[:, None] * 47 + torch.arange(x0, x1)).flatten())
     return torch.cat(ids)
 
 

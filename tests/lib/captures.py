@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,19 @@ def write_capture(folder: Path, views: int = 12, suffix: str = ".png", masks: bo
     return folder
 
 
+@contextmanager
+def transforms(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a capture's transforms.json, which is written with the changes made to them."""
+    file = folder / "transforms.json"
+    meta = json.loads(file.read_text())
+    yield meta
+    file.write_text(json.dumps(meta))
+
+
 def edit(folder: Path, frame: int | None, **values: Any) -> None:
     """Change a frame of transforms.json, or an entry next to the frames."""
-    meta = json.loads((folder / "transforms.json").read_text())
-    (meta if frame is None else meta["frames"][frame]).update(values)
-    (folder / "transforms.json").write_text(json.dumps(meta))
+    with transforms(folder) as meta:
+        (meta if frame is None else meta["frames"][frame]).update(values)
 
 
 def manager(folder: Path, world: World, *, eval_mode: str = "interval", **options: Any) -> DistributedDataManager:

@@ -129,13 +129,13 @@ def write_transforms(folder: Path, scene: Scene, applied: Table | None, model: P
     write_model(folder / model, scene)
 
 
-def add_model(folder: Path, points: int = 80) -> None:
-    """Give a nerfstudio capture COLMAP's model: points around the middle of the world, seen by half of its views."""
+def add_model(folder: Path) -> None:
+    """Give a nerfstudio capture COLMAP's model: 80 points around the middle of the world, seen by half of its views."""
     frames = json.loads((folder / "transforms.json").read_text())["frames"]
     turned = np.array([[0.0, 1, 0, 0], [1, 0, 0, 0], [0, 0, -1, 0], [0, 0, 0, 1]])  # as files without a word of it are
     poses = [np.linalg.inv(turned @ frame["transform_matrix"] @ np.diag([1.0, -1, -1, 1])) for frame in frames]
     rng = np.random.default_rng(7)
-    tracks = [[int(n) + 1 for n in rng.choice(len(frames), len(frames) // 2, replace=False)] for _ in range(points)]
+    tracks = [[int(n) + 1 for n in rng.choice(len(frames), len(frames) // 2, replace=False)] for _ in range(80)]
     names = [Path(frame["file_path"]).name for frame in frames]
-    scene = Scene(np.stack(poses), rng.uniform(-0.4, 0.4, (points, 3)), tracks, names=names)
+    scene = Scene(np.stack(poses), rng.uniform(-0.4, 0.4, (80, 3)), tracks, names=names)
     write_model(folder / "colmap/sparse/0", scene)

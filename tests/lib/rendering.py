@@ -1,7 +1,6 @@
 """A pipeline over a small capture whose points are spread over ranks as a test wants, and cameras to look at it."""
 
 import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 from tests.lib import training_run
+from tests.lib.captures import transforms
 from tests.strategies.scene import make_points
 
 POINTS = 90
@@ -22,11 +22,10 @@ POINTS = 90
 def write_capture(folder: Path, held_out: int = 5, **kind: bool) -> Path:
     """Return a capture of nine views, some of them held out; see `training_run.write_capture`."""
     training_run.write_capture(folder, **kind)
-    file = folder / "transforms.json"
-    meta = json.loads(file.read_text())
-    names = [frame["file_path"] for frame in meta["frames"]]
-    meta |= {"train_filenames": names[held_out:], "val_filenames": names[:held_out], "test_filenames": names[:held_out]}
-    file.write_text(json.dumps(meta))
+    with transforms(folder) as meta:
+        names = [frame["file_path"] for frame in meta["frames"]]
+        meta["train_filenames"] = names[held_out:]
+        meta["val_filenames"] = meta["test_filenames"] = names[:held_out]
     return folder
 
 

@@ -1,11 +1,12 @@
 """Small checkpoints, nerfstudio's way of finding them, and disks that misbehave."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -63,6 +64,11 @@ def steps_in(models: Path) -> list[int]:
     for path in found:
         assert check_checkpoint(path) is not None
     return [step_of(path) for path in found]
+
+
+def no_space(name: object) -> NoReturn:
+    """Fail as a full disk does that is to take a file's bytes."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(name))
 
 
 @contextmanager

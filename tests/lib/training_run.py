@@ -26,6 +26,7 @@ from ns_multigpu.core.schema import names
 from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.primitives.registry import PRIMITIVES
+from tests.lib.captures import transforms
 
 TRAIN, HELD_OUT, POINTS = 8, 1, 60
 
@@ -92,11 +93,10 @@ def write_capture(
 
 def add_maps(folder: Path, key: str, values_of: Callable[[int], NDArray[Any]]) -> None:
     """Give each frame of a capture a picture of `values_of` its number, under a key of transforms.json."""
-    meta = json.loads((folder / "transforms.json").read_text())
-    for number, frame in enumerate(meta["frames"]):
-        frame[key] = f"{key}_{number}.png"
-        Image.fromarray(values_of(number)).save(folder / frame[key])
-    (folder / "transforms.json").write_text(json.dumps(meta))
+    with transforms(folder) as meta:
+        for number, frame in enumerate(meta["frames"]):
+            frame[key] = f"{key}_{number}.png"
+            Image.fromarray(values_of(number)).save(folder / frame[key])
 
 
 def facing_normals(number: int, size: tuple[int, int] = (12, 14)) -> NDArray[np.uint8]:
@@ -164,6 +164,12 @@ def set_up(world: World, config: Any) -> DistributedTrainer:
     return trainer
 
 
+def save_nothing(trainer: DistributedTrainer) -> None:
+    """Keep a run from writing models, for a test that does not look at them."""
+    trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
+    trainer.save_last = lambda _, look: look() or trainer.base_dir  # type: ignore[method-assign]
+
+
 def follow(
     world: World, capture: Path, runs: Path, options: Mapping[str, Any], steps: int, views_per_rank: int,
     *, method: str = "splatfacto-batch", double: bool = True,
@@ -200,9 +206,7 @@ def follow(
     torch.manual_seed(3)
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     trainer = DistributedTrainer(config)
-    # What a run leaves is not looked at.
-    trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
-    trainer.save_last = lambda _, look: look() or trainer.base_dir  # type: ignore[method-assign]
+    save_nothing(trainer)
     trainer.setup()
     ready(trainer)
     if not double:

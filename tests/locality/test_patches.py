@@ -71,8 +71,8 @@ def test_ranks_have_equal_patches_within_the_pixel_bound(ranks: int, machines: i
     assert made.counts(3, 200, 120) == 48 and made.assign(views, ranks) == plan, "the same on every rank"
 
 
-def everything_at(rank: int, ranks: int, patches: int) -> np.ndarray:
-    needed = np.ones((patches, ranks))
+def everything_at(rank: int) -> np.ndarray:
+    needed = np.ones((16, 2))
     needed[:, rank] = 1000
     return needed
 
@@ -81,12 +81,12 @@ def everything_at(rank: int, ranks: int, patches: int) -> np.ndarray:
 def test_patches_are_assigned_to_owners_of_points(machines: int) -> None:
     made, access = assignment(2, machines)
     views = [view_of((64, 64), 5), view_of((64, 64), 9)]
-    access.record([5], everything_at(1, 2, 16))
-    access.record([9], everything_at(0, 2, 16))
+    access.record([5], everything_at(1))
+    access.record([9], everything_at(0))
     plan = made.assign(views, 2)
     assert {patch.view for patch in plan.drawn[1]} == {0} and {patch.view for patch in plan.drawn[0]} == {1}
     # What was needed in the last step is what counts in the next.
-    table = np.concatenate([everything_at(0, 2, 16), everything_at(1, 2, 16)])
+    table = np.concatenate([everything_at(0), everything_at(1)])
     made.learn(views, table.T.astype(int).reshape(-1).tolist())
     plan = made.assign(views, 2)
     assert {patch.view for patch in plan.drawn[0]} == {0} and {patch.view for patch in plan.drawn[1]} == {1}

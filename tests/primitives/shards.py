@@ -14,13 +14,13 @@ Model = tuple[torch.nn.ParameterDict, dict[str, torch.optim.Optimizer]]
 SHAPES = {"means": (3,), "scales": (3,), "quats": (4,), "opacities": (1,), "features_dc": (3,), "rest": (15, 3)}
 
 
-def whole_model(count: int, seed: int = 0, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+def whole_model(count: int) -> dict[str, Tensor]:
     """Random points in a few clusters."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     values = {name: torch.randn(count, *shape, generator=g) for name, shape in SHAPES.items()}
     values["means"] = torch.randn(7, 3, generator=g)[torch.randint(7, (count,), generator=g)] + 0.2 * values["means"]
     values["scales"] -= 1.0
-    return {name: value.to(device) for name, value in values.items()}
+    return values
 
 
 def shard(values: dict[str, Tensor], bounds: Sequence[int], rank: int, places: Tensor | None = None) -> Model:

@@ -157,9 +157,9 @@ def make_corrections(views: int, dtype: torch.dtype, device: torch.device | str 
     return found.to(device, dtype)
 
 
-def make_image(view: View, seed: int = 9) -> torch.Tensor:
+def make_image(view: View) -> torch.Tensor:
     """Return [H, W, 3] uint8 noise."""
-    g = torch.Generator().manual_seed(seed + view.index)
+    g = torch.Generator().manual_seed(9 + view.index)
     return torch.randint(0, 256, (view.height, view.width, 3), generator=g, dtype=torch.uint8)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake, serve_cpu
+from cuda_ext.dispatch.library import LIBRARY, serve_cpu
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.reference import quaternions
@@ -142,21 +142,6 @@ def _check_rows(tensors: Sequence[Tensor], count: int) -> None:
     for tensor in tensors:
         if tensor.dim() == 0 or len(tensor) != count or not tensor.is_contiguous():
             raise ValueError(f"tensors of rows must be contiguous and have {count} rows; one is {list(tensor.shape)}.")
-
-
-@fake("draw_sources")
-def _draw_fake(sums: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return sums.new_empty(len(sums), dtype=torch.int32), sums.new_empty(len(sums), dtype=torch.int32)
-
-
-@fake("take_rows")
-def _take_fake(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
-    return [tensor.new_empty(len(index), *tensor.shape[1:]) for tensor in tensors]
-
-
-@fake("turn")
-def _turn_fake(_: Tensor, vectors: Tensor) -> Tensor:
-    return torch.empty_like(vectors)
 
 
 serve_cpu(reference, "draw_sources", "share_out", "copy_rows", "take_rows")

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import fake
 from cuda_ext.dispatch.load import load_native
 from cuda_ext.ops.common.checks import check_tensors
 from cuda_ext.reference import assign_patches as reference
@@ -100,8 +99,3 @@ def assign_patches(
     chosen, summary = op(counts, totals, sent, start, alpha, beta, gamma, delta, power, most_swaps, seconds)
     before, after, swaps, converged = summary.tolist()
     return AssignedPatches(chosen, before, after, int(swaps), bool(converged))
-
-
-@fake("assign_patches")
-def _assign_patches_fake(counts: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return counts.new_empty(counts.shape[0], dtype=torch.int64), counts.new_empty(4)

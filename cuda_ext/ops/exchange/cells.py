@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import compiled_serves, kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_ints, check_tensors
 from cuda_ext.reference import cells as composed
@@ -121,24 +121,6 @@ def cells_reached(
     is_native = compiled_serves(means2d) and (means2d.dtype == torch.float32 or means2d.device.type != "cuda")
     op: Any = torch.ops.ns_multigpu.cells_reached if is_native else composed.cells_reached
     return op(view_ids, means2d.detach(), radii, depths.detach(), viewmats.detach(), Ks.detach(), list(boxes))
-
-
-@fake("cell_windows")
-def _cell_windows_fake(
-    viewmats: Tensor, Ks: Tensor, axes: Any, planes: Any, paths: Any, order: Any, upward: Any, drawn: Any, patches: Any
-) -> Tensor:
-    tiles = sum(
-        -(-(patches[k + 4] - patches[k + 2]) // composed.TILE) * -(-(patches[k + 5] - patches[k + 3]) // composed.TILE)
-        for k in range(0, len(patches), 6)
-    )
-    return viewmats.new_empty((tiles, 2), dtype=torch.float64)
-
-
-@fake("cells_reached")
-def _cells_reached_fake(
-    view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, viewmats: Tensor, Ks: Tensor, boxes: Any
-) -> Tensor:
-    return view_ids.new_empty((len(boxes) // 6, len(view_ids)), dtype=torch.bool)
 
 
 LIBRARY.impl("cell_windows", composed.cell_windows, "CPU")

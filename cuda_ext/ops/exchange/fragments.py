@@ -205,11 +205,6 @@ def _pixels(sizes: Sequence[int]) -> int:
     return sum(sizes[k] * sizes[k + 1] for k in range(0, len(sizes), 2))
 
 
-@fake("live_boxes")
-def _live_boxes_fake(before: Tensor, fragments: Any, slots: int, least: float) -> Tensor:
-    return before.new_empty(slots, 5, dtype=torch.int64)
-
-
 @fake("composite_fragments")
 def _composite_fake(received: Tensor, layers: Any, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     pixels = _pixels(sizes)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import fake, serve_cpu
+from cuda_ext.dispatch.library import serve_cpu
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.reference import row_exchange as composed
@@ -292,21 +292,6 @@ def check_lines(first: int, end: int, rows: int) -> None:
     """Raise ValueError unless lines `first` to `end` are among `rows`."""
     if not 0 <= first <= end <= rows:
         raise ValueError(f"lines {first} to {end}: need 0 <= first <= end <= {rows}, which is all of them.")
-
-
-@fake("unpack")
-def _unpack_fake(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, ...]:
-    rows = records.shape[0] * records.shape[1]
-    shapes = ((rows, 2), (rows, 3), (rows,), (rows, 3), (rows,))
-    view_ids, radii, owners, slots = (
-        records.new_empty(shape, dtype=torch.int32) for shape in ((rows,), (rows, 2), (rows,), (rows,))
-    )
-    return (view_ids, *(records.new_empty(shape) for shape in shapes), radii, owners, slots)
-
-
-@fake("collect")
-def _collect_fake(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-    return place.new_empty((place.shape[1], RECORD_FLOATS), dtype=torch.float32)
 
 
 serve_cpu(composed, "route_lines", "pack", "unpack", "collect", "add_records")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_ints, check_tensors
 from cuda_ext.reference import row_footprint as composed
@@ -45,11 +45,6 @@ def footprint_counts(view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Te
             raise ValueError(f"patch {k // 5} is (view, x0, y0, x1, y1) = {tuple(numbers[k : k + 5])}")
     op: Any = torch.ops.ns_multigpu.footprint_counts if kernels_serve(means2d) else composed.footprint_counts
     return op(view_ids, count, means2d.detach(), radii, numbers)
-
-
-@fake("footprint_counts")
-def _footprint_counts_fake(view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Any) -> Tensor:
-    return count.new_empty(len(patches) // 5)
 
 
 LIBRARY.impl("footprint_counts", composed.footprint_counts, "CPU")

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import fake, serve_cpu
+from cuda_ext.dispatch.library import serve_cpu
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_tensors
 from cuda_ext.ops.exchange.row_exchange import ReceivedRows, check_lines, columns_of
@@ -258,18 +258,6 @@ def _check_segments(
                 f"the segment of rank {other}, {capacity} rows of {width} words from word {start} on, leaves the "
                 f"{wire.shape[0]} words of the wire."
             )
-
-
-@fake("unpack_wire")
-def _unpack_fake(wire: Tensor, starts: Any, capacities: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
-    rows = sum(capacities)
-    floats = [wire.new_empty(shape, dtype=torch.float32) for shape in ((rows, 2), (rows, 3), rows, (rows, 3), rows)]
-    return (wire.new_empty(rows), *floats, wire.new_empty((rows, 2)), wire.new_empty(rows), wire.new_empty(rows))
-
-
-@fake("collect_wire")
-def _collect_fake(place: Tensor, *_: Any) -> Tensor:
-    return place.new_empty((place.shape[1], RECORD_FLOATS), dtype=torch.float32)
 
 
 serve_cpu(composed, "pack_wire", "unpack_wire", "keep_rows", "pack_gradients", "collect_wire")

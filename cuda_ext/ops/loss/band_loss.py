@@ -6,13 +6,13 @@ sent to the rank that owns it.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.gsplat_kernels import in_gsplat_mode
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve, native_serves
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.ops.loss.loss import SSIM_HALO, l1_ssim_backward_torch, l1_ssim_torch
@@ -199,12 +199,6 @@ def _register_gsplat_mode(library: torch.library.Library) -> None:
     """Register the composed forms for CUDA, where gsplat's kernels serve instead of ours."""
     library.impl("band_loss", _band_loss_composed, "CUDA")
     library.impl("band_loss_into", _band_loss_into_composed, "CUDA")
-
-
-@fake("band_loss")
-def _band_loss_fake(out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    rgb, v_out, v_alpha = out.new_empty(target.shape), out.new_empty(out.shape), alpha.new_empty(alpha.shape)
-    return rgb, out.new_empty(()), out.new_empty(()), v_out, v_alpha
 
 
 LIBRARY.impl("band_loss", _band_loss_composed, "CPU")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
 from cuda_ext.ops.optim.adam import SCALARS, kernels_serve
 from cuda_ext.ops.optim.fused_composed import PLAIN_COLOR, splat_forward_composed, splat_update_composed
@@ -263,16 +263,6 @@ def splat_update(
 def _number(degree: int | None) -> int:
     """Return a degree as the operators take it."""
     return PLAIN_COLOR if degree is None else degree
-
-
-@fake("splat_forward")
-@fake("splat_forward_lazy")
-def _splat_forward_fake(means: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
-    depth, capacity = rest[13:15]
-    floats = [means.new_empty(s) for s in ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth))]
-    ids = [means.new_empty(capacity, dtype=torch.int32) for _ in range(2)]
-    count, radii = means.new_empty(1, dtype=torch.int64), means.new_empty((capacity, 2), dtype=torch.int32)
-    return (*ids, count, *floats, means.new_empty(capacity), radii)
 
 
 LIBRARY.impl("splat_forward", splat_forward_composed, "CPU")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_floats
 from cuda_ext.reference.poses import corrected
@@ -94,11 +94,6 @@ def _of_length(vectors: Tensor, weight: float) -> Tensor:
     """Return the gradient [N, 3] of `weight` times the mean length of vectors; zero where one is zero."""
     length = vectors.norm(dim=1, keepdim=True)
     return torch.where(length > 0, vectors / length, 0.0) * (weight / len(vectors))
-
-
-@fake("correction_gradients")
-def _correction_gradients_fake(viewmats: Tensor, corrections: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(corrections)
 
 
 LIBRARY.impl("correct_views", _correct_views_composed, "CPU")

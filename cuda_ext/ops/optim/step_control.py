@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.ops.common.checks import check_tensors
 from cuda_ext.ops.optim.adam import kernels_serve
 from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam
@@ -182,17 +182,6 @@ def _gate_composed(
     if sent is not None:
         status[num_limits + 2 :] += sent
     return torch.where(full, still, scalars), torch.where(full, torch.zeros_like(row_counts), row_counts)
-
-
-@fake("step_message")
-def _step_message_fake(own_rows: Tensor, *rest: Any) -> Tensor:
-    return own_rows.new_empty(HEAD + rest[7])
-
-
-@fake("step_gate")
-def _step_gate_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
-    scalars, row_counts = inputs[3], inputs[5]
-    return scalars.new_empty(scalars.shape), row_counts.new_empty(row_counts.shape)
 
 
 LIBRARY.impl("step_message", _message_composed, "CPU")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import compiled_serves, kernels_serve
 from cuda_ext.ops.common.checks import check_cameras, check_floats
 from cuda_ext.reference.boxes import FLOATS, box_views_composed, groups_of, splat_boxes_composed
@@ -93,11 +93,6 @@ def check_boxes(means: Tensor, boxes: Tensor) -> None:
         TypeError, ValueError: dtype, device or shape are wrong.
     """
     check_floats(means, boxes=(boxes, (groups_of(len(means)), FLOATS)))
-
-
-@fake("box_views")
-def _box_views_fake(boxes: Tensor, viewmats: Tensor, *_: Any) -> Tensor:
-    return boxes.new_empty(len(viewmats), len(boxes), dtype=torch.bool)
 
 
 LIBRARY.impl("splat_boxes", splat_boxes_composed, "CPU")

@@ -6,7 +6,6 @@ It runs on the host, because one rank counts for all, while the model is placed.
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import fake
 from cuda_ext.dispatch.load import load_native
 from cuda_ext.ops.common.checks import check_depth_range, check_tensors
 from cuda_ext.reference import boxes as reference
@@ -69,8 +68,3 @@ def patch_counts(
         raise ValueError(f"labels must be in 0..{num_labels - 1}.")
     op = torch.ops.ns_multigpu.patch_counts if load_native() else reference.patch_counts
     return op(points, size, boxes, labels, num_labels, viewmats, lenses, columns, rows, halos, near, far)
-
-
-@fake("patch_counts")
-def _patch_counts_fake(points, size, boxes, labels, num_labels, viewmats, lenses, columns, rows, halos, near, far):
-    return points.new_empty(len(viewmats), (columns.shape[1] - 1) ** 2, num_labels, dtype=torch.int32)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.reference import list_windows as composed
 
@@ -37,11 +37,6 @@ def clip_lists(tile_offsets: Tensor, row_ids: Tensor, depths: Tensor, windows: T
     is_native = kernels_serve(depths) and depths.dtype == torch.float32
     op: Any = torch.ops.ns_multigpu.clip_lists if is_native else composed.clip_lists
     return op(tile_offsets, row_ids, depths.detach(), windows)
-
-
-@fake("clip_lists")
-def _clip_lists_fake(tile_offsets: Tensor, row_ids: Tensor, depths: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(tile_offsets), torch.empty_like(row_ids)
 
 
 LIBRARY.impl("clip_lists", composed.clip_lists, "CPU")

@@ -225,15 +225,6 @@ def raster_state_size(
     return sum((part + 31) // 32 * 32 for part in parts)
 
 
-@fake("intersect_capacity")
-def _intersect_capacity_fake(
-    means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size, capacity
-):  # fmt: skip
-    tiles = _tile_count(patches, tile_size)
-    integers = (means2d.new_empty(size, dtype=torch.int32) for size in (tiles + 1, capacity))
-    return *integers, means2d.new_empty(1, dtype=torch.int64)
-
-
 @fake("rasterize")
 def _rasterize_fake(
     means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import fake, serve_cpu
+from cuda_ext.dispatch.library import serve_cpu
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.ops.optim.adam import kernels_serve
 from cuda_ext.ops.sort import peer_sort_composed as composed
@@ -267,25 +267,6 @@ def _check_addresses(**tables: Sequence[int]) -> None:
 def _check_capacity(name: str, capacity: int) -> None:
     if not 0 <= capacity < 2**31 - 1:
         raise ValueError(f"{name}: capacity must lie in 0..2^31 - 2, got {capacity}.")
-
-
-@fake("merge_level")
-def _merge_level_fake(keys_at: Any, values_at: Any, counts: Tensor, *_: Any) -> Tensor:
-    return counts.new_empty(1)
-
-
-@fake("intersect_keys")
-def _intersect_keys_fake(means2d: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    keys, count = (means2d.new_empty(size, dtype=torch.int64) for size in (rest[-1], 1))
-    return keys, means2d.new_empty(rest[-1], dtype=torch.int32), count
-
-
-@fake("band_lists")
-def _band_lists_fake(
-    keys_at: Any, values_at: Any, counts: Tensor, bands: Sequence[int], where: Tensor, segment: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    tiles = sum(bands[1::2]) - sum(bands[::2])
-    return where.new_empty(tiles + 1), where.new_empty(capacity), counts.new_empty(1)
 
 
 serve_cpu(composed, "sort_pairs", "publish_count", "merge_level", "intersect_keys", "band_lists")

@@ -133,12 +133,12 @@ def broadcast_object(value: Any, source: int, world: World) -> Any:
     return box[0]
 
 
-def broadcast_int(value: int, source: int, world: World) -> int:
-    """An integer of rank `source`, on every rank, over the control group: cheap enough for every step."""
+def broadcast_int(value: int, world: World) -> int:
+    """An integer of rank 0, on every rank, over the control group: cheap enough for every step."""
     if world.control is None:
         return value
     box = torch.tensor([value], dtype=torch.int64)
-    dist.broadcast(box, source, group=world.control)
+    dist.broadcast(box, 0, group=world.control)
     return int(box.item())
 
 

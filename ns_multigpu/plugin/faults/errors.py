@@ -89,12 +89,12 @@ def _framed(console: Console, title: str, text: str) -> None:
     console.rule(style="red")
 
 
-def end_soon(status: int, seconds: float = 3.0) -> None:
-    """Exit this process within `seconds`, even if its libraries wait for peers."""
+def end_soon() -> None:
+    """Exit this process with status 1 within three seconds, even if its libraries wait for peers."""
 
     def wait() -> None:
-        time.sleep(seconds)
-        os._exit(status)
+        time.sleep(3.0)
+        os._exit(1)
 
     threading.Thread(target=wait, name="end soon", daemon=True).start()
 
@@ -122,7 +122,7 @@ def _run_exit_hook(error: BaseException) -> None:
         extra = {"py_callstack": report, "timestamp": str(int(time.time()))}
         text = f"{type(error).__name__}: {error}"
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), "utf8")
-    end_soon(1)
+    end_soon()
     time.sleep(LAST_WORDS)
 
 

@@ -250,7 +250,7 @@ def worker_main(config: Config, folder: str, parts: RunParts | None = None) -> N
         if isinstance(error, SystemExit) and not error.code:
             return
         _write_record(error, ranks.rank, place)
-        end_soon(1)
+        end_soon()
         raise
 
 

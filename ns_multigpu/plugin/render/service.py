@@ -106,7 +106,7 @@ class RenderService:
         strides: limit on block length while a viewer is connected.
     """
 
-    def __init__(self, model: Any, pictures: Any, world: World) -> None:
+    def __init__(self, model: Any, pictures: Drawer, world: World) -> None:
         self.pictures, self._world = pictures, world
         self.lock = StepLock()
         self.rate: float | None = None

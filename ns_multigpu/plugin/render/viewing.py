@@ -52,7 +52,7 @@ def keep_open(trainer: Any) -> None:
     All ranks must stay, since rendering takes all of them and a missing rank would count as hung.
     """
     viewer = trainer.viewer_state
-    if not broadcast_int(int(viewer is not None), 0, trainer.world):
+    if not broadcast_int(int(viewer is not None), trainer.world):
         return
     if viewer is not None:
         with contextlib.suppress(RuntimeError):  # its connections may close at any time

@@ -91,7 +91,7 @@ def _saved(trainer: Any, step: int, seconds: float, give_up: Callable[[], bool])
                 _say(f"{trainer.checkpoint_dir} did not take the last checkpoint ({problem}): it is in {fallback}.")
                 return fallback
             problem = f"{problem}; {fallback}: {other}"
-        if give_up() or broadcast_int(int(time.monotonic() >= end), 0, world):
+        if give_up() or broadcast_int(int(time.monotonic() >= end), world):
             break
         if not reported:
             reported = True

@@ -44,7 +44,7 @@ def initial_gaussians(
     n = len(means)
     if n == 0:
         raise ValueError("no point to start from: give seed points or use random initialisation")
-    spacing = torch.from_numpy(_mean_spacing(means.numpy(), neighbours=3)).clamp(min=SMALLEST_SPACING)
+    spacing = torch.from_numpy(_mean_spacing(means.numpy())).clamp(min=SMALLEST_SPACING)
     features_rest = torch.zeros(n, (sh_degree + 1) ** 2 - 1, 3)
     if seeds is not None and len(seeds[1]) > 0:
         colors = seeds[1].detach().float().cpu() / 255.0
@@ -62,9 +62,9 @@ def initial_gaussians(
     }
 
 
-def _mean_spacing(points: np.ndarray, neighbours: int) -> np.ndarray:
-    """Mean distance of each point to its nearest `neighbours`, [N] float32."""
-    nearest = min(neighbours, len(points) - 1)
+def _mean_spacing(points: np.ndarray) -> np.ndarray:
+    """Mean distance of each point to its three nearest neighbours, [N] float32."""
+    nearest = min(3, len(points) - 1)
     if nearest < 1:
         return np.ones(len(points), dtype=np.float32)
     distances, _ = scipy.spatial.KDTree(points).query(points, k=nearest + 1, workers=-1)

@@ -44,7 +44,7 @@ def _everything(world: World) -> dict[str, object]:
     out["wide"] = tuple(wide.shape)
     out["ints"] = c.all_gather_ints([r, -r], world)
     out["object"] = c.broadcast_object({"rank": r}, n - 1, world)
-    out["int"] = c.broadcast_int(r - 5, 0, world)
+    out["int"] = c.broadcast_int(r - 5, world)
     out["objects"] = c.all_gather_objects("x" * r, world)
     out["sent"] = world.traffic.sent
     c.barrier(world)

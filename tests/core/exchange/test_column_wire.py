@@ -17,12 +17,11 @@ SIZES, RANK = (3, 3, 1), 1
 GEOMETRY = ("means2d", "conics", "opacities", "features", "depths")
 
 
-def columns_of(rows: int, dtype: torch.dtype, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, Tensor]:
+def columns_of(rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(rows)
-    shapes = shapes or {"means2d": (2,), "conics": (3,), "opacities": (), "lines": (4, 3), "depths": ()}
+    shapes = {"means2d": (2,), "conics": (3,), "opacities": (), "lines": (4, 3), "depths": ()}
     floats = {name: torch.rand(rows, *shape, generator=g, dtype=dtype) + 0.5 for name, shape in shapes.items()}
-    if "conics" in floats:
-        floats["conics"][:, [0, 2]] += 1.5  # positive definite
+    floats["conics"][:, [0, 2]] += 1.5  # positive definite
     ids = torch.arange(rows, dtype=torch.int32)
     return {"view_ids": ids // 2, **floats, "radii": torch.stack([ids, ids + 1], 1), "long": ids.long() << 40}
 

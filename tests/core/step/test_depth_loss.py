@@ -13,9 +13,9 @@ from tests.strategies.scene import look_at
 WIDTH, HEIGHT, SCALE = 19, 14, 2.5
 
 
-def make_view(count: int = 60) -> View:
+def make_view() -> View:
     """Return a camera among points: some are behind it, some outside of its image, and one is at each corner."""
-    g = torch.Generator().manual_seed(6)
+    g, count = torch.Generator().manual_seed(6), 60
     viewmat = look_at([2.0, 1.0, 0.5], [0.0, 0.0, 0.0])
     K = torch.tensor([[17.0, 0, 9.2], [0, 18.5, 7.4], [0, 0, 1]]).double()
     rays = torch.rand(count, 3, generator=g, dtype=torch.float64) * torch.tensor([2.0, 2.0, 4.0]) - 1

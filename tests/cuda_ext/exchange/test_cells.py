@@ -171,4 +171,4 @@ def test_opcheck(device: str) -> None:
         (OPS.cells_reached, (*where, depths, *cameras, _boxes(scene.tree))),
         (OPS.clip_lists, (offsets, ids, depths, windows)),
     ):
-        torch.library.opcheck(op.default, arguments)
+        torch.library.opcheck(op.default, arguments, test_utils="test_schema")

@@ -125,7 +125,7 @@ def test_boxes_around_what_gets_enough() -> None:
     found = live_boxes(before, WATCHED, 3, 1e-4)
     assert found.tolist() == [[-7, -4, 11, 6, 3], [NOWHERE] * 4 + [0], [NOWHERE] * 4 + [0]]
     assert live_boxes(before, [], 2, 1e-4)[:, 4].tolist() == [0, 0]
-    torch.library.opcheck(OPS.live_boxes.default, (before, WATCHED, 3, 1e-4))
+    torch.library.opcheck(OPS.live_boxes.default, (before, WATCHED, 3, 1e-4), test_utils="test_schema")
     for k, value in ((0, 3), (1, 30), (4, 0)):
         numbers = list(WATCHED)
         numbers[k] = value

@@ -247,5 +247,6 @@ def test_opcheck(device: str) -> None:
     segments = [torch.zeros(1, 24, 16, device=device) for _ in range(2)]
     torch.library.opcheck(OPS.pack.default, (*rows.packed(), place, addresses(segments, 0), 24))
     assert bool(segments[0].any())
-    torch.library.opcheck(OPS.unpack.default, (torch.cat(segments), counts, 2))
-    torch.library.opcheck(OPS.collect.default, (place, rows.count, addresses(segments, 0), 24))
+    torch.library.opcheck(OPS.unpack.default, (torch.cat(segments), counts, 2), test_utils="test_schema")
+    own = (place, rows.count, addresses(segments, 0), 24)
+    torch.library.opcheck(OPS.collect.default, own, test_utils="test_schema")

@@ -166,7 +166,8 @@ def test_opcheck(device: str) -> None:
     splats = make_splats(20, 40, 30).to(device)
     splats.intersect()  # makes sure that the operator is loaded
     torch.library.opcheck(torch.ops.ns_multigpu.intersect.default, arguments(splats))
-    torch.library.opcheck(torch.ops.ns_multigpu.intersect_capacity.default, (*arguments(splats), 64))
+    into = torch.ops.ns_multigpu.intersect_capacity.default
+    torch.library.opcheck(into, (*arguments(splats), 64), test_utils="test_schema")
 
 
 def arguments(splats: Splats) -> tuple[Any, ...]:

@@ -282,4 +282,4 @@ def test_opcheck(device: str) -> None:
         (torch.ops.ns_multigpu.band_lists, (*at, counts, [0, 3, 2, 5], where, 20, 64)),
     ]
     for op, arguments in checks:
-        torch.library.opcheck(op.default, arguments)
+        torch.library.opcheck(op.default, arguments, test_utils="test_schema")

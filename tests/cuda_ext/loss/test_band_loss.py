@@ -278,7 +278,7 @@ def test_opcheck(device: str) -> None:
     r = rendering(20, 22, torch.float32, device=device)
     r.run()  # makes sure that the operators are loaded
     given = (*r[:4], [2, 0, 22, 18], r.v_l1, r.v_ssim)
-    torch.library.opcheck(OPS.band_loss.default, given)
+    torch.library.opcheck(OPS.band_loss.default, given, test_utils="test_schema")
     rgb, loss, v_out, v_alpha = results_of(r).values()
     last = torch.zeros(20 * 22, dtype=torch.int32, device=device)
     many = (r.out, r.alpha, [r.background], [r.target], [2, 0, 22, 18], [r.v_l1], [r.v_ssim], [0.5], 2.0)

@@ -185,4 +185,4 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(ops.splat_boxes.default, (means, means, boxes))
     views = (cameras.viewmats.to(device), cameras.Ks.to(device), cameras.sizes, 0.3, 0.05, 5.0)
     for table in (None, LazyAdam.make(1, device).table):
-        torch.library.opcheck(ops.box_views.default, (boxes, *views, table, False))
+        torch.library.opcheck(ops.box_views.default, (boxes, *views, table, False), test_utils="test_schema")

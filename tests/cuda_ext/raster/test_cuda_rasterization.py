@@ -106,7 +106,7 @@ def test_more_patches_than_one_launch_describes() -> None:
 
 def test_patches_give_the_same_bits_as_the_whole() -> None:
     whole = make_splats(300, 47, 33, opacities=(0.02, 1.0))
-    ids = pixel_ids(PATCHES, 47).cuda()
+    ids = pixel_ids(PATCHES).cuda()
     results = []
     for splats in (whole, whole.with_patches(*PATCHES), replace(whole, tile_size=7)):
         results.append(_forward(splats, splats.intersect(), "cuda", torch.float32)[1])

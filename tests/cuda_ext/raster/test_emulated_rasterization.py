@@ -23,9 +23,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build(tmp_path_factory.mktemp("emulated"))
 
 
-def one_tile(count: int, opacities: tuple[float, float], channels: int = 3, size: int = 16, seed: int = 0) -> Splats:
+def one_tile(count: int, opacities: tuple[float, float], channels: int = 3, size: int = 16) -> Splats:
     """Splats of which nearly all overlap an image of one tile, or of a few."""
-    return make_splats(count, size, 16, sizes=(0.5, 4.0), opacities=opacities, channels=channels, seed=seed)
+    return make_splats(count, size, 16, sizes=(0.5, 4.0), opacities=opacities, channels=channels)
 
 
 def expected_of(splats: Splats, lists: tuple[Tensor, Tensor], *, mark_stops: bool) -> tuple[list, tuple[Tensor, ...]]:

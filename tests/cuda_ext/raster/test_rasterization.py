@@ -116,7 +116,7 @@ def test_probe_changes_no_other_output() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_patches_give_the_whole_views_pixels_and_gradients(either: str, dtype: torch.dtype) -> None:
     whole = make_splats(300, 47, 33, opacities=(0.02, 1.0), dtype=dtype)
-    in_patches, ids = whole.with_patches(*PATCHES), pixel_ids(PATCHES, 47)
+    in_patches, ids = whole.with_patches(*PATCHES), pixel_ids(PATCHES)
     assert sorted(ids.tolist()) == list(range(47 * 33))
     leaves = [splats.leaves() for splats in (whole, in_patches)]
     probes = [torch.zeros(300, 2, dtype=dtype, requires_grad=True) for _ in leaves]
@@ -137,7 +137,7 @@ def test_a_patch_with_a_halo_shows_the_same_pixels() -> None:
     whole = make_splats(300, 47, 33)
     out, alpha, _ = whole.render()
     patches = (0, 6, 2, 29, 22, 0, 19, 12, 47, 33)  # they overlap
-    ids = pixel_ids(patches, 47)
+    ids = pixel_ids(patches)
     cut_out, cut_alpha, _ = whole.with_patches(*patches).render()
     assert torch.equal(cut_out, out[ids]) and torch.equal(cut_alpha, alpha[ids])
 

@@ -58,8 +58,11 @@ class Events:
         pass
 
 
+Run = Callable[..., tuple[DistributedTrainer, Events]]
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., tuple[DistributedTrainer, Events]]]:
+def run(tmp_path: Path) -> Iterator[Run]:
     """Train in fused blocks, logging each 20 steps and looking for NaN each 8."""
     write_capture(tmp_path / "tiny", wide=False)
     events = Events()
@@ -90,9 +93,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., tuple[DistributedTrainer, Even
     writer.EVENT_STORAGE.clear()
 
 
-def test_blocks_that_log_write_and_no_others(
-    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_blocks_that_log_write_and_no_others(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     blocks: list[int] = []
     paces: dict[int, float] = {}
     usual = Pace.after
@@ -122,9 +123,7 @@ def test_blocks_that_log_write_and_no_others(
     assert "(13 %)" not in said, "8 of 60: a block that does not log"
 
 
-def test_checks_and_logs_run_while_the_device_is_busy(
-    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_and_logs_run_while_the_device_is_busy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """But a look that is for a checkpoint, which must not hold NaN; and what follows the last block."""
     busy, found = [False], list[tuple[str, int, bool]]()
     taken, status, look, write = Training.run, Step.status, NumericGuard.look, progress.write_step
@@ -157,7 +156,7 @@ def test_checks_and_logs_run_while_the_device_is_busy(
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_no_refinement_is_prefetched_while_steps_are_deferred(
-    run: Callable[..., tuple[DistributedTrainer, Events]], waits: bool, monkeypatch: pytest.MonkeyPatch
+    run: Run, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Points that wait for a step are not what they will be."""
     asked: list[int] = []
@@ -168,16 +167,14 @@ def test_no_refinement_is_prefetched_while_steps_are_deferred(
     assert bool(asked) == (not waits)
 
 
-def test_evaluation_results_are_written_at_once(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
+def test_evaluation_results_are_written_at_once(run: Run) -> None:
     _, events = run({"vis": "tensorboard", "steps_per_eval_image": 15})
     for step in (15, 30, 45):
         assert "Eval Images Metrics" in events.seen[step] and events.trainer_steps[step] == step
     assert TIME in events.seen[40] and TIME not in events.seen[48]
 
 
-def test_early_scalars_are_written_with_the_first_block(
-    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_early_scalars_are_written_with_the_first_block(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """As in a run that is resumed. The first line is of the first logged loss, and has all numbers."""
     monkeypatch.setattr(terminal, "_BETWEEN_LINES", 0.0)
     _, events = run({}, lambda trainer: setattr(trainer, "_start_step", 9))
@@ -186,9 +183,7 @@ def test_early_scalars_are_written_with_the_first_block(
     assert lines[0].startswith(f"step 20 of {STEPS} (33 %), loss ") and "images/s, 60 Gaussians, " in lines[0]
 
 
-def test_refinement_within_storage_keeps_the_step_and_adam(
-    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refinement_within_storage_keeps_the_step_and_adam(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are rebuilt if points have moved in memory or exceeded the storage."""
     made, after = list[object](), list[tuple[bool, bool, int]]()
     plain, refine = Training._made, Training.refine
@@ -230,7 +225,7 @@ def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:
 
 
 def test_viewer_gets_the_training_rate_after_each_block(
-    run: Callable[..., tuple[DistributedTrainer, Events]],
+    run: Run,
 ) -> None:
     _, events = run(
         {"viewer.quit_on_train_completion": True}, lambda trainer: setattr(trainer, "viewer_state", object())
@@ -238,15 +233,13 @@ def test_viewer_gets_the_training_rate_after_each_block(
     assert all(RAYS in events.seen[step] for step in range(8, STEPS, 8))
 
 
-def test_run_that_ends_between_logs_writes_its_last_step(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
+def test_run_that_ends_between_logs_writes_its_last_step(run: Run) -> None:
     trainer, _ = run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: step <= 30))
     assert trainer.step == writer.GLOBAL_BUFFER["step"] == 32
 
 
 @pytest.mark.parametrize("what", ["loss", "parameter"])
-def test_nan_is_named_at_the_next_check(
-    run: Callable[..., tuple[DistributedTrainer, Events]], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_is_named_at_the_next_check(run: Run, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, views, ends = Training.run, dict[int, int](), list[int]()
 
     def spoilt(self: Training, steps: range, **more: Any) -> Any:
@@ -281,7 +274,7 @@ def test_nan_is_named_at_the_next_check(
 )
 @pytest.mark.parametrize("training", ["fused", "ordinary"])
 def test_absgrad_is_computed_only_if_it_is_used(
-    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch, training: str,
+    run: Run, monkeypatch: pytest.MonkeyPatch, training: str,
     options: dict[str, Any], expected: list[bool],
 ) -> None:  # fmt: skip
     computed: list[bool] = []

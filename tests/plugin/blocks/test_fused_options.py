@@ -27,6 +27,8 @@ from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.registry import PRIMITIVES
 from strategies import STRATEGIES
 
+GPU = World(0, 1, 0, 1, torch.device("cuda", 0))
+
 
 def make_run(fused_steps: str = "always") -> SimpleNamespace:
     """Return a run without any obstacle, as far as `obstacle` looks at it."""
@@ -59,15 +61,8 @@ def asked(run: SimpleNamespace, world: World | None = None) -> tuple[bool, str]:
     return fuses(run.config, run.pipeline, run.optimizers, world or World.single())
 
 
-def _set(path: str, value: Any) -> Callable[[SimpleNamespace], None]:
-    def change(run: SimpleNamespace) -> None:
-        *parents, last = path.split(".")
-        place: Any = run
-        for parent in parents:
-            place = getattr(place, parent)
-        setattr(place, last, value)
-
-    return change
+def _many_views(run: SimpleNamespace) -> None:
+    run.pipeline.batch_size = 129
 
 
 def _other_optimizer(run: SimpleNamespace) -> None:
@@ -114,7 +109,7 @@ OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_cells, "camera poses are optimized, and the host plans which cells a view sees"),
     (partial(_correct_poses, weight_decay=0.1), "an optimizer has weight decay"),
     (_needles_of_surfels, r"scales of 2D Gaussians \(2dgs\) are regularised"),
-    (_set("pipeline.batch_size", 129), "there are more than 128 views a step"),
+    (_many_views, "there are more than 128 views a step"),
     (_other_optimizer, "an optimizer is not Adam"),
     (_no_optimizer, "an optimizer is not Adam"),
     (_one_decays, "an optimizer has weight decay"),
@@ -144,38 +139,27 @@ def test_poses_are_optimized_in_fused_steps() -> None:
 
 def test_mcmc_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: True)
-    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
     for wish in ("always", "auto"):
         run = make_run(wish)
         run.pipeline.model.densifier = McmcDensifier()
-        assert asked(run, gpu) == (True, "Steps are fused.")
+        assert asked(run, GPU) == (True, "Steps are fused.")
 
 
-# Options for fused steps only, and what is said where steps are not.
-FUSED_ONLY: list[tuple[str, Any, str]] = [
-    ("optimizer_state", "compact", "optimizer-state compact"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "flag"), FUSED_ONLY)
-def test_an_option_of_fused_steps_is_refused_wherever_they_are_not(
-    name: str, value: Any, flag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
+def test_compact_optimizer_state_is_refused_wherever_steps_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: False)
     cases = [
         ("never", World.single(), "--fused-steps never"),
-        ("never", gpu, "--fused-steps never"),
+        ("never", GPU, "--fused-steps never"),
         ("auto", World.single(), "on a CPU they are only with --fused-steps always"),
-        ("auto", gpu, "gsplat's kernels serve instead of ours"),
+        ("auto", GPU, "gsplat's kernels serve instead of ours"),
     ]
     for fused_steps, world, reason in cases:
         run = make_run(fused_steps)
-        setattr(run.pipeline.model.config, name, value)
-        with pytest.raises(InputError, match=f"{flag}: .*steps are not fused: {reason}"):
+        run.pipeline.model.config.optimizer_state = "compact"
+        with pytest.raises(InputError, match=f"optimizer-state compact: .*steps are not fused: {reason}"):
             asked(run, world)
     run = make_run("always")
-    setattr(run.pipeline.model.config, name, value)
+    run.pipeline.model.config.optimizer_state = "compact"
     assert asked(run) == (True, "Steps are fused.")
 
 
@@ -208,42 +192,42 @@ def test_rows_that_cross_the_wire_whole() -> None:
 
 
 def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(0, 1, 0, 1, torch.device("cuda", 0))
     serves = True
     monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: serves)
     run = make_run("auto")
-    assert asked(run, world) == (True, "Steps are fused.")
+    assert asked(run, GPU) == (True, "Steps are fused.")
     serves = False
-    assert asked(run, world) == (False, "Steps are not fused: gsplat's kernels serve instead of ours.")
+    assert asked(run, GPU) == (False, "Steps are not fused: gsplat's kernels serve instead of ours.")
     serves = True
     _one_clipped(run)
-    assert asked(run, world) == (False, "Steps are not fused: gradients are clipped.")
+    assert asked(run, GPU) == (False, "Steps are not fused: gradients are clipped.")
+
+
+def make_training(run: SimpleNamespace) -> Training:
+    """Return a run's training on a GPU, of 1000 points, which has not yet chosen whether steps are deferred."""
+    run.pipeline.model.total_points = 1000
+    training = object.__new__(Training)
+    training._world, training._model, training._all_gpus = GPU, run.pipeline.model, None
+    training._noise, training._needles = StepNoise(run.pipeline, run.optimizers), None
+    training._wants_lazy, training._key = False, "made"
+    return training
 
 
 @pytest.mark.parametrize("noise_lr", [None, 0.0, 5e5])
 def test_steps_are_deferred_unless_noise_moves_all_points(noise_lr: float | None) -> None:
     """Steps on a GPU that draw little of the model are deferred: with default densification, and MCMC without noise."""
     run = make_run()
-    run.pipeline.model.total_points = 1000
-    training = object.__new__(Training)
-    training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
-    training._all_gpus = None
     if noise_lr is not None:
         run.pipeline.model.densifier = McmcDensifier(noise_lr=noise_lr)
-    training._noise, training._needles = StepNoise(run.pipeline, run.optimizers), None
-    training._rows_drawn, training._wants_lazy, training._key = 10, False, "made"
+    training = make_training(run)
+    training._rows_drawn = 10
     training._choose_lazy()
     assert (training._wants_lazy, training._key) == ((False, "made") if noise_lr else (True, None))
 
 
 def test_views_that_draw_more_and_less_do_not_change_the_choice() -> None:
     """Each change captures new graphs, so steps stay deferred until they draw half of the model."""
-    run = make_run()
-    run.pipeline.model.total_points = 1000
-    training = object.__new__(Training)
-    training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
-    training._all_gpus, training._needles, training._key = None, None, None
-    training._noise, training._wants_lazy = StepNoise(run.pipeline, run.optimizers), False
+    training = make_training(make_run())
     chosen: list[bool] = []
     for training._rows_drawn in (400, 340, 400, 480, 500, 400, 360, 340):
         training._choose_lazy()

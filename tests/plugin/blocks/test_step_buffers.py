@@ -29,9 +29,9 @@ from strategies import STRATEGIES
 SETTINGS = StepSettings(32, 48, views=4, ssim_lambda=0.2, rows=64, segment=32, intersections=256)
 
 
-def make_buffers(strategy: str, **options: Any) -> StepBuffers:
-    """Of the first of two ranks, which never meets the other."""
-    world = replace(World.single(), size=2)
+def make_buffers(strategy: str, world: World | None = None, **options: Any) -> StepBuffers:
+    """Of a rank that never meets another; the first of two without a `world`."""
+    world = world or replace(World.single(), size=2)
     config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
     vars(config).update(options)
     return StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
@@ -79,9 +79,7 @@ def test_padded_messages_have_no_spare_capacity(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
     assert make_buffers("batch", transport="auto").spared() == {"rows": True, "pairs": False}
     assert make_buffers("tile", transport="auto").spared() == {"rows": True, "pairs": True}
-    config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
-    alone = SimpleNamespace(config=config, strategy=STRATEGIES["batch"](World.single()))
-    assert StepBuffers(alone, World.single()).spared()["rows"]
+    assert make_buffers("batch", World.single(), transport="auto").spared()["rows"]
 
 
 def test_buffers_of_local_rows_are_released_with_the_step() -> None:
@@ -170,8 +168,7 @@ def test_images_are_at_the_addresses_of_graphs() -> None:
 def test_capacity_suffices_for_the_patches_of_locality() -> None:
     """Several patches of a view on one rank, with halos all around."""
     buffers = make_buffers("locality")
-    buffers.captures, buffers._world = True, replace(World.single(), size=2)
-    buffers._strategy = STRATEGIES["locality"](buffers._world)
+    buffers.captures = True
     views = [View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height, k) for k in range(SETTINGS.views)]
     plan = with_halos(buffers._strategy.plan(views), views)
     buffers.make_pictures(SETTINGS, torch.uint8)
@@ -191,13 +188,10 @@ def test_lists_by_a_sort_want_bands() -> None:
 def test_steps_that_graphs_cannot_capture_are_launched() -> None:
     assert not make_buffers("tile").captures, "on a CPU"
     gpu = replace(World.single(), device=torch.device("cuda", 0))
-    config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
     for name in STRATEGIES:
         for lists in ("gather",) if name in ("locality", "pixel") else ("gather", "sort"):
-            config.tile_lists = lists
-            pipeline = SimpleNamespace(config=config, strategy=STRATEGIES[name](gpu))
             # No graph is worth it whose plan does not come again.
-            assert StepBuffers(pipeline, gpu).captures == (lists == "gather" and name != "pixel")
+            assert make_buffers(name, gpu, tile_lists=lists).captures == (lists == "gather" and name != "pixel")
 
 
 @pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])
@@ -206,13 +200,11 @@ def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pyt
     choice = TransportChoice("peer" if peer else "collective", "said so")
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, **__: choice)
     world = replace(World.single(), size=ranks)
-    config = SimpleNamespace(transport="auto", tile_lists="gather", wire="half")
-    pipeline = SimpleNamespace(config=config, strategy=STRATEGIES["tile"](world))
     if peer and ranks > 1:
         with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*or add --pipeline\.transport collective"):
-            StepBuffers(pipeline, world)
+            make_buffers("tile", world, transport="auto", wire="half")
         return
-    made = StepBuffers(pipeline, world).transport(SETTINGS, GaussianKernels(degree=0))
+    made = make_buffers("tile", world, transport="auto", wire="half").transport(SETTINGS, GaussianKernels(degree=0))
     assert (made.half if isinstance(made, CollectiveRows) else None) == (True if ranks > 1 else None)
 
 
@@ -232,9 +224,7 @@ def test_rows_of_locality_are_forwarded(
         step_buffers, "choose_transport", lambda *_, relayed: TransportChoice(names[peer_access and relayed], "said so")
     )
     world = replace(World.single(), size=4, local_size=2)
-    config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
-    vars(config).update(options)
-    buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
+    buffers = make_buffers(strategy, world, **{"transport": "auto", **options})
     assert buffers.hierarchy == (Hierarchy(2, 2) if forwarded else None)
     if forwarded or strategy == "tile":
         numbers = 8 if forwarded else 4
@@ -256,9 +246,7 @@ def test_half_wire_between_machines_works_with_peer_memory(half: bool, monkeypat
         step_buffers, "make_transport", lambda *_, **options: SimpleNamespace(**options, is_exchanged=True)
     )
     world = replace(World.single(), size=4, local_size=2, rank=1, local_rank=1)
-    wire = "half" if half else "full"
-    config = SimpleNamespace(transport="auto", tile_lists="gather", wire=wire)
-    buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
+    buffers = make_buffers("locality", world, transport="auto", wire="half" if half else "full")
     hierarchy = Hierarchy(2, 2)
     assert wanted == [True] and buffers.hierarchy == hierarchy
     assert not buffers.peer and not buffers.one_for_all, "each pair has its own capacity"

@@ -1,6 +1,5 @@
 """Each kind of bad capture is refused before an image is decoded, with all that is wrong named."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,11 @@ from ns_multigpu.plugin.capture.checks import (
     different_captures,
     list_problems,
     listed,
-    transforms_problems,
 )
 from ns_multigpu.plugin.capture.image_files import missing_file, read_header
 from ns_multigpu.plugin.capture.parsing import unreadable
 from ns_multigpu.plugin.faults.errors import InputError
-from tests.lib.captures import edit, manager, write_capture
+from tests.lib.captures import manager, transforms, write_capture
 from tests.lib.ranks import run_ranks
 
 
@@ -195,16 +193,12 @@ def test_masks(tmp_path: Path) -> None:
 # ---- whole captures ----
 
 
-def _refused(folder: Path, world: World) -> str:
+def _refused(world: World, folder: Path) -> str:
     try:
         manager(folder, world).check_capture()
     except InputError as error:
         return str(error)
     return ""
-
-
-def _every_fault_at_once(world: World, folder: Path) -> str:
-    return _refused(folder, world)
 
 
 def test_all_bad_files_of_both_splits_are_listed_on_every_rank(tmp_path: Path) -> None:
@@ -215,7 +209,7 @@ def test_all_bad_files_of_both_splits_are_listed_on_every_rank(tmp_path: Path) -
     Image.new("RGB", (20, 16)).save(folder / "images/photo_08.png")
     Image.new("L", (20, 16)).save(folder / "images/mask_10.png")
     (folder / "images/photo_11.png").write_text("not a picture")
-    messages = run_ranks(_every_fault_at_once, 2, folder)
+    messages = run_ranks(_refused, 2, folder)
     assert messages[0] == messages[1]
     for said in (
         "problems: 6", "photo_04.png: there is no such file", "photo_05.png: there is no such file",
@@ -228,56 +222,24 @@ def test_all_bad_files_of_both_splits_are_listed_on_every_rank(tmp_path: Path) -
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_pose_that_is_no_number_does_not_blame_the_others(tmp_path: Path, value: float) -> None:
     folder = write_capture(tmp_path / "capture")
-    for frame in (3, 7):
-        matrix = json.loads((folder / "transforms.json").read_text())["frames"][frame]["transform_matrix"]
-        matrix[0][3] = value
-        edit(folder, frame, transform_matrix=matrix)
-    message = _refused(folder, World.single())
+    with transforms(folder) as meta:
+        for frame in (3, 7):
+            meta["frames"][frame]["transform_matrix"][0][3] = value
+    message = _refused(World.single(), folder)
     assert "problems: 2" in message and "photo_03.png: its pose is NaN" in message and "photo_07" in message
 
 
-def test_poses_and_intrinsics_of_a_whole_capture(tmp_path: Path) -> None:
+def test_poses_and_lenses_of_a_whole_capture(tmp_path: Path) -> None:
     folder = write_capture(tmp_path / "capture")
-    assert _refused(folder, World.single()) == ""
-    meta = json.loads((folder / "transforms.json").read_text())
-    for frame in (2, 4):
-        matrix = meta["frames"][frame]["transform_matrix"]
-        edit(folder, frame, transform_matrix=[[2 * v for v in row[:3]] + row[3:] for row in matrix])
-    message = _refused(folder, World.single())
+    assert _refused(World.single(), folder) == ""
+    with transforms(folder) as meta:
+        for frame in (2, 4):
+            rotation = meta["frames"][frame]["transform_matrix"]
+            rotation[:3] = [[2 * v for v in row[:3]] + row[3:] for row in rotation[:3]]
+    message = _refused(World.single(), folder)
     assert "problems: 2" in message and "photo_02.png: its pose is not rigid" in message and "photo_04" in message
-    folder = write_capture(tmp_path / "focal", fl_x=0.0)
-    assert "transforms.json: its fl_x is 0" in _refused(folder, World.single())
     folder = write_capture(tmp_path / "model", camera_model="EQUIRECTANGULAR")
-    assert "photo_00.png: camera model EQUIRECTANGULAR cannot be undistorted" in _refused(folder, World.single())
-    edit(folder, None, camera_model="FOV")
-    assert "camera model FOV is unknown; SIMPLE_PINHOLE, PINHOLE" in _refused(folder, World.single())
-
-
-def test_transforms_files(tmp_path: Path) -> None:
-    assert transforms_problems(tmp_path) == []
-    path = tmp_path / "transforms.json"
-    for text, said in (("{", "not valid JSON"), ('{"frames": []}', "no list of frames"), ("[]", "no list of frames")):
-        path.write_text(text)
-        assert said in transforms_problems(tmp_path)[0] and said in transforms_problems(path)[0]
-    path.write_text('{"frames": [{"transform_matrix": [[1, 2], [3]]}]}')
-    assert [line.split(": ")[1] for line in transforms_problems(path)] == [
-        "it has no fl_x, fl_y, cx, cy, w, h, and needs them for all frames or for each",
-        "it has no file_path", "its transform_matrix is not a table of 4 x 4 numbers",
-    ]  # fmt: skip
-
-
-def test_numbers_of_transforms_files(tmp_path: Path) -> None:
-    folder = write_capture(tmp_path / "a", w="24", fl_x="20.0", k5=0.0)
-    assert transforms_problems(folder) == []
-    edit(folder, None, w="24.0", fl_y=None, k6=0.1)
-    edit(folder, 2, h="tall", transform_matrix=[[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]])
-    assert [line.split(": ", 1)[1] for line in transforms_problems(folder)] == [
-        "its fl_y is null, and must be a number",
-        'its w is "24.0", and must be a whole number',
-        "distortion parameter k6 is not supported; undistort the images",
-        'its h is "tall", and must be a whole number',
-        "its transform_matrix has 3 rows of 4 numbers: add the row [0, 0, 0, 1]",
-    ]
+    assert "photo_00.png: camera model EQUIRECTANGULAR cannot be undistorted" in _refused(World.single(), folder)
 
 
 @pytest.mark.parametrize(

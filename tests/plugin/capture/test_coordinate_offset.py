@@ -33,6 +33,7 @@ from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.launch.agreement import options_of
 from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManagerConfig
 from ns_multigpu.plugin.train.config import RunConfig
+from tests.lib.captures import edit
 from tests.lib.reconstruction import Scene, make_scene, moved, write_images, write_model, write_transforms
 
 UTM, ECEF = (512345.0, 5412345.0, 312.0), (4177123.4, 855123.4, 4727123.4)
@@ -58,8 +59,7 @@ def write(folder: Path, kind: str, scene: Scene) -> Any:
     rows = "\n".join(" ".join(map(repr, map(float, p))) for p in scene.points).encode()
     numbers = scene.points.astype("<f4" if kind == "float" else "<f8").tobytes()
     (folder / "points.ply").write_bytes(head.encode() + (rows + b"\n" if kind == "ascii" else numbers))
-    file = folder / "transforms.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "ply_file_path": "points.ply"}))
+    edit(folder, None, ply_file_path="points.ply")
     return NerfstudioDataParserConfig(data=folder, eval_mode="all", downscale_factor=1, load_3D_points=True)
 
 

@@ -85,13 +85,9 @@ def test_cameras_and_images_are_nerfstudios(tmp_path: Path, lens: dict[str, Any]
     data = manager(folder, World.single())
     data.check_capture()
     share = data.train_share
-    parser = NerfstudioDataParserConfig(
-        data=folder,
-        load_3D_points=False,
-        eval_mode="interval",
-        eval_interval=4,
-        downscale_factor=1,  # type: ignore
-    )
+    parser: Any = NerfstudioDataParserConfig(
+        data=folder, load_3D_points=False, eval_mode="interval", eval_interval=4, downscale_factor=1
+    )  # fmt: skip
     plain = FullImageDatamanagerConfig(dataparser=parser, cache_images="gpu", cache_images_type="uint8")
     theirs = FullImageDatamanager(plain, device="cpu")
     images = theirs.cached_train

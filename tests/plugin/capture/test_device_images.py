@@ -39,9 +39,13 @@ def _smaller(image: Tensor, factor: int) -> Tensor:
     return image.float()[:height:factor, :width:factor].clone()
 
 
+def _images_of(share: ImageShare, world: World) -> DeviceImages:
+    datamanager: Any = SimpleNamespace(train_share=share)
+    return DeviceImages(datamanager, world)
+
+
 def _images(world: World, budget: int | None = None) -> DeviceImages:
-    share = ImageShare([SHAPE] * COUNT, _decode, world, label="test", budget=budget)
-    return DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+    return _images_of(ImageShare([SHAPE] * COUNT, _decode, world, label="test", budget=budget), world)
 
 
 def _brought(world: World, budget: int | None) -> int:
@@ -67,7 +71,7 @@ def test_images_are_received_from_their_owners(size: int, budget: int | None) ->
 def _at_home(world: World) -> int:
     """Every rank owns patches of what it holds: nothing may be exchanged, nor copied."""
     share = ImageShare([SHAPE] * COUNT, _decode, world, label="test", owners=[0, 0, 0, 1, 1, 1, 0, 0, 1])
-    images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+    images = _images_of(share, world)
 
     def nothing_moves(*_: object) -> Tensor:
         raise AssertionError("ranks meet though no image moves")
@@ -138,7 +142,7 @@ def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole:
         return _decode(index)
 
     share = ImageShare([SHAPE] * COUNT, decode, world, label="test", budget=budget)
-    images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+    images = _images_of(share, world)
     decoded.clear()
 
     def shrink(factor: int, image: Tensor) -> Tensor:
@@ -224,7 +228,7 @@ def _layered(world: World, fits: bool, again: bool = True) -> None:
         for size, d in zip(sizes, data, strict=True)
     ]
     share = ImageShare(shapes, data.__getitem__, world, label="test")
-    images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+    images = _images_of(share, world)
     images._fits, images._again = fits, again
     assert images.alpha and images.masks == 1
     batch = [2, 1, 3, 0]

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive, of_depth
 from ns_multigpu.plugin.train.normal_maps import in_front, read_normals, training_normals
-from tests.lib.captures import read_by
+from tests.lib.captures import read_by, transforms
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import HEIGHT, WIDTH, make_scene, write_images, write_model
 from tests.lib.resuming import start
@@ -130,14 +129,13 @@ def test_captures_without_maps_and_maps_of_the_world_are_refused(capture: Path) 
         Image.fromarray(values if number % 2 else 255 - values).save(file)
     with pytest.raises(InputError, match=r"path_0.png: .*face the camera in OpenCV's axes.*in the axes of the camera"):
         read(capture)
-    meta = json.loads((capture / "transforms.json").read_text())
-    del meta["frames"][3]["normal_file_path"]
-    (capture / "transforms.json").write_text(json.dumps(meta))
+    with transforms(capture) as meta:
+        del meta["frames"][3]["normal_file_path"]
     (line,) = transforms_problems(capture)
     assert "1 of 9 frames have no normal_file_path (3.png first): give it to all or none" in line
-    for frame in meta["frames"]:
-        frame.pop("normal_file_path", None)
-    (capture / "transforms.json").write_text(json.dumps(meta))
+    with transforms(capture) as meta:
+        for frame in meta["frames"]:
+            frame.pop("normal_file_path", None)
     with pytest.raises(InputError, match="the capture has none: give normal_file_path for each frame"):
         read(capture)
 

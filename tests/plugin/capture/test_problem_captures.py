@@ -1,6 +1,5 @@
 """Captures as people have them: the first look names what is wrong, and what to do."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,14 @@ def _text(change: Callable[[str], bytes]) -> Change:
 
 
 def _of_another_machine(folder: Path) -> None:
-    meta = json.loads((folder / "transforms.json").read_text())
-    for frame in meta["frames"]:
-        frame["file_path"] = f"/of/another/machine/{frame['file_path']}"
-    (folder / "transforms.json").write_text(json.dumps(meta))
+    with captures.transforms(folder) as meta:
+        for frame in meta["frames"]:
+            frame["file_path"] = f"/of/another/machine/{frame['file_path']}"
+
+
+def _without_a_path(folder: Path) -> None:
+    with captures.transforms(folder) as meta:
+        del meta["frames"][3]["file_path"]
 
 
 COLUMNS = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 2, 3, 1]]
@@ -72,24 +75,36 @@ COLUMNS = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 2, 3, 1]]
             "machine/images: there is no such folder. photo_00.png is in images: make the paths relative",
         ),
         (_frame(file_path=""), ": it is a folder, and a picture is needed"),
+        (_without_a_path, "frame 3: it has no file_path"),
+        (_text(lambda _: b"{"), "transforms.json: not valid JSON"),
+        (_text(lambda _: b"[]"), "transforms.json: it has no list of frames"),
+        (_whole(frames=[]), "transforms.json: it has no list of frames"),
+        (_whole(w="24.0"), 'its w is "24.0", and must be a whole number'),
+        (_whole(fl_y=None), "its fl_y is null, and must be a number"),
+        (_whole(k6=0.1), "distortion parameter k6 is not supported; undistort the images"),
+        (_whole(camera_model="FOV"), "camera model FOV is unknown; SIMPLE_PINHOLE, PINHOLE"),
+        (_frame(h="tall"), 'photo_03.png: its h is "tall", and must be a whole number'),
+        (_frame(transform_matrix=[[1, 2], [3]]), "its transform_matrix is not a table of 4 x 4 numbers"),
+        (_frame(transform_matrix=np.eye(4).tolist()[:3]), "has 3 rows of 4 numbers: add the row [0, 0, 0, 1]"),
     ],
 )
 def test_what_is_wrong_with_a_transforms_json(tmp_path: Path, change: Change, said: str) -> None:
-    captures.write_capture(tmp_path)
+    captures.write_capture(tmp_path, w="24", fl_x="20.0", k5=0.0)
     assert look(tmp_path).problems == []
     change(tmp_path)
     (problem,) = look(tmp_path).problems
     assert said in problem
+    assert look(tmp_path / "transforms.json").problems == [problem]
 
 
 def test_missing_intrinsics_are_listed(tmp_path: Path) -> None:
     captures.write_capture(tmp_path)
-    meta = json.loads((tmp_path / "transforms.json").read_text())
-    del meta["fl_y"], meta["cx"]
-    meta["frames"][0]["cx"] = 1.0
+    with captures.transforms(tmp_path) as meta:
+        del meta["fl_y"], meta["cx"]
+        meta["frames"][0]["cx"] = 1.0
     for angle in (None, 0.7):
-        meta |= {} if angle is None else {"camera_angle_x": angle}
-        (tmp_path / "transforms.json").write_text(json.dumps(meta))
+        if angle is not None:
+            captures.edit(tmp_path, None, camera_angle_x=angle)
         (problem,) = look(tmp_path).problems
         assert "it has no fl_y, cx, and needs them for all frames or for each" in problem
         assert ("camera_angle_x, which is not read" in problem) == (angle is not None)

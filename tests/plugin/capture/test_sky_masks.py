@@ -1,6 +1,5 @@
 """Masks of the sky: read with the photographs, refused by name if bad, and counted in a run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train.depth_maps import read_maps
 from ns_multigpu.plugin.train.normal_maps import training_normals
-from tests.lib.captures import read_by
+from tests.lib.captures import read_by, transforms
 from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import HEIGHT, WIDTH, make_scene, write_images, write_model
 from tests.lib.resuming import differing, everything, start, went_on
 from tests.lib.training_run import TinyDataParserConfig, add_maps, facing_normals, sky_mask, write_capture
+from tests.plugin.capture.test_normal_maps import spoil
 from tests.plugin.train.test_depth_maps import LENS, parser_of
 
 WEIGHT, OPTION = 0.3, "--pipeline.model.sky-loss"
@@ -89,10 +89,6 @@ def test_the_sky_has_no_normals_and_no_depth(capture: Path) -> None:
     there = [sky_mask(number).repeat(2, 0).repeat(2, 1) > 0 for number in files]
     kept = [int((mask & ~sky).sum()) for mask, sky in zip(masks, there, strict=True)]
     assert list(normals) == list(depths) == kept and max(kept) < 0.6 * 24 * 28
-
-
-def spoil(values: Any) -> Any:
-    return lambda file: Image.fromarray(values).save(file)
 
 
 @pytest.mark.parametrize(
@@ -173,13 +169,12 @@ def test_every_rank_has_the_problems_of_all(capture: Path) -> None:
 
 
 def test_captures_without_masks_are_refused(capture: Path) -> None:
-    meta = json.loads((capture / "transforms.json").read_text())
-    del meta["frames"][3]["sky_mask_path"]
-    (capture / "transforms.json").write_text(json.dumps(meta))
+    with transforms(capture) as meta:
+        del meta["frames"][3]["sky_mask_path"]
     assert "1 of 9 frames have no sky_mask_path (3.png first)" in transforms_problems(capture)[0]
-    for frame in meta["frames"]:
-        frame.pop("sky_mask_path", None)
-    (capture / "transforms.json").write_text(json.dumps(meta))
+    with transforms(capture) as meta:
+        for frame in meta["frames"]:
+            frame.pop("sky_mask_path", None)
     with pytest.raises(InputError, match=r"the capture has none: give sky_mask_path .*or a folder sky_masks next"):
         opened(capture)
     with pytest.raises(InputError, match=rf"{OPTION} -1.0: give a weight of 0 or more"):

@@ -1,7 +1,5 @@
 """Checkpoints that are written while training goes on: of the step they are named after, whole or not there at all."""
 
-import errno
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from ns_multigpu.plugin.checkpoint.training_copy import Content, share_out
 from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, latest_checkpoint, states_folder, step_of
 from tests.lib.processes import until
 from tests.lib.ranks import run_ranks
-from tests.lib.saving import ALONE, as_large_ones, disk, files_of, steps_in, tensors_of, write
+from tests.lib.saving import ALONE, as_large_ones, disk, files_of, no_space, steps_in, tensors_of
 from tests.plugin.checkpoint.test_checkpoint_faults import killed_at_each_instant
 
 
@@ -133,7 +131,7 @@ def _full(world: World, models: Path) -> tuple[list[str], list[int]]:
 
     def full(name: str) -> None:
         if world.rank == world.size - 1 and "step-000000002" in name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+            no_space(name)
 
     with disk(full):
         for step in (1, 2, 3):
@@ -171,10 +169,8 @@ def test_a_bug_is_raised_by_the_training_thread(tmp_path: Path) -> None:
     assert run_ranks(_bug, 2, tmp_path / "nerfstudio_models") == ["whole", "'missing'"]
 
 
-def test_killed_at_any_instant(tmp_path: Path) -> None:
+def test_killed_at_any_instant(models: Path, tmp_path: Path) -> None:
     """The third save, which also removes the first checkpoint, killed before a touch of the disk, by its thread."""
-    models = tmp_path / "run" / "nerfstudio_models"
-    assert write(models, 1) == write(models, 2) == ""
 
     def save(place: Path) -> None:
         writer = CheckpointWriter(place, 2, ALONE, pytest.fail)

@@ -1,6 +1,5 @@
 """Saves that end early: a process that is killed, a disk that is full, a mistake in the code."""
 
-import errno
 import os
 import resource
 import shutil
@@ -8,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from ns_multigpu.plugin.checkpoint.atomic_save import remove_old
 from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.verify import (
     check_checkpoint,
-    checkpoints_in,
     latest_checkpoint,
     states_folder,
     step_of,
@@ -35,17 +34,11 @@ from tests.lib.saving import (
     disk,
     files_of,
     newest_as_nerfstudio_finds_it,
+    no_space,
+    steps_in,
     tensors_of,
     write,
 )
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> Path:
-    """Return the folder of a run with the checkpoints of steps 1 and 2."""
-    folder = tmp_path / "run" / "nerfstudio_models"
-    assert write(folder, 1) == write(folder, 2) == ""
-    return folder
 
 
 def _count(calls: Callable[[bool], None]) -> Iterator[tuple[Any, str, Any]]:
@@ -128,23 +121,20 @@ def test_killed_at_any_instant(models: Path, tmp_path: Path) -> None:
         # And the run that follows finds nothing in its way.
         assert write(place, 3) == ""
         remove_old(place, 2, ALONE, 3)
-        assert [step_of(p) for p in checkpoints_in(place)] == [2, 3]
+        assert steps_in(place) == [2, 3]
         assert len(list(states_folder(place).iterdir())) == 2
     assert len(seen) > 16 and set(seen) == {2, 3}
 
 
 def _write_with_full_disk(world: World, models: Path, full_on: int, after: int) -> tuple[str, str]:
-    original, left = checkpoint_storage.write_bytes, [after]
+    writes = count()
 
-    def write_bytes(file: Any, data: Any) -> None:
-        left[0] -= 1
-        if world.rank == full_on and left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-        original(file, data)
+    def full(name: str) -> None:
+        if next(writes) >= after and world.rank == full_on:
+            no_space(name)
 
-    checkpoint_storage.write_bytes = write_bytes
-    problem = write(models, 3, world)
-    checkpoint_storage.write_bytes = original
+    with disk(full):
+        problem = write(models, 3, world)
     return problem, write(models, 4, world)
 
 
@@ -153,9 +143,7 @@ def test_full_disk_on_one_rank(models: Path, full_on: int, after: int) -> None:
     (said, then), (said_1, then_1) = run_ranks(_write_with_full_disk, 2, models, full_on, after)
     assert said == said_1 and "No space left on device" in said
     assert then == then_1 == "", "the next save succeeds"
-    assert [step_of(p) for p in checkpoints_in(models)] == [1, 2, 4]
-    for path in checkpoints_in(models):
-        assert check_checkpoint(path) is not None
+    assert steps_in(models) == [1, 2, 4]
     assert len(list(states_folder(models).iterdir())) == 3
 
 
@@ -182,17 +170,8 @@ def test_missing_file_of_a_rank_fails_the_checkpoint(models: Path, lost_on: int,
     (said, then), (said_1, then_1) = run_ranks(_write_with_loss, 2, models, lost_on, left)
     assert said == said_1 and f"__{lost_on}_0.distcp does not appear on the machine of rank 0" in said
     assert then == then_1 == ""
-    assert [step_of(p) for p in checkpoints_in(models)] == [1, 2, 4]
+    assert steps_in(models) == [1, 2, 4]
     assert len(list(states_folder(models).iterdir())) == 3
-
-
-def _refusing(name: str, usual: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    def write_bytes(file: Any, data: Any) -> None:
-        if Path(file.name).name == name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-        usual(file, data)
-
-    return write_bytes
 
 
 def test_state_in_several_files(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,22 +194,23 @@ def test_full_disk_in_any_file(
 ) -> None:
     """The file is written by a thread of torch that does not report errors."""
     as_large_ones(monkeypatch)
-    with monkeypatch.context() as patched:
-        if opens:
-            patched.setattr(checkpoint_storage, "write_bytes", _refusing(full, checkpoint_storage.write_bytes))
-        else:
-            usual = Path.open
+    usual = Path.open
 
-            def refuse(self: Path, *how: Any, **more: Any) -> Any:
-                if self.name == full and "wb" in how:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
-                return usual(self, *how, **more)
+    def no_write(name: str) -> None:
+        if opens and Path(name).name == full:
+            no_space(name)
 
-            patched.setattr(Path, "open", refuse)
+    def no_open(self: Path, *how: Any, **more: Any) -> Any:
+        if not opens and self.name == full and "wb" in how:
+            no_space(self)
+        return usual(self, *how, **more)
+
+    with monkeypatch.context() as patched, disk(no_write):
+        patched.setattr(Path, "open", no_open)
         said = write(models, 3)
     assert "No space left on device" in said and full in said
     assert "Exception in thread" not in capfd.readouterr().err
-    assert [step_of(p) for p in checkpoints_in(models)] == [1, 2] and len(list(states_folder(models).iterdir())) == 2
+    assert steps_in(models) == [1, 2] and len(list(states_folder(models).iterdir())) == 2
     assert write(models, 4) == "" and check_checkpoint(files_of(models, 4)[0]) is not None
 
 

@@ -23,7 +23,7 @@ from ns_multigpu.plugin.train import last_save
 from ns_multigpu.plugin.train.last_save import in_short, save_last
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
-from tests.lib.saving import ALONE, disk, steps_in
+from tests.lib.saving import ALONE, disk, no_space, steps_in
 
 RUN = Path("run", "splatfacto-batch", "now")
 FULL = os.strerror(errno.ENOSPC)
@@ -36,7 +36,7 @@ def full(*folders: Path, times: int = 10**9) -> Callable[[str], None]:
     def behave(name: str) -> None:
         if any(Path(name).is_relative_to(folder) for folder in folders) and left[0] > 0:
             left[0] -= 1
-            raise OSError(errno.ENOSPC, FULL, name)
+            no_space(name)
 
     return behave
 
@@ -284,11 +284,7 @@ def test_views_are_evaluated_during_the_write(capture: Path, tmp_path: Path) -> 
     assert there == [[], 2] and not written, "it is there"
 
 
-def test_failing_disk_is_tried_again(
-    capture: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_failing_disk_is_tried_again(capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(trainer.base_dir, times=1)):
         assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=lambda: None) == trainer.base_dir

@@ -52,7 +52,7 @@ def uncaught(what: str, before: str = "", **variables: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("kind", "title"), [("InputError", "Cannot start"), ("SaveFailed", "The model is not saved")])
 def test_a_plain_error_is_its_message(kind: str, title: str) -> None:
-    sentence = "The disk is too full for the model of this run, " + "and so it goes " * 6
+    sentence = "The disk [a] is too full for the model of this run, " + "and so it goes " * 6
     status, said = uncaught(f"raise errors.{kind}({sentence!r} + '\\n\\n  ' + {COMMAND!r})")
     lines = said.splitlines()
     assert status == 1 and "Traceback" not in said

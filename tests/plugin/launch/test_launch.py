@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,41 @@ def ns_train(*arguments: str, **variables: str) -> subprocess.CompletedProcess[s
     variables["NERFSTUDIO_METHOD_CONFIGS"] = "toy=tests.lib.toy_method:toy"
     env = environment(**variables)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG, check=False)
+
+
+def run_as_ranks(program: str, folder: Path, places: Sequence[Mapping[str, str]]) -> tuple[list[int], list[str]]:
+    """Run a program as the ranks of another launcher, with the variables of each; return exit codes and outputs."""
+    script = folder / "program.py"
+    script.write_text(program)
+    common = {"WORLD_SIZE": str(len(places)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment(**common, RANK=str(rank), **place),
+        )
+        for rank, place in enumerate(places)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=HANG)[0] for process in running]
+    return [process.returncode for process in running], said
+
+
+TOYS = """
+import sys
+from ns_multigpu.plugin.launch.launcher import run_workers
+from tests.lib.toy import ToyConfig
+
+if __name__ == "__main__":
+    run_workers(ToyConfig(sys.argv[1]), 2)
+"""
+
+
+def start_toys(folder: Path) -> subprocess.Popen[str]:
+    """Return a process whose two workers wait."""
+    (folder / "main.py").write_text(TOYS)
+    words = [sys.executable, str(folder / "main.py"), str(folder)]
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(TOY="wait"), stderr=subprocess.PIPE, text=True)
+    assert until(lambda: len(reports(folder)) == 2 or process.poll() is not None, HANG)
+    return process
 
 
 @pytest.fixture
@@ -107,16 +143,7 @@ def test_a_failing_worker_ends_all_and_is_named(
 
 
 def test_no_process_stays_behind(tmp_path: Path) -> None:
-    program = (
-        "from ns_multigpu.plugin.launch.launcher import run_workers; from tests.lib.toy import ToyConfig\n"
-        f"if __name__ == '__main__': run_workers(ToyConfig({str(tmp_path)!r}), 2)"
-    )
-    script = tmp_path / "main.py"
-    script.write_text(program)
-    process = subprocess.Popen(
-        [sys.executable, str(script)], cwd=ROOT, env=environment(TOY="wait"), stderr=subprocess.PIPE, text=True
-    )
-    assert until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, HANG)
+    process = start_toys(tmp_path)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=HANG)
     assert process.returncode == 128 + signal.SIGTERM
@@ -179,20 +206,13 @@ dist.destroy_process_group()
 
 def test_machines_of_unequally_many_workers_are_refused_everywhere(tmp_path: Path) -> None:
     """As `torchrun --nproc-per-node 2` on one machine and 1 on the other would start them."""
-    script = tmp_path / "agreeing.py"
-    script.write_text(AGREEING)
-    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_WORLD_SIZE": "2"}
-    ranks = [("0", "0"), ("0", "1"), ("1", "0")]
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment(**place, RANK=str(rank), GROUP_RANK=group, LOCAL_RANK=local),
-        )
-        for rank, (group, local) in enumerate(ranks)
-    ]  # fmt: skip
-    said = [" ".join(process.communicate(timeout=HANG)[0].split()) for process in running]
-    host = socket.gethostname()
-    assert [process.returncode for process in running] == [1, 1, 1]
+    places = [
+        {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": group, "LOCAL_RANK": local}
+        for group, local in (("0", "0"), ("0", "1"), ("1", "0"))
+    ]
+    codes, outputs = run_as_ranks(AGREEING, tmp_path, places)
+    said, host = [" ".join(output.split()) for output in outputs], socket.gethostname()
+    assert codes == [1, 1, 1]
     for text in said:
         assert f"machine 0 ({host}) has 2, machine 1 ({host}) has 1" in text and "Traceback" not in text
     assert "Give torchrun the same --nproc-per-node" in said[0] and "Give torchrun the same" in said[2]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from ns_multigpu.core.dist.machines import PRETEND_MACHINES
 from ns_multigpu.core.dist.world import World
@@ -24,7 +25,7 @@ from ns_multigpu.plugin.launch.machines import (
     machines_named,
     restarts_in_vain,
 )
-from tests.lib.captures import edit, manager, write_capture
+from tests.lib.captures import edit, manager, transforms, write_capture
 from tests.lib.ranks import run_ranks
 
 HOST = socket.gethostname()
@@ -153,11 +154,8 @@ def test_the_same_capture_in_another_place_passes(tmp_path: Path) -> None:
 
 
 def _fewer(folder: Path) -> None:
-    import json
-
-    meta = json.loads((folder / "transforms.json").read_text())
-    meta["frames"].pop()
-    (folder / "transforms.json").write_text(json.dumps(meta))
+    with transforms(folder) as meta:
+        meta["frames"].pop()
 
 
 def _renamed(folder: Path) -> None:
@@ -167,17 +165,13 @@ def _renamed(folder: Path) -> None:
 
 def _moved(folder: Path) -> None:
     """Two views are swapped, which changes no sum over all views."""
-    import json
-
-    frames = json.loads((folder / "transforms.json").read_text())["frames"]
-    edit(folder, 3, transform_matrix=frames[5]["transform_matrix"])
-    edit(folder, 5, transform_matrix=frames[3]["transform_matrix"])
+    with transforms(folder) as meta:
+        third, fifth = meta["frames"][3], meta["frames"][5]
+        third["transform_matrix"], fifth["transform_matrix"] = fifth["transform_matrix"], third["transform_matrix"]
 
 
 def _drawn_anew(folder: Path) -> None:
     """Of the same size in pixels, and another in bytes."""
-    from PIL import Image
-
     Image.new("RGB", (24, 16), "red").save(folder / "images/photo_06.png")
 
 

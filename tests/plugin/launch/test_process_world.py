@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import subprocess
 import sys
 import threading
 import time
@@ -12,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from ns_multigpu.plugin.launch import process_world
-from tests.lib.processes import free_port
-from tests.plugin.launch.test_launch import HANG, ROOT, environment
+from tests.plugin.launch.test_launch import HANG, run_as_ranks
 
 ENDING = """
-import atexit, sys
+import atexit, os
 import torch.distributed as dist
 atexit.register(lambda: print("in a group" if dist.is_initialized() else "has left", flush=True))  # asked last
 from ns_multigpu.core.dist.world import World
@@ -25,26 +23,16 @@ process_world.set_world(World.from_env("cpu"))
 wait = process_world.wait_for_gloo
 process_world.wait_for_gloo = lambda: print("waits", dist.is_initialized(), wait(), flush=True)
 assert dist.is_initialized()
-if "fail" in sys.argv:
+if "FAILS" in os.environ:
     raise ValueError("this rank alone")
 """
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_groups_end_before_python_does_unless_an_error_ends_it(tmp_path: Path, fails: bool) -> None:
-    script = tmp_path / "ending.py"
-    script.write_text(ENDING)
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), *(["fail"] if fails and rank == 1 else [])], cwd=ROOT, text=True,
-            env=environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=HANG)[0] for process in running]
-    assert [process.returncode for process in running] == [0, int(fails)], said
+    places = [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1", **({"FAILS": "yes"} if fails else {})}]
+    codes, said = run_as_ranks(ENDING, tmp_path, places)
+    assert codes == [0, int(fails)], said
     assert "has left" in said[0] and ("in a group" if fails else "has left") in said[1], said
     assert "waits False True" in said[0] and f"waits {fails} True" in said[1], "for gloo's threads, whatever ends it"
 

@@ -17,7 +17,7 @@ from ns_multigpu.plugin.launch.processes import COUNT_BY_NVML, RankFailed, RankP
 from ns_multigpu.plugin.launch.quick_imports import starts_workers
 from tests.lib.processes import runs, until
 from tests.lib.toy import reports
-from tests.plugin.launch.test_launch import HANG, ROOT
+from tests.plugin.launch.test_launch import HANG, ROOT, start_toys
 from tests.plugin.launch.test_launch import environment as clean
 
 NS_TRAIN = "/somewhere/bin/ns-train"
@@ -153,22 +153,9 @@ def test_workers_of_ns_train_have_imported_what_they_need(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
 
 
-TOYS = """
-import sys
-from ns_multigpu.plugin.launch.launcher import run_workers
-from tests.lib.toy import ToyConfig
-
-if __name__ == "__main__":
-    run_workers(ToyConfig(sys.argv[1]), 2)
-"""
-
-
 def test_the_server_ends_with_its_process(tmp_path: Path) -> None:
     """Also of one that is killed: its workers are the server's children, and keep the server's pipe open."""
-    (tmp_path / "main.py").write_text(TOYS)
-    words = [sys.executable, str(tmp_path / "main.py"), str(tmp_path)]
-    process = subprocess.Popen(words, cwd=ROOT, env=clean(TOY="wait"), stderr=subprocess.PIPE, text=True)
-    assert until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, HANG)
+    process = start_toys(tmp_path)
     workers = [one["pid"] for one in reports(tmp_path)]
     servers = {int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) for pid in workers}
     assert len(workers) == 2 and len(servers) == 1 and process.pid not in servers, "they are forked"

@@ -13,7 +13,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.train import pipeline
 from tests.lib import training_run
 from tests.lib.resuming import start
-from tests.lib.training_run import write_capture
+from tests.lib.training_run import save_nothing, write_capture
 
 PRIMITIVES = ["2dgs", "4dgs"]
 
@@ -47,8 +47,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, last: float) -> None:
 def train(capture: Path, steps: int = 3, **options: Any) -> Any:
     """Return a short run in one process; its model."""
     trainer = start(World.single(), capture, capture.parent / "run", steps, normal_loss_start=0, **options)
-    trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
-    trainer.save_last = lambda _, look: look() or trainer.base_dir  # type: ignore[method-assign]
+    save_nothing(trainer)
     trainer.train()
     return trainer.pipeline.model
 

@@ -20,8 +20,8 @@ from tests.plugin.render.test_render_service import CROPS, SIZES
 CELLS = 3
 
 
-def pipeline_of(world: World, capture: Path, cells: int = CELLS) -> DistributedPipeline:
-    STRATEGIES["pixel"] = partial(pixel, options=PixelOptions(cells=cells))
+def pipeline_of(world: World, capture: Path) -> DistributedPipeline:
+    STRATEGIES["pixel"] = partial(pixel, options=PixelOptions(cells=CELLS))
     try:
         pipeline = make_pipeline(world, capture, "pixel", background_color="white")
     finally:

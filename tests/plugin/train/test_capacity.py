@@ -17,6 +17,7 @@ from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.regroup import decide
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
+from tests.lib.training_run import save_nothing
 
 RUN = Workload(1000, 640, 480, views=2, gpus=2)
 
@@ -115,8 +116,7 @@ def _capped(world: World, capture: Path, run: Path, cap: int) -> tuple[int, list
         patch.setattr(capacity, "measure", spy)
         steps = 24 // world.size  # a refinement is due with image 18
         trainer = start(world, capture, run / f"{world.size}-{world.rank}", steps, max_gaussians=cap)
-        trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
-        trainer.save_last = lambda _, look: look() or trainer.base_dir  # type: ignore[method-assign]
+        save_nothing(trainer)
         trainer.train()
     means = trainer.pipeline.model.gauss_params["means"].detach()
     return len(means), console.said, means, found[0].fits or 0

@@ -1,6 +1,5 @@
 """Runs with `--pipeline.datamanager.undistort False`: photographs as they are, drawn through their lenses."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from ns_multigpu.plugin.model.cameras import view_from_camera, views_of
 from ns_multigpu.plugin.render.panorama import panorama
 from ns_multigpu.plugin.train.lenses import check_lens_options, check_lenses
 from ns_multigpu.primitives.gaussians.schema import ORDER
+from tests.lib.captures import transforms
 from tests.lib.training_run import follow, sums_over_points, write_capture
 from tests.strategies.test_law import points_of
 
@@ -34,10 +34,9 @@ def cameras_of(kind: CameraType, *params: list[float]) -> Cameras:
 
 def test_fused_steps_learn_what_others_do(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny")
-    meta = json.loads((tmp_path / "tiny" / "transforms.json").read_text())
-    for frame in meta["frames"]:
-        frame |= {"k1": 0.2, "k2": -0.05, "p1": 0.01}
-    (tmp_path / "tiny" / "transforms.json").write_text(json.dumps(meta))
+    with transforms(tmp_path / "tiny") as meta:
+        for frame in meta["frames"]:
+            frame |= {"k1": 0.2, "k2": -0.05, "p1": 0.01}
     found: dict[str, Any] = {}
     for name, options in (
         ("fused", {UNDISTORT: False, "fused_steps": "always"}), ("ordinary", {UNDISTORT: False}), ("undistorted", {}),
@@ -62,11 +61,11 @@ def test_fused_steps_learn_what_others_do(tmp_path: Path) -> None:
 )
 def test_panoramas_are_trained_on_in_fused_steps(tmp_path: Path, primitive: str, strategy: str) -> None:
     write_capture(tmp_path / "tiny", wide=False)
-    meta = json.loads((tmp_path / "tiny" / "transforms.json").read_text())
-    for frame in meta["frames"]:
-        width, height = frame["w"], frame["h"]
-        frame |= {"fl_x": width / 2, "fl_y": height, "cx": width / 2, "cy": height / 2}
-    (tmp_path / "tiny" / "transforms.json").write_text(json.dumps(meta | {"camera_model": "EQUIRECTANGULAR"}))
+    with transforms(tmp_path / "tiny") as meta:
+        meta["camera_model"] = "EQUIRECTANGULAR"
+        for frame in meta["frames"]:
+            width, height = frame["w"], frame["h"]
+            frame |= {"fl_x": width / 2, "fl_y": height, "cx": width / 2, "cy": height / 2}
     found: dict[str, Any] = {}
     options = {**CALM, UNDISTORT: False, "pipeline.model.primitive": primitive, "pipeline.model.normal_loss": 0.0}
     for name in ("always", "never"):

@@ -14,7 +14,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.lib.ranks import run_ranks
-from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole
+from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole, without_rates
 from tests.lib.tile_training_run import MODEL
 from tests.lib.training_run import follow
 from tests.strategies.test_law import on_machines
@@ -33,7 +33,7 @@ def train_all(world: World, capture: Path, out: Path, densifier: str, fused: str
     own: dict[str, Model] = {}
 
     def run(name: str, size: int, machines: int, strategy: str, **more: Any) -> None:
-        part = part_of(world, size) if size > 1 else (World.single() if world.is_main else None)
+        part = part_of(world, size)
         if part is not None:
             options = {"views_per_step": VIEWS, "morton_order": True, "fused_steps": fused, "keep_checkpoints": 0}
             options |= {**DENSIFIERS[densifier], **more}
@@ -59,9 +59,7 @@ def train_all(world: World, capture: Path, out: Path, densifier: str, fused: str
         report["again"] = differing(own["again"], own["machines"])
     if world.is_main:
         for name in ("ranges from the start", *OTHERS):
-            kept = {k: v for k, v in models[name].items() if "rate" not in k}
-            wanted = {k: v for k, v in models["machines"].items() if "rate" not in k}
-            report[name] = differing(kept, wanted, 1e-7)
+            report[name] = differing(without_rates(models[name]), without_rates(models["machines"]), 1e-7)
     return report
 
 

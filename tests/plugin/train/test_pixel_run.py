@@ -12,7 +12,7 @@ from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from tests.lib.ranks import run_ranks
-from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole
+from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole, without_rates
 from tests.lib.training_run import follow
 from tests.plugin.train.test_locality_run import FUSED, rows_of
 
@@ -30,7 +30,7 @@ def train_all(world: World, capture: Path, out: Path, densifier: str, boundary_m
     own: dict[str, Model] = {}
 
     def run(name: str, size: int, strategy: str, **more: Any) -> None:
-        part = part_of(world, size) if size > 1 else (World.single() if world.is_main else None)
+        part = part_of(world, size)
         if part is not None:
             options = {"views_per_step": VIEWS, "morton_order": True, "fused_steps": "never", "keep_checkpoints": 0}
             options |= {**DENSIFIERS[densifier], **more}
@@ -52,8 +52,7 @@ def train_all(world: World, capture: Path, out: Path, densifier: str, boundary_m
         run(name, size, strategy, **load)
     if world.is_main:
         for name, like in (("alone", "three"), ("one rank", "two ranks")):
-            a, b = ({k: v for k, v in models[n].items() if "rate" not in k} for n in (name, like))
-            report[name] = differing(a, b, 1e-7)
+            report[name] = differing(without_rates(models[name]), without_rates(models[like]), 1e-7)
     return report
 
 

@@ -17,7 +17,7 @@ from ns_multigpu.plugin.train.capacity import MANY, warn_of_size_rule
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
-from tests.lib.training_run import write_capture
+from tests.lib.training_run import save_nothing, write_capture
 
 RULES = {"prune_scale3d": 0.5, "reset_every": 3000, "refine_stop_iter": 15000}
 
@@ -65,8 +65,7 @@ def test_run_prints_the_size_message(tmp_path: Path, capsys: pytest.CaptureFixtu
     for limit, expected in ((1e-4, 1), (1e4, 0)):
         options = {"cull_scale_thresh": limit, "reset_alpha_every": 1}  # a reset with each refinement, by image 6
         trainer = start(World.single(), tmp_path / "capture", tmp_path / str(limit), 7, **options)
-        trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
-        trainer.save_last = lambda _, look, folder=trainer.base_dir: look() or folder  # type: ignore[method-assign]
+        save_nothing(trainer)
         trainer.train()
         assert capsys.readouterr().out.count("are larger than") == expected
 

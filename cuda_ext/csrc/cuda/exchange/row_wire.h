@@ -11,7 +11,6 @@
 
 namespace nsmg {
 
-inline constexpr int kMostViews = 256;
 inline constexpr int kMostSegments = 128;  // 1.5 KiB of a launch's 4 KiB of arguments
 
 // A segment for each rank, of `words` columns with a capacity of `capacities` rows: this one's in full, others' maybe
@@ -23,9 +22,6 @@ struct WireSegments {
   int ranks, rank;
   bool half;
 };
-
-inline int full_row_words(bool slots) { return 12 + (slots ? 1 : 0); }
-inline int half_row_words(bool slots) { return 9 + (slots ? 1 : 0); }
 
 // place [ranks, count].
 cudaError_t pack_wire_launch(const PackRows& rows, const int32_t* place, const WireSegments& to, bool slots,
