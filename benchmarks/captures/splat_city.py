@@ -5,7 +5,7 @@
 The Gaussians lie on the surfaces of `ns-multigpu city`'s city, where rays through the training views meet them, and
 have the colours that those rays have. So photographs show a scene with true poses, seed points, and tracks that end
 where a point is hidden; `--compare N` says how near N of them are to the city's own, which are ray-traced. With
-`--stops` training photographs differ in exposure.
+`--stops` training photographs differ in exposure, with `--noise` all have noise.
 """
 
 import argparse
@@ -84,15 +84,17 @@ def observations(points: Tensor, viewmat: Tensor, K: Tensor, depth: Tensor, most
 
 
 def photographs(
-    capture: CityCapture, model: Model, seeds: SeedPoints, most: int, stops: np.ndarray
+    capture: CityCapture, model: Model, seeds: SeedPoints, most: int, stops: np.ndarray, noise: float
 ) -> Iterator[tuple[np.ndarray, Observed]]:
     """Yield of each view the photograph [h, w, 3], uint8, and what it observes of the seed points."""
     device, viewmats = model.means.device, capture.viewmats().to(model.means.device)
-    points = seeds.xyz.to(device)
+    points, generator = seeds.xyz.to(device), torch.Generator(device).manual_seed(capture.seed)
     K = torch.tensor([[capture.fx, 0, capture.cx], [0, capture.fy, capture.cy], [0, 0, 1]], device=device)
     for viewmat, stop in zip(viewmats, stops.tolist(), strict=True):
         color, depth = model.look(viewmat, K, capture.width, capture.height)
         color = color * 2 ** (stop / 2.2)  # a power of light is one of what a display's gamma has made of it
+        if noise > 0:
+            color = color + noise * torch.randn(color.shape, generator=generator, device=device)
         image = (color.clamp(0, 1) * 255 + 0.5).to(torch.uint8).cpu().numpy()
         yield image, observations(points, viewmat, K, depth, most)
 
@@ -113,13 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed-points", type=int, default=100_000)
     parser.add_argument("--most-observed", type=int, default=2000, help="points that a view observes at most")
     parser.add_argument("--stops", type=float, default=0.0, help="see benchmarks.captures.varied_exposure")
+    parser.add_argument("--noise", type=float, default=0.0, help="standard deviation, of 1")
     parser.add_argument("--compare", type=int, default=0, help="views that are ray-traced, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(argv)
     if not 0 < given.seed_points <= given.gaussians:
         parser.error(f"--seed-points {given.seed_points}: give 1 to --gaussians {given.gaussians}.")
-    if given.gaussians < 4 or given.stops < 0:
-        parser.error("give 4 --gaussians at least, and --stops from 0 on.")
+    if given.gaussians < 4 or min(given.stops, given.noise) < 0:
+        parser.error("give 4 --gaussians at least, and --stops and --noise from 0 on.")
     if given.output.is_dir() and any(given.output.iterdir()):
         parser.error(f"--output {given.output} is not empty: give a new folder.")
     try:
@@ -141,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = set(np.linspace(0, given.views - 1, given.compare).astype(int).tolist())
     with ThreadPoolExecutor() as pool:
         writes = []
-        looks = photographs(capture, model, seeds, given.most_observed, stops)
+        looks = photographs(capture, model, seeds, given.most_observed, stops, given.noise)
         for view, (image, seen) in enumerate(looks):
             observed.append(seen)
             file = given.output / f"images/{capture.name(view)}.jpg"
