@@ -68,7 +68,7 @@ class Strategy:
         self.placement.observe(points, lambda: primitive.extents(points), images, self.world)
 
     def plan(self, views: Sequence[View], holders: Sequence[int] | None = None) -> Plan:
-        """The plan for a batch; `holders` are the ranks that hold the views' images, if any.
+        """Return the plan for a batch. `holders` are the ranks that hold the views' images, if any.
 
         Raises:
             ValueError: a view is cut though every rank holds every point.
@@ -76,7 +76,8 @@ class Strategy:
         return self._checked(self.assignment.assign(views, self.world.size, holders), views)
 
     def plan_alike(self, views: Sequence[View]) -> Plan:
-        """As `plan`, but like an earlier plan where that is nearly as good: see `Assignment.assign_alike`."""
+        """Return a plan like `plan`'s that repeats an earlier one where that is nearly as good: see
+        `Assignment.assign_alike`."""
         if not self.assignment.by_size:
             return self._checked(self.assignment.assign_alike(views, self.world.size), views)
         sizes = tuple((view.width, view.height) for view in views)
@@ -97,7 +98,7 @@ class Strategy:
         return plan
 
     def render(self, primitive: Primitive, points: Points, views: Sequence[View], plan: Plan) -> Rendering:
-        """Renders the patches of the batch that this rank owns.
+        """Render the patches of the batch that this rank owns.
 
         Every rank calls it, with its own points and the same views and plan.
 

@@ -158,7 +158,7 @@ class TileRanges(Assignment):
         return self._plan(views, work, ideal_cuts(work, ranks))
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """As `assign`, but cut where an earlier batch was cut if that is nearly as even."""
+        """Assign patches as `assign` does, or by an earlier batch's cuts if they balance work nearly as well."""
         work = self.work.estimate(views)
         before = list(accumulate((amount for rows in work for amount in rows), initial=0))
 
@@ -177,8 +177,8 @@ class TileRanges(Assignment):
         self.work.learn(views, counts[: sum(map(self.work.rows, views))])
 
     def state(self) -> list[list[int]]:
-        """A row a view: its number, then the work of each of its rows of tiles. Then a row for cuts that are kept, -1
-        and the cuts."""
+        """Return rows of integers for a checkpoint. A row is a view's number and the work of each of its rows of tiles,
+        or -1 and one set of cuts that is kept."""
         known = [[index, *counts] for index, counts in sorted(self.work.counts.items())]
         return known + [[-1, *cuts] for cuts in self._kept]
 

@@ -35,7 +35,7 @@ class GlobalOrder:
 
     @staticmethod
     def of(keys: Tensor, world: World, ties: Tensor | None = None, *, ascending: bool = False) -> "GlobalOrder":
-        """The order by key, then by tie, then by rank and row. Every rank calls it.
+        """Return the order by key, then tie, then rank and row. Every rank calls it.
 
         Args:
             keys: [N] int64 in [0, 2^62), in any order.
@@ -60,8 +60,8 @@ class GlobalOrder:
         )
 
     def before(self, values: Tensor) -> Tensor:
-        """The sum of `values` [N] int64 over all ranks' rows that stand before each of this rank's, [N] int64. Every
-        rank calls it."""
+        """Return, for each of this rank's rows, the sum of `values` [N] int64 over all ranks' rows before it, [N]
+        int64. Every rank calls it."""
         leaving = values if self._send_order is None else values[self._send_order]
         there = exchange_rows(leaving, self._send, self._receive, self._world)[self._order]
         sums = there.cumsum(0)
@@ -71,8 +71,11 @@ class GlobalOrder:
 
 
 def _splitters(keys: Tensor, world: World) -> Tensor:
-    """[ranks - 1] int64 ascending, the same on every rank: keys that part all ranks' ones [N], ascending on each, into
-    about equal numbers. What is found does not depend on them: equal keys have one rank, wherever that is."""
+    """Return [ranks - 1] int64 keys, ascending and equal on all ranks, that split all ranks' keys into about equal
+    numbers.
+
+    `keys` [N] are ascending on each rank. The order does not depend on the splitters: one rank gets all equal keys.
+    """
     if len(keys) and world.size > 1:
         sample = keys[(torch.arange(_SAMPLES, device=keys.device) * 2 + 1) * len(keys) // (2 * _SAMPLES)].tolist()
     else:
@@ -86,7 +89,7 @@ def _splitters(keys: Tensor, world: World) -> Tensor:
 
 
 def _by_ties(keys: Tensor, order: Tensor, ties: Tensor) -> Tensor:
-    """The same order [N] of sorted keys [N], but rows with equal keys in that of their ties [N]: few as a rule."""
+    """Return `order` [N] of sorted keys [N] with rows of equal keys sorted by their ties [N]. Equal keys are rare."""
     equal = keys[1:] == keys[:-1]
     among = torch.nn.functional.pad(equal, (1, 0)) | torch.nn.functional.pad(equal, (0, 1))
     places = among.nonzero().flatten()

@@ -19,14 +19,14 @@ _DIGITS = (11, 11, 10, 10, 10, 10)
 
 
 def imbalance(works: Sequence[int]) -> float:
-    """The most of them / their mean; 1 if there are none."""
+    """Return the largest work divided by the mean; 1 if there is no work."""
     return max(works) * len(works) / sum(works) if sum(works) > 0 else 1.0
 
 
 def find_splitters(keys: Tensor, sums: Tensor, targets: Sequence[int], world: World) -> Tensor:
-    """Keys such that the weight of all ranks' smaller keys is as near to each target as equal keys allow.
+    """Return keys such that the weight of all ranks' smaller keys is as close to each target as equal keys allow.
 
-    Every rank calls it. The host waits for nothing: what is found stays on the device.
+    Every rank calls it. The host does not wait: the result stays on the device.
 
     Args:
         keys: [N] int64 in [0, 2^62), ascending.
@@ -49,5 +49,5 @@ def find_splitters(keys: Tensor, sums: Tensor, targets: Sequence[int], world: Wo
 
 
 def _below(ends: Tensor, keys: Tensor, sums: Tensor, world: World) -> Tensor:
-    """The weight of all ranks' keys below each of `ends`."""
+    """Return the weight of all ranks' keys below each of `ends`."""
     return add_up(sums[torch.searchsorted(keys, ends)], world)

@@ -77,7 +77,7 @@ class GradientBuckets:
             bucket.work, bucket.flat, bucket.views = None, None, []
 
     def finish_unready(self, params: list[Tensor]) -> None:
-        """`finish` in the place of a backward that failed, or never began: sums that mean nothing, but none is missing.
+        """Run `finish` in place of a backward pass that failed or never began: meaningless sums, but all of them.
 
         Args:
             params: as given to `watch`.

@@ -76,7 +76,7 @@ class PeerBuffer:
         return self.local.shape[0]
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that is a part of a rank's buffer: what is written to it is there.
+        """Return a tensor on part of a rank's buffer. Writing to it writes that rank's memory.
 
         Args:
             rank: whose.
@@ -239,7 +239,7 @@ def _trial_problem(world: World, *, machine: bool) -> str | None:
 
 
 def _first_problem(problem: str | None, world: World) -> str | None:
-    """The first rank's problem, named, if any has one: the same on every rank."""
+    """Return the first rank's problem with its rank, or None without any. Every rank gets the same result."""
     problems = cast(list[str | None], all_gather_objects(problem, world))
     return next((f"Rank {rank}: {one}" for rank, one in enumerate(problems) if one is not None), None)
 

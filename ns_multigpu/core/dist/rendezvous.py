@@ -19,10 +19,11 @@ _PAUSE = 0.02
 
 
 def store_of_this_life(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The part of `store` that only the processes of this life of the job use. Every rank calls it, equally often.
+    """Return the part of `store` that only the processes of this start of the job use. Every rank calls it, equally
+    often.
 
-    Each publishes a unique mark. Rank 0 reads all marks, and answers with them and a name; who finds
-    its own mark in the answer confirms it. Marks of the dead stay unconfirmed, until the living have replaced them.
+    Each rank publishes a unique mark. Rank 0 reads all marks and answers with them and a name. A rank that finds its
+    own mark in the answer confirms it. Marks of dead processes stay unconfirmed until live processes replace them.
 
     Args:
         store: one that all ranks can access. rank, size: this process's place.

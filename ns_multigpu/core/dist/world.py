@@ -83,11 +83,11 @@ class World:
         return self.local_size * self.pretended
 
     def machine_of(self, rank: int) -> int:
-        """The number of another rank's machine."""
+        """Return the number of a rank's machine."""
         return rank // self.local_size
 
     def ranks_of(self, machine: int) -> range:
-        """The ranks of a machine."""
+        """Return the ranks of a machine."""
         return range(machine * self.local_size, (machine + 1) * self.local_size)
 
     def machine_name(self, machine: int) -> str:
@@ -106,7 +106,7 @@ class World:
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> "World":
-        """A world of one on `device`; "cuda" without a number is the current GPU."""
+        """Return a world of one rank on `device`; "cuda" without a number is the current GPU."""
         place = torch.device(device)
         if place.type == "cuda" and place.index is None:  # pyright: ignore[reportUnnecessaryComparison]
             place = torch.device("cuda", torch.cuda.current_device())
@@ -116,7 +116,7 @@ class World:
     def from_env(
         device_type: str, timeout: timedelta = DEFAULT_TIMEOUT, control_timeout: timedelta | None = None
     ) -> "World":
-        """The world that a launcher described in the environment, as torchrun does; a world of one if none did.
+        """Return the world that a launcher such as torchrun described in the environment, or else a world of one rank.
 
         Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and the rendezvous variables of torch.distributed, and
         initialises the default process group unless that has been done.
@@ -164,7 +164,7 @@ class World:
     def from_groups(
         device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT, control_timeout: timedelta | None = None
     ) -> "World":
-        """The world of an initialised default process group. Every rank of it must call this.
+        """Return the world of an initialised default process group. Every rank of the group must call this.
 
         Machines are identified by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
 
@@ -198,7 +198,7 @@ class World:
         )
 
     def close(self) -> None:
-        """Ends the process groups, if this world has any."""
+        """Destroy the process groups, if this world has any."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -222,7 +222,7 @@ def gpu_places() -> int:
 
 
 def gpu_of(local_rank: int) -> torch.device:
-    """The GPU of a rank of this machine; there must be one."""
+    """Return the GPU of a local rank. The machine must have a GPU."""
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 

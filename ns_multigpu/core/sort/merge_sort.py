@@ -43,7 +43,7 @@ class SortedRun:
         return sum(self.counts)
 
     def find(self, position: int) -> tuple[int, int]:
-        """The rank that holds the element at `position`, and its place there."""
+        """Return the rank that holds the element at `position`, and the element's position on that rank."""
         for rank, count in enumerate(self.counts, self.first):
             if position < count:
                 return rank, position
@@ -51,7 +51,7 @@ class SortedRun:
         raise IndexError(f"a run of {self.length} has no element {position + self.length}")
 
     def piece(self, rank: int, first: int, end: int) -> tuple[int, int]:
-        """The part of [first, end) of the run that is on `rank`, counted from the start of what is there."""
+        """Return the part of [first, end) of the run that is on `rank`, counted from that rank's first element."""
         if not self.first <= rank < self.end:
             return (0, 0)
         count = self.counts[rank - self.first]
@@ -76,7 +76,7 @@ class Merge:
 
 
 def merge_levels(counts: Sequence[int]) -> list[list[Merge]]:
-    """The levels' merges, for ranks that start with `counts` elements. A run without a partner waits for one."""
+    """Return each level's merges for ranks that start with `counts` elements. A run without a partner is not merged."""
     runs = [SortedRun(rank, (count,)) for rank, count in enumerate(counts)]
     levels: list[list[Merge]] = []
     while len(runs) > 1:
@@ -131,12 +131,12 @@ class _Diagonal:
         return self.lo < self.hi
 
     def reads(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(rank, place) of the two keys that the next step compares."""
+        """Return (rank, position) of the two keys that the next step compares."""
         middle = (self.lo + self.hi) // 2
         return self.merge.left.find(middle), self.merge.right.find(self.at - 1 - middle)
 
     def step(self, left: int, right: int) -> None:
-        """Narrows by the keys that `reads` named. Of equal keys the left run's comes first: that is stability."""
+        """Narrow the search by the keys that `reads` named. The left run's equal keys come first: a stable sort."""
         middle = (self.lo + self.hi) // 2
         if left <= right:
             self.lo = middle + 1
@@ -145,9 +145,9 @@ class _Diagonal:
 
 
 def _search(keys: Tensor, merges: Sequence[Merge], world: World) -> list[list[int]]:
-    """By merge, by piece of its result: how many elements of the left run come before it.
+    """Return for each merge, and each rank's part of its result, how many elements of the left run come before it.
 
-    All searches of a level go on together, each rank following all of them and telling the keys that it holds.
+    All searches of a level advance together. Every rank follows all of them and publishes the keys that it holds.
     """
     searches: list[list[_Diagonal]] = []
     for merge in merges:

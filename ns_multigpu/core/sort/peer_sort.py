@@ -62,11 +62,11 @@ class SortBuffers:
 
     @staticmethod
     def size(capacity: int, ranks: int) -> int:
-        """Bytes that a rank needs."""
+        """Return the number of bytes that a rank needs."""
         return _aligned(8 * ranks) + 2 * (_aligned(8 * capacity) + _aligned(4 * capacity))
 
     def pairs(self, half: int) -> tuple[Tensor, Tensor]:
-        """This rank's keys [capacity] int64 and values [capacity] int32 of one of the two halves."""
+        """Return this rank's keys [capacity] int64 and values [capacity] int32 of one of the two halves."""
         keys, values = self._keys[half], self._values[half]
         local = self.memory.local
         return (
@@ -179,9 +179,9 @@ def sorted_band_lists(
     capacity: int,
     world: World,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's lists of rows out of the sorted pairs of all ranks' `cuda_ext.intersect_keys`.
+    """Return this rank's lists of rows, from the sorted pairs of all ranks' `cuda_ext.intersect_keys`.
 
-    Every rank calls it. In peer memory each reads what it needs; otherwise ranks send it to each other.
+    Every rank calls it. With peer memory each rank reads what it needs; otherwise the ranks exchange pairs.
 
     Args:
         pairs: as `peer_merge_sort` returned them.
@@ -206,7 +206,7 @@ def sorted_band_lists(
 
 
 def _fetch(pairs: SortedPairs, bands: Sequence[Sequence[int]], world: World) -> tuple[Tensor, Tensor]:
-    """The sorted pairs of this rank's tiles, which every rank sends to whom they concern, once each."""
+    """Return the sorted pairs of this rank's tiles. Every rank sends a pair once to each rank that needs it."""
     keys, device = pairs.keys, pairs.keys.device
     rows: list[Tensor] = []
     for of_rank in bands:
@@ -225,7 +225,7 @@ def _fetch(pairs: SortedPairs, bands: Sequence[Sequence[int]], world: World) -> 
 
 
 def _union(bands: Sequence[int]) -> list[tuple[int, int]]:
-    """The tiles of some bands as stretches that do not touch, ascending."""
+    """Return the tiles of bands as disjoint, ascending ranges."""
     stretches: list[tuple[int, int]] = []
     for first, end in sorted(zip(bands[::2], bands[1::2], strict=True)):
         if stretches and first <= stretches[-1][1]:

@@ -16,7 +16,8 @@ VARIATION_WEIGHT = 10.0
 
 
 def variation(grids: Tensor) -> Tensor:
-    """[] the total variation of grids [N, 12, levels, rows, columns]: mean squares of differences, summed over axes."""
+    """Return the total variation [] of grids [N, 12, levels, rows, columns]: mean squared differences, summed over
+    axes."""
     differences = (grids.diff(dim=axis) for axis in (2, 3, 4))
     return torch.stack([one.square().sum() / max(one.numel(), 1) for one in differences]).sum()
 

@@ -92,11 +92,10 @@ def disparities_at(pixels: Pixels, view: View, places: Tensor) -> Tensor:
 
 
 def depth_loss(pixels: Pixels, view: View, beyond: int = 0) -> Tensor:
-    """A patch's share of the mean over the view's keypoints of |disparity drawn - disparity observed|, times the
-    scene's size, [].
+    """Return a patch's share [] of the view's mean of |disparity drawn - disparity observed|, times the scene's size.
 
-    A keypoint counts for the patch that its pixel is in. Summed over patches that tile the view, the shares are the
-    loss of the view; of one without keypoints it is 0.
+    The mean is over the view's keypoints. A keypoint counts for the patch that contains its pixel. The shares of
+    patches that tile a view add up to the view's loss. Without keypoints the loss is 0.
 
     Args:
         pixels: with depth; the patch has a halo of at least one pixel more than `beyond`, unless it is the whole view.

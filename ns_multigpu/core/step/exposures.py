@@ -24,7 +24,7 @@ exact weight does not matter."""
 
 
 def drift(gains: Tensor) -> Tensor:
-    """[] the loss that holds the mean of the gains [N, 3] at 1. Differentiable."""
+    """Return the loss [] that holds the mean of the gains [N, 3] at 1. Differentiable."""
     return DRIFT_WEIGHT * (gains.mean(0) - 1).square().sum()
 
 

@@ -126,7 +126,7 @@ class Forward:
         return [plan] if passes == 1 else [_rows_of(plan, band) for band in cut(view, passes, []) if band.y0 < band.y1]
 
     def _draw(self, attempt: "_Try") -> tuple[list[Pixels], list[int]]:
-        """One pass: this rank's patches, and the work of each row of tiles."""
+        """Return this rank's patches and the work of each row of tiles. Retries with larger capacities."""
         while True:
             pixels, counts_by_rank = attempt.run(self._capacities)
             if any(row[0] for row in counts_by_rank):
@@ -164,7 +164,7 @@ class _Try:
         return pixels or [], everyone.tolist()  # the one look
 
     def _passed(self, capacities: _Capacities, message: torch.Tensor) -> list[Pixels] | None:
-        """This rank's patches; None where memory did not suffice, here or, before an exchange, anywhere."""
+        """Return this rank's patches, or None if memory ran out here or, before an exchange, on any rank."""
         try:
             forward = self._forward(capacities)
             rows: Rows | None = forward.project(self._model, self._cameras(), [self._view])
@@ -218,7 +218,7 @@ class _Try:
             message[first : first + len(work)] = work
 
     def _pixels(self, drawing: Drawing, settled: OwnedPixels, forward: ForwardPass) -> list[Pixels]:
-        """The patches that this rank owns."""
+        """Return the patches that this rank owns."""
         shown = {} if forward.pixels.exchanged else self._kernels.shown(drawing.drawn, self._view)
         found: list[Pixels] = []
         start = 0
@@ -245,7 +245,7 @@ def _rows_of(plan: Plan, band: Patch) -> Plan:
 
 
 def cut(view: View, bands: int, work: Sequence[int]) -> list[Patch]:
-    """A view in bands of whole rows of tiles, of about equal work; some may be empty.
+    """Cut a view into bands of whole rows of tiles, of about equal work. Some may be empty.
 
     Args:
         work: of each row of tiles of a view seen before, of whatever height; empty if there was none.

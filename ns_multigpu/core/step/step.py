@@ -174,9 +174,11 @@ class Step:
 
     @torch.no_grad()
     def parts(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> Parts[list[Tensor]]:
-        """A step: splats this rank's points, exchanges rows, draws this rank's patches, their loss and its gradient by
-        the rows, returns gradients, and takes Adam's step and adds to the statistics, unless a capacity was or is
-        exceeded on any rank.
+        """Run one training step, in parts.
+
+        Splats this rank's points, exchanges rows, draws this rank's patches and computes their loss. Then returns
+        gradients, applies Adam and adds to the statistics. If a capacity is exceeded on any rank, or was in an earlier
+        step, points and statistics do not change.
 
         Args:
             plan: `with_halos` of a plan that is the same on all ranks.
@@ -250,7 +252,7 @@ class Step:
         return share_of_mse(self.rgb, images, own, self.views(sizes))
 
     def _splatted(self, plan: Plan) -> range:
-        """Positions in the batch of the views that this rank splats its points for."""
+        """Return the positions in the batch of the views that this rank splats its points for."""
         positions = self._strategy.placement.views_to_splat(plan, self._world)
         assert follow_each_other(positions), "as `unsupported_reason` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
@@ -276,7 +278,7 @@ class Step:
             self.refresh()
 
     def refresh(self) -> None:
-        """Points were changed by others than this step. Nothing is read back."""
+        """Recompute what depends on the points, after code other than this step changed them. Reads nothing back."""
         self._kernels.refresh(self._model)
 
     @property
@@ -292,5 +294,5 @@ class Step:
 
 
 def scalars_of_no_step(parameters: int, device: torch.device) -> Tensor:
-    """[parameters, 8] scalars of a step of Adam that changes nothing."""
+    """Return [parameters, 8] scalars of an Adam step that changes nothing."""
     return torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(parameters, 1)

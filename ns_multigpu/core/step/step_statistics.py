@@ -36,7 +36,7 @@ class StepMessage:
         views: Sequence[View], own: Sequence[Patch], first_view: int,
         of_views: ViewParameters | None = None,
     ) -> Tensor:  # fmt: skip
-        """The message [words] int64.
+        """Return the step's statistics [words] int64.
 
         Args:
             rows: of this rank's points.

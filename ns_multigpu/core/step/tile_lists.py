@@ -28,12 +28,12 @@ class TileLists(ABC):
     capturable: bool = True
 
     def begin(self, rows: Rows, views: Sequence[View]) -> None:
-        """Looks at this rank's own rows, before they are sent."""
+        """Read this rank's own rows before they are sent. Does nothing unless overridden."""
         return
 
     @abstractmethod
     def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
-        """The lists of the patches that this rank draws, halo included, of rows that arrived.
+        """Return the tile lists of the patches that this rank draws, halo included, from the received rows.
 
         Args:
             patches: 5 ints a patch (view among those of the rows, x0, y0, x1, y1). plan: where they are from.
@@ -107,7 +107,7 @@ class SortedLists(TileLists):
 def _tiles(
     patch: Patch, views: Sequence[View], shapes: Sequence[tuple[int, int]], starts: Sequence[int]
 ) -> tuple[int, int]:
-    """First and end tile of a band with its halo, among those of all views."""
+    """Return the first and the end tile of a band with its halo, counted over the tiles of all views."""
     _, top, _, bottom = patch.rendered(views[patch.view])
     start, columns = starts[patch.view], shapes[patch.view][1]
     return start + top // TILE * columns, start + -(-bottom // TILE) * columns
