@@ -318,6 +318,6 @@ def _ours(splats: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def _theirs(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same memory, with gsplat's keys and shapes."""
+    """Return the same memory under gsplat's keys and shapes."""
     views = {"opacities": params["opacities"][:, 0], "features_dc": params["features_dc"][:, None]}
     return {key: views.get(name, params[name]) for key, name in _OURS.items()}

@@ -208,7 +208,7 @@ def listed_architectures() -> tuple[str, ...]:
 
 
 def ahead_of_time_architectures(toolkit: Toolkit) -> tuple[str, ...]:
-    """TORCH_CUDA_ARCH_LIST, else all of `AHEAD_OF_TIME` that this nvcc knows."""
+    """Return TORCH_CUDA_ARCH_LIST, or else all of `AHEAD_OF_TIME` that this nvcc supports."""
     known = set(re.findall(r"compute_(\d+)", _ask(toolkit.nvcc, "--list-gpu-arch")))
     default = [name for name in AHEAD_OF_TIME if name in known]
     return listed_architectures() or (*default[:-1], f"{default[-1]}+PTX")

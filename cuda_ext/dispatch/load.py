@@ -60,7 +60,7 @@ def mode() -> Mode:
 
 @contextmanager
 def use_reference() -> Iterator[None]:
-    """Inside the `with` block (of this thread) every operator is served by the pure-torch reference."""
+    """Run every operator on the pure-torch reference inside the `with` block, for this thread."""
     token = _forced.set(True)
     try:
         yield

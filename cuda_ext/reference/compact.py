@@ -47,10 +47,10 @@ def flush_salts(table: Tensor) -> Tensor:
 
 
 def compacted(salt: Tensor, moment1: Tensor, moment2: Tensor) -> tuple[Tensor, Tensor]:
-    """Both moments of some elements [...], float32, as bfloat16: of the two neighbours either, each with such a
-    probability that the expected value is the exact one.
+    """Round both moments [...] of some elements from float32 to bfloat16, stochastically.
 
-    What bfloat16 can hold, zeros and infinities too, stays what it is, and NaN is NaN.
+    A number becomes one of its two neighbours, each with such a probability that the expected value is exact. Values
+    that bfloat16 can hold, zeros and infinities too, do not change. NaN stays NaN.
 
     Args:
         salt: [] int32, see `step_salts`.

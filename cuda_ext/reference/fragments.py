@@ -107,6 +107,6 @@ def _rows(numbers: Sequence[int], width: int) -> Iterator[Sequence[int]]:
 
 
 def _canvases(like: Tensor, sizes: Sequence[int], channels: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each patch zeros [h, w, channels] and ones [h, w]."""
+    """Return zeros [h, w, channels] and ones [h, w] for each patch."""
     pairs = list(_rows(sizes, 2))
     return [like.new_zeros(h, w, channels) for w, h in pairs], [like.new_ones(h, w) for w, h in pairs]

@@ -32,7 +32,7 @@ def table_bits(numbers: Tensor, start: int) -> Tensor:
 
 
 def _splitmix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer of int64s, in place. Products wrap around; shifts are made to shift in zeros."""
+    """Apply SplitMix64's finalizer to int64s, in place. Products wrap around; shifts are made to shift in zeros."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
         x *= _signed(factor)
@@ -68,6 +68,6 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _rotated(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Vectors [N, 3] by matrices [N, 3, 3], summed in one order whatever N is."""
+    """Multiply vectors [N, 3] by matrices [N, 3, 3], summed in one order whatever N is."""
     x, y, z = (matrices * vectors[:, None]).unbind(-1)
     return x + y + z

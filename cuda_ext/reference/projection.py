@@ -17,7 +17,7 @@ POLE = 0.01
 
 
 def rotation_matrices(quats: Tensor) -> Tensor:
-    """Rotation matrices [..., 3, 3] of quaternions (w, x, y, z) [..., 4] of any length but zero."""
+    """Return rotation matrices [..., 3, 3] of quaternions (w, x, y, z) [..., 4] of any length but zero."""
     w, x, y, z = torch.nn.functional.normalize(quats, dim=-1).unbind(-1)
     rows = (
         (1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
@@ -33,13 +33,13 @@ def cutoff_squared(opacities: Tensor) -> Tensor:
 
 
 def three_sigma(xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
-    """Half the side of the square outside of which gsplat 1.4.0 does not see a splat, before it is rounded up."""
+    """Return half the side, before rounding up, of the square outside of which gsplat 1.4.0 ignores a splat."""
     middle, apart = 0.5 * (xx + yy), 0.5 * (xx - yy)
     return 3 * torch.sqrt(middle + torch.sqrt((apart * apart + xy * xy).clamp_min(0.01)))
 
 
 def outward(extents: Tensor, margin: float) -> Tensor:
-    """Half extents in pixels rounded up to whole numbers, with a margin for the rounding of what led to them."""
+    """Round half extents in pixels up to whole numbers, with a margin for earlier rounding errors."""
     return torch.ceil(extents * (1 + margin) + 0.01).clamp_max(MAX_RADIUS)
 
 

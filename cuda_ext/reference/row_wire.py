@@ -13,12 +13,12 @@ _MOST_SCALE = 126
 
 
 def row_words(*, half: bool, slots: bool) -> int:
-    """Words of a row."""
+    """Return the number of words of a row."""
     return (9 if half else 12) + slots
 
 
 def gradient_words(*, half: bool, absgrad: bool, depth: bool = False) -> int:
-    """Words of a row's gradients."""
+    """Return the number of words of a row's gradients."""
     count = len(_sent(absgrad=absgrad, depth=depth))
     return 5 + (count - 8) // 2 if half else count
 
@@ -169,7 +169,7 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 def _packed_halfs(low: Tensor, high: Tensor) -> Tensor:
-    """Two float16 in a word."""
+    """Pack two float16 into a word."""
     first, second = (x.half().view(torch.int16).int() for x in (low, high))
     return (first & 0xFFFF) | (second << 16)
 

@@ -94,7 +94,7 @@ def _planes(tree: CellTree) -> _Planes:
     paths: dict[int, list[int]] = {}
 
     def walk(node: int, path: list[int]) -> int:
-        """Notes the paths of a part's cells; returns one of them."""
+        """Record the paths of a subtree's cells; return one of these cells."""
         if node < 0:
             paths[-1 - node] = path
             return -1 - node

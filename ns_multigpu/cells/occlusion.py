@@ -79,13 +79,13 @@ class Occlusion:
             looked.live = [(-a, -b, c, d) if a > -(1 << 30) else NOTHING for a, b, c, d in of_view]
 
     def flips(self) -> tuple[int, int]:
-        """Pixels that were hidden and are not any more, and all that were hidden, since it was asked last."""
+        """Return the numbers of occluded pixels that became visible and of all occluded pixels, since the last call."""
         state = self._flips, self._dark
         self._flips = self._dark = 0
         return state
 
     def state(self) -> list[list[int]]:
-        """A row for the cells, then a row a view and cell."""
+        """Return rows for a checkpoint: one for the cells, then one for each view and cell."""
         rows = [[-1, self._cells]]
         for key, looked in sorted(self._looked.items()):
             live = looked.live

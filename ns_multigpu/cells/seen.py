@@ -24,7 +24,7 @@ _FROM, _TO = np.array([(a, a | 1 << k) for a in range(8) for k in range(3) if no
 
 
 def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
-    """The rectangle (x0, y0, x1, y1) in pixels, of whole tiles, that each box touches; None where it is not seen.
+    """Return the pixel rectangle (x0, y0, x1, y1), of whole tiles, that each box touches; None for boxes out of view.
 
     Tiles at the right and lower border end with the image.
 

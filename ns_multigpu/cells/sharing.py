@@ -71,7 +71,12 @@ class CellPixels(Assignment):
         self._whole: dict[Hashable, Plan] = {}  # made lately
 
     def figures(self) -> dict[str, float]:
-        """Means since the last time.
+        """Return means over the steps since the last call.
+
+        `gpus_at_work`: the part of the ranks that draw in a step. `drawing_level`: pixels that ranks draw, mean over
+        maximum. `pixels_in_sight`: the part of all cells' pixels in tiles that the cells' boxes touch. `pixels_drawn`:
+        the part that is not occluded either; other pixels are neither drawn nor sent. `hidden_flips`: the part of
+        occluded pixels that turned out to be visible when checked again.
 
         Of the ranks, the part that draws any of a step; pixels that ranks draw, the mean over the most. Of all cells'
         pixels of a step's views the part within the rectangles of tiles in which views see cells, and the part that is
@@ -115,8 +120,10 @@ class CellPixels(Assignment):
         return plan
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """As `assign`, but where links are fast with whole views, unless these are large: the plan then depends on the
-        cells' order alone."""
+        """Assign patches as `assign` does or, where links are fast and views small, whole views.
+
+        The plan of whole views depends on the cells' order alone, so it recurs.
+        """
         if not self.recurs or sum(view.width * view.height for view in views) > MOST_WHOLE:
             return self.assign(views, ranks)
         space = self._space

@@ -44,7 +44,7 @@ class GraphParts:
 
 
 def missing() -> str | None:
-    """Why METIS cannot be used here, or None."""
+    """Return why METIS cannot be used here, or None if it can."""
     try:
         importlib.import_module("pymetis._internal")
     except ImportError as error:
@@ -136,7 +136,7 @@ def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
 
 @lru_cache(maxsize=1)
 def _library() -> tuple[Any, int, dict[str, int]]:
-    """The library with METIS in it (None if it hides it), the bits of its integers, and where options stand."""
+    """Return the library with METIS (None if its symbols are hidden), the bits of its integers, and option indices."""
     internal: Any = importlib.import_module("pymetis._internal")
 
     width = int(internal._idx_type_width())

@@ -37,13 +37,13 @@ def cuts(pixels: int, parts: int) -> list[int]:
 
 
 def patches_of(view: View, position: int, factor: int) -> tuple[tuple[int, Patch], ...]:
-    """A view's patches, row after row, each with its number among `factor` x `factor`."""
+    """Return a view's patches row by row, each with its number among `factor` x `factor`."""
     return _patches(view.width, view.height, position, factor)
 
 
 @lru_cache(maxsize=4096)
 def _patches(width: int, height: int, position: int, factor: int) -> tuple[tuple[int, Patch], ...]:
-    """Of a view of this size: the same step after step."""
+    """Return the patches of a view of this size. Cached: sizes recur in every step."""
     rows, columns = cuts(height, factor), cuts(width, factor)
     halo = 0 if len(rows) == len(columns) == 2 else SSIM_HALO
     return tuple(
@@ -144,8 +144,11 @@ class LocalPatches(Assignment):
             self._prefetched += 1
 
     def figures(self) -> dict[str, float]:
-        """Means over the steps since it was asked last: splats that go to another machine and to another rank, the
-        busiest rank's load over the mean, and the part of plans that were late."""
+        """Return means over the steps since the last call.
+
+        These are the splats sent to other machines and to other ranks, the busiest rank's load over the mean, and the
+        part of plans that were late.
+        """
         tally, self.tally = self.tally, Tally()
         if tally.steps == 0:
             return {}
@@ -185,7 +188,7 @@ class LocalPatches(Assignment):
     # ---- of rows that autograd exchanges: `RowCounts` ----
 
     def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
-        """[patches] int64, number of this rank's splats that touch each patch of the plan."""
+        """Return [patches] int64, the number of this rank's splats that touch each patch of the plan."""
         drawn = list(enumerate(plan.patches()))
         return RowOperators().count(ColumnRows.of(splats), views, drawn, len(drawn))
 
@@ -202,7 +205,7 @@ class LocalPatches(Assignment):
         return [one for k, view in enumerate(views) for one in patches_of(view, k, self._factor)]
 
     def _needed(self, views: Sequence[View]) -> Floats | None:
-        """[patches, ranks] what the batch's patches need; None where nothing is known of any."""
+        """Return [patches, ranks], the points that the batch's patches need; None if no view has been measured."""
         cut = self._cut(views)
         known = [self._access.of(view.index) for view in views]
         if all(one is None for one in known):

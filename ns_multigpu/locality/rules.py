@@ -54,7 +54,7 @@ class Access:
         self._needed.update(zip(views, rows, strict=True))
 
     def of(self, view: int) -> Floats | None:
-        """A copy of what a view needed, [patches, ranks], or None where nothing is known of it."""
+        """Return a copy of what a view needed, [patches, ranks], or None if it has not been measured."""
         known = self._needed.get(view)
         return None if known is None else known.astype(np.float64)
 
@@ -63,7 +63,7 @@ class Access:
         self._needed = {}
 
     def state(self) -> tuple[Ints, NDArray[np.float32]]:
-        """The known views [K] and what they needed [K, patches, ranks], for a checkpoint."""
+        """Return the measured views [K] and what they needed [K, patches, ranks], for a checkpoint."""
         views = sorted(self._needed)
         none = np.zeros((0, self.patches, self.ranks), dtype=np.float32)
         return np.array(views, dtype=np.int64), np.stack([self._needed[view] for view in views]) if views else none
@@ -116,7 +116,7 @@ class Planner:
         self._thread.start()
 
     def submit(self, step: int, needed: Floats | int) -> None:
-        """Asks for the plan of a coming step, some steps ahead; on every rank at the same step.
+        """Request the plan of a coming step, some steps ahead. Every rank calls it at the same step.
 
         Args:
             step: its number; steps are submitted in ascending order.
@@ -140,12 +140,12 @@ class Planner:
             self._changed.notify_all()
 
     def ready_through(self) -> int:
-        """The last step such that it and all submitted before have plans, or need none; -1 before the first."""
+        """Return the last step such that it and all submitted before it have plans or need none; initially -1."""
         with self._changed:
             return self._through
 
     def serve(self, step: int, agreed: int) -> AssignedPlan:
-        """The step's plan if all ranks have it, else the rule's. Does not wait.
+        """Return the step's plan if all ranks have it, else that of the rule without search. Does not wait.
 
         Args:
             step: one that was submitted; earlier ones are dropped.
@@ -176,7 +176,7 @@ class Planner:
         return AssignedPlan(by_capacity(data), False)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

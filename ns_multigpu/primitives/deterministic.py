@@ -13,10 +13,10 @@ __all__ = ["logit", "rotate", "rotations", "sigmoid"]
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)). torch's own, on a CPU, rounds the last few numbers of a tensor otherwise than the rest."""
+    """Return 1 / (1 + exp(-x)). On a CPU, torch's own rounds the last few elements of a tensor unlike the rest."""
     return (1.0 + torch.exp(-x)).reciprocal()
 
 
 def logit(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The inverse of `sigmoid`, of numbers in (0, 1)."""
+    """Return the inverse of `sigmoid`, of numbers in (0, 1)."""
     return torch.log(x / (1.0 - x), out=out)

@@ -52,7 +52,7 @@ class MortonGrid:
 
     @staticmethod
     def of(counts: Sequence[int]) -> "MortonGrid":
-        """The grid for points of this census, all ranks' added up."""
+        """Return the grid for points of this census, summed over all ranks."""
         total, below = sum(counts), 0
         furthest = max((k for k, count in enumerate(counts) if count), default=0)
         core = furthest
@@ -100,8 +100,10 @@ def _codes(means: Tensor, grid: MortonGrid) -> Tensor:
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """[3] int64, `_LATTICE`; [64] int64, the bits of 0 to 63 the other way round: with the lowest bit first, half
-    of all hands are every other one."""
+    """Return `_LATTICE` [3] int64, and [64] int64, the numbers 0 to 63 with their bits reversed.
+
+    With the lowest bit first, every other hand is one half of all hands.
+    """
     hands = [int(f"{hand:0{HAND_BITS}b}"[::-1], 2) for hand in range(1 << HAND_BITS)]
     return torch.tensor(_LATTICE, device=device), torch.tensor(hands, device=device)
 

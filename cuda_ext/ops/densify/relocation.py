@@ -84,7 +84,7 @@ def share_out(
 
 @torch.no_grad()
 def copy_rows(tensors: Sequence[Tensor], sources: Tensor) -> None:
-    """Row i of each tensor becomes row sources[i], in place, where that is not -1.
+    """Copy row sources[i] of each tensor to row i, in place, unless sources[i] is -1.
 
     Args:
         tensors: [N, ...] each, contiguous. sources: [N] int32. No row may be both copied and written.
@@ -120,7 +120,7 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def turn(quats: Tensor, vectors: Tensor) -> Tensor:
-    """Vectors by the rotations of quaternions, each independent of the other rows.
+    """Rotate vectors by quaternions. Each row is computed independently of the others.
 
     Args:
         quats: [M, 4] (w, x, y, z) of any length but zero. vectors: [B, M, 3].

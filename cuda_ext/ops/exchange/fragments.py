@@ -54,7 +54,7 @@ def gather_fragments(color: Tensor, alpha: Tensor, fragments: Sequence[int], out
 
 @torch.no_grad()
 def scatter_fragments(gradients: Tensor, fragments: Sequence[int], v_color: Tensor, v_alpha: Tensor) -> None:
-    """The way back of `gather_fragments`, of pieces that do not overlap: puts gradients where their pixels are.
+    """Write gradients to their fragments' pixels: the inverse of `gather_fragments` for fragments that do not overlap.
 
     Args:
         gradients: [N, C + 1].

@@ -80,7 +80,7 @@ def adam_step_torch(
     set_grads_to_zero: bool,
     firsts: Sequence[Tensor] | None = None,
 ) -> None:
-    """`adam_step` in torch's operators, on any device; does not wait for the device.
+    """Compute `adam_step` with torch's operators, on any device. Does not wait for the device.
 
     Args:
         firsts: gradients that first moments get; None for `grads`.

@@ -81,10 +81,10 @@ def splat_forward(
     lazy: LazyAdam | None = None,
     boxes: Tensor | None = None,
 ) -> SplatRows:
-    """Culls against whole views, projects and evaluates colours: `cull`, `project` and `sh_colors` at once.
+    """Cull against whole views, project and evaluate colours: `cull`, `project` and `sh_colors` at once.
 
-    On CUDA nothing is read back, so it can be captured in a CUDA graph. At most 128 views, or 96 with
-    lenses. Not differentiable: its way back is `splat_update`.
+    On CUDA nothing is read back, so it can be captured in a CUDA graph. At most 128 views, or 96 with lenses. Not
+    differentiable: its backward pass is `splat_update`.
 
     Args:
         means: [N, 3] world coordinates.

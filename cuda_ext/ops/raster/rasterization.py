@@ -211,7 +211,7 @@ def _intersect_fake(means2d, conics, row_opacities, radii, depths, view_ids, pat
 def raster_state_size(
     like: Tensor, row_ids: Tensor, patches: Sequence[int], tile_size: int, quads: int, sums: int
 ) -> int:
-    """Floats that forward keeps for backward: on CUDA as RasterState in csrc/cuda/raster/rasterize.h lays them out.
+    """Return the number of floats that forward keeps for backward: on CUDA RasterState of csrc/cuda/raster/rasterize.h.
 
     Args:
         like: [M, ...] a column of rows. quads: float4 of a packed row.

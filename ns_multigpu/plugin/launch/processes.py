@@ -242,7 +242,10 @@ def _starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _main_hidden(*needed: object) -> Iterator[None]:
-    """Within, processes that start do not import this one's main module, unless they need something of it.
+    """Keep processes started within from importing this one's main module, unless `needed` objects come from it.
+
+    Python lets them import it to unpickle objects. That of `ns-train` loads all of nerfstudio's methods, which takes
+    seconds.
 
     Python has them do that for what is pickled. That of `ns-train` loads all of nerfstudio's methods: seconds.
     """

@@ -222,7 +222,7 @@ class ReplicatedDensifier(DefaultStrategy):
 
 
 def add_gradients(state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Adds the gradients of a step's rows to the sums `grad2d` and the number of these rows to `count`, [N] each.
+    """Add the gradients of a step's rows to the sums `grad2d`, and the number of these rows to `count`, [N] each.
 
     Args:
         info: see `densification_info`.

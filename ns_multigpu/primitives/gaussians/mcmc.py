@@ -123,7 +123,7 @@ class McmcDensifier:
         rate: float,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """Refines when due, then adds noise.
+        """Refine when due, then add noise.
 
         Args:
             params: means [N, 3], scales [N, 3] (log), quats [N, 4], opacities [N, 1] or [N] (logits), any others.
@@ -232,7 +232,7 @@ class McmcDensifier:
 
     @torch.no_grad()
     def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
-        """Adds a step's noise to the means.
+        """Add a step's noise to the means.
 
         B steps of one image would add B independent noises of standard deviation `rate` * noise_lr * s, the covariance
         and gate in s hardly changing in between. Variances add, so the sum is one noise of sqrt(B) * rate * noise_lr
@@ -340,15 +340,15 @@ def move_copies(name: str, rows: Tensor, regrouping: Regrouping | IndexMap) -> N
 
 
 def quanta(weights: Tensor) -> Tensor:
-    """Weights [N] in [0, 1] in units of 2^-24, [N] int64."""
+    """Return weights [N] in [0, 1] in units of 2^-24, [N] int64."""
     return (weights.to(torch.float64) * _QUANTA).long()
 
 
 def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` rows, [count] int64, drawn with replacement in proportion to `weights` [N] in [0, 1].
+    """Draw `count` rows, [count] int64, with replacement in proportion to `weights` [N] in [0, 1].
 
-    Exact in integers, so that the same weights and generator (a host's) give the same rows everywhere, on any number
-    of weights. None are drawn if all weights are below 2^-24.
+    The arithmetic is exact in integers. The same weights and generator (a host's) give the same rows on every device,
+    for any number of weights. Draws none if all weights are below 2^-24.
     """
     sums = quanta(weights).cumsum(0)
     total = int(sums[-1]) if len(sums) and count else 0

@@ -73,7 +73,7 @@ class SplitRule:
             rows += offsets[:, :3]
 
     def moved(self) -> Collection[str]:
-        """The parameters that `move` changes."""
+        """Return the parameters that `move` changes."""
         return ("means",)
 
 
@@ -137,7 +137,7 @@ class Fates:
         return Fates(masks, self.n_stays, 0, 0, 0, 0, self.n_stays)
 
     def listed(self) -> tuple[Tensor, Tensor]:
-        """The new points in the order of a `IndexMap`, and after them the `n_split` that are split.
+        """Return the new points in the order of an `IndexMap`, followed by the `n_split` points that are split.
 
         Returns:
             [T + n_split] int64, the category of each: 0 kept, 1 copy, 2 first half and so on; then that of those split.
@@ -189,7 +189,7 @@ def grow_and_prune(
     decided: Decided | None = None,
     ready: Gathering | None = None,
 ) -> tuple[int, int, int]:
-    """Does what `DefaultStrategy._grow_gs` and `_prune_gs` do, one after the other. Waits for the device once.
+    """Do what `DefaultStrategy._grow_gs` and `_prune_gs` do, in sequence. Waits for the device once.
 
     Draws the same numbers in the same order as gsplat does.
 
@@ -289,7 +289,8 @@ def _masks(
 def regroup(
     params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None, split_rule: SplitRule = GAUSSIAN_SPLIT
 ) -> IndexMap:
-    """The new points: those kept, then copies, then first halves of splits, then second ones and so on, by parent.
+    """Return the index map of the new points: those kept, then copies, then first halves of splits, second halves and
+    so on. Each group is ordered by parent.
 
     Args:
         params: see `grow_and_prune`.
@@ -337,6 +338,6 @@ def _child_scales(sizes: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _child_logits(opacities: Tensor, out: Tensor | None = None) -> Tensor:
-    """With `revised_opacity`, a child's by the sigmoids of its parent's: two of them look like it (Bulò et al. 2024,
-    arXiv:2404.06109)."""
+    """Return a child's logits from its parent's sigmoids, for `revised_opacity`: two children look like their parent
+    (Bulò et al. 2024, arXiv:2404.06109)."""
     return logit(1.0 - torch.sqrt(1.0 - opacities), out=out)

@@ -170,7 +170,7 @@ class _Column:
         return self.width * self.kind.dtype.itemsize
 
     def rows(self, part: Regrouping, first: int = 0, end: int | None = None) -> Tensor:
-        """[rows, end - first] of a part of the new points; with their whole shape where all numbers are asked for."""
+        """Return columns [rows, end - first] of a part of the new points; for all columns, in their full shape."""
         count, end = len(part.source), self.width if end is None else end
         shape = self.kind.shape if end - first == self.width else (end - first,)
         if self.tensor is None or len(self.tensor) == 0:
