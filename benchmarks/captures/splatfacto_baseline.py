@@ -69,7 +69,7 @@ class _Earlier:
 
 
 def peak_mib() -> float:
-    """The most memory of the GPU that tensors have taken so far, MiB."""
+    """Return the peak GPU memory of tensors so far, MiB."""
     return torch.cuda.max_memory_allocated() / 2**20
 
 

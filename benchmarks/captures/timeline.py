@@ -34,7 +34,7 @@ COLOURS = {
 
 
 def profile(output: Path, at: int, blocks: int, argv: list[str]) -> None:
-    """Runs ns-train; watches `blocks` blocks from image `at` on."""
+    """Run ns-train and profile `blocks` blocks from image `at` on."""
     import torch
     from nerfstudio.scripts.train import entrypoint
 
@@ -70,8 +70,10 @@ def kind_of(name: str) -> str:
 def bars(
     trace: Path, part: float, milliseconds: float
 ) -> tuple[list[tuple[str, float, float]], list[tuple[str, float, float]], float]:
-    """From a part of a trace on: what the device does, what the host does, each (kind, begin, ms); and the part of
-    the whole trace in which the device was busy."""
+    """Return the device's and the host's activities in a window of a trace, each (kind, begin, ms).
+
+    Also returns the part of the whole trace in which the device was busy.
+    """
     with gzip.open(trace) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -94,7 +96,7 @@ def bars(
 
 
 def draw(traces: dict[str, Path], picture: Path, part: float, milliseconds: float) -> None:
-    """A picture of traces, one above the other."""
+    """Draw a picture of traces, one above the other."""
     import matplotlib
 
     matplotlib.use("Agg")
