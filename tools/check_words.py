@@ -2,7 +2,7 @@
 
 - identifiers: no name in Python, C++ and CUDA, and no file, has a word of `NAMES`;
 - words: no docstring, comment, message or page has a word of `WORDS`;
-- docstrings: no docstring begins with a word of `FIRST_WORDS`;
+- docstrings: no docstring begins with a word of `FIRST_WORDS`; those of functions, but of tests, begin with a verb;
 - sentences: no sentence of README and docs is longer than `LONGEST_SENTENCE`, outside of tables and code;
 - hashes: README and docs name no commit;
 - commits: subjects since `commits_since` (or `--since`) are `area: imperative`, of at most `LONGEST_SUBJECT`.
@@ -29,6 +29,10 @@ from check_links import prose
 LONGEST_SENTENCE = 25
 LONGEST_SUBJECT = 72
 FIRST_WORDS = ("What", "Which", "Where", "How", "Who", "That")
+NOT_VERBS = frozenset(
+    "a an the of in on at by to for from with within without as before after over per "
+    "all any both each every half its no one some this those two whether why".split()
+)
 FOLDERS = ("ns_multigpu", "strategies", "cuda_ext", "benchmarks", "demo", "examples", "tests", "tools")
 SKIPPED = ("tools/check_words.py", "tests/tools/test_check_words.py")  # they spell out what they look for
 NATIVE = (".cpp", ".h", ".cu", ".cuh")
@@ -139,6 +143,7 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 SUBJECT = re.compile(r"[a-z0-9_/.-]+(, [a-z0-9_/.-]+)*: (?P<verb>[a-z]\S*)( .*)?$")
 NO_VERB = re.compile(r"(an?|the|no|what|which|where|how|who|that|more|it|.+[^e]ed|.+ing|.+(?<!s)s)$")
 VERBS_ALL_THE_SAME = {"bring", "string", "embed", "shed", "alias", "bias", "focus"}
+FIRST_VERB = re.compile(r"[A-Z][a-z]+(?:-[a-z]+)*(?<!(?<!s)s)(?=[\s.,:;])")  # no third person, no plural
 
 
 Finding = tuple[str, str]
@@ -189,8 +194,15 @@ def identifiers(root: Path, allowed: Sequence[str] = ()) -> Iterator[Finding]:
                 yield f"{where}:{number}", f"{name}: {NAMES[word]}"
 
 
-def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of the docstrings of a module, its classes, functions and attributes."""
+def is_called(node: ast.AST) -> bool:
+    """Return whether a node is a function that is called by its name: no property and no fixture."""
+    return isinstance(node, ast.FunctionDef) and not any(
+        re.search("property|fixture", ast.unparse(decorator)) for decorator in node.decorator_list
+    )
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Yield (line, text, True of a function) of the docstrings of a module, its classes, functions and attributes."""
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -202,16 +214,19 @@ def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 and isinstance(child.value, ast.Constant)
                 and isinstance(child.value.value, str)
             ):
-                yield child.lineno, child.value.value
+                yield child.lineno, child.value.value, is_called(node)
 
 
 def docstrings(root: Path) -> Iterator[Finding]:
-    """Find docstrings whose first word is one of `FIRST_WORDS`."""
+    """Find docstrings whose first word is one of `FIRST_WORDS`, and those of functions that begin without a verb."""
     for where, file in files(root, ".py"):
-        for line, text in documented(ast.parse(file.read_text(encoding="utf-8"))):
-            first = re.match(r"[A-Za-z]+", text.lstrip())
-            if first and first[0] in FIRST_WORDS:
-                yield f"{where}:{line}", f"docstring begins with {first[0]!r}: begin with a verb or a noun"
+        for line, text, of_function in documented(ast.parse(file.read_text(encoding="utf-8"))):
+            first = (text.split() or [""])[0]
+            verb = FIRST_VERB.match(text.lstrip() + " ")
+            if re.match("[A-Za-z]*", first)[0] in FIRST_WORDS:
+                yield f"{where}:{line}", f"docstring begins with {first!r}: begin with a verb or a noun"
+            elif of_function and not where.startswith("tests/") and (not verb or verb[0].lower() in NOT_VERBS):
+                yield f"{where}:{line}", f"docstring of a function begins with {first!r}: begin with a verb, as in Return"
 
 
 def texts(file: Path) -> Iterator[tuple[int, str]]:
