@@ -74,7 +74,7 @@ def peak_mib() -> float:
 
 
 def correct_few(pipeline: Any) -> None:
-    """Have colours corrected where at most 100 views are held out: of each that takes 15 least-squares fits."""
+    """Enable colour correction if at most 100 views are held out: it takes 15 least-squares fits for each."""
     pipeline.model.config.color_corrected_metrics = len(pipeline.datamanager.eval_dataset) <= 100
 
 

@@ -89,7 +89,7 @@ def pairs_of(way: Way, view: View, patch: Patch) -> int:
 
 
 def time_way(label: str, way: Way, view: View, patch: Patch, target: Tensor, watch: Stopwatch) -> list[Line]:
-    """Forward, and forward and backward, of a patch."""
+    """Time forward, and forward and backward, of a patch."""
 
     def forward() -> Any:
         with torch.no_grad():

@@ -108,7 +108,7 @@ class FusedPath:
         return rows, lists, self.pixels(rows, lists)
 
     def both(self) -> tuple[SplatRows, Lists, Pixels]:
-        """Forward and backward, to `records`."""
+        """Run forward and backward. Gradients are added to `records`."""
         rows, lists, pixels = self.forward()
         self.backward(rows, lists, pixels, self.image_gradient(pixels))
         return rows, lists, pixels

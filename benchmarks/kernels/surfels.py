@@ -77,7 +77,7 @@ def our_way(scene: Scene, distorted: bool) -> Callable[[list[Tensor]], Picture]:
 
 
 def time_way(name: str, scene: Scene, watch: Stopwatch, way: Callable[[Scene, bool], Any]) -> tuple[list[Line], Tensor]:
-    """Forward, forward and backward of the image, and of all losses; and the image."""
+    """Time forward, forward and backward of the image, and of all losses. Return the times and the image."""
     parameters = scene.raw()
     parameters[2] = parameters[2][:, :2]
     leaves = [p.detach().clone().requires_grad_() for p in parameters]

@@ -36,7 +36,7 @@ def check_float32(tensor: Tensor) -> None:
 
 
 def _ids(point_ids: Tensor) -> Tensor:
-    """Point ids as indices; padding's -1 becomes the first point, and who calls this makes such rows dead."""
+    """Return point ids as indices. Padding's -1 becomes the first point: the caller must discard such rows."""
     return point_ids.long().clamp_min(0)
 
 

@@ -64,7 +64,7 @@ def compacted(salt: Tensor, moment1: Tensor, moment2: Tensor) -> tuple[Tensor, T
 def as_floats(
     exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], salts: Callable[[], Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Give moments to be changed in place in the parameters' type; compact ones are copies, rounded in the end.
+    """Yield moments in the parameters' type, to be changed in place. Compact moments are copied and rounded at the end.
 
     Args:
         salts: makes those of the dither, before anything is changed.

@@ -16,7 +16,7 @@ _GROUPS = 65536
 
 
 def group_size(points: int) -> int:
-    """Default points of a group: about 65,536 groups, of 1024 to 4096 points."""
+    """Return the default number of points in a group: about 65,536 groups, of 1024 to 4096 points."""
     wanted = max(1, points // _GROUPS)
     return min(LARGEST, max(SMALLEST, 1 << (wanted - 1).bit_length()))
 

@@ -53,7 +53,8 @@ class PlacedGroups:
 
 
 def _nobody_without(of: Ints, ranks: int) -> None:
-    """Give a rank without groups one of the rank that has most: with few groups a rank, levelling leaves some out."""
+    """Move a group from the largest rank to each rank without groups. Balancing may leave ranks empty if groups are
+    few."""
     held = np.bincount(of, minlength=ranks)
     for rank in np.flatnonzero(held == 0):
         most = int(held.argmax())
@@ -119,7 +120,7 @@ def ranges(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
 
 
 def round_robin(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
-    """Deal groups out: one group of each run of `parts` neighbours for each part, such that single views stay level."""
+    """Distribute groups so that views stay balanced: each run of `parts` neighbours gives one group to every part."""
     by_group = graph.seen.T.tocsr()
     starts, views = by_group.indptr, by_group.indices
     counts = by_group.data / np.maximum(graph.view_work(), 1)[views]  # a view counts as much as another

@@ -51,8 +51,8 @@ def share_out(
     means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, copies: Tensor, *, min_opacity: float,
     sources: Tensor | None = None, numbers: Tensor | None = None, cleared: Sequence[Tensor] = (),
 ) -> None:  # fmt: skip
-    """Put each point that gets copies, and these, side by side along its longest axis, so that together they look as it
-    did alone, in place.
+    """Place a point and its copies in a row along its longest axis, in place, so that together they look as it did
+    alone.
 
     Of N parts, the point itself being number 0, part i moves by up to (2 i + 1 - N) / N standard deviations. All get
     the same share of the opacity and the same, shorter longest scale (`cuda_ext.reference.relocation.shares`).

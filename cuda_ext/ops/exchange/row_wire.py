@@ -141,7 +141,7 @@ def unpack_wire(
 
 @torch.no_grad()
 def keep_rows(rows: Any, place: Tensor, arrived: ReceivedRows, start: int, capacity: int, *, slots: bool) -> None:
-    """Put rows that do not leave among those that arrived: row k to line `start + place[k]`.
+    """Copy local rows to their lines among the received rows: row k to line `start + place[k]`.
 
     Rows whose place is -1, or not below the capacity, are left out, as `pack_wire` does.
 

@@ -268,7 +268,7 @@ def is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _entries(optimizer: FusedAdam, with_grads: bool) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
-    """Group, parameter and state of all that take part in a step; states are made where there are none."""
+    """Yield group, parameter and state of all parameters that take part in a step. Creates missing states."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if with_grads and (param.numel() == 0 or param.grad is None):
@@ -279,7 +279,7 @@ def _entries(optimizer: FusedAdam, with_grads: bool) -> Iterator[tuple[dict[str,
 
 
 def _make_state(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Put a step of 0 and moments of 0 into an empty state."""
+    """Initialise an empty state with a step of 0 and moments of 0."""
     if len(state) == 0:
         state["step"] = torch.tensor(0.0)  # on the host: it is read there
         for name in ("exp_avg", "exp_avg_sq"):

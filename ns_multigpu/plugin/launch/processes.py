@@ -200,7 +200,7 @@ class RankProcesses:
 def _run(
     index: int, first: int, variables: dict[str, str], function: Callable[..., object], args: tuple[Any, ...]
 ) -> None:
-    """Be rank `first + index`, in its process."""
+    """Run `function` as rank `first + index`, in that rank's process."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of each rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
