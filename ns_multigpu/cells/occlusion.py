@@ -2,7 +2,7 @@
 
 The rank that composites a view knows the light at each cell's layer: the product of the transmittances before it. Where
 that was less than 1/1000 when the view was drawn last, nothing that the cell draws can be seen. What is kept of a view
-and a cell is the rectangle of tiles around all pixels where more arrived, so that what is drawn stays a rectangle.
+and a cell is the rectangle of tiles around all pixels with more light left, so that what is drawn stays a rectangle.
 
 The light is measured each time, also where no rank draws (the paper measures again by budgets, appendix 8.2). A part
 that is not hidden any more is drawn when the view comes next.
@@ -26,7 +26,7 @@ NOTHING: Rectangle = (0, 0, 0, 0)
 
 @dataclass
 class _Looked:
-    """When a view was drawn last: of each cell the rectangle in sight, and that within which enough arrived."""
+    """Record of a view's last drawing: each cell's rectangle in sight, and the one with enough light left."""
 
     sight: list[Rectangle]
     live: list[Rectangle] | None = None

@@ -118,7 +118,7 @@ class ByCells(Placement):
             self._first = _boxes_around(where, cells, self.cells)
         return shares_of(self._owners(cells), ranks)
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         """Place each point by the cell that contains it. Rebuild the cells if the work of one is too much."""
         where = new.positions().detach()
         cells, redistributed = self._cells_of(where), False

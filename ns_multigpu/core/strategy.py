@@ -55,9 +55,9 @@ class Strategy:
             )
 
     @property
-    def survives_giving_up(self) -> bool:
-        """True if a rank that could not go on in a step can let the others go on: see `GradientLeg.give_up`."""
-        return all(leg.survives_giving_up for leg in (self.rows, self.pixels, self.gradients))
+    def can_cancel(self) -> bool:
+        """True if a rank that fails in a step can cancel it on all ranks: see `GradientLeg.cancel`."""
+        return all(leg.can_cancel for leg in (self.rows, self.pixels, self.gradients))
 
     def observe(self, primitive: Primitive, points: Points, images: int | None = None) -> None:
         """Pass this rank's points to the placement before views of them are planned. Every rank calls it.
@@ -113,4 +113,4 @@ class Strategy:
         own = primitive.splat(points, hits, views)
         splats = self.rows.exchange(own, points, views, plan, self.world)
         pixels = self.pixels.draw(primitive, splats, views, plan, self.world)
-        return self.pixels.settle(Rendering(pixels, own), splats, views, plan, self.world)
+        return self.pixels.exchange(Rendering(pixels, own), splats, views, plan, self.world)

@@ -122,7 +122,7 @@ class ByViews(Placement):
         assert self.group_owners is not None
         return shares_of(self.group_owners.of(where), ranks)
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         """Place each point by the group that contains it. Partition again if the model has grown or a rank has too many
         points.
 

@@ -136,7 +136,7 @@ class Planner:
             self._data[step] = data
             if not isinstance(data, int):
                 self._waiting.append((step, data))
-            self._settle()
+            self._update_ready()
             self._changed.notify_all()
 
     def ready_through(self) -> int:
@@ -166,7 +166,7 @@ class Planner:
                 del self._data[old]
                 self._plans.pop(old, None)
             self._waiting = deque(one for one in self._waiting if one[0] > step)
-            self._settle()
+            self._update_ready()
             if plan is not None:
                 self.num_planned += 1
                 return AssignedPlan(plan, True)
@@ -182,8 +182,8 @@ class Planner:
             self._changed.notify_all()
         self._thread.join()
 
-    def _settle(self) -> None:
-        """Move `ready_through` on; with the lock held."""
+    def _update_ready(self) -> None:
+        """Update `ready_through`. The caller holds the lock."""
         missing = [step for step, data in self._data.items() if not isinstance(data, int) and step not in self._plans]
         through = min(missing) - 1 if missing else self._last
         self._through = max(self._through, through)
@@ -205,4 +205,4 @@ class Planner:
             with self._changed:
                 if step in self._data:
                     self._plans[step] = plan
-                self._settle()
+                self._update_ready()

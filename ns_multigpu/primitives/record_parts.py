@@ -215,7 +215,7 @@ class PartsWire(RowWire):
             ]
         )
 
-    def keep(self, rows: Rows, place: Tensor, arrived: Received, come: WireSegments, source: int) -> None:
+    def keep(self, rows: Rows, place: Tensor, received: Received, come: WireSegments, source: int) -> None:
         num_lines, first = come.capacities[source], come.line(source)
         lines = torch.arange(len(place), device=place.device)
         # One extra line receives rows that are not local, or overflow.
@@ -231,9 +231,9 @@ class PartsWire(RowWire):
             part.copy_(torch.where(there.view(-1, *[1] * (to.dim() - 1)), values, part))
 
         for name in ("view_ids", *self.layout.widths, "radii"):
-            put(getattr(arrived, name), getattr(rows, name)[found])
+            put(getattr(received, name), getattr(rows, name)[found])
         if self.slots:
-            put(arrived.slots, found.int())
+            put(received.slots, found.int())
 
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         for part, there, absolute in self._returning(records, to):

@@ -186,8 +186,8 @@ def plan_move(
         raise ValueError(f"a threshold of imbalance is at least 1, not {threshold}: 1 is even")
     placement = placement or Sharded()
     new = NewPoints(keys, positions or (lambda: keys.new_zeros(len(keys), 3)), weights, works, threshold)
-    settled = placement.settle(new, world)
-    send_order, table = _send_table(settled.owners, weights, placement, world)
+    placement_result = placement.place(new, world)
+    send_order, table = _send_table(placement_result.owners, weights, placement, world)
     send = table[world.rank][: world.size]
     receive = [row[world.rank] for row in table]
     by = keys
@@ -214,7 +214,7 @@ def plan_move(
         moved=moved,
         imbalance_before=imbalance(works),
         imbalance_after=imbalance(totals[world.size :]),
-        rebalanced=settled.redistributed,
+        rebalanced=placement_result.redistributed,
     )
 
 

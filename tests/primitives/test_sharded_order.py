@@ -255,7 +255,7 @@ def test_old_rows_are_freed_one_parameter_after_the_other(size: int) -> None:
 class RoundRobin(HalfSpaces):
     """Owners by parity of the first coordinate, but for every tenth point, which is the next rank's."""
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         x = new.positions()[:, 0].long()
         return PlacementResult((x + (x % 10 == 3).long()) % world.size)
 

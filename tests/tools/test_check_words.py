@@ -54,13 +54,24 @@ def test_allowed_names_are_allowed_in_their_file_alone(check):
         *(
             ("docstrings", "tools/a.py", f'class A:\n    def f(self):\n        """{text}"""\n', [3] * bad)
             for text, bad in {
-                "Return it.": 0, "All-gather it.": 0, "Densify.": 0, "Compress it.": 0, "Returns it.": 1, "A row.": 1,
-                "Of rows the last.": 1, "[N] rows.": 1, "`x` again.": 1, "3D points.": 1, "Adam's step.": 1, "PSNR.": 1,
+                "Return it.": 0,
+                "All-gather it.": 0,
+                "Densify.": 0,
+                "Compress it.": 0,
+                "Returns it.": 1,
+                "A row.": 1,
+                "Of rows the last.": 1,
+                "[N] rows.": 1,
+                "`x` again.": 1,
+                "3D points.": 1,
+                "Adam's step.": 1,
+                "PSNR.": 1,
             }.items()
         ),
         ("docstrings", "tools/a.py", 'class A:\n    @cached_property\n    def f(self):\n        """The rows."""\n', []),
         ("docstrings", "tools/a.py", '@pytest.fixture\ndef f():\n    """The rows."""\n', []),
         ("docstrings", "tools/a.py", 'class A:\n    """The rows."""\n    x: int\n    """The row."""\n', []),
+        ("docstrings", "tools/a.py", 'def f():\n    x = 1\n    """The row."""\n', []),
         ("docstrings", "tests/a.py", 'def f():\n    """The rows."""\n', []),
         ("sentences", "README.md", "word " * 25 + "end.\n\n- " + "word " * 24 + "end. " + "word " * 9 + "\n", [1]),
         ("sentences", "docs/a.md", "One.\n" + "word\n" * 26, [2]),

@@ -155,7 +155,7 @@ def pack(rows: Any, place: Tensor, destinations: Tensor, capacity: int, first: i
 
 @torch.no_grad()
 def unpack(records: Tensor, counts: Tensor, views: int) -> ReceivedRows:
-    """Return the rows that arrived in the segments of all ranks, padded: what `intersect` and `rasterize` take.
+    """Return the padded rows received in the segments of all ranks: what `intersect` and `rasterize` take.
 
     Args:
         records: [ranks, capacity, 16] float32, written by `pack`. What lies behind a segment's count is not looked at.

@@ -102,6 +102,6 @@ def _back(
     found: Tensor, order: Tensor, send_order: Tensor | None, send: list[int], receive: list[int], world: World
 ) -> Tensor:
     """Return the values of ordered rows to their source ranks and rows."""
-    arrived = torch.empty_like(found).scatter_(0, order, found)
-    returned = exchange_rows(arrived, receive, send, world)
+    unsorted = torch.empty_like(found).scatter_(0, order, found)
+    returned = exchange_rows(unsorted, receive, send, world)
     return returned if send_order is None else torch.empty_like(returned).scatter_(0, send_order, returned)

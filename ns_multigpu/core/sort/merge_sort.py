@@ -193,7 +193,7 @@ def _merge(
     keys, values = (exchange_rows(x[rows], send, receive, world) for x in (keys, values))
     if world.rank not in parts:
         return keys, values
-    (_, first, end), _ = parts[world.rank]  # the left run's ranks come first, so its part has arrived first
+    (_, first, end), _ = parts[world.rank]  # the left run's ranks come first, so its part is received first
     return merge_runs(keys, values, end - first)
 
 

@@ -183,7 +183,8 @@ class _Try:
         if self._fails(forward.pixels.exchanged) or drawing is None:
             return None
         try:
-            return self._pixels(drawing, launched(forward.settle(drawing.drawn, self._plan, [self._view])), forward)
+            owned = launched(forward.exchange_pixels(drawing.drawn, self._plan, [self._view]))
+            return self._pixels(drawing, owned, forward)
         except torch.OutOfMemoryError:
             self._short = True
             return None
@@ -217,7 +218,7 @@ class _Try:
             first = _HEAD + ranks + own[0].y0 // TILE
             message[first : first + len(work)] = work
 
-    def _pixels(self, drawing: Drawing, settled: OwnedPixels, forward: ForwardPass) -> list[Pixels]:
+    def _pixels(self, drawing: Drawing, owned: OwnedPixels, forward: ForwardPass) -> list[Pixels]:
         """Return the patches that this rank owns."""
         shown = {} if forward.pixels.exchanged else self._kernels.shown(drawing.drawn, self._view)
         found: list[Pixels] = []
@@ -226,7 +227,7 @@ class _Try:
             height, width = patch.y1 - patch.y0, patch.x1 - patch.x0
             piece = slice(start, start + height * width)
             start = piece.stop
-            image, alpha = settled.color[piece].view(height, width, -1), settled.alpha[piece].view(height, width, 1)
+            image, alpha = owned.color[piece].view(height, width, -1), owned.alpha[piece].view(height, width, 1)
             extra = {name: values[piece].view(height, width, -1) for name, values in shown.items()}
             depth = image[..., 3:4] / alpha.clamp(min=1e-10)
             found.append(Pixels(patch, image[..., :3], alpha, depth, extra=extra))

@@ -200,21 +200,21 @@ class Step:
         splatted = self._splatted(plan)
         rows = self._forward.project(self._model, self._cameras(splatted, views), views)
         self.report.zero_()
-        arrived, lists, drawn = yield from self._forward.draw(rows, views, plan, splatted)
-        settled = yield from self._forward.settle(drawn, plan, views)
+        received, lists, drawn = yield from self._forward.draw(rows, views, plan, splatted)
+        pixels = yield from self._forward.exchange_pixels(drawn, plan, views)
         with measure("loss"):
             owned = plan.owned[world.rank]
-            rgb, v_color, v_alpha = self._losses.add(settled, owned, views, targets)
+            rgb, v_color, v_alpha = self._losses.add(pixels, owned, views, targets)
             drawn = kernels.more_losses(drawn, owned, views, self.report)
-            del settled
+            del pixels
         with measure("pixels"):
             v_color, v_alpha = yield from self._forward.pixels.return_gradients(v_color, v_alpha)
         with measure("backward"):
-            kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
+            kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(received.owners, received.slots))
         with measure("message"):
             numbers, own = (self._forward.counts, self._capacities, self._most), plan.drawn[world.rank]
             message = self._message.of(rows, numbers, plan, lists, views, own, splatted.start, self._of_views)
-        del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's
+        del received, lists, drawn, v_color, v_alpha  # their memory is the update's
         with measure("return"):
             back = yield from transport.return_gradients(rows, self._forward.place, message, splatted)
         with measure("update"):

@@ -32,7 +32,7 @@ class TileLists(ABC):
         return
 
     @abstractmethod
-    def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
+    def finish(self, received: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
         """Return the tile lists of the patches that this rank draws, halo included, from the received rows.
 
         Args:
@@ -51,8 +51,8 @@ class GatheredLists(TileLists):
     def __init__(self, kernels: Kernels, capacity: int) -> None:
         self._kernels, self._capacity = kernels, capacity
 
-    def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
-        return self._kernels.intersect(arrived, patches, self._capacity)
+    def finish(self, received: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
+        return self._kernels.intersect(received, patches, self._capacity)
 
 
 class SortedLists(TileLists):
@@ -90,11 +90,11 @@ class SortedLists(TileLists):
         )  # fmt: skip
         self._pairs = peer_merge_sort(keys, values, self._own, self._buffers, world, 32, self._bits)
 
-    def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
+    def finish(self, received: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
         s, world = self._settings, self._world
         assert self._pairs is not None
-        place = arrived.owners.long() * s.rows + arrived.slots
-        place = torch.where((arrived.radii > 0).all(-1), place, world.size * s.rows)
+        place = received.owners.long() * s.rows + received.slots
+        place = torch.where((received.radii > 0).all(-1), place, world.size * s.rows)
         self._where.scatter_(0, place, self._lines)
         shapes = [(-(-view.height // TILE), -(-view.width // TILE)) for view in views]
         starts = list(accumulate((rows * columns for rows, columns in shapes), initial=0))

@@ -173,7 +173,7 @@ class ReplicatedDensifier(DefaultStrategy):
             optimizers,
             state,
             image,
-            order="as listed" if not self.morton else "morton" if self._orders(image) else "beside",
+            order="as listed" if not self.morton else "morton" if self._orders(image) else "by parent",
             cap=self._alone_within_cap,
             # Alike on every rank, whatever else a rank draws.
             generator=keyed_generator(self.seed, "densify", image, device=state["grad2d"].device),

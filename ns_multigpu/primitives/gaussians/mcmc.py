@@ -159,8 +159,8 @@ class McmcDensifier:
             num_new = self._num_new(params)
             if num_new or self._orders(image):
                 self._rearrange(params, optimizers, self._growth(params, image, steep, num_new), self._orders(image))
-            elif self._settles():
-                self._settle(params, optimizers)
+            elif self._can_change_owners():
+                self._send_to_owners(params, optimizers)
             count = len(params["means"])
             for name, sums in self.statistics(params, state).items():
                 state[name] = sums.zero_() if len(sums) == count else zeros_there(sums, count)
@@ -193,13 +193,15 @@ class McmcDensifier:
     def replaces(self, params: Any, step: int, images: int) -> bool:
         """See `Densifier`: relocation alone changes tensors in place."""
         due = self._dues(step, images)
-        return bool(due) and (self._settles() or self._num_new(params) > 0 or any(self._orders(image) for image in due))
+        return bool(due) and (
+            self._can_change_owners() or self._num_new(params) > 0 or any(self._orders(image) for image in due)
+        )
 
-    def _settles(self) -> bool:
+    def _can_change_owners(self) -> bool:
         """Return True if Gaussians that only moved may have to change ranks."""
         return False
 
-    def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
+    def _send_to_owners(self, params: Any, optimizers: dict[str, Any]) -> None:
         """Move such Gaussians to their owners, in unchanged order."""
 
     def _orders(self, image: int) -> bool:

@@ -181,7 +181,7 @@ def grow_and_prune(
     state: dict[str, Any],
     image: int,
     *,
-    order: Literal["as listed", "beside", "morton"] = "as listed",
+    order: Literal["as listed", "by parent", "morton"] = "as listed",
     cap: Callable[[Fates], Fates] | None = None,
     generator: torch.Generator | None = None,
     spent: Collection[str] = (),

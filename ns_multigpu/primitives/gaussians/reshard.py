@@ -111,7 +111,7 @@ class Resharding:
         return self._by_places(params, optimizers, index_map, keys, order, work(), started, edit)
 
     @torch.no_grad()
-    def settle(
+    def send_to_owners(
         self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], index_map: IndexMap
     ) -> Reordering:
         """Send points that only moved to their owners, for a placement without ranges.

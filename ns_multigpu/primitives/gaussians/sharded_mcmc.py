@@ -117,14 +117,16 @@ class ShardedMcmc(ShardedPoints, McmcDensifier):
             done = self._resharding.place(params, optimizers, index_map, None, None, work, move_copies)
             self.reordering = done or self.reordering
 
-    def _settles(self) -> bool:
+    def _can_change_owners(self) -> bool:
         # Ranges of an order stay even. Owners that places have are to be near what is placed there.
         return not self.shard_index.placement.in_ranges
 
-    def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
+    def _send_to_owners(self, params: Any, optimizers: dict[str, Any]) -> None:
         means = params["means"]
         none = torch.empty(0, dtype=torch.int64, device=means.device)
-        self.reordering = self._resharding.settle(params, optimizers, grown(len(means), none, means.new_zeros(0, 3)))
+        self.reordering = self._resharding.send_to_owners(
+            params, optimizers, grown(len(means), none, means.new_zeros(0, 3))
+        )
 
     @property
     def _resharding(self) -> Resharding:

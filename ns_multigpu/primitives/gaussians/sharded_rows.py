@@ -236,7 +236,7 @@ class _Arrivals:
         self._there += rows.split(widths, 1)
 
 
-def _put_together(column: _Column, remote_split: RemoteSplit, arrived: Tensor) -> Tensor:
+def _put_together(column: _Column, remote_split: RemoteSplit, received: Tensor) -> Tensor:
     """Combine the local and the received rows of a column, [T, ...]."""
     rows = column.rows(remote_split.local)
-    return rows.index_copy_(0, remote_split.landing, arrived) if len(arrived) else rows
+    return rows.index_copy_(0, remote_split.landing, received) if len(received) else rows
