@@ -201,7 +201,7 @@ def is_called(node: ast.AST) -> bool:
 
 
 def documented(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    """Yield (line, text, whether of a function) of the docstrings of a module, its classes, functions and attributes."""
+    """Yield (line, text, whether of a function) of docstrings of a module, its classes, functions and attributes."""
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue

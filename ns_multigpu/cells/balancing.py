@@ -1,8 +1,8 @@
 """Batching of views that show different cells, so that GPUs have balanced work.
 
-Splaxel (section 4.4) puts views into buckets whose GPUs do not conflict, and takes a bucket at once. A step here has as
-many views as the user asked for, for learning rates depend on it. So views that conflict least come together: where
-disjoint ones suffice, a step is such a bucket.
+Splaxel (section 4.4) sorts views into buckets whose GPUs do not conflict, and trains a bucket per step. A step here has
+as many views as the user asked for, because learning rates depend on that number. So the views that conflict least form
+a step; where enough views are disjoint, it equals such a bucket.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
 """Occlusion of cells by others in a view (Splaxel's saturation redundancy, section 4.3).
 
-The rank that composites a view knows the light at each cell's layer: the product of the transmittances before it. Where
-that was less than 1/1000 when the view was drawn last, nothing that the cell draws can be seen. What is kept of a view
-and a cell is the rectangle of tiles around all pixels with more light left, so that what is drawn stays a rectangle.
+The rank that composites a view knows the transmittance in front of each cell's image. Where it was less than 1/1000
+when the view was last drawn, the cell is invisible. For each view and cell the tiles around all other pixels are kept
+as one rectangle, so that drawn regions are rectangles.
 
-The light is measured each time, also where no rank draws (the paper measures again by budgets, appendix 8.2). A part
-that is not hidden any more is drawn when the view comes next.
+Transmittance is measured in every step, also where no rank draws (the paper measures again by budgets, appendix 8.2). A
+part that is not occluded any more is drawn in the view's next step.
 """
 
 from collections.abc import Sequence

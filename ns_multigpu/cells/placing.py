@@ -1,4 +1,5 @@
-"""The placement of `pixel`: a point lives with the cell that its mean lies in (Splaxel, section 4.2, appendix 8.1)."""
+"""Placement of `pixel`: the owner of a point is the rank of the cell that contains its mean (Splaxel, section 4.2,
+appendix 8.1)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

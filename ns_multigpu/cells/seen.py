@@ -1,7 +1,7 @@
-"""Visible rectangle of tiles of boxes in a view. Every rank computes the same without communication.
+"""Rectangles of tiles in which a view shows boxes. Every rank computes the same without communication.
 
-Splaxel's removal of spatial redundancy (section 4.3): a box cut off by the near plane is convex, and so is its image,
-whose corners are images of the corners of what was left. The image's bounding rectangle is what a view sees of it.
+This is Splaxel's removal of spatial redundancy (section 4.3). A box clipped by the near plane is convex, and so is its
+image. The corners of the image are images of the clipped box's corners. The result is the image's bounding rectangle.
 """
 
 import numpy as np

@@ -1,8 +1,7 @@
-"""Space in convex cells: recursive splits of the largest extent, where the work on both sides is level.
+"""Tree of convex cells: recursive splits of space along the largest extent, with equal work on both sides.
 
-As Splaxel's partition (appendix 8.1), but by work rather than by points, and for any number of cells. The tree is kept:
-from a camera's position it gives one order of the cells, front to back, that is right for each ray of the view, so that
-nothing has to be sorted by pixel.
+Splaxel's partition (appendix 8.1), but by work instead of points, and for any number of cells. From a camera's position
+the tree gives one order of the cells, front to back, that is right for every ray of the view. Pixels need no sorting.
 """
 
 import math

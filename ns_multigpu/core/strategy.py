@@ -1,4 +1,4 @@
-"""A strategy: one placement, one assignment and three legs, under a name."""
+"""A strategy: a placement, an assignment and three legs, with a name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

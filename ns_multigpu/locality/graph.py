@@ -1,4 +1,4 @@
-"""The bipartite graph of groups and views (section 4.2.1): who sees what, and how much of it."""
+"""Bipartite graph of groups and views (section 4.2.1): which view shows how many points of which group."""
 
 from dataclasses import dataclass
 from typing import Any

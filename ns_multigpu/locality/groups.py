@@ -1,4 +1,5 @@
-"""Groups of points that are neighbours along the Z-order, with a box each: what is placed (Gaian, section 4.2.1)."""
+"""Groups of points that are neighbours along the Z-order, each with a box: the units of placement (Gaian, section
+4.2.1)."""
 
 from dataclasses import dataclass
 

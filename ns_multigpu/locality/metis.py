@@ -1,9 +1,8 @@
-"""METIS (Karypis and Kumar 1998), as pymetis packs it.
+"""METIS (Karypis and Kumar 1998), from the library that pymetis contains.
 
-pymetis.part_graph takes one weight a vertex. Points must be level for memory's sake and views for work's, and the sum
-of both being level says little of either: METIS itself takes several weights, so it is called directly, in the library
-that pymetis contains. Where that does not show the function (another build), part_graph gets the sum of both weights,
-each as a fraction of its total, and `note` says so.
+pymetis.part_graph accepts one weight per vertex. Points must be balanced for memory and views for work, and a balanced
+sum of both ensures neither. METIS itself accepts several weights, so it is called directly in pymetis's library. If a
+build hides the function, part_graph gets the sum of both weights, each as a fraction of its total, and `note` says so.
 """
 
 import ctypes

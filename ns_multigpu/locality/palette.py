@@ -1,4 +1,4 @@
-"""A colour for each rank: machines differ in hue, the ranks of one in how light they are."""
+"""A colour for each rank: machines differ in hue, the ranks of a machine in lightness."""
 
 from colorsys import hls_to_rgb
 

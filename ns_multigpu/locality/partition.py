@@ -1,11 +1,10 @@
 """Ownership of groups of points: over machines first, then over each machine's GPUs (section 4.2.1).
 
-Over machines groups go where the views go that see them: METIS cuts the graph of groups and views, with points level
-for memory and points seen level for work. What a view shows then lies on few machines, as it should, and on the GPUs of
-a machine as unevenly as METIS pleases: regions leave one GPU with most of a view's work. So within a machine, where
-links are fast, groups are distributed: of each run of neighbours along the Z-order every GPU gets one, such that what
-each single view has on the GPUs stays as level as it can (the least sum of squares over the views, run after run). All
-GPUs hold equally many groups, and each has its share of every view.
+Groups are placed on the machines of the views that show them. METIS cuts the graph of groups and views, with points
+balanced for memory and visible points for work. A view then needs few machines. Within them its points would be
+unbalanced: METIS cuts regions, so one GPU would have most of a view's work. So within a machine, where links are fast,
+groups are distributed. Of each run of neighbours along the Z-order every GPU gets one group. The choice keeps every
+view's points balanced over the GPUs (least sum of squares over views, run by run). All GPUs hold equally many groups.
 """
 
 from collections.abc import Callable

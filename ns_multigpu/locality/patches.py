@@ -1,4 +1,5 @@
-"""The assignment of `locality`: each view of a batch is cut into patches, each goes where its points are (4.2.2)."""
+"""Assignment of `locality`: each view of a batch is cut into patches, and each patch is drawn where its points are
+(4.2.2)."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A picture of which rank owns what: points by rank, cameras by the machine that their views are at home on."""
+"""Picture of the ownership: points coloured by rank, cameras by the machine of their views."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

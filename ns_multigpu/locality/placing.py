@@ -1,4 +1,4 @@
-"""The placement of `locality`: points live where the views go that see them (section 4.2.1)."""
+"""Placement of `locality`: points are owned near the views that show them (section 4.2.1)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,15 +1,16 @@
-"""Plans of coming batches, made while the device works (section 5, "asynchronous online placement").
+"""Plans of coming batches, computed while the device works (section 5, "asynchronous online placement").
 
-What a batch's patches need from each rank is known only when it is drawn, but points move slowly: what a view needed
-when it was drawn last serves (`Access`). In the first epoch counts of the boxes, or exact ones, are handed in.
+A batch's patches' needs from each rank are known only when it is drawn. Points move slowly, so a view's last measured
+needs are used (`Access`). In the first epoch, needs are counted from the groups' boxes, or exactly.
 
-All ranks must serve the same plan without waiting for each other. Each makes all plans itself, from the same data:
-- What a plan is made from is copied when its batch is submitted, by the step's own thread, at the same step on every
-  rank; what is recorded later does not come in. A search ends by itself or after a number of swaps, never by a clock,
-  and what differs by rounding alone counts as equal, for machines may have different processors.
-- Whether a plan is served is agreed on. A rank says through which step its plans are ready (`ready_through`), the least
-  of these is sent with the step statistics of each step, and `serve` takes a plan only as far as
-  that: a plan that one rank lacks is a miss on all. A miss is served by the rule of `by_capacity`, from the same copy.
+All ranks must use the same plan without waiting for each other. Each computes all plans from the same data:
+
+- A plan's inputs are copied when its batch is submitted, by the step's own thread, at the same step on every rank.
+  Later measurements do not change it. A search ends by itself or after a number of swaps, never by a clock.
+  Differences by rounding alone count as equal, since machines may have different processors.
+- Ranks agree on each plan. A rank publishes the step through which its plans are ready (`ready_through`) with the step
+  statistics of each step. `serve` uses a plan only up to the least of these. A plan that one rank lacks is a miss on
+  all ranks: then the rule of `by_capacity` is applied to the same copy.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Primitives whose rows only a box bounds on the screen, and which have raster operators of their own."""
+"""Primitives whose rows are bounded on the screen by a box alone, and which have their own raster operators."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence

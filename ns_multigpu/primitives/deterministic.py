@@ -1,7 +1,7 @@
-"""Formulas whose results for a point do not depend on which other points are in the tensor, to the last bit.
+"""Formulas whose result for a point is bitwise independent of the other points in the tensor.
 
-What a shard computes must be what the whole model computes. Arithmetic, exp and log are so in torch; sigmoid on a CPU
-and products of small matrices are not.
+A shard must compute what the whole model computes. torch's arithmetic, exp and log do; sigmoid on a CPU and products of
+small matrices do not.
 """
 
 import torch

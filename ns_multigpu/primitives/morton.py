@@ -1,9 +1,9 @@
-"""Order of points: along a Morton curve within small cells, with the cells distributed like cards.
+"""Order of points: along a Morton curve within small cells, with the cells distributed over 64 hands.
 
 Ranks own ranges of this order. Ranges of a plain Morton curve are regions of space, and one view sees much of one
 region and nothing of another. Over a city, the busiest of 2 ranks had 1.5 times the mean of the points in a view, of 4
 ranks 2.3 times (benchmarks/results/tile-h200.md). Space is therefore split into cells. Each cell belongs to one of 64
-hands such that neighbours are in different hands, and points are ordered by hand first. Every long range of the order
+*hands* such that neighbours are in different hands, and points are ordered by hand first. Every long range of the order
 has a fair sample of every region, for any number of ranks. Within a cell, usually with hundreds of points, neighbours
 in the order are neighbours in space.
 

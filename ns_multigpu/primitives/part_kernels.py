@@ -1,7 +1,4 @@
-"""Kernels of primitives with rows of several records and their own raster operators.
-
-Only a box bounds such a row.
-"""
+"""Kernels of primitives with rows of several records and their own raster operators. A box alone bounds such a row."""
 
 from collections import namedtuple
 from collections.abc import Mapping, Sequence

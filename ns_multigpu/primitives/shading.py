@@ -1,4 +1,4 @@
-"""The colours of points as cameras see them."""
+"""View-dependent colours of points."""
 
 from collections.abc import Mapping
 

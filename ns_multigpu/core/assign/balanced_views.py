@@ -1,7 +1,7 @@
-"""Views of like work in one step, so that ranks with a view each do not wait for the one with the most to draw.
+"""Batches of views with similar work, so that ranks with one view each do not wait for the slowest.
 
-How much there is to draw differs: a view from the air that looks straight down sees a third of what an oblique one
-does, and a step takes as long as the longest of its views. Gains: benchmarks/results/whole-runs.md.
+Work differs by view: an aerial view straight down shows a third of what an oblique view shows. A step takes as long as
+the longest of its views. Gains: benchmarks/results/whole-runs.md.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Places along the Z-order (Morton) curve."""
+"""Positions along the Z-order (Morton) curve."""
 
 from torch import Tensor
 

@@ -1,7 +1,7 @@
-"""The order of rows that lie on any rank: where each stands among all ranks' rows, and what stands before it.
+"""Global order of rows that are distributed over ranks: each row's position among all ranks' rows, and sums before it.
 
-Keys are sent to ranks that hold equal ranges of them and sorted there; results return to where the keys came
-from. What a rank asks of others is a few numbers for each of its own rows: no rank holds all of them.
+Keys are sent to ranks that hold equal ranges of them, and sorted there. Results return to the keys' ranks. A rank
+exchanges a few numbers for each of its own rows; no rank holds all rows.
 """
 
 from bisect import bisect_left

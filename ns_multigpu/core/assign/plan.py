@@ -1,4 +1,4 @@
-"""A plan: who draws what of a step's batch, and whose pixels are whose."""
+"""Plan of a step's batch: which rank draws which patches, and which rank owns which pixels."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
-"""Keys that cut rows that are spread over the ranks, each rank's sorted by key, into ranges of wanted weights.
+"""Splitter keys that cut distributed rows, sorted by key on each rank, into ranges of wanted weights.
 
-Splitters are found digit by digit in the integers, from sums that all ranks add up: whatever the ranks are, and whether
-a rank owns nothing or everything, a splitter is one step away from the work that belongs to its left.
+Splitters are found digit by digit in the integers, from sums over all ranks. The result does not depend on how rows are
+distributed, even if one rank has none or all of them. Equal keys are on one side of a splitter.
 """
 
 from collections.abc import Sequence

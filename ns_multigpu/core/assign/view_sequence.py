@@ -1,4 +1,4 @@
-"""The one sequence from which every rank takes its views."""
+"""Sequence of training views, the same on every rank."""
 
 import random
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""The sum of replicated parameters' gradients, in a few large all-reduces that start while backward still runs.
+"""Sum of replicated parameters' gradients, in a few large all-reduces that overlap with backward.
 
-DistributedDataParallel does this for a module whose parameters never change. Densification replaces ours, so the
-buckets are rebuilt whenever the parameters are other tensors than before.
+DistributedDataParallel does this for modules whose parameters never change. Densification replaces ours, so buckets are
+rebuilt whenever the parameters are new tensors.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
-"""Differentiable collectives. Each carries its mirror: what moves one way forwards moves the other way backwards.
+"""Differentiable collectives. The backward pass of each is its mirror: it sends gradients in the reverse direction.
 
-The convention of all of them: the loss of the job is the *sum* of the ranks' losses, and a rank's gradient is that of
-the sum. In a world of one each is the identity. All take empty tensors, and rows whose number differs by rank.
+The loss of the job is the *sum* of the ranks' losses, and a rank's gradient is that of the sum. In a world of one rank
+each collective is the identity. All accept empty tensors, and rows whose number differs by rank.
 """
 
 from collections.abc import Sequence

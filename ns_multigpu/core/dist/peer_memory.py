@@ -1,8 +1,8 @@
 # pyright: reportPrivateImportUsage=false
-"""Memory that every GPU of a machine reads and writes directly, and whether there can be any.
+"""Memory that every GPU of a machine reads and writes directly, and the check that it is available.
 
-It is torch's symmetric memory (torch.distributed._symmetric_memory): one allocation a rank, of one size, mapped by all.
-The ranks of one process (`Members`) use ordinary memory.
+It is torch's symmetric memory (torch.distributed._symmetric_memory): one allocation of equal size on each rank, mapped
+by all. The ranks of one process (`Members`) use ordinary memory.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Replicas are made the same, and a cheap proof that they still are."""
+"""Equal replicas: broadcast of their values, and a cheap check that they are still equal."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 # pyright: reportPrivateImportUsage=false
-"""This process's place among the others.
+"""World of a process: its rank, the number of ranks, its device and its process groups.
 
-A world of one has no process group and its collectives do nothing: the code above never asks whether it is distributed.
+A world of one rank has no process group and its collectives do nothing, so callers never check whether they are
+distributed.
 """
 
 import os

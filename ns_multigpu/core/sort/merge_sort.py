@@ -1,12 +1,11 @@
-"""A stable sort of (key, value) pairs that are spread over the ranks, by merge paths.
+"""Stable sort of (key, value) pairs that are distributed over ranks, by merge paths.
 
-Each rank sorts its own pairs; then the sorted runs are merged in pairs, level by level, log2 N levels. A merge of two
-runs is a path through the grid of their elements, and its crossing of a diagonal gives how many elements of each
-run are among the first so many of the merged (Green, Odeh and Birk 2014, "Merge Path", section 3; over GPUs: torch-dgx,
-section 4). So each rank finds by binary search where its own part of the merged run begins and ends, and reads and
-merges just that: no rank ever holds more than its part.
+Each rank sorts its own pairs. Then sorted runs are merged two by two, in log2 N levels. A merge is a path through the
+grid of two runs' elements. Its intersection with diagonal k shows how many of the first k merged elements each run has
+(Green, Odeh and Birk 2014, "Merge Path", section 3; over GPUs: torch-dgx, section 4). Each rank finds the ends of its
+part of the merged run by binary search, then reads and merges only that part. No rank ever holds more than its part.
 
-Where torch-dgx reads a peer's memory, here a rank is sent what it would read: the twin that runs on any backend.
+Where torch-dgx reads a peer's memory, ranks here send the elements. This variant runs on any backend.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,8 @@
-"""The sort over ranks in each other's memory, and rendering's lists out of it: `core.merge_sort` without the host.
+"""Sort over ranks in peer memory, and the tile lists made from it: `core.merge_sort` without the host.
 
-Each rank sorts its own pairs; then runs are merged in pairs, level by level, every rank reading just what its own part
-of a merged run is made of (Green, Odeh and Birk 2014; over GPUs: torch-dgx, section 4). Counts stay on the device, and
-one barrier a level, on the device, keeps the ranks in step. Where there is no peer memory, `core.merge_sort` does it,
-with the same results.
+Each rank sorts its own pairs. Then runs are merged two by two, level by level, and every rank reads only the elements
+of its own part (Green, Odeh and Birk 2014; over GPUs: torch-dgx, section 4). Counts stay on the device. One device-side
+barrier per level synchronizes the ranks. Without peer memory, `core.merge_sort` has the same results.
 """
 
 from collections.abc import Sequence

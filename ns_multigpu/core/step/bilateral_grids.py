@@ -1,6 +1,7 @@
-"""Bilateral grids: an affine map of colours for each training view, which varies with place and brightness (Wang et al.
-2024, "Bilateral Guided Radiance Field Processing", section 4). Splatfacto's: maps are trilinear between a grid's
-values, at a pixel's place in the view and its gray (BT.601).
+"""Bilateral grids: for each training view an affine map of colours that varies with position and brightness.
+
+See Wang et al. 2024, "Bilateral Guided Radiance Field Processing", section 4. As in splatfacto, maps are interpolated
+trilinearly between a grid's values, at a pixel's position in the view and its gray value (BT.601).
 """
 
 from collections.abc import Callable

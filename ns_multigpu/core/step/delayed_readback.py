@@ -1,4 +1,4 @@
-"""Counts of work that are read back some steps after the device has computed them, so that no step waits for them."""
+"""Work counts that are read back some steps after the device has computed them, so that no step waits for them."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

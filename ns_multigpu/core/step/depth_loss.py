@@ -1,11 +1,11 @@
-"""The loss of depth: what is drawn at a view's keypoints lies as far away as the points that the view observes there.
+"""Depth loss: difference between the drawn depth at a view's keypoints and the depth of the observed points.
 
 The formula is gsplat 1.4.0's (`examples/simple_trainer_2dgs.py`, `depth_loss`): the mean over keypoints of the absolute
-difference of disparities, times the scene's size. A keypoint is where the point is projected to, as there, and not
-where the image's feature was found: so it follows the view's resolution, its undistorted camera and its pose.
+difference of disparities, times the scene's size. As there, a keypoint is the point's projection, not the detected
+image feature. It so follows the view's resolution, its undistorted camera and its pose.
 
-There, depths are interpolated between pixels' middles, and the disparity is that of the result. Here, disparities are
-interpolated: over a plane that is exact, and next to a hole it stays bounded.
+gsplat interpolates depths between pixel centres and takes the disparity of the result. Here, disparities are
+interpolated: that is exact over a plane, and stays bounded next to a hole.
 """
 
 from typing import NamedTuple

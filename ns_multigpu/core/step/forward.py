@@ -1,11 +1,12 @@
-"""Pictures of one view, drawn by all ranks with the first half of a step (`forward_pass`): no loss and no backward.
+"""Pictures of one view, rendered by all ranks with the first half of a step (`forward_pass`), without loss and
+backward.
 
-Nothing is read back before the picture is made. Then the host reads once: whether every capacity sufficed, and the
-work of each row of tiles. If one did not suffice, all ranks grow their buffers and draw again.
+The host reads back once, after the picture: whether every capacity sufficed, and the work of each row of tiles. If a
+capacity did not suffice, all ranks grow their buffers and render again.
 
-Where pixels are whole a view is cut into bands of rows of tiles, one a rank, of equal work in the view before. Where
-every rank has all points that costs nothing but the cut: no loss is computed, so no halo is needed, and no
-densifier counts. Where pixels are exchanged the strategy's assignment says who draws what.
+With whole pixels, a view is cut into bands of rows of tiles, one for each rank, with equal work in the previous view.
+No halo is needed, since no loss is computed and no densifier counts. With exchanged pixels, the strategy's assignment
+decides.
 """
 
 from collections.abc import Sequence

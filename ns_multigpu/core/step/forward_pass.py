@@ -1,6 +1,6 @@
 """First half of a step: project -> route -> exchange rows -> tile lists -> draw -> exchange pixels.
 
-`Step` adds the loss, the way back and the update; `Forward` draws pictures with it. Nothing is read back to the host.
+`Step` adds loss, backward and update; `Forward` renders pictures with it. Nothing is read back to the host.
 """
 
 from collections.abc import Callable, Sequence

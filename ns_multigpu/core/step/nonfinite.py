@@ -1,4 +1,4 @@
-"""Agreement of all ranks, on the device, to leave out a step whose gradients are not finite."""
+"""Agreement of all ranks, on the device, to skip a step whose gradients are not finite."""
 
 from collections.abc import Sequence
 

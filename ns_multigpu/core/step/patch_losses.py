@@ -1,4 +1,4 @@
-"""The loss of a rank's patches in a step that reads nothing back, and its gradient by their pixels."""
+"""Loss of a rank's patches in a step that reads nothing back, and its gradient with respect to their pixels."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast

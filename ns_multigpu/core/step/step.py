@@ -1,22 +1,22 @@
-"""The one step of training: from points to pixels to loss, and back to points that have taken Adam's step.
+"""The training step: from points to pixels and loss, and back to points updated by Adam.
 
     points -> project -> rows -> [exchange rows] -> lists -> draw -> [exchange pixels] -> loss on the pixels owned here
     and back: loss -> [return pixels' gradients] -> draw back -> [return rows' gradients] -> gate -> update
 
-A strategy defines drawing ranks and exchanges; a primitive's kernels define rows. Nothing is read back to the
-host. So the numbers of rows and of intersections are known on the device alone, and both have a capacity. Where one is
-exceeded on any rank the step, and all that follow it, leave parameters, moments and statistics as they are on all ranks
-(`Status.done` stops counting); the host detects that at the next readback, grows the capacity, and retries them.
-With `StepSettings.skips` a gradient that is not finite has the same effect; the host then skips that step.
+A strategy defines drawing ranks and exchanges; a primitive's kernels define rows. Nothing is read back to the host, so
+the numbers of rows and intersections are known on the device alone. Both have a capacity. If one is exceeded on any
+rank, this step and the following ones change no parameters, moments and statistics on any rank (`Status.done` stops
+counting). The host detects that at the next readback, grows the capacity and retries the steps. With
+`StepSettings.skips` a gradient that is not finite has the same effect; the host then skips that step.
 
-Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs
-(`cuda_ext.band_loss`); received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
+Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs (`cuda_ext.band_loss`).
+Received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
 
-A lazy step defers the update of points that no rank drew (`cuda_ext.LazyAdam`): parameters and moments are valid
+A lazy step defers the update of points that no rank drew (`cuda_ext.LazyAdam`). Parameters and moments are then valid
 only after `flush`, which is required every 64 steps at least.
 
-In a large model whole groups of points are culled by a box (`cuda_ext.ops.project.boxes`). Steps keep the boxes right.
-Call `refresh` after changing points by other means.
+In a large model whole groups of points are culled by a box (`cuda_ext.ops.project.boxes`). Steps update the boxes. Call
+`refresh` after changing points by other means.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,8 @@
-"""Lists of the splats of each tile of a rank's patches, nearest first. Found by the rank that draws them, or by a sort
-of all splats of all views over all ranks (torch-dgx, section 4). Both give the same lists."""
+"""Lists of the splats of each tile of a rank's patches, nearest first.
+
+They are made by the rank that draws them, or by a sort of all splats of all views over all ranks (torch-dgx, section
+4). Both give the same lists.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """Gaussian splatting as Markov chain Monte Carlo (Kheradmand et al. 2024) for replicas.
 
-The rules are gsplat's `MCMCStrategy`: dead Gaussians move onto living ones, the model grows towards a cap that counts
-the Gaussians of the whole model, and positions get noise. What differs is where copies lie: next to each other, not in
-one place (`cuda_ext.share_out`); the clock, which counts images; the random numbers, which are keyed by (seed, image);
-and the picks, which are made in integers: a floating-point running sum on a GPU may come out differently twice, and
-replicas must pick the same.
+The rules are gsplat's `MCMCStrategy`: dead Gaussians are relocated to living ones, the model grows towards a cap on the
+whole model's Gaussians, and positions get noise. There are four differences. Copies are placed next to each other, not
+at one position (`cuda_ext.share_out`). The clock counts images. Random numbers are keyed by (seed, image). Picks are
+made in integers, because a floating-point running sum on a GPU may differ between runs, and replicas must pick the
+same.
 """
 
 import math

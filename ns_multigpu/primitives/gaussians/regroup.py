@@ -8,7 +8,7 @@ decided before it exists: it has its parent's opacity and radius, and 1 / 1.6 of
 Optionally the points are sorted in the order of `morton` in the same pass, so that spatial neighbours are near each
 other in memory. Alternatively, new points replace their old ones in the order.
 
-A GPU finishes an operator on some 100,000 points before the host has launched the next, so few operators are fast.
+On some 100,000 points the device finishes an operator before the host launches the next. So few operators are fast.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence

@@ -1,4 +1,4 @@
-"""The four axes of 4D Gaussians."""
+"""Axes of 4D Gaussians, from their quaternions and scales."""
 
 from collections.abc import Mapping
 
