@@ -151,7 +151,7 @@ def _ask(nvcc: str, *arguments: str) -> str:
 
 
 def visible_architectures() -> tuple[str, ...]:
-    """Return those of the GPUs that torch sees, such as ("90",); makes no CUDA context.
+    """Return the architectures of the GPUs that torch sees, such as ("90",), without creating a CUDA context.
 
     Where all GPUs of the machine are alike the driver is not asked: to start it takes a quarter of a second for each
     GPU, and `ns-train` has no other use for it where several workers are to come.
@@ -167,8 +167,8 @@ def visible_architectures() -> tuple[str, ...]:
 
 
 def _managed_architectures() -> set[tuple[int, int]]:
-    """Return those of all GPUs of this machine, visible or not, as the driver's management library (NVML) knows them;
-    none where it does not."""
+    """Return the architectures of all GPUs of this machine, visible or not, from the driver's management library
+    (NVML). Empty without it."""
     found = set[tuple[int, int]]()
     try:
         nvml, count = _nvml(), ctypes.c_uint()
@@ -191,7 +191,7 @@ def _nvml() -> Any:
 
 
 def listed_architectures() -> tuple[str, ...]:
-    """Return those of TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX" is ("80", "90+PTX")) that are at least sm_80.
+    """Return the architectures in TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX" is ("80", "90+PTX")) that are at least sm_80.
 
     Raises:
         ValueError: an entry is not of the form 9.0, 9.0a or 9.0+PTX.

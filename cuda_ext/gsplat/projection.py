@@ -80,12 +80,10 @@ def _forward(
 
 
 def _half_extents(conics: Tensor, radii: Tensor, cutoff_squared: Tensor) -> Tensor:
-    """Return half extents [m, 2] in pixels at which alpha falls to 1/255.
+    """Return half extents [m, 2] in pixels at which alpha falls to 1/255, from conics [m, 3] and gsplat's 3-sigma radii
+    [m].
 
-    Computed from conics [m, 3] and gsplat's 3-sigma radii [m]. Inverting a thin splat's conic cancels, so it is done in
-    double precision. The bound from gsplat's radius comes from the largest eigenvalue and does not cancel.
-
-    Inverting a thin splat's conic cancels, so it is done in double precision, and held to what gsplat's radius allows,
+    Inverting a thin splat's conic cancels, so it is done in double precision. It is also bounded by gsplat's radius,
     which comes from the largest eigenvalue and does not cancel.
     """
     a, b, c = conics.double().unbind(-1)

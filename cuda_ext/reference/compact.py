@@ -30,7 +30,7 @@ def is_compact(moments: Sequence[Tensor]) -> bool:
 
 
 def step_salts(scalars: Tensor, viewmats: Tensor) -> Tensor:
-    """Return [6] int32, what makes a step's dither another than other steps', for each tensor.
+    """Return [6] int32 salts, one for each tensor, that make a step's dither differ from other steps'.
 
     Args:
         scalars: [6, 8] the step's. viewmats: [V, 4, 4] its views'.
@@ -42,7 +42,7 @@ def step_salts(scalars: Tensor, viewmats: Tensor) -> Tensor:
 
 
 def flush_salts(table: Tensor) -> Tensor:
-    """Return the same of a flush with this table [MOST_STEPS + 1, 6, 8]."""
+    """Return `step_salts` of a flush with this table [MOST_STEPS + 1, 6, 8]."""
     return _of_tensors(_salt(table[0, 0, _LINE]), table.shape[1])
 
 

@@ -26,7 +26,7 @@ def table_normals(numbers: Tensor, start: int) -> Tensor:
 
 
 def table_bits(numbers: Tensor, start: int) -> Tensor:
-    """Return the 64 bits that such a table makes its numbers of, as int64s: [K]. Overwrites `numbers`; see
+    """Return the 64 bits of which such a table makes its numbers, as int64s: [K]. Overwrites `numbers`; see
     `table_normals`."""
     return _splitmix(numbers.add_(1).mul_(_signed(0x9E3779B97F4A7C15)).add_(start))
 
@@ -63,7 +63,7 @@ def add_noise(
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Return torch's own, on a CPU, rounds the last few numbers of a tensor otherwise than the rest."""
+    """Return 1 / (1 + exp(-x)). On a CPU, torch's own rounds the last few elements of a tensor unlike the rest."""
     return (1.0 + torch.exp(-x)).reciprocal()
 
 

@@ -113,7 +113,7 @@ def lens_map(lenses: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def _panorama_map(seen: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return longitude and latitude [M, 2] of points, their Jacobians [M, 2, 3], and the distances from the vertical
-    axis [M]; of harmless stand-ins where there is no panorama."""
+    axis [M]. Rows without a panorama have harmless values."""
     x, y, z = torch.where(there[:, None], seen, seen.new_tensor([0.0, 0.0, 1.0])).unbind(-1)
     level2 = x * x + z * z
     level, ray2, none = level2.sqrt(), level2 + y * y, torch.zeros_like(x)

@@ -41,7 +41,7 @@ class Occlusion:
         self._flips = self._dark = 0
 
     def keep(self, tree: CellTree | None) -> None:
-        """Forget everything if it was of other cells than these."""
+        """Clear the state if it is of other cells than these."""
         cells = 0 if tree is None else crc32(tree.tensor().numpy().tobytes())
         if cells != self._cells:
             self._looked, self._cells = {}, cells
@@ -94,7 +94,7 @@ class Occlusion:
         return rows
 
     def load_state(self, state: Sequence[Sequence[int]]) -> None:
-        """Go on with what `state` returned."""
+        """Restore the state that `state` returned."""
         self._looked, self._cells = {}, 0
         for row in state:
             if row[0] < -1:  # of `--pipeline.exchange`, which earlier versions had

@@ -30,11 +30,12 @@ _WORSE = 1.1
 
 
 class ByCells(Placement):
-    """Each rank owns the points of its cells: as many cells as others have, or one more, in the tree's order.
+    """Placement by cells: each rank owns the points of its cells, in the tree's order. Ranks have equally many cells,
+    or one more.
 
-    A point's cell is the one that its mean lies in at the start, after each refinement, and where a run goes on with
-    other ranks. In between it stays, wherever the point moves. What is decided follows from sums over all points, so
-    that any number of ranks cuts the same cells, and changes them after the same refinements.
+    A point's cell is the one that contains its mean at the start, after each refinement, and when a run resumes with
+    other ranks. Between these it does not change, wherever the point moves. Decisions follow from sums over all points.
+    So any number of ranks cuts the same cells, and changes them after the same refinements.
 
     Args:
         world: the ranks. options: see there.
@@ -89,7 +90,7 @@ class ByCells(Placement):
 
     @property
     def kind(self) -> str:
-        """Its name, and how many cells there are."""
+        """Name of the placement, with the number of cells."""
         return f"ByCells {self.cells}"
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Densifier(Protocol):
-    """Adds and removes points, alike on every rank. Steps are counted in images seen.
+    """Rules that add and remove points, the same on every rank. Steps are counted in images seen.
 
     `params` are the parameters of this rank's points by name, `optimizers` theirs by name, `state` is what
     `initialize_state` returned: changed in place.
@@ -70,7 +70,7 @@ class Densifier(Protocol):
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
         taken: Tensor,
     ) -> bool:  # fmt: skip
-        """Order what `refine_when_due` would do after a step of which the device alone knows whether it was taken.
+        """Launch what `refine_when_due` would do after a step of which only the device knows whether it was taken.
 
         Args:
             taken: [] bool on the device; nothing happens there where it is False.

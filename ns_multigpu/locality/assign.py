@@ -43,7 +43,7 @@ WITHIN = Weights(alpha=0.0, beta=0.2, gamma=0.5, delta=1.0)
 
 @dataclass(frozen=True)
 class Assigner:
-    """Assigns batches.
+    """Assigner of patches to ranks, for batches.
 
     Attributes:
         machines, per_machine: ranks are machines * per_machine; those of a machine follow one another.

@@ -108,7 +108,7 @@ def _level(graph: SeenGraph, of: Ints, views: Ints, parts: int, imbalance: float
 
 
 def ranges(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
-    """Place groups by ranges of the Z-order, level in work: half by points, half by points seen."""
+    """Place groups by ranges of the Z-order with equal work: half by points, half by visible points."""
     work = graph.points / max(1, graph.points.sum()) + graph.group_work() / max(1, graph.group_work().sum())
     middle = np.cumsum(work) - work / 2
     places = np.arange(graph.groups)
@@ -140,9 +140,9 @@ def round_robin(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
 def partition(
     graph: SeenGraph, machines: int, per_machine: int, across: Place = by_metis, within: Place = round_robin
 ) -> PlacedGroups:
-    """Place groups: on machines, then each machine's on its ranks.
+    """Place groups on machines, then each machine's groups on its ranks.
 
-    The same graph gives the same on one machine. METIS promises nothing for machines of different kinds, so that one
+    On one machine the same graph gives the same result. METIS promises nothing for machines of different kinds, so one
     rank should place for all.
 
     Args:

@@ -92,10 +92,10 @@ def _key(views: Sequence[View]) -> _Key:
 
 
 class LocalPatches(Assignment):
-    """Patches to ranks, by what each needs from each rank.
+    """Assignment of patches to ranks, by the points that each patch needs from each rank.
 
-    What a view's patches need is what they needed when they were drawn last (`Access`); before that, what the placement
-    has counted. Patches of unknown views are distributed in runs.
+    A view's patches' needs are those of its last drawing (`Access`), and before that the placement's counts. Patches of
+    unknown views are distributed in runs.
 
     Args:
         world: the ranks. options: see there. access: shared with the placement.
@@ -118,8 +118,8 @@ class LocalPatches(Assignment):
         return self._made(views, self._at_once(views, ranks), ranks)
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """Return the prefetched plan of this batch, or the rule's if that is late; in one machine, where levelness
-        alone counts, an earlier batch's assignment if that is nearly as level."""
+        """Return the prefetched plan of this batch, or the rule's if that is late. Within one machine, where only
+        balance matters, return an earlier batch's assignment if it is nearly as balanced."""
         chosen = self._prefetched_plan(_key(views))
         needed = self._needed(views)
         if chosen is None and needed is not None and self._world.machines == 1:
@@ -225,7 +225,7 @@ class LocalPatches(Assignment):
         return self._assigner.assign(needed)
 
     def _kept_or_new(self, needed: Floats) -> Ints:
-        """Return the most level of the assignments that are kept, or a new one if that is clearly more level."""
+        """Return the most balanced of the kept assignments, or a new one if that is clearly better."""
         work, ranks = needed.sum(1), needed.shape[1]
 
         def most(chosen: Sequence[int]) -> float:

@@ -63,11 +63,11 @@ class GroupOwners:
 
 
 class ByViews(Placement):
-    """Groups of points on the machines whose views see them, and level on each machine's GPUs.
+    """Placement of groups on the machines whose views show them, balanced over each machine's GPUs.
 
     Rank 0 partitions a sample of the points and broadcasts the result: METIS promises nothing for machines of different
-    kinds. Between placings a point's group, and so its owner, follows from where it lies. They are placed again at the
-    start, when the model has grown by a factor, when work is no longer level, and where a run goes on with other ranks.
+    kinds. Between partitions, a point's group and owner follow from its position. Points are placed again at the start,
+    when the model has grown by a factor, when work is unbalanced, and when a run resumes with other ranks.
 
     Args:
         world: the ranks. options: see there. access: records what the patches of each view need from each rank.
@@ -89,7 +89,7 @@ class ByViews(Placement):
 
     @property
     def kind(self) -> str:
-        """Its name, and how the ranks are spread over machines."""
+        """Name of the placement, with the ranks' distribution over machines."""
         return f"ByViews {self._world.machines}x{self._world.size // self._world.machines}"
 
     def look(self, views: Callable[[], Sequence[View]], far: float = FAR) -> None:

@@ -41,7 +41,7 @@ class Access:
         self._needed: dict[int, NDArray[np.float32]] = {}
 
     def record(self, views: Sequence[int], needed: Floats) -> None:
-        """Remember what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
+        """Store what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
 
         Raises:
             ValueError: the shape is another.
@@ -70,7 +70,7 @@ class Access:
         return np.array(views, dtype=np.int64), np.stack([self._needed[view] for view in views]) if views else none
 
     def load_state(self, views: Ints, needed: NDArray[np.float32]) -> None:
-        """Go on with what `state` returned."""
+        """Restore the state that `state` returned."""
         self.forget()
         self.record(views.tolist(), needed.reshape(-1, self.ranks).astype(np.float64))
 
@@ -89,7 +89,7 @@ class AssignedPlan:
 
 
 class Planner:
-    """Makes plans in a thread of its own and gives them out without waiting.
+    """Planner that computes plans in its own thread and returns them without waiting.
 
     Args:
         assigner: makes a plan. It must have no clock, for ranks must find the same.

@@ -20,7 +20,7 @@ from ns_multigpu.primitives.shading import row_colors
 
 @dataclass(frozen=True)
 class BoxedPrimitive(Primitive):
-    """One such primitive. A subclass says how points become rows.
+    """Primitive whose rows only a box bounds. A subclass defines how points become rows.
 
     Attributes:
         layout: columns of rows.

@@ -48,7 +48,7 @@ def _made(columns: tuple[str, ...]) -> Any:
 
 @dataclass(frozen=True)
 class PartKernels(ComposedKernels):
-    """Kernels of one such primitive; see `Kernels`. A subclass says how points become rows.
+    """Kernels of such a primitive; see `Kernels`. A subclass defines how points become rows.
 
     Attributes:
         kind: the primitive.

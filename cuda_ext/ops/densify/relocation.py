@@ -21,10 +21,10 @@ from cuda_ext.reference import relocation as reference
 
 @torch.no_grad()
 def draw_sources(sums: Tensor, empty: Tensor, *, start: int, taken: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Draw for each empty place a point, with replacement, in proportion to weights in integers.
+    """Draw a point for each empty place, with replacement, in proportion to integer weights.
 
-    Draw k, of the k-th empty place, is the number of 63 bits that SplitMix64 makes of (start, k), modulo the weights'
-    sum (`cuda_ext.reference.relocation.draws`). It is exact: the same inputs draw the same on every device.
+    Draw k, for the k-th empty place, is SplitMix64's 63-bit number of (start, k), modulo the weights' sum
+    (`cuda_ext.reference.relocation.draws`). It is exact: the same inputs draw the same points on every device.
 
     Args:
         sums: [N] int64, running sums of the weights; the last is below 2^62. empty: [N] bool, places to fill; their

@@ -95,7 +95,7 @@ def adam_step_torch(
 
 
 def mean_step(log_scales: Tensor, whole: float) -> Tensor:
-    """Return the part [N, 1] of Adam's step that means take: the middle of their scales over `whole`, at most 1.
+    """Return the part [N, 1] of Adam's step that means take: the middle of their scales divided by `whole`, at most 1.
 
     Args:
         log_scales: [N, 3], natural logarithms, world units.
@@ -110,7 +110,7 @@ def mean_step(log_scales: Tensor, whole: float) -> Tensor:
 
 @torch.no_grad()
 def shorten_step(optimizer: torch.optim.Optimizer, part: Tensor) -> None:
-    """Let the coming step of an Adam with one parameter be `part` of it; see `splat_update`'s `whole_step_scale`.
+    """Scale the next step of an Adam with one parameter by `part`; see `splat_update`'s `whole_step_scale`.
 
     Args:
         optimizer: its parameter [N, ...] has a gradient; a state is made where there is none.
@@ -153,7 +153,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 def fused_step(optimizers: Sequence[torch.optim.Optimizer], set_grads_to_zero: bool = False) -> None:
-    """Step all optimizers: those that are `FusedAdam` with one launch a device, others each by itself.
+    """Step all optimizers: those that are `FusedAdam` with one launch per device, others separately.
 
     Parameters without a gradient, and empty ones, are left out, as torch does.
 
@@ -237,11 +237,11 @@ class AdamStep:
         self.exp_avg_sqs[place] = self._states[place]["exp_avg_sq"] = exp_avg_sq
 
     def upload(self) -> None:
-        """Count a step and copy its numbers to the device."""
+        """Count a step and copy its scalars to the device."""
         self._ring.upload(self.count(), self.scalars.dtype, into=self.scalars)
 
     def launch(self, set_grads_to_zero: bool = False) -> None:
-        """Step with the numbers that were uploaded last.
+        """Step with the scalars uploaded last.
 
         Raises:
             ValueError: it was made without gradients.

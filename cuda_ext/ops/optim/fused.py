@@ -174,7 +174,7 @@ def splat_update(
     max_ratio: float = 1.0,
     whole_step_scale: float = 0.0,
 ) -> None:
-    """Return the gradients of rows to the parameters and take Adam's step there, all in place.
+    """Propagate the rows' gradients to the parameters and apply Adam's step, all in place.
 
     Adam is dense: points without rows take the step of a gradient of zero, by which their moments decay and they move
     on.

@@ -70,8 +70,8 @@ def intersect_capacity(
     tile_size: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `intersect` with a capacity of `capacity` intersections: on CUDA it never waits for the device, so that a
-    CUDA graph can hold it.
+    """Return `intersect` with a capacity of `capacity` intersections. On CUDA it never waits for the device, so a CUDA
+    graph can contain it.
 
     Args:
         means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size: as `intersect`.

@@ -78,7 +78,7 @@ def sort_pairs(
 
 
 def publish_count(count: Tensor, addresses: Sequence[int], limit: int) -> None:
-    """Write a number to a place on every rank.
+    """Write a number to the given address on every rank.
 
     Args:
         count: [1] int64.

@@ -32,7 +32,7 @@ class Feedback(Enum):
 
 
 class Assignment(ABC):
-    """Cuts a batch of views into patches and gives each to a rank. Every rank computes the same plan."""
+    """Assignment of the patches of a batch of views to ranks. Every rank computes the same plan."""
 
     learns: ClassVar[Feedback] = Feedback.NOTHING
     """Input of `learn`."""
@@ -136,11 +136,12 @@ class RoundRobinViews(Assignment):
 
 
 class TileRanges(Assignment):
-    """Every view of the batch is cut into bands of whole rows of tiles, so that all ranks have equal work.
+    """Assignment that cuts every view of the batch into bands of whole rows of tiles, so that all ranks have equal
+    work.
 
-    The views' rows of tiles, one view after the other, are one line that is cut into as many stretches as there are
-    ranks: a rank gets a band of a large view, or several small views, or the end of one and the beginning of the next.
-    Where images are held does not count: a band of an image is small compared with the splats that it needs.
+    The rows of tiles of all views form one sequence, which is cut into one run for each rank. A rank gets a band of a
+    large view, several small views, or the end of one and the beginning of the next. The ranks that hold images do not
+    matter: a band of an image is small compared with its splats.
 
     Args:
         work: the work of each row, as far as it is known; the same on every rank.

@@ -26,7 +26,7 @@ def broadcast(x: Tensor, source: int, world: World) -> Tensor:
 
 
 def exchange_counts(counts: Sequence[int], world: World) -> list[int]:
-    """Exchange the numbers of rows: `counts[r]` go to rank r; returns how many come from each.
+    """Exchange the numbers of rows: `counts[r]` is for rank r. Return the numbers from all ranks.
 
     Host integers over the control group: it waits for the other ranks, not for the device.
 

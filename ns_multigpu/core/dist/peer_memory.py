@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class PeerBuffer:
-    """One buffer a rank, of the same size on all, that every rank reads and writes. Collective: all ranks make it.
+    """Buffer of equal size on each rank that every rank reads and writes. Collective: all ranks create it.
 
     Its bytes are not initialised. Kernels that write to others' buffers, `barrier`, and kernels that then read their
     own belong on the same stream. In a world of one it is ordinary memory of the world's device.
@@ -95,10 +95,10 @@ class PeerBuffer:
         return self._buffers[rank][offset : offset + count].view(dtype).view(*shape)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Make the current stream wait until every rank's has come here; the host goes on. A CUDA graph can hold it.
+        """Make the current stream wait for every rank's barrier; the host continues. A CUDA graph can contain it.
 
-        What a rank wrote to any buffer before is there for all who come after. Every rank must call it equally often.
-        Among the ranks of one process it does nothing: a `Collective` between their parts has this effect.
+        Writes to any buffer before it are visible after it on all ranks. Every rank must call it equally often. Among
+        the ranks of one process it does nothing: a `Collective` between their parts has this effect.
 
         Args:
             channel: barriers of different channels may overlap, those of one must not: one stream a channel.

@@ -66,7 +66,8 @@ class BoundaryRows(ExchangedRows):
 
 
 class BoundaryRowOperators(RowOperators):
-    """Rows are sent to each rank that draws a cell which they may touch, if they overlap the cell's patch."""
+    """Operators that send rows to each rank that draws a cell which they may touch, if they overlap the cell's
+    patch."""
 
     def __init__(self, regions: CellRegions) -> None:
         self._regions = regions

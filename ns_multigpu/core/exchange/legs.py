@@ -45,7 +45,7 @@ class Leg(ABC):
 
 
 class RowLeg(Leg):
-    """Send splats to the ranks that draw them; in backward return their gradients."""
+    """Exchange of rows: sends splats to the ranks that draw them, and returns their gradients in backward."""
 
     carries = "rows"
     can_cancel: ClassVar[bool] = False
@@ -83,7 +83,7 @@ class LocalRows(RowLeg):
 
 
 class PixelLeg(Leg):
-    """Compute a patch's pixels, at their owner, from the pixels that ranks have drawn."""
+    """Exchange of pixels: computes a patch's pixels at their owner, from the pixels that ranks have drawn."""
 
     carries = "pixels"
     can_cancel: ClassVar[bool] = True
@@ -162,7 +162,7 @@ class WholePixels(PixelLeg):
 
 
 class GradientLeg(Leg):
-    """Completes the gradients of parameters, around the backward pass."""
+    """Exchange of gradients: completes those of the parameters, around the backward pass."""
 
     carries = "gradients"
     can_cancel: ClassVar[bool] = False

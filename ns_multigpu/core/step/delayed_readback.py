@@ -33,7 +33,7 @@ class DelayedReadback:
         self._waiting: deque[_Counts] = deque()
 
     def send(self, views: Sequence[View], counts: Tensor) -> None:
-        """Send a step's counts off, on the current stream.
+        """Start the copy of a step's counts to the host, on the current stream.
 
         Args:
             views: of the step.
@@ -49,7 +49,7 @@ class DelayedReadback:
         self._waiting.append(_Counts(views, there, copied))
 
     def learn(self, pending: int = LAG) -> None:
-        """Read the oldest counts until no more than `pending` are on their way; waits for those that it learns."""
+        """Read the oldest counts until at most `pending` copies remain. Waits for those that it reads."""
         while len(self._waiting) > pending:
             one = self._waiting.popleft()
             if one.copied is not None:

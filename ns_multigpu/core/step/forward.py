@@ -67,7 +67,7 @@ class _Capacities:
 
 
 class Forward:
-    """Draws views of one model with all ranks. Every rank creates one and makes the same calls in the same
+    """Renderer of single views of one model on all ranks. Every rank creates one and makes the same calls in the same
     order.
 
     Args:

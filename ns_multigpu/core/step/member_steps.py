@@ -47,7 +47,7 @@ class MemberSteps:
         self, plan: Plan, targets: Sequence[Sequence[Tensor]], sizes: Sizes | None = None,
         launch: Launch = lambda _, begin: begin(),
     ) -> None:  # fmt: skip
-        """Take a step.
+        """Run a step.
 
         Args:
             plan, sizes: see `Step.parts`. targets: by rank, as there.

@@ -169,7 +169,7 @@ class Step:
         return self._capturable
 
     def take(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> None:
-        """Take a step as it is. Arguments as `parts`'."""
+        """Run a step without capture. Arguments as `parts`'."""
         self.rgb = launched(self.parts(plan, targets, sizes))
 
     @torch.no_grad()

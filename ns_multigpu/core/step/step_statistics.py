@@ -18,7 +18,7 @@ from ns_multigpu.core.types import TILE, Patch, View
 
 
 class StepMessage:
-    """Write a rank's step statistics: needed capacities, and the assignment's counts of the step.
+    """Builder of a rank's step statistics: needed capacities, and the assignment's counts of the step.
 
     Args:
         settings: the step's. pixels: its operators.

@@ -45,7 +45,7 @@ class TileLists(ABC):
 
 
 class GatheredLists(TileLists):
-    """Each rank intersects and sorts what it is about to draw.
+    """Lists made by the rank that draws them: it intersects and sorts the rows that it received.
 
     Args:
         capacity: maximum number of intersections.

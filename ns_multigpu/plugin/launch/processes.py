@@ -59,7 +59,7 @@ def cores() -> int:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Name what the fork server imports before it starts. The first list given in a process counts."""
+    """Set the modules that the fork server imports before it starts. Only the first call in a process counts."""
     if not _preload:
         _preload.extend(modules)
         multiprocessing.set_forkserver_preload(_preload)
@@ -246,8 +246,6 @@ def _main_hidden(*needed: object) -> Iterator[None]:
 
     Python lets them import it to unpickle objects. That of `ns-train` loads all of nerfstudio's methods, which takes
     seconds.
-
-    Python has them do that for what is pickled. That of `ns-train` loads all of nerfstudio's methods: seconds.
     """
     if b"__main__" in pickle.dumps(needed):
         yield
