@@ -83,7 +83,7 @@ class CityScene:
 
     @cached_property
     def capture(self) -> CityCapture:
-        """Return the camera path; its altitude depends only on the number of points."""
+        """Camera path; its altitude depends only on the number of points."""
         city = _city(self.blocks or max(1, round(6 * math.sqrt(self.points / 8e6))))
         side = 2 * math.tan(math.radians(AERIAL_FOV) / 2)  # of the ground in a picture, in altitudes
         area = min(_SEEN, self.points / 4) * (2 * _AROUND * city.half) ** 2 / self.points

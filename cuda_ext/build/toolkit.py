@@ -52,7 +52,7 @@ class Toolkit:
 
     @property
     def release(self) -> tuple[int, int]:
-        """Return (major, minor)."""
+        """Major and minor version."""
         major, minor = self.version.split(".")[:2]
         return int(major), int(minor)
 

@@ -21,7 +21,7 @@ class Densifier(Protocol):
 
     @property
     def noisy(self) -> bool:
-        """Whether `move` moves all points after each step."""
+        """True if `move` moves all points after each step."""
         ...
 
     def initialize_state(self) -> dict[str, Any]:

@@ -84,22 +84,22 @@ class Memory:
 
     @property
     def model(self) -> float:
-        """Return the bytes that are allocated throughout training."""
+        """Bytes that are allocated throughout training."""
         return self.parameters + self.moments + self.statistics + self.gradients + self.images + self.placement
 
     @property
     def step(self) -> float:
-        """Return the bytes of a step's buffers."""
+        """Bytes of a step's buffers."""
         return self.rows + self.intersections + self.pixels + self.exchange
 
     @property
     def training(self) -> float:
-        """Return the peak during a step."""
+        """Peak during a step."""
         return self.model + self.step + self.reserve
 
     @property
     def densifying(self) -> float:
-        """Return the peak during densification."""
+        """Peak during densification."""
         return self.model + self.refining + self.reserve
 
     def headroom(self, *, densify: bool) -> float:

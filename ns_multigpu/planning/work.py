@@ -110,27 +110,27 @@ class Workload:
 
     @property
     def pixels(self) -> int:
-        """Return the pixels of an image."""
+        """Pixels of an image."""
         return self.width * self.height
 
     @property
     def per_machine(self) -> int:
-        """Return the GPUs of a machine."""
+        """Number of GPUs of a machine."""
         return self.gpus // self.machines
 
     @property
     def floats(self) -> int:
-        """Return the numbers of a point."""
+        """Numbers of a point."""
         return floats(self.schema, self.sh_degree)
 
     @property
     def largest(self) -> int:
-        """Return the numbers of a point in its largest parameter."""
+        """Numbers of a point in its largest parameter."""
         return max(parameter.floats(self.sh_degree) for parameter in self.schema)
 
     @property
     def moment_bytes(self) -> int:
-        """Return the bytes of one moment of one number."""
+        """Bytes of one moment of one number."""
         return 2 if self.compact else 4
 
     def with_points(self, points: int) -> "Workload":

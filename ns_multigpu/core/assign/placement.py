@@ -70,7 +70,7 @@ class Placement(ABC):
 
     @property
     def kind(self) -> str | None:
-        """Return the placement's name in a checkpoint with rows rank by rank; None if rows are in the whole model's
+        """Placement's name in a checkpoint with rows rank by rank; None if rows are in the whole model's
         order. A run with as many ranks and the same kind resumes with each rank's points."""
         return None if self.in_ranges else type(self).__name__
 

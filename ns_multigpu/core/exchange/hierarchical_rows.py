@@ -109,7 +109,7 @@ class HierarchicalRows(RecordTransport):
 
     @property
     def step_bytes(self) -> tuple[int, int]:
-        """Return the bytes that this rank sends in a step to ranks of its machine, and to other machines."""
+        """Bytes that this rank sends in a step to ranks of its machine, and to other machines."""
         inside, between = self._within, self._between
         rows, gradients = (inside.row_words, between.row_words), (inside.gradient_words, between.gradient_words)
         return self.hierarchy.step_bytes(
@@ -209,7 +209,7 @@ class HierarchicalRows(RecordTransport):
 
     @property
     def _own_out(self) -> WireSegments:
-        """Return the segments of own rows for the ranks of this machine."""
+        """Segments of own rows for the ranks of this machine."""
         own = self.world.machine
         starts, sizes = zip(*((starts[own], rows[own]) for starts, rows in self._to), strict=True)
         return WireSegments(starts, sizes, self.world.local_rank)

@@ -66,7 +66,7 @@ class CollectiveRows(RecordTransport):
 
     @property
     def step_bytes(self) -> int:
-        """Return the bytes that this rank sends to others in a step."""
+        """Bytes that this rank sends to others in a step."""
         wire = self._format
         return step_bytes(self.pairs, self.world.rank, 4 * wire.row_words, 4 * wire.gradient_words, self.words)
 

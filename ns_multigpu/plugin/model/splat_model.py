@@ -144,7 +144,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     @property
     def points(self) -> Points:
-        """Return the parameters in the primitive's form."""
+        """Parameters in the primitive's form."""
         return Points(dict(self.gauss_params.items()))
 
     def counts(self, images: int) -> bool:

@@ -81,7 +81,7 @@ class StepLock:
 
     @property
     def waiting(self) -> int:
-        """Return the number of threads that wait for the lock."""
+        """Number of threads that wait for the lock."""
         return len(self._waiting)
 
     def wait_until_wanted(self, seconds: float) -> None:
