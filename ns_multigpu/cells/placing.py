@@ -124,7 +124,7 @@ class ByCells(Placement):
         """Place each point by the cell that contains it. Rebuild the cells if the work of one is too much."""
         where = new.positions().detach()
         cells, redistributed = self._cells_of(where), False
-        if cells is None or self._unlevel(cells, new.work, world) > max(self._imbalance, _WORSE * self._level):
+        if cells is None or self._imbalance_of(cells, new.work, world) > max(self._imbalance, _WORSE * self._level):
             cells, redistributed = self._cut(where, new.work, world), True
         self._stale = self._moved = True
         return PlacementResult(self._owners(cells), redistributed)
@@ -182,7 +182,7 @@ class ByCells(Placement):
         """Return the cells [N] of positions [N, 3], or None before cells exist."""
         return None if self.tree is None else self.tree.of(where)
 
-    def _unlevel(self, cells: Tensor, work: Tensor, world: World) -> float:
+    def _imbalance_of(self, cells: Tensor, work: Tensor, world: World) -> float:
         """Return the largest work of a cell divided by the mean. `cells` [N] are those of this rank's points."""
         sums = torch.zeros(self.cells, dtype=torch.int64, device=cells.device)
         sums.index_add_(0, cells, work)
@@ -197,7 +197,7 @@ class ByCells(Placement):
         """
         self.tree = CellTree.of_work(where, work, self.cells, world)
         cells = self.tree.of(where)
-        self._level = self._unlevel(cells, work, world)
+        self._level = self._imbalance_of(cells, work, world)
         self._placings += 1
         self._stale = self._moved = True
         return cells

@@ -51,7 +51,7 @@ class PlacedGroups:
         return self.machines * self.per_machine
 
 
-def _nobody_without(of: Ints, ranks: int) -> None:
+def _fill_empty_ranks(of: Ints, ranks: int) -> None:
     """Move a group from the largest rank to each rank without groups. Balancing may leave ranks empty if groups are
     few."""
     held = np.bincount(of, minlength=ranks)
@@ -166,7 +166,7 @@ def partition(
     for machine in range(machines):
         members = np.flatnonzero(of == machine)
         owner[members] = machine * per_machine + _on_parts(graph.part(members), per_machine, within, notes)
-    _nobody_without(owner, ranks)
+    _fill_empty_ranks(owner, ranks)
     view_machines = graph.by_rank(owner // per_machine, machines).argmax(1).astype(np.int64)
     return PlacedGroups(owner, view_machines, machines, per_machine, tuple(dict.fromkeys(notes)))
 

@@ -82,7 +82,7 @@ class PointMove:
     imbalance_after: float
     rebalanced: bool
 
-    def leaving(self, order: Tensor) -> Tensor:
+    def in_sending_order(self, order: Tensor) -> Tensor:
         """Return the points, sorted by key with `order` [N] int64, in sending order."""
         return order if self.send_order is None else order[self.send_order]
 

@@ -62,8 +62,8 @@ class GlobalOrder:
     def before(self, values: Tensor) -> Tensor:
         """Return, for each of this rank's rows, the sum of `values` [N] int64 over all ranks' rows before it, [N]
         int64. Every rank calls it."""
-        leaving = values if self._send_order is None else values[self._send_order]
-        there = exchange_rows(leaving, self._send, self._receive, self._world)[self._order]
+        outgoing = values if self._send_order is None else values[self._send_order]
+        there = exchange_rows(outgoing, self._send, self._receive, self._world)[self._order]
         sums = there.cumsum(0)
         totals = all_gather_ints([int(sums[-1]) if len(sums) else 0], self._world)
         sums += sum(row[0] for row in totals[: self._world.rank]) - there

@@ -17,7 +17,7 @@ _PAUSE = 0.02
 """Seconds between two looks."""
 
 
-def store_of_this_life(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def store_of_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Return the part of `store` that only the processes of this start of the job use. Every rank calls it, equally
     often.
 

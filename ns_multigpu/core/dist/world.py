@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ns_multigpu.core.dist.machines import PRETEND_MACHINES, Place, layout_of
-from ns_multigpu.core.dist.rendezvous import store_of_this_life
+from ns_multigpu.core.dist.rendezvous import store_of_attempt
 from ns_multigpu.core.types import Traffic
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class World:
             dist.init_process_group(
                 backend,
                 timeout=timeout,
-                store=store_of_this_life(store, rank, size, timeout),
+                store=store_of_attempt(store, rank, size, timeout),
                 rank=rank,
                 world_size=size,
                 device_id=device if backend == "nccl" else None,

@@ -158,9 +158,9 @@ def _search(keys: Tensor, merges: Sequence[Merge], world: World) -> list[list[in
         active = [one for one in everything if one.open]
         reads = [read for one in active for read in one.reads()]
         gathered = all_gather_ints([int(keys[at]) if rank == world.rank else 0 for rank, at in reads], world)
-        heard = [gathered[rank][k] for k, (rank, _) in enumerate(reads)]
+        read_keys = [gathered[rank][k] for k, (rank, _) in enumerate(reads)]
         for k, one in enumerate(active):
-            one.step(heard[2 * k], heard[2 * k + 1])
+            one.step(read_keys[2 * k], read_keys[2 * k + 1])
     return [[one.lo for one in group] for group in searches]
 
 

@@ -104,14 +104,14 @@ def bytes_of_step(
     """
     rows, pairs, intersections = capacities
     if not is_exchanged:
-        arrivals = 0
+        received_rows = 0
     elif hierarchy is not None:
-        arrivals = max(sum(hierarchy.received(pairs, rank)) for rank in range(ranks))
+        received_rows = max(sum(hierarchy.received(pairs, rank)) for rank in range(ranks))
     else:
-        arrivals = max(sum(from_all) for from_all in zip(*pairs, strict=True))
-    one = Share(0, 1, rows, arrivals, arrivals or rows, intersections, pixels, 0.0, 0.0, 0.0)
+        received_rows = max(sum(from_all) for from_all in zip(*pairs, strict=True))
+    one = Share(0, 1, rows, received_rows, received_rows or rows, intersections, pixels, 0.0, 0.0, 0.0)
     parts = step_buffers(one, ranks, capacity=1.0)
-    return sum(size for name, size in parts.items() if name != "exchange" or not arrivals)
+    return sum(size for name, size in parts.items() if name != "exchange" or not received_rows)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -210,7 +210,7 @@ class RenderService:
 
     def serve(self) -> None:
         """Render the requests of rank 0's viewer threads. Every rank calls it, at the same place between two steps."""
-        self.run_leading(lambda: self.lock.lend(self._answer))
+        self.run_leading(lambda: self.lock.pass_on(self._answer))
 
     def run_leading(self, work: Callable[[], T]) -> T | None:
         """Run `work` on rank 0, which may request images; the other ranks render them. Every rank calls it.

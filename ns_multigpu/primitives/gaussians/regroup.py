@@ -88,7 +88,7 @@ class Fates:
         masks: [5 + births, N] bool, by point. 0: kept and not split. 1: copied, with a copy that is kept. 2 and one
             more for each further child: split into kept children. The last three, before pruning of new points:
             split; copied; kept if nothing were split.
-        n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: counts of masks 0, 1, 2 and the last three.
+        n_kept, n_copied, n_born, n_split, n_duplicate, n_unpruned: counts of masks 0, 1, 2 and the last three.
     """
 
     masks: Tensor
@@ -97,13 +97,13 @@ class Fates:
     n_born: int
     n_split: int
     n_duplicate: int
-    n_stays: int
+    n_unpruned: int
 
     @staticmethod
     def of(masks: Tensor, counts: Sequence[int]) -> "Fates":
         """Create fates from masks [5 + births, N] and their counts."""
-        kept, copied, born, *_, split, duplicate, stays = counts
-        return Fates(masks, kept, copied, born, split, duplicate, stays)
+        kept, copied, born, *_, split, duplicate, unpruned = counts
+        return Fates(masks, kept, copied, born, split, duplicate, unpruned)
 
     @property
     def num_children(self) -> int:
@@ -134,7 +134,7 @@ class Fates:
         """Return the fates with pruning only."""
         masks = torch.zeros_like(self.masks)
         masks[0] = masks[-1] = self.masks[-1]
-        return Fates(masks, self.n_stays, 0, 0, 0, 0, self.n_stays)
+        return Fates(masks, self.n_unpruned, 0, 0, 0, 0, self.n_unpruned)
 
     def listed(self) -> tuple[Tensor, Tensor]:
         """Return the new points in the order of an `IndexMap`, followed by the `n_split` points that are split.
@@ -281,8 +281,10 @@ def _masks(
             gone, child_gone = gone | wide, child_gone | wide
         too_large = rules.prune_scale3d * state["scene_scale"]
         gone, child_gone = gone | (largest > too_large), child_gone | (split_rule.child_sizes(largest) > too_large)
-    stays, born = ~gone, split > child_gone
-    return torch.stack([stays > split, stays & duplicate, *[born] * split_rule.num_children, split, duplicate, stays])
+    unpruned, born = ~gone, split > child_gone
+    return torch.stack(
+        [unpruned > split, unpruned & duplicate, *[born] * split_rule.num_children, split, duplicate, unpruned]
+    )
 
 
 @torch.no_grad()

@@ -149,6 +149,8 @@ class Resharding:
             partial(index_map.positions, means, order), parents,
         )  # fmt: skip
         del parents
-        row_bytes = move_rows(params, optimizers, index_map.ordered(move.leaving(order)), move, kept, world, edit)
+        row_bytes = move_rows(
+            params, optimizers, index_map.ordered(move.in_sending_order(order)), move, kept, world, edit
+        )
         self.shard_index.hold(move.places, params["means"], move.counts_after)
         return move.record(started, row_bytes)

@@ -83,9 +83,9 @@ class ShardedMcmc(ShardedPoints, McmcDensifier):
         traffic = torch.stack([torch.bincount(ranks, minlength=world.size) for ranks in (to, here)])
         send, receive = traffic.tolist()
         order, places = torch.sort(to, stable=True).indices, targets[torch.sort(here, stable=True).indices]
-        leaving, copies = drawn.rows[order], counted(drawn.rows, len(dead))
+        sources, copies = drawn.rows[order], counted(drawn.rows, len(dead))
         numbers = numbered(drawn.rows)[order]
-        copied = self._copied(params, leaving, copies, numbers)  # where their sources are
+        copied = self._copied(params, sources, copies, numbers)  # where their sources are
         # As in gsplat the moments of what is moved stay as they are.
         self._share_out(params, copies, cleared=all_moments(params, optimizers))
         rows = exchange_rows(torch.cat([x.flatten(1) for x in copied.values()], 1), send, receive, world)
