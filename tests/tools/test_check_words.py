@@ -36,6 +36,7 @@ def test_allowed_names_are_allowed_in_their_file_alone(check):
     [
         ("identifiers", "ns_multigpu/a.py", "x = 1\nmy_room = 2\nmy_room = 3\n", [2]),
         ("identifiers", "tests/a.py", "def test_FirstRoom(): ...\n", [1]),
+        ("identifiers", "tests/a.py", "has_given_up = give = up = 1\n", [1]),
         ("identifiers", "ns_multigpu/room.py", "", [1]),
         ("identifiers", "cuda_ext/a.cu", "// room\nint first_room;\n", [2]),
         ("identifiers", "ns_multigpu/a.py", "groom = roomy = 'room'  # room\n", []),
