@@ -35,7 +35,7 @@ class SeenGraph:
         return np.asarray(self.seen.sum(axis=1)).ravel().astype(np.int64)
 
     def group_work(self) -> Ints:
-        """Return [C] int64, a group's points summed over the views that show them: roughly the cost of projection."""
+        """Return [C] int64, a group's points over the views that show them: roughly its projection and exchange."""
         return np.asarray(self.seen.sum(axis=0)).ravel().astype(np.int64)
 
     def part(self, groups: Ints, views: Ints | None = None) -> "SeenGraph":

@@ -34,7 +34,7 @@ def z_codes(means: Tensor, low: Tensor, side: float) -> Tensor:
 
 
 def cube_around(means: Tensor, left_out: float = 0.005) -> tuple[Tensor, float]:
-    """Return the lower corner [3] float64 and the side of a cube around positions [N, 3], N > 0, but few outliers.
+    """Return the lower corner [3] float64 and the side of a cube around positions [N, 3], N > 0, without outliers.
 
     Args:
         left_out: the part of the positions that may lie outside on either side of an axis.

@@ -75,7 +75,7 @@ class Merge:
 
 
 def merge_levels(counts: Sequence[int]) -> list[list[Merge]]:
-    """Return each level's merges for ranks that start with `counts` elements. A run without a partner is not merged."""
+    """Return each level's merges for ranks that start with `counts` elements. A run without a partner waits a level."""
     runs = [SortedRun(rank, (count,)) for rank, count in enumerate(counts)]
     levels: list[list[Merge]] = []
     while len(runs) > 1:
