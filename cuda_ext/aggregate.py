@@ -18,7 +18,8 @@ _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-DAT_PER_OPERATOR_HEADERS")
 
 @dataclass(frozen=True)
 class AggregateLibrary(NativeLibrary):
-    """One file that includes all sources: reading torch's headers is most of what compiling takes."""
+    """Library compiled from one file that includes all sources: most compile time is spent on torch's
+    headers."""
 
     files: ClassVar[str] = "file of the aggregate device"
     duration: ClassVar[str] = "25 seconds on 1 core"

@@ -11,7 +11,7 @@ _DOWN = math.radians(46.0)
 
 
 def poses(half: float, height: float, frames: int) -> np.ndarray:
-    """Camera-to-world matrices [frames, 4, 4] of a closed loop (metres, z up; OpenGL axes).
+    """Return camera-to-world matrices [frames, 4, 4] of a closed loop (metres, z up; OpenGL axes).
 
     The camera turns once around while what it looks at wanders over the middle of the city.
 
@@ -36,7 +36,7 @@ def poses(half: float, height: float, frames: int) -> np.ndarray:
 def write(
     path: Path, transforms: Path, half: float, height: float, size: tuple[int, int], fov: float, frames: int, fps: int
 ) -> None:
-    """Writes the loop for `ns-render camera-path`.
+    """Write the loop for `ns-render camera-path`.
 
     Args:
         path: the file to write.

@@ -48,11 +48,11 @@ class Stages:
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Writes a line above the bars."""
+        """Print a line above the bars."""
         self._progress.console.print(text, highlight=False)
 
     def run(self, name: str, title: str, command: Sequence[str], watch: Watch | None = None) -> float:
-        """Runs `command` to its end, its output in the log `name`.log. Returns the seconds it took.
+        """Run `command` to its end, with its output in the log `name`.log. Return the seconds it took.
 
         Raises:
             CommandFailed: it ended with an error.
@@ -117,6 +117,6 @@ def _percentage(text: str) -> tuple[float, str] | None:
 
 
 def _readable(text: str) -> str:
-    """Without colours, cursor movements and the many states of a progress bar."""
+    """Remove colours, cursor movements and the states of progress bars."""
     lines = _ESCAPES.sub("", text).splitlines(keepends=True)
     return "".join(line for line in lines if line.strip() and not _BAR.search(line))

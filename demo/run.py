@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 def nerfstudio(script: str, *words: str | Path) -> list[str]:
-    """The command line of `ns-SCRIPT WORDS`, with this very Python."""
+    """Return the command line of `ns-SCRIPT WORDS`, with this very Python."""
     return [sys.executable, "-W", "ignore", "-m", f"nerfstudio.scripts.{script}", *map(str, words)]
 
 
@@ -69,7 +69,7 @@ def train_command(options: argparse.Namespace, device: str, workers: int) -> lis
 
 
 def training_watch(run: Path, steps: int) -> Any:
-    """A `Watch` on the lines that the trainer adds to metrics.jsonl."""
+    """Return a `Watch` on the lines that the trainer adds to metrics.jsonl."""
 
     def watch() -> tuple[float, str] | None:
         try:
@@ -103,7 +103,7 @@ def table(summary: dict[str, Any], places: dict[str, Path]) -> Table:
 
 
 def demo(options: argparse.Namespace, stages: Stages) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Runs all stages. Returns the summary and where each output lies."""
+    """Run all stages. Return the summary and the path of each output."""
     output = options.output
     gpus = torch.cuda.device_count()
     device = options.device or ("cuda" if gpus else "cpu")
@@ -161,7 +161,7 @@ def demo(options: argparse.Namespace, stages: Stages) -> tuple[dict[str, Any], d
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the demo and return the exit status."""
     options = arguments()
     console = Console()
     start = time.monotonic()

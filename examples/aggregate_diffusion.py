@@ -20,7 +20,7 @@ from ns_multigpu import aggregate
 
 
 class Block(nn.Module):
-    """Two convolutions with group norms, which add to what goes in, and take the time of the step."""
+    """Two convolutions with group norms and a residual connection, conditioned on the time of the step."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Predicts the noise of pictures, on two scales with attention on the smaller one."""
+    """Network that predicts the noise of pictures, on two scales with attention on the smaller one."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

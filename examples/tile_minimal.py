@@ -85,7 +85,7 @@ def train(options: argparse.Namespace, world: ns_multigpu.World) -> float:
 
 
 def main() -> None:
-    """Read options, meet the other ranks, train, part."""
+    """Parse options, join the process group, train, and close the group."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--strategy", choices=["batch", "tile", "single"], default="tile")

@@ -161,11 +161,11 @@ def _check_shapes(means: Tensor, colors: Tensor, viewmats: Tensor, Ks: Tensor, s
 
 
 class Step:
-    """A training step of 3D Gaussians, spread over ranks: render, L1 + SSIM, gradients, Adam.
+    """A training step of 3D Gaussians, distributed over ranks: render, L1 + SSIM, gradients, Adam.
 
-    Every rank makes one with the same arguments, and calls it with the same batches. The step runs in operators that
-    read nothing back (`ns_multigpu.core.step.step`); after it all ranks look once whether buffers sufficed, make larger
-    ones where they did not, and take it again.
+    Every rank creates one with the same arguments, and calls it with the same batches. The step runs in operators that
+    read nothing back (`ns_multigpu.core.step.step`). Then all ranks check once whether buffers sufficed. If not, they
+    grow them and retry the step.
 
     Args:
         splats: the whole model, the same on all ranks, with gsplat's keys: `means` [N, 3], `quats` [N, 4], `scales`
@@ -226,7 +226,7 @@ class Step:
         self._step = self._made()
 
     def __call__(self, viewmats: Tensor, Ks: Tensor, images: Tensor, background: Tensor | None = None) -> float:
-        """Take a step, and return the batch's mean loss, the same on all ranks.
+        """Run a step and return the batch's mean loss, the same on all ranks.
 
         Args:
             viewmats: [B, 4, 4]. Ks: [B, 3, 3]. images: [B, height, width, 3] uint8, or float in [0, 1].
@@ -318,6 +318,6 @@ def _ours(splats: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def _theirs(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same memory, with gsplat's keys and shapes."""
+    """Return the same memory under gsplat's keys and shapes."""
     views = {"opacities": params["opacities"][:, 0], "features_dc": params["features_dc"][:, None]}
     return {key: views.get(name, params[name]) for key, name in _OURS.items()}

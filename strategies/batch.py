@@ -11,5 +11,5 @@ from ns_multigpu.core.strategy import Strategy
 
 
 def batch(world: World) -> Strategy:
-    """The strategy `batch` for `world`."""
+    """Return the strategy `batch` for `world`."""
     return Strategy("batch", Replicated(), RoundRobinViews(), LocalRows(), WholePixels(), SummedGradients(world), world)

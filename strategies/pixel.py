@@ -15,7 +15,7 @@ from ns_multigpu.core.strategy import Strategy
 
 
 def pixel(world: World, options: PixelOptions | None = None) -> Strategy:
-    """The strategy `pixel` for `world`.
+    """Return the strategy `pixel` for `world`.
 
     Raises:
         ValueError: an option is out of range, or there are to be fewer cells than ranks.

@@ -8,7 +8,7 @@ from ns_multigpu.core.strategy import Strategy
 
 
 def single(world: World) -> Strategy:
-    """The strategy `single` for a world of one.
+    """Return the strategy `single` for a world of one rank.
 
     Raises:
         ValueError: the world has more ranks.

@@ -13,7 +13,7 @@ from ns_multigpu.core.strategy import Strategy
 
 
 def tile(world: World) -> Strategy:
-    """The strategy `tile` for `world`."""
+    """Return the strategy `tile` for `world`."""
     work = TileWork()
     legs = ExchangedRows(work), WholePixels(), GradientsToOwner(world)
     return Strategy("tile", Sharded(), TileRanges(work), *legs, world)

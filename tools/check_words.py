@@ -2,7 +2,7 @@
 
 - identifiers: no name in Python, C++ and CUDA, and no file, has a word of `NAMES`;
 - words: no docstring, comment, message or page has a word of `WORDS`;
-- docstrings: no docstring begins with a word of `FIRST_WORDS`;
+- docstrings: no docstring begins with a word of `FIRST_WORDS`; those of functions, but of tests, begin with a verb;
 - sentences: no sentence of README and docs is longer than `LONGEST_SENTENCE`, outside of tables and code;
 - hashes: README and docs name no commit;
 - commits: subjects since `commits_since` (or `--since`) are `area: imperative`, of at most `LONGEST_SUBJECT`.
@@ -91,6 +91,9 @@ NAMES = {
     "halves": "split rule",
     "steady": "deterministic",
     "taking": "gather",
+    "give up": "cancel, release",
+    "given up": "cancelled, released",
+    "giving up": "cancelling, releasing",
     "beside": "checkpoint directory",
     "elsewhere": "render override",
     "homes": "owners",
@@ -139,6 +142,10 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 SUBJECT = re.compile(r"[a-z0-9_/.-]+(, [a-z0-9_/.-]+)*: (?P<verb>[a-z]\S*)( .*)?$")
 NO_VERB = re.compile(r"(an?|the|no|what|which|where|how|who|that|more|it|.+[^e]ed|.+ing|.+(?<!s)s)$")
 VERBS_ALL_THE_SAME = {"bring", "string", "embed", "shed", "alias", "bias", "focus"}
+FIRST_VERB = re.compile(  # no article, preposition or pronoun; no third person or plural
+    r"(?!(?:An?|The|Of|In|On|At|By|To|For|From|With|Within|Without|As|Before|After|Over|Per|All|Any|Both|Each|Every|Half"
+    r"|Its|No|One|Some|This|Those|Two|Whether|Why)[\s.,:;])[A-Z][a-z]+(?:-[a-z]+)*(?<!(?<!s)s)(?=[\s.,:;])"
+)
 
 
 Finding = tuple[str, str]
@@ -189,8 +196,15 @@ def identifiers(root: Path, allowed: Sequence[str] = ()) -> Iterator[Finding]:
                 yield f"{where}:{number}", f"{name}: {NAMES[word]}"
 
 
-def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of the docstrings of a module, its classes, functions and attributes."""
+def is_called(node: ast.AST) -> bool:
+    """Return whether a node is a function that is called by its name: no property and no fixture."""
+    return isinstance(node, ast.FunctionDef) and not any(
+        re.search("property|fixture", ast.unparse(decorator)) for decorator in node.decorator_list
+    )
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Yield (line, text, whether of a function) of docstrings of a module, its classes, functions and attributes."""
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -202,16 +216,18 @@ def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 and isinstance(child.value, ast.Constant)
                 and isinstance(child.value.value, str)
             ):
-                yield child.lineno, child.value.value
+                yield child.lineno, child.value.value, not position and is_called(node)
 
 
 def docstrings(root: Path) -> Iterator[Finding]:
-    """Find docstrings whose first word is one of `FIRST_WORDS`."""
+    """Find docstrings whose first word is one of `FIRST_WORDS`, and those of functions that begin without a verb."""
     for where, file in files(root, ".py"):
-        for line, text in documented(ast.parse(file.read_text(encoding="utf-8"))):
-            first = re.match(r"[A-Za-z]+", text.lstrip())
-            if first and first[0] in FIRST_WORDS:
-                yield f"{where}:{line}", f"docstring begins with {first[0]!r}: begin with a verb or a noun"
+        for line, text, of_function in documented(ast.parse(file.read_text(encoding="utf-8"))):
+            first = (text.split() or [""])[0]
+            if re.match("[A-Za-z]*", first)[0] in FIRST_WORDS:
+                yield f"{where}:{line}", f"docstring begins with {first!r}: begin with a verb or a noun"
+            elif of_function and not where.startswith("tests/") and not FIRST_VERB.match(text.lstrip() + " "):
+                yield f"{where}:{line}", f"docstring of a function begins with {first!r}: begin with a verb"
 
 
 def texts(file: Path) -> Iterator[tuple[int, str]]:

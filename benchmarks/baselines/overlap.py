@@ -20,13 +20,13 @@ _POWER = 4
 
 
 def widened(boxes: Tensor, part: float) -> Tensor:
-    """Boxes [C, 2, 3] with `part` of their extent more along each axis, half of it at each side."""
+    """Widen boxes [C, 2, 3] by `part` of their extent along each axis, half of it at each side."""
     more = (boxes[:, 1] - boxes[:, 0]) * (part / 2)
     return torch.stack([boxes[:, 0] - more, boxes[:, 1] + more], 1)
 
 
 def focuses(points: Tensor, cells: Partition, part: float, *, trim: bool = True) -> Tensor:
-    """A finite box for each cell around the points in it, widened: what a field that is trained alone attends to.
+    """Return for each cell a finite, widened box around its points: the space of a field that is trained alone.
 
     Args:
         points: [N, 3] in the world.
@@ -60,7 +60,8 @@ def focuses(points: Tensor, cells: Partition, part: float, *, trim: bool = True)
 
 
 def tiles(cells: Partition, part: float) -> Tensor:
-    """[C, 2, 3] float64, in the coordinates that cells are cut in: each cell widened, but not beyond the domain."""
+    """Widen each cell, but not beyond the domain. Return [C, 2, 3] float64 in the coordinates in which cells are
+    cut."""
     low, high = (torch.tensor(c, dtype=torch.float64) for c in (cells.domain.lower, cells.domain.upper))
     wide = widened(cells.extents(), part)
     return torch.stack([wide[:, 0].maximum(low), wide[:, 1].minimum(high)], 1)
@@ -102,7 +103,7 @@ def camera_weights(origins: Tensor, boxes: Tensor, home: Tensor) -> Tensor:
 
 
 def whole_rays(hits: Tensor, nears: Tensor, fars: Tensor) -> tuple[Tensor, Segments]:
-    """Rays as fields that are trained alone take them: each whole, once for each field that it is shown to.
+    """Return rays for fields that are trained alone: each ray whole, once for each field that gets it.
 
     Args:
         hits: [R, C] bool, which fields a ray is shown to. nears, fars: [R, C] or [R, 1] where it begins and ends.

@@ -53,5 +53,5 @@ def assigner(machines: int, per_machine: int, *, hierarchical: bool = True, sear
 
 
 def random_assignment(patches: int, ranks: int, generator: np.random.Generator) -> Ints:
-    """Deal patches out at random, equally many to each rank: gsplat's assignment of whole images."""
+    """Assign patches at random, equally many to each rank, as gsplat assigns whole images."""
     return generator.permutation(np.arange(patches, dtype=np.int64) % ranks)

@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 
 
 def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> list[str]:
-    """The command line of one run."""
+    """Return the command line of one run."""
     if is_peer(run):
         words = ["-m", "benchmarks.captures.splatfacto_baseline", "--images", str(options.images), "--seed", str(seed)]
         words += ["--also-at", str(options.also_at), f"--options={options.options}"]
@@ -103,12 +103,12 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
 
 
 def is_peer(run: str) -> bool:
-    """Whether a run is one of nerfstudio's own method."""
+    """Return whether a run is one of nerfstudio's own method."""
     return run in ("splatfacto", "splatfacto-ours")
 
 
 def environment(run: str, gpu: int | None, sharers: int) -> dict[str, str]:
-    """The environment of a run that sees one GPU, or all, and leaves the other runs their cores."""
+    """Return the environment of a run that sees one GPU, or all, and its share of the cores."""
     result = dict(os.environ)
     if run.endswith("-gsplat"):
         result["NS_MULTIGPU_CUDA"] = "gsplat"
@@ -119,7 +119,7 @@ def environment(run: str, gpu: int | None, sharers: int) -> dict[str, str]:
 
 
 def train(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: int | None) -> dict[str, Any]:
-    """Trains; returns what the run says of itself. Splatfacto evaluates in the same process."""
+    """Train and return the run's summary. Splatfacto evaluates in the same process."""
     output = folder / f"{run}-{seed}"
     start = time.perf_counter()
     with (folder / f"{run}-{seed}.log").open("w") as log:
@@ -137,8 +137,10 @@ def train(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: i
 
 
 def trajectory(metrics: Path) -> list[dict[str, float]]:
-    """Of each log of a run of ours: Gaussians, how many were duplicated, split and pruned since the log before, and
-    milliseconds a step since then."""
+    """Return figures of each log line of one of our runs.
+
+    These are the Gaussians, those duplicated, split and pruned since the previous line, and milliseconds a step.
+    """
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     kept = ("step", "duplicated", "split", "pruned", "gaussians", "step_ms", "compute_ms", "exchange_ms", "waiting_ms")
     return [{k: row[k] for k in kept if k in row} for row in rows]
@@ -150,7 +152,7 @@ def run_folder(output: Path) -> Path:
 
 
 def evaluate(result: dict[str, Any], options: argparse.Namespace, folder: Path, gpu: int | None) -> dict[str, Any]:
-    """The same with held-out PSNR and SSIM, by ns-eval."""
+    """Return the result with held-out PSNR and SSIM of ns-eval."""
     if "psnr" not in result:
         output = folder / f"{result['run']}-{result['seed']}"
         words = ["-m", "nerfstudio.scripts.eval", "--load-config", str(run_folder(output) / "config.yml")]

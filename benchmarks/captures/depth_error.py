@@ -28,7 +28,7 @@ from ns_multigpu.plugin.train.depth_maps import read_maps
 
 
 def errors_of(depth: Tensor, covered: Tensor, view: View, scale: float) -> Tensor:
-    """The errors at a view's keypoints, [keypoints].
+    """Return the errors at a view's keypoints, [keypoints].
 
     Args:
         depth, covered: [h, w, 1] of the whole view; where nothing is covered the disparity is 0.
@@ -41,7 +41,7 @@ def errors_of(depth: Tensor, covered: Tensor, view: View, scale: float) -> Tenso
 
 @torch.no_grad()
 def measure(config: Path, maps: bool = False) -> dict[str, Any]:
-    """PSNR and errors of a run on its held-out views, against COLMAP's points or depth maps."""
+    """Return PSNR and errors of a run on its held-out views, against COLMAP's points or depth maps."""
     setup: tuple[Any, Any, Path, int] = eval_setup(config, test_mode="test")
     run, pipeline, _, step = setup
     data, model = pipeline.datamanager, pipeline.model

@@ -20,7 +20,7 @@ FLAT = math.log(1e-8)
 
 
 def gsplats_rasterization_2dgs(*args: Any, **options: Any) -> Any:
-    """gsplat's, which asks for a GPU."""
+    """Call gsplat's function, which needs a GPU."""
     from gsplat.rendering import rasterization_2dgs
 
     return rasterization_2dgs(*args, **options)
@@ -43,7 +43,7 @@ class Peer:
         Ks: Tensor, width: int, height: int, *, near_plane: float, far_plane: float, sh_degree: int | None,
         render_mode: str, rasterize_mode: str, packed: bool, sparse_grad: bool, absgrad: bool, **_: Any,
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:  # fmt: skip
-        """gsplat's `rasterization` for one view, as nerfstudio calls it.
+        """Render one view by 2D Gaussians, with the interface of gsplat's `rasterization` as nerfstudio calls it.
 
         Raises:
             NotImplementedError: asked for what 2D Gaussians have not here.
@@ -58,7 +58,7 @@ class Peer:
         return drawn if render_mode == "RGB+ED" else drawn[..., :3], alpha, info
 
     def join(self, trainer: Any) -> None:
-        """Makes a trainer's model, which is set up and has not begun, one of 2D Gaussians."""
+        """Turn the model of a trainer, which is set up and has not begun, into one of 2D Gaussians."""
         model = trainer.pipeline.model
         with torch.no_grad():
             model.gauss_params["scales"][:, 2] = FLAT
@@ -74,7 +74,7 @@ class Peer:
         model.get_loss_dict = losses
 
     def normal_loss(self) -> Tensor:
-        """Of the view that was drawn last: the mean of 1 - <normal, normal of the depth> (Huang et al. 2024)."""
+        """Return the mean of 1 - <normal, normal of the depth> (Huang et al. 2024) of the view drawn last."""
         assert self._normals is not None, "no view has been drawn"
         normals, surface, alpha = self._normals
         return (1 - (normals * surface * alpha.detach()).sum(-1)).mean()

@@ -31,13 +31,13 @@ def moving_pixels(capture: CityCapture, rig: int) -> Tensor:
 
 
 def psnr(squared: float, count: int) -> float:
-    """Of a sum of squared errors over so many numbers, dB."""
+    """Return PSNR in dB from a sum of `count` squared errors."""
     return float(-10 * torch.log10(torch.tensor(squared / max(count, 1))))
 
 
 @torch.no_grad()
 def measure(config: Path, shown: int | None, frames: dict[str, Tensor], name: str) -> dict[str, Any]:
-    """Quality of a run on its held-out views; puts the view numbered `shown` among them into `frames`."""
+    """Return the quality of a run on its held-out views. Puts the view with number `shown` into `frames`."""
     setup: tuple[Any, Any, Path, int] = eval_setup(config, test_mode="test")
     run, pipeline, _, step = setup
     data, parser = pipeline.datamanager, run.pipeline.datamanager.dataparser

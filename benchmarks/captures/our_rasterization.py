@@ -26,7 +26,9 @@ def rasterization(
     width: int, height: int, *, packed: bool, near_plane: float, far_plane: float, render_mode: str,
     sh_degree: int | None, sparse_grad: bool, absgrad: bool, rasterize_mode: str,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:  # fmt: skip
-    """gsplat's function for one view, as nerfstudio calls it.
+    """Render one view by our operators, with the interface of gsplat's function as nerfstudio calls it.
+
+    Args and returns: as gsplat 1.4.0's, of which only what nerfstudio uses is present.
 
     Args and returns: as gsplat 1.4.0's, of which only what nerfstudio looks at is there.
 

@@ -105,7 +105,7 @@ def run(
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """The rows for people to read."""
+    """Return the rows as a table."""
     shown = Table("way", "steps", "rays/s", "ms/step", "parameters", "MiB", "PSNR by rays (seconds)")
     for row in rows:
         trajectory = [f"{c['psnr']:.2f} at {c['rays'] / 1e6:.2f} M ({c['seconds']:.0f})" for c in row["courses"]]

@@ -85,7 +85,7 @@ class Run:
             self.trainer.objective.begin(0)
 
     def train(self) -> dict[str, Any]:
-        """Takes steps until there are enough of them, or the time is over."""
+        """Train until the number of steps or seconds is complete."""
         options = self._options
         recent: deque[Tensor] = deque(maxlen=_AVERAGED)
         evaluations: list[dict[str, Any]] = []
@@ -122,7 +122,7 @@ class Run:
         return seen.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=60)
 
     def figures(self) -> dict[str, Any]:
-        """Parameters of all ranks together, and the most memory that a rank has used."""
+        """Return the parameters of all ranks together, and the peak memory of a rank."""
         model = self.trainer.pipeline.model
         own = sum(p.numel() for p in model.parameters())
         memory = torch.cuda.max_memory_allocated() / 2**20 if self._device.type == "cuda" else 0.0
@@ -142,7 +142,7 @@ class Run:
     # ---- helpers ----
 
     def _step(self, step: int) -> dict[str, Tensor]:
-        """Takes a step; its metrics."""
+        """Run a step and return its metrics."""
         trainer = self.trainer
         trainer.pipeline.train()
         self._call(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
@@ -154,7 +154,7 @@ class Run:
         return metrics
 
     def _rays_a_step(self) -> int:
-        """Of all ranks: DDP gives each rank its own."""
+        """Return the rays of all ranks: DDP gives each rank its own."""
         return self.rays * (self.ranks if self._theirs else 1)
 
     def _call(self, step: int, location: TrainingCallbackLocation) -> None:
@@ -167,7 +167,7 @@ class Run:
         return time.perf_counter()
 
     def _speed(self, rates: list[tuple[int, float]]) -> dict[str, float]:
-        """Over the second half: allocators have settled, and proposals learn as seldom as they will."""
+        """Return the speed of the second half: by then allocators are warm and proposal networks are rarely updated."""
         if len(rates) < 2:
             return {}
         (a, begin), (b, end) = rates[len(rates) // 2 - 1], rates[-1]
@@ -178,7 +178,8 @@ class Run:
 
     @torch.no_grad()
     def _evaluated(self) -> dict[str, Any]:
-        """PSNR, SSIM and opacity of held-out views, of each way in the same manner, and rays rendered a second."""
+        """Return PSNR, SSIM and opacity of held-out views, and rays rendered per second. All methods are evaluated
+        alike."""
         pipeline = self.trainer.pipeline
         data, model = pipeline.datamanager, pipeline.model
         pipeline.eval()

@@ -24,14 +24,14 @@ from ns_multigpu.plugin.train import trainer as _imported_for_the_runs  # noqa: 
 
 
 def begin(log: Path) -> None:
-    """Sends what this process prints to a file."""
+    """Redirect this process's output to a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
 
 
 def train_ours(words: Sequence[str], log: Path, output: Path, picture: Path | None = None) -> None:
-    """Trains as `ns-train` does with these words; all held-out views are scored, and `output` gets it as JSON.
+    """Train as `ns-train` does with these words, evaluate all held-out views and write the scores to `output` as JSON.
 
     Args:
         picture: the PNG to write of the middle held-out view; see `draw_view`.
@@ -68,7 +68,7 @@ def train_ours(words: Sequence[str], log: Path, output: Path, picture: Path | No
 
 
 def train_splatfacto(words: Sequence[str], log: Path, output: Path, picture: Path | None = None) -> None:
-    """Trains nerfstudio's own; the words are those of `splatfacto_baseline`, which writes `result.json` itself."""
+    """Train nerfstudio's own method with words of `splatfacto_baseline`, which writes `result.json` itself."""
     begin(log)
     shown = [] if picture is None else ["--picture", str(picture)]
     sys.argv = ["splatfacto_baseline", *shown, *words]
@@ -77,7 +77,7 @@ def train_splatfacto(words: Sequence[str], log: Path, output: Path, picture: Pat
 
 
 def make_city(kind: Any, seed: int, folder: Path, size: tuple[int, int, int, int], device: str, log: Path) -> None:
-    """Writes a city's capture: `size` is blocks along each side, views, width and height."""
+    """Write a city's capture: `size` is blocks along each side, views, width and height."""
     begin(log)
     blocks, views, width, height = size
     made = CityCapture(City(blocks, seed), kind, views, width, height, 4, seed, 8, cache_bytes=0)
@@ -88,8 +88,10 @@ def make_city(kind: Any, seed: int, folder: Path, size: tuple[int, int, int, int
 
 
 def make_splat_city(kind: str, seed: int, folder: Path, views: int, device: str, log: Path) -> None:
-    """Draws a capture of so many views of 320x180 of a city: a block, 60,000 Gaussians and 6,000 seed points for each
-    100 views."""
+    """Render a capture of a city with `views` views of 320x180.
+
+    It has one block, 60,000 Gaussians and 6,000 seed points for each 100 views.
+    """
     begin(log)
     unfinished, blocks = folder.with_name(folder.name + ".unfinished"), max(round((views / 100) ** 0.5), 1)
     numbers = {

@@ -134,7 +134,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def variants(text: str) -> dict[str, list[str] | None]:
-    """The recipes of a file of variants, and those that there always are."""
+    """Return the recipes of a file of variants and the built-in ones."""
     found = dict(RECIPES)
     for line in text.splitlines():
         name, equals, rest = line.partition("=")
@@ -148,7 +148,7 @@ def variants(text: str) -> dict[str, list[str] | None]:
 
 
 def jobs_of(options: argparse.Namespace, recipes: Mapping[str, Any]) -> list[Job]:
-    """The runs, in their order."""
+    """Return the runs in order."""
     lines = [[options.captures, options.recipes, options.images, options.seeds]]
     if options.plan is not None:
         text = options.plan.read_text().splitlines()
@@ -187,7 +187,7 @@ def folders_of(options: argparse.Namespace, jobs: Sequence[Job]) -> tuple[dict[s
 
 
 def words_of(job: Job, option_words: list[str] | None, folder: Path, output: Path, options: Any) -> list[str]:
-    """The command line of a run."""
+    """Return the command line of a run."""
     data = ["colmap", "--data", str(folder), "--colmap-path", "sparse/0"]
     data += ["--downscale-factor", str(options.downscale_factor), *job.split]
     own = PEERS[job.recipe] if option_words is None else option_words
@@ -236,7 +236,7 @@ class Runs:
         return self.options.seconds - (time.perf_counter() - self.began)
 
     def call(self, function: str, *given: Any, gpu: str | None = None) -> float | None:
-        """`called`, while there is time."""
+        """Run `called` in the time that is left."""
         seconds = None if self.left() == float("inf") else max(self.left(), 0.0)
         return called(function, *given, seconds=seconds, gpu=gpu)
 
@@ -257,7 +257,7 @@ class Runs:
             self.changed.notify_all()
 
     def next(self) -> Job | None:
-        """The first run that can begin, and end in time; None where there is none any more."""
+        """Return the first run that can begin and end in time, or None if there is none left."""
         with self.changed:
             while self.waiting and self.left() > 0:
                 for job in self.waiting:
@@ -298,7 +298,7 @@ class Runs:
         Console().print(f"{label}: {found['psnr']:.2f} dB, {found['gaussians']:,} Gaussians, {took:.0f} s")
 
     def _keep(self, job: Job, looks: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> None:
-        """Writes down the scores that there are not yet."""
+        """Save the scores that are new."""
         options = " ".join(self.recipes[job.recipe] or [])
         more = {"options": options, "alone": self.options.at_once == 1, **more}
         with self.changed:
@@ -331,8 +331,10 @@ def trains_in_forks() -> None:
 
 
 def called(function: str, *given: Any, seconds: float | None = None, gpu: str | None = None) -> float | None:
-    """Calls a function of `recipe_run` in a process of its own, which sees all GPUs or that one: seconds, or None where
-    it failed or time is up."""
+    """Call a function of `recipe_run` in its own process, with all GPUs visible or only one.
+
+    Returns the seconds it took, or None if it failed or timed out.
+    """
     start = time.perf_counter()
     process = multiprocessing.get_context("forkserver").Process(target=_call, args=(gpu, function, *given))
     process.start()
@@ -345,7 +347,7 @@ def called(function: str, *given: Any, seconds: float | None = None, gpu: str | 
 
 
 def _call(gpu: str | None, function: str, *given: Any) -> None:
-    """In the forked process."""
+    """Run in the forked process."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # nothing has asked CUDA yet: see `trains_in_forks`
     from benchmarks.captures import recipe_run
@@ -354,7 +356,7 @@ def _call(gpu: str | None, function: str, *given: Any) -> None:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Means over seeds, by capture, images and recipe."""
+    """Return means over seeds, by capture, images and recipe."""
     heads = ("capture", "images", "recipe", "seeds", "PSNR", "corrected", "SSIM", "Gaussians", "MiB", "training s")
     shown = empty_table(None, heads, left=(0, 2))
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}

@@ -69,12 +69,12 @@ class _Earlier:
 
 
 def peak_mib() -> float:
-    """The most memory of the GPU that tensors have taken so far, MiB."""
+    """Return the peak GPU memory of tensors so far, MiB."""
     return torch.cuda.max_memory_allocated() / 2**20
 
 
 def correct_few(pipeline: Any) -> None:
-    """Have colours corrected where at most 100 views are held out: of each that takes 15 least-squares fits."""
+    """Enable colour correction if at most 100 views are held out: it takes 15 least-squares fits for each."""
     pipeline.model.config.color_corrected_metrics = len(pipeline.datamanager.eval_dataset) <= 100
 
 

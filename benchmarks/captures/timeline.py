@@ -34,7 +34,7 @@ COLOURS = {
 
 
 def profile(output: Path, at: int, blocks: int, argv: list[str]) -> None:
-    """Runs ns-train; watches `blocks` blocks from image `at` on."""
+    """Run ns-train and profile `blocks` blocks from image `at` on."""
     import torch
     from nerfstudio.scripts.train import entrypoint
 
@@ -74,8 +74,10 @@ PART, MILLISECONDS = 0.4, 8.0
 def bars(
     trace: Path, part: float = PART, milliseconds: float = MILLISECONDS
 ) -> tuple[list[tuple[str, float, float]], list[tuple[str, float, float]], float]:
-    """From a part of a trace on: what the device does, what the host does, each (kind, begin, ms); and the part of
-    the whole trace in which the device was busy."""
+    """Return the device's and the host's activities in a window of a trace, each (kind, begin, ms).
+
+    Also returns the part of the whole trace in which the device was busy.
+    """
     with gzip.open(trace) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -98,7 +100,7 @@ def bars(
 
 
 def draw(traces: dict[str, Path], picture: Path) -> None:
-    """A picture of traces, one above the other."""
+    """Draw a picture of traces, one above the other."""
     import matplotlib
 
     matplotlib.use("Agg")

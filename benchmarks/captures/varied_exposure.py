@@ -21,7 +21,7 @@ HELD_OUT = 8
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the copy."""
+    """Write the copy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a capture in COLMAP's layout")
     parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def photographs(capture: Path) -> list[str]:
-    """The names of a capture's photographs, within `images`."""
+    """Return the names of a capture's photographs, within `images`."""
     whole = capture / "images"
     return sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.suffix.lower() in SUFFIXES)
 
 
 def exposures(views: int, stops: float, seed: int) -> np.ndarray:
-    """[views] by how many stops each photograph is brighter; 0 for those that are held out. The others' mean is 0."""
+    """Return [views], by how many stops each photograph is brighter: 0 for held-out ones, mean 0 over the others."""
     drawn = np.random.default_rng(seed).uniform(-stops, stops, views)
     held_out = np.arange(views) % HELD_OUT == 0
     drawn[held_out] = 0.0
@@ -60,7 +60,7 @@ def exposures(views: int, stops: float, seed: int) -> np.ndarray:
 
 
 def change(file: Path, stops: float) -> None:
-    """Makes a photograph brighter by so many stops; what is beyond white is white."""
+    """Make a photograph brighter by `stops` stops. Values beyond white are clipped."""
     image = Image.open(file)
     pixels = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
     # A power of light is one of what a display's gamma has made of it.

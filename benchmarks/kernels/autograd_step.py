@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
 
 def torch_loss(scene: Scene) -> Loss:
-    """splatfacto's loss, by torch and pytorch_msssim."""
+    """Return splatfacto's loss, by torch and pytorch_msssim."""
     from pytorch_msssim import SSIM
 
     target = scene.floats()
@@ -43,7 +43,7 @@ def torch_loss(scene: Scene) -> Loss:
 
 
 def fused_loss(scene: Scene) -> Loss:
-    """The same by our operator."""
+    """Return splatfacto's loss, by our operator."""
     width, height = scene.size
     windows = (width - 10) * (height - 10)
 
@@ -81,7 +81,7 @@ class AutogradStep:
         self._background = scene.background()
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Takes a step; returns the image [H W, 3] and the loss before it."""
+        """Run a step and return the image [H W, 3] and the loss before it."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         means, quats, log_scales, logits, dc, rest = self._params
@@ -95,5 +95,5 @@ class AutogradStep:
         return image.detach(), loss.detach()
 
     def moments(self) -> list[Tensor]:
-        """Adam's first moments of the parameters."""
+        """Return Adam's first moments of the parameters."""
         return [o.state[p]["exp_avg"] for o, p in zip(self._optimizers, self._params, strict=True)]

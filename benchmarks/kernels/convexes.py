@@ -50,7 +50,7 @@ class Way:
 
 
 def convexes_of(leaves: list[Tensor]) -> Points:
-    """Octahedra in the place of Gaussians: from means, quats, log scales [N, 3], logits and harmonics."""
+    """Return octahedra in place of Gaussians: from means, quats, log scales [N, 3], logits and harmonics."""
     means, quats, scales, logits, dc, rest = (leaf.detach() for leaf in leaves)
     axes = EXTENT * (rotations(quats) * scales.exp()[:, None]).transpose(1, 2)  # [N, axis, 3]
     corners = torch.stack([axes, -axes], dim=1).flatten(1)
@@ -65,13 +65,13 @@ def convexes_of(leaves: list[Tensor]) -> Points:
 
 
 def gaussians_of(leaves: list[Tensor]) -> Points:
-    """The Gaussians themselves."""
+    """Return the Gaussians themselves."""
     names = ("means", "quats", "scales", "opacities", "features_dc", "features_rest")
     return Points({name: value.detach().requires_grad_() for name, value in zip(names, leaves, strict=True)})
 
 
 def draw(way: Way, view: View, patch: Patch) -> tuple[Splats, Tensor]:
-    """The rows of a view, and the colours of a patch, as a step of training draws it."""
+    """Return the rows of a view and the colours of a patch, drawn as in a training step."""
     splats = way.kind.splat(way.points, way.kind.cull(way.points, [view], [0]), [view])
     return splats, way.kind.render(splats, [patch], [view])[0].color
 
@@ -89,7 +89,7 @@ def pairs_of(way: Way, view: View, patch: Patch) -> int:
 
 
 def time_way(label: str, way: Way, view: View, patch: Patch, target: Tensor, watch: Stopwatch) -> list[Line]:
-    """Forward, and forward and backward, of a patch."""
+    """Time forward, and forward and backward, of a patch."""
 
     def forward() -> Any:
         with torch.no_grad():
@@ -106,13 +106,13 @@ def time_way(label: str, way: Way, view: View, patch: Patch, target: Tensor, wat
 
 
 def small_patch(scene: Scene) -> Patch:
-    """A rectangle in the middle of the view."""
+    """Return a rectangle in the middle of the view."""
     x0, y0 = (scene.width - SMALL[0]) // 2, (scene.height - SMALL[1]) // 2
     return Patch(0, x0, y0, x0 + SMALL[0], y0 + SMALL[1])
 
 
 def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any]:
-    """All of one scene."""
+    """Measure one scene."""
     view = View(scene.viewmats[0], scene.Ks[0], scene.width, scene.height)
     whole, small = Patch.whole(0, view), small_patch(scene)
     target = scene.floats().view(scene.height, scene.width, 3)

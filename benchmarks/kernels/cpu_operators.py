@@ -35,7 +35,7 @@ class Timer:
     seconds: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 
     def time(self, operator: str, direction: str, work: Callable[[], Any]) -> Any:
-        """Runs `work` once to warm up unless it runs only once anyway, then notes the median; returns its result."""
+        """Time `work`, record the median and return its result. Runs it once to warm up unless it runs only once."""
         runs, result = [], None
         for _ in range(self.repeats + (self.repeats > 1)):
             start = time.perf_counter()
@@ -45,7 +45,7 @@ class Timer:
         return result
 
     def both(self, operator: str, inputs: list[Tensor], work: Callable[..., Any], outputs: Callable[[Any], Any]) -> Any:
-        """Times `work(*inputs)` and the gradient of its differentiable `outputs` by all inputs; returns its result."""
+        """Time `work(*inputs)` and the gradient of its differentiable `outputs` by all inputs. Return its result."""
         leaves = [x.detach().requires_grad_() for x in inputs]
         result = self.time(operator, "forward", lambda: work(*leaves))
         differentiable = outputs(result)
@@ -55,7 +55,7 @@ class Timer:
 
 
 def run_chain(scene: Scene) -> tuple[int, int]:
-    """One training step's forward and backward; returns the numbers of rows and of intersections."""
+    """Run one training step's forward and backward pass. Return the numbers of rows and of intersections."""
     width, height = scene.size
     leaves = [x.detach().requires_grad_() for x in scene.parameters()]
     means, quats, scales, opacities, sh_dc, sh_rest = leaves
@@ -78,7 +78,7 @@ def run_chain(scene: Scene) -> tuple[int, int]:
 
 
 def measure(scene: Scene, timer: Timer) -> tuple[int, int]:
-    """Times each operator alone, then the chain; returns the numbers of rows and of intersections."""
+    """Time each operator alone, then the chain. Return the numbers of rows and of intersections."""
     width, height = scene.size
     cameras = (scene.viewmats, scene.Ks, [width, height])
     patches = (0, 0, 0, width, height)

@@ -29,7 +29,7 @@ _MOST_ROWS = 1 << 26
 
 
 def measure(name: str, views: int, device: torch.device, iterations: int) -> dict[str, float | int | str]:
-    """Milliseconds of one projection, without boxes and with."""
+    """Return the milliseconds of one projection, without boxes and with."""
     city = CityScene(*CITIES[name], views=views)
     points = make_model(city, World.single(device)).params
     params = [flat(key, points[key]).to(device) for key in ORDER]

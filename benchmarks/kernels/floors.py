@@ -49,7 +49,7 @@ class Counts:
 
 
 def count(points: int, rows: SplatRows, tile_offsets: Tensor, row_ids: Tensor, last: Tensor, size: list[int]) -> Counts:
-    """Counts what a rendering of one whole view met.
+    """Count the points, rows and intersections that a rendering of one whole view needed.
 
     Args:
         points: N.
@@ -75,7 +75,7 @@ def count(points: int, rows: SplatRows, tile_offsets: Tensor, row_ids: Tensor, l
 
 
 def _deepest(last: Tensor, size: list[int]) -> Tensor:
-    """[T, 4]: of each tile's four blocks the position in row_ids of the last splat blended, -1 for none."""
+    """Return [T, 4], the position in row_ids of the last splat blended in each tile's four blocks; -1 for none."""
     width, height = size
     across, down = -(-width // TILE), -(-height // TILE)
     image = last.new_full((down * TILE, across * TILE), -1)
@@ -104,9 +104,9 @@ def _pairs(rows: SplatRows, offsets: Tensor, row_ids: Tensor, deepest: Tensor, s
 
 
 def _least_sigma(mean: Tensor, conic: Tensor, box: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Of the Gaussians' exponents over boxes of pixel centres (x_lo, x_hi, y_lo, y_hi). [M]
+    """Return the least of the Gaussians' exponents [M] over boxes of pixel centres (x_lo, x_hi, y_lo, y_hi).
 
-    The least lies on one of the two sides that face the mean, or is zero inside.
+    It lies on one of the two sides that face the mean, or is zero inside.
     """
     a, b, c = conic.unbind(dim=-1)
     left, right, top, bottom = (edge - mean[:, axis] for edge, axis in zip(box, (0, 0, 1, 1), strict=True))
@@ -121,7 +121,7 @@ def _least_sigma(mean: Tensor, conic: Tensor, box: tuple[Tensor, Tensor, Tensor,
 
 
 def floors(counts: Counts) -> dict[str, float]:
-    """Milliseconds of each piece of a step, and of several of them together."""
+    """Return the lower bounds, in milliseconds, of each part of a step and of several together."""
     n = counts
     splats = 48 * n.visible + 4 * n.blended
 

@@ -37,7 +37,7 @@ class Capacities(NamedTuple):
 
 
 def needed(scene: Scene) -> Capacities:
-    """The capacities that training settles on for this scene."""
+    """Return the capacities that training ends up with for this scene."""
     path = FusedPath(scene, Capacities(scene.points, 1))
     rows = path.splat()
     return Capacities(padded(int(rows.count)), padded(int(path.lists(rows).count)))
@@ -85,11 +85,11 @@ class FusedPath:
         return Pixels(*torch.ops.ns_multigpu.rasterize(*self._inputs(rows, lists), None))
 
     def image_gradient(self, pixels: Pixels) -> Tensor:
-        """Of the mean squared error against the target."""
+        """Return the gradient of the mean squared error against the target."""
         return (pixels.out - self.target) * (2 / self.target.numel())
 
     def backward(self, rows: SplatRows, lists: Lists, pixels: Pixels, v_out: Tensor) -> None:
-        """Clears the records and sums the gradients up there, through the table of sinks."""
+        """Clear the records and sum the gradients there, through the table of sinks."""
         self.records.zero_()
         torch.ops.ns_multigpu.rasterize_backward_into(
             *self._inputs(rows, lists), *pixels[1:], pixels.out, v_out, self._v_alpha, self._absgrad, self._sinks,
@@ -97,7 +97,7 @@ class FusedPath:
         )  # fmt: skip
 
     def local_backward(self, rows: SplatRows, lists: Lists, pixels: Pixels, v_out: Tensor) -> None:
-        """The same into records of the operator's own, which it unpacks: what autograd calls."""
+        """Sum the gradients in the operator's own records and unpack them, as autograd does."""
         torch.ops.ns_multigpu.rasterize_backward(
             *self._inputs(rows, lists), *pixels[1:], pixels.out, v_out, self._v_alpha, self._absgrad
         )
@@ -108,7 +108,7 @@ class FusedPath:
         return rows, lists, self.pixels(rows, lists)
 
     def both(self) -> tuple[SplatRows, Lists, Pixels]:
-        """Forward and backward, to `records`."""
+        """Run forward and backward. Gradients are added to `records`."""
         rows, lists, pixels = self.forward()
         self.backward(rows, lists, pixels, self.image_gradient(pixels))
         return rows, lists, pixels
@@ -124,7 +124,7 @@ class FusedPath:
         return count(self.scene.points, rows, lists.tile_offsets, lists.row_ids, pixels.last, self.scene.size)
 
     def check_capacity(self, rows: SplatRows, lists: Lists) -> None:
-        """Raises RuntimeError where a capacity is too small: the figures would be of something else."""
+        """Raise RuntimeError if a capacity is too small: the figures would be meaningless."""
         met = Capacities(int(rows.count), int(lists.count))
         if met.rows > self.capacities.rows or met.intersections > self.capacities.intersections:
             raise RuntimeError(f"{met} were met, but the capacities are {self.capacities}.")

@@ -63,7 +63,7 @@ class LazyParts:
 
 
 def lazy_floors(counts: Counts, floor: dict[str, float]) -> dict[str, float]:
-    """As `floors`, of the pieces of a lazy step, which takes its share of a flush.
+    """Return `floors` of the parts of a lazy step, including its share of a flush.
 
     Args:
         floor: those of the ordinary step.

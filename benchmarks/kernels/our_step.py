@@ -79,7 +79,7 @@ class OurStep:
         self._taken += 1
 
     def block(self, steps: int) -> None:
-        """So many steps, at most 64, and the flush after them."""
+        """Run `steps` steps, at most 64, and the flush after them."""
         for _ in range(steps):
             self()
         self.fused.flush()
@@ -88,7 +88,7 @@ class OurStep:
         self.fused.take(self._plan, [self._target])
 
     def check(self) -> None:
-        """Raises RuntimeError unless all steps were taken: the figures would be of something else."""
+        """Raise RuntimeError unless all steps were taken: the figures would be meaningless."""
         status = self.fused.status()
         if status.full or status.done != self._taken:
             raise RuntimeError(f"of {self._taken} steps not all were taken: {status}")

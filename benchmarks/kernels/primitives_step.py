@@ -34,7 +34,7 @@ LAMBDA, WEIGHT, DEGREE = 0.2, 0.05, 3
 
 
 def make(kind: str, count: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random parameters of so many points."""
+    """Return random parameters of `count` points."""
     g = torch.Generator(device).manual_seed(1)
     params: dict[str, torch.Tensor] = {}
     for one in PRIMITIVES[kind].schema:
@@ -101,7 +101,8 @@ def captured_step(
     kernels: Any, params: dict[str, torch.Tensor], adam: AdamStep, view: View, image: torch.Tensor,
     statistics: dict[str, torch.Tensor],
 ) -> tuple[Callable[[], None], Any]:  # fmt: skip
-    """A step of one view on one GPU: what takes it, from its graph from the second time on; and the `Step`.
+    """Return a function that runs a step of one view on one GPU, and the `Step`. From the second call it replays a
+    graph.
 
     Args:
         kernels: of the kind. params: raw; they change. adam: of `params`, in their order. image: [H, W, 3] uint8.
@@ -130,7 +131,7 @@ def captured_step(
 
 
 def milliseconds(step: Callable[[], Any], steps: int) -> float:
-    """Of a step, the mean of so many after five."""
+    """Return the mean milliseconds of `steps` steps, after five for warm-up."""
     for _ in range(5):
         step()
     torch.cuda.synchronize()
@@ -142,7 +143,7 @@ def milliseconds(step: Callable[[], Any], steps: int) -> float:
 
 
 def where_time_goes(step: Callable[[], Any], steps: int, most: int = 14) -> str:
-    """The kernels that take the most of a step's time on the GPU: ms of a step, calls of a step, and their names."""
+    """Return the kernels with the largest GPU time: ms per step, calls per step, and their names."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             step()
@@ -155,7 +156,7 @@ def where_time_goes(step: Callable[[], Any], steps: int, most: int = 14) -> str:
 
 
 def main() -> None:
-    """Prints a line a kind."""
+    """Print a line for each primitive."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=20)

@@ -43,7 +43,7 @@ class Results:
 
 
 def time_autograd(name: str, results: Results, watch: Stopwatch, parameters: list[Tensor], render: Render) -> None:
-    """Times a way that goes through autograd, and keeps what it draws."""
+    """Time a variant that uses autograd, and keep its image and gradients."""
     device = results.scene.device
     leaves = [p.detach().requires_grad_() for p in parameters]
     target = results.scene.floats().view(-1, 3)
@@ -79,7 +79,7 @@ def time_autograd(name: str, results: Results, watch: Stopwatch, parameters: lis
 
 
 def time_fused(results: Results, watch: Stopwatch, capacities: Capacities, floor: dict[str, float]) -> None:
-    """Times the fused path as a whole, and keeps what it draws."""
+    """Time the fused path as a whole, and keep its image and gradients."""
     scene = results.scene
     device = scene.device
     path, update = FusedPath(scene, capacities), FusedUpdate(scene)
@@ -110,7 +110,7 @@ def time_fused(results: Results, watch: Stopwatch, capacities: Capacities, floor
 
 
 def time_stages(results: Results, watch: Stopwatch, capacities: Capacities, floor: dict[str, float]) -> None:
-    """Times the pieces of the fused path, and other ways of its backward pass."""
+    """Time the parts of the fused path, and variants of its backward pass."""
     scene = results.scene
     cuda = scene.device.type == "cuda"
     path = FusedPath(scene, capacities)
@@ -136,7 +136,7 @@ def time_stages(results: Results, watch: Stopwatch, capacities: Capacities, floo
 
 
 def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any]:
-    """All of one scene."""
+    """Measure one scene."""
     results, name = Results(scene), scene.name
     report: dict[str, Any] = {"name": name, "points": scene.points, "width": scene.width, "height": scene.height}
     cuda = scene.device.type == "cuda"
@@ -169,7 +169,7 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any
 
 
 def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
-    """Prints how many times faster than gsplat each way is."""
+    """Print each variant's speed-up over gsplat."""
     variants = ("operators", "fused", "fused, graph")
     heads = [f"{way}: {what}" for what in ("forward", "forward and backward") for way in variants]
     more = ("fused, graph: forward, backward and update", "peak, of gsplat's")

@@ -18,8 +18,10 @@ Meet = Callable[[Any], None]
 
 
 def gsplat_render(scene: Scene, absgrad: bool = False, meet: Meet | None = None) -> Render:
-    """gsplat 1.4.0, packed False, as nerfstudio calls it. Harmonics may come in one tensor [N, 16, 3], or in two.
-    `meet` is given gsplat's `info`."""
+    """Return a renderer by gsplat 1.4.0, packed False, as nerfstudio calls it.
+
+    Harmonics are one tensor [N, 16, 3] or two. `meet` is called with gsplat's `info`.
+    """
     from gsplat.rendering import rasterization
 
     cameras: Any = (scene.viewmats, scene.Ks, scene.width, scene.height)
@@ -47,7 +49,7 @@ def gsplat_counts(scene: Scene) -> dict[str, int]:
 
 
 def operators_render(scene: Scene, absgrad: bool = False, meet: Meet | None = None) -> Render:
-    """The public operators of `cuda_ext`, one after the other. `meet` is given `Splats`; it wants `absgrad`."""
+    """Return a renderer by the public operators of `cuda_ext`. `meet` is called with `Splats` and needs `absgrad`."""
     cameras: Any = (scene.viewmats, scene.Ks, scene.size)
     patches: Any = (0, 0, 0, *scene.size)
 
@@ -71,5 +73,5 @@ def operators_render(scene: Scene, absgrad: bool = False, meet: Meet | None = No
 
 
 def joined(dc: Tensor, rest: Tensor) -> Tensor:
-    """All harmonics in one tensor [N, 16, 3]."""
+    """Join all harmonics into one tensor [N, 16, 3]."""
     return torch.cat([dc[:, None], rest], dim=1)

@@ -40,7 +40,7 @@ class Sections:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """A piece of the benchmark; an exception in it ends here."""
+        """Run a part of the benchmark; record an exception in it and continue after it."""
         try:
             yield
         except Exception as error:
@@ -51,7 +51,7 @@ class Sections:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of every GPU benchmark."""
+    """Return a parser of the options of every GPU benchmark."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     scene_names = [*GRIDS, *CITIES, TINY]
     made.add_argument("--scenes", nargs="+", choices=scene_names, help="default: all gardens; on a CPU the tiny one")
@@ -64,7 +64,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options given, with what follows from them."""
+    """Parse the options and set those that follow from others."""
     options = made.parse_args()
     if options.scenes is None:
         options.scenes = list(GRIDS) if options.device == "cuda" else [TINY]
@@ -102,7 +102,7 @@ def run_scenes(
 
 
 def show(console: Console, title: str, lines: Sequence[Line]) -> None:
-    """Prints lines as a table."""
+    """Print lines as a table."""
     table = empty_table(title, ("what", "ms", "floor, ms", "times floor", "peak, GiB"))
     for line in lines:
         floor = "" if line.floor_ms is None else f"{line.floor_ms:.3f}"
@@ -118,7 +118,7 @@ def ratio(numerator: float | None, denominator: float | None) -> str:
 
 
 def finish(name: str, options: argparse.Namespace, sections: Sections, scenes: Sequence[dict[str, Any]]) -> int:
-    """Writes the report where it was asked for and returns the exit status."""
+    """Write the report if requested and return the exit status."""
     plain, failures = [_plain(scene) for scene in scenes], sections.failures
     write_report(options.json, benchmark=name, iterations=options.iterations, scenes=plain, failures=failures)
     for failure in sections.failures:

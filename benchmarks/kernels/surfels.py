@@ -45,7 +45,7 @@ Picture = tuple[Tensor, Tensor, Tensor]
 
 
 def gsplat_way(scene: Scene, distorted: bool) -> Callable[[list[Tensor]], Picture]:
-    """gsplat's, from means, quats, log scales [N, 3], logits and harmonics."""
+    """Return gsplat's renderer, of means, quats, log scales [N, 3], logits and harmonics."""
     from gsplat.rendering import rasterization_2dgs
 
     cameras: Any = (scene.viewmats, scene.Ks, scene.width, scene.height)
@@ -62,7 +62,7 @@ def gsplat_way(scene: Scene, distorted: bool) -> Callable[[list[Tensor]], Pictur
 
 
 def our_way(scene: Scene, distorted: bool) -> Callable[[list[Tensor]], Picture]:
-    """Ours, as a step of training draws a whole view."""
+    """Return our renderer, which draws a whole view as a training step does."""
     kind = Surfels(DEGREE, depth=True, channels=("normals", "distortion"))
     view = View(scene.viewmats[0], scene.Ks[0], scene.width, scene.height)
 
@@ -77,7 +77,7 @@ def our_way(scene: Scene, distorted: bool) -> Callable[[list[Tensor]], Picture]:
 
 
 def time_way(name: str, scene: Scene, watch: Stopwatch, way: Callable[[Scene, bool], Any]) -> tuple[list[Line], Tensor]:
-    """Forward, forward and backward of the image, and of all losses; and the image."""
+    """Time forward, forward and backward of the image, and of all losses. Return the times and the image."""
     parameters = scene.raw()
     parameters[2] = parameters[2][:, :2]
     leaves = [p.detach().clone().requires_grad_() for p in parameters]
@@ -104,7 +104,7 @@ def time_way(name: str, scene: Scene, watch: Stopwatch, way: Callable[[Scene, bo
 
 
 def gsplat_step(scene: Scene) -> Callable[[], Any]:
-    """A whole step of gsplat's."""
+    """Return gsplat's whole step."""
     from gsplat.rendering import rasterization_2dgs
 
     params = [torch.nn.Parameter(value.clone()) for value in scene.raw()]
@@ -131,7 +131,7 @@ def gsplat_step(scene: Scene) -> Callable[[], Any]:
 
 
 def our_step(scene: Scene) -> Callable[[], None]:
-    """A whole step of ours, from its graph."""
+    """Return our whole step, as a graph."""
     raw = scene.raw()
     raw[2] = raw[2][:, :2].contiguous()
     raw[3] = raw[3].view(-1, 1)
@@ -146,7 +146,7 @@ def our_step(scene: Scene) -> Callable[[], None]:
 
 
 def time_steps(scene: Scene, sections: Sections, watch: Stopwatch) -> list[Line]:
-    """Whole steps."""
+    """Time whole steps."""
     lines = list[Line]()
     for name, make in (("gsplat", gsplat_step), ("ours", our_step)):
         with sections.section(f"{scene.name}: a whole step of {name}"):
@@ -157,7 +157,7 @@ def time_steps(scene: Scene, sections: Sections, watch: Stopwatch) -> list[Line]
 
 
 def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any]:
-    """All of one scene."""
+    """Measure one scene."""
     lines, images = list[Line](), dict[str, Tensor]()
     variants = {"gsplat": gsplat_way, "ours": our_way} if scene.device.type == "cuda" else {"ours": our_way}
     for name, way in variants.items():

@@ -60,14 +60,14 @@ class Results:
     losses: dict[str, float] = field(default_factory=dict)
 
     def beyond_model(self, fresh: Callable[[], Any]) -> int | None:
-        """Peak memory of `fresh`, which makes its own parameters and moments, without those."""
+        """Return the peak memory of `fresh`, which creates its own parameters and moments, without those."""
         model = 3 * sum(p.numel() * p.element_size() for p in self.scene.raw())
         peak = peak_bytes(self.scene.device, fresh)
         return None if peak is None else peak - model
 
 
 def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, counting: bool) -> None:
-    """Times a step that goes through autograd, and keeps what its first one makes."""
+    """Time a step that uses autograd, and keep the result of its first one."""
     scene = results.scene
 
     def fresh() -> AutogradStep:
@@ -88,7 +88,7 @@ def time_ours(
     name: str, results: Results, watch: Stopwatch, capacities: Capacities, floor: float | None,
     counting: bool, groups: bool | None,
 ) -> None:  # fmt: skip
-    """Times our step: eagerly, or as a "graph", or "lazy"."""
+    """Time our step: eagerly, or as a "graph", or "lazy"."""
     scene, graph, lazy = results.scene, "graph" in name, "lazy" in name
 
     def fresh() -> OurStep:
@@ -116,7 +116,8 @@ def time_ours(
 
 
 def time_losses(results: Results, watch: Stopwatch, floor: float | None) -> None:
-    """Times L1 + SSIM with gradient: pytorch_msssim's and ours; and what fused steps do, background and all in one."""
+    """Time L1 + SSIM with gradient: pytorch_msssim's, ours, and the fused steps' operator that includes the
+    background."""
     scene = results.scene
     inner = (0, 0, scene.width, scene.height)
     generator = torch.Generator(scene.device).manual_seed(1)
@@ -159,7 +160,7 @@ def time_losses(results: Results, watch: Stopwatch, floor: float | None) -> None
 
 
 def time_updates(results: Results, watch: Stopwatch, capacities: Capacities, floor: dict[str, float]) -> None:
-    """Times Adam on explicit gradients, torch's and ours, and our update from gradients of rows."""
+    """Time Adam on explicit gradients, torch's and ours, and our update from gradients of rows."""
     scene = results.scene
     params = [torch.nn.Parameter(p.clone()) for p in scene.raw()]
     for p in params:
@@ -204,7 +205,7 @@ def time_lazy_parts(results: Results, watch: Stopwatch, capacities: Capacities, 
 
 
 def time_groups(results: Results, watch: Stopwatch, capacities: Capacities) -> dict[str, int]:
-    """Times the pieces that know groups, as they are with boxes; how many groups there are, and show."""
+    """Time the parts that cull groups by boxes. Return the numbers of groups and of visible ones."""
     scene = results.scene
     path = FusedPath(scene, capacities)
     rows, lists, _ = path.both()
@@ -230,7 +231,7 @@ def time_groups(results: Results, watch: Stopwatch, capacities: Capacities) -> d
 
 
 def check_losses(losses: dict[str, float], reference: str) -> None:
-    """Raises RuntimeError where a first step's loss is not the reference's."""
+    """Raise RuntimeError if a first step's loss is not the reference's."""
     wanted = losses[reference]
     wrong = {k: v for k, v in losses.items() if not abs(v - wanted) <= MOST_LOSS_DIFFERENCE * abs(wanted)}
     if wrong:
@@ -240,7 +241,7 @@ def check_losses(losses: dict[str, float], reference: str) -> None:
 def measure(
     scene: Scene, sections: Sections, watch: Stopwatch, counts_too: bool, culling: str = "auto"
 ) -> dict[str, Any]:
-    """All of one scene; `culling` is one of `GROUPS`."""
+    """Measure one scene; `culling` is one of `GROUPS`."""
     results, name = Results(scene), scene.name
     report: dict[str, Any] = {"name": name, "points": scene.points, "width": scene.width, "height": scene.height}
     cuda = scene.device.type == "cuda"
@@ -289,7 +290,7 @@ def measure(
 
 
 def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
-    """Prints how our step compares with today's."""
+    """Print our step's speed-up over the present ones."""
     variants = ("today", "today, fused Adam", "operators", "ours", "ours, graph", "ours, graph, lazy")
     table = empty_table("whole step, ms", ("scene", *variants, "times faster", "peak, of today's"))
     for report, more in [(report, more) for report in reports for more in ("", COUNTING)]:

@@ -25,7 +25,7 @@ class Drawn:
 
 
 def compare(console: Console, drawn: dict[str, Drawn], reference: str) -> dict[str, Any]:
-    """Prints and returns how far each way is from the reference.
+    """Print and return each variant's distance from the reference.
 
     Raises:
         RuntimeError: one is too far, or there is nothing to compare.
@@ -61,7 +61,7 @@ def compare(console: Console, drawn: dict[str, Drawn], reference: str) -> dict[s
 
 
 def distance(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """Relative L2 distance of two tensors of equal size, and the cosine of the angle between them."""
+    """Return the relative L2 distance of two tensors of equal size, and the cosine of the angle between them."""
     found = found.view_as(wanted)
     f64 = torch.float64
     lengths = [float(torch.linalg.vector_norm(t, dtype=f64)) for t in (found, wanted)]

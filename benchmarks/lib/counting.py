@@ -31,12 +31,12 @@ class GsplatCounts:
         self._info: Any = None
 
     def meet(self, info: Any) -> None:
-        """Before the way back: what `rasterization` returned."""
+        """Keep the `info` of `rasterization` before the backward pass."""
         self._strategy.step_pre_backward({}, {}, self._state, _STEP, info)
         self._info = info
 
     def add(self, means: Tensor) -> None:
-        """After the way back."""
+        """Add to the statistics after the backward pass."""
         self._strategy.step_post_backward({"means": means}, {}, self._state, _STEP, self._info, self._packed)
 
 
@@ -50,10 +50,10 @@ class OurCounts:
         self._splats: Splats
 
     def meet(self, splats: Splats) -> None:
-        """Before the way back."""
+        """Keep the splats before the backward pass."""
         self._splats = splats
 
     def add(self, means: Tensor) -> None:
-        """After the way back."""
+        """Add to the statistics after the backward pass."""
         info = densification_info(self._splats, [self._view])
         self._densifier.step_post_backward({"means": means}, {}, self._state, _STEP, info)

@@ -13,7 +13,7 @@ import torch
 
 
 def describe() -> dict[str, Any]:
-    """date, commit, command, cpu, cores, load, gpus and the versions of Python and torch, for a benchmark's JSON."""
+    """Return date, commit, command, cpu, cores, load, gpus and versions of Python and torch, for a benchmark's JSON."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf8").splitlines()
     except OSError:
@@ -37,7 +37,8 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of this source tree, with "+" where it has changes; a copy without git reads NS_MULTIGPU_COMMIT."""
+    """Return the commit of this source tree, with "+" if it has changes. A copy without git reads
+    NS_MULTIGPU_COMMIT."""
     if named := os.environ.get("NS_MULTIGPU_COMMIT"):
         return named
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]

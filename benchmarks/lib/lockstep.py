@@ -29,7 +29,7 @@ class Clock:
         self._marks.append(event)
 
     def intervals(self) -> list[float]:
-        """Milliseconds from each mark to the next; waits for the device."""
+        """Return the milliseconds from each mark to the next. Waits for the device."""
         if self._device.type != "cuda":
             return [b - a for a, b in pairwise(self._marks)]
         torch.cuda.synchronize(self._device)
@@ -37,13 +37,16 @@ class Clock:
 
 
 def over_ranks(numbers: Sequence[float], world: World) -> list[list[float]]:
-    """Every rank's numbers; collective."""
+    """All-gather every rank's numbers."""
     return all_gather_floats(list(numbers), world)
 
 
 def memory(world: World) -> list[dict[str, float]]:
-    """By rank, GiB: the most that tensors took, that torch had reserved, and what the device has in use now, which
-    counts peer memory and CUDA itself. Empty without CUDA; collective."""
+    """Return each rank's memory in GiB; empty without CUDA. Collective.
+
+    `allocated` and `reserved` are torch's peaks. `in_use` is the device's present use, with peer memory and CUDA
+    itself.
+    """
     if world.device.type != "cuda":
         return []
     free, total = torch.cuda.mem_get_info(world.device)

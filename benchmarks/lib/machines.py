@@ -103,7 +103,7 @@ class TwoMachines:
                 )
 
     def command(self, machine: int, words: Sequence[str]) -> list[str]:
-        """The command that runs `words` on a machine."""
+        """Return the command that runs `words` on a machine."""
         script = f'mount --bind {self._hosts} /etc/hosts && hostname {self.names[machine]} && exec "$@"'
         inside = ["unshare", "--mount", "--uts", "sh", "-c", script, "sh", *words]
         return ["ip", "netns", "exec", self._spaces[machine], *inside]
@@ -116,7 +116,7 @@ class TwoMachines:
         log: IO[str] | None = None,
         folder: Path | None = None,
     ) -> subprocess.Popen[str]:
-        """Starts a program on a machine; what it prints goes to `log`, errors too."""
+        """Start a program on a machine, with its output and errors in `log`."""
         process = subprocess.Popen(
             self.command(machine, words), env={**os.environ, **(variables or {})}, stdout=log,
             stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=folder,
@@ -125,7 +125,7 @@ class TwoMachines:
         return process
 
     def switch_off(self, machine: int) -> None:
-        """Kills all that runs on a machine, at once; its address and the link stay."""
+        """Kill all processes of a machine at once. Its address and link remain."""
         end = time.monotonic() + 30
         while (pids := self.pids(machine)) and time.monotonic() < end:
             for pid in pids:
@@ -136,17 +136,17 @@ class TwoMachines:
                 process.poll()
 
     def sent(self, machine: int) -> int:
-        """Bytes that a machine has put on the link since it was made, headers of packets included."""
+        """Return the bytes that a machine has sent over its link so far, headers of packets included."""
         return self.counted(machine)[0]
 
     def counted(self, machine: int) -> tuple[int, int]:
-        """The same, and the packets that they were in."""
+        """Return the bytes that a machine has sent over its link so far, and the packets."""
         paths = [f"/sys/class/net/{self.interface}/statistics/tx_{what}" for what in ("bytes", "packets")]
         sent, packets = _do("ip", "netns", "exec", self._spaces[machine], "cat", *paths).split()
         return int(sent), int(packets)
 
     def close(self) -> None:
-        """Ends all that was started, and removes the machines."""
+        """Stop all started processes and remove the machines."""
         for machine, space in enumerate(self._spaces):
             if Path("/var/run/netns", space).exists():
                 self.switch_off(machine)
@@ -158,7 +158,7 @@ class TwoMachines:
             self._hosts.unlink(missing_ok=True)
 
     def pids(self, machine: int) -> list[int]:
-        """The processes that run on a machine."""
+        """Return the processes that run on a machine."""
         listed = subprocess.run(
             ["ip", "netns", "pids", self._spaces[machine]], capture_output=True, text=True, check=False
         )

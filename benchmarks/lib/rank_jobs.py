@@ -49,7 +49,7 @@ class JobFailed(RuntimeError):
 def run_jobs(
     make: Maker, shared: Job, jobs: Sequence[Job], size: int, device: str, emit: Emit, deadline: float, stall: float
 ) -> None:
-    """Does all jobs on `size` ranks. A failed one has `error` in its result, one that had no time left `skipped`.
+    """Run all jobs on `size` ranks. A failed one has `error` in its result, one without time left `skipped`.
 
     Args:
         make: found by the ranks under its name: a function of a module.
@@ -82,8 +82,8 @@ def _spawned(
     make: Maker, shared: Job, jobs: list[tuple[int, Job]], size: int, device: str, emit: Emit, deadline: float,
     stall: float,
 ) -> tuple[set[int], int | None]:  # fmt: skip
-    """Starts ranks; returns the numbers of the jobs that have come to an end, at least one, and of the one that ended
-    the ranks, if any."""
+    """Start ranks. Return the numbers of the jobs that ended, at least one, and of the job that stopped the ranks, if
+    any."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         results.touch()

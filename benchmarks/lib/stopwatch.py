@@ -26,7 +26,7 @@ class Stopwatch:
         self._cuda = device.type == "cuda"
 
     def median(self, work: Work) -> float:
-        """Milliseconds."""
+        """Return the median time in milliseconds."""
         self._warm_up(work)
         return self._measure(work)
 
@@ -105,7 +105,7 @@ def peak_bytes(device: torch.device, work: Work) -> int | None:
 
 
 def free(device: torch.device) -> None:
-    """Gives back memory that no tensor uses."""
+    """Free memory that no tensor uses."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

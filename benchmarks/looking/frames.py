@@ -63,7 +63,7 @@ class Timed:
     test_mode: Any = "inference"
 
     def run(self, run: Any, checkpoint: Path, pipeline: Any) -> None:
-        """Every rank calls it."""
+        """Render the frames and write the seconds they took. Every rank calls it."""
         what = self.work.what
         assert isinstance(what, CameraPath)
         pipeline.eval()
@@ -94,7 +94,7 @@ def _dropped(parts: FilmParts, number: int, frame: Any) -> None:
 
 
 def _peer(pipeline: Any, path: CameraPath, output: Path, *, film: bool) -> None:
-    """nerfstudio's own loop, by Splatfacto's own way of rendering."""
+    """Run nerfstudio's own loop with Splatfacto's own rendering."""
     from nerfstudio.cameras.camera_paths import get_path_from_json
     from nerfstudio.scripts import render
 
@@ -115,7 +115,7 @@ def _peer(pipeline: Any, path: CameraPath, output: Path, *, film: bool) -> None:
 
 
 def write_run(folder: Path, points: int, device: str, width: int, height: int) -> tuple[Path, list[View]]:
-    """A run folder with a model of a city; its config.yml, and views of it."""
+    """Write a run folder with a model of a city. Return its config.yml and views of the city."""
     from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 
     scene = CityScene(points, width, height, views=8)
@@ -143,7 +143,7 @@ def write_run(folder: Path, points: int, device: str, width: int, height: int) -
 
 
 def write_path(file: Path, views: list[View], frames: int, width: int, height: int) -> None:
-    """A camera path that begins at each view in turn, and flies on from there."""
+    """Write a camera path that starts from each view in turn and moves on from there."""
     cameras: list[dict[str, Any]] = []
     for index in range(frames):
         view = views[index * len(views) // frames]
@@ -197,7 +197,7 @@ def main() -> None:
 
 
 def _measured(folder: Path, config: Path, path: Path, way: str, gpus: int, options: argparse.Namespace) -> float:
-    """Seconds for all frames."""
+    """Return the seconds for all frames."""
     seconds_file, output = folder / "seconds", folder / "out.mp4"
     seconds_file.unlink(missing_ok=True)
     (checkpoint,) = (config.parent / "nerfstudio_models").glob("*.ckpt")

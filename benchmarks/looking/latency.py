@@ -50,7 +50,7 @@ class Page:
         self._thread.start()
 
     def close(self) -> None:
-        """Goes."""
+        """Close the page."""
         self._over.set()
         self._thread.join(30)
 
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _watch(trainer: Any, options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Measures training without a page, with one and without one again, and ends it."""
+    """Measure training without a page, with one and without one again; then end it."""
     while getattr(trainer, "steps_taken", 0) < 10:
         time.sleep(0.1)
     before = _pace(trainer, options.seconds)
@@ -142,7 +142,7 @@ def _watch(trainer: Any, options: argparse.Namespace, found: dict[str, Any]) -> 
 
 
 def _pace(trainer: Any, seconds: float) -> float:
-    """Seconds a step."""
+    """Return the seconds per step."""
     steps, began = trainer.steps_taken, time.perf_counter()
     time.sleep(seconds)
     return (time.perf_counter() - began) / max(1, trainer.steps_taken - steps)

@@ -58,7 +58,7 @@ class Outcome:
 
 
 def command(output: Path, workers: int, images: int, every: int) -> list[str]:
-    """The training run: `images` images, a checkpoint every `every` steps."""
+    """Return the command of a run over `images` images, with a checkpoint every `every` steps."""
     return [
         *(sys.executable, "-W", "ignore", "-m", "nerfstudio.scripts.train", "splatfacto-batch"),
         *("--output-dir", str(output), "--timestamp", "run", "--vis", "tensorboard"),
@@ -72,8 +72,10 @@ def command(output: Path, workers: int, images: int, every: int) -> list[str]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The worker processes that a launcher has running, the first one first: its own, or those of its fork server,
-    which is a copy of it."""
+    """Return the running worker processes of a launcher, in rank order.
+
+    They are its own children, or those of its fork server, which is a copy of it.
+    """
     found: list[int] = []
     own = _words(pid)
     for child in _children(pid):
@@ -100,7 +102,7 @@ def _children(pid: int) -> list[int]:
 
 
 def run(words: list[str], output: Path, victim: int | None = None, phase: str = "", moment: float = 0.0) -> Outcome:
-    """Runs a training run and kills worker `victim` `moment` seconds after the start of `phase`.
+    """Run training and kill worker `victim` `moment` seconds after the start of `phase`.
 
     Raises:
         TooLate: it ended before that moment.
@@ -146,19 +148,19 @@ class TooLate(Exception):
 
 
 def final_model(output: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a run's last checkpoint."""
+    """Return the tensors of a run's last checkpoint."""
     files = sorted(output.glob("*/splatfacto-batch/run/nerfstudio_models/step-*.ckpt"))
     state = torch.load(files[-1], map_location="cpu", weights_only=True)["pipeline"] if files else {}
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def identical(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two models have the same tensors, bit for bit, and some."""
+    """Return whether two models have the same tensors, bit for bit, and at least one."""
     return bool(one) and one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def measure(folder: Path, times: int, workers: int, images: int, every: int, seed: int) -> list[Outcome]:
-    """The undisturbed run, then `times` disturbed ones."""
+    """Run once undisturbed, then `times` times with a killed worker."""
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     reference = run(command(folder / "undisturbed", workers, images, every), folder / "undisturbed")
@@ -189,7 +191,7 @@ def measure(folder: Path, times: int, workers: int, images: int, every: int, see
 
 
 def report(outcome: Outcome) -> None:
-    """A row of the table, and its head before the first."""
+    """Print a row of the table, and its head before the first."""
     if outcome.worker is None:
         print(f"{'killed':>8} {'in':>9} {'after s':>8} {'went on with':>13} {'ended after s':>14} {'status':>7}  model")
     who = "nobody" if outcome.worker is None else f"rank {outcome.worker}"

@@ -83,7 +83,7 @@ class CityScene:
 
     @cached_property
     def capture(self) -> CityCapture:
-        """Return the camera path; its altitude depends only on the number of points."""
+        """Camera path; its altitude depends only on the number of points."""
         city = _city(self.blocks or max(1, round(6 * math.sqrt(self.points / 8e6))))
         side = 2 * math.tan(math.radians(AERIAL_FOV) / 2)  # of the ground in a picture, in altitudes
         area = min(_SEEN, self.points / 4) * (2 * _AROUND * city.half) ** 2 / self.points
@@ -107,7 +107,7 @@ class CityScene:
         return f"{points} {known.get((self.width, self.height), f'{self.width}x{self.height}')} {self.lens}".strip()
 
     def cameras(self) -> list[View]:
-        """The views, on the host; their index is their place in this list."""
+        """Return the views, on the host. A view's index is its place in this list."""
         capture, matrices = self.capture, self.capture.viewmats()
         K = torch.tensor([[capture.fx, 0.0, capture.cx], [0.0, capture.fy, capture.cy], [0.0, 0.0, 1.0]])
         if self.lens:
@@ -117,7 +117,7 @@ class CityScene:
 
     @torch.no_grad()
     def images(self, world: World, folder: Path | None = None) -> list[Tensor]:
-        """The views' pictures [H, W, 3] uint8 on every rank's device; each rank renders some. Collective.
+        """Return the views' pictures [H, W, 3] uint8 on every rank's device. Each rank renders some. Collective.
 
         Args:
             world: the ranks.
@@ -172,7 +172,7 @@ class CityModel:
         return self.params["means"].device
 
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Adam's moments, always the same tensors; made at the first call, zero."""
+        """Return Adam's moments, always the same tensors. The first call creates them, with zeros."""
         if not self._moments:
             kind = self.moment_dtype
             self._moments = {
@@ -181,15 +181,15 @@ class CityModel:
         return self._moments
 
     def forget_moments(self) -> None:
-        """Gives their memory back."""
+        """Free the moments' memory."""
         self._moments = {}
 
 
 @torch.no_grad()
 def make_model(scene: CityScene, world: World) -> CityModel:
-    """This rank's range of the scene's points. Collective.
+    """Return this rank's range of the scene's points. Collective.
 
-    Opacities are 0.7, colours the city's; rotations, the other harmonics and what differs between a point's axes are
+    Opacities are 0.7, colours the city's. Rotations, the other harmonics and the differences between a point's axes are
     noise that depends on its place.
     """
     seconds: dict[str, float] = {}
@@ -221,7 +221,8 @@ def _city(blocks: int) -> City:
 
 
 def _sampled(scene: CityScene, world: World) -> Tensor:
-    """[n, 6] places and colours in [0, 1] of this rank's share of the rays, which is not its range of points yet."""
+    """Return [n, 6] places and colours in [0, 1] of this rank's share of the rays, which is not its range of points
+    yet."""
     piece = max(1, min(_PIECE, -(-scene.points // 16)))
     chunks = -(-scene.points // piece)
     bounds = even_bounds(chunks, world.size)
@@ -238,7 +239,7 @@ def _sampled(scene: CityScene, world: World) -> Tensor:
 
 
 def _cast(solid: ShadedCity, scene: CityScene, into: Tensor, generator: torch.Generator) -> None:
-    """Fills `into` [n, 6] with what n rays meet. Each ends on the ground at the latest."""
+    """Write the hits of n rays into `into` [n, 6]. Each ray ends on the ground at the latest."""
     count, device, top = len(into), into.device, scene.capture.city.tallest + 2.0
     looks = [(math.radians(89.0), 0.0), *((_DOWN, 0.3 + k * math.pi / 2) for k in range(4))]
     table = [[math.cos(a) * math.cos(h) for a, h in looks], [math.cos(a) * math.sin(h) for a, h in looks]]
@@ -254,7 +255,7 @@ def _cast(solid: ShadedCity, scene: CityScene, into: Tensor, generator: torch.Ge
 
 
 def _in_order(records: Tensor, world: World) -> Tensor:
-    """All ranks' records in training's order, of which each gets a range; the ranges differ by some thousandth."""
+    """Sort all ranks' records in training's order and give each rank a range. Sizes differ by some thousandths."""
     grid = common_grid(records[:, :3], world)
     codes, order = torch.sort(interleaved_codes(records[:, :3], grid), stable=True)
     records = records[order]
@@ -310,6 +311,6 @@ class _Noise:
         self._mixed, self._drawn = mixed ^ (mixed >> 29), 0
 
     def next(self) -> Tensor:
-        """[N], others each time."""
+        """Return [N] numbers, different ones on each call."""
         self._drawn += 1
         return ((self._mixed * (0x2545F491 * self._drawn * 2 + 1) >> 24) & 0xFFFF).float().div_(32768.0).sub_(1.0)

@@ -23,7 +23,7 @@ CITIES = {
 
 
 def city_view(name: str, device: torch.device) -> Scene:
-    """The scene of that name of `CITIES`."""
+    """Return the scene of that name in `CITIES`."""
     city, world = CityScene(*CITIES[name], views=1), World.single(device)
     params = make_model(city, world).params
     view = city.cameras()[0]

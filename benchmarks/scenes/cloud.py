@@ -30,7 +30,7 @@ class Scene:
 
 
 def make_scene(points: int, width: int, height: int) -> Scene:
-    """Points spread over the view and 2 to 8 units deep, about as many pixels large as keep the image covered."""
+    """Return points spread over the view, 2 to 8 units deep, of a size in pixels that covers the image."""
     generator = torch.Generator().manual_seed(0)
 
     def uniform(*shape: int) -> Tensor:

@@ -84,15 +84,15 @@ class Scene:
         return [self.means, self.quats, self.log_scales, self.logits, self.sh_dc, self.sh_rest]
 
     def activated(self) -> list[Tensor]:
-        """The same with scales and opacities in place of their logarithms and logits."""
+        """Return the parameters with scales and opacities in place of their logarithms and logits."""
         return [self.means, self.quats, self.log_scales.exp(), self.logits.sigmoid(), self.sh_dc, self.sh_rest]
 
     def floats(self) -> Tensor:
-        """The target as [H, W, 3] in [0, 1]."""
+        """Return the target as [H, W, 3] in [0, 1]."""
         return self.target.float() / 255
 
     def background(self) -> Tensor:
-        """A colour [3] to render over."""
+        """Return a colour [3] to render over."""
         return torch.tensor([0.1490, 0.1647, 0.2157], device=self.device)
 
     def describe(self) -> str:
@@ -112,7 +112,7 @@ class Garden:
         self._kept: tuple[int, list[Tensor]] | None = None  # the last grid's parameters
 
     def scene(self, name: str) -> Scene:
-        """The scene of that name.
+        """Return the scene of that name.
 
         Raises:
             FileNotFoundError: there is no garden.npz.
@@ -161,7 +161,7 @@ class Garden:
         ]
 
     def _image(self, width: int, height: int) -> Tensor:
-        """Noise."""
+        """Return noise."""
         generator = torch.Generator(self._device).manual_seed(43)
         shape = (height, width, 3)
         return torch.randint(0, 256, shape, generator=generator, device=self._device, dtype=torch.uint8)

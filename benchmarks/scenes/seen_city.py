@@ -60,7 +60,7 @@ def seen_city(
     altitude: float | None = None,
     cache: Path | None = None,
 ) -> SeenCity:
-    """Makes a city and counts.
+    """Create a city and count which points its views show.
 
     Args:
         kind: "aerial" or "street". blocks: along a side of the city. views: how many.
@@ -91,7 +91,8 @@ def seen_city(
 
 
 def points_seen(capture: CityCapture, depths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`count` places [N, 3] of what pixels of depths [V, h, w] show, and standard deviations [N, 3], metres."""
+    """Return `count` positions [N, 3] that pixels of depths [V, h, w] show, and standard deviations [N, 3], in
+    metres."""
     height, width = depths.shape[1:]
     generator = torch.Generator().manual_seed(11)
     good = ((depths > 0) & (depths < _FARTHEST)).view(-1).nonzero().squeeze(1)
@@ -112,7 +113,7 @@ def _count(
     capture: CityCapture, view: int, depths: Tensor, groups: Groups, means: Tensor, scales: Tensor, opacities: Tensor,
     rows: dict[tuple[str, int], list[Any]],
 ) -> None:  # fmt: skip
-    """Adds the view's rows; means, scales and opacities are in the groups' order."""
+    """Add the view's rows. Means, scales and opacities are in the groups' order."""
     pose = viewmat_of(capture, view)
     K = torch.tensor([[[capture.fx, 0.0, capture.cx], [0.0, capture.fy, capture.cy], [0.0, 0.0, 1.0]]])
     size = [capture.width, capture.height]
@@ -140,7 +141,7 @@ def _count(
 
 
 def _by_patch(group: Tensor, low: Tensor, high: Tensor, factor: int, groups: int) -> Any:
-    """[factor^2, groups] csr: points of each group in each patch, where a point shows in patches low to high [n, 2]."""
+    """Return [factor^2, groups] csr, each group's points in each patch. A point shows in patches low to high [n, 2]."""
     cells = [low[:, 1] * factor + low[:, 0]]
     owners = [group]
     wide = (low != high).any(1).nonzero().squeeze(1)
@@ -157,7 +158,7 @@ def _by_patch(group: Tensor, low: Tensor, high: Tensor, factor: int, groups: int
 
 
 def viewmat_of(capture: CityCapture, view: int) -> Tensor:
-    """[1, 4, 4] of one view; `viewmats` makes all."""
+    """Return the world-to-camera matrix [1, 4, 4] of one view; `viewmats` returns all."""
     rotation = capture.c2w[view, :, :3] * torch.tensor([1.0, -1.0, -1.0])
     result = torch.eye(4)[None].clone()
     result[0, :3, :3] = rotation.T

@@ -52,7 +52,7 @@ class Toolkit:
 
     @property
     def release(self) -> tuple[int, int]:
-        """Return (major, minor)."""
+        """Major and minor version."""
         major, minor = self.version.split(".")[:2]
         return int(major), int(minor)
 
@@ -151,7 +151,7 @@ def _ask(nvcc: str, *arguments: str) -> str:
 
 
 def visible_architectures() -> tuple[str, ...]:
-    """Return those of the GPUs that torch sees, such as ("90",); makes no CUDA context.
+    """Return the architectures of the GPUs that torch sees, such as ("90",), without creating a CUDA context.
 
     Where all GPUs of the machine are alike the driver is not asked: to start it takes a quarter of a second for each
     GPU, and `ns-train` has no other use for it where several workers are to come.
@@ -167,8 +167,8 @@ def visible_architectures() -> tuple[str, ...]:
 
 
 def _managed_architectures() -> set[tuple[int, int]]:
-    """Return those of all GPUs of this machine, visible or not, as the driver's management library (NVML) knows them;
-    none where it does not."""
+    """Return the architectures of all GPUs of this machine, visible or not, from the driver's management library
+    (NVML). Empty without it."""
     found = set[tuple[int, int]]()
     try:
         nvml, count = _nvml(), ctypes.c_uint()
@@ -191,7 +191,7 @@ def _nvml() -> Any:
 
 
 def listed_architectures() -> tuple[str, ...]:
-    """Return those of TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX" is ("80", "90+PTX")) that are at least sm_80.
+    """Return the architectures in TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX" is ("80", "90+PTX")) that are at least sm_80.
 
     Raises:
         ValueError: an entry is not of the form 9.0, 9.0a or 9.0+PTX.
@@ -208,7 +208,7 @@ def listed_architectures() -> tuple[str, ...]:
 
 
 def ahead_of_time_architectures(toolkit: Toolkit) -> tuple[str, ...]:
-    """TORCH_CUDA_ARCH_LIST, else all of `AHEAD_OF_TIME` that this nvcc knows."""
+    """Return TORCH_CUDA_ARCH_LIST, or else all of `AHEAD_OF_TIME` that this nvcc supports."""
     known = set(re.findall(r"compute_(\d+)", _ask(toolkit.nvcc, "--list-gpu-arch")))
     default = [name for name in AHEAD_OF_TIME if name in known]
     return listed_architectures() or (*default[:-1], f"{default[-1]}+PTX")

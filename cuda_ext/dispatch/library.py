@@ -17,7 +17,7 @@ LIBRARY = Library(NAMESPACE, "DEF")
 
 
 def _define(text: str) -> None:
-    """Define an operator. One that returns nothing, or gradients v_X of its inputs X alone, has its fake, too."""
+    """Define an operator. Register its fake if it returns nothing, or only gradients v_X of its inputs X."""
     LIBRARY.define(text)
     schema = torch._C.parse_schema(f"{NAMESPACE}::{text}")
     places = {f"v_{argument.name}": k for k, argument in enumerate(schema.arguments)}
@@ -37,18 +37,17 @@ for _schema in SCHEMAS:
 
 
 def serve_cpu(composed: Any, *names: str) -> None:
-    """Register functions of those names of a module as what operators do on a CPU."""
+    """Register a module's functions as the CPU implementations of the operators of the same names."""
     for name in names:
         LIBRARY.impl(name, getattr(composed, name), "CPU")
 
 
 def fake(name: str) -> Callable[[_F], _F]:
-    """Register what is decorated as the operator's fake: see `torch.library.register_fake`.
+    """Register the decorated function as an operator's fake: see `torch.library.register_fake`.
 
-    Operators that autograd calls have one. Nothing traces those of fused steps alone.
-
-    torch notes in which file that is called, and goes through all loaded modules for each file that it has not met.
-    Here it is one file for all operators; one each took a start 0.1 s, more where files are slow.
+    Operators that autograd calls have one. Nothing traces those of fused steps alone. torch records the calling file,
+    and for each new file iterates over all loaded modules. So all operators register from this one file; otherwise a
+    start took 0.1 s longer, more with slow files.
     """
 
     def register(function: _F) -> _F:

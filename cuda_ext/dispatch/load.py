@@ -60,7 +60,7 @@ def mode() -> Mode:
 
 @contextmanager
 def use_reference() -> Iterator[None]:
-    """Inside the `with` block (of this thread) every operator is served by the pure-torch reference."""
+    """Run every operator on the pure-torch reference inside the `with` block, for this thread."""
     token = _forced.set(True)
     try:
         yield
@@ -105,7 +105,7 @@ def build_native(device_type: str = "cpu") -> Path:
 
 
 def load_native() -> bool:
-    """Make the compiled CPU operators callable; False where the reference has to serve instead.
+    """Make the compiled CPU operators callable. Return False if the reference is used instead.
 
     Raises:
         NativeBuildError: compiling or loading failed, or there is no compiler and NS_MULTIGPU_OPS=native.
@@ -151,7 +151,7 @@ def native_serves(tensor: Tensor) -> bool:
 
 
 def kernels_serve(tensor: Tensor) -> bool:
-    """Return whether our CUDA kernels are to do what only they do in one piece; else torch does it, piece by piece.
+    """Return whether our own CUDA kernels are used. Otherwise torch's operators compute the same in several launches.
 
     Raises:
         NativeBuildError: they are, and cannot be compiled.
@@ -162,8 +162,7 @@ def kernels_serve(tensor: Tensor) -> bool:
 
 
 def compiled_serves(tensor: Tensor) -> bool:
-    """Return whether an operator that has a compiled twin on CPU, and a kernel on CUDA that is ours alone, is to be
-    that.
+    """Return whether a compiled operator is used: on a CPU the native one, on CUDA our own kernel.
 
     Raises:
         NativeBuildError: it is, and cannot be compiled.

@@ -36,12 +36,12 @@ def check_float32(tensor: Tensor) -> None:
 
 
 def _ids(point_ids: Tensor) -> Tensor:
-    """Point ids as indices; padding's -1 becomes the first point, and who calls this makes such rows dead."""
+    """Return point ids as indices. Padding's -1 becomes the first point: the caller must discard such rows."""
     return point_ids.long().clamp_min(0)
 
 
 def _views(view_ids: Tensor, views: int) -> Iterator[tuple[int, slice]]:
-    """Each view that has rows, with the slice of its rows. Waits for the device unless there is only one view."""
+    """Yield each view that has rows, with the slice of its rows. Waits for the device unless there is only one view."""
     if views == 1:
         ends = [view_ids.shape[0]]
     else:
@@ -80,9 +80,10 @@ def _forward(
 
 
 def _half_extents(conics: Tensor, radii: Tensor, cutoff_squared: Tensor) -> Tensor:
-    """Half extents [m, 2] in pixels where alpha falls to 1/255, from conics [m, 3] and gsplat's 3-sigma radii [m].
+    """Return half extents [m, 2] in pixels at which alpha falls to 1/255, from conics [m, 3] and gsplat's 3-sigma radii
+    [m].
 
-    Inverting a thin splat's conic cancels, so it is done in double precision, and held to what gsplat's radius allows,
+    Inverting a thin splat's conic cancels, so it is done in double precision. It is also bounded by gsplat's radius,
     which comes from the largest eigenvalue and does not cancel.
     """
     a, b, c = conics.double().unbind(-1)
@@ -162,7 +163,7 @@ def _sh_rows(
     degree: int, means: Tensor, camera_centers: Tensor, sh_dc: Tensor, sh_rest: Tensor, view_ids: Tensor,
     point_ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Directions [M, 3] (not of length one), coefficients [M, (degree + 1)^2, 3], and where directions are not zero."""
+    """Return directions [M, 3] (not normalized), coefficients [M, (degree + 1)^2, 3], and a mask of nonzero ones."""
     check_float32(means)
     ids = _ids(point_ids)
     way = means[ids] - camera_centers[view_ids.long()]

@@ -32,13 +32,13 @@ def _register(library: Library) -> None:
 
 
 def _tiles(patch: PatchRectangle, tile_size: int) -> tuple[int, int]:
-    """Tiles across and down; both 0 for an empty patch."""
+    """Return the numbers of tiles across and down; both 0 for an empty patch."""
     across, down = -(-(patch.x1 - patch.x0) // tile_size), -(-(patch.y1 - patch.y0) // tile_size)
     return (across, down) if across * down else (0, 0)
 
 
 def _shifted(means2d: Tensor, patch: PatchRectangle) -> Tensor:
-    """Means [1,M,2] counted from the patch's corner, for gsplat's single image."""
+    """Return means [1,M,2] relative to the patch's corner, for gsplat's single image."""
     return (means2d - means2d.new_tensor([patch.x0, patch.y0]))[None].contiguous()
 
 
@@ -116,7 +116,7 @@ def _slices(patches: Sequence[int], tile_size: int, tile_offsets: Tensor, row_id
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """Channels (the last dimension) filled up with zeros to a number that gsplat knows."""
+    """Pad channels (the last dimension) with zeros to a number that gsplat supports."""
     channels = tensor.shape[-1]
     known = next((count for count in _CHANNELS if count >= channels), None)
     if known is None:

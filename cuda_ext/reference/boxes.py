@@ -25,7 +25,7 @@ _BOUND = 4
 
 
 def groups_of(points: int) -> int:
-    """Groups of so many points; the last may have fewer."""
+    """Return the number of groups of this many points; the last may have fewer."""
     return -(-points // POINTS)
 
 

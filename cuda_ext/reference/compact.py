@@ -30,7 +30,7 @@ def is_compact(moments: Sequence[Tensor]) -> bool:
 
 
 def step_salts(scalars: Tensor, viewmats: Tensor) -> Tensor:
-    """Return [6] int32, what makes a step's dither another than other steps', for each tensor.
+    """Return [6] int32 salts, one for each tensor, that make a step's dither differ from other steps'.
 
     Args:
         scalars: [6, 8] the step's. viewmats: [V, 4, 4] its views'.
@@ -42,15 +42,15 @@ def step_salts(scalars: Tensor, viewmats: Tensor) -> Tensor:
 
 
 def flush_salts(table: Tensor) -> Tensor:
-    """Return the same of a flush with this table [MOST_STEPS + 1, 6, 8]."""
+    """Return `step_salts` of a flush with this table [MOST_STEPS + 1, 6, 8]."""
     return _of_tensors(_salt(table[0, 0, _LINE]), table.shape[1])
 
 
 def compacted(salt: Tensor, moment1: Tensor, moment2: Tensor) -> tuple[Tensor, Tensor]:
-    """Both moments of some elements [...], float32, as bfloat16: of the two neighbours either, each with such a
-    probability that the expected value is the exact one.
+    """Round both moments [...] of some elements from float32 to bfloat16, stochastically.
 
-    What bfloat16 can hold, zeros and infinities too, stays what it is, and NaN is NaN.
+    A number becomes one of its two neighbours, each with such a probability that the expected value is exact. Values
+    that bfloat16 can hold, zeros and infinities too, do not change. NaN stays NaN.
 
     Args:
         salt: [] int32, see `step_salts`.
@@ -64,7 +64,7 @@ def compacted(salt: Tensor, moment1: Tensor, moment2: Tensor) -> tuple[Tensor, T
 def as_floats(
     exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], salts: Callable[[], Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Give moments to be changed in place in the parameters' type; compact ones are copies, rounded in the end.
+    """Yield moments in the parameters' type, to be changed in place. Compact moments are copied and rounded at the end.
 
     Args:
         salts: makes those of the dither, before anything is changed.

@@ -27,7 +27,7 @@ def rotations_4d(left: Tensor, right: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Hamilton's products [..., 4] of quaternions [..., 4] (w, x, y, z)."""
+    """Return Hamilton's products [..., 4] of quaternions [..., 4] (w, x, y, z)."""
     a, b, c, d = left.unbind(-1)
     p, q, r, s = right.unbind(-1)
     parts = (

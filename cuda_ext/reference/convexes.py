@@ -150,7 +150,10 @@ def _extents(lines: Tensor, level: Tensor, most: Tensor) -> Tensor:
 
 
 def indicator(rows: Tensor, centres: Tensor) -> Tensor:
-    """I [p, n] of n rows [n, 21] (mean 2, lines 18, sharpness 1) at p pixels [p, 2] (Held et al. 2024, section 3.3)."""
+    """Return the indicator I [p, n] of n rows [n, 21] at p pixels [p, 2] (Held et al. 2024, section 3.3).
+
+    A row is mean (2), lines (18), sharpness (1).
+    """
     mean, lines, sharpness = rows.split([2, LINES, 1], dim=1)
     by_corner = lines.view(-1, CORNERS, 3)
     q = centres[:, None] - mean
@@ -161,7 +164,7 @@ def indicator(rows: Tensor, centres: Tensor) -> Tensor:
 
 
 def _composite(rows: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Colours [p, 3], depth [p], signed alpha [p] and the last index [p] of p pixels under n sorted rows.
+    """Return colours [p, 3], depth [p], signed alpha [p] and last index [p] of p pixels under n sorted rows.
 
     rows [n, 26]: mean (2), lines (18), sharpness, opacity, colour (3), depth. centres [p, 2].
     """

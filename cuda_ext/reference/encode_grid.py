@@ -31,8 +31,11 @@ def encode_grid_backward(
 
 
 def _corners(positions: Tensor, scalings: Tensor, log2_size: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Of the eight corners of the voxel that a position is in at each level: the rows [N, L] of the table, their
-    weights [N, L], and these' derivatives [N, L, 3] by the place in the voxel."""
+    """Return three tensors for each of the eight corners of a position's voxel at each level.
+
+    These are the rows [N, L] of the table, their weights [N, L], and these' derivatives [N, L, 3] by the place in the
+    voxel.
+    """
     scaled = positions[:, None] * scalings[:, None]
     low, high = scaled.floor(), scaled.ceil()
     part = scaled - low

@@ -72,13 +72,13 @@ def composite_fragments_backward(
         v_c, v_a = v_out[own].view(height, width, channels)[inner], v_alpha[own].view(height, width)[inner]
         pixels = slice(first, first + (y1 - y0) * (x1 - x0))
         piece = received[pixels].view(y1 - y0, x1 - x0, channels + 1)
-        arrives, color, last = before[pixels].view(y1 - y0, x1 - x0), behind[patch][inner], rest[patch][inner]
+        light, color, last = before[pixels].view(y1 - y0, x1 - x0), behind[patch][inner], rest[patch][inner]
         alpha = piece[..., channels]
         color[alpha < 0], last[alpha < 0] = 0, 1  # nothing behind counts
         if back >= 0:
-            there = gradients[back : back + arrives.numel()].view(y1 - y0, x1 - x0, channels + 1)
-            there[..., :channels] = arrives[..., None] * v_c
-            by_covered = arrives * (v_a * last - (v_c * color).sum(-1))
+            there = gradients[back : back + light.numel()].view(y1 - y0, x1 - x0, channels + 1)
+            there[..., :channels] = light[..., None] * v_c
+            by_covered = light * (v_a * last - (v_c * color).sum(-1))
             there[..., channels] = torch.where(alpha < 0, -by_covered, by_covered)
         through = 1 - alpha.abs()
         color.copy_(piece[..., :channels] + through[..., None] * color)
@@ -107,6 +107,6 @@ def _rows(numbers: Sequence[int], width: int) -> Iterator[Sequence[int]]:
 
 
 def _canvases(like: Tensor, sizes: Sequence[int], channels: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each patch zeros [h, w, channels] and ones [h, w]."""
+    """Return zeros [h, w, channels] and ones [h, w] for each patch."""
     pairs = list(_rows(sizes, 2))
     return [like.new_zeros(h, w, channels) for w, h in pairs], [like.new_ones(h, w) for w, h in pairs]

@@ -49,7 +49,7 @@ def extend(table: Tensor, steps: Tensor, scalars: Tensor) -> None:
 def caught_up(
     params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], last: Tensor, table: Tensor
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Points [N] and their moments as the steps missed since `last` leave them; compact moments in the points' type."""
+    """Return points [N] and their moments after the steps missed since `last`. Compact moments get the points' type."""
     lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for i, (p, m, v) in enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True)):
         lines = table[last.long(), i].view(-1, *[1] * (p.dim() - 1), 8)

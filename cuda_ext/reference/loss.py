@@ -35,7 +35,7 @@ def as_floats(target: Tensor, like: Tensor) -> Tensor:
 
 
 def l1_ssim(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cuda_ext.l1_ssim`."""
+    """Compute `cuda_ext.l1_ssim`."""
     target = as_floats(target, pred)
     x0, y0, x1, y1 = inner
     l1_sum = (pred[y0:y1, x0:x1] - target[y0:y1, x0:x1]).abs().sum()

@@ -26,13 +26,13 @@ def table_normals(numbers: Tensor, start: int) -> Tensor:
 
 
 def table_bits(numbers: Tensor, start: int) -> Tensor:
-    """Return the 64 bits that such a table makes its numbers of, as int64s: [K]. Overwrites `numbers`; see
+    """Return the 64 bits of which such a table makes its numbers, as int64s: [K]. Overwrites `numbers`; see
     `table_normals`."""
     return _splitmix(numbers.add_(1).mul_(_signed(0x9E3779B97F4A7C15)).add_(start))
 
 
 def _splitmix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer of int64s, in place. Products wrap around; shifts are made to shift in zeros."""
+    """Apply SplitMix64's finalizer to int64s, in place. Products wrap around; shifts are made to shift in zeros."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
         x *= _signed(factor)
@@ -63,11 +63,11 @@ def add_noise(
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Return torch's own, on a CPU, rounds the last few numbers of a tensor otherwise than the rest."""
+    """Return 1 / (1 + exp(-x)). On a CPU, torch's own rounds the last few elements of a tensor unlike the rest."""
     return (1.0 + torch.exp(-x)).reciprocal()
 
 
 def _rotated(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Vectors [N, 3] by matrices [N, 3, 3], summed in one order whatever N is."""
+    """Multiply vectors [N, 3] by matrices [N, 3, 3], summed in one order whatever N is."""
     x, y, z = (matrices * vectors[:, None]).unbind(-1)
     return x + y + z

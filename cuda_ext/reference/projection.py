@@ -17,7 +17,7 @@ POLE = 0.01
 
 
 def rotation_matrices(quats: Tensor) -> Tensor:
-    """Rotation matrices [..., 3, 3] of quaternions (w, x, y, z) [..., 4] of any length but zero."""
+    """Return rotation matrices [..., 3, 3] of quaternions (w, x, y, z) [..., 4] of any length but zero."""
     w, x, y, z = torch.nn.functional.normalize(quats, dim=-1).unbind(-1)
     rows = (
         (1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
@@ -33,13 +33,13 @@ def cutoff_squared(opacities: Tensor) -> Tensor:
 
 
 def three_sigma(xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
-    """Half the side of the square outside of which gsplat 1.4.0 does not see a splat, before it is rounded up."""
+    """Return half the side, before rounding up, of the square outside of which gsplat 1.4.0 ignores a splat."""
     middle, apart = 0.5 * (xx + yy), 0.5 * (xx - yy)
     return 3 * torch.sqrt(middle + torch.sqrt((apart * apart + xy * xy).clamp_min(0.01)))
 
 
 def outward(extents: Tensor, margin: float) -> Tensor:
-    """Half extents in pixels rounded up to whole numbers, with a margin for the rounding of what led to them."""
+    """Round half extents in pixels up to whole numbers, with a margin for earlier rounding errors."""
     return torch.ceil(extents * (1 + margin) + 0.01).clamp_max(MAX_RADIUS)
 
 
@@ -113,7 +113,7 @@ def lens_map(lenses: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def _panorama_map(seen: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return longitude and latitude [M, 2] of points, their Jacobians [M, 2, 3], and the distances from the vertical
-    axis [M]; of harmless stand-ins where there is no panorama."""
+    axis [M]. Rows without a panorama have harmless values."""
     x, y, z = torch.where(there[:, None], seen, seen.new_tensor([0.0, 0.0, 1.0])).unbind(-1)
     level2 = x * x + z * z
     level, ray2, none = level2.sqrt(), level2 + y * y, torch.zeros_like(x)

@@ -25,8 +25,10 @@ def rotations(quats: Tensor) -> Tensor:
 
 
 def rotate(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Vectors [..., N, 3] by matrices [N, 3, 3]. A sum of three terms in this order, whatever N is: a matrix product
-    may be computed one way for few and another for many."""
+    """Multiply vectors [..., N, 3] by matrices [N, 3, 3], as sums of three terms in this order.
+
+    A matrix product may be computed one way for small N and another for large N.
+    """
     x, y, z = (matrices * vectors[..., None, :]).unbind(-1)
     return x + y + z
 

@@ -36,7 +36,7 @@ def split_patches(patches: Sequence[int]) -> list[PatchRectangle]:
 
 
 def tiles_of(patch: PatchRectangle, tile_size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rectangles (x0, y0, x1, y1) of the patch's tiles, row by row, in pixels of the view."""
+    """Yield rectangles (x0, y0, x1, y1) of the patch's tiles, row by row, in pixels of the view."""
     if patch.x1 > patch.x0:
         for y in range(patch.y0, patch.y1, tile_size):
             for x in range(patch.x0, patch.x1, tile_size):
@@ -44,7 +44,7 @@ def tiles_of(patch: PatchRectangle, tile_size: int) -> Iterator[tuple[int, int, 
 
 
 def _box(means2d: Tensor, radii: Tensor, patch: PatchRectangle, tile_size: int) -> tuple[Tensor, Tensor]:
-    """First and end tile [M,2] (x, y) of each row's box: the tiles with a pixel centre within radii of the mean."""
+    """Return the first and end tile [M,2] (x, y) of each row's box: a pixel centre is within radii of the mean."""
     origin = means2d.new_tensor([patch.x0, patch.y0])
     size = means2d.new_tensor([patch.x1 - patch.x0, patch.y1 - patch.y0])
     extent = radii.to(means2d.dtype)
@@ -67,7 +67,7 @@ def intersect(
     patches: Sequence[int],
     tile_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `cuda_ext.intersect`, by the rows' boxes alone, so its lists may be longer than the native operator's."""
+    """Compute `cuda_ext.intersect` by the rows' boxes alone, so lists may be longer than the native operator's."""
     del conics, row_opacities
     counts, ids = [means2d.new_zeros(1, dtype=torch.int64)], [means2d.new_zeros(0, dtype=torch.int32)]
     by_depth = torch.sort(depths, stable=True).indices
@@ -98,7 +98,7 @@ def at_capacity(tile_offsets: Tensor, row_ids: Tensor, capacity: int) -> tuple[T
 
 
 def intersect_capacity(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cuda_ext.intersect_capacity`; its arguments are those of `intersect` and the capacity."""
+    """Compute `cuda_ext.intersect_capacity` from the arguments of `intersect` and the capacity."""
     *inputs, capacity = arguments
     return at_capacity(*intersect(*inputs), capacity)
 
@@ -118,7 +118,7 @@ class _SpreadWithAbsSum(torch.autograd.Function):
 def _composite(
     splats: Tensor, probe: Tensor | None, centres: Tensor, mark_stops: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Colours [p,D], alpha [p] and the index of the last contributing splat [p] of p pixels under n sorted splats.
+    """Return colours [p,D], alpha [p] and the last contributing splat's index [p] of p pixels under n sorted splats.
 
     splats [n, 6+D] = (mean x, mean y, a, b, c, opacity, features); probe [n,2]; centres [p,2].
     """
@@ -153,7 +153,7 @@ def rasterize(
     absgrad_probe: Tensor | None = None,
     mark_stops: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cuda_ext.rasterize`, one tile after the other."""
+    """Compute `cuda_ext.rasterize`, one tile after the other."""
     device, channels = means2d.device, features.shape[1]
     offsets = tile_offsets.tolist()
     lengths = [end - start for start, end in pairwise(offsets)]

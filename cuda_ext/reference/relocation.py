@@ -125,5 +125,5 @@ def shares(opacities: Tensor, of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Return torch's own, on a CPU, rounds the last few numbers of a tensor otherwise than the rest."""
+    """Return 1 / (1 + exp(-x)). On a CPU, torch's own rounds the last few elements of a tensor unlike the rest."""
     return (1.0 + torch.exp(-x)).reciprocal()

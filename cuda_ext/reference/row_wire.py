@@ -13,12 +13,12 @@ _MOST_SCALE = 126
 
 
 def row_words(*, half: bool, slots: bool) -> int:
-    """Words of a row."""
+    """Return the number of words of a row."""
     return (9 if half else 12) + slots
 
 
 def gradient_words(*, half: bool, absgrad: bool, depth: bool = False) -> int:
-    """Words of a row's gradients."""
+    """Return the number of words of a row's gradients."""
     count = len(_sent(absgrad=absgrad, depth=depth))
     return 5 + (count - 8) // 2 if half else count
 
@@ -142,8 +142,8 @@ def _full_row(means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tens
 
 
 def _radii_and_view(radii: Tensor, view_ids: Tensor) -> list[Tensor]:
-    """Return a radius is a whole number from 1 on that a float holds, so that its exponent takes 5 bits: 28 in all.
-    What is left of two words are 8 bits for the view."""
+    """Return two words with a row's radii and view. A radius is a whole number from 1 on that a float holds: 5 bits of
+    exponent, 28 bits in all. The other 8 bits of the two words are the view."""
     codes = radii.float().view(torch.int32) - _ONE
     low, high = view_ids & 15, (view_ids >> 4) & 15
     return [(code & 0xFFFFFFF) | (bits << 28) for code, bits in zip(codes.unbind(1), (low, high), strict=True)]
@@ -169,7 +169,7 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 def _packed_halfs(low: Tensor, high: Tensor) -> Tensor:
-    """Two float16 in a word."""
+    """Pack two float16 into a word."""
     first, second = (x.half().view(torch.int16).int() for x in (low, high))
     return (first & 0xFFFF) | (second << 16)
 
@@ -183,7 +183,7 @@ def _high(word: Tensor) -> Tensor:
 
 
 def _scales(value: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Return a float16 and two exponents in a word."""
+    """Pack a float16 and two exponents into a word."""
     return (_packed_halfs(value, torch.zeros_like(value))) | ((one & 0xFF) << 16) | ((other & 0xFF) << 24)
 
 

@@ -110,7 +110,7 @@ def surfel_radii(transforms: Tensor) -> Tensor:
 
 
 def _composite(rows: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Colours [p, 3], geometry [p, 6], signed alpha [p] and the last index [p] of p pixels under n sorted rows.
+    """Return colours [p, 3], geometry [p, 6], signed alpha [p] and last index [p] of p pixels under n sorted rows.
 
     rows [n, 19]: mean (2), transform (9), normal (3), opacity, colour (3), depth. centres [p, 2].
     """

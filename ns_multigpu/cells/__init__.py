@@ -1,5 +1,5 @@
-"""Convex cells of space, drawn one by one and composited front to back: what the strategy `pixel` is made of.
+"""Convex cells of space, drawn one by one and composited front to back: the parts of the strategy `pixel`.
 
-After Splaxel (Jia et al., sections 4.2 to 4.4 and appendix 8.1): `tree` cuts space, `seen` says what a view sees of a
-cell, `placing` puts points where their cells are, `sharing` says who draws what and who owns which pixels.
+See Splaxel (Jia et al., sections 4.2 to 4.4 and appendix 8.1). `tree` cuts space, and `seen` finds what a view shows of
+a cell. `placing` assigns points to their cells' ranks. `sharing` assigns drawing and pixels to ranks.
 """

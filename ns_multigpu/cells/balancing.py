@@ -1,8 +1,8 @@
 """Batching of views that show different cells, so that GPUs have balanced work.
 
-Splaxel (section 4.4) puts views into buckets whose GPUs do not conflict, and takes a bucket at once. A step here has as
-many views as the user asked for, for learning rates depend on it. So views that conflict least come together: where
-disjoint ones suffice, a step is such a bucket.
+Splaxel (section 4.4) sorts views into buckets whose GPUs do not conflict, and trains a bucket per step. A step here has
+as many views as the user asked for, because learning rates depend on that number. So the views that conflict least form
+a step; where enough views are disjoint, it equals such a bucket.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ WINDOW = 64
 
 
 def loads_of(boxes: NDArray[np.float64], views: Sequence[View]) -> NDArray[np.int64]:
-    """[V, cells] pixels in which each view sees each cell's box (see `tiles_seen`)."""
+    """Return [V, cells], the pixels of each view in the tiles that each cell's box touches (see `tiles_seen`)."""
     loads = np.zeros((len(views), len(boxes)), dtype=np.int64)
     for row, view in zip(loads, views, strict=True):
         for cell, seen in enumerate(tiles_seen(boxes, view)):
@@ -29,11 +29,11 @@ def loads_of(boxes: NDArray[np.float64], views: Sequence[View]) -> NDArray[np.in
 
 
 def leveled(order: Sequence[int], loads: NDArray[np.int64], size: int, lead: int = 0) -> list[int]:
-    """The same views in another order, in which steps have level loads.
+    """Return the views of an epoch in an order in which the cells of each step have balanced loads.
 
-    A step begins with the next view of the order. Of the views that follow, it takes that which leaves the cell
-    with the most to draw with the least, and of equal ones the next; until it is full. An epoch has each view once.
-    Views of a step are sorted by the cell that they show most of, so that plans of steps recur.
+    A step begins with the next view of the order. It then takes, of the views that follow, the one that keeps the
+    largest load of a cell smallest. Ties go to the earlier view. An epoch has each view once. Views of a step are
+    sorted by the cell that they show most of, so that plans recur.
 
     Args:
         order: views of an epoch. loads: `loads_of` all views.

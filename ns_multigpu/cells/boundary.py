@@ -1,15 +1,15 @@
 """Depth windows of cells in tiles, and the splats that touch them.
 
-A splat counts as flat: it lies where its mean does along the view's axis, as blending by depth has it. Planes cut the
-ray through a tile's middle into the cells' stretches, and all of the tile goes by these. So a splat at a plane is in
-one cell in one tile and in the other in the next, and within a tile all are in order of depth.
+A splat's depth is that of its mean along the view's axis, as in blending. Planes cut the ray through a tile's centre
+into one interval for each cell, which holds for the entire tile. So a splat at a plane is in one cell in one tile and
+in the other cell in the next. Within a tile all splats are in order of depth.
 
-Where a cell does not draw a tile, because nothing of it is in sight there, its stretch goes half to the cell before it
-and half to that behind it, of those that draw the tile.
+A cell does not draw tiles in which nothing of it is visible. The interval there goes half to the previous and half to
+the next of the cells that draw the tile.
 
-With a lens, rays are those of the matrix alone. They have the camera's centre in common with the lens's rays, so that
-the order of cells is right for them, too. As all cells draw all of such a view, each splat is still in one window of a
-tile. Only more splats are sent: those that the two rays put into different cells.
+With a lens, rays are those of the matrix alone. They share the camera's centre with the lens's rays, so the order of
+cells is right for these, too. All cells draw all of such a view, so each splat is still in one window of a tile. Only
+more splats are sent: those for which the two rays are in different cells.
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ def _planes(tree: CellTree) -> _Planes:
     paths: dict[int, list[int]] = {}
 
     def walk(node: int, path: list[int]) -> int:
-        """Notes the paths of a part's cells; returns one of them."""
+        """Record the paths of a subtree's cells; return one of these cells."""
         if node < 0:
             paths[-1 - node] = path
             return -1 - node

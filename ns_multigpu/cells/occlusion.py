@@ -1,11 +1,11 @@
 """Occlusion of cells by others in a view (Splaxel's saturation redundancy, section 4.3).
 
-The rank that composites a view knows the light at each cell's layer: the product of the transmittances before it. Where
-that was less than 1/1000 when the view was drawn last, nothing that the cell draws can be seen. What is kept of a view
-and a cell is the rectangle of tiles around all pixels where more arrived, so that what is drawn stays a rectangle.
+The rank that composites a view knows the transmittance in front of each cell's image. Where it was less than 1/1000
+when the view was last drawn, the cell is invisible. For each view and cell the tiles around all other pixels are kept
+as one rectangle, so that drawn regions are rectangles.
 
-The light is measured each time, also where no rank draws (the paper measures again by budgets, appendix 8.2). A part
-that is not hidden any more is drawn when the view comes next.
+Transmittance is measured in every step, also where no rank draws (the paper measures again by budgets, appendix 8.2). A
+part that is not occluded any more is drawn in the view's next step.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ NOTHING: Rectangle = (0, 0, 0, 0)
 
 @dataclass
 class _Looked:
-    """When a view was drawn last: of each cell the rectangle in sight, and that within which enough arrived."""
+    """Record of a view's last drawing: each cell's rectangle in sight, and the one with enough light left."""
 
     sight: list[Rectangle]
     live: list[Rectangle] | None = None
@@ -41,7 +41,7 @@ class Occlusion:
         self._flips = self._dark = 0
 
     def keep(self, tree: CellTree | None) -> None:
-        """Forget everything if it was of other cells than these."""
+        """Clear the state if it is of other cells than these."""
         cells = 0 if tree is None else crc32(tree.tensor().numpy().tobytes())
         if cells != self._cells:
             self._looked, self._cells = {}, cells
@@ -79,13 +79,13 @@ class Occlusion:
             looked.live = [(-a, -b, c, d) if a > -(1 << 30) else NOTHING for a, b, c, d in of_view]
 
     def flips(self) -> tuple[int, int]:
-        """Pixels that were hidden and are not any more, and all that were hidden, since it was asked last."""
+        """Return the numbers of occluded pixels that became visible and of all occluded pixels, since the last call."""
         state = self._flips, self._dark
         self._flips = self._dark = 0
         return state
 
     def state(self) -> list[list[int]]:
-        """A row for the cells, then a row a view and cell."""
+        """Return rows for a checkpoint: one for the cells, then one for each view and cell."""
         rows = [[-1, self._cells]]
         for key, looked in sorted(self._looked.items()):
             live = looked.live
@@ -94,7 +94,7 @@ class Occlusion:
         return rows
 
     def load_state(self, state: Sequence[Sequence[int]]) -> None:
-        """Go on with what `state` returned."""
+        """Restore the state that `state` returned."""
         self._looked, self._cells = {}, 0
         for row in state:
             if row[0] < -1:  # of `--pipeline.exchange`, which earlier versions had

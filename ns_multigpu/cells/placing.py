@@ -1,4 +1,5 @@
-"""The placement of `pixel`: a point lives with the cell that its mean lies in (Splaxel, section 4.2, appendix 8.1)."""
+"""Placement of `pixel`: the owner of a point is the rank of the cell that contains its mean (Splaxel, section 4.2,
+appendix 8.1)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +30,12 @@ _WORSE = 1.1
 
 
 class ByCells(Placement):
-    """Each rank owns the points of its cells: as many cells as others have, or one more, in the tree's order.
+    """Placement by cells: each rank owns the points of its cells, in the tree's order. Ranks have equally many cells,
+    or one more.
 
-    A point's cell is the one that its mean lies in at the start, after each refinement, and where a run goes on with
-    other ranks. In between it stays, wherever the point moves. What is decided follows from sums over all points, so
-    that any number of ranks cuts the same cells, and changes them after the same refinements.
+    A point's cell is the one that contains its mean at the start, after each refinement, and when a run resumes with
+    other ranks. Between these it does not change, wherever the point moves. Decisions follow from sums over all points.
+    So any number of ranks cuts the same cells, and changes them after the same refinements.
 
     Args:
         world: the ranks. options: see there.
@@ -78,7 +80,8 @@ class ByCells(Placement):
         self._look = views
 
     def arranged(self, size: int) -> Callable[[list[int], int], list[int]] | None:
-        """By what each view sees of the cells as they were cut first, of the points that every run begins with."""
+        """Return a function that balances the loads of the first cells: those of the points that every run begins
+        with."""
         views = self._look()
         if not self._level_steps or size < 2 or self.cells < 2 or self._first is None or not views:
             return None
@@ -87,7 +90,7 @@ class ByCells(Placement):
 
     @property
     def kind(self) -> str:
-        """Its name, and how many cells there are."""
+        """Name of the placement, with the number of cells."""
         return f"ByCells {self.cells}"
 
     @property
@@ -95,7 +98,7 @@ class ByCells(Placement):
         return self._placings
 
     def rank_of(self, cell: int) -> int:
-        """The rank that owns a cell."""
+        """Return the rank that owns a cell."""
         return self._rank_of[cell]
 
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
@@ -117,11 +120,11 @@ class ByCells(Placement):
             self._first = _boxes_around(where, cells, self.cells)
         return shares_of(self._owners(cells), ranks)
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
-        """By the cell that each point lies in; cells are rebuilt if the work of one is too much."""
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
+        """Place each point by the cell that contains it. Rebuild the cells if the work of one is too much."""
         where = new.positions().detach()
         cells, redistributed = self._cells_of(where), False
-        if cells is None or self._unlevel(cells, new.work, world) > max(self._imbalance, _WORSE * self._level):
+        if cells is None or self._imbalance_of(cells, new.work, world) > max(self._imbalance, _WORSE * self._level):
             cells, redistributed = self._cut(where, new.work, world), True
         self._stale = self._moved = True
         return PlacementResult(self._owners(cells), redistributed)
@@ -176,11 +179,11 @@ class ByCells(Placement):
         return self._ranks.to(cells.device)[cells]
 
     def _cells_of(self, where: Tensor) -> Tensor | None:
-        """The cells [N] of positions [N, 3]; None before there are any."""
+        """Return the cells [N] of positions [N, 3], or None before cells exist."""
         return None if self.tree is None else self.tree.of(where)
 
-    def _unlevel(self, cells: Tensor, work: Tensor, world: World) -> float:
-        """The most work of a cell over the mean. `cells`: [N] those of this rank's points; `world`: who has points."""
+    def _imbalance_of(self, cells: Tensor, work: Tensor, world: World) -> float:
+        """Return the largest work of a cell divided by the mean. `cells` [N] are those of this rank's points."""
         sums = torch.zeros(self.cells, dtype=torch.int64, device=cells.device)
         sums.index_add_(0, cells, work)
         sum_in_place(sums, world)
@@ -194,13 +197,13 @@ class ByCells(Placement):
         """
         self.tree = CellTree.of_work(where, work, self.cells, world)
         cells = self.tree.of(where)
-        self._level = self._unlevel(cells, work, world)
+        self._level = self._imbalance_of(cells, work, world)
         self._placings += 1
         self._stale = self._moved = True
         return cells
 
     def _measured(self, means: Tensor, extents: Tensor | None, world: World) -> NDArray[np.float64] | None:
-        """The boxes of all ranks' cells. A cell without points has one whose lower corner is above its upper."""
+        """Return the boxes of all ranks' cells, or None without extents. See `_boxes_around`."""
         if extents is None:
             return None
         tree = self.tree if self.crosses else None
@@ -211,9 +214,15 @@ def _boxes_around(
     means: Tensor, of_points: Tensor | None, cells: int, extents: Tensor | None = None, world: World | None = None,
     tree: CellTree | None = None, first: int = 0,
 ) -> NDArray[np.float64]:  # fmt: skip
-    """[cells, 2, 3] the boxes of points [N, 3] of these cells [N], counted from `first` on, or all of that one; with
-    their half extents [N, 3]; of all ranks of `world` together. With a tree, boxes are also around points of
-    other cells that overlap the cell. A cell without points has one whose lower corner is above its upper."""
+    """Return the boxes [cells, 2, 3] of all cells, around the points of all ranks of `world`.
+
+    A cell without points has a box whose lower corner is above its upper.
+
+    Args:
+        means: [N, 3] positions. extents: [N, 3] half extents, or None to bound positions alone.
+        of_points: [N] cell of each point, counted from `first`; None if all points are in cell `first`.
+        tree: if given, boxes also contain points of other cells that overlap the cell.
+    """
     bounds = torch.full((cells, 6), -math.inf, dtype=means.dtype, device=means.device)
     low, high = (means, means) if extents is None else (means - extents, means + extents)
     reached = torch.cat([-low, high], 1)

@@ -1,7 +1,7 @@
-"""Visible rectangle of tiles of boxes in a view. Every rank computes the same without communication.
+"""Rectangles of tiles in which a view shows boxes. Every rank computes the same without communication.
 
-Splaxel's removal of spatial redundancy (section 4.3): a box cut off by the near plane is convex, and so is its image,
-whose corners are images of the corners of what was left. The image's bounding rectangle is what a view sees of it.
+This is Splaxel's removal of spatial redundancy (section 4.3). A box clipped by the near plane is convex, and so is its
+image. The corners of the image are images of the clipped box's corners. The result is the image's bounding rectangle.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ _FROM, _TO = np.array([(a, a | 1 << k) for a in range(8) for k in range(3) if no
 
 
 def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
-    """The rectangle (x0, y0, x1, y1) in pixels, of whole tiles, that each box touches; None where it is not seen.
+    """Return the pixel rectangle (x0, y0, x1, y1), of whole tiles, that each box touches; None for boxes out of view.
 
     Tiles at the right and lower border end with the image.
 

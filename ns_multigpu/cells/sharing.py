@@ -44,11 +44,11 @@ class _Sight:
 
 
 class CellPixels(Assignment):
-    """A cell is drawn by its rank, over the rectangle of tiles in which the view sees its box; pixels are owned in
-    bands of rows of tiles by the ranks that draw any of the view.
+    """Assignment of cells: each rank draws its cells, over the rectangle of tiles in which a view sees the cell's box.
 
-    All of that follows from the cells' boxes, which every rank knows. A view that sees no cell is owned all the same:
-    it has a background, and an image to be compared with.
+    Pixels are owned in bands of rows of tiles, by the ranks that draw any of the view. All of this follows from the
+    cells' boxes, which every rank knows. A view that sees no cell has owners too: it has a background and an image to
+    compare.
 
     Args:
         space: where the cells are. hide: leave out what is hidden behind other cells (`hiding`).
@@ -71,12 +71,12 @@ class CellPixels(Assignment):
         self._whole: dict[Hashable, Plan] = {}  # made lately
 
     def figures(self) -> dict[str, float]:
-        """Means since the last time.
+        """Return means over the steps since the last call.
 
-        Of the ranks, the part that draws any of a step; pixels that ranks draw, the mean over the most. Of all cells'
-        pixels of a step's views the part within the rectangles of tiles in which views see cells, and the part that is
-        not hidden besides: others are neither drawn nor sent. Of hidden pixels, which are looked at again each time,
-        the part that was not hidden any more.
+        `gpus_at_work`: the part of the ranks that draw in a step. `drawing_level`: pixels that ranks draw, mean over
+        maximum. `pixels_in_sight`: the part of all cells' pixels in tiles that the cells' boxes touch. `pixels_drawn`:
+        the part that is not occluded either; other pixels are neither drawn nor sent. `hidden_flips`: the part of
+        occluded pixels that turned out to be visible when checked again.
         """
         seen, self._seen = self._seen, _Seen()
         if seen.steps == 0:
@@ -115,8 +115,10 @@ class CellPixels(Assignment):
         return plan
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """As `assign`, but where links are fast with whole views, unless these are large: the plan then depends on the
-        cells' order alone."""
+        """Assign patches as `assign` does or, where links are fast and views small, whole views.
+
+        The plan of whole views depends on the cells' order alone, so it recurs.
+        """
         if not self.recurs or sum(view.width * view.height for view in views) > MOST_WHOLE:
             return self.assign(views, ranks)
         space = self._space
@@ -197,10 +199,11 @@ _LIKE = 4
 def share_rows(
     rows: Sequence[int], seen_by: Sequence[Mapping[int, int]], ranks: int
 ) -> list[list[tuple[int, int] | None]]:
-    """Distribute the rows of views to ranks that draw them, such that ranks have as many as others as far as that goes.
+    """Distribute the rows of views over the ranks that draw them, as evenly as possible.
 
-    A rank takes as much of a view as fits its capacity: each border between two costs a halo. Who draws most of a view
-    comes first, for what it owns it need not send. Views that few ranks draw come before others.
+    A rank gets as much of a view as fits its capacity, because each border between two ranks costs a halo. The rank
+    that draws most of a view comes first, because it does not send what it owns. Views that few ranks draw come before
+    others.
 
     Args:
         rows: of each view. seen_by: the pixels that ranks draw of it; where there are none anybody may own it.

@@ -1,8 +1,7 @@
-"""Space in convex cells: recursive splits of the largest extent, where the work on both sides is level.
+"""Tree of convex cells: recursive splits of space along the largest extent, with equal work on both sides.
 
-As Splaxel's partition (appendix 8.1), but by work rather than by points, and for any number of cells. The tree is kept:
-from a camera's position it gives one order of the cells, front to back, that is right for each ray of the view, so that
-nothing has to be sorted by pixel.
+Splaxel's partition (appendix 8.1), but by work instead of points, and for any number of cells. From a camera's position
+the tree gives one order of the cells, front to back, that is right for every ray of the view. Pixels need no sorting.
 """
 
 import math
@@ -58,7 +57,7 @@ class CellTree:
         return depth(0) if self.splits else 0
 
     def of(self, positions: Tensor) -> Tensor:
-        """The cells [N] int64 of points at these positions [N, 3], wherever they are."""
+        """Return the cells [N] int64 that contain positions [N, 3]."""
         device = positions.device
         if not self.splits:
             return torch.zeros(len(positions), dtype=torch.int64, device=device)
@@ -77,10 +76,10 @@ class CellTree:
         return -1 - where
 
     def order(self, position: tuple[float, float, float]) -> tuple[int, ...]:
-        """All cells, front to back as seen from `position`, for rays in any direction.
+        """Return all cells front to back as seen from `position`, for rays in any direction.
 
-        Of two parts the one that the camera is in comes first: no ray comes back through a plane. Exactly on a plane
-        no ray has both sides before it, and the part above comes first.
+        Of two parts the one that contains the camera comes first: no ray crosses a plane twice. If the camera is
+        exactly on a plane, no ray passes through both parts, and the part above comes first.
         """
         if not self.splits:
             return (0,)
@@ -99,7 +98,7 @@ class CellTree:
         return tuple(found)
 
     def boxes(self) -> Tensor:
-        """[cells, 2, 3] float64, the lower and upper corner of each; infinite where a cell has no end."""
+        """Return the lower and upper corner of each cell, [cells, 2, 3] float64; infinite where a cell is unbounded."""
         boxes = torch.full((self.cells, 2, 3), math.inf, dtype=torch.float64)
         boxes[:, 0] = -math.inf
         waiting = [(0, boxes[0].clone())] if self.splits else []
@@ -116,23 +115,23 @@ class CellTree:
         return boxes
 
     def tensor(self) -> Tensor:
-        """[splits, 4] float64, for a checkpoint: see `from_tensor`."""
+        """Return the splits as [splits, 4] float64, for a checkpoint: see `from_tensor`."""
         rows = [[split.axis, split.plane, split.below, split.above] for split in self.splits]
         return torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
 
     @staticmethod
     def from_tensor(rows: Tensor) -> "CellTree":
-        """The tree that `tensor` wrote."""
+        """Return the tree that `tensor` described."""
         return CellTree(tuple(Split(int(a), p, int(b), int(c)) for a, p, b, c in rows.tolist()))
 
     @staticmethod
     @torch.no_grad()
     def of_work(positions: Tensor, work: Tensor, cells: int, world: World) -> "CellTree":
-        """Cells of equal work. Every rank calls it, and gets the same tree for any placement.
+        """Return cells of equal work. Every rank calls it and gets the same tree, whatever the placement.
 
-        A part that is to be k cells is cut along its largest extent (of its points; the first axis of equal ones) where
-        floor(k / 2) of k parts of its work lie below. Positions never leave their rank: what is added up over ranks are
-        histograms of integers. Points at one place cannot be parted; the cells below are empty then.
+        Cuts a part of k cells along the largest extent of its points (the first axis of equal ones), where floor(k / 2)
+        of k parts of its work lie below. Ranks exchange histograms of integers, never positions. Points at one place
+        cannot be separated; the cells below are then empty.
 
         Args:
             positions: [N, 3] this rank's points. work: [N] int64, at least 0; counted as 1 each where all are 0.
@@ -168,13 +167,13 @@ class CellTree:
 
 
 def _split(count: int, first: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The two parts of one that is to be so many cells from `first` on: theirs."""
+    """Return (count, first cell) of the two parts of a part of `count` cells that begins with cell `first`."""
     lower = count // 2
     return (lower, first), (count - lower, first + lower)
 
 
 def _in_order(planes: dict[tuple[int, int], tuple[int, float]], cells: int) -> tuple[Split, ...]:
-    """The splits of these parts, each before those of its parts."""
+    """Return the splits of these parts, each before those of its own parts."""
     splits: list[Split] = []
 
     def put(part: tuple[int, int]) -> int:
@@ -191,7 +190,7 @@ def _in_order(planes: dict[tuple[int, int], tuple[int, float]], cells: int) -> t
 
 
 def _along(positions: Tensor, axes: Tensor, at: Tensor) -> Tensor:
-    """[N] float64 the coordinates of positions [N, 3] along the axis, of `axes` [P], of the part `at` [N] of each."""
+    """Return [N] float64, each position's coordinate along the axis (of `axes` [P]) of its part `at` [N]."""
     if len(axes) == 1:
         return positions[:, int(axes)].double()
     return positions.gather(1, axes[at][:, None])[:, 0].double()
@@ -200,8 +199,9 @@ def _along(positions: Tensor, axes: Tensor, at: Tensor) -> Tensor:
 def _planes(
     positions: Tensor, work: Tensor, at: Tensor | None, counts: Sequence[int], world: World
 ) -> list[tuple[int, float]]:
-    """Of each part that is to be so many cells the axis along which its points, of all ranks, are cut, and where: with
-    floor(count / 2) of count parts of its work below.
+    """Return the axis and plane that cut each part. Points are those of all ranks.
+
+    Of a part of `count` cells, floor(count / 2) of count parts of the work lie below the plane.
 
     Args:
         positions: [N, 3]. work: [N] int64. at: [N] int64 the part that each is in, negative for none; None for all in
@@ -278,8 +278,10 @@ class _Goal:
         self._by_points, self._begun = counts < 0, False
 
     def bins(self, sums: Tensor) -> list[int]:
-        """The bins in which the work below becomes enough, of sums [2, P, bins] of work and of points; the next ones
-        are of these bins."""
+        """Return the bin of each part in which the cumulative work becomes enough.
+
+        `sums` [2, P, bins] are of work and of points. The sums of the next call are of these bins.
+        """
         if not self._begun:
             self._by_points, self._begun = sums[0].sum(1) == 0, True  # no work at all: points count
             totals = torch.where(self._by_points, sums[1].sum(1), sums[0].sum(1))

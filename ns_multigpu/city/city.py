@@ -74,12 +74,12 @@ class City:
 
     @property
     def half(self) -> float:
-        """Return the distance from the centre to the outer edge of the outermost road, metres."""
+        """Distance from the centre to the outer edge of the outermost road, metres."""
         return self.plan.half
 
     @property
     def tallest(self) -> float:
-        """Return the height of the tallest building or tree, metres."""
+        """Height of the tallest building or tree, metres."""
         return float(self._top.max())
 
     def solids(self, time: float = 0.0) -> tuple[Solids, ...]:

@@ -28,7 +28,7 @@ class Frame:
 
     @property
     def low(self) -> float:
-        """Return the coordinate of the lower edge, along x and along y, metres."""
+        """Coordinate of the lower edge, along x and along y, metres."""
         return -0.5 * self.n * CELL
 
 

@@ -74,7 +74,7 @@ class CityPlan:
 
     @property
     def half(self) -> float:
-        """Return the distance from the city's centre to the outer edge of its outermost road, metres."""
+        """Distance from the city's centre to the outer edge of its outermost road, metres."""
         return 0.5 * (self.blocks * PITCH + ROAD)
 
     def roads(self) -> NDArray[np.float64]:

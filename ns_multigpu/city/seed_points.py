@@ -43,7 +43,7 @@ def moving_range(scene: ShadedCity, city: City) -> tuple[int, int]:
 
 @torch.no_grad()
 def sample_seed_points(capture: "CityCapture", count: int, noise: float, device: torch.device) -> SeedPoints:
-    """Draws points (see CityCapture.seed_points).
+    """Draw points (see CityCapture.seed_points).
 
     Rays go through random places of pictures of evenly chosen training views, as many through each. Points on the sky,
     far away, or on cars of a time-varying capture are drawn again.

@@ -29,7 +29,7 @@ class ShadedCity:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the tensors."""
+        """Device of the tensors."""
         return self.attributes.device
 
 

@@ -22,7 +22,7 @@ class Shape(IntEnum):
 
     @property
     def fields(self) -> int:
-        """Return the count of numbers that describe one solid."""
+        """Count of numbers that describe one solid."""
         return (6, 9, 7)[self]
 
 

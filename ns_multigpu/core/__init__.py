@@ -1,1 +1,1 @@
-"""The core: what every strategy and every primitive shares. It imports torch and `cuda_ext`, nothing else."""
+"""Code shared by all strategies and primitives. It imports torch and `cuda_ext`, nothing else."""

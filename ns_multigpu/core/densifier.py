@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Densifier(Protocol):
-    """Adds and removes points, alike on every rank. Steps are counted in images seen.
+    """Rules that add and remove points, the same on every rank. Steps are counted in images seen.
 
     `params` are the parameters of this rank's points by name, `optimizers` theirs by name, `state` is what
     `initialize_state` returned: changed in place.
@@ -21,7 +21,7 @@ class Densifier(Protocol):
 
     @property
     def noisy(self) -> bool:
-        """Whether `move` moves all points after each step."""
+        """True if `move` moves all points after each step."""
         ...
 
     def initialize_state(self) -> dict[str, Any]:
@@ -33,14 +33,14 @@ class Densifier(Protocol):
         ...
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
-        """The running sums that `state` holds, made where there are none: by name, [N] each."""
+        """Return the running sums of `state` by name, [N] each. Creates those that are missing."""
         ...
 
     def after_step(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
         rate: float, info: Callable[[], Mapping[str, Any]],
     ) -> None:  # fmt: skip
-        """All that follows a step that went through autograd.
+        """Update statistics after a step that used autograd, and refine or reset if due.
 
         Args:
             step: images seen before it. images: in it.
@@ -50,25 +50,27 @@ class Densifier(Protocol):
         ...
 
     def due_after(self, step: int, images: int) -> bool:
-        """Whether a step that sees `images` images from number `step` on is followed by a refinement or a reset."""
+        """Return whether a refinement or reset follows a step that sees `images` images from number `step` on."""
         ...
 
     def replaces(self, params: Any, step: int, images: int) -> bool:
-        """Whether `refine_when_due` may put new tensors in the place of parameters, moments or statistics after that
-        step; the same on every rank. Else all stay where they are, and only their values change."""
+        """Return whether `refine_when_due` may replace tensors (parameters, moments, statistics) after that step.
+
+        The result is the same on every rank. If it is False, only values change, in place.
+        """
         ...
 
     def refine_when_due(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
     ) -> None:
-        """Refines, if it is due after that step, whose statistics have been counted."""
+        """Refine if due after that step. Its statistics must have been counted."""
         ...
 
     def refine_ahead(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
         taken: Tensor,
     ) -> bool:  # fmt: skip
-        """Order what `refine_when_due` would do after a step of which the device alone knows whether it was taken.
+        """Launch what `refine_when_due` would do after a step of which only the device knows whether it was taken.
 
         Args:
             taken: [] bool on the device; nothing happens there where it is False.

@@ -228,11 +228,11 @@ class Kernels(RowFormat):
         """Return buffers for the rows of ranks with the same points, each of `capacity` lines."""
 
     @abstractmethod
-    def intersect(self, arrived: Received, patches: Sequence[int], capacity: int) -> Lists:
+    def intersect(self, received: Received, patches: Sequence[int], capacity: int) -> Lists:
         """Return the lists of the patches' tiles: 5 ints per patch (view, x0, y0, x1, y1)."""
 
     @abstractmethod
-    def draw(self, arrived: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
+    def draw(self, received: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         """Draw the patches. With `mark_stops`, alpha is negative where drawing stopped before a row."""
 
     def shown(self, drawn: Drawn, view: View) -> Mapping[str, Tensor]:

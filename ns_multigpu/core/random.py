@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, never on who draws them."""
+"""Random numbers keyed by their purpose, independent of the rank that draws them."""
 
 import hashlib
 from typing import cast

@@ -61,12 +61,12 @@ class RowWire(ABC):
         """
 
     @abstractmethod
-    def keep(self, rows: Any, place: Tensor, arrived: Any, come: WireSegments, source: int) -> None:
+    def keep(self, rows: Any, place: Tensor, received: Any, come: WireSegments, source: int) -> None:
         """Copy this rank's rows to the lines `place` [M] of a source's segment of the received rows."""
 
-    def lines(self, arrived: Any, first: int, end: int) -> Any:
+    def lines(self, received: Any, first: int, end: int) -> Any:
         """Return lines first to end of received rows."""
-        return type(arrived)(*(column[first:end] for column in arrived))
+        return type(received)(*(column[first:end] for column in received))
 
     @abstractmethod
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:

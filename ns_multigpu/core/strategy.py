@@ -1,4 +1,4 @@
-"""A strategy: one placement, one assignment and three legs, under a name."""
+"""A strategy: a placement, an assignment and three legs, with a name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,9 +55,9 @@ class Strategy:
             )
 
     @property
-    def survives_giving_up(self) -> bool:
-        """True if a rank that could not go on in a step can let the others go on: see `GradientLeg.give_up`."""
-        return all(leg.survives_giving_up for leg in (self.rows, self.pixels, self.gradients))
+    def can_cancel(self) -> bool:
+        """True if a rank that fails in a step can cancel it on all ranks: see `GradientLeg.cancel`."""
+        return all(leg.can_cancel for leg in (self.rows, self.pixels, self.gradients))
 
     def observe(self, primitive: Primitive, points: Points, images: int | None = None) -> None:
         """Pass this rank's points to the placement before views of them are planned. Every rank calls it.
@@ -68,7 +68,7 @@ class Strategy:
         self.placement.observe(points, lambda: primitive.extents(points), images, self.world)
 
     def plan(self, views: Sequence[View], holders: Sequence[int] | None = None) -> Plan:
-        """The plan for a batch; `holders` are the ranks that hold the views' images, if any.
+        """Return the plan for a batch. `holders` are the ranks that hold the views' images, if any.
 
         Raises:
             ValueError: a view is cut though every rank holds every point.
@@ -76,7 +76,8 @@ class Strategy:
         return self._checked(self.assignment.assign(views, self.world.size, holders), views)
 
     def plan_alike(self, views: Sequence[View]) -> Plan:
-        """As `plan`, but like an earlier plan where that is nearly as good: see `Assignment.assign_alike`."""
+        """Return a plan like `plan`'s that repeats an earlier one where that is nearly as good: see
+        `Assignment.assign_alike`."""
         if not self.assignment.by_size:
             return self._checked(self.assignment.assign_alike(views, self.world.size), views)
         sizes = tuple((view.width, view.height) for view in views)
@@ -97,7 +98,7 @@ class Strategy:
         return plan
 
     def render(self, primitive: Primitive, points: Points, views: Sequence[View], plan: Plan) -> Rendering:
-        """Renders the patches of the batch that this rank owns.
+        """Render the patches of the batch that this rank owns.
 
         Every rank calls it, with its own points and the same views and plan.
 
@@ -112,4 +113,4 @@ class Strategy:
         own = primitive.splat(points, hits, views)
         splats = self.rows.exchange(own, points, views, plan, self.world)
         pixels = self.pixels.draw(primitive, splats, views, plan, self.world)
-        return self.pixels.settle(Rendering(pixels, own), splats, views, plan, self.world)
+        return self.pixels.exchange(Rendering(pixels, own), splats, views, plan, self.world)

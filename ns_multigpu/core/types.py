@@ -70,7 +70,7 @@ class Patch:
     cell: int = 0
 
     def rendered(self, view: View) -> tuple[int, int, int, int]:
-        """The rectangle (x0, y0, x1, y1) to render: with the halo, cut at the image's border."""
+        """Return the rectangle (x0, y0, x1, y1) to render: with the halo, clipped to the image."""
         if self.x0 >= self.x1 or self.y0 >= self.y1:
             return (self.x0, self.y0, self.x0, self.y0)
         return (
@@ -81,13 +81,13 @@ class Patch:
         )
 
     def inner(self, view: View) -> tuple[int, int, int, int]:
-        """The rectangle without its halo, in the coordinates of the rendered one."""
+        """Return the rectangle without its halo, in the coordinates of the rendered one."""
         left, top, _, _ = self.rendered(view)
         return (self.x0 - left, self.y0 - top, self.x1 - left, self.y1 - top)
 
     @staticmethod
     def whole(position: int, view: View) -> "Patch":
-        """The patch that is all of `view`."""
+        """Return the patch that covers all of `view`."""
         return Patch(position, 0, 0, view.width, view.height)
 
 
@@ -201,13 +201,13 @@ class Traffic:
         self.between += between
 
     def since(self, mark: str) -> int:
-        """Bytes sent since the last call with the same `mark`."""
+        """Return the bytes sent since the last call with the same `mark`."""
         before = self.marks.get(mark, 0)
         self.marks[mark] = self.sent
         return self.sent - before
 
     def between_since(self, mark: str) -> int:
-        """Bytes sent to other machines since the last call with the same `mark`."""
+        """Return the bytes sent to other machines since the last call with the same `mark`."""
         name = f"between {mark}"
         before = self.marks.get(name, 0)
         self.marks[name] = self.between
@@ -228,10 +228,10 @@ def sizes_of(views: Sequence[View]) -> Sizes:
 
 
 def stack_viewmats(views: Sequence[View]) -> Tensor:
-    """[V, 4, 4] world-to-camera matrices; gradients flow back to each view's."""
+    """Return [V, 4, 4] world-to-camera matrices. Gradients flow back to each view's."""
     return torch.stack([view.viewmat for view in views])
 
 
 def stack_intrinsics(views: Sequence[View]) -> Tensor:
-    """[V, 3, 3] intrinsics, or [V, 7, 3] with lenses."""
+    """Return [V, 3, 3] intrinsics, or [V, 7, 3] with lenses."""
     return torch.stack([view.K for view in views])

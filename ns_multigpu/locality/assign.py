@@ -43,7 +43,7 @@ WITHIN = Weights(alpha=0.0, beta=0.2, gamma=0.5, delta=1.0)
 
 @dataclass(frozen=True)
 class Assigner:
-    """Assigns batches.
+    """Assigner of patches to ranks, for batches.
 
     Attributes:
         machines, per_machine: ranks are machines * per_machine; those of a machine follow one another.
@@ -70,10 +70,10 @@ class Assigner:
         return self.machines * self.per_machine
 
     def assign(self, needed: Floats) -> Ints:
-        """The rank that draws each patch, [P] int64.
+        """Return the rank that draws each patch, [P] int64.
 
-        Machines differ by one patch at most, and so do the ranks of a machine. Where that leaves a choice, who has a
-        patch less is decided by work.
+        Machines differ by one patch at most, and so do the ranks of a machine. Where that leaves a choice, work decides
+        which of them has one patch less.
 
         Args:
             needed: [P, ranks] points that each patch needs from each rank: the matrix A.
@@ -125,7 +125,7 @@ class Volume:
 
     @staticmethod
     def of(needed: Floats, ranks: Ints, per_machine: int) -> "Volume":
-        """Of patches that need so many points from each rank [P, R], drawn by `ranks` [P].
+        """Return the volume of patches that need `needed` points from each rank [P, R] and are drawn by `ranks` [P].
 
         A point that shows in two patches of a rank counts twice.
         """
@@ -140,14 +140,14 @@ class Volume:
 
 
 def in_runs(patches: int, ranks: int) -> Ints:
-    """The rule where nothing is known: neighbours to one rank, and ranks differ by one patch at most. [patches]."""
+    """Assign patches whose work is unknown, [patches]: neighbours to one rank, and one patch more to some."""
     return np.arange(patches, dtype=np.int64) * ranks // max(patches, ranks)
 
 
 def by_capacity(needed: Floats) -> Ints:
-    """The rule that needs no search: patch after patch to the rank that has most of its points and still has capacity.
+    """Assign each patch to the rank that has most of its points and has capacity left, without a search.
 
-    Those that have most to lose come first. Ranks differ by one patch at most. [P] int64 for [P, R].
+    Patches with most points on one rank come first. Ranks differ by one patch at most. Returns [P] int64 for [P, R].
     """
     patches, ranks = needed.shape
     least, spare = divmod(patches, ranks)

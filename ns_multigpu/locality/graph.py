@@ -1,4 +1,4 @@
-"""The bipartite graph of groups and views (section 4.2.1): who sees what, and how much of it."""
+"""Bipartite graph of groups and views (section 4.2.1): which view shows how many points of which group."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,20 +31,22 @@ class SeenGraph:
         return self.seen.shape[1]
 
     def view_work(self) -> Ints:
-        """[V] int64, points that each view shows: what drawing it costs, roughly."""
+        """Return [V] int64, the number of points that each view shows: roughly the cost of drawing it."""
         return np.asarray(self.seen.sum(axis=1)).ravel().astype(np.int64)
 
     def group_work(self) -> Ints:
-        """[C] int64, points that a group shows in all views: what projecting and sending them costs, roughly."""
+        """Return [C] int64, a group's points over the views that show them: roughly its projection and exchange."""
         return np.asarray(self.seen.sum(axis=0)).ravel().astype(np.int64)
 
     def part(self, groups: Ints, views: Ints | None = None) -> "SeenGraph":
-        """The graph of some groups and, unless all stay, some views."""
+        """Return the graph of some groups and of some views; None keeps all views."""
         rows = self.seen if views is None else self.seen[views]
         return SeenGraph(rows[:, groups].tocsr(), self.points[groups])
 
     def by_rank(self, ranks: Ints, count: int) -> NDArray[np.float64]:
-        """[V, count] float64, points that each view needs from each rank, where group c lies on ranks[c]: the matrix A
-        of section 4.2.2."""
+        """Return [V, count] float64, the points that each view needs from each rank: matrix A of section 4.2.2.
+
+        Group c is on rank `ranks[c]`.
+        """
         chosen = scipy.sparse.csr_matrix((np.ones(self.groups), (np.arange(self.groups), ranks)), (self.groups, count))
         return np.asarray((self.seen @ chosen).todense(), dtype=np.float64)

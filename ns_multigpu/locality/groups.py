@@ -1,4 +1,5 @@
-"""Groups of points that are neighbours along the Z-order, with a box each: what is placed (Gaian, section 4.2.1)."""
+"""Groups of points that are neighbours along the Z-order, each with a box: the units of placement (Gaian, section
+4.2.1)."""
 
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ _GROUPS = 65536
 
 
 def group_size(points: int) -> int:
-    """Default points of a group: about 65,536 groups, of 1024 to 4096 points."""
+    """Return the default number of points in a group: about 65,536 groups, of 1024 to 4096 points."""
     wanted = max(1, points // _GROUPS)
     return min(LARGEST, max(SMALLEST, 1 << (wanted - 1).bit_length()))
 
@@ -33,8 +34,10 @@ def z_codes(means: Tensor, low: Tensor, side: float) -> Tensor:
 
 
 def cube_around(means: Tensor) -> tuple[Tensor, float]:
-    """The lower corner [3] float64 and the side of a cube around positions [N, 3], N > 0, but for a few far ones: on
-    either side of an axis 0.5 % of them may lie outside."""
+    """Return the lower corner [3] float64 and the side of a cube around positions [N, 3], N > 0, without outliers.
+
+    On either side of an axis 0.5 % of the positions may lie outside.
+    """
     places = _finite(means)
     far = int(0.005 * len(places))
     low = places.kthvalue(far + 1, dim=0).values

@@ -1,9 +1,8 @@
-"""METIS (Karypis and Kumar 1998), as pymetis packs it.
+"""METIS (Karypis and Kumar 1998), from the library that pymetis contains.
 
-pymetis.part_graph takes one weight a vertex. Points must be level for memory's sake and views for work's, and the sum
-of both being level says little of either: METIS itself takes several weights, so it is called directly, in the library
-that pymetis contains. Where that does not show the function (another build), part_graph gets the sum of both weights,
-each as a fraction of its total, and `note` says so.
+pymetis.part_graph accepts one weight per vertex. Points must be balanced for memory and views for work, and a balanced
+sum of both ensures neither. METIS itself accepts several weights, so it is called directly in pymetis's library. If a
+build hides the function, part_graph gets the sum of both weights, each as a fraction of its total, and `note` says so.
 """
 
 import ctypes
@@ -44,7 +43,7 @@ class GraphParts:
 
 
 def missing() -> str | None:
-    """Why METIS cannot be used here, or None."""
+    """Return why METIS cannot be used here, or None if it can."""
     try:
         importlib.import_module("pymetis._internal")
     except ImportError as error:
@@ -136,7 +135,7 @@ def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
 
 @lru_cache(maxsize=1)
 def _library() -> tuple[Any, int, dict[str, int]]:
-    """The library with METIS in it (None if it hides it), the bits of its integers, and where options stand."""
+    """Return the library with METIS (None if its symbols are hidden), the bits of its integers, and option indices."""
     internal: Any = importlib.import_module("pymetis._internal")
 
     width = int(internal._idx_type_width())

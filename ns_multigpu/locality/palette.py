@@ -1,4 +1,4 @@
-"""A colour for each rank: machines differ in hue, the ranks of one in how light they are."""
+"""A colour for each rank: machines differ in hue, the ranks of a machine in lightness."""
 
 from colorsys import hls_to_rgb
 
@@ -14,12 +14,12 @@ _LIGHT = (0.36, 0.72)
 
 
 def machine_color(machine: int) -> Color:
-    """The colour that stands for a machine as a whole."""
+    """Return the colour of a machine as a whole."""
     return _color(_hue(machine), 0.5)
 
 
 def rank_colors(machines: int, per_machine: int) -> list[Color]:
-    """A colour for each rank, machine after machine. The ranks of an only machine differ in hue."""
+    """Return a colour for each rank, machine by machine. With one machine the ranks differ in hue."""
     if machines == 1:
         return [machine_color(rank) for rank in range(per_machine)]
     low, high = _LIGHT

@@ -1,11 +1,10 @@
 """Ownership of groups of points: over machines first, then over each machine's GPUs (section 4.2.1).
 
-Over machines groups go where the views go that see them: METIS cuts the graph of groups and views, with points level
-for memory and points seen level for work. What a view shows then lies on few machines, as it should, and on the GPUs of
-a machine as unevenly as METIS pleases: regions leave one GPU with most of a view's work. So within a machine, where
-links are fast, groups are distributed: of each run of neighbours along the Z-order every GPU gets one, such that what
-each single view has on the GPUs stays as level as it can (the least sum of squares over the views, run after run). All
-GPUs hold equally many groups, and each has its share of every view.
+Groups are placed on the machines of the views that show them. METIS cuts the graph of groups and views, with points
+balanced for memory and visible points for work. A view then needs few machines. Within them its points would be
+unbalanced: METIS cuts regions, so one GPU would have most of a view's work. So within a machine, where links are fast,
+groups are distributed. Of each run of neighbours along the Z-order every GPU gets one group. The choice keeps every
+view's points balanced over the GPUs (least sum of squares over views, run by run). All GPUs hold equally many groups.
 """
 
 from collections.abc import Callable
@@ -52,8 +51,9 @@ class PlacedGroups:
         return self.machines * self.per_machine
 
 
-def _nobody_without(of: Ints, ranks: int) -> None:
-    """Give a rank without groups one of the rank that has most: with few groups a rank, levelling leaves some out."""
+def _fill_empty_ranks(of: Ints, ranks: int) -> None:
+    """Move a group from the largest rank to each rank without groups. Balancing may leave ranks empty if groups are
+    few."""
     held = np.bincount(of, minlength=ranks)
     for rank in np.flatnonzero(held == 0):
         most = int(held.argmax())
@@ -108,7 +108,7 @@ def _level(graph: SeenGraph, of: Ints, views: Ints, parts: int, imbalance: float
 
 
 def ranges(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
-    """Place groups by ranges of the Z-order, level in work: half by points, half by points seen."""
+    """Place groups by ranges of the Z-order with equal work: half by points, half by visible points."""
     work = graph.points / max(1, graph.points.sum()) + graph.group_work() / max(1, graph.group_work().sum())
     middle = np.cumsum(work) - work / 2
     places = np.arange(graph.groups)
@@ -119,7 +119,7 @@ def ranges(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
 
 
 def round_robin(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
-    """Deal groups out: one group of each run of `parts` neighbours for each part, such that single views stay level."""
+    """Distribute groups so that views stay balanced: each run of `parts` neighbours gives one group to every part."""
     by_group = graph.seen.T.tocsr()
     starts, views = by_group.indptr, by_group.indices
     counts = by_group.data / np.maximum(graph.view_work(), 1)[views]  # a view counts as much as another
@@ -140,9 +140,9 @@ def round_robin(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
 def partition(
     graph: SeenGraph, machines: int, per_machine: int, across: Place = by_metis, within: Place = round_robin
 ) -> PlacedGroups:
-    """Place groups: on machines, then each machine's on its ranks.
+    """Place groups on machines, then each machine's groups on its ranks.
 
-    The same graph gives the same on one machine. METIS promises nothing for machines of different kinds, so that one
+    On one machine the same graph gives the same result. METIS promises nothing for machines of different kinds, so one
     rank should place for all.
 
     Args:
@@ -166,7 +166,7 @@ def partition(
     for machine in range(machines):
         members = np.flatnonzero(of == machine)
         owner[members] = machine * per_machine + _on_parts(graph.part(members), per_machine, within, notes)
-    _nobody_without(owner, ranks)
+    _fill_empty_ranks(owner, ranks)
     view_machines = graph.by_rank(owner // per_machine, machines).argmax(1).astype(np.int64)
     return PlacedGroups(owner, view_machines, machines, per_machine, tuple(dict.fromkeys(notes)))
 

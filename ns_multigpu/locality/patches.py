@@ -1,4 +1,5 @@
-"""The assignment of `locality`: each view of a batch is cut into patches, each goes where its points are (4.2.2)."""
+"""Assignment of `locality`: each view of a batch is cut into patches, and each patch is drawn where its points are
+(4.2.2)."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -37,13 +38,13 @@ def cuts(pixels: int, parts: int) -> list[int]:
 
 
 def patches_of(view: View, position: int, factor: int) -> tuple[tuple[int, Patch], ...]:
-    """A view's patches, row after row, each with its number among `factor` x `factor`."""
+    """Return a view's patches row by row, each with its number among `factor` x `factor`."""
     return _patches(view.width, view.height, position, factor)
 
 
 @lru_cache(maxsize=4096)
 def _patches(width: int, height: int, position: int, factor: int) -> tuple[tuple[int, Patch], ...]:
-    """Of a view of this size: the same step after step."""
+    """Return the patches of a view of this size. Cached: sizes recur in every step."""
     rows, columns = cuts(height, factor), cuts(width, factor)
     halo = 0 if len(rows) == len(columns) == 2 else SSIM_HALO
     return tuple(
@@ -91,10 +92,10 @@ def _key(views: Sequence[View]) -> _Key:
 
 
 class LocalPatches(Assignment):
-    """Patches to ranks, by what each needs from each rank.
+    """Assignment of patches to ranks, by the points that each patch needs from each rank.
 
-    What a view's patches need is what they needed when they were drawn last (`Access`); before that, what the placement
-    has counted. Patches of unknown views are distributed in runs.
+    A view's patches' needs are those of its last drawing (`Access`), and before that the placement's counts. Patches of
+    unknown views are distributed in runs.
 
     Args:
         world: the ranks. options: see there. access: shared with the placement.
@@ -117,8 +118,8 @@ class LocalPatches(Assignment):
         return self._made(views, self._at_once(views, ranks), ranks)
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """Return the prefetched plan of this batch, or the rule's if that is late; in one machine, where levelness
-        alone counts, an earlier batch's assignment if that is nearly as level."""
+        """Return the prefetched plan of this batch, or the rule's if that is late. Within one machine, where only
+        balance matters, return an earlier batch's assignment if it is nearly as balanced."""
         chosen = self._prefetched_plan(_key(views))
         needed = self._needed(views)
         if chosen is None and needed is not None and self._world.machines == 1:
@@ -144,8 +145,11 @@ class LocalPatches(Assignment):
             self._prefetched += 1
 
     def figures(self) -> dict[str, float]:
-        """Means over the steps since it was asked last: splats that go to another machine and to another rank, the
-        busiest rank's load over the mean, and the part of plans that were late."""
+        """Return means over the steps since the last call.
+
+        These are the splats sent to other machines and to other ranks, the busiest rank's load over the mean, and the
+        part of plans that were late.
+        """
         tally, self.tally = self.tally, Tally()
         if tally.steps == 0:
             return {}
@@ -185,7 +189,7 @@ class LocalPatches(Assignment):
     # ---- of rows that autograd exchanges: `RowCounts` ----
 
     def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
-        """[patches] int64, number of this rank's splats that touch each patch of the plan."""
+        """Return [patches] int64, the number of this rank's splats that touch each patch of the plan."""
         drawn = list(enumerate(plan.patches()))
         return RowOperators().count(ColumnRows.of(splats), views, drawn, len(drawn))
 
@@ -202,7 +206,7 @@ class LocalPatches(Assignment):
         return [one for k, view in enumerate(views) for one in patches_of(view, k, self._factor)]
 
     def _needed(self, views: Sequence[View]) -> Floats | None:
-        """[patches, ranks] what the batch's patches need; None where nothing is known of any."""
+        """Return [patches, ranks], the points that the batch's patches need; None if no view has been measured."""
         cut = self._cut(views)
         known = [self._access.of(view.index) for view in views]
         if all(one is None for one in known):
@@ -221,7 +225,7 @@ class LocalPatches(Assignment):
         return self._assigner.assign(needed)
 
     def _kept_or_new(self, needed: Floats) -> Ints:
-        """Return the most level of the assignments that are kept, or a new one if that is clearly more level."""
+        """Return the most balanced of the kept assignments, or a new one if that is clearly better."""
         work, ranks = needed.sum(1), needed.shape[1]
 
         def most(chosen: Sequence[int]) -> float:

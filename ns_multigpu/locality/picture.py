@@ -1,4 +1,4 @@
-"""A picture of which rank owns what: points by rank, cameras by the machine that their views are at home on."""
+"""Picture of the ownership: points coloured by rank, cameras by the machine of their views."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class Window:
     bottom: float
 
     def pixels(self, where: Floats) -> Floats:
-        """[N, 2] world units -> [N, 2] pixels, x to the right and y downwards."""
+        """Return the pixels [N, 2] of positions [N, 2] in world units; x is to the right, y downwards."""
         return np.stack(
             [
                 self.left + (where[:, 0] - self.low[0]) * self.scale,
@@ -95,7 +95,8 @@ class Window:
 
 
 def window(seen: PictureContent, size: tuple[int, int] = SIZE) -> Window:
-    """The part of the world that a picture of this size shows, and where: nearly all points, and cameras near them."""
+    """Return the part of the world that a picture of this size shows, and its scale: nearly all points, near
+    cameras."""
     axes = list(seen.axes)
     points, cameras = _finite(seen.positions)[:, axes], _finite(seen.cameras)[:, axes]
     low, high = _bounds(points)
@@ -113,7 +114,7 @@ def window(seen: PictureContent, size: tuple[int, int] = SIZE) -> Window:
 
 
 def draw(seen: PictureContent, size: tuple[int, int] = SIZE) -> Image.Image:
-    """The picture, RGB, on white: from above, with a legend."""
+    """Return an RGB picture from above, on white, with a legend."""
     shown = window(seen, size)
     image = _dots(seen, shown, size)
     _cameras(image, seen, shown, size)
@@ -122,7 +123,7 @@ def draw(seen: PictureContent, size: tuple[int, int] = SIZE) -> Image.Image:
 
 
 def _dots(seen: PictureContent, shown: Window, size: tuple[int, int]) -> Image.Image:
-    """Points as squares, in an order without meaning, so that no rank hides the others."""
+    """Draw points as squares in random order, so that no rank hides the others."""
     pixels = np.full((size[1], size[0], 3), 255, dtype=np.uint8)
     axes, whole = list(seen.axes), np.isfinite(seen.positions).all(1)
     where = np.floor(shown.pixels(seen.positions[whole][:, axes])).astype(np.int64)
@@ -182,7 +183,7 @@ def _words(image: Image.Image, seen: PictureContent, size: tuple[int, int]) -> N
 
 
 def _legend(seen: PictureContent) -> list[tuple[tuple[int, int, int], str, bool]]:
-    """Lines of the legend: colour, text, whether it is of a machine."""
+    """Return the lines of the legend: colour, text, whether it is of a machine."""
     machines, ranks = seen.machines, len(seen.points)
     colors = [_bytes(color) for color in rank_colors(machines, ranks // machines)]
     views = len(seen.cameras)
@@ -199,7 +200,7 @@ def _legend(seen: PictureContent) -> list[tuple[tuple[int, int, int], str, bool]
 
 
 def _bounds(where: Floats) -> tuple[Floats, Floats]:
-    """Corners of a box around positions [N, d], but for a few far ones."""
+    """Return the corners of a box around positions [N, d], without a few outliers."""
     if len(where) == 0:
         return np.zeros(where.shape[1]), np.zeros(where.shape[1])
     far = int(_LEFT_OUT * len(where))

@@ -1,4 +1,4 @@
-"""The placement of `locality`: points live where the views go that see them (section 4.2.1)."""
+"""Placement of `locality`: points are owned near the views that show them (section 4.2.1)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class GroupOwners:
     view_machines: NDArray[np.int64]
 
     def of(self, positions: Tensor) -> Tensor:
-        """The owners [N] int64 of points at these positions [N, 3]."""
+        """Return the owners [N] int64 of points at these positions [N, 3]."""
         low, starts, owners = (part.to(positions.device) for part in (self.low, self.starts, self.owners))
         found = [owners[:0]]
         for some in positions.split(_AT_ONCE):
@@ -63,11 +63,11 @@ class GroupOwners:
 
 
 class ByViews(Placement):
-    """Groups of points on the machines whose views see them, and level on each machine's GPUs.
+    """Placement of groups on the machines whose views show them, balanced over each machine's GPUs.
 
     Rank 0 partitions a sample of the points and broadcasts the result: METIS promises nothing for machines of different
-    kinds. Between placings a point's group, and so its owner, follows from where it lies. They are placed again at the
-    start, when the model has grown by a factor, when work is no longer level, and where a run goes on with other ranks.
+    kinds. Between partitions, a point's group and owner follow from its position. Points are placed again at the start,
+    when the model has grown by a factor, when work is unbalanced, and when a run resumes with other ranks.
 
     Args:
         world: the ranks. options: see there. access: records what the patches of each view need from each rank.
@@ -89,7 +89,7 @@ class ByViews(Placement):
 
     @property
     def kind(self) -> str:
-        """Its name, and how the ranks are spread over machines."""
+        """Name of the placement, with the ranks' distribution over machines."""
         return f"ByViews {self._world.machines}x{self._world.size // self._world.machines}"
 
     def look(self, views: Callable[[], Sequence[View]], far: float = FAR) -> None:
@@ -122,9 +122,12 @@ class ByViews(Placement):
         assert self.group_owners is not None
         return shares_of(self.group_owners.of(where), ranks)
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
-        """By the group that each point lies in; placed again if the model has grown, or a rank has too many points.
-        How much work a point is does not count: a placement knows nothing of it, and balances points and views."""
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
+        """Place each point by the group that contains it. Partition again if the model has grown or a rank has too many
+        points.
+
+        Points count equally, whatever their work: this placement balances numbers of points and views.
+        """
         total = sum(row[0] for row in all_gather_ints([len(new.keys)], world))
         if world.size == 1 or total == 0:
             return PlacementResult(torch.zeros_like(new.keys))
@@ -168,7 +171,7 @@ class ByViews(Placement):
     # ---- placing ----
 
     def _held(self, owners: Tensor) -> list[int]:
-        """Points that each rank would hold, of all ranks'."""
+        """Return the number of all ranks' points that each rank would hold."""
         mine = torch.bincount(owners, minlength=self._world.size).tolist()
         return [sum(column) for column in zip(*all_gather_ints(mine, self._world), strict=True)]
 
@@ -201,7 +204,7 @@ class ByViews(Placement):
     def _owners(
         self, groups: Groups, sample: Tensor, stride: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Each group's owner, each view's machine, and the views that patches were counted of with what these need."""
+        """Return each group's owner, each view's machine, and the views with counted patches and what these need."""
         world, views = self._world, self._look()
         none = np.zeros(0, dtype=np.int64), np.zeros((0, self._access.patches, world.size), dtype=np.float32)
         counter = PatchCounter(groups, sample, self._far)
@@ -235,7 +238,7 @@ def _stride(points: int) -> int:
 
 
 def _sampled_group_size(wanted: int, points: int, ranks: int, stride: int) -> int:
-    """Points of the sample in a group: as many as were asked for, or by the size of the model."""
+    """Return the number of the sample's points in a group: as the option asks, else by the size of the model."""
     if wanted:
         return max(1, wanted // stride)
     size = min(group_size(points), max(LEAST, points // (_GROUPS_PER_RANK * ranks)))

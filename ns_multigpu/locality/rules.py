@@ -1,15 +1,16 @@
-"""Plans of coming batches, made while the device works (section 5, "asynchronous online placement").
+"""Plans of coming batches, computed while the device works (section 5, "asynchronous online placement").
 
-What a batch's patches need from each rank is known only when it is drawn, but points move slowly: what a view needed
-when it was drawn last serves (`Access`). In the first epoch counts of the boxes, or exact ones, are handed in.
+A batch's patches' needs from each rank are known only when it is drawn. Points move slowly, so a view's last measured
+needs are used (`Access`). In the first epoch, needs are counted from the groups' boxes, or exactly.
 
-All ranks must serve the same plan without waiting for each other. Each makes all plans itself, from the same data:
-- What a plan is made from is copied when its batch is submitted, by the step's own thread, at the same step on every
-  rank; what is recorded later does not come in. A search ends by itself or after a number of swaps, never by a clock,
-  and what differs by rounding alone counts as equal, for machines may have different processors.
-- Whether a plan is served is agreed on. A rank says through which step its plans are ready (`ready_through`), the least
-  of these is sent with the step statistics of each step, and `serve` takes a plan only as far as
-  that: a plan that one rank lacks is a miss on all. A miss is served by the rule of `by_capacity`, from the same copy.
+All ranks must use the same plan without waiting for each other. Each computes all plans from the same data:
+
+- A plan's inputs are copied when its batch is submitted, by the step's own thread, at the same step on every rank.
+  Later measurements do not change it. A search ends by itself or after a number of swaps, never by a clock.
+  Differences by rounding alone count as equal, since machines may have different processors.
+- Ranks agree on each plan. A rank publishes the step through which its plans are ready (`ready_through`) with the step
+  statistics of each step. `serve` uses a plan only up to the least of these. A plan that one rank lacks is a miss on
+  all ranks: then the rule of `by_capacity` is applied to the same copy.
 """
 
 import threading
@@ -40,7 +41,7 @@ class Access:
         self._needed: dict[int, NDArray[np.float32]] = {}
 
     def record(self, views: Sequence[int], needed: Floats) -> None:
-        """Remember what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
+        """Store what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
 
         Raises:
             ValueError: the shape is another.
@@ -54,7 +55,7 @@ class Access:
         self._needed.update(zip(views, rows, strict=True))
 
     def of(self, view: int) -> Floats | None:
-        """A copy of what a view needed, [patches, ranks], or None where nothing is known of it."""
+        """Return a copy of what a view needed, [patches, ranks], or None if it has not been measured."""
         known = self._needed.get(view)
         return None if known is None else known.astype(np.float64)
 
@@ -63,13 +64,13 @@ class Access:
         self._needed = {}
 
     def state(self) -> tuple[Ints, NDArray[np.float32]]:
-        """The known views [K] and what they needed [K, patches, ranks], for a checkpoint."""
+        """Return the measured views [K] and what they needed [K, patches, ranks], for a checkpoint."""
         views = sorted(self._needed)
         none = np.zeros((0, self.patches, self.ranks), dtype=np.float32)
         return np.array(views, dtype=np.int64), np.stack([self._needed[view] for view in views]) if views else none
 
     def load_state(self, views: Ints, needed: NDArray[np.float32]) -> None:
-        """Go on with what `state` returned."""
+        """Restore the state that `state` returned."""
         self.forget()
         self.record(views.tolist(), needed.reshape(-1, self.ranks).astype(np.float64))
 
@@ -88,7 +89,7 @@ class AssignedPlan:
 
 
 class Planner:
-    """Makes plans in a thread of its own and gives them out without waiting.
+    """Planner that computes plans in its own thread and returns them without waiting.
 
     Args:
         assigner: makes a plan. It must have no clock, for ranks must find the same.
@@ -116,7 +117,7 @@ class Planner:
         self._thread.start()
 
     def submit(self, step: int, needed: Floats | int) -> None:
-        """Asks for the plan of a coming step, some steps ahead; on every rank at the same step.
+        """Request the plan of a coming step, some steps ahead. Every rank calls it at the same step.
 
         Args:
             step: its number; steps are submitted in ascending order.
@@ -136,16 +137,16 @@ class Planner:
             self._data[step] = data
             if not isinstance(data, int):
                 self._waiting.append((step, data))
-            self._settle()
+            self._update_ready()
             self._changed.notify_all()
 
     def ready_through(self) -> int:
-        """The last step such that it and all submitted before have plans, or need none; -1 before the first."""
+        """Return the last step such that it and all submitted before it have plans or need none; initially -1."""
         with self._changed:
             return self._through
 
     def serve(self, step: int, agreed: int) -> AssignedPlan:
-        """The step's plan if all ranks have it, else the rule's. Does not wait.
+        """Return the step's plan if all ranks have it, else that of the rule without search. Does not wait.
 
         Args:
             step: one that was submitted; earlier ones are dropped.
@@ -166,7 +167,7 @@ class Planner:
                 del self._data[old]
                 self._plans.pop(old, None)
             self._waiting = deque(one for one in self._waiting if one[0] > step)
-            self._settle()
+            self._update_ready()
             if plan is not None:
                 self.num_planned += 1
                 return AssignedPlan(plan, True)
@@ -176,14 +177,14 @@ class Planner:
         return AssignedPlan(by_capacity(data), False)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
 
-    def _settle(self) -> None:
-        """Move `ready_through` on; with the lock held."""
+    def _update_ready(self) -> None:
+        """Update `ready_through`. The caller holds the lock."""
         missing = [step for step, data in self._data.items() if not isinstance(data, int) and step not in self._plans]
         through = min(missing) - 1 if missing else self._last
         self._through = max(self._through, through)
@@ -205,4 +206,4 @@ class Planner:
             with self._changed:
                 if step in self._data:
                     self._plans[step] = plan
-                self._settle()
+                self._update_ready()

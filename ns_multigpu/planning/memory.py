@@ -29,7 +29,7 @@ _KEPT_ROWS = _ROWS  # the previous step's rows, until the new ones exist
 _TABLE = 48  # RasterState.table
 _RECORDS = RECORD_BYTES + 8  # gradients, owners, slots
 _GATHERED = ROW_BYTES + 4 * ROW["features"]  # of every rank; and colours (see GaussianReplicaRows)
-_ARRIVED = 4 * (3 + sum(ROW.values()))  # with view ids, owners and slots
+_RECEIVED_ROW = 4 * (3 + sum(ROW.values()))  # with view ids, owners and slots
 # Bytes per intersection: row_ids, and checkpoints of transmittance and colour. Sorted keys and ids are freed by
 # then: 12 (16 beyond 65,535 tiles), of which row_ids are 4.
 _INTERSECTION = 20
@@ -84,22 +84,22 @@ class Memory:
 
     @property
     def model(self) -> float:
-        """Return the bytes that are allocated throughout training."""
+        """Bytes that are allocated throughout training."""
         return self.parameters + self.moments + self.statistics + self.gradients + self.images + self.placement
 
     @property
     def step(self) -> float:
-        """Return the bytes of a step's buffers."""
+        """Bytes of a step's buffers."""
         return self.rows + self.intersections + self.pixels + self.exchange
 
     @property
     def training(self) -> float:
-        """Return the peak during a step."""
+        """Peak during a step."""
         return self.model + self.step + self.reserve
 
     @property
     def densifying(self) -> float:
-        """Return the peak during densification."""
+        """Peak during densification."""
         return self.model + self.refining + self.reserve
 
     def headroom(self, *, densify: bool) -> float:
@@ -121,7 +121,7 @@ def memory(strategy: str, workload: Workload, available: float, images: float = 
     # Tensors are replaced one by one. The peak has the old value and an old moment of the largest, all new tensors, and
     # indices, masks and positions of all points. A sharded model also keeps its exchange buffers.
     largest = (4.0 + workload.moment_bytes) * workload.largest
-    refining = (largest + _INDICES) * one.points + (buffers["exchange"] if one.arrivals else 0.0)
+    refining = (largest + _INDICES) * one.points + (buffers["exchange"] if one.received_rows else 0.0)
     placement = 0.0
     if strategy in ("locality", "pixel") and ranks > 1:
         placement = float(_PLACE * one.points)
@@ -153,13 +153,13 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = CAPACITY_FACTOR) -
         capacity: ratio of capacities to counts.
     """
     rows = capacity * one.rows
-    if one.arrivals:  # rows are exchanged: `CollectiveRows` or `PeerRows`
-        arrivals = capacity * one.arrivals
-        on_rows = rows * (_ROWS + _KEPT_ROWS + 4 * ranks) + arrivals * (_ARRIVED + _TABLE)
+    if one.received_rows:  # rows are exchanged: `CollectiveRows` or `PeerRows`
+        received_rows = capacity * one.received_rows
+        on_rows = rows * (_ROWS + _KEPT_ROWS + 4 * ranks) + received_rows * (_RECEIVED_ROW + _TABLE)
         # Collectives take more than peer memory: per received row its data and the sum of its gradients, as much again
         # for
         # sent rows, and twice the gathered rows.
-        exchange = arrivals * (2 * WIRE_BYTES + RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
+        exchange = received_rows * (2 * WIRE_BYTES + RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
     else:  # rows are local: `OwnRows` or `ReplicatedRows`
         on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)
         # The rows of all ranks, and this rank's view ids: the rest is sent in place.

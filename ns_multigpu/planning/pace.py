@@ -42,12 +42,12 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """Return the time of the step on the GPUs."""
+        """Time of the step on the GPUs."""
         return sum(value for name, value in asdict(self).items() if name not in ("host", "views"))
 
     @property
     def images_per_second(self) -> float:
-        """Return training images per second: a step takes the GPUs' time, or the host's if that is longer."""
+        """Training images per second: a step takes the GPUs' time, or the host's if that is longer."""
         return 1e3 * self.views / max(self.step, self.host)
 
 

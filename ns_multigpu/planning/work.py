@@ -110,27 +110,27 @@ class Workload:
 
     @property
     def pixels(self) -> int:
-        """Return the pixels of an image."""
+        """Pixels of an image."""
         return self.width * self.height
 
     @property
     def per_machine(self) -> int:
-        """Return the GPUs of a machine."""
+        """Number of GPUs of a machine."""
         return self.gpus // self.machines
 
     @property
     def floats(self) -> int:
-        """Return the numbers of a point."""
+        """Numbers of a point."""
         return floats(self.schema, self.sh_degree)
 
     @property
     def largest(self) -> int:
-        """Return the numbers of a point in its largest parameter."""
+        """Numbers of a point in its largest parameter."""
         return max(parameter.floats(self.sh_degree) for parameter in self.schema)
 
     @property
     def moment_bytes(self) -> int:
-        """Return the bytes of one moment of one number."""
+        """Bytes of one moment of one number."""
         return 2 if self.compact else 4
 
     def with_points(self, points: int) -> "Workload":
@@ -146,7 +146,7 @@ class Share:
         points: points that the rank holds.
         views: views into which it projects its points.
         rows: splats of its own points in all its views.
-        arrivals: received rows that it renders, padding included (`tile`); 0 if it renders its own.
+        received_rows: rows that it receives and renders, padding included (`tile`); 0 if it renders its own.
         drawn: rows that it renders.
         intersections, pixels: of the rendered rows and patches, halos included.
         updated: rows whose gradients update its points.
@@ -160,7 +160,7 @@ class Share:
     points: int
     views: int
     rows: float
-    arrivals: float
+    received_rows: float
     drawn: float
     intersections: float
     pixels: float
@@ -224,10 +224,10 @@ def _share(strategy: str, workload: Workload) -> Share:
     cut = ranks > 1 and workload.views % ranks != 0
     halo = 1 + 2 * TILE / (workload.height * part) if cut else 1.0
     rows, drawn = seen * part, min(seen * part * halo, seen * workload.views)
-    arrivals = min(UNEVEN * drawn, seen * workload.views) if ranks > 1 else drawn
+    received_rows = min(UNEVEN * drawn, seen * workload.views) if ranks > 1 else drawn
     exchanged_bytes = 2 * RECORD_BYTES * (ranks - 1) / ranks
     return Share(
-        ceil(workload.points / ranks), workload.views, rows, arrivals, drawn, drawn * workload.tiles,
+        ceil(workload.points / ranks), workload.views, rows, received_rows, drawn, drawn * workload.tiles,
         min(workload.pixels * part * halo, float(workload.pixels * workload.views)), rows, exchanged_bytes * drawn,
         CAPACITY_FACTOR * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, off_machine,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Primitives whose rows only a box bounds on the screen, and which have raster operators of their own."""
+"""Primitives whose rows are bounded on the screen by a box alone, and which have their own raster operators."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from ns_multigpu.primitives.shading import row_colors
 
 @dataclass(frozen=True)
 class BoxedPrimitive(Primitive):
-    """One such primitive. A subclass says how points become rows.
+    """Primitive whose rows only a box bounds. A subclass defines how points become rows.
 
     Attributes:
         layout: columns of rows.

@@ -1,7 +1,7 @@
-"""Formulas whose results for a point do not depend on which other points are in the tensor, to the last bit.
+"""Formulas whose result for a point is bitwise independent of the other points in the tensor.
 
-What a shard computes must be what the whole model computes. Arithmetic, exp and log are so in torch; sigmoid on a CPU
-and products of small matrices are not.
+A shard must compute what the whole model computes. torch's arithmetic, exp and log do; sigmoid on a CPU and products of
+small matrices do not.
 """
 
 import torch
@@ -13,10 +13,10 @@ __all__ = ["logit", "rotate", "rotations", "sigmoid"]
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)). torch's own, on a CPU, rounds the last few numbers of a tensor otherwise than the rest."""
+    """Return 1 / (1 + exp(-x)). On a CPU, torch's own rounds the last few elements of a tensor unlike the rest."""
     return (1.0 + torch.exp(-x)).reciprocal()
 
 
 def logit(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The inverse of `sigmoid`, of numbers in (0, 1)."""
+    """Return the inverse of `sigmoid`, of numbers in (0, 1)."""
     return torch.log(x / (1.0 - x), out=out)

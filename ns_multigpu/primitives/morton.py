@@ -1,9 +1,9 @@
-"""Order of points: along a Morton curve within small cells, with the cells distributed like cards.
+"""Order of points: along a Morton curve within small cells, with the cells distributed over 64 hands.
 
 Ranks own ranges of this order. Ranges of a plain Morton curve are regions of space, and one view sees much of one
 region and nothing of another. Over a city, the busiest of 2 ranks had 1.5 times the mean of the points in a view, of 4
 ranks 2.3 times (benchmarks/results/tile-h200.md). Space is therefore split into cells. Each cell belongs to one of 64
-hands such that neighbours are in different hands, and points are ordered by hand first. Every long range of the order
+*hands* such that neighbours are in different hands, and points are ordered by hand first. Every long range of the order
 has a fair sample of every region, for any number of ranks. Within a cell, usually with hundreds of points, neighbours
 in the order are neighbours in space.
 
@@ -52,7 +52,7 @@ class MortonGrid:
 
     @staticmethod
     def of(counts: Sequence[int]) -> "MortonGrid":
-        """The grid for points of this census, all ranks' added up."""
+        """Return the grid for points of this census, summed over all ranks."""
         total, below = sum(counts), 0
         furthest = max((k for k, count in enumerate(counts) if count), default=0)
         core = furthest
@@ -100,8 +100,10 @@ def _codes(means: Tensor, grid: MortonGrid) -> Tensor:
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """[3] int64, `_LATTICE`; [64] int64, the bits of 0 to 63 the other way round: with the lowest bit first, half
-    of all hands are every other one."""
+    """Return `_LATTICE` [3] int64, and [64] int64, the numbers 0 to 63 with their bits reversed.
+
+    With the lowest bit first, every other hand is one half of all hands.
+    """
     hands = [int(f"{hand:0{HAND_BITS}b}"[::-1], 2) for hand in range(1 << HAND_BITS)]
     return torch.tensor(_LATTICE, device=device), torch.tensor(hands, device=device)
 

@@ -1,7 +1,4 @@
-"""Kernels of primitives with rows of several records and their own raster operators.
-
-Only a box bounds such a row.
-"""
+"""Kernels of primitives with rows of several records and their own raster operators. A box alone bounds such a row."""
 
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
@@ -51,7 +48,7 @@ def _made(columns: tuple[str, ...]) -> Any:
 
 @dataclass(frozen=True)
 class PartKernels(ComposedKernels):
-    """Kernels of one such primitive; see `Kernels`. A subclass says how points become rows.
+    """Kernels of such a primitive; see `Kernels`. A subclass defines how points become rows.
 
     Attributes:
         kind: the primitive.
@@ -92,8 +89,8 @@ class PartKernels(ComposedKernels):
         gradients = self.layout.gradients_of(records)
         return [(getattr(made, MADE.get(name, name)), gradients[name]) for name in self.layout.widths]
 
-    def draw(self, arrived: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
-        inputs = tuple(getattr(arrived, name) for name in self.layout.widths)
+    def draw(self, received: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
+        inputs = tuple(getattr(received, name) for name in self.layout.widths)
         flat = list(patches)
         rasterize = getattr(torch.ops.ns_multigpu, f"rasterize_{self.operator}")
         color, extra, alpha, last, state = rasterize(*inputs, *lists[:2], flat, TILE)
@@ -134,8 +131,8 @@ class PartKernels(ComposedKernels):
             raise ValueError(f"Rows of {self.title} cross the wire whole: leave half out.")
         return PartsWire(self.layout, slots)
 
-    def intersect(self, arrived: Received, patches: Sequence[int], capacity: int) -> Lists:
+    def intersect(self, received: Received, patches: Sequence[int], capacity: int) -> Lists:
         return cuda_ext.intersect_capacity(
-            arrived.means2d, boundless(arrived.depths), arrived.opacities, arrived.radii, arrived.depths,
-            arrived.view_ids, patches, tile_size=TILE, capacity=capacity,
+            received.means2d, boundless(received.depths), received.opacities, received.radii, received.depths,
+            received.view_ids, patches, tile_size=TILE, capacity=capacity,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The radius clip: rows of splats that are small on the screen are not drawn."""
+"""Radius clip: splats that are small on the screen are not drawn."""
 
 from typing import Any
 

@@ -43,7 +43,7 @@ class _Piece(NamedTuple):
 
 
 def _spans(order: Sequence[Span], spaces: Sequence[int]) -> list[_Piece]:
-    """Spans one behind the other in spaces of these sizes, cut where a space ends."""
+    """Place spans one after the other in spaces of these sizes, and cut them where a space ends."""
     found: list[_Piece] = []
     space, offset = 0, 0
     for name, start, end in order:
@@ -87,7 +87,7 @@ class RecordParts:
         self.absolute = any(piece.space == self.parts for piece in self._returned)
 
     def split(self, rows: Rows) -> list[SplatColumns]:
-        """The parts of rows."""
+        """Return the parts of rows."""
         slots: list[Tensor] = []
         for space, width in enumerate(self._slots):
             parts = [_numbers(getattr(rows, p.span[0]), p.span) for p in self._rows if p.space == space]
@@ -104,7 +104,7 @@ class RecordParts:
         return found
 
     def join(self, parts: Sequence[ReceivedRows]) -> Received:
-        """The inverse of `split`, of rows that arrived."""
+        """Return received rows from their parts: the inverse of `split`."""
         slots = [getattr(part, name) for part in parts for name in _SLOTS]
         columns = self._columns(self._rows, [slot if slot.dim() == 2 else slot[:, None] for slot in slots])
         first = parts[0]
@@ -152,7 +152,7 @@ class RecordParts:
         return torch.cat([collect(line, count, sources, self.parts * capacity) for line in lines], dim=1)
 
     def _columns(self, spans: Sequence[_Piece], spaces: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The columns [M, width] or [M] of which pieces lie in spaces [M, size]."""
+        """Return the columns [M, width] or [M] whose spans lie in spaces [M, size]."""
         by_name: dict[str, list[tuple[int, Tensor]]] = {}
         for (name, start, end), space, offset in spans:
             there = spaces[space][:, offset : offset + end - start]
@@ -165,7 +165,7 @@ class RecordParts:
         return columns
 
     def _lines(self, place: Tensor, capacity: int, part: int) -> Tensor:
-        """Places of rows -> of one of their parts."""
+        """Return the lines of one part of the rows at these places; -1 beyond the capacity."""
         return torch.where((place >= 0) & (place < capacity), self.parts * place + part, -1)
 
 
@@ -215,7 +215,7 @@ class PartsWire(RowWire):
             ]
         )
 
-    def keep(self, rows: Rows, place: Tensor, arrived: Received, come: WireSegments, source: int) -> None:
+    def keep(self, rows: Rows, place: Tensor, received: Received, come: WireSegments, source: int) -> None:
         num_lines, first = come.capacities[source], come.line(source)
         lines = torch.arange(len(place), device=place.device)
         # One extra line receives rows that are not local, or overflow.
@@ -231,9 +231,9 @@ class PartsWire(RowWire):
             part.copy_(torch.where(there.view(-1, *[1] * (to.dim() - 1)), values, part))
 
         for name in ("view_ids", *self.layout.widths, "radii"):
-            put(getattr(arrived, name), getattr(rows, name)[found])
+            put(getattr(received, name), getattr(rows, name)[found])
         if self.slots:
-            put(arrived.slots, found.int())
+            put(received.slots, found.int())
 
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         for part, there, absolute in self._returning(records, to):
@@ -248,7 +248,7 @@ class PartsWire(RowWire):
         return torch.cat(found, dim=1)
 
     def _returning(self, records: Tensor, segments: WireSegments) -> list[tuple[Tensor, WireSegments, bool]]:
-        """Of each part its gradient records, where they lie on the wire, and whether absolute ones are sent."""
+        """Return each part's gradient records, segments of the wire, and True if absolute gradients are sent."""
         found: list[tuple[Tensor, WireSegments, bool]] = []
         words = 0
         for part, absolute in zip(records.split(RECORD_FLOATS, dim=1), self._absolute, strict=True):
@@ -263,7 +263,7 @@ def boundless(like: Tensor) -> Tensor:
 
 
 def _numbers(column: Tensor, span: Span) -> Tensor:
-    """Some numbers of a column, [M, numbers]."""
+    """Return the numbers of a column that the span covers, [M, numbers]."""
     column = column if column.dim() == 2 else column[:, None]
     return column[:, span[1] : span[2]]
 

@@ -88,7 +88,7 @@ class Kind:
 
 
 def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:
-    """3D Gaussians', without the third scale: as the published code begins."""
+    """Return the parameters of 3D Gaussians without the third scale, as the published code does."""
     params = initial_gaussians(*seeds, **options)
     return {**params, "scales": params["scales"][:, :2].contiguous()}
 

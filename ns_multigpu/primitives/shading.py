@@ -1,4 +1,4 @@
-"""The colours of points as cameras see them."""
+"""View-dependent colours of points."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ def camera_centers(viewmats: Tensor) -> Tensor:
 def row_colors(
     params: Mapping[str, Tensor], sh_degree: int | None, viewmats: Tensor, view_ids: Tensor, point_ids: Tensor
 ) -> Tensor:
-    """The colours [M, 3] of rows.
+    """Return the colours [M, 3] of rows.
 
     Args:
         params: of the points: `means` [N, 3], `features_dc` [N, 3] and `features_rest` [N, R, 3], spherical harmonics.

@@ -82,15 +82,15 @@ class PointMove:
     imbalance_after: float
     rebalanced: bool
 
-    def leaving(self, order: Tensor) -> Tensor:
+    def in_sending_order(self, order: Tensor) -> Tensor:
         """Return the points, sorted by key with `order` [N] int64, in sending order."""
         return order if self.send_order is None else order[self.send_order]
 
     def record(self, started: float, row_bytes: int) -> Reordering:
-        """The record of a reordering that began at `started` and has moved `row_bytes` a point. Waits for the device.
+        """Return a record of the reordering, with its duration and the bytes it moved. Waits for the device.
 
         Args:
-            started: `clock`'s.
+            started: `clock` when it began. row_bytes: bytes of a point.
         """
         return Reordering(
             clock(self.order.device) - started, self.moved, self.moved * row_bytes, self.counts_before,
@@ -99,7 +99,7 @@ class PointMove:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds of a clock that is read when the device has done what it was given."""
+    """Wait for the device's queued work and return a clock's time in seconds."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
@@ -136,7 +136,7 @@ class Survey:
 
 
 def common_grid(means: Tensor, world: World) -> MortonGrid:
-    """The cells for all ranks' points together; the same on every rank.
+    """Return the grid for all ranks' points together. It is the same on every rank.
 
     Args:
         means: [N, 3] this rank's positions.
@@ -145,7 +145,7 @@ def common_grid(means: Tensor, world: World) -> MortonGrid:
 
 
 def order_keys(means: Tensor, categories: Tensor, grid: MortonGrid) -> Tensor:
-    """By the code of `interleaved_codes` in the grid for all ranks' points, then by category: 62 bits.
+    """Return 62-bit keys that sort by `interleaved_codes` in the grid for all ranks' points, then by category.
 
     Args:
         means: [N, 3] positions.
@@ -186,8 +186,8 @@ def plan_move(
         raise ValueError(f"a threshold of imbalance is at least 1, not {threshold}: 1 is even")
     placement = placement or Sharded()
     new = NewPoints(keys, positions or (lambda: keys.new_zeros(len(keys), 3)), weights, works, threshold)
-    settled = placement.settle(new, world)
-    send_order, table = _send_table(settled.owners, weights, placement, world)
+    placement_result = placement.place(new, world)
+    send_order, table = _send_table(placement_result.owners, weights, placement, world)
     send = table[world.rank][: world.size]
     receive = [row[world.rank] for row in table]
     by = keys
@@ -214,7 +214,7 @@ def plan_move(
         moved=moved,
         imbalance_before=imbalance(works),
         imbalance_after=imbalance(totals[world.size :]),
-        rebalanced=settled.redistributed,
+        rebalanced=placement_result.redistributed,
     )
 
 

@@ -80,13 +80,13 @@ def test_cells_are_cut_again_when_work_is_unbalanced() -> None:
     tree = space.tree
     keys = torch.arange(len(means))
 
-    def settled(work: torch.Tensor) -> bool:
+    def redistributed(work: torch.Tensor) -> bool:
         new = NewPoints(keys, lambda: means, work, [int(work.sum())], 1.1)
-        return space.settle(new, ALONE).redistributed
+        return space.place(new, ALONE).redistributed
 
-    assert not settled(torch.full((300,), 5)) and space.tree == tree
+    assert not redistributed(torch.full((300,), 5)) and space.tree == tree
     work = torch.where(means[:, 0] > 2, 9, 1)
-    assert settled(work) and space.tree != tree and space.tree is not None and space.placings == 2
+    assert redistributed(work) and space.tree != tree and space.tree is not None and space.placings == 2
     held = torch.zeros(CELLS, dtype=torch.int64).index_add_(0, space.tree.of(means), work)
     assert float(held.max() * CELLS / held.sum()) < 1.1
-    assert not settled(work), "it is as level as it can be"
+    assert not redistributed(work), "it is as level as it can be"

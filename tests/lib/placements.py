@@ -26,14 +26,14 @@ class HalfSpaces(Placement):
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
         return shares_of(self.owners(positions(), ranks), ranks)
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         return PlacementResult(self.owners(new.positions(), world.size))
 
 
 class Scattered(HalfSpaces):
     """Any point on any rank: the halves of a split, and points of equal keys, are not on the same."""
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         number = torch.arange(len(new.keys), device=new.keys.device) + world.rank
         return PlacementResult((number * 7 + new.keys % 11) % world.size)
 
@@ -41,9 +41,9 @@ class Scattered(HalfSpaces):
 class Backwards(HalfSpaces):
     """Ranges of equal work, the first for the last rank."""
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
-        settled = Sharded().settle(new, world)
-        return PlacementResult(world.size - 1 - settled.owners, settled.redistributed)
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
+        placed = Sharded().place(new, world)
+        return PlacementResult(world.size - 1 - placed.owners, placed.redistributed)
 
 
 class Wrong(HalfSpaces):
@@ -52,7 +52,7 @@ class Wrong(HalfSpaces):
     def __init__(self, owner: int | None) -> None:
         self._owner = owner
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         owners = torch.zeros_like(new.keys)
         if world.rank == world.size - 1 and self._owner is None:
             owners = owners.new_zeros(len(owners) + 1)

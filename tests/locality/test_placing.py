@@ -95,11 +95,11 @@ def test_what_lies_beyond_the_far_plane_is_not_needed() -> None:
         assert (high.sum() > POINTS / 3) == shows
 
 
-def settle(world: World, made: ByViews, where: torch.Tensor, threshold: float = 1.1) -> Any:
+def place(world: World, made: ByViews, where: torch.Tensor, threshold: float = 1.1) -> Any:
     work = torch.ones(len(where), dtype=torch.int64)
     keys = torch.arange(len(where))
     works = [sum(parts) for parts in zip(*all_gather_objects([len(where)], world), strict=True)]
-    return made.settle(NewPoints(keys, lambda: where, work, works, threshold), world)
+    return made.place(NewPoints(keys, lambda: where, work, works, threshold), world)
 
 
 def test_owners_are_kept_until_the_model_has_grown() -> None:
@@ -107,15 +107,15 @@ def test_owners_are_kept_until_the_model_has_grown() -> None:
     made, _ = placement(world, views(), place_again_at=2.0)
     owners = owners_of(made, where, 4)
     group_owners = made.group_owners
-    settled = settle(world, made, where)
-    assert not settled.redistributed and torch.equal(settled.owners, owners) and made.group_owners is group_owners
+    placed = place(world, made, where)
+    assert not placed.redistributed and torch.equal(placed.owners, owners) and made.group_owners is group_owners
     twice = torch.cat([where, where[: POINTS // 2] + 0.001])
-    settled = settle(world, made, twice)
-    assert not settled.redistributed and torch.equal(settled.owners[:POINTS], owners), "neighbours stay with neighbours"
+    placed = place(world, made, twice)
+    assert not placed.redistributed and torch.equal(placed.owners[:POINTS], owners), "neighbours stay with neighbours"
     more = torch.cat([where, where + 0.001, where + 0.002])
-    settled = settle(world, made, more)
+    placed = place(world, made, more)
     assert (
-        settled.redistributed
+        placed.redistributed
         and made.group_owners is not group_owners
         and made.group_owners is not None
         and made.group_owners.points == 3 * POINTS
@@ -128,9 +128,9 @@ def test_points_are_placed_again_when_a_rank_has_too_many() -> None:
     owners_of(made, where, 4)
     group_owners = made.group_owners
     heap = torch.cat([where, where[:1].expand(POINTS // 3, 3) + 0.02 * torch.randn(POINTS // 3, 3)])
-    settled = settle(world, made, heap)
-    assert settled.redistributed and made.group_owners is not group_owners
-    counts = torch.bincount(settled.owners, minlength=4)
+    placed = place(world, made, heap)
+    assert placed.redistributed and made.group_owners is not group_owners
+    counts = torch.bincount(placed.owners, minlength=4)
     assert counts.max() < 1.3 * counts.float().mean()
 
 
@@ -141,10 +141,10 @@ def test_placement_that_cannot_balance_is_not_retried() -> None:
     owners = owners_of(made, where, 3)
     assert sorted(torch.bincount(owners).tolist()) == [1024, 1024, 2048]
     group_owners = made.group_owners
-    assert not settle(world, made, where).redistributed and made.group_owners is group_owners
+    assert not place(world, made, where).redistributed and made.group_owners is group_owners
     again, _ = placement(world, views(), group_size=1024)
     again.load_state(made.state())
-    assert not settle(world, again, where).redistributed, "nor after a resume"
+    assert not place(world, again, where).redistributed, "nor after a resume"
 
 
 def test_state_dict_is_sufficient() -> None:
@@ -153,13 +153,13 @@ def test_state_dict_is_sufficient() -> None:
     owners = owners_of(made, where, 4)
     other, also = placement(alone(4, 2), views())
     other.load_state(made.state())
-    assert torch.equal(settle(alone(4, 2), other, where).owners, owners) and other.kind == made.kind == "ByViews 2x2"
+    assert torch.equal(place(alone(4, 2), other, where).owners, owners) and other.kind == made.kind == "ByViews 2x2"
     for view in range(VIEWS):
         mine, its = access.of(view), also.of(view)
         assert mine is not None and its is not None and np.array_equal(mine, its)
     cut_otherwise, nothing = placement(alone(4, 2), views(), patches=2)
     cut_otherwise.load_state(made.state())
-    assert torch.equal(settle(alone(4, 2), cut_otherwise, where).owners, owners) and nothing.of(0) is None
+    assert torch.equal(place(alone(4, 2), cut_otherwise, where).owners, owners) and nothing.of(0) is None
 
 
 @pytest.mark.parametrize("points", [0, 1, 3, 5, 40])
@@ -173,7 +173,7 @@ def test_tiny_models_and_views_that_show_nothing(points: int, seen: str | None) 
     remarks = made.remarks()
     assert bool(remarks) == (points > 0 and seen is not None and (points < 4 or seen == "away"))
     assert made.remarks() == [], "said once"
-    assert len(settle(alone(4, 2), made, where).owners) == points
+    assert len(place(alone(4, 2), made, where).owners) == points
 
 
 def test_nonfinite_and_far_positions_do_not_affect_others() -> None:
@@ -204,11 +204,11 @@ def placed(machines: int, world: World) -> list[Any]:
     shares = [share.tolist() for share in made.shares(len(where), lambda: where, world.size)]
     mine = where[shares[world.rank]]
     grown = torch.cat([mine, mine + 0.001])
-    settled = settle(world, made, grown)
+    placed = place(world, made, grown)
     assert made.group_owners is not None
     return [
         shares,
-        settled.redistributed,
+        placed.redistributed,
         made.group_owners.starts.tolist(),
         made.group_owners.owners.tolist(),
         access.state()[1].tolist(),

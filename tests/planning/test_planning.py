@@ -283,7 +283,7 @@ def test_exchanged_pixels_are_independent_of_the_model() -> None:
     seen = IN_SIGHT[4]
     every = 16 * 0.75 * (4 * seen + 4 * seen) * 1920 * 1080  # if owners drew no more of their pixels than others do
     assert small.traffic == large.traffic == pytest.approx(CROSSES[4] * every)
-    assert large.rows == 400 * small.rows and large.arrivals == 0
+    assert large.rows == 400 * small.rows and large.received_rows == 0
     assert small.layers == pytest.approx(4 * seen * 1920 * 1080)
     cut = share("pixel", Workload(1_000_000, 1920, 1080, views=1, gpus=4))
     assert cut.layers == pytest.approx(seen * 1920 * (1080 + 4 * 20)), "with halos"

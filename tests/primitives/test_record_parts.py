@@ -64,17 +64,17 @@ def test_there_and_back_through_memory(name: str, device: str) -> None:
     segments = [torch.zeros(1, CAPACITY, layout.record_floats, device=device) for _ in range(2)]
     for first, end in ((0, 4), (4, LINES)):
         layout.pack(rows, place, addresses(segments, 0), CAPACITY, first, end)
-    arrived = layout.unpack(torch.cat(segments), torch.tensor([5, REAL], device=device), 2)
+    received = layout.unpack(torch.cat(segments), torch.tensor([5, REAL], device=device), 2)
     for rank, sent in enumerate((range(0, REAL, 2), range(CAPACITY))):
         lines = slice(rank * CAPACITY, rank * CAPACITY + len(sent))
         for column in kind.names:
-            assert torch.equal(getattr(arrived, column)[lines], getattr(rows, column)[list(sent)]), column
-        assert arrived.slots[lines].tolist() == list(sent) and arrived.owners[lines].tolist() == [rank] * len(sent)
+            assert torch.equal(getattr(received, column)[lines], getattr(rows, column)[list(sent)]), column
+        assert received.slots[lines].tolist() == list(sent) and received.owners[lines].tolist() == [rank] * len(sent)
     # Each rank adds what it found of a row to the record there, which the owner adds up.
-    found = layout.records_of([getattr(arrived, column) for column in layout.widths])
+    found = layout.records_of([getattr(received, column) for column in layout.widths])
     sums = [torch.ones(1, CAPACITY, layout.record_floats, device=device) for _ in range(2)]
     slots = torch.arange(CAPACITY, dtype=torch.int32, device=device).repeat(2)
-    add_records(found, addresses(sums, 0), arrived.owners, slots)
+    add_records(found, addresses(sums, 0), received.owners, slots)
     records = layout.collect(place, rows.count, addresses(sums, 0), CAPACITY) - 1  # of rank 1
     seen = torch.zeros(LINES, device=device)
     seen[:CAPACITY] = 1

@@ -240,7 +240,7 @@ def freed(world: World) -> list[int]:
     move = plan_move(mine, torch.ones_like(mine), works, world, 1.1)
     assert (move.moved > 0) == (world.size > 1)
     regrouping, kept = (
-        Regrouping(move.leaving(mine) * 0, mine[:0], mine[:0], torch.zeros(0, 3)),
+        Regrouping(move.in_sending_order(mine) * 0, mine[:0], mine[:0], torch.zeros(0, 3)),
         OptimizerStates.here(params, {}),
     )
     move_rows(params, {}, regrouping, move, kept, world, edit)
@@ -255,7 +255,7 @@ def test_old_rows_are_freed_one_parameter_after_the_other(size: int) -> None:
 class RoundRobin(HalfSpaces):
     """Owners by parity of the first coordinate, but for every tenth point, which is the next rank's."""
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         x = new.positions()[:, 0].long()
         return PlacementResult((x + (x % 10 == 3).long()) % world.size)
 
@@ -285,8 +285,8 @@ def parted(world: World, at_once: int) -> dict[str, Any]:
     owners = torch.arange(90) + (torch.arange(90) % 10 == 3).long()
     held = torch.zeros(world.size, dtype=torch.int64).index_add_(0, owners % world.size, torch.arange(90) ** 2)
     assert move.imbalance_after == imbalance(held.tolist())
-    row_of = torch.empty_like(x).scatter_(0, move.leaving(torch.arange(len(x))), torch.arange(len(x)))
-    regrouping = Regrouping(move.leaving(torch.arange(len(x))), row_of[fresh], row_of[children], offsets)
+    row_of = torch.empty_like(x).scatter_(0, move.in_sending_order(torch.arange(len(x))), torch.arange(len(x)))
+    regrouping = Regrouping(move.in_sending_order(torch.arange(len(x))), row_of[fresh], row_of[children], offsets)
 
     def edit(name: str, rows: Tensor, part: Regrouping) -> None:
         if name == "means":

@@ -36,6 +36,7 @@ def test_allowed_names_are_allowed_in_their_file_alone(check):
     [
         ("identifiers", "ns_multigpu/a.py", "x = 1\nmy_room = 2\nmy_room = 3\n", [2]),
         ("identifiers", "tests/a.py", "def test_FirstRoom(): ...\n", [1]),
+        ("identifiers", "tests/a.py", "has_given_up = give = up = 1\n", [1]),
         ("identifiers", "ns_multigpu/room.py", "", [1]),
         ("identifiers", "cuda_ext/a.cu", "// room\nint first_room;\n", [2]),
         ("identifiers", "ns_multigpu/a.py", "groom = roomy = 'room'  # room\n", []),
@@ -50,6 +51,29 @@ def test_allowed_names_are_allowed_in_their_file_alone(check):
         ("docstrings", "strategies/a.py", 'class A:\n    x: int\n    """Which one."""\n', [3]),
         ("docstrings", "strategies/a.py", 'def f():\n    """\n    Where it is.\n    """\n', [2]),
         ("docstrings", "strategies/a.py", 'def f():\n    """Whatever."""\n    g()\n    "What"\n', []),
+        ("docstrings", "strategies/a.py", 'def f():\n    """Pass rows."""\n\n\ndef g():\n    """The rows."""\n', [6]),
+        *(
+            ("docstrings", "tools/a.py", f'class A:\n    def f(self):\n        """{text}"""\n', [3] * bad)
+            for text, bad in {
+                "Return it.": 0,
+                "All-gather it.": 0,
+                "Densify.": 0,
+                "Compress it.": 0,
+                "Returns it.": 1,
+                "A row.": 1,
+                "Of rows the last.": 1,
+                "[N] rows.": 1,
+                "`x` again.": 1,
+                "3D points.": 1,
+                "Adam's step.": 1,
+                "PSNR.": 1,
+            }.items()
+        ),
+        ("docstrings", "tools/a.py", 'class A:\n    @cached_property\n    def f(self):\n        """The rows."""\n', []),
+        ("docstrings", "tools/a.py", '@pytest.fixture\ndef f():\n    """The rows."""\n', []),
+        ("docstrings", "tools/a.py", 'class A:\n    """The rows."""\n    x: int\n    """The row."""\n', []),
+        ("docstrings", "tools/a.py", 'def f():\n    x = 1\n    """The row."""\n', []),
+        ("docstrings", "tests/a.py", 'def f():\n    """The rows."""\n', []),
         ("sentences", "README.md", "word " * 25 + "end.\n\n- " + "word " * 24 + "end. " + "word " * 9 + "\n", [1]),
         ("sentences", "docs/a.md", "One.\n" + "word\n" * 26, [2]),
         ("sentences", "docs/a.md", "| " + "word " * 30 + "|\n\n    " + "word " * 30 + "\n# " + "word " * 30, []),

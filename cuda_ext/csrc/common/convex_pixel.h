@@ -110,7 +110,7 @@ struct ConvexTraits {
     return convex_phi(levels, largest(levels)).value <= s.level;
   }
 
-  // A splat from a pixel. `may`: whether it can count; only then settle() finds whether it does.
+  // A splat from a pixel. `may`: whether it can count; only then find_alpha() finds whether it does.
   template <typename T>
   struct Sight {
     T qx, qy, levels[kCorners], most;
@@ -133,7 +133,7 @@ struct ConvexTraits {
   }
 
   template <typename T>
-  NSMG_HD static void settle(const ConvexSplat<T>& s, Sight<T>& m) {
+  NSMG_HD static void find_alpha(const ConvexSplat<T>& s, Sight<T>& m) {
     m.phi = convex_phi(m.levels, m.most);
     m.inside = reciprocal_fast(T(1) + exp2_fast(s.sharpness * m.phi.value));
     const T raw = s.opacity * m.inside;

@@ -254,7 +254,7 @@ NSMG_HD bool overlaps(T x, T y, T rx, T ry, T x0, T y0, T x1, T y1) {
 // From a row's half extents, makes its `radii`: what they are where it is drawn; minus its square where only that
 // touches the view; else 0. Returns whether it is drawn.
 template <typename T>
-NSMG_HD bool settle_radii(const Camera<T>& camera, T x, T y, T square, bool regular, bool alive, T& rx, T& ry) {
+NSMG_HD bool set_radii(const Camera<T>& camera, T x, T y, T square, bool regular, bool alive, T& rx, T& ry) {
   const bool seen = regular & overlaps(x, y, square, square, T(0), T(0), camera.width, camera.height);
   const bool drawn = seen & alive & overlaps(x, y, rx, ry, T(0), T(0), camera.width, camera.height);
   const T undrawn = seen ? -square : T(0);
@@ -278,8 +278,8 @@ NSMG_HD ProjectedRow<T> project_row(const C<T>& camera, const P<T>& point, T eps
   const T cutoff2 = row.splat.alive ? cutoff_squared(row.splat.opacity) : T(0);
   row.rx = outward(std::sqrt(cutoff2 * row.splat.variance_x), extent_margin<T>());
   row.ry = outward(std::sqrt(cutoff2 * row.splat.variance_y), extent_margin<T>());
-  row.alive = settle_radii(camera, row.splat.x, row.splat.y, row.splat.square, row.splat.regular, row.splat.alive,
-                           row.rx, row.ry);
+  row.alive = set_radii(camera, row.splat.x, row.splat.y, row.splat.square, row.splat.regular, row.splat.alive,
+                        row.rx, row.ry);
   return row;
 }
 

@@ -86,7 +86,7 @@ struct SurfelTraits {
     return (s.cutoff2 >= 0.0f) & (filter | !bounded | overlaps_box(ellipse, left, right, top, bottom));
   }
 
-  // A splat from a pixel. `may`: whether it can count; only then settle() finds whether it does.
+  // A splat from a pixel. `may`: whether it can count; only then find_alpha() finds whether it does.
   template <typename T>
   struct Sight {
     T px, py, dx, dy;  // (dx, dy): the splat's centre on the screen minus the pixel
@@ -124,7 +124,7 @@ struct SurfelTraits {
   }
 
   template <typename T>
-  NSMG_HD static void settle(const SurfelSplat<T>& splat, Sight<T>& m) {
+  NSMG_HD static void find_alpha(const SurfelSplat<T>& splat, Sight<T>& m) {
     m.inverse = reciprocal_fast(m.intersection.z != T(0) ? m.intersection.z : T(1));
     m.s = m.intersection.x * m.inverse;
     m.t = m.intersection.y * m.inverse;

@@ -11,10 +11,11 @@ from cuda_ext.dispatch.load import kernels_serve
 
 @torch.no_grad()
 def add_clock(total: Tensor, sign: int) -> None:
-    """Add or takes off the time at which the device comes here: around some work, first with -1 and then with 1, that
-    adds how long the work took. On CUDA nothing is read back, and a graph can hold it: each replay adds its own.
+    """Add `sign` times the device's current time to `total`, in stream order.
 
-    A GPU's clock may go on by a microsecond at a time. In the sum of many steps that evens out.
+    Called with -1 before some work and with 1 after it, it adds the work's duration. Nothing is read back on CUDA, so a
+    CUDA graph can contain it; each replay adds its own duration. A GPU's clock may advance by a microsecond at a time,
+    which averages out over many steps.
 
     Args:
         total: [1] int64 nanoseconds.

@@ -18,10 +18,10 @@ MOST_TABLES = 4
 
 @torch.no_grad()
 def take_lines(tables: Sequence[Tensor], at: Tensor, into: Sequence[Tensor]) -> None:
-    """Copy line `at` of each table to its place. Where there is no such line nothing is copied.
+    """Copy line `at` of each table to its place. Copies nothing if that line does not exist.
 
-    On CUDA nothing is read back, and a graph can hold it. What the host writes to a line has to be there when the step
-    is launched, and to stay until the device is past it.
+    Nothing is read back on CUDA, so a CUDA graph can contain it. The host must write a line before the step is
+    launched, and keep it until the device has read it.
 
     Args:
         tables: 1 to 4 of [L, W], contiguous, of numbers of 4 bytes; on CUDA in page-locked memory of the host, or on
@@ -52,7 +52,7 @@ def take_lines(tables: Sequence[Tensor], at: Tensor, into: Sequence[Tensor]) -> 
 
 @torch.no_grad()
 def keep_line(line: Tensor, table: Tensor, at: Tensor) -> None:
-    """Make `line` line `at` of the table, if there is one, and add 1 to `at`. A CUDA graph can hold it.
+    """Copy `line` to line `at` of the table, if that exists, and add 1 to `at`. A CUDA graph can contain it.
 
     Args:
         line: [W] float32. table: [L, W] float32. at: [1] int64. All contiguous, on one device.
@@ -73,7 +73,7 @@ def keep_line(line: Tensor, table: Tensor, at: Tensor) -> None:
 
 @torch.no_grad()
 def show_patches(images: Tensor, chosen: Tensor, patches: Sequence[int], pictures: Tensor) -> None:
-    """Copy rectangles of some images, one behind the other. A CUDA graph can hold it.
+    """Copy rectangles of some images, one after the other. A CUDA graph can contain it.
 
     Args:
         images: [V, H, W, C], contiguous.

@@ -17,9 +17,9 @@ def add_noise(
 ) -> None:  # fmt: skip
     """Move means by scale * gate * covariance @ noise (Kheradmand et al. 2024, equation 10), in place.
 
-    The gate is sigmoid(steepness * (threshold - opacity)). The noise is three normal numbers of a Gaussian's line in an
-    endless table, which follows from `start` alone (see `cuda_ext.reference.noise.table_normals`): who holds a Gaussian
-    does not matter. The same inputs give the same bits; another kind of device may round otherwise.
+    The gate is sigmoid(steepness * (threshold - opacity)). The noise is three normal numbers: a Gaussian's line of an
+    endless table that `start` determines (see `cuda_ext.reference.noise.table_normals`). It does not depend on the rank
+    that holds the Gaussian. The same inputs give the same bits on one type of device; others may round differently.
 
     Args:
         means: [N, 3], contiguous; overwritten. quats: [N, 4] (w, x, y, z) of any length but zero.

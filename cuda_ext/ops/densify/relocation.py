@@ -21,10 +21,10 @@ from cuda_ext.reference import relocation as reference
 
 @torch.no_grad()
 def draw_sources(sums: Tensor, empty: Tensor, *, start: int, taken: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Draw for each empty place a point, with replacement, in proportion to weights in integers.
+    """Draw a point for each empty place, with replacement, in proportion to integer weights.
 
-    Draw k, of the k-th empty place, is the number of 63 bits that SplitMix64 makes of (start, k), modulo the weights'
-    sum (`cuda_ext.reference.relocation.draws`). It is exact: the same inputs draw the same on every device.
+    Draw k, for the k-th empty place, is SplitMix64's 63-bit number of (start, k), modulo the weights' sum
+    (`cuda_ext.reference.relocation.draws`). It is exact: the same inputs draw the same points on every device.
 
     Args:
         sums: [N] int64, running sums of the weights; the last is below 2^62. empty: [N] bool, places to fill; their
@@ -51,8 +51,8 @@ def share_out(
     means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, copies: Tensor, *, min_opacity: float,
     sources: Tensor | None = None, numbers: Tensor | None = None, cleared: Sequence[Tensor] = (),
 ) -> None:  # fmt: skip
-    """Put each point that gets copies, and these, side by side along its longest axis, so that together they look as it
-    did alone, in place.
+    """Place a point and its copies in a row along its longest axis, in place, so that together they look as it did
+    alone.
 
     Of N parts, the point itself being number 0, part i moves by up to (2 i + 1 - N) / N standard deviations. All get
     the same share of the opacity and the same, shorter longest scale (`cuda_ext.reference.relocation.shares`).
@@ -84,7 +84,7 @@ def share_out(
 
 @torch.no_grad()
 def copy_rows(tensors: Sequence[Tensor], sources: Tensor) -> None:
-    """Row i of each tensor becomes row sources[i], in place, where that is not -1.
+    """Copy row sources[i] of each tensor to row i, in place, unless sources[i] is -1.
 
     Args:
         tensors: [N, ...] each, contiguous. sources: [N] int32. No row may be both copied and written.
@@ -120,7 +120,7 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def turn(quats: Tensor, vectors: Tensor) -> Tensor:
-    """Vectors by the rotations of quaternions, each independent of the other rows.
+    """Rotate vectors by quaternions. Each row is computed independently of the others.
 
     Args:
         quats: [M, 4] (w, x, y, z) of any length but zero. vectors: [B, M, 3].

@@ -45,7 +45,7 @@ def assign_patches(
     most_swaps: int = 1000,
     seconds: float = 0.0,
 ) -> AssignedPatches:
-    """Give each patch to a rank: alike in number, as many points as possible where they are, and loads level.
+    """Assign patches to ranks: equal numbers, most points local, balanced loads.
 
     Looks for the least of -alpha sum_j counts[j, W_j] + beta |send|_p + gamma |receive|_p + delta |draw|_p (equation 1
     with appendix C.1's norms), where rank k sends sent[k] + sum of counts[j, k] of patches that others draw, receives

@@ -32,10 +32,10 @@ def cell_windows(
 ) -> Tensor:
     """Return the depths that cells draw in the tiles of their patches: first <= depth < second.
 
-    A cell that does not draw a tile gives its stretch, half to the nearest cell before it that draws the tile, and half
-    to the nearest behind it. The first that draws a tile begins at -infinity, the last one ends at infinity. Of one
-    tile all cells' windows follow one another bit for bit. Worked out in float64, rounded after each operation, so that
-    a CPU and a GPU say the same. Nothing is read back.
+    A cell that does not draw a tile gives its interval there to the nearest cells before and behind that do, half to
+    each. The first cell that draws a tile begins at -infinity, the last one ends at infinity. All cells' windows of one
+    tile are consecutive, bit for bit. Computed in float64 and rounded after each operation, so that CPU and GPU agree.
+    Nothing is read back.
 
     Args:
         viewmats: [V, 4, 4] world-to-camera. Ks: [V, 3, 3] intrinsics, pixels.
@@ -96,8 +96,8 @@ def cells_reached(
 ) -> Tensor:
     """Return the rows that may lie in a cell's window of a tile; perhaps more. Nothing is read back.
 
-    A row counts as flat, at the depth of its mean. The middles of the tiles that its box overlaps get that depth;
-    a box around them, a little larger than rounding asks for, is compared with the cell's.
+    A row counts as flat, at the depth of its mean. The centres of the tiles that its box overlaps get that depth. A box
+    around them, enlarged by more than the rounding error, is compared with the cell's box.
 
     Args:
         view_ids: [M] int32; those of padding may be anything. means2d: [M, 2] pixels. radii: [M, 2] int32 half extents

@@ -32,7 +32,7 @@ __all__ = [
 
 @torch.no_grad()
 def gather_fragments(color: Tensor, alpha: Tensor, fragments: Sequence[int], out: Tensor) -> None:
-    """Copy rectangles out of patches, one behind the other.
+    """Copy rectangles of patches into a buffer, one after the other.
 
     Args:
         color: [P, C] of all patches, each row by row, contiguous. alpha: [P].
@@ -54,7 +54,7 @@ def gather_fragments(color: Tensor, alpha: Tensor, fragments: Sequence[int], out
 
 @torch.no_grad()
 def scatter_fragments(gradients: Tensor, fragments: Sequence[int], v_color: Tensor, v_alpha: Tensor) -> None:
-    """The way back of `gather_fragments`, of pieces that do not overlap: puts gradients where their pixels are.
+    """Write gradients to their fragments' pixels: the inverse of `gather_fragments` for fragments that do not overlap.
 
     Args:
         gradients: [N, C + 1].
@@ -77,7 +77,7 @@ def scatter_fragments(gradients: Tensor, fragments: Sequence[int], v_color: Tens
 def composite_fragments(received: Tensor, layers: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Composite patches of layers, front to back. Differentiable by `received`.
 
-    A pixel that no layer covers is black and lets all through.
+    A pixel that no layer covers is black, with a coverage of 0.
 
     Args:
         received: [N, C + 1] colours, premultiplied, and alphas of the layers' pixels, each layer row by row. Below 0:

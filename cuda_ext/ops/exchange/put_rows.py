@@ -23,10 +23,10 @@ def put_rows(
     gate_column: int = 0,
     offset: int = 0,
 ) -> None:
-    """Write the first `count` lines of each array to each rank's memory. Nothing else there is written, but perhaps
-    words of these lines that are not taken.
+    """Write the first `count` lines of each array to each rank's memory.
 
-    Addresses are trusted, as those of `cuda_ext.ops.exchange.row_exchange` are. On CUDA nothing is read back.
+    Nothing else is written there, except perhaps words of these lines that are not selected. Addresses are trusted, as
+    those of `cuda_ext.ops.exchange.row_exchange` are. On CUDA nothing is read back.
 
     Args:
         arrays: 1 to 8 of [M, ...], contiguous, of numbers of 4 bytes, from a multiple of 16 bytes on.

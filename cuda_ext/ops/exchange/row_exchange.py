@@ -82,11 +82,11 @@ def route_lines(
 ) -> None:
     """Find the ranks whose patches each row overlaps, and its position among the rows sent to each rank.
 
-    A call looks at lines first to end alone, so that rows can be sent before all of them are projected. Parts are taken
+    A call handles lines first to end only, so that rows can be sent before all of them are projected. Parts are handled
     in the order of the lines, from 0 to M.
 
-    A row overlaps a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
-    rule of `intersect`. Rows keep their order, so that the result is the same on every run.
+    A row overlaps a patch of its view if the box of `radii` around its mean contains a pixel centre of the patch, as in
+    `intersect`. Rows keep their order, so that the result is the same on every run.
 
     Args:
         view_ids: [M] int32. Of it, as of `means2d` and `radii`, only lines first to end are looked at.
@@ -155,7 +155,7 @@ def pack(rows: Any, place: Tensor, destinations: Tensor, capacity: int, first: i
 
 @torch.no_grad()
 def unpack(records: Tensor, counts: Tensor, views: int) -> ReceivedRows:
-    """Return the rows that arrived in the segments of all ranks, padded: what `intersect` and `rasterize` take.
+    """Return the padded rows received in the segments of all ranks: what `intersect` and `rasterize` take.
 
     Args:
         records: [ranks, capacity, 16] float32, written by `pack`. What lies behind a segment's count is not looked at.
@@ -180,8 +180,8 @@ def unpack(records: Tensor, counts: Tensor, views: int) -> ReceivedRows:
 def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
     """Return the sum of what the ranks have for each row: of lines `place[r, row]` of the segments at `sources[r]`.
 
-    Summed in the order of the ranks, so that the result is the same on every run. On CUDA this rank reads what lies on
-    the others.
+    Summed in the order of the ranks, so that the result is the same on every run. On CUDA this rank reads the other
+    ranks' memory.
 
     Args:
         place: [ranks, M] int32, from `route_lines`.
@@ -209,8 +209,7 @@ def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Ten
 
 @torch.no_grad()
 def add_records(records: Tensor, sinks: Tensor, owners: Tensor, slots: Tensor, system_scope: bool = False) -> None:
-    """Add each row's record to the one at `sinks[owners[row]]`, line `slots[row]`, as `rasterize_backward_into`
-    does with what it finds.
+    """Add each row's record to line `slots[row]` at `sinks[owners[row]]`, as `rasterize_backward_into` does.
 
     Args:
         records: [M, K] float32. Rows that are zero are not looked at any further, and may have no owner.

@@ -113,7 +113,7 @@ def unpack_wire(
     half: bool,
     slots: bool,
 ) -> ReceivedRows:
-    """Return the rows that arrived from all ranks, source by source, padded: what `intersect` and `rasterize` take.
+    """Return the rows received from all ranks, source by source and padded: what `intersect` and `rasterize` take.
 
     Args:
         wire: [W] int32. starts, capacities, rank, half, slots: see `pack_wire`; of what came from each rank.
@@ -140,29 +140,29 @@ def unpack_wire(
 
 
 @torch.no_grad()
-def keep_rows(rows: Any, place: Tensor, arrived: ReceivedRows, start: int, capacity: int, *, slots: bool) -> None:
-    """Put rows that do not leave among those that arrived: row k to line `start + place[k]`.
+def keep_rows(rows: Any, place: Tensor, received: ReceivedRows, start: int, capacity: int, *, slots: bool) -> None:
+    """Copy local rows to their lines among the received rows: row k to line `start + place[k]`.
 
     Rows whose place is -1, or not below the capacity, are left out, as `pack_wire` does.
 
     Args:
         rows, slots: see `pack_wire`.
         place: [M] int32, from `route_lines`: of this rank's own segment.
-        arrived: what `unpack_wire` returned, where this segment's start was `LOCAL`; written. `owners` are right.
+        received: what `unpack_wire` returned, where this segment's start was `LOCAL`; written. `owners` are right.
         start, capacity: the segment's first line there, and how many it has.
 
     Raises:
         TypeError, ValueError: types or shapes are wrong, or the segment leaves the lines.
         NativeBuildError: the operators cannot be compiled.
     """
-    columns, lines = columns_of(rows), len(arrived.means2d)
-    columns_of(arrived)
+    columns, lines = columns_of(rows), len(received.means2d)
+    columns_of(received)
     device = columns.means2d.device
-    check_tensors(torch.int32, device, place=(place, (len(columns.means2d),)), slots=(arrived.slots, (lines,)))
+    check_tensors(torch.int32, device, place=(place, (len(columns.means2d),)), slots=(received.slots, (lines,)))
     if not 0 <= start <= start + capacity <= lines:
-        raise ValueError(f"lines {start} to {start + capacity} are to be kept, of {lines} that arrived.")
+        raise ValueError(f"lines {start} to {start + capacity} are to be kept, of {lines} received lines.")
     op: Any = torch.ops.ns_multigpu.keep_rows if kernels_serve(columns.means2d) else composed.keep_rows
-    written = [column for name, column in arrived._asdict().items() if name != "owners"]
+    written = [column for name, column in received._asdict().items() if name != "owners"]
     op(*columns, place, *written, start, capacity, slots)
 
 
@@ -179,7 +179,7 @@ def pack_gradients(
     absgrad: bool,
     depth: bool = False,
 ) -> None:
-    """Write the gradients of what arrived to the segments of the ranks that it came from; not this one's own.
+    """Write the gradients of received rows to the segments of their ranks, except this rank's own.
 
     Args:
         records: [L, 16] float32 as `rasterize_backward_into` writes them, of the lines of `unpack_wire`.

@@ -42,13 +42,12 @@ def band_loss(
     out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor,
     clamp: bool = True,
 ) -> BandLoss:  # fmt: skip
-    """L1 and SSIM of a rectangle's own pixels, and the gradient of the whole view's loss by them.
+    """Return L1 and SSIM of a rectangle's own pixels, and the gradient of the whole view's loss by them.
 
-    The loss is a function of two sums over the view, those of `cuda_ext.l1_ssim`. Summed over rectangles whose own
-    pixels tile a view and whose halo extends ten pixels beyond them, wherever the view goes on, the sums are the
-    view's; and each pixel's gradient is that of the view's loss, to which windows centred in the halo contribute.
-    Where `inner` touches an edge of the rectangle, that edge is the view's border. Not
-    differentiable: the gradients are results.
+    The loss is a function of two sums over the view, those of `cuda_ext.l1_ssim`. Rectangles may tile a view by their
+    own pixels, with halos of ten pixels except at the view's border. The sums over all rectangles are then the view's,
+    and each pixel's gradient is that of the view's loss. Windows centred in the halo contribute to it. Where `inner`
+    touches an edge of the rectangle, that edge is the view's border. Not differentiable: the gradients are results.
 
     Args:
         out: [h w,3] blended colours, row by row. alpha: [h w] how much of each pixel they cover.
@@ -91,7 +90,7 @@ def band_loss_into(
     out: Tensor, alpha: Tensor, bands: Sequence[Band], *, scale: float, v_out: Tensor, v_alpha: Tensor,
     last: Tensor | None = None, clamp: bool = True,
 ) -> None:  # fmt: skip
-    """`band_loss` of several rectangles at once, which writes its results where they belong.
+    """Compute `band_loss` of several rectangles at once, and write the results in place.
 
     Args:
         out: [P,3], alpha: [P] as `band_loss`'s, of one rectangle after the other.

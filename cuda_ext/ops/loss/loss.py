@@ -18,7 +18,7 @@ SSIM_HALO = reference.HALF  # pixels a patch must show around its inner rectangl
 
 
 def l1_ssim(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of |pred - target| and of SSIM over a patch's inner rectangle.
+    """Sum |pred - target| and SSIM over a patch's inner rectangle.
 
     SSIM (Wang et al. 2004, equation 13) has an 11x11 Gaussian window of sigma 1.5, C1 = 0.01^2, C2 = 0.03^2, and
     counts at window centres whose window lies in the patch ("valid"). When patches with a halo of 5 px (less at the

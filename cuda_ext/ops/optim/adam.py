@@ -80,7 +80,7 @@ def adam_step_torch(
     set_grads_to_zero: bool,
     firsts: Sequence[Tensor] | None = None,
 ) -> None:
-    """`adam_step` in torch's operators, on any device; does not wait for the device.
+    """Compute `adam_step` with torch's operators, on any device. Does not wait for the device.
 
     Args:
         firsts: gradients that first moments get; None for `grads`.
@@ -95,7 +95,7 @@ def adam_step_torch(
 
 
 def mean_step(log_scales: Tensor, whole: float) -> Tensor:
-    """Return the part [N, 1] of Adam's step that means take: the middle of their scales over `whole`, at most 1.
+    """Return the part [N, 1] of Adam's step that means take: the middle of their scales divided by `whole`, at most 1.
 
     Args:
         log_scales: [N, 3], natural logarithms, world units.
@@ -110,7 +110,7 @@ def mean_step(log_scales: Tensor, whole: float) -> Tensor:
 
 @torch.no_grad()
 def shorten_step(optimizer: torch.optim.Optimizer, part: Tensor) -> None:
-    """Let the coming step of an Adam with one parameter be `part` of it; see `splat_update`'s `whole_step_scale`.
+    """Scale the next step of an Adam with one parameter by `part`; see `splat_update`'s `whole_step_scale`.
 
     Args:
         optimizer: its parameter [N, ...] has a gradient; a state is made where there is none.
@@ -153,7 +153,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 def fused_step(optimizers: Sequence[torch.optim.Optimizer], set_grads_to_zero: bool = False) -> None:
-    """Step all optimizers: those that are `FusedAdam` with one launch a device, others each by itself.
+    """Step all optimizers: those that are `FusedAdam` with one launch per device, others separately.
 
     Parameters without a gradient, and empty ones, are left out, as torch does.
 
@@ -237,11 +237,11 @@ class AdamStep:
         self.exp_avg_sqs[place] = self._states[place]["exp_avg_sq"] = exp_avg_sq
 
     def upload(self) -> None:
-        """Count a step and copy its numbers to the device."""
+        """Count a step and copy its scalars to the device."""
         self._ring.upload(self.count(), self.scalars.dtype, into=self.scalars)
 
     def launch(self, set_grads_to_zero: bool = False) -> None:
-        """Step with the numbers that were uploaded last.
+        """Step with the scalars uploaded last.
 
         Raises:
             ValueError: it was made without gradients.
@@ -268,7 +268,7 @@ def is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _entries(optimizer: FusedAdam, with_grads: bool) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
-    """Group, parameter and state of all that take part in a step; states are made where there are none."""
+    """Yield group, parameter and state of all parameters that take part in a step. Creates missing states."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if with_grads and (param.numel() == 0 or param.grad is None):
@@ -279,7 +279,7 @@ def _entries(optimizer: FusedAdam, with_grads: bool) -> Iterator[tuple[dict[str,
 
 
 def _make_state(state: dict[str, Any], param: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Put a step of 0 and moments of 0 into an empty state."""
+    """Initialise an empty state with a step of 0 and moments of 0."""
     if len(state) == 0:
         state["step"] = torch.tensor(0.0)  # on the host: it is read there
         for name in ("exp_avg", "exp_avg_sq"):

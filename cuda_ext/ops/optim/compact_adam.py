@@ -28,7 +28,7 @@ class CompactAdam(FusedAdam):
     moment_dtype = COMPACT
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Refuses.
+        """Raise an error: only fused steps update these moments.
 
         Raises:
             RuntimeError: always.

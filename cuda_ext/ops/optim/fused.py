@@ -81,10 +81,10 @@ def splat_forward(
     lazy: LazyAdam | None = None,
     boxes: Tensor | None = None,
 ) -> SplatRows:
-    """Culls against whole views, projects and evaluates colours: `cull`, `project` and `sh_colors` at once.
+    """Cull against whole views, project and evaluate colours: `cull`, `project` and `sh_colors` at once.
 
-    On CUDA nothing is read back, so it can be captured in a CUDA graph. At most 128 views, or 96 with
-    lenses. Not differentiable: its way back is `splat_update`.
+    On CUDA nothing is read back, so it can be captured in a CUDA graph. At most 128 views, or 96 with lenses. Not
+    differentiable: its backward pass is `splat_update`.
 
     Args:
         means: [N, 3] world coordinates.
@@ -174,7 +174,7 @@ def splat_update(
     max_ratio: float = 1.0,
     whole_step_scale: float = 0.0,
 ) -> None:
-    """Return the gradients of rows to the parameters and take Adam's step there, all in place.
+    """Propagate the rows' gradients to the parameters and apply Adam's step, all in place.
 
     Adam is dense: points without rows take the step of a gradient of zero, by which their moments decay and they move
     on.

@@ -150,7 +150,7 @@ def _update(
     opacity_weight: float, scale_weight: float, last: Tensor | None, table: Tensor | None, steps: Tensor | None,
     v_viewmats: Tensor | None, needles: Tensor | None, max_ratio: float, whole_step_scale: float,
 ) -> None:  # fmt: skip
-    """The same with moments of the parameters' type."""
+    """Update points whose moments have the parameters' type."""
     real = _real(point_ids, count)
     view_ids, point_ids, radii, conics, features = (t[real] for t in (view_ids, point_ids, radii, conics, features))
     alive = (radii > 0).all(-1)

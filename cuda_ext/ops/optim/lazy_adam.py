@@ -87,7 +87,7 @@ def lazy_serves(betas: tuple[float, float], eps: float) -> bool:
 def splat_flush(
     params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], lazy: LazyAdam
 ) -> None:
-    """Take all deferred steps in place and begin a new block. Without deferred steps nothing changes.
+    """Apply all deferred steps in place and begin a new block. Without deferred steps nothing changes.
 
     On CUDA nothing is read back, so it can be captured in a CUDA graph.
 

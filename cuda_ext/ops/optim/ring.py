@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class ScalarRing:
-    """Carries small tables of numbers to a device without waiting for it.
+    """Ring of pinned buffers that uploads small tables of numbers to a device without waiting for it.
 
-    A copy from pinned memory is done when the device gets there; until then the host must not touch the memory. So
-    there are several slots, each with an event that says when its copy is done. The host waits only if it is as many
+    The device copies from pinned memory when its stream gets there; until then the host must not write to the buffer.
+    So there are several slots, each with an event that marks the end of its copy. The host waits only if it is as many
     uploads ahead as there are slots.
 
     Args:

@@ -98,7 +98,7 @@ def step_gate(
     work: Tensor | None = None,
     totals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Decide whether a step is taken, keeps count, and gives what `splat_update` is to work with.
+    """Decide whether a step is taken, count it, and return the inputs of `splat_update`.
 
     It is taken unless a count exceeds its limit on any rank, or a step before was not taken since `status` was zero, or
     the number of deferred steps is at its maximum. All ranks decide the same if all give the same counts.

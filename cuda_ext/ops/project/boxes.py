@@ -59,8 +59,8 @@ def box_views(
     table: Tensor | None = None,
     compact: bool = False,
 ) -> Tensor:
-    """Return the views in which groups may be visible: wherever `splat_forward` without boxes would look for one of
-    their points.
+    """Return the views in which groups may be visible: wherever `splat_forward` without boxes would test one of their
+    points.
 
     Conservative: cuda_ext/csrc/common/box.h derives it from the test of a point, with what both may round.
 

@@ -158,7 +158,7 @@ def sh_colors(
 
 
 def three_sigma_radii(conics: Tensor) -> Tensor:
-    """Half the sides in pixels of the squares of 3 sigma around splats, as gsplat 1.4.0 computes its radii.
+    """Return half the sides in pixels of the 3-sigma squares around splats, as gsplat 1.4.0 computes its radii.
 
     3DGS's densification (Kerbl et al. 2023, section 5.2) calls that a point's size on screen.
 

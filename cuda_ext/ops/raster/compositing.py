@@ -13,7 +13,7 @@ __all__ = ["composite"]
 
 
 def composite(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
-    """Blend pixels over a background and clamps them to [0, 1], where splatfacto's loss looks at them.
+    """Blend pixels over a background and clamp them to [0, 1], as splatfacto's loss does.
 
     Differentiable by `out` and `alpha`; as with torch.clamp, a colour outside [0, 1] has no gradient.
 
@@ -40,7 +40,7 @@ def composite(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
 
 
 def blend(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
-    """Return `composite` [S, 3] before it clamps."""
+    """Return `composite` [S, 3] without the clamp."""
     return out[:, :3] + (1 - alpha)[:, None] * background
 
 

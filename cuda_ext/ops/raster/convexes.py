@@ -69,7 +69,7 @@ def project_convexes(
     means: Tensor, corners: Tensor, deltas: Tensor, sigmas: Tensor, opacities: Tensor, viewmats: Tensor, Ks: Tensor,
     sizes: Sequence[int], view_ids: Tensor, point_ids: Tensor, near: float = 0.01, far: float = 1e10,
 ) -> ConvexProjection:  # fmt: skip
-    """Project convexes into views and takes their 2D hulls (Held et al. 2024, section 3.2).
+    """Project convexes into views and take their 2D hulls (Held et al. 2024, section 3.2).
 
     A row that is not drawn in its whole view is dead: zero in all outputs, and without a gradient. Dead is also a
     convex of which a corner lies before the near plane, one whose corners project onto one line or nearly, and one of

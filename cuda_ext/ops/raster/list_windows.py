@@ -14,7 +14,7 @@ __all__ = ["clip_lists"]
 
 @torch.no_grad()
 def clip_lists(tile_offsets: Tensor, row_ids: Tensor, depths: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave in each tile's list the rows whose depth lies in the tile's window.
+    """Restrict each tile's list to the rows whose depth lies in the tile's window.
 
     Lists are in order of depth, so that what is left is a run of each. Nothing is read back to the host.
 

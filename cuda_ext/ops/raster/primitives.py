@@ -35,8 +35,8 @@ def serves(like: Tensor, title: str) -> bool:
 
 
 def box_lists(rows: Any, view_ids: Tensor, patches: Sequence[int], tile_size: int = 16) -> tuple[Tensor, Tensor]:
-    """Return the lists of `intersect` for projected rows: of each tile those whose box of `radii` has a pixel centre in
-    it."""
+    """Return the lists of `intersect` for projected rows: for each tile the rows whose box of `radii` contains one of
+    its pixel centres."""
     means2d, opacities, depths = rows.means2d.detach(), rows.row_opacities.detach(), rows.depths.detach()
     everywhere = depths.new_zeros(len(depths), 3)  # a conic without a bound: the box alone decides
     return intersect(means2d, everywhere, opacities, rows.radii, depths, view_ids, patches, tile_size)

@@ -70,8 +70,8 @@ def intersect_capacity(
     tile_size: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `intersect` with a capacity of `capacity` intersections: on CUDA it never waits for the device, so that a
-    CUDA graph can hold it.
+    """Return `intersect` with a capacity of `capacity` intersections. On CUDA it never waits for the device, so a CUDA
+    graph can contain it.
 
     Args:
         means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size: as `intersect`.
@@ -211,7 +211,7 @@ def _intersect_fake(means2d, conics, row_opacities, radii, depths, view_ids, pat
 def raster_state_size(
     like: Tensor, row_ids: Tensor, patches: Sequence[int], tile_size: int, quads: int, sums: int
 ) -> int:
-    """Floats that forward keeps for backward: on CUDA as RasterState in csrc/cuda/raster/rasterize.h lays them out.
+    """Return the number of floats that forward keeps for backward: on CUDA RasterState of csrc/cuda/raster/rasterize.h.
 
     Args:
         like: [M, ...] a column of rows. quads: float4 of a packed row.

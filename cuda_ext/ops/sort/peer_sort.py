@@ -78,7 +78,7 @@ def sort_pairs(
 
 
 def publish_count(count: Tensor, addresses: Sequence[int], limit: int) -> None:
-    """Write a number to a place on every rank.
+    """Write a number to the given address on every rank.
 
     Args:
         count: [1] int64.
@@ -224,8 +224,9 @@ def band_lists(
 
     Returns:
         tile_offsets [T+1] int32, row_ids [C] int32 (-1 behind the last list) and count [1] int64, the true number of
-        pairs, as `intersect_capacity`; the tiles are those of the bands, band after band. A row that has not arrived,
-        for lack of capacity, is listed as some line of its owner's: retry the step, as with a count above the capacity.
+        pairs, as `intersect_capacity`; the tiles are those of the bands, band after band. A row that was not
+        received, for lack of capacity, is listed as some line of its owner's. Then retry the step, as if the count had
+        exceeded the capacity.
 
     Raises:
         TypeError, ValueError: types, devices, shapes, bands, segment or capacity are wrong.

@@ -32,7 +32,7 @@ class Feedback(Enum):
 
 
 class Assignment(ABC):
-    """Cuts a batch of views into patches and gives each to a rank. Every rank computes the same plan."""
+    """Assignment of the patches of a batch of views to ranks. Every rank computes the same plan."""
 
     learns: ClassVar[Feedback] = Feedback.NOTHING
     """Input of `learn`."""
@@ -137,11 +137,12 @@ class RoundRobinViews(Assignment):
 
 
 class TileRanges(Assignment):
-    """Every view of the batch is cut into bands of whole rows of tiles, so that all ranks have equal work.
+    """Assignment that cuts every view of the batch into bands of whole rows of tiles, so that all ranks have equal
+    work.
 
-    The views' rows of tiles, one view after the other, are one line that is cut into as many stretches as there are
-    ranks: a rank gets a band of a large view, or several small views, or the end of one and the beginning of the next.
-    Where images are held does not count: a band of an image is small compared with the splats that it needs.
+    The rows of tiles of all views form one sequence, which is cut into one run for each rank. A rank gets a band of a
+    large view, several small views, or the end of one and the beginning of the next. The ranks that hold images do not
+    matter: a band of an image is small compared with its splats.
 
     Args:
         work: the work of each row, as far as it is known; the same on every rank.
@@ -159,7 +160,7 @@ class TileRanges(Assignment):
         return self._plan(views, work, ideal_cuts(work, ranks))
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """As `assign`, but cut where an earlier batch was cut if that is nearly as even."""
+        """Assign patches as `assign` does, or by an earlier batch's cuts if they balance work nearly as well."""
         work = self.work.estimate(views)
         before = list(accumulate((amount for rows in work for amount in rows), initial=0))
 
@@ -178,8 +179,8 @@ class TileRanges(Assignment):
         self.work.learn(views, counts[: sum(map(self.work.rows, views))])
 
     def state(self) -> list[list[int]]:
-        """A row a view: its number, then the work of each of its rows of tiles. Then a row for cuts that are kept, -1
-        and the cuts."""
+        """Return rows of integers for a checkpoint. A row is a view's number and the work of each of its rows of tiles,
+        or -1 and one set of cuts that is kept."""
         known = [[index, *counts] for index, counts in sorted(self.work.counts.items())]
         return known + [[-1, *cuts] for cuts in self._kept]
 

@@ -1,7 +1,7 @@
-"""Views of like work in one step, so that ranks with a view each do not wait for the one with the most to draw.
+"""Batches of views with similar work, so that ranks with one view each do not wait for the slowest.
 
-How much there is to draw differs: a view from the air that looks straight down sees a third of what an oblique one
-does, and a step takes as long as the longest of its views. Gains: benchmarks/results/whole-runs.md.
+Work differs by view: an aerial view straight down shows a third of what an oblique view shows. A step takes as long as
+the longest of its views. Gains: benchmarks/results/whole-runs.md.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,11 +61,11 @@ def depths_seen(points: Tensor, views: Sequence[View]) -> Iterator[Tensor]:
 
 
 def alike(order: Sequence[int], work: Sequence[float], size: int, lead: int = 0) -> list[int]:
-    """The same views in another order, in which those of a step have like work.
+    """Return the views of an epoch in an order in which the views of each step have similar work.
 
-    The views of `WINDOW` steps at a time are sorted by their work and cut into steps; these stay in the order in which
-    the first view of each was drawn. Views that complete the step of the epoch before, or that begin a step which the
-    next completes, stay where they are. An epoch has each view once.
+    Sorts the views of `WINDOW` steps at a time by their work and cuts them into steps. Steps keep the order in which
+    the first view of each was drawn. Views that complete a step of the previous epoch, or begin one that the next epoch
+    completes, keep their places. An epoch has each view once.
 
     Args:
         order: views of an epoch. work: of each view of the capture.

@@ -1,4 +1,4 @@
-"""Places along the Z-order (Morton) curve."""
+"""Positions along the Z-order (Morton) curve."""
 
 from torch import Tensor
 
@@ -7,14 +7,14 @@ MOST_BITS = 20
 
 
 def interleaved(places: Tensor) -> Tensor:
-    """The bits of the three int64s of each row of `places` [..., 3] in turn, the first one's lowest; of each its
-    `MOST_BITS` lowest."""
+    """Interleave the low `MOST_BITS` bits of the three int64s of each row of `places` [..., 3]; the first one's bit is
+    the lowest (Morton code)."""
     x, y, z = _spread(places).unbind(-1)
     return x | y << 1 | z << 2
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Two zeros between each bit and the next."""
+    """Insert two zeros between each bit and the next."""
     for shift, mask in (
         (32, 0x001F00000000FFFF),
         (16, 0x001F0000FF0000FF),

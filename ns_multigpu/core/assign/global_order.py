@@ -1,7 +1,7 @@
-"""The order of rows that lie on any rank: where each stands among all ranks' rows, and what stands before it.
+"""Global order of rows that are distributed over ranks: each row's position among all ranks' rows, and sums before it.
 
-Keys are sent to ranks that hold equal ranges of them and sorted there; results return to where the keys came
-from. What a rank asks of others is a few numbers for each of its own rows: no rank holds all of them.
+Keys are sent to ranks that hold equal ranges of them, and sorted there. Results return to the keys' ranks. A rank
+exchanges a few numbers for each of its own rows; no rank holds all rows.
 """
 
 from bisect import bisect_left
@@ -35,7 +35,7 @@ class GlobalOrder:
 
     @staticmethod
     def of(keys: Tensor, world: World, ties: Tensor | None = None, *, ascending: bool = False) -> "GlobalOrder":
-        """The order by key, then by tie, then by rank and row. Every rank calls it.
+        """Return the order by key, then tie, then rank and row. Every rank calls it.
 
         Args:
             keys: [N] int64 in [0, 2^62), in any order.
@@ -60,10 +60,10 @@ class GlobalOrder:
         )
 
     def before(self, values: Tensor) -> Tensor:
-        """The sum of `values` [N] int64 over all ranks' rows that stand before each of this rank's, [N] int64. Every
-        rank calls it."""
-        leaving = values if self._send_order is None else values[self._send_order]
-        there = exchange_rows(leaving, self._send, self._receive, self._world)[self._order]
+        """Return, for each of this rank's rows, the sum of `values` [N] int64 over all ranks' rows before it, [N]
+        int64. Every rank calls it."""
+        outgoing = values if self._send_order is None else values[self._send_order]
+        there = exchange_rows(outgoing, self._send, self._receive, self._world)[self._order]
         sums = there.cumsum(0)
         totals = all_gather_ints([int(sums[-1]) if len(sums) else 0], self._world)
         sums += sum(row[0] for row in totals[: self._world.rank]) - there
@@ -71,8 +71,11 @@ class GlobalOrder:
 
 
 def _splitters(keys: Tensor, world: World) -> Tensor:
-    """[ranks - 1] int64 ascending, the same on every rank: keys that part all ranks' ones [N], ascending on each, into
-    about equal numbers. What is found does not depend on them: equal keys have one rank, wherever that is."""
+    """Return [ranks - 1] int64 keys, ascending and equal on all ranks, that split all ranks' keys into about equal
+    numbers.
+
+    `keys` [N] are ascending on each rank. The order does not depend on the splitters: one rank gets all equal keys.
+    """
     if len(keys) and world.size > 1:
         sample = keys[(torch.arange(_SAMPLES, device=keys.device) * 2 + 1) * len(keys) // (2 * _SAMPLES)].tolist()
     else:
@@ -86,7 +89,7 @@ def _splitters(keys: Tensor, world: World) -> Tensor:
 
 
 def _by_ties(keys: Tensor, order: Tensor, ties: Tensor) -> Tensor:
-    """The same order [N] of sorted keys [N], but rows with equal keys in that of their ties [N]: few as a rule."""
+    """Return `order` [N] of sorted keys [N] with rows of equal keys sorted by their ties [N]. Equal keys are rare."""
     equal = keys[1:] == keys[:-1]
     among = torch.nn.functional.pad(equal, (1, 0)) | torch.nn.functional.pad(equal, (0, 1))
     places = among.nonzero().flatten()
@@ -99,6 +102,6 @@ def _back(
     found: Tensor, order: Tensor, send_order: Tensor | None, send: list[int], receive: list[int], world: World
 ) -> Tensor:
     """Return the values of ordered rows to their source ranks and rows."""
-    arrived = torch.empty_like(found).scatter_(0, order, found)
-    returned = exchange_rows(arrived, receive, send, world)
+    unsorted = torch.empty_like(found).scatter_(0, order, found)
+    returned = exchange_rows(unsorted, receive, send, world)
     return returned if send_order is None else torch.empty_like(returned).scatter_(0, send_order, returned)

@@ -23,12 +23,12 @@ class ImagePart:
 
     @staticmethod
     def whole(data: Mapping[str, Tensor]) -> "ImagePart":
-        """The part that is all of an image."""
+        """Return the part that contains an entire image."""
         height, width = data["image"].shape[:2]
         return ImagePart((0, 0, width, height), data)
 
     def under(self, rectangle: Rectangle) -> "ImagePart":
-        """The part of this one under a smaller rectangle; its tensors are views, nothing is copied.
+        """Return the part of this one within a smaller rectangle. Its tensors are views; nothing is copied.
 
         Raises:
             ValueError: the rectangle is not empty, and extends beyond this one.
@@ -63,6 +63,6 @@ def overlap(a: Rectangle, b: Rectangle) -> Rectangle | None:
 
 
 def area(rectangle: Rectangle) -> int:
-    """Its pixels."""
+    """Return the number of pixels of a rectangle; 0 if it is empty."""
     x0, y0, x1, y1 = rectangle
     return max(x1 - x0, 0) * max(y1 - y0, 0)

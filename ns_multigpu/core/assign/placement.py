@@ -70,7 +70,7 @@ class Placement(ABC):
 
     @property
     def kind(self) -> str | None:
-        """Return the placement's name in a checkpoint with rows rank by rank; None if rows are in the whole model's
+        """Placement's name in a checkpoint with rows rank by rank; None if rows are in the whole model's
         order. A run with as many ranks and the same kind resumes with each rank's points."""
         return None if self.in_ranges else type(self).__name__
 
@@ -146,7 +146,7 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         """Return the owners of points after a refinement. Every rank calls it together, each with its own points."""
 
     @final
@@ -177,7 +177,7 @@ class Replicated(Placement):
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
         return [range(count)] * ranks
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         """Keep each rank's copy."""
         return PlacementResult(torch.full_like(new.keys, world.rank))
 
@@ -219,7 +219,7 @@ class Sharded(Placement):
             )
         return [range(bounds[rank], bounds[rank + 1]) for rank in range(ranks)]
 
-    def settle(self, new: NewPoints, world: World) -> PlacementResult:
+    def place(self, new: NewPoints, world: World) -> PlacementResult:
         """Assign ranges of keys. Equal keys have one owner.
 
         If a rank has more than `threshold` times the mean work, the ranges are cut again into equal work. Otherwise

@@ -1,4 +1,4 @@
-"""A plan: who draws what of a step's batch, and whose pixels are whose."""
+"""Plan of a step's batch: which rank draws which patches, and which rank owns which pixels."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -36,12 +36,13 @@ class Plan:
 
     @staticmethod
     def of(drawn: Iterable[Iterable[Patch]], owned: Iterable[Iterable[Patch]] | None = None) -> "Plan":
-        """The plan of these patches, by rank; who draws a patch owns it unless `owned` says otherwise."""
+        """Return the plan of patches given by rank. A patch's owner is the rank that draws it unless `owned` is
+        given."""
         patches = tuple(tuple(of_rank) for of_rank in drawn)
         return Plan(patches, patches if owned is None else tuple(tuple(of_rank) for of_rank in owned))
 
     def without_halos(self) -> "Plan":
-        """The same for pixels alone: no loss, no windows, and what lies in a halo is another rank's."""
+        """Return the plan with halos of 0, for rendering without a loss. Other ranks draw those pixels."""
         drawn, owned = (
             tuple(tuple(replace(patch, halo=0) for patch in patches) for patches in ranks)
             for ranks in (self.drawn, self.owned)
@@ -49,21 +50,21 @@ class Plan:
         return replace(self, drawn=drawn, owned=owned)
 
     def patches(self) -> list[Patch]:
-        """All that is drawn, in an order that does not depend on who draws it: by view, then row, then column."""
+        """Return all drawn patches by view, then row, then column. The order is independent of their ranks."""
         drawn = (patch for patches in self.drawn for patch in patches)
         return sorted(drawn, key=lambda patch: (patch.view, patch.y0, patch.x0))
 
     def views(self) -> list[int]:
-        """Positions of the views that any rank owns pixels of, ascending: all of the batch's."""
+        """Return the positions of all views that any rank owns pixels of, ascending: all of the batch's."""
         return sorted({patch.view for patches in self.owned for patch in patches})
 
     def views_of(self, rank: int) -> list[int]:
-        """Positions of the views that `rank` draws, ascending."""
+        """Return the positions of the views that `rank` draws, ascending."""
         return sorted({patch.view for patch in self.drawn[rank]})
 
 
 def rectangles(plan: Plan, views: Sequence[View], numbers: Sequence[int]) -> list[int]:
-    """6 integers for each patch: the number of the rank that draws it, view, x0, y0, x1, y1, halo included."""
+    """Return 6 integers for each patch: number of the rank that draws it, view, x0, y0, x1, y1, halo included."""
     return [
         n
         for rank, patches in enumerate(plan.drawn)

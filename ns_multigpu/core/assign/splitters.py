@@ -1,7 +1,7 @@
-"""Keys that cut rows that are spread over the ranks, each rank's sorted by key, into ranges of wanted weights.
+"""Splitter keys that cut distributed rows, sorted by key on each rank, into ranges of wanted weights.
 
-Splitters are found digit by digit in the integers, from sums that all ranks add up: whatever the ranks are, and whether
-a rank owns nothing or everything, a splitter is one step away from the work that belongs to its left.
+Splitters are found digit by digit in the integers, from sums over all ranks. The result does not depend on how rows are
+distributed, even if one rank has none or all of them. Equal keys are on one side of a splitter.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ _DIGITS = (11, 11, 10, 10, 10, 10)
 
 
 def imbalance(works: Sequence[int]) -> float:
-    """The most of them / their mean; 1 if there are none."""
+    """Return the largest work divided by the mean; 1 if there is no work."""
     return max(works) * len(works) / sum(works) if sum(works) > 0 else 1.0
 
 
 def find_splitters(keys: Tensor, sums: Tensor, targets: Sequence[int], world: World) -> Tensor:
-    """Keys such that the weight of all ranks' smaller keys is as near to each target as equal keys allow.
+    """Return keys such that the weight of all ranks' smaller keys is as close to each target as equal keys allow.
 
-    Every rank calls it. The host waits for nothing: what is found stays on the device.
+    Every rank calls it. The host does not wait: the result stays on the device.
 
     Args:
         keys: [N] int64 in [0, 2^62), ascending.
@@ -49,5 +49,5 @@ def find_splitters(keys: Tensor, sums: Tensor, targets: Sequence[int], world: Wo
 
 
 def _below(ends: Tensor, keys: Tensor, sums: Tensor, world: World) -> Tensor:
-    """The weight of all ranks' keys below each of `ends`."""
+    """Return the weight of all ranks' keys below each of `ends`."""
     return add_up(sums[torch.searchsorted(keys, ends)], world)

@@ -1,4 +1,4 @@
-"""The one sequence from which every rank takes its views."""
+"""Sequence of training views, the same on every rank."""
 
 import random
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class ViewSequence:
         self.arrange: Callable[[list[int], int], list[int]] | None = None
 
     def at(self, position: int) -> int:
-        """The view at `position`, counted from 0."""
+        """Return the view at `position`, counted from 0."""
         if self._draw is None:
             epoch, place = divmod(position, self._count)
             if epoch not in self._epochs:
@@ -71,5 +71,5 @@ class ViewSequence:
             self._shuffled += 1
 
     def batch(self, step: int, size: int) -> list[int]:
-        """The `size` views of a step."""
+        """Return the `size` views of a step."""
         return [self.at(step * size + i) for i in range(size)]

@@ -1,7 +1,7 @@
-"""The sum of replicated parameters' gradients, in a few large all-reduces that start while backward still runs.
+"""Sum of replicated parameters' gradients, in a few large all-reduces that overlap with backward.
 
-DistributedDataParallel does this for a module whose parameters never change. Densification replaces ours, so the
-buckets are rebuilt whenever the parameters are other tensors than before.
+DistributedDataParallel does this for modules whose parameters never change. Densification replaces ours, so buckets are
+rebuilt whenever the parameters are new tensors.
 """
 
 from dataclasses import dataclass, field
@@ -29,10 +29,10 @@ class _Bucket:
 
 
 class GradientBuckets:
-    """Sums `.grad` of the watched parameters over all ranks.
+    """Buckets that sum `.grad` of the watched parameters over all ranks.
 
-    Buckets are filled in the order in which gradients usually become ready, the reverse of the parameters', and leave
-    in that order on every rank, whatever the order in which a rank's backward finishes them.
+    Buckets are filled in the order in which gradients usually become ready, the reverse of the parameters'. Every rank
+    sends them in that order, even if its backward finishes them in another.
     """
 
     def __init__(self, world: World, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -46,7 +46,7 @@ class GradientBuckets:
         self._armed = False
 
     def watch(self, params: list[Tensor]) -> None:
-        """Make ready for one backward over `params`: leaves that require a gradient; the same list on every rank."""
+        """Prepare one backward over `params`: leaves that require a gradient, the same list on every rank."""
         if self._world.group is None:
             return
         wanted = [p for p in params if p.requires_grad]
@@ -77,7 +77,7 @@ class GradientBuckets:
             bucket.work, bucket.flat, bucket.views = None, None, []
 
     def finish_unready(self, params: list[Tensor]) -> None:
-        """`finish` in the place of a backward that failed, or never began: sums that mean nothing, but none is missing.
+        """Run `finish` in place of a backward pass that failed or never began: meaningless sums, but all of them.
 
         Args:
             params: as given to `watch`.

@@ -1,7 +1,7 @@
-"""Differentiable collectives. Each carries its mirror: what moves one way forwards moves the other way backwards.
+"""Differentiable collectives. The backward pass of each is its mirror: it sends gradients in the reverse direction.
 
-The convention of all of them: the loss of the job is the *sum* of the ranks' losses, and a rank's gradient is that of
-the sum. In a world of one each is the identity. All take empty tensors, and rows whose number differs by rank.
+The loss of the job is the *sum* of the ranks' losses, and a rank's gradient is that of the sum. In a world of one rank
+each collective is the identity. All accept empty tensors, and rows whose number differs by rank.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from ns_multigpu.core.dist.world import World
 
 
 def sum_all(x: Tensor, world: World) -> Tensor:
-    """The sum of every rank's `x` (one shape everywhere), on every rank. Backward: the sum of the gradients."""
+    """Return the sum of `x` over all ranks (same shape everywhere). Backward: the sum of the gradients."""
     return x if world.group is None else _SumAll.apply(x, world)  # type: ignore[no-any-return]
 
 
 def broadcast(x: Tensor, source: int, world: World) -> Tensor:
-    """`x` of rank `source` (one shape everywhere), on every rank. Backward: the gradients' sum, at the source."""
+    """Return rank `source`'s `x` on every rank (same shape everywhere). Backward: the gradients' sum, at the source."""
     return x if world.group is None else _Broadcast.apply(x, source, world)  # type: ignore[no-any-return]
 
 
 def exchange_counts(counts: Sequence[int], world: World) -> list[int]:
-    """Exchange the numbers of rows: `counts[r]` go to rank r; returns how many come from each.
+    """Exchange the numbers of rows: `counts[r]` is for rank r. Return the numbers from all ranks.
 
     Host integers over the control group: it waits for the other ranks, not for the device.
 
@@ -62,7 +62,8 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], world:
 
 
 def all_gather_rows(x: Tensor, world: World) -> tuple[Tensor, list[int]]:
-    """Every rank's rows, rank 0's first, and how many came from each. Backward: summed at each row's own rank."""
+    """Return all ranks' rows, rank 0's first, and the number of rows of each rank. Backward: each row's gradients are
+    summed at its own rank."""
     if world.group is None:
         return x, [x.shape[0]]
     counts = [row[0] for row in all_gather_ints([x.shape[0]], world)]
@@ -70,20 +71,22 @@ def all_gather_rows(x: Tensor, world: World) -> tuple[Tensor, list[int]]:
 
 
 def all_gather_ints(values: Sequence[int], world: World) -> list[list[int]]:
-    """Every rank's integers (equally many on each), over the control group; row r is rank r's."""
+    """Return every rank's integers (equally many on each), over the control group. Row r is rank r's."""
     return cast(list[list[int]], _all_gather(torch.tensor(list(values), dtype=torch.int64), world))
 
 
 def all_gather_ints_on_device(values: Sequence[int], world: World) -> list[list[int]]:
-    """As `all_gather_ints`, through the group that carries tensors: by NCCL on GPUs, which is quicker. It waits for the
-    device, and is for where all ranks go on together anyway."""
+    """Return what `all_gather_ints` does, through the group for tensors: on GPUs by NCCL, which is faster.
+
+    The host waits for the device. Use it only where all ranks wait for each other anyway.
+    """
     if world.group is None:
         return [list(values)]
     return gather_on_device(on_device(values, world), world)
 
 
 def gather_on_device(x: Tensor, world: World) -> list[list[int]]:
-    """Every rank's `x`, [K] int64 on its device: row r is rank r's. The host waits once, when all of it is there."""
+    """Return every rank's `x` [K] int64 (on its device) as lists. Row r is rank r's. The host waits once."""
     if world.group is None:
         return [x.tolist()]
     table = x.new_empty(world.size * len(x))
@@ -99,20 +102,20 @@ def on_device(values: Sequence[int], world: World) -> Tensor:
 
 
 def sum_ints_on_device(x: Tensor, world: World) -> list[int]:
-    """The sums over all ranks of `x`, [K] int64 on the rank's device, which is overwritten. See
+    """Return the sums over all ranks of `x` [K] int64 (on the rank's device). Overwrites `x`. See
     `all_gather_ints_on_device`."""
     return cast(list[int], add_up(x, world).tolist())
 
 
 def add_up(x: Tensor, world: World) -> Tensor:
-    """`x`, a few numbers that the host sends about points rather than points, summed over all ranks into itself."""
+    """Sum `x` over all ranks in place and return it. For a few numbers, not points: its bytes are not counted."""
     if world.group is not None and x.numel():
         dist.all_reduce(x, group=world.group)
     return x
 
 
 def all_gather_floats(values: Sequence[float], world: World) -> list[list[float]]:
-    """As `all_gather_ints`, for float64."""
+    """Return every rank's floats as float64; otherwise like `all_gather_ints`."""
     return cast(list[list[float]], _all_gather(torch.tensor(list(values), dtype=torch.float64), world))
 
 
@@ -125,7 +128,7 @@ def _all_gather(mine: Tensor, world: World) -> list[Any]:
 
 
 def broadcast_object(value: Any, source: int, world: World) -> Any:
-    """Any picklable `value` of rank `source`, on every rank, over the control group."""
+    """Return rank `source`'s picklable `value` on every rank, over the control group."""
     if world.control is None:
         return value
     box = [value]
@@ -134,7 +137,7 @@ def broadcast_object(value: Any, source: int, world: World) -> Any:
 
 
 def broadcast_int(value: int, world: World) -> int:
-    """An integer of rank 0, on every rank, over the control group: cheap enough for every step."""
+    """Return rank 0's integer on every rank, over the control group: cheap enough for every step."""
     if world.control is None:
         return value
     box = torch.tensor([value], dtype=torch.int64)
@@ -143,7 +146,7 @@ def broadcast_int(value: int, world: World) -> int:
 
 
 def max_int(value: int, world: World) -> int:
-    """The largest of the ranks' integers, on every rank, over the control group: cheap enough for every step."""
+    """Return the largest of the ranks' integers on every rank, over the control group: cheap enough for every step."""
     if world.control is None:
         return value
     box = torch.tensor([value], dtype=torch.int64)
@@ -152,7 +155,7 @@ def max_int(value: int, world: World) -> int:
 
 
 def all_gather_objects(value: Any, world: World) -> list[Any]:
-    """Every rank's picklable `value`, over the control group."""
+    """Return every rank's picklable `value`, over the control group."""
     if world.control is None:
         return [value]
     boxes: list[Any] = [None] * world.size
@@ -175,14 +178,14 @@ def sum_in_place(x: Tensor, world: World, *, async_op: bool = False) -> Any:
 
 
 def max_in_place(x: Tensor, world: World) -> None:
-    """The elementwise maximum of `x` over all ranks, into itself, without autograd."""
+    """Replace `x` by its elementwise maximum over all ranks, without autograd."""
     if world.group is not None and x.numel():
         _count_ring(2 * (world.size - 1) * x.nbytes // world.size, world)
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=world.group)
 
 
 def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
-    """Every rank's `x` (one shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting."""
+    """Write every rank's `x` (same shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting."""
     if world.members is not None:
         world.members.gather(out, x)
     elif world.group is None:
@@ -194,7 +197,7 @@ def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
 
 
 def all_gather_together(outs: Sequence[Tensor], xs: Sequence[Tensor], world: World) -> None:
-    """As `all_gather_into`, of several tensors at once, which so need not be packed into one: with NCCL one launch.
+    """All-gather several tensors at once, without packing them into one. With NCCL this is one launch.
 
     Args:
         outs: written, each of any shape with as many numbers as its x has on all ranks, rank 0's first.
@@ -286,7 +289,7 @@ def _check_rows(name: str, x: Tensor, send: Sequence[int], receive: Sequence[int
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
-    """Rows [sum(send), ...] -> [sum(receive), ...]; trailing sizes of zero are fine."""
+    """Exchange rows: [sum(send), ...] to [sum(receive), ...]. Trailing sizes of zero are allowed."""
     out = x.new_empty((sum(receive), *x.shape[1:]))
     row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
     _count_parts(send, row_bytes, world)

@@ -1,4 +1,4 @@
-"""Machine of each rank: machines are numbered, have equally many ranks, and these are consecutive."""
+"""Machine of each rank. Machines are numbered and have equally many, consecutive ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Ranks that belong to one process, whose one host thread enqueues the work of all devices.
+"""Ranks of one process, whose single host thread enqueues the work of all devices.
 
-A rank has a `World` without process groups. It writes into the other ranks' memory (`PeerBuffer`), as in a world of
-processes with peer memory. The host runs the ranks in lockstep, part by part (`exchange.transport.launched_together`).
-Between two parts the devices wait for each other by events. No kernel waits for a rank that the host has yet to serve.
+A rank has a `World` without process groups. It writes into the other ranks' memory (`PeerBuffer`), as processes with
+peer memory do. The host runs the ranks in lockstep, part by part (`exchange.transport.launched_together`). Between two
+parts the devices wait for each other by events. No kernel waits for work that the host has not enqueued yet.
 """
 
 from collections import deque

@@ -1,8 +1,8 @@
 # pyright: reportPrivateImportUsage=false
-"""Memory that every GPU of a machine reads and writes directly, and whether there can be any.
+"""Memory that every GPU of a machine reads and writes directly, and the check that it is available.
 
-It is torch's symmetric memory (torch.distributed._symmetric_memory): one allocation a rank, of one size, mapped by all.
-The ranks of one process (`Members`) use ordinary memory.
+It is torch's symmetric memory (torch.distributed._symmetric_memory): one allocation of equal size on each rank, mapped
+by all. The ranks of one process (`Members`) use ordinary memory.
 """
 
 import os
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class PeerBuffer:
-    """One buffer a rank, of the same size on all, that every rank reads and writes. Collective: all ranks make it.
+    """Buffer of equal size on each rank that every rank reads and writes. Collective: all ranks create it.
 
     Its bytes are not initialised. Kernels that write to others' buffers, `barrier`, and kernels that then read their
     own belong on the same stream. In a world of one it is ordinary memory of the world's device.
@@ -76,7 +76,7 @@ class PeerBuffer:
         return self.local.shape[0]
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that is a part of a rank's buffer: what is written to it is there.
+        """Return a tensor on part of a rank's buffer. Writing to it writes that rank's memory.
 
         Args:
             rank: whose.
@@ -95,10 +95,10 @@ class PeerBuffer:
         return self._buffers[rank][offset : offset + count].view(dtype).view(*shape)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Make the current stream wait until every rank's has come here; the host goes on. A CUDA graph can hold it.
+        """Make the current stream wait for every rank's barrier; the host continues. A CUDA graph can contain it.
 
-        What a rank wrote to any buffer before is there for all who come after. Every rank must call it equally often.
-        Among the ranks of one process it does nothing: a `Collective` between their parts has this effect.
+        Writes to any buffer before it are visible after it on all ranks. Every rank must call it equally often. Among
+        the ranks of one process it does nothing: a `Collective` between their parts has this effect.
 
         Args:
             channel: barriers of different channels may overlap, those of one must not: one stream a channel.
@@ -239,7 +239,7 @@ def _trial_problem(world: World, *, machine: bool) -> str | None:
 
 
 def _first_problem(problem: str | None, world: World) -> str | None:
-    """The first rank's problem, named, if any has one: the same on every rank."""
+    """Return the first rank's problem with its rank, or None without any. Every rank gets the same result."""
     problems = cast(list[str | None], all_gather_objects(problem, world))
     return next((f"Rank {rank}: {one}" for rank, one in enumerate(problems) if one is not None), None)
 

@@ -1,10 +1,9 @@
 # pyright: reportPrivateImportUsage=false
-"""Rendezvous of ranks on a store that may hold data of earlier attempts of their job.
+"""Rendezvous of ranks on a store that may contain data of earlier attempts of their job.
 
-A launcher that starts a job's processes again may keep its store, the addresses of dead processes included. No number
-that it hands out distinguishes one life from another on all machines: torchrun's count of restarts is each agent's own, and an
-agent that came later began at 0 (pytorch/pytorch#135712). So the ranks agree on a name for their life, and use what
-lies under it alone.
+A launcher that restarts a job's processes may keep its store, with the addresses of dead processes. It has no number
+that distinguishes attempts on all machines. torchrun counts restarts per agent, and an agent that joined later began at
+0 (pytorch/pytorch#135712). So the ranks agree on a name for their attempt and use only the keys under it.
 """
 
 import json
@@ -18,11 +17,12 @@ _PAUSE = 0.02
 """Seconds between two looks."""
 
 
-def store_of_this_life(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The part of `store` that only the processes of this life of the job use. Every rank calls it, equally often.
+def store_of_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return the part of `store` that only the processes of this start of the job use. Every rank calls it, equally
+    often.
 
-    Each publishes a unique mark. Rank 0 reads all marks, and answers with them and a name; who finds
-    its own mark in the answer confirms it. Marks of the dead stay unconfirmed, until the living have replaced them.
+    Each rank publishes a unique mark. Rank 0 reads all marks and answers with them and a name. A rank that finds its
+    own mark in the answer confirms it. Marks of dead processes stay unconfirmed until live processes replace them.
 
     Args:
         store: one that all ranks can access. rank, size: this process's place.

@@ -1,4 +1,4 @@
-"""Replicas are made the same, and a cheap proof that they still are."""
+"""Equal replicas: broadcast of their values, and a cheap check that they are still equal."""
 
 import hashlib
 from collections.abc import Mapping
@@ -22,15 +22,16 @@ class ReplicaDivergedError(RuntimeError):
 
 
 def broadcast_in_place(x: Tensor, world: World) -> None:
-    """Rank 0's values of `x`, on every rank."""
+    """Overwrite `x` with rank 0's values."""
     if world.group is not None and x.numel():
         dist.broadcast(x, 0, group=world.group)
 
 
 def checksum(x: Tensor) -> Tensor:
-    """A 64-bit sum over the bits of `x` that notices changed, swapped and moved elements: [] int64, on x's device.
+    """Return a 64-bit sum over the bits of `x` that detects changed, swapped and moved elements: [] int64, on x's
+    device.
 
-    Integer arithmetic, so that the order of summation does not matter and equal tensors have equal sums everywhere.
+    Integer arithmetic makes the order of summation irrelevant: equal tensors have equal sums on every device.
     """
     kind = torch.int32 if x.dtype in (torch.float32, torch.int32) else torch.uint8
     bits = x.detach().contiguous().reshape(-1).view(kind)
@@ -45,9 +46,9 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def assert_identical(tensors: Mapping[str, Tensor], world: World, step: int) -> None:
-    """Compares the shapes and bits of `tensors` (the same names on every rank) over all ranks.
+    """Compare the shapes and bits of `tensors` (the same names on every rank) over all ranks.
 
-    It reads one number a tensor back to the host: call it every so many steps, not in each.
+    Reads one number for each tensor back to the host: call it every so many steps, not in each.
 
     Raises:
         ReplicaDivergedError: on every rank, naming the step, the tensors and the ranks that differ from rank 0.

@@ -1,7 +1,8 @@
 # pyright: reportPrivateImportUsage=false
-"""This process's place among the others.
+"""World of a process: its rank, the number of ranks, its device and its process groups.
 
-A world of one has no process group and its collectives do nothing: the code above never asks whether it is distributed.
+A world of one rank has no process group and its collectives do nothing, so callers never check whether they are
+distributed.
 """
 
 import os
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ns_multigpu.core.dist.machines import PRETEND_MACHINES, Place, layout_of
-from ns_multigpu.core.dist.rendezvous import store_of_this_life
+from ns_multigpu.core.dist.rendezvous import store_of_attempt
 from ns_multigpu.core.types import Traffic
 
 if TYPE_CHECKING:
@@ -83,11 +84,11 @@ class World:
         return self.local_size * self.pretended
 
     def machine_of(self, rank: int) -> int:
-        """The number of another rank's machine."""
+        """Return the number of a rank's machine."""
         return rank // self.local_size
 
     def ranks_of(self, machine: int) -> range:
-        """The ranks of a machine."""
+        """Return the ranks of a machine."""
         return range(machine * self.local_size, (machine + 1) * self.local_size)
 
     def machine_name(self, machine: int) -> str:
@@ -106,7 +107,7 @@ class World:
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> "World":
-        """A world of one on `device`; "cuda" without a number is the current GPU."""
+        """Return a world of one rank on `device`; "cuda" without a number is the current GPU."""
         place = torch.device(device)
         if place.type == "cuda" and place.index is None:  # pyright: ignore[reportUnnecessaryComparison]
             place = torch.device("cuda", torch.cuda.current_device())
@@ -116,7 +117,7 @@ class World:
     def from_env(
         device_type: str, timeout: timedelta = DEFAULT_TIMEOUT, control_timeout: timedelta | None = None
     ) -> "World":
-        """The world that a launcher described in the environment, as torchrun does; a world of one if none did.
+        """Return the world that a launcher such as torchrun described in the environment, or else a world of one rank.
 
         Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and the rendezvous variables of torch.distributed, and
         initialises the default process group unless that has been done.
@@ -151,7 +152,7 @@ class World:
             dist.init_process_group(
                 backend,
                 timeout=timeout,
-                store=store_of_this_life(store, rank, size, timeout),
+                store=store_of_attempt(store, rank, size, timeout),
                 rank=rank,
                 world_size=size,
                 device_id=device if backend == "nccl" else None,
@@ -164,7 +165,7 @@ class World:
     def from_groups(
         device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT, control_timeout: timedelta | None = None
     ) -> "World":
-        """The world of an initialised default process group. Every rank of it must call this.
+        """Return the world of an initialised default process group. Every rank of the group must call this.
 
         Machines are identified by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
 
@@ -198,7 +199,7 @@ class World:
         )
 
     def close(self) -> None:
-        """Ends the process groups, if this world has any."""
+        """Destroy the process groups, if this world has any."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -222,7 +223,7 @@ def gpu_places() -> int:
 
 
 def gpu_of(local_rank: int) -> torch.device:
-    """The GPU of a rank of this machine; there must be one."""
+    """Return the GPU of a local rank. The machine must have a GPU."""
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 

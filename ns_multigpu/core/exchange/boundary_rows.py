@@ -66,7 +66,8 @@ class BoundaryRows(ExchangedRows):
 
 
 class BoundaryRowOperators(RowOperators):
-    """Rows are sent to each rank that draws a cell which they may touch, if they overlap the cell's patch."""
+    """Operators that send rows to each rank that draws a cell which they may touch, if they overlap the cell's
+    patch."""
 
     def __init__(self, regions: CellRegions) -> None:
         self._regions = regions
@@ -76,9 +77,9 @@ class BoundaryRowOperators(RowOperators):
 
 
 def clipped(
-    regions: CellRegions, lists: Lists, arrived: Received, plan: Plan, views: Sequence[View], rank: int
+    regions: CellRegions, lists: Lists, received: Received, plan: Plan, views: Sequence[View], rank: int
 ) -> Lists:
     """Return the lists of a rank's patches, restricted to its cells' windows. Nothing is read back."""
     tile_offsets, row_ids, met = lists
-    windows = regions.windows(plan, views, rank).to(arrived.depths.dtype)
-    return *clip_lists(tile_offsets, row_ids, arrived.depths, windows), met
+    windows = regions.windows(plan, views, rank).to(received.depths.dtype)
+    return *clip_lists(tile_offsets, row_ids, received.depths, windows), met

@@ -152,13 +152,13 @@ class ColumnWire(RowWire):
         segments = [self._segment(wire, come, source, self.row_words) for source in range(len(come.capacities))]
         return ColumnRows(self._read(torch.cat(segments)))
 
-    def keep(self, rows: ColumnRows, place: Tensor, arrived: ColumnRows, come: WireSegments, source: int) -> None:
+    def keep(self, rows: ColumnRows, place: Tensor, received: ColumnRows, come: WireSegments, source: int) -> None:
         first, chosen = come.line(source), _rows_at(place, come.capacities[source])
-        for name, column in arrived.columns.items():
+        for name, column in received.columns.items():
             column[first : first + len(chosen)] = rows.columns[name][chosen]
 
-    def lines(self, arrived: ColumnRows, first: int, end: int) -> ColumnRows:
-        return ColumnRows({name: column[first:end] for name, column in arrived.columns.items()})
+    def lines(self, received: ColumnRows, first: int, end: int) -> ColumnRows:
+        return ColumnRows({name: column[first:end] for name, column in received.columns.items()})
 
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         for source, some in enumerate(records.split(list(to.capacities))):

@@ -72,9 +72,9 @@ class LocalCells:
             return view_ids * self.count
         return view_ids * self.count + cells[point_ids.clamp(0, len(cells) - 1).long()]
 
-    def layered(self, arrived: Any, point_ids: Tensor) -> Any:
+    def layered(self, received: Any, point_ids: Tensor) -> Any:
         """Replace the views of a fused step's local rows by their cell images; `point_ids` [M] are the rows' points."""
-        return arrived._replace(view_ids=self.layers(arrived.view_ids, point_ids)) if self.count > 1 else arrived
+        return received._replace(view_ids=self.layers(received.view_ids, point_ids)) if self.count > 1 else received
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class PixelWire:
         """Return pixels [N, C] in the wire format."""
         return (pixels.half() if self.half else pixels).contiguous()
 
-    def unpack(self, arrived: Tensor, like: Tensor) -> Tensor:
+    def unpack(self, received: Tensor, like: Tensor) -> Tensor:
         """Return the pixels that `pack` encoded, in their own type."""
-        return arrived.to(like.dtype)
+        return received.to(like.dtype)
 
     def pack_gradients(self, gradients: Tensor) -> Tensor:
         """Return gradients [N, C] in the wire format."""
@@ -110,9 +110,9 @@ class PixelWire:
             return gradients.contiguous()
         return (gradients * self.scale).clamp(-_MOST_HALF, _MOST_HALF).half()
 
-    def unpack_gradients(self, arrived: Tensor, like: Tensor) -> Tensor:
+    def unpack_gradients(self, received: Tensor, like: Tensor) -> Tensor:
         """Return the gradients that `pack_gradients` encoded, in their own type."""
-        return arrived.to(like.dtype) / self.scale if self.half else arrived
+        return received.to(like.dtype) / self.scale if self.half else received
 
 
 _MOST_HALF = 65504.0
@@ -130,7 +130,7 @@ class CompositePixels(PixelLeg):
         feedback: called with a batch's views and its `Feedback.LIVE` counts, the same on all ranks; None for no call.
     """
 
-    survives_giving_up = False
+    can_cancel = False
 
     def __init__(self, cells: LocalCells, *, half: bool = False, regions: CellRegions | None = None) -> None:
         self.cells, self.half, self.regions = cells, half, regions
@@ -164,7 +164,7 @@ class CompositePixels(PixelLeg):
         rendered = primitive.render(layered, patches, seen, stops=True)
         return [replace(pixels, patch=patch) for pixels, patch in zip(rendered, drawn, strict=True)]
 
-    def settle(
+    def exchange(
         self, rendering: Rendering, splats: Splats, views: Sequence[View], plan: Plan, world: World
     ) -> Rendering:
         own, routes = rendering.splats, routes_of(plan, views, world.rank)
@@ -183,7 +183,7 @@ class CompositePixels(PixelLeg):
         if self.feedback is not None and torch.is_grad_enabled():
             mine = live_numbers(before.detach(), routes, plan).tolist()
             self.feedback(views, [n for row in all_gather_ints(mine, world) for n in row])
-        settled: list[Pixels] = []
+        owned: list[Pixels] = []
         start = 0
         for patch in plan.owned[world.rank]:
             x0, y0, x1, y1 = patch.rendered(views[patch.view])
@@ -191,8 +191,8 @@ class CompositePixels(PixelLeg):
             start = piece.stop
             image, opacity = out[piece].view(y1 - y0, x1 - x0, -1), alpha[piece].view(y1 - y0, x1 - x0, 1)
             depth = image[..., 3:] / opacity.clamp(min=_LEAST) if deep else None
-            settled.append(Pixels(patch, image[..., :3], opacity, depth))
-        return Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
+            owned.append(Pixels(patch, image[..., :3], opacity, depth))
+        return Rendering(owned, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
 
 
 LIVE = 1e-3
@@ -290,19 +290,19 @@ class CompositeOperators(PixelOperators):
         self._live = torch.zeros(0)
         self._watches = leg.feedback is not None
 
-    def layered(self, arrived: Received, rows: Rows) -> Received:
-        return arrived if self._regions is not None else self._cells.layered(arrived, rows.point_ids)
+    def layered(self, received: Received, rows: Rows) -> Received:
+        return received if self._regions is not None else self._cells.layered(received, rows.point_ids)
 
     def layer(self, patch: Patch, first_view: int) -> int:
         assert first_view == 0, "all of the batch's views are splatted"
         return patch.view if self._regions is not None else self._cells.layer(patch)
 
-    def clipped(self, lists: Lists, arrived: Received, plan: Plan, views: Sequence[View]) -> Lists:
+    def clipped(self, lists: Lists, received: Received, plan: Plan, views: Sequence[View]) -> Lists:
         if self._regions is None:
             return lists
-        return clipped(self._regions, lists, arrived, plan, views, self._world.rank)
+        return clipped(self._regions, lists, received, plan, views, self._world.rank)
 
-    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
+    def exchange(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
         routes, color = routes_of(plan, views, self._world.rank), drawn.color
         wire = PixelWire.of(views, half=self._half)
         width = color.shape[1] + 1
@@ -316,11 +316,11 @@ class CompositeOperators(PixelOperators):
         yield from self._exchange(wire.pack(out), into, routes.receive, routes.send)
         if self._half:
             received[:others].copy_(into)
-        settled, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
+        blended, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
         self._now = routes, wire, received, before, drawn.alpha
         if self._watches:
             self._live = live_numbers(before, routes, plan)
-        return OwnedPixels(settled, alpha, None)
+        return OwnedPixels(blended, alpha, None)
 
     def live(self) -> Tensor:
         return self._live

@@ -141,7 +141,11 @@ class WholeGradients(torch.autograd.Function):
     def forward(
         ctx: Any, halos: Halos, channels: Sequence[int], world: World, anchor: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """`tensors`: of each patch [h, w, c] for c in `channels`, the same on every rank that has any; splats' rows."""
+        """Return `tensors` unchanged: for each patch [h, w, c] for each c in `channels`, then columns of this rank's
+        splats.
+
+        `channels` is the same on every rank that has patches.
+        """
         ctx.halos, ctx.channels, ctx.world = halos, list(channels), world
         ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.save_for_backward(anchor)

@@ -109,7 +109,7 @@ class HierarchicalRows(RecordTransport):
 
     @property
     def step_bytes(self) -> tuple[int, int]:
-        """Return the bytes that this rank sends in a step to ranks of its machine, and to other machines."""
+        """Bytes that this rank sends in a step to ranks of its machine, and to other machines."""
         inside, between = self._within, self._between
         rows, gradients = (inside.row_words, between.row_words), (inside.gradient_words, between.gradient_words)
         return self.hierarchy.step_bytes(
@@ -151,13 +151,13 @@ class HierarchicalRows(RecordTransport):
         counts[num_destinations:] = forwarded.view(-1)
         memory[self._forward_counts_at] = self._forward_counts.T[self._locals].reshape(-1).int()
         yield from self._intra_node.exchange(self._within_words, self._out_at, [0] * world.local_size)
-        received = memory[self._received_counts_at].long().view(-1, world.machines)
+        by_machine = memory[self._received_counts_at].long().view(-1, world.machines)
         self._received_counts[:, world.local_rank] = self._forward_counts[:, world.local_rank]
-        self._received_counts[:, self._locals] = received.T
-        arrived = self._within.unpack(memory, self._received_segments, self._received_counts.view(-1), views)
+        self._received_counts[:, self._locals] = by_machine.T
+        received = self._within.unpack(memory, self._received_segments, self._received_counts.view(-1), views)
         for k, some, place in local:
-            self._within.keep(some, place, arrived, self._received_segments, k * world.local_size + world.local_rank)
-        return arrived
+            self._within.keep(some, place, received, self._received_segments, k * world.local_size + world.local_rank)
+        return received
 
     def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         world, memory, own = self.world, self._intra_node.memory, self.world.local_rank
@@ -209,7 +209,7 @@ class HierarchicalRows(RecordTransport):
 
     @property
     def _own_out(self) -> WireSegments:
-        """Return the segments of own rows for the ranks of this machine."""
+        """Segments of own rows for the ranks of this machine."""
         own = self.world.machine
         starts, sizes = zip(*((starts[own], rows[own]) for starts, rows in self._to), strict=True)
         return WireSegments(starts, sizes, self.world.local_rank)

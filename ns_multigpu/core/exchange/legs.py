@@ -45,11 +45,11 @@ class Leg(ABC):
 
 
 class RowLeg(Leg):
-    """Send splats to the ranks that draw them; in backward return their gradients."""
+    """Exchange of rows: sends splats to the ranks that draw them, and returns their gradients in backward."""
 
     carries = "rows"
-    survives_giving_up: ClassVar[bool] = False
-    """True if the other ranks can continue after a rank failed while rendering or in backward."""
+    can_cancel: ClassVar[bool] = False
+    """True if a rank that fails in rendering or backward can cancel the step: the other ranks do not hang."""
     is_exchanged: ClassVar[bool]
     """True if rows are sent to ranks other than their points' owner."""
     hierarchical: bool | None = False
@@ -72,7 +72,7 @@ class RowLeg(Leg):
 class LocalRows(RowLeg):
     """Row leg of ranks that draw their own points."""
 
-    survives_giving_up = True
+    can_cancel = True
     is_exchanged = False
 
     def operators(self) -> RowOperators:
@@ -83,10 +83,10 @@ class LocalRows(RowLeg):
 
 
 class PixelLeg(Leg):
-    """Compute a patch's pixels, at their owner, from the pixels that ranks have drawn."""
+    """Exchange of pixels: computes a patch's pixels at their owner, from the pixels that ranks have drawn."""
 
     carries = "pixels"
-    survives_giving_up: ClassVar[bool] = True
+    can_cancel: ClassVar[bool] = True
     """As `RowLeg`'s."""
 
     @property
@@ -109,7 +109,7 @@ class PixelLeg(Leg):
         return primitive.render(splats, plan.drawn[world.rank], views)
 
     @abstractmethod
-    def settle(
+    def exchange(
         self, rendering: Rendering, splats: Splats, views: Sequence[View], plan: Plan, world: World
     ) -> Rendering:
         """Return the patches that this rank owns, from what it has drawn.
@@ -131,7 +131,7 @@ class WholePixels(PixelLeg):
     def operators(self, world: World) -> PixelOperators:
         return WholePixelOperators()
 
-    def settle(
+    def exchange(
         self, rendering: Rendering, splats: Splats, views: Sequence[View], plan: Plan, world: World
     ) -> Rendering:
         own = rendering.splats
@@ -162,11 +162,11 @@ class WholePixels(PixelLeg):
 
 
 class GradientLeg(Leg):
-    """Completes the gradients of parameters, around the backward pass."""
+    """Exchange of gradients: completes those of the parameters, around the backward pass."""
 
     carries = "gradients"
-    survives_giving_up: ClassVar[bool] = False
-    """Same as `RowLeg`'s; see `give_up`."""
+    can_cancel: ClassVar[bool] = False
+    """Same as `RowLeg`'s; see `cancel`."""
     summed: ClassVar[bool]
     """True if every rank has all points, and gradients are summed over ranks."""
 
@@ -196,7 +196,7 @@ class GradientLeg(Leg):
     def end_backward(self) -> None:
         """Finish after backward, before the optimizers' steps: all gradients are final on return."""
 
-    def give_up(self, params: Iterable[Tensor]) -> None:
+    def cancel(self, params: Iterable[Tensor]) -> None:
         """Take part in the pending collectives of a failed rank's rendering and backward, so that the other ranks do
         not hang. All ranks must then discard the step's gradients.
 
@@ -209,7 +209,7 @@ class GradientLeg(Leg):
 class SummedGradients(GradientLeg):
     """Gradient leg of replicas: sums gradients in large buckets that overlap with backward."""
 
-    survives_giving_up = True
+    can_cancel = True
     summed = True
 
     def __init__(self, world: World) -> None:
@@ -226,7 +226,7 @@ class SummedGradients(GradientLeg):
     def end_backward(self) -> None:
         self._buckets.finish()
 
-    def give_up(self, params: Iterable[Tensor]) -> None:
+    def cancel(self, params: Iterable[Tensor]) -> None:
         self._buckets.finish_unready(list(params))
 
 
@@ -234,7 +234,7 @@ class GradientsToOwner(GradientLeg):
     """Gradient leg of sharded points: complete at the owner once rows' gradients are returned. Other parameters (of
     camera poses, say) are replicated, and their gradients summed."""
 
-    survives_giving_up = True
+    can_cancel = True
     summed = False
 
     def __init__(self, world: World) -> None:

@@ -36,11 +36,11 @@ class PixelOperators(ABC):
     exchanged = False
     marks_stops = False
 
-    def layered(self, arrived: Received, rows: Rows) -> Received:
+    def layered(self, received: Received, rows: Rows) -> Received:
         """Return the rows with the indices of their cell images instead of their views'."""
-        return arrived
+        return received
 
-    def clipped(self, lists: Lists, arrived: Received, plan: Plan, views: Sequence[View]) -> Lists:
+    def clipped(self, lists: Lists, received: Received, plan: Plan, views: Sequence[View]) -> Lists:
         """Return the lists of this rank's patches, restricted to what is drawn here."""
         return lists
 
@@ -49,11 +49,11 @@ class PixelOperators(ABC):
         return patch.view - first_view
 
     @abstractmethod
-    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
+    def exchange(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
         """Return the patches that this rank owns, from what it has drawn."""
 
     def live(self) -> Tensor:
-        """Return this rank's `Feedback.LIVE` numbers, after `settle`."""
+        """Return this rank's `Feedback.LIVE` numbers, after `exchange`."""
         raise NotImplementedError("nothing is hidden where patches are whole")
 
     @abstractmethod
@@ -65,7 +65,7 @@ class PixelOperators(ABC):
 class WholePixelOperators(PixelOperators):
     """Operators for patches whose drawing rank is their owner."""
 
-    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
+    def exchange(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
         yield from ()
         return OwnedPixels(drawn.color, drawn.alpha, drawn.last)
 

@@ -14,7 +14,7 @@ PatchDestinations = Sequence[tuple[int, Patch]]
 
 
 class RowOperators:
-    """Rows are sent to each rank that draws a patch which they overlap."""
+    """Operators that send rows to each rank that draws a patch which they overlap."""
 
     def route(
         self, rows: Rows, views: Sequence[View], plan: Plan, destinations: Sequence[int], place: Tensor, counts: Tensor

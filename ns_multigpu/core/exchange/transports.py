@@ -66,7 +66,7 @@ class CollectiveRows(RecordTransport):
 
     @property
     def step_bytes(self) -> int:
-        """Return the bytes that this rank sends to others in a step."""
+        """Bytes that this rank sends to others in a step."""
         wire = self._format
         return step_bytes(self.pairs, self.world.rank, 4 * wire.row_words, 4 * wire.gradient_words, self.words)
 
@@ -87,9 +87,9 @@ class CollectiveRows(RecordTransport):
             all_to_all_into(self._received_counts, counts, self.world)
 
         yield Collective(send)
-        arrived = wire.unpack(self._wire, self._received_segments, self._received_counts, views)
-        wire.keep(rows, self._local_place, arrived, self._received_segments, self.world.rank)
-        return arrived
+        received = wire.unpack(self._wire, self._received_segments, self._received_counts, views)
+        wire.keep(rows, self._local_place, received, self._received_segments, self.world.rank)
+        return received
 
     def return_gradients(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         wire = self._format

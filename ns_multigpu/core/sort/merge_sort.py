@@ -1,12 +1,11 @@
-"""A stable sort of (key, value) pairs that are spread over the ranks, by merge paths.
+"""Stable sort of (key, value) pairs that are distributed over ranks, by merge paths.
 
-Each rank sorts its own pairs; then the sorted runs are merged in pairs, level by level, log2 N levels. A merge of two
-runs is a path through the grid of their elements, and its crossing of a diagonal gives how many elements of each
-run are among the first so many of the merged (Green, Odeh and Birk 2014, "Merge Path", section 3; over GPUs: torch-dgx,
-section 4). So each rank finds by binary search where its own part of the merged run begins and ends, and reads and
-merges just that: no rank ever holds more than its part.
+Each rank sorts its own pairs. Then sorted runs are merged two by two, in log2 N levels. A merge is a path through the
+grid of two runs' elements. Its intersection with diagonal k shows how many of the first k merged elements each run has
+(Green, Odeh and Birk 2014, "Merge Path", section 3; over GPUs: torch-dgx, section 4). Each rank finds the ends of its
+part of the merged run by binary search, then reads and merges only that part. No rank ever holds more than its part.
 
-Where torch-dgx reads a peer's memory, here a rank is sent what it would read: the twin that runs on any backend.
+Where torch-dgx reads a peer's memory, ranks here send the elements. This variant runs on any backend.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ class SortedRun:
         return sum(self.counts)
 
     def find(self, position: int) -> tuple[int, int]:
-        """The rank that holds the element at `position`, and its place there."""
+        """Return the rank that holds the element at `position`, and the element's position on that rank."""
         for rank, count in enumerate(self.counts, self.first):
             if position < count:
                 return rank, position
@@ -51,7 +50,7 @@ class SortedRun:
         raise IndexError(f"a run of {self.length} has no element {position + self.length}")
 
     def piece(self, rank: int, first: int, end: int) -> tuple[int, int]:
-        """The part of [first, end) of the run that is on `rank`, counted from the start of what is there."""
+        """Return the part of [first, end) of the run that is on `rank`, counted from that rank's first element."""
         if not self.first <= rank < self.end:
             return (0, 0)
         count = self.counts[rank - self.first]
@@ -76,7 +75,7 @@ class Merge:
 
 
 def merge_levels(counts: Sequence[int]) -> list[list[Merge]]:
-    """The levels' merges, for ranks that start with `counts` elements. A run without a partner waits for one."""
+    """Return each level's merges for ranks that start with `counts` elements. A run without a partner waits a level."""
     runs = [SortedRun(rank, (count,)) for rank, count in enumerate(counts)]
     levels: list[list[Merge]] = []
     while len(runs) > 1:
@@ -131,12 +130,12 @@ class _Diagonal:
         return self.lo < self.hi
 
     def reads(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(rank, place) of the two keys that the next step compares."""
+        """Return (rank, position) of the two keys that the next step compares."""
         middle = (self.lo + self.hi) // 2
         return self.merge.left.find(middle), self.merge.right.find(self.at - 1 - middle)
 
     def step(self, left: int, right: int) -> None:
-        """Narrows by the keys that `reads` named. Of equal keys the left run's comes first: that is stability."""
+        """Narrow the search by the keys that `reads` named. The left run's equal keys come first: a stable sort."""
         middle = (self.lo + self.hi) // 2
         if left <= right:
             self.lo = middle + 1
@@ -145,9 +144,9 @@ class _Diagonal:
 
 
 def _search(keys: Tensor, merges: Sequence[Merge], world: World) -> list[list[int]]:
-    """By merge, by piece of its result: how many elements of the left run come before it.
+    """Return for each merge, and each rank's part of its result, how many elements of the left run come before it.
 
-    All searches of a level go on together, each rank following all of them and telling the keys that it holds.
+    All searches of a level advance together. Every rank follows all of them and publishes the keys that it holds.
     """
     searches: list[list[_Diagonal]] = []
     for merge in merges:
@@ -159,9 +158,9 @@ def _search(keys: Tensor, merges: Sequence[Merge], world: World) -> list[list[in
         active = [one for one in everything if one.open]
         reads = [read for one in active for read in one.reads()]
         gathered = all_gather_ints([int(keys[at]) if rank == world.rank else 0 for rank, at in reads], world)
-        heard = [gathered[rank][k] for k, (rank, _) in enumerate(reads)]
+        read_keys = [gathered[rank][k] for k, (rank, _) in enumerate(reads)]
         for k, one in enumerate(active):
-            one.step(heard[2 * k], heard[2 * k + 1])
+            one.step(read_keys[2 * k], read_keys[2 * k + 1])
     return [[one.lo for one in group] for group in searches]
 
 
@@ -193,7 +192,7 @@ def _merge(
     keys, values = (exchange_rows(x[rows], send, receive, world) for x in (keys, values))
     if world.rank not in parts:
         return keys, values
-    (_, first, end), _ = parts[world.rank]  # the left run's ranks come first, so its part has arrived first
+    (_, first, end), _ = parts[world.rank]  # the left run's ranks come first, so its part is received first
     return merge_runs(keys, values, end - first)
 
 

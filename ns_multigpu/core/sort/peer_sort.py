@@ -1,9 +1,8 @@
-"""The sort over ranks in each other's memory, and rendering's lists out of it: `core.merge_sort` without the host.
+"""Sort over ranks in peer memory, and the tile lists made from it: `core.merge_sort` without the host.
 
-Each rank sorts its own pairs; then runs are merged in pairs, level by level, every rank reading just what its own part
-of a merged run is made of (Green, Odeh and Birk 2014; over GPUs: torch-dgx, section 4). Counts stay on the device, and
-one barrier a level, on the device, keeps the ranks in step. Where there is no peer memory, `core.merge_sort` does it,
-with the same results.
+Each rank sorts its own pairs. Then runs are merged two by two, level by level, and every rank reads only the elements
+of its own part (Green, Odeh and Birk 2014; over GPUs: torch-dgx, section 4). Counts stay on the device. One device-side
+barrier per level synchronizes the ranks. Without peer memory, `core.merge_sort` has the same results.
 """
 
 from collections.abc import Sequence
@@ -62,11 +61,11 @@ class SortBuffers:
 
     @staticmethod
     def size(capacity: int, ranks: int) -> int:
-        """Bytes that a rank needs."""
+        """Return the number of bytes that a rank needs."""
         return _aligned(8 * ranks) + 2 * (_aligned(8 * capacity) + _aligned(4 * capacity))
 
     def pairs(self, half: int) -> tuple[Tensor, Tensor]:
-        """This rank's keys [capacity] int64 and values [capacity] int32 of one of the two halves."""
+        """Return this rank's keys [capacity] int64 and values [capacity] int32 of one of the two halves."""
         keys, values = self._keys[half], self._values[half]
         local = self.memory.local
         return (
@@ -179,9 +178,9 @@ def sorted_band_lists(
     capacity: int,
     world: World,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's lists of rows out of the sorted pairs of all ranks' `cuda_ext.intersect_keys`.
+    """Return this rank's lists of rows, from the sorted pairs of all ranks' `cuda_ext.intersect_keys`.
 
-    Every rank calls it. In peer memory each reads what it needs; otherwise ranks send it to each other.
+    Every rank calls it. With peer memory each rank reads what it needs; otherwise the ranks exchange pairs.
 
     Args:
         pairs: as `peer_merge_sort` returned them.
@@ -206,7 +205,7 @@ def sorted_band_lists(
 
 
 def _fetch(pairs: SortedPairs, bands: Sequence[Sequence[int]], world: World) -> tuple[Tensor, Tensor]:
-    """The sorted pairs of this rank's tiles, which every rank sends to whom they concern, once each."""
+    """Return the sorted pairs of this rank's tiles. Every rank sends a pair once to each rank that needs it."""
     keys, device = pairs.keys, pairs.keys.device
     rows: list[Tensor] = []
     for of_rank in bands:
@@ -225,7 +224,7 @@ def _fetch(pairs: SortedPairs, bands: Sequence[Sequence[int]], world: World) -> 
 
 
 def _union(bands: Sequence[int]) -> list[tuple[int, int]]:
-    """The tiles of some bands as stretches that do not touch, ascending."""
+    """Return the tiles of bands as disjoint, ascending ranges."""
     stretches: list[tuple[int, int]] = []
     for first, end in sorted(zip(bands[::2], bands[1::2], strict=True)):
         if stretches and first <= stretches[-1][1]:

@@ -1,1 +1,1 @@
-"""The training step composed of a strategy's pieces and a primitive's kernels."""
+"""The training step, composed of a strategy's legs and a primitive's kernels."""

@@ -1,6 +1,7 @@
-"""Bilateral grids: an affine map of colours for each training view, which varies with place and brightness (Wang et al.
-2024, "Bilateral Guided Radiance Field Processing", section 4). Splatfacto's: maps are trilinear between a grid's
-values, at a pixel's place in the view and its gray (BT.601).
+"""Bilateral grids: for each training view an affine map of colours that varies with position and brightness.
+
+See Wang et al. 2024, "Bilateral Guided Radiance Field Processing", section 4. As in splatfacto, maps are interpolated
+trilinearly between a grid's values, at a pixel's position in the view and its gray value (BT.601).
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ VARIATION_WEIGHT = 10.0
 
 
 def variation(grids: Tensor) -> Tensor:
-    """[] the total variation of grids [N, 12, levels, rows, columns]: mean squares of differences, summed over axes."""
+    """Return the total variation [] of grids [N, 12, levels, rows, columns]: mean squared differences, summed over
+    axes."""
     differences = (grids.diff(dim=axis) for axis in (2, 3, 4))
     return torch.stack([one.square().sum() / max(one.numel(), 1) for one in differences]).sum()
 

@@ -1,4 +1,4 @@
-"""Counts of work that are read back some steps after the device has computed them, so that no step waits for them."""
+"""Work counts that are read back some steps after the device has computed them, so that no step waits for them."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ LAG = 4
 class _Counts:
     views: Sequence[View]
     counts: Tensor
-    arrived: Any
+    copied: Any
 
 
 class DelayedReadback:
@@ -33,7 +33,7 @@ class DelayedReadback:
         self._waiting: deque[_Counts] = deque()
 
     def send(self, views: Sequence[View], counts: Tensor) -> None:
-        """Send a step's counts off, on the current stream.
+        """Start the copy of a step's counts to the host, on the current stream.
 
         Args:
             views: of the step.
@@ -44,14 +44,14 @@ class DelayedReadback:
             return
         there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
         there.copy_(counts, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._waiting.append(_Counts(views, there, arrived))
+        copied = torch.cuda.Event()
+        copied.record()
+        self._waiting.append(_Counts(views, there, copied))
 
     def learn(self, pending: int = LAG) -> None:
-        """Read the oldest counts until no more than `pending` are on their way; waits for those that it learns."""
+        """Read the oldest counts until at most `pending` copies remain. Waits for those that it reads."""
         while len(self._waiting) > pending:
             one = self._waiting.popleft()
-            if one.arrived is not None:
-                one.arrived.synchronize()
+            if one.copied is not None:
+                one.copied.synchronize()
             self._learn(one.views, one.counts.reshape(-1).tolist())

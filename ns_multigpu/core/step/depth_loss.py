@@ -1,11 +1,11 @@
-"""The loss of depth: what is drawn at a view's keypoints lies as far away as the points that the view observes there.
+"""Depth loss: difference between the drawn depth at a view's keypoints and the depth of the observed points.
 
 The formula is gsplat 1.4.0's (`examples/simple_trainer_2dgs.py`, `depth_loss`): the mean over keypoints of the absolute
-difference of disparities, times the scene's size. A keypoint is where the point is projected to, as there, and not
-where the image's feature was found: so it follows the view's resolution, its undistorted camera and its pose.
+difference of disparities, times the scene's size. As there, a keypoint is the point's projection, not the detected
+image feature. It so follows the view's resolution, its undistorted camera and its pose.
 
-There, depths are interpolated between pixels' middles, and the disparity is that of the result. Here, disparities are
-interpolated: over a plane that is exact, and next to a hole it stays bounded.
+gsplat interpolates depths between pixel centres and takes the disparity of the result. Here, disparities are
+interpolated: that is exact over a plane, and stays bounded next to a hole.
 """
 
 from typing import NamedTuple
@@ -92,11 +92,10 @@ def disparities_at(pixels: Pixels, view: View, places: Tensor) -> Tensor:
 
 
 def depth_loss(pixels: Pixels, view: View, beyond: int = 0) -> Tensor:
-    """A patch's share of the mean over the view's keypoints of |disparity drawn - disparity observed|, times the
-    scene's size, [].
+    """Return a patch's share [] of the view's mean of |disparity drawn - disparity observed|, times the scene's size.
 
-    A keypoint counts for the patch that its pixel is in. Summed over patches that tile the view, the shares are the
-    loss of the view; of one without keypoints it is 0.
+    The mean is over the view's keypoints. A keypoint counts for the patch that contains its pixel. The shares of
+    patches that tile a view add up to the view's loss. Without keypoints the loss is 0.
 
     Args:
         pixels: with depth; the patch has a halo of at least one pixel more than `beyond`, unless it is the whole view.

@@ -1,16 +1,16 @@
 """Exposure: a gain of each colour channel for each training view, trained with the points.
 
-A camera that chooses its exposure and white balance for each photograph shows one surface in many colours. Points
-have one colour for all views. So a view's gains g [3] multiply its pixels before they are compared with the photograph:
+A camera with automatic exposure and white balance shows one surface in many colours, but points have one colour for all
+views. So a view's gains g [3] multiply its pixels before they are compared with the photograph:
 
     rgb = g (color + (1 - alpha) background)
 
-The same is color' + (1 - alpha) background' with color' = g color and background' = g background. So what computes the
-loss of pixels over a background needs to know nothing of gains. Three numbers a view can hardly explain anything else
-than exposure, unlike the affine maps of Kerbl et al. 2024.
+That equals color' + (1 - alpha) background' with color' = g color and background' = g background. The loss of pixels
+over a background therefore needs no change. Three numbers per view explain little but exposure, unlike the affine maps
+of Kerbl et al. 2024.
 
-Held-out views, and what is shown, have no gain: they have the exposure that gains are 1 for. As all gains could drift
-together, the loss holds their mean there (`drift`).
+Held-out views and the viewer have no gain: their exposure is that of gains of 1. Since all gains could drift together,
+a loss holds their mean at 1 (`drift`).
 """
 
 import torch
@@ -24,7 +24,7 @@ exact weight does not matter."""
 
 
 def drift(gains: Tensor) -> Tensor:
-    """[] the loss that holds the mean of the gains [N, 3] at 1. Differentiable."""
+    """Return the loss [] that holds the mean of the gains [N, 3] at 1. Differentiable."""
     return DRIFT_WEIGHT * (gains.mean(0) - 1).square().sum()
 
 

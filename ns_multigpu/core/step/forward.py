@@ -1,11 +1,12 @@
-"""Pictures of one view, drawn by all ranks with the first half of a step (`forward_pass`): no loss and no backward.
+"""Pictures of one view, rendered by all ranks with the first half of a step (`forward_pass`), without loss and
+backward.
 
-Nothing is read back before the picture is made. Then the host reads once: whether every capacity sufficed, and the
-work of each row of tiles. If one did not suffice, all ranks grow their buffers and draw again.
+The host reads back once, after the picture: whether every capacity sufficed, and the work of each row of tiles. If a
+capacity did not suffice, all ranks grow their buffers and render again.
 
-Where pixels are whole a view is cut into bands of rows of tiles, one a rank, of equal work in the view before. Where
-every rank has all points that costs nothing but the cut: no loss is computed, so no halo is needed, and no
-densifier counts. Where pixels are exchanged the strategy's assignment says who draws what.
+With whole pixels, a view is cut into bands of rows of tiles, one for each rank, with equal work in the previous view.
+No halo is needed, since no loss is computed and no densifier counts. With exchanged pixels, the strategy's assignment
+decides.
 """
 
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ class _Capacities:
 
 
 class Forward:
-    """Draws views of one model with all ranks. Every rank creates one and makes the same calls in the same
+    """Renderer of single views of one model on all ranks. Every rank creates one and makes the same calls in the same
     order.
 
     Args:
@@ -126,7 +127,7 @@ class Forward:
         return [plan] if passes == 1 else [_rows_of(plan, band) for band in cut(view, passes, []) if band.y0 < band.y1]
 
     def _draw(self, attempt: "_Try") -> tuple[list[Pixels], list[int]]:
-        """One pass: this rank's patches, and the work of each row of tiles."""
+        """Return this rank's patches and the work of each row of tiles. Retries with larger capacities."""
         while True:
             pixels, counts_by_rank = attempt.run(self._capacities)
             if any(row[0] for row in counts_by_rank):
@@ -164,7 +165,7 @@ class _Try:
         return pixels or [], everyone.tolist()  # the one look
 
     def _passed(self, capacities: _Capacities, message: torch.Tensor) -> list[Pixels] | None:
-        """This rank's patches; None where memory did not suffice, here or, before an exchange, anywhere."""
+        """Return this rank's patches, or None if memory ran out here or, before an exchange, on any rank."""
         try:
             forward = self._forward(capacities)
             rows: Rows | None = forward.project(self._model, self._cameras(), [self._view])
@@ -183,7 +184,8 @@ class _Try:
         if self._fails(forward.pixels.exchanged) or drawing is None:
             return None
         try:
-            return self._pixels(drawing, launched(forward.settle(drawing.drawn, self._plan, [self._view])), forward)
+            owned = launched(forward.exchange_pixels(drawing.drawn, self._plan, [self._view]))
+            return self._pixels(drawing, owned, forward)
         except torch.OutOfMemoryError:
             self._short = True
             return None
@@ -217,8 +219,8 @@ class _Try:
             first = _HEAD + ranks + own[0].y0 // TILE
             message[first : first + len(work)] = work
 
-    def _pixels(self, drawing: Drawing, settled: OwnedPixels, forward: ForwardPass) -> list[Pixels]:
-        """The patches that this rank owns."""
+    def _pixels(self, drawing: Drawing, owned: OwnedPixels, forward: ForwardPass) -> list[Pixels]:
+        """Return the patches that this rank owns."""
         shown = {} if forward.pixels.exchanged else self._kernels.shown(drawing.drawn, self._view)
         found: list[Pixels] = []
         start = 0
@@ -226,7 +228,7 @@ class _Try:
             height, width = patch.y1 - patch.y0, patch.x1 - patch.x0
             piece = slice(start, start + height * width)
             start = piece.stop
-            image, alpha = settled.color[piece].view(height, width, -1), settled.alpha[piece].view(height, width, 1)
+            image, alpha = owned.color[piece].view(height, width, -1), owned.alpha[piece].view(height, width, 1)
             extra = {name: values[piece].view(height, width, -1) for name, values in shown.items()}
             depth = image[..., 3:4] / alpha.clamp(min=1e-10)
             found.append(Pixels(patch, image[..., :3], alpha, depth, extra=extra))
@@ -245,7 +247,7 @@ def _rows_of(plan: Plan, band: Patch) -> Plan:
 
 
 def cut(view: View, bands: int, work: Sequence[int]) -> list[Patch]:
-    """A view in bands of whole rows of tiles, of about equal work; some may be empty.
+    """Cut a view into bands of whole rows of tiles, of about equal work. Some may be empty.
 
     Args:
         work: of each row of tiles of a view seen before, of whatever height; empty if there was none.

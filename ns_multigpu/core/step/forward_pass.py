@@ -1,6 +1,6 @@
 """First half of a step: project -> route -> exchange rows -> tile lists -> draw -> exchange pixels.
 
-`Step` adds the loss, the way back and the update; `Forward` draws pictures with it. Nothing is read back to the host.
+`Step` adds loss, backward and update; `Forward` renders pictures with it. Nothing is read back to the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ class Drawing(NamedTuple):
     """Patches that a rank has drawn, and what their gradients need.
 
     Attributes:
-        arrived: rows that the rank draws. lists: of its patches' tiles. drawn: the patches.
+        received: rows that the rank draws. lists: of its patches' tiles. drawn: the patches.
     """
 
-    arrived: Received
+    received: Received
     lists: Lists
     drawn: Drawn
 
@@ -90,19 +90,19 @@ class ForwardPass:
                 self._rows.route(rows, views, plan, transport.destinations, self.place, sent)
                 transport.send(rows, self.place)
             everyones = rectangles(plan, views, range(self._world.size))
-            arrived = yield from transport.receive(rows, self.counts, len(projected), everyones)
-            arrived = self.pixels.layered(arrived, rows)
+            received = yield from transport.receive(rows, self.counts, len(projected), everyones)
+            received = self.pixels.layered(received, rows)
         with self._measure("sort"):
-            lists = self._lists.finish(arrived, patches, plan, views)
-            lists = self.pixels.clipped(lists, arrived, plan, views)
+            lists = self._lists.finish(received, patches, plan, views)
+            lists = self.pixels.clipped(lists, received, plan, views)
         with self._measure("raster"):
-            drawn = self._kernels.draw(arrived, lists, patches, self.pixels.marks_stops)
-        return Drawing(arrived, lists, drawn)
+            drawn = self._kernels.draw(received, lists, patches, self.pixels.marks_stops)
+        return Drawing(received, lists, drawn)
 
-    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
+    def exchange_pixels(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
         """Exchange pixels: from the patches that this rank has drawn to those that it owns."""
         with self._measure("pixels"):
-            return (yield from self.pixels.settle(drawn, plan, views))
+            return (yield from self.pixels.exchange(drawn, plan, views))
 
 
 def rows_by_group(

@@ -27,9 +27,9 @@ def sky_loss(alpha: Tensor, sky: Tensor, patch: Patch, view: View) -> Tensor:
 
 
 def photometric_loss(rgb: Tensor, target: Tensor, patch: Patch, view: View, ssim_lambda: float) -> Tensor:
-    """The patch's share of (1 - lambda) * L1 + lambda * (1 - SSIM) of the whole view.
+    """Return the patch's share of (1 - lambda) * L1 + lambda * (1 - SSIM) of the whole view.
 
-    Summed over patches that tile the view, each with a halo of `SSIM_HALO`, it is the whole image's loss, and the
+    The shares of patches that tile the view, each with a halo of `SSIM_HALO`, add up to the whole image's loss. Their
     gradients add up to its gradient. L1 is the mean over pixels and channels. SSIM (Wang et al. 2004) has an 11 x 11
     Gaussian window of sigma 1.5 and is the mean over the windows that lie inside the image.
 

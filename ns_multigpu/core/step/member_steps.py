@@ -47,7 +47,7 @@ class MemberSteps:
         self, plan: Plan, targets: Sequence[Sequence[Tensor]], sizes: Sizes | None = None,
         launch: Launch = lambda _, begin: begin(),
     ) -> None:  # fmt: skip
-        """Take a step.
+        """Run a step.
 
         Args:
             plan, sizes: see `Step.parts`. targets: by rank, as there.
@@ -92,7 +92,8 @@ class MemberSteps:
         return replace(found[0], segments=tuple(segments), sent=sum(one.sent for one in found))
 
     def _on_each(self, work: Callable[[Step], None]) -> None:
-        """Work on each rank's points, after and before what the first rank's stream does."""
+        """Call `work` with each rank's step, on that rank's device. Synchronizes with the first rank before and
+        after."""
         self._members.meet()
         for rank, step in enumerate(self.steps):
             with self._members.on(rank):

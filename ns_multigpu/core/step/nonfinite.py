@@ -1,4 +1,4 @@
-"""Agreement of all ranks, on the device, to leave out a step whose gradients are not finite."""
+"""Agreement of all ranks, on the device, to skip a step whose gradients are not finite."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ class NonFiniteSteps:
         self.by_rank = torch.zeros(world.size, dtype=torch.int64, device=world.device)
 
     def agree(self, back: Returned, counts: Sequence[Tensor], limits: Tensor, more: Tensor) -> Parts[Tensor]:
-        """Look for gradients that are not finite, and gather the result on all ranks.
+        """Find gradients that are not finite, and share the result with all ranks.
 
         Args:
             back: the rows and their gradients.

@@ -1,8 +1,8 @@
-"""The loss of normal maps: drawn normals agree with those of a view's map.
+"""Normal map loss: difference between rendered normals and those of a view's map.
 
-The formula is that of Huang et al. 2024 ("2D Gaussian Splatting", section 5), with the map's normal in the place of the
-depth's: the mean over the map's pixels of 1 - <N, n>. N is the rendered normal, which 2D Gaussians have. Of other
-primitives it is the normal of the drawn depth, times alpha: no kernel renders more for it, and all of them have depth.
+The formula is that of Huang et al. 2024 ("2D Gaussian Splatting", section 5), with the map's normal instead of the
+depth's: the mean over the map's pixels of 1 - <N, n>. N is the rendered normal of 2D Gaussians. For other primitives it
+is the normal of the drawn depth, times alpha, which needs no additional rendering.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The loss of a rank's patches in a step that reads nothing back, and its gradient by their pixels."""
+"""Loss of a rank's patches in a step that reads nothing back, and its gradient with respect to their pixels."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
@@ -128,7 +128,7 @@ class PatchLosses:
         return _Seen(shown, torch.ones_like(alpha), background, target, backward)
 
     def _mapped(self, patch: Patch, view: View, blended: _Blended, layers: Tensor) -> _Seen:
-        """`_blended` with bilateral grids, which map clamped colours to colours that are not clamped."""
+        """Do what `_blended` does, with bilateral grids: these map clamped colours to colours that are not clamped."""
         assert self._grids is not None
         target, mask = self.photograph(layers, patch.view)
         shown = composite(*blended).view(target.shape)
@@ -220,9 +220,9 @@ class PatchLosses:
 def loss_weights(
     width: int, height: int, batch: int, ssim_lambda: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The gradients [] of a batch's mean loss by the sums of a view's absolute differences and of its SSIM.
+    """Return the gradients [] of a batch's mean loss by a view's two sums: of absolute differences and of SSIM.
 
-    Views without a window of SSIM have no weight of it: see `photometric_loss`.
+    Views without a window of SSIM get no SSIM weight: see `photometric_loss`.
     """
     windows = (width - 2 * SSIM_HALO) * (height - 2 * SSIM_HALO)
     by_l1 = (1 - ssim_lambda) / (3 * batch * width * height)

@@ -1,22 +1,22 @@
-"""The one step of training: from points to pixels to loss, and back to points that have taken Adam's step.
+"""The training step: from points to pixels and loss, and back to points updated by Adam.
 
     points -> project -> rows -> [exchange rows] -> lists -> draw -> [exchange pixels] -> loss on the pixels owned here
     and back: loss -> [return pixels' gradients] -> draw back -> [return rows' gradients] -> gate -> update
 
-A strategy defines drawing ranks and exchanges; a primitive's kernels define rows. Nothing is read back to the
-host. So the numbers of rows and of intersections are known on the device alone, and both have a capacity. Where one is
-exceeded on any rank the step, and all that follow it, leave parameters, moments and statistics as they are on all ranks
-(`Status.done` stops counting); the host detects that at the next readback, grows the capacity, and retries them.
-With `StepSettings.skips` a gradient that is not finite has the same effect; the host then skips that step.
+A strategy defines drawing ranks and exchanges; a primitive's kernels define rows. Nothing is read back to the host, so
+the numbers of rows and intersections are known on the device alone. Both have a capacity. If one is exceeded on any
+rank, this step and the following ones change no parameters, moments and statistics on any rank (`Status.done` stops
+counting). The host detects that at the next readback, grows the capacity and retries the steps. With
+`StepSettings.skips` a gradient that is not finite has the same effect; the host then skips that step.
 
-Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs
-(`cuda_ext.band_loss`); received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
+Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs (`cuda_ext.band_loss`).
+Received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
 
-A lazy step defers the update of points that no rank drew (`cuda_ext.LazyAdam`): parameters and moments are valid
+A lazy step defers the update of points that no rank drew (`cuda_ext.LazyAdam`). Parameters and moments are then valid
 only after `flush`, which is required every 64 steps at least.
 
-In a large model whole groups of points are culled by a box (`cuda_ext.ops.project.boxes`). Steps keep the boxes right.
-Call `refresh` after changing points by other means.
+In a large model whole groups of points are culled by a box (`cuda_ext.ops.project.boxes`). Steps update the boxes. Call
+`refresh` after changing points by other means.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -169,14 +169,16 @@ class Step:
         return self._capturable
 
     def take(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> None:
-        """Take a step as it is. Arguments as `parts`'."""
+        """Run a step without capture. Arguments as `parts`'."""
         self.rgb = launched(self.parts(plan, targets, sizes))
 
     @torch.no_grad()
     def parts(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> Parts[list[Tensor]]:
-        """A step: splats this rank's points, exchanges rows, draws this rank's patches, their loss and its gradient by
-        the rows, returns gradients, and takes Adam's step and adds to the statistics, unless a capacity was or is
-        exceeded on any rank.
+        """Run one training step, in parts.
+
+        Splats this rank's points, exchanges rows, draws this rank's patches and computes their loss. Then returns
+        gradients, applies Adam and adds to the statistics. If a capacity is exceeded on any rank, or was in an earlier
+        step, points and statistics do not change.
 
         Args:
             plan: `with_halos` of a plan that is the same on all ranks.
@@ -198,21 +200,21 @@ class Step:
         splatted = self._splatted(plan)
         rows = self._forward.project(self._model, self._cameras(splatted, views), views)
         self.report.zero_()
-        arrived, lists, drawn = yield from self._forward.draw(rows, views, plan, splatted)
-        settled = yield from self._forward.settle(drawn, plan, views)
+        received, lists, drawn = yield from self._forward.draw(rows, views, plan, splatted)
+        pixels = yield from self._forward.exchange_pixels(drawn, plan, views)
         with measure("loss"):
             owned = plan.owned[world.rank]
-            rgb, v_color, v_alpha = self._losses.add(settled, owned, views, targets)
+            rgb, v_color, v_alpha = self._losses.add(pixels, owned, views, targets)
             drawn = kernels.more_losses(drawn, owned, views, self.report)
-            del settled
+            del pixels
         with measure("pixels"):
             v_color, v_alpha = yield from self._forward.pixels.return_gradients(v_color, v_alpha)
         with measure("backward"):
-            kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
+            kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(received.owners, received.slots))
         with measure("message"):
             numbers, own = (self._forward.counts, self._capacities, self._most), plan.drawn[world.rank]
             message = self._message.of(rows, numbers, plan, lists, views, own, splatted.start, self._of_views)
-        del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's
+        del received, lists, drawn, v_color, v_alpha  # their memory is the update's
         with measure("return"):
             back = yield from transport.return_gradients(rows, self._forward.place, message, splatted)
         with measure("update"):
@@ -250,7 +252,7 @@ class Step:
         return share_of_mse(self.rgb, images, own, self.views(sizes))
 
     def _splatted(self, plan: Plan) -> range:
-        """Positions in the batch of the views that this rank splats its points for."""
+        """Return the positions in the batch of the views that this rank splats its points for."""
         positions = self._strategy.placement.views_to_splat(plan, self._world)
         assert follow_each_other(positions), "as `unsupported_reason` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
@@ -276,7 +278,7 @@ class Step:
             self.refresh()
 
     def refresh(self) -> None:
-        """Points were changed by others than this step. Nothing is read back."""
+        """Recompute what depends on the points, after code other than this step changed them. Reads nothing back."""
         self._kernels.refresh(self._model)
 
     @property
@@ -292,5 +294,5 @@ class Step:
 
 
 def scalars_of_no_step(parameters: int, device: torch.device) -> Tensor:
-    """[parameters, 8] scalars of a step of Adam that changes nothing."""
+    """Return [parameters, 8] scalars of an Adam step that changes nothing."""
     return torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(parameters, 1)

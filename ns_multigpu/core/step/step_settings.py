@@ -74,7 +74,7 @@ class StepSettings:
         return -(-self.height // TILE)
 
     def words(self, assignment: Assignment | None = None) -> int:
-        """Length of a rank's message: with what the assignment learns, if there is one that does, and `tail`."""
+        """Return the length of a rank's statistics: `HEAD`, the counts that the assignment reads, and `tail`."""
         learns = assignment.counts(self.views, self.width, self.height) if assignment is not None else 0
         return HEAD + learns + self.tail
 
@@ -107,7 +107,7 @@ class Status:
 
 
 def with_halos(plan: Plan, views: Sequence[View]) -> Plan:
-    """The plan of a batch of views with the halos that a `Step` wants: none around a whole view."""
+    """Return the batch's plan with the halos that a `Step` needs. A whole view has none."""
     return _with_halos(plan, sizes_of(views))
 
 
@@ -129,7 +129,7 @@ def padded(count: int) -> int:
 
 
 def first_capacities(points: int, pixels: int, views: int, *, is_exchanged: bool) -> tuple[int, int, int]:
-    """Capacities of rows, a segment and intersections to begin with, when nothing is known but the sizes.
+    """Return initial capacities of rows, a segment and intersections, estimated from sizes alone.
 
     Args:
         points: of this rank. pixels: of a view. views: that this rank splats its points for.

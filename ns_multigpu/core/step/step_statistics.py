@@ -18,7 +18,7 @@ from ns_multigpu.core.types import TILE, Patch, View
 
 
 class StepMessage:
-    """Write a rank's step statistics: needed capacities, and the assignment's counts of the step.
+    """Builder of a rank's step statistics: needed capacities, and the assignment's counts of the step.
 
     Args:
         settings: the step's. pixels: its operators.
@@ -36,7 +36,7 @@ class StepMessage:
         views: Sequence[View], own: Sequence[Patch], first_view: int,
         of_views: ViewParameters | None = None,
     ) -> Tensor:  # fmt: skip
-        """The message [words] int64.
+        """Return the step's statistics [words] int64.
 
         Args:
             rows: of this rank's points.

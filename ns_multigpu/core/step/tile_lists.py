@@ -1,5 +1,8 @@
-"""Lists of the splats of each tile of a rank's patches, nearest first. Found by the rank that draws them, or by a sort
-of all splats of all views over all ranks (torch-dgx, section 4). Both give the same lists."""
+"""Lists of the splats of each tile of a rank's patches, nearest first.
+
+They are made by the rank that draws them, or by a sort of all splats of all views over all ranks (torch-dgx, section
+4). Both give the same lists.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -28,12 +31,12 @@ class TileLists(ABC):
     capturable: bool = True
 
     def begin(self, rows: Rows, views: Sequence[View]) -> None:
-        """Looks at this rank's own rows, before they are sent."""
+        """Read this rank's own rows before they are sent. Does nothing unless overridden."""
         return
 
     @abstractmethod
-    def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
-        """The lists of the patches that this rank draws, halo included, of rows that arrived.
+    def finish(self, received: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
+        """Return the tile lists of the patches that this rank draws, halo included, from the received rows.
 
         Args:
             patches: 5 ints a patch (view among those of the rows, x0, y0, x1, y1). plan: where they are from.
@@ -42,7 +45,7 @@ class TileLists(ABC):
 
 
 class GatheredLists(TileLists):
-    """Each rank intersects and sorts what it is about to draw.
+    """Lists made by the rank that draws them: it intersects and sorts the rows that it received.
 
     Args:
         capacity: maximum number of intersections.
@@ -51,8 +54,8 @@ class GatheredLists(TileLists):
     def __init__(self, kernels: Kernels, capacity: int) -> None:
         self._kernels, self._capacity = kernels, capacity
 
-    def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
-        return self._kernels.intersect(arrived, patches, self._capacity)
+    def finish(self, received: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
+        return self._kernels.intersect(received, patches, self._capacity)
 
 
 class SortedLists(TileLists):
@@ -90,11 +93,11 @@ class SortedLists(TileLists):
         )  # fmt: skip
         self._pairs = peer_merge_sort(keys, values, self._own, self._buffers, world, 32, self._bits)
 
-    def finish(self, arrived: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
+    def finish(self, received: Received, patches: Sequence[int], plan: Plan, views: Sequence[View]) -> Lists:
         s, world = self._settings, self._world
         assert self._pairs is not None
-        place = arrived.owners.long() * s.rows + arrived.slots
-        place = torch.where((arrived.radii > 0).all(-1), place, world.size * s.rows)
+        place = received.owners.long() * s.rows + received.slots
+        place = torch.where((received.radii > 0).all(-1), place, world.size * s.rows)
         self._where.scatter_(0, place, self._lines)
         shapes = [(-(-view.height // TILE), -(-view.width // TILE)) for view in views]
         starts = list(accumulate((rows * columns for rows, columns in shapes), initial=0))
@@ -107,7 +110,7 @@ class SortedLists(TileLists):
 def _tiles(
     patch: Patch, views: Sequence[View], shapes: Sequence[tuple[int, int]], starts: Sequence[int]
 ) -> tuple[int, int]:
-    """First and end tile of a band with its halo, among those of all views."""
+    """Return the first and the end tile of a band with its halo, counted over the tiles of all views."""
     _, top, _, bottom = patch.rendered(views[patch.view])
     start, columns = starts[patch.view], shapes[patch.view][1]
     return start + top // TILE * columns, start + -(-bottom // TILE) * columns

@@ -1,4 +1,4 @@
-"""Parameters of each training view in a step that reads nothing back, whose gradients come from pixels."""
+"""Parameters of each training view in a step that reads nothing back. Their gradients come from pixels."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field

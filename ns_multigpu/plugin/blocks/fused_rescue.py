@@ -23,7 +23,7 @@ from ns_multigpu.planning.work import Share
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_capacities import Capacities
 from ns_multigpu.plugin.faults import memory
-from ns_multigpu.plugin.faults.out_of_memory import Counts, GivenUp, StepOutOfMemory, forget_frames
+from ns_multigpu.plugin.faults.out_of_memory import Counts, StepCancelled, StepOutOfMemory, forget_frames
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 
@@ -62,7 +62,7 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
         training: a `Training`.
 
     Raises:
-        GivenUp: memory ran out and all ranks know it; the state is that after the last completed step.
+        StepCancelled: memory ran out and all ranks know it; the state is that after the last completed step.
     """
     taken = CompletedSteps(Counts.now(optimizers.optimizers, optimizers.schedulers))
     try:
@@ -75,7 +75,7 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
         if not agreed:
             taken.done += training.taken_since()
         training.go_back(taken)
-        raise GivenUp(steps[0] + taken.done - 1, error if not agreed or error.here else None) from None
+        raise StepCancelled(steps[0] + taken.done - 1, error if not agreed or error.here else None) from None
 
 
 def go_back(points: PointStorage, names: Sequence[str], optimizers: Any, lazy: Any, taken: CompletedSteps) -> None:
@@ -104,14 +104,14 @@ def bytes_of_step(
     """
     rows, pairs, intersections = capacities
     if not is_exchanged:
-        arrivals = 0
+        received_rows = 0
     elif hierarchy is not None:
-        arrivals = max(sum(hierarchy.received(pairs, rank)) for rank in range(ranks))
+        received_rows = max(sum(hierarchy.received(pairs, rank)) for rank in range(ranks))
     else:
-        arrivals = max(sum(from_all) for from_all in zip(*pairs, strict=True))
-    one = Share(0, 1, rows, arrivals, arrivals or rows, intersections, pixels, 0.0, 0.0, 0.0)
+        received_rows = max(sum(from_all) for from_all in zip(*pairs, strict=True))
+    one = Share(0, 1, rows, received_rows, received_rows or rows, intersections, pixels, 0.0, 0.0, 0.0)
     parts = step_buffers(one, ranks, capacity=1.0)
-    return sum(size for name, size in parts.items() if name != "exchange" or not arrivals)
+    return sum(size for name, size in parts.items() if name != "exchange" or not received_rows)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -41,7 +41,7 @@ class Refining:
             self._done = last
 
     def forget(self) -> None:
-        """Note that what `ahead` launched had no effect and is not launched again."""
+        """Record that what `ahead` launched had no effect, and is not launched again."""
         self._done = None
 
     def take(self, last: int) -> None:

@@ -52,7 +52,7 @@ from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 MOST_STEPS = 64
 """Maximum number of steps of a block: a signal, or the viewer, may have to wait for so many."""
 
-_STAYS_LAZY = 1.4
+_DEFERRED_MARGIN = 1.4
 """Factor on `LAZY_BELOW` while steps are deferred: views of one capture draw more and less of the model."""
 
 
@@ -109,7 +109,7 @@ class Training:
         self._refining = Refining(pipeline, optimizers, self._noise)
         needles = options.use_scale_regularization
         self._needles = torch.zeros(1, device=world.device) if needles else None  # the next step's weight
-        self._wants_lazy = self._may_put_off()
+        self._wants_lazy = self._may_defer()
         self._rows_drawn: int | None = None  # maximum per rank and step
         self._buffers = StepBuffers(pipeline, world)
         self._buffers.captures &= self._all_gpus is None  # whose graphs are its own
@@ -219,16 +219,16 @@ class Training:
         the same: each change captures new graphs. On a CPU steps are always deferred, so that results are bitwise
         reproducible.
         """
-        if not self._may_put_off() or self._world.device.type != "cuda" or self._rows_drawn is None:
+        if not self._may_defer() or self._world.device.type != "cuda" or self._rows_drawn is None:
             return
         # Of a sharded model every rank draws about its shard; of replicas every rank updates the points that any rank
         # drew.
-        below = LAZY_BELOW * (_STAYS_LAZY if self._wants_lazy else 1.0)
+        below = LAZY_BELOW * (_DEFERRED_MARGIN if self._wants_lazy else 1.0)
         wanted = self._world.size * self._rows_drawn < below * max(self._model.total_points, 1)
         if wanted != self._wants_lazy:
             self._wants_lazy, self._key = wanted, None
 
-    def _may_put_off(self) -> bool:
+    def _may_defer(self) -> bool:
         """Return whether steps may be deferred: not if undrawn points move otherwise, or the kernels lack support."""
         defers = self._model.primitive(depth=False).kernels().can_defer
         return defers and not self._noise.active and self._needles is None and self._all_gpus is None
@@ -244,10 +244,10 @@ class Training:
             self._release()
         adam, self._adam = self._adam, None  # the step remains valid if the points keep their storage
         self._refining.take(steps[-1])
-        if adam is not None and self._stays(adam):
+        if adam is not None and self._remains_valid(adam):
             self._adam = adam
 
-    def _stays(self, adam: AdamStep) -> bool:
+    def _remains_valid(self, adam: AdamStep) -> bool:
         """Return whether the step and its Adam remain valid after a refinement: all points kept their addresses."""
         model = self._model
         return not self._first.due(self._capacities.now) and self._points.follows(
@@ -263,7 +263,7 @@ class Training:
         go_back(self._points, self._stepped, self._optimizers, self._lazy, taken)
         self._release()
 
-    def _let_go(self) -> None:
+    def _release_step(self) -> None:
         """Release the step and its graphs, which hold buffers; keep the points' storage."""
         self._graphs.forget()
         self._step = self._key = None
@@ -402,9 +402,9 @@ class Training:
         groups = [self._optimizers.optimizers[name] for name in self._names]
         self._adam = AdamStep([self._optimizers.optimizers[name] for name in self._stepped], with_grads=False)
         if not self._points.has_capacity(model.most_points):
-            self._let_go()  # free the old storage for the larger one
-        stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
-        if stays and self._step is not None and self._key == key and not self._first.due(self._capacities.now):
+            self._release_step()  # free the old storage for the larger one
+        is_kept = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
+        if is_kept and self._step is not None and self._key == key and not self._first.due(self._capacities.now):
             return self._step  # a refinement has changed nothing that its graph depends on
         self._capacities.spare(
             13, 18, **self._buffers.spared()

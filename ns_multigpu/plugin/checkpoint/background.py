@@ -148,7 +148,7 @@ class CheckpointWriter:
         except Exception as bug:  # `error` ends the run
             self._report(f"The checkpoint that was on its way could not be written: {bug!r}")
         if self._under_way is not None:
-            self._under_way.give_up()
+            self._under_way.stop_waiting()
             self._report(
                 f"The checkpoint of step {self._under_way.step} was on its way and is lost; the earlier checkpoints in "
                 f"{self._models} are as they were."
@@ -230,7 +230,7 @@ class _UnderWay:
             raise self._error
         return Outcome(self.step, self._problem, self._seconds)
 
-    def give_up(self) -> None:
+    def stop_waiting(self) -> None:
         """Set the time limit to 0, so that the ending process does not wait again."""
         self._limit = 0.0
 

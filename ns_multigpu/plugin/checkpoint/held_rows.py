@@ -22,5 +22,5 @@ class Rows:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the full tensor."""
+        """Shape of the full tensor."""
         return torch.Size((self.total, *self.own.shape[1:]))

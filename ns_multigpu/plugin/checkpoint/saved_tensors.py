@@ -167,7 +167,7 @@ class SavedTensors:
 
     @property
     def names(self) -> list[str]:
-        """Return the names, sorted."""
+        """Names, sorted."""
         return sorted(self._listed)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:

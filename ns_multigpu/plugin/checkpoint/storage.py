@@ -56,7 +56,7 @@ class StampedFile:
 
     def fileno(self) -> int:
         """Return the file descriptor, after flushing the buffer to it."""
-        self._settle()
+        self._flush()
         return self._file.fileno()
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class StampedFile:
     def _open(self) -> None:
         self._file = self._path.open("wb")
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         if self._error is None:
             self._attempt(self._file.flush)
         if self._error is not None:

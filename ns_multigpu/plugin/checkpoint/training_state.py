@@ -218,7 +218,7 @@ class Clock:
 
     @property
     def images(self) -> int:
-        """Return the number of images seen."""
+        """Number of images seen."""
         return self.steps * self.batch
 
     def convert(self, batch: int) -> "Clock":

@@ -19,7 +19,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.text import Text
 
-LAST_WORDS = 0.5
+EXIT_DELAY_S = 0.5
 """Seconds that a failing worker waits before it exits. Its peers see a broken connection within milliseconds. The
 agent, which polls every 0.1 s, must find the first failed worker before them."""
 
@@ -123,7 +123,7 @@ def _run_exit_hook(error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}"
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), "utf8")
     end_soon()
-    time.sleep(LAST_WORDS)
+    time.sleep(EXIT_DELAY_S)
 
 
 def show_uncaught() -> None:

@@ -46,7 +46,7 @@ class Guards:
     ) -> None:
         self._config, self._world, self._last_checkpoint = config, world, last_checkpoint
         self.heart = Heartbeat()
-        self._settled: int | None = None
+        self._agreed_step: int | None = None
         # A single process has no collectives that could keep it from handling a signal.
         self.signals = StopSignals(self.heart if world.group is not None else None)
         self.numbers = NumericGuard(
@@ -138,7 +138,7 @@ class Guards:
             else:
                 return verdict != STOP
 
-    def settle(self, step: int, *, asks: bool) -> None:
+    def agree_ahead(self, step: int, *, asks: bool) -> None:
         """Agree in advance that all ranks run `step`, unless one of them `asks` for an agreement at the step itself.
 
         Every rank calls it, at any time before.
@@ -147,11 +147,11 @@ class Guards:
             return
         self.heart.beat("decide", step)
         verdict = self.signals.verdict(self._world, wait=asks)
-        self._settled = step if verdict == GO_ON else None
+        self._agreed_step = step if verdict == GO_ON else None
 
-    def has_settled(self, step: int) -> bool:
+    def has_agreed(self, step: int) -> bool:
         """Return whether `step` has been agreed on, the same on every rank; else call `may_go_on`."""
-        return self._settled == step
+        return self._agreed_step == step
 
     def interrupted(self, step: int | None, saved: Path | None, folder: Path, command: str) -> Interrupted:
         """Return the exception to raise when all ranks have stopped for a signal; print a message on rank 0.

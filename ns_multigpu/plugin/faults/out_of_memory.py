@@ -20,7 +20,7 @@ from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.signals import RanOutOfMemory
 
 
-class GivenUp(Exception):
+class StepCancelled(Exception):
     """Cancellation of a step on all ranks for lack of memory on some; the model is intact.
 
     Attributes:
@@ -48,7 +48,7 @@ class Attempt:
         """Enclose the rendering and backward pass of `step`.
 
         Raises:
-            GivenUp: memory ran out here, and all ranks know it.
+            StepCancelled: memory ran out here, and all ranks know it.
         """
         try:
             yield
@@ -57,18 +57,18 @@ class Attempt:
             if memory.where_memory_ran_out(error) is None or not self._others_can_go_on():
                 raise
             forget_frames(error)
-            self._objective.pipeline.strategy.gradients.give_up(self._objective.parameters())
+            self._objective.pipeline.strategy.gradients.cancel(self._objective.parameters())
             self._agree(failed=True)
-            raise GivenUp(step - 1, error) from None
+            raise StepCancelled(step - 1, error) from None
 
     def rendered(self, step: int) -> None:
         """Agree with all ranks after the exchange of gradients. Every rank whose rendering succeeded calls it.
 
         Raises:
-            GivenUp: memory ran out on another rank.
+            StepCancelled: memory ran out on another rank.
         """
-        if self._objective.pipeline.strategy.survives_giving_up and self._agree(failed=False):
-            raise GivenUp(step - 1, None)
+        if self._objective.pipeline.strategy.can_cancel and self._agree(failed=False):
+            raise StepCancelled(step - 1, None)
 
     def _agree(self, *, failed: bool) -> bool:
         return max_int(int(failed), self._objective.world) > 0
@@ -77,7 +77,7 @@ class Attempt:
         """Return whether the ranks that wait for this one can proceed to the agreement."""
         pipeline = self._objective.pipeline
         # Images are exchanged between ranks before rendering.
-        rendering = pipeline.timer.part == "compute" and pipeline.strategy.survives_giving_up
+        rendering = pipeline.timer.part == "compute" and pipeline.strategy.can_cancel
         return self._objective.world.group is None or rendering
 
 
@@ -90,22 +90,22 @@ def saving(trainer: Any) -> Iterator[None]:
     """
     try:
         yield
-    except GivenUp as given_up:
-        raise _exit_error(trainer, given_up) from given_up.cause
+    except StepCancelled as cancelled:
+        raise _exit_error(trainer, cancelled) from cancelled.cause
     except BaseException as error:
         trainer.guards.heart.beat("checkpoint")
         trainer.checkpoints.writer.close(error)
         raise
 
 
-def _exit_error(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
-    cause, last = given_up.cause, given_up.last
+def _exit_error(trainer: Any, cancelled: StepCancelled) -> RanOutOfMemory:
+    cause, last = cancelled.cause, cancelled.last
     text = ""
     if cause is not None:
         explanation = memory.explain(cause, replace(trainer._circumstances(), last_checkpoint=""))
         text = str(explanation or cause)
         forget_frames(cause)
-    forget_frames(given_up)
+    forget_frames(cancelled)
     trainer.objective.release()
     give_back(trainer.world)
     said = next(text for text in all_gather_objects(text, trainer.world) if text)

@@ -219,21 +219,21 @@ def _end_now(signum: int) -> None:
     os._exit(128 + signum)
 
 
-_last_words: Callable[[BaseException], None] | None = None
+_error_hook: Callable[[BaseException], None] | None = None
 
 
-def set_last_words(hook: Callable[[BaseException], None] | None) -> None:
+def set_error_hook(hook: Callable[[BaseException], None] | None) -> None:
     """Set the function that `end_process` calls with the error before it ends this process: a worker sends the error to
     its parent."""
-    global _last_words
-    _last_words = hook
+    global _error_hook
+    _error_hook = hook
 
 
 def end_process(error: BaseException, status: int = 1) -> None:
     """End this process because of `error`, from another thread than the main one, which is blocked and cannot
     raise it."""
     try:
-        if _last_words is not None:
-            _last_words(error)
+        if _error_hook is not None:
+            _error_hook(error)
     finally:
         os._exit(status)

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ns_multigpu.plugin.faults.errors import LAST_WORDS, PLAIN, InputError, PlainError, WorkerFailed, end_soon
+from ns_multigpu.plugin.faults.errors import EXIT_DELAY_S, PLAIN, InputError, PlainError, WorkerFailed, end_soon
 from ns_multigpu.plugin.faults.signals import (
     Interrupted,
     NonFiniteError,
     RanOutOfMemory,
     StopSignals,
-    set_last_words,
+    set_error_hook,
     signal_name,
 )
 from ns_multigpu.plugin.launch.commands import OWN_LAUNCHER
@@ -232,7 +232,7 @@ def worker_main(config: Config, folder: str, parts: RunParts | None = None) -> N
         go_on_with(parts)
     run_parts().done("start of the workers")
     place = Path(folder)
-    set_last_words(lambda error: _write_record(error, ranks.rank, place))
+    set_error_hook(lambda error: _write_record(error, ranks.rank, place))
     try:
         random.seed(config.machine.seed)
         np.random.seed(config.machine.seed)  # noqa: NPY002 - nerfstudio draws from numpy's global generator
@@ -275,7 +275,7 @@ def _write_record(error: BaseException, rank: int, folder: Path) -> None:
     begun.write_text(json.dumps(asdict(record)), "utf8")
     begun.replace(folder / f"failure-{rank}.json")
     if not plain:
-        time.sleep(LAST_WORDS)
+        time.sleep(EXIT_DELAY_S)
 
 
 def first_failure(folder: Path, error: RankFailed) -> tuple[PlainError | WorkerFailed, bool]:

@@ -59,7 +59,7 @@ def cores() -> int:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Name what the fork server imports before it starts. The first list given in a process counts."""
+    """Set the modules that the fork server imports before it starts. Only the first call in a process counts."""
     if not _preload:
         _preload.extend(modules)
         multiprocessing.set_forkserver_preload(_preload)
@@ -200,7 +200,7 @@ class RankProcesses:
 def _run(
     index: int, first: int, variables: dict[str, str], function: Callable[..., object], args: tuple[Any, ...]
 ) -> None:
-    """Be rank `first + index`, in its process."""
+    """Run `function` as rank `first + index`, in that rank's process."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of each rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -242,9 +242,10 @@ def _starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _main_hidden(*needed: object) -> Iterator[None]:
-    """Within, processes that start do not import this one's main module, unless they need something of it.
+    """Keep processes started within from importing this one's main module, unless `needed` objects come from it.
 
-    Python has them do that for what is pickled. That of `ns-train` loads all of nerfstudio's methods: seconds.
+    Python lets them import it to unpickle objects. That of `ns-train` loads all of nerfstudio's methods, which takes
+    seconds.
     """
     if b"__main__" in pickle.dumps(needed):
         yield

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ns_multigpu.core.dist.machines import Layout, Place, layout_of
-from ns_multigpu.core.dist.rendezvous import store_of_this_life
+from ns_multigpu.core.dist.rendezvous import store_of_attempt
 from ns_multigpu.core.dist.world import own_place
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import refuse_differences
@@ -135,7 +135,7 @@ def agree(
     with rendezvous_explained():
         store = _meet(patience)
         _stores.append(store)
-        life = store_of_this_life(store, ranks.rank, ranks.size, patience)
+        life = store_of_attempt(store, ranks.rank, ranks.size, patience)
     ours = dist.PrefixStore("ns_multigpu/start", life)
     ours.set(f"start/{ranks.rank}", json.dumps([dict(manifest or {}), asdict(start)]))
     if ranks.rank != 0:

@@ -31,7 +31,7 @@ class RunParts:
 
     @staticmethod
     def of_this_process() -> "RunParts":
-        """Those of a process in which this module has just been imported: Python, torch and nerfstudio came before."""
+        """Return the parts of a process that has just imported this module, after Python, torch and nerfstudio."""
         began = _began()
         parts = RunParts(began, began)
         parts.done("imports of torch and nerfstudio")

@@ -50,7 +50,7 @@ class OptionalLpips:
         self._network: Any = None
 
     def __call__(self, target: Tensor, predicted: Tensor) -> Tensor:
-        """LPIPS of two [1, 3, H, W] images in [0, 1]."""
+        """Return LPIPS of two [1, 3, H, W] images in [0, 1]; NaN if it is not available."""
         if self._network is None and not self.missing:
             self._build()
         if self._network is None:

@@ -63,7 +63,7 @@ class BatchOptimizers(Optimizers):
 
     @property
     def parameters(self) -> dict[str, list[Parameter]]:
-        """Return the presently optimized parameters. Nerfstudio keeps the initial ones, which lose their gradients."""
+        """Presently optimized parameters. Nerfstudio keeps the initial ones, which lose their gradients."""
         return {
             name: [p for group in optimizer.param_groups for p in group["params"]]
             for name, optimizer in self.optimizers.items()

@@ -121,7 +121,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return {name: [param] for name, param in self.gauss_params.items()}
 
     def get_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
-        """All groups of learning rates."""
+        """Return the parameters of each optimizer, exposures included."""
         return super().get_param_groups() | ({} if self.exposures is None else {exposures.GROUP: [self.exposures]})
 
     def prepare_densifier(self, world: World, seed: int) -> None:
@@ -138,13 +138,13 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return self._lpips
 
     def __dir__(self) -> list[str]:
-        """Names of attributes, without splatfacto's of parameters that the primitive lacks: the viewer reads all."""
+        """Return attribute names without splatfacto's of parameters that the primitive lacks: the viewer reads all."""
         absent = set(ORDER) - set(self.gauss_params)
         return [name for name in super().__dir__() if name not in absent]
 
     @property
     def points(self) -> Points:
-        """Return the parameters in the primitive's form."""
+        """Parameters in the primitive's form."""
         return Points(dict(self.gauss_params.items()))
 
     def counts(self, images: int) -> bool:
@@ -274,11 +274,11 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return losses, {"mse": squared} if metrics else {}
 
     def step_cb(self, optimizers: Any, step: int) -> None:
-        """Before each step: `step` is nerfstudio's; ours counts images (the pipeline sets it)."""
+        """Keep the optimizers, before each step. `step` is nerfstudio's; the pipeline sets `self.step`."""
         self.rates, self.optimizers = optimizers, optimizers.optimizers
 
     def step_post_backward(self, step: int) -> None:
-        """After each step: densification."""
+        """Densify, after each step."""
         if self.rendering is None:
             return
         splats, views = self.rendering.splats, self.views

@@ -58,7 +58,7 @@ class Pictures:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the available outputs."""
+        """Names of the available outputs."""
         own = self._model.shown if self._strategy.pixels.whole else ()
         return ("rgb", "rgba", "depth", "accumulation", "background", *own, *((RANK,) if self.shared else ()))
 

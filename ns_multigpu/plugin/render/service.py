@@ -62,7 +62,7 @@ class RenderRequest:
 
     @property
     def pixels(self) -> int:
-        """Return the number of pixels of the image, or of rays."""
+        """Number of pixels of the image, or of rays."""
         if self.camera is None:
             return 0 if self.rays is None else len(self.rays)
         return int((self.camera.width * self.camera.height).item())
@@ -210,7 +210,7 @@ class RenderService:
 
     def serve(self) -> None:
         """Render the requests of rank 0's viewer threads. Every rank calls it, at the same place between two steps."""
-        self.run_leading(lambda: self.lock.lend(self._answer))
+        self.run_leading(lambda: self.lock.pass_on(self._answer))
 
     def run_leading(self, work: Callable[[], T]) -> T | None:
         """Run `work` on rank 0, which may request images; the other ranks render them. Every rank calls it.
@@ -289,7 +289,7 @@ class RenderService:
 
     @property
     def waiting(self) -> int:
-        """Return the number of viewer threads that wait for an image."""
+        """Number of viewer threads that wait for an image."""
         return self.lock.waiting
 
     def wait_until_wanted(self, seconds: float) -> None:

@@ -50,7 +50,7 @@ class StepLock:
                 self._changed.notify_all()
 
     def ask(self, question: Any) -> Any:
-        """Return the owner's answer to `question` (see `lend`). The calling thread acquires the lock if it does not
+        """Return the owner's answer to `question` (see `pass_on`). The calling thread acquires the lock if it does not
         hold it.
 
         Raises:
@@ -81,7 +81,7 @@ class StepLock:
 
     @property
     def waiting(self) -> int:
-        """Return the number of threads that wait for the lock."""
+        """Number of threads that wait for the lock."""
         return len(self._waiting)
 
     def wait_until_wanted(self, seconds: float) -> None:
@@ -89,7 +89,7 @@ class StepLock:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting), seconds)
 
-    def lend(self, answer: Callable[[Any], Any]) -> None:
+    def pass_on(self, answer: Callable[[Any], Any]) -> None:
         """Pass the lock to the thread that has waited longest, if any, and answer its requests until it releases the
         lock.
 

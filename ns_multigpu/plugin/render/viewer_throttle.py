@@ -46,7 +46,7 @@ class ViewerThrottle:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps until the next pictures are due, or that fit into `WAIT`."""
+        """Number of steps until the next pictures are due, or that fit into `WAIT`."""
         if not self._recent:
             return 1
         wait = max(WAIT, self._due - time.perf_counter())

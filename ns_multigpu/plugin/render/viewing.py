@@ -18,7 +18,7 @@ def may_go_on(trainer: Any, step: int) -> bool:
     renders = trainer.pipeline.renders
     renders.strides.ended(step)
     try:
-        if trainer.guards.has_settled(step):
+        if trainer.guards.has_agreed(step):
             return True
         return trainer.guards.may_go_on(
             step,
@@ -32,13 +32,13 @@ def may_go_on(trainer: Any, step: int) -> bool:
         renders.strides.begins(step)
 
 
-def settle(trainer: Any, step: int) -> None:
+def agree_ahead(trainer: Any, step: int) -> None:
     """Agree with the other ranks to run `step` while the device executes the steps before it. A rank with a request
     (stop, pause, waiting or open viewer) defers the decision to `may_go_on`. Every rank calls it.
     """
     renders = trainer.pipeline.renders
     asks = trainer.stop_training or trainer.training_state != "training" or renders.waiting > 0 or _watched(trainer)
-    trainer.guards.settle(step, asks=asks)
+    trainer.guards.agree_ahead(step, asks=asks)
 
 
 def _watched(trainer: Any) -> bool:

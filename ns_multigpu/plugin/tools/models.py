@@ -42,7 +42,7 @@ class Work(Protocol):
 
     @property
     def test_mode(self) -> Literal["test", "inference"]:
-        """Return the pipeline's test mode."""
+        """Pipeline's test mode."""
         ...
 
     def run(self, run: RunConfig, checkpoint: Path, pipeline: RunPipeline) -> None:

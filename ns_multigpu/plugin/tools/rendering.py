@@ -73,7 +73,7 @@ class FilmRendering:
 
     @property
     def test_mode(self) -> Literal["test", "inference"]:
-        """Return the pipeline's test mode."""
+        """Pipeline's test mode."""
         return self.what.test_mode
 
     @property

@@ -30,7 +30,7 @@ def save_last(
     step: int,
     *,
     seconds: float,
-    give_up: Callable[[], bool],
+    is_cancelled: Callable[[], bool],
     while_busy: Callable[[], None] | None = None,
 ) -> Path:
     """Write the checkpoint after `step` into the run's folder, else into `--save-fallback-dir`; retry if both fail.
@@ -40,7 +40,7 @@ def save_last(
     Args:
         trainer: a `DistributedTrainer`.
         seconds: duration of retries.
-        give_up: returns whether to stop retrying; all ranks call it together and get the same answer.
+        is_cancelled: returns whether to stop retrying; all ranks call it together and get the same answer.
         while_busy: called while threads write, or after the save if checkpoints are not written in the background. It
             must not change what is saved.
 
@@ -52,7 +52,7 @@ def save_last(
     """
     checkpoints: RunCheckpoints = trainer.checkpoints
     if while_busy is None or not trainer.config.save_in_background:
-        folder = _saved(trainer, step, seconds, give_up)
+        folder = _saved(trainer, step, seconds, is_cancelled)
         if while_busy is not None:
             while_busy()
         return folder
@@ -62,7 +62,7 @@ def save_last(
     except BaseException:
         checkpoints.writer.finish()  # the threads of all ranks are there to finish it
         raise
-    return _saved(trainer, step, seconds, give_up)
+    return _saved(trainer, step, seconds, is_cancelled)
 
 
 def fallback_folder(folder: Path, place: Path) -> Path:
@@ -71,7 +71,7 @@ def fallback_folder(folder: Path, place: Path) -> Path:
     return place.joinpath(*folder.parts[-3:])
 
 
-def _saved(trainer: Any, step: int, seconds: float, give_up: Callable[[], bool]) -> Path:
+def _saved(trainer: Any, step: int, seconds: float, is_cancelled: Callable[[], bool]) -> Path:
     """Save as `save_last` does: wait for a save that has begun, and retry."""
     checkpoints: RunCheckpoints = trainer.checkpoints
     config, world, folder = trainer.config, trainer.world, trainer.base_dir
@@ -91,7 +91,7 @@ def _saved(trainer: Any, step: int, seconds: float, give_up: Callable[[], bool])
                 _say(f"{trainer.checkpoint_dir} did not take the last checkpoint ({problem}): it is in {fallback}.")
                 return fallback
             problem = f"{problem}; {fallback}: {other}"
-        if give_up() or broadcast_int(int(time.monotonic() >= end), world):
+        if is_cancelled() or broadcast_int(int(time.monotonic() >= end), world):
             break
         if not reported:
             reported = True

@@ -185,7 +185,7 @@ class DistributedTrainer(Trainer):
         """Run the host's tasks while the device is busy with a block of steps. Every rank calls it."""
         self._finish_late()
         if not last:
-            viewing.settle(self, steps.stop)
+            viewing.agree_ahead(self, steps.stop)
         if self._look_later:  # it synchronizes with the device, as the end of the block does
             self._look_later = False
             self._look_for_nan(now=True, pending=True)
@@ -274,7 +274,7 @@ class DistributedTrainer(Trainer):
         if taken is not None and self.config.save_on_interrupt:
             self._look_for_nan(now=True)
             try:
-                folder = save_last(self, taken, seconds=0, give_up=lambda: True)  # no time for retries
+                folder = save_last(self, taken, seconds=0, is_cancelled=lambda: True)  # no time for retries
                 saved = folder / self.config.relative_model_dir / f"step-{taken:09d}.ckpt"
             except SaveFailed as error:
                 CONSOLE.print(Text(str(error), "bold red"), soft_wrap=True)
@@ -342,7 +342,7 @@ class DistributedTrainer(Trainer):
         """
         signals, seconds = self.guards.signals, self.config.save_retry_seconds
         return save_last(
-            self, step, seconds=seconds, give_up=lambda: signals.verdict(self.world) == STOP, while_busy=while_busy
+            self, step, seconds=seconds, is_cancelled=lambda: signals.verdict(self.world) == STOP, while_busy=while_busy
         )
 
     def _finish_progress(self, more: dict[str, Any]) -> None:

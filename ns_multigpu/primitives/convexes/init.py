@@ -44,7 +44,7 @@ def initial_convexes(
 
 
 def fibonacci_sphere(count: int) -> Tensor:
-    """`count` directions [count, 3], evenly spread: along one axis in equal steps, around it by the golden angle."""
+    """Return `count` evenly spread directions [count, 3]: equal steps along an axis, the golden angle around."""
     number = torch.arange(count, dtype=torch.float32)
     height = 1 - 2 * number / (count - 1)
     around, radius = number * (math.pi * (3 - math.sqrt(5))), (1 - height * height).clamp(min=0).sqrt()

@@ -37,7 +37,7 @@ class ChosenCap:
 
 
 def per_seed(images: int) -> int:
-    """Gaussians for each seed point in a run that sees so many images."""
+    """Return the number of Gaussians for each seed point in a run over this many images."""
     part = (images - SHORT) / (LONG - SHORT)
     return round(PER_SEED[0] + (PER_SEED[1] - PER_SEED[0]) * min(max(part, 0.0), 1.0))
 

@@ -173,7 +173,7 @@ class ReplicatedDensifier(DefaultStrategy):
             optimizers,
             state,
             image,
-            order="as listed" if not self.morton else "morton" if self._orders(image) else "beside",
+            order="as listed" if not self.morton else "morton" if self._orders(image) else "by parent",
             cap=self._alone_within_cap,
             # Alike on every rank, whatever else a rank draws.
             generator=keyed_generator(self.seed, "densify", image, device=state["grad2d"].device),
@@ -222,7 +222,7 @@ class ReplicatedDensifier(DefaultStrategy):
 
 
 def add_gradients(state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Adds the gradients of a step's rows to the sums `grad2d` and the number of these rows to `count`, [N] each.
+    """Add the gradients of a step's rows to the sums `grad2d`, and the number of these rows to `count`, [N] each.
 
     Args:
         info: see `densification_info`.

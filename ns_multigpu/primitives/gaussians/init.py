@@ -18,7 +18,7 @@ def initial_gaussians(
     seeds: tuple[Tensor, Tensor] | None, *, sh_degree: int, count: int, extent: float, generator: torch.Generator,
     opacity: float = 0.1, scale: float = 1.0,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Raw parameters of the first Gaussians (Kerbl et al. 2023, section 5.1; Splatfacto's conventions).
+    """Return raw parameters of the first Gaussians (Kerbl et al. 2023, section 5.1; Splatfacto's conventions).
 
     Args:
         seeds: positions [N, 3] and colours [N, 3] in 0..255 (or no colours, [0, 3]); None scatters random ones.
@@ -63,7 +63,7 @@ def initial_gaussians(
 
 
 def _mean_spacing(points: np.ndarray) -> np.ndarray:
-    """Mean distance of each point to its three nearest neighbours, [N] float32."""
+    """Return the mean distance of each point to its three nearest others, [N] float32."""
     nearest = min(3, len(points) - 1)
     if nearest < 1:
         return np.ones(len(points), dtype=np.float32)

@@ -1,10 +1,10 @@
 """Gaussian splatting as Markov chain Monte Carlo (Kheradmand et al. 2024) for replicas.
 
-The rules are gsplat's `MCMCStrategy`: dead Gaussians move onto living ones, the model grows towards a cap that counts
-the Gaussians of the whole model, and positions get noise. What differs is where copies lie: next to each other, not in
-one place (`cuda_ext.share_out`); the clock, which counts images; the random numbers, which are keyed by (seed, image);
-and the picks, which are made in integers: a floating-point running sum on a GPU may come out differently twice, and
-replicas must pick the same.
+The rules are gsplat's `MCMCStrategy`: dead Gaussians are relocated to living ones, the model grows towards a cap on the
+whole model's Gaussians, and positions get noise. There are four differences. Copies are placed next to each other, not
+at one position (`cuda_ext.share_out`). The clock counts images. Random numbers are keyed by (seed, image). Picks are
+made in integers, because a floating-point running sum on a GPU may differ between runs, and replicas must pick the
+same.
 """
 
 import math
@@ -123,7 +123,7 @@ class McmcDensifier:
         rate: float,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """Refines when due, then adds noise.
+        """Refine when due, then add noise.
 
         Args:
             params: means [N, 3], scales [N, 3] (log), quats [N, 4], opacities [N, 1] or [N] (logits), any others.
@@ -159,8 +159,8 @@ class McmcDensifier:
             num_new = self._num_new(params)
             if num_new or self._orders(image):
                 self._rearrange(params, optimizers, self._growth(params, image, steep, num_new), self._orders(image))
-            elif self._settles():
-                self._settle(params, optimizers)
+            elif self._can_change_owners():
+                self._send_to_owners(params, optimizers)
             count = len(params["means"])
             for name, sums in self.statistics(params, state).items():
                 state[name] = sums.zero_() if len(sums) == count else zeros_there(sums, count)
@@ -193,13 +193,15 @@ class McmcDensifier:
     def replaces(self, params: Any, step: int, images: int) -> bool:
         """See `Densifier`: relocation alone changes tensors in place."""
         due = self._dues(step, images)
-        return bool(due) and (self._settles() or self._num_new(params) > 0 or any(self._orders(image) for image in due))
+        return bool(due) and (
+            self._can_change_owners() or self._num_new(params) > 0 or any(self._orders(image) for image in due)
+        )
 
-    def _settles(self) -> bool:
+    def _can_change_owners(self) -> bool:
         """Return True if Gaussians that only moved may have to change ranks."""
         return False
 
-    def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
+    def _send_to_owners(self, params: Any, optimizers: dict[str, Any]) -> None:
         """Move such Gaussians to their owners, in unchanged order."""
 
     def _orders(self, image: int) -> bool:
@@ -232,7 +234,7 @@ class McmcDensifier:
 
     @torch.no_grad()
     def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
-        """Adds a step's noise to the means.
+        """Add a step's noise to the means.
 
         B steps of one image would add B independent noises of standard deviation `rate` * noise_lr * s, the covariance
         and gate in s hardly changing in between. Variances add, so the sum is one noise of sqrt(B) * rate * noise_lr
@@ -340,15 +342,15 @@ def move_copies(name: str, rows: Tensor, regrouping: Regrouping | IndexMap) -> N
 
 
 def quanta(weights: Tensor) -> Tensor:
-    """Weights [N] in [0, 1] in units of 2^-24, [N] int64."""
+    """Return weights [N] in [0, 1] in units of 2^-24, [N] int64."""
     return (weights.to(torch.float64) * _QUANTA).long()
 
 
 def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` rows, [count] int64, drawn with replacement in proportion to `weights` [N] in [0, 1].
+    """Draw `count` rows, [count] int64, with replacement in proportion to `weights` [N] in [0, 1].
 
-    Exact in integers, so that the same weights and generator (a host's) give the same rows everywhere, on any number
-    of weights. None are drawn if all weights are below 2^-24.
+    The arithmetic is exact in integers. The same weights and generator (a host's) give the same rows on every device,
+    for any number of weights. Draws none if all weights are below 2^-24.
     """
     sums = quanta(weights).cumsum(0)
     total = int(sums[-1]) if len(sums) and count else 0

@@ -8,7 +8,7 @@ decided before it exists: it has its parent's opacity and radius, and 1 / 1.6 of
 Optionally the points are sorted in the order of `morton` in the same pass, so that spatial neighbours are near each
 other in memory. Alternatively, new points replace their old ones in the order.
 
-A GPU finishes an operator on some 100,000 points before the host has launched the next, so few operators are fast.
+On some 100,000 points the device finishes an operator before the host launches the next. So few operators are fast.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -73,7 +73,7 @@ class SplitRule:
             rows += offsets[:, :3]
 
     def moved(self) -> Collection[str]:
-        """The parameters that `move` changes."""
+        """Return the parameters that `move` changes."""
         return ("means",)
 
 
@@ -88,7 +88,7 @@ class Fates:
         masks: [5 + births, N] bool, by point. 0: kept and not split. 1: copied, with a copy that is kept. 2 and one
             more for each further child: split into kept children. The last three, before pruning of new points:
             split; copied; kept if nothing were split.
-        n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: counts of masks 0, 1, 2 and the last three.
+        n_kept, n_copied, n_born, n_split, n_duplicate, n_unpruned: counts of masks 0, 1, 2 and the last three.
     """
 
     masks: Tensor
@@ -97,13 +97,13 @@ class Fates:
     n_born: int
     n_split: int
     n_duplicate: int
-    n_stays: int
+    n_unpruned: int
 
     @staticmethod
     def of(masks: Tensor, counts: Sequence[int]) -> "Fates":
         """Create fates from masks [5 + births, N] and their counts."""
-        kept, copied, born, *_, split, duplicate, stays = counts
-        return Fates(masks, kept, copied, born, split, duplicate, stays)
+        kept, copied, born, *_, split, duplicate, unpruned = counts
+        return Fates(masks, kept, copied, born, split, duplicate, unpruned)
 
     @property
     def num_children(self) -> int:
@@ -134,10 +134,10 @@ class Fates:
         """Return the fates with pruning only."""
         masks = torch.zeros_like(self.masks)
         masks[0] = masks[-1] = self.masks[-1]
-        return Fates(masks, self.n_stays, 0, 0, 0, 0, self.n_stays)
+        return Fates(masks, self.n_unpruned, 0, 0, 0, 0, self.n_unpruned)
 
     def listed(self) -> tuple[Tensor, Tensor]:
-        """The new points in the order of a `IndexMap`, and after them the `n_split` that are split.
+        """Return the new points in the order of an `IndexMap`, followed by the `n_split` points that are split.
 
         Returns:
             [T + n_split] int64, the category of each: 0 kept, 1 copy, 2 first half and so on; then that of those split.
@@ -181,7 +181,7 @@ def grow_and_prune(
     state: dict[str, Any],
     image: int,
     *,
-    order: Literal["as listed", "beside", "morton"] = "as listed",
+    order: Literal["as listed", "by parent", "morton"] = "as listed",
     cap: Callable[[Fates], Fates] | None = None,
     generator: torch.Generator | None = None,
     spent: Collection[str] = (),
@@ -189,7 +189,7 @@ def grow_and_prune(
     decided: Decided | None = None,
     ready: Gathering | None = None,
 ) -> tuple[int, int, int]:
-    """Does what `DefaultStrategy._grow_gs` and `_prune_gs` do, one after the other. Waits for the device once.
+    """Do what `DefaultStrategy._grow_gs` and `_prune_gs` do, in sequence. Waits for the device once.
 
     Draws the same numbers in the same order as gsplat does.
 
@@ -281,15 +281,18 @@ def _masks(
             gone, child_gone = gone | wide, child_gone | wide
         too_large = rules.prune_scale3d * state["scene_scale"]
         gone, child_gone = gone | (largest > too_large), child_gone | (split_rule.child_sizes(largest) > too_large)
-    stays, born = ~gone, split > child_gone
-    return torch.stack([stays > split, stays & duplicate, *[born] * split_rule.num_children, split, duplicate, stays])
+    unpruned, born = ~gone, split > child_gone
+    return torch.stack(
+        [unpruned > split, unpruned & duplicate, *[born] * split_rule.num_children, split, duplicate, unpruned]
+    )
 
 
 @torch.no_grad()
 def regroup(
     params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None, split_rule: SplitRule = GAUSSIAN_SPLIT
 ) -> IndexMap:
-    """The new points: those kept, then copies, then first halves of splits, then second ones and so on, by parent.
+    """Return the index map of the new points: those kept, then copies, then first halves of splits, second halves and
+    so on. Each group is ordered by parent.
 
     Args:
         params: see `grow_and_prune`.
@@ -337,6 +340,6 @@ def _child_scales(sizes: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _child_logits(opacities: Tensor, out: Tensor | None = None) -> Tensor:
-    """With `revised_opacity`, a child's by the sigmoids of its parent's: two of them look like it (Bulò et al. 2024,
-    arXiv:2404.06109)."""
+    """Return a child's logits from its parent's sigmoids, for `revised_opacity`: two children look like their parent
+    (Bulò et al. 2024, arXiv:2404.06109)."""
     return logit(1.0 - torch.sqrt(1.0 - opacities), out=out)

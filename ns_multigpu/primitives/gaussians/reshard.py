@@ -111,7 +111,7 @@ class Resharding:
         return self._by_places(params, optimizers, index_map, keys, order, work(), started, edit)
 
     @torch.no_grad()
-    def settle(
+    def send_to_owners(
         self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], index_map: IndexMap
     ) -> Reordering:
         """Send points that only moved to their owners, for a placement without ranges.
@@ -149,6 +149,8 @@ class Resharding:
             partial(index_map.positions, means, order), parents,
         )  # fmt: skip
         del parents
-        row_bytes = move_rows(params, optimizers, index_map.ordered(move.leaving(order)), move, kept, world, edit)
+        row_bytes = move_rows(
+            params, optimizers, index_map.ordered(move.in_sending_order(order)), move, kept, world, edit
+        )
         self.shard_index.hold(move.places, params["means"], move.counts_after)
         return move.record(started, row_bytes)

@@ -39,17 +39,17 @@ class GaussianRowKernels(Kernels):
     def wire(self, *, half: bool, slots: bool) -> GaussianRowWire:
         return GaussianRowWire(half, slots, self.absgrad, self.depth)
 
-    def intersect(self, arrived: ReceivedRows, patches: Sequence[int], capacity: int) -> Lists:
+    def intersect(self, received: ReceivedRows, patches: Sequence[int], capacity: int) -> Lists:
         return cuda_ext.intersect_capacity(
-            arrived.means2d, arrived.conics, arrived.opacities, arrived.radii, arrived.depths, arrived.view_ids,
+            received.means2d, received.conics, received.opacities, received.radii, received.depths, received.view_ids,
             patches, tile_size=TILE, capacity=capacity,
         )  # fmt: skip
 
-    def draw(self, arrived: ReceivedRows, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
+    def draw(self, received: ReceivedRows, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         tile_offsets, row_ids, _ = lists
-        features = torch.cat([arrived.features, arrived.depths[:, None]], -1) if self.depth else arrived.features
+        features = torch.cat([received.features, received.depths[:, None]], -1) if self.depth else received.features
         inputs: Any = (
-            arrived.means2d, arrived.conics, arrived.opacities, features, tile_offsets, row_ids, patches, TILE
+            received.means2d, received.conics, received.opacities, features, tile_offsets, row_ids, patches, TILE
         )  # fmt: skip
         color, alpha, last, state = torch.ops.ns_multigpu.rasterize(*inputs, None, mark_stops)
         return Drawn(color, alpha, last, (inputs, state))

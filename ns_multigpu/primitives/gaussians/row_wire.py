@@ -47,8 +47,8 @@ class GaussianRowWire(RowWire):
         where = (wire, come.starts, come.capacities, counts, come.rank, views)
         return unpack_wire(*where, half=self.half, slots=self.slots)
 
-    def keep(self, rows: SplatRows, place: Tensor, arrived: ReceivedRows, come: WireSegments, source: int) -> None:
-        keep_rows(rows, place, arrived, come.line(source), come.capacities[source], slots=self.slots)
+    def keep(self, rows: SplatRows, place: Tensor, received: ReceivedRows, come: WireSegments, source: int) -> None:
+        keep_rows(rows, place, received, come.line(source), come.capacities[source], slots=self.slots)
 
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         where = (records, counts, wire, to.starts, to.capacities, to.rank)

@@ -63,7 +63,7 @@ class ShardedDensifier(ShardedPoints, ReplicatedDensifier):
             pruned = now + sum(one.pruned for one in each)
             self._note_changes(sum(one.n_duplicate for one in each), sum(splits), pruned)
         else:
-            self._note_changes(0, 0, now - sum(one.n_stays for one in each))
+            self._note_changes(0, 0, now - sum(one.n_unpruned for one in each))
         categories, points = fates.listed()
         drawn = None
         if sum(splits) > 0:
@@ -84,7 +84,7 @@ class ShardedDensifier(ShardedPoints, ReplicatedDensifier):
             del fates, drawn, points
             self.reordering = resharding.in_order(params, optimizers, index_map, categories, work, edit)
         else:
-            after = [one.total if grows else one.n_stays for one in each]
+            after = [one.total if grows else one.n_unpruned for one in each]
             works = [self.refine_every * row[-1] + self.seen_cost * row[-2] for row in gathered]  # of the old ones
             del fates, drawn, categories, points
             done = resharding.place(params, optimizers, index_map, after, works, work, edit)

@@ -83,9 +83,9 @@ class ShardedMcmc(ShardedPoints, McmcDensifier):
         traffic = torch.stack([torch.bincount(ranks, minlength=world.size) for ranks in (to, here)])
         send, receive = traffic.tolist()
         order, places = torch.sort(to, stable=True).indices, targets[torch.sort(here, stable=True).indices]
-        leaving, copies = drawn.rows[order], counted(drawn.rows, len(dead))
+        sources, copies = drawn.rows[order], counted(drawn.rows, len(dead))
         numbers = numbered(drawn.rows)[order]
-        copied = self._copied(params, leaving, copies, numbers)  # where their sources are
+        copied = self._copied(params, sources, copies, numbers)  # where their sources are
         # As in gsplat the moments of what is moved stay as they are.
         self._share_out(params, copies, cleared=all_moments(params, optimizers))
         rows = exchange_rows(torch.cat([x.flatten(1) for x in copied.values()], 1), send, receive, world)
@@ -117,14 +117,16 @@ class ShardedMcmc(ShardedPoints, McmcDensifier):
             done = self._resharding.place(params, optimizers, index_map, None, None, work, move_copies)
             self.reordering = done or self.reordering
 
-    def _settles(self) -> bool:
+    def _can_change_owners(self) -> bool:
         # Ranges of an order stay even. Owners that places have are to be near what is placed there.
         return not self.shard_index.placement.in_ranges
 
-    def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
+    def _send_to_owners(self, params: Any, optimizers: dict[str, Any]) -> None:
         means = params["means"]
         none = torch.empty(0, dtype=torch.int64, device=means.device)
-        self.reordering = self._resharding.settle(params, optimizers, grown(len(means), none, means.new_zeros(0, 3)))
+        self.reordering = self._resharding.send_to_owners(
+            params, optimizers, grown(len(means), none, means.new_zeros(0, 3))
+        )
 
     @property
     def _resharding(self) -> Resharding:

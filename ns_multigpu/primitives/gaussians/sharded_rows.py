@@ -58,7 +58,7 @@ def move_rows(
     Args:
         params: by name, with a row for each point; replaced by new `Parameter`s.
         optimizers: by parameter; may lack some, the same on every rank. They continue with the new parameters.
-        regrouping: of this rank's points, in sending order (`PointMove.leaving`).
+        regrouping: of this rank's points, in sending order (`PointMove.in_sending_order`).
         move: see `plan_move`.
         kept: merged optimizer states of all ranks.
         edit: see `Edit`; must not change wide parameters. None to change nothing.
@@ -82,10 +82,10 @@ def move_rows(
         types = [_Slot(tuple(old.shape[1:]), old.dtype), *slots.values()]
         pairs = enumerate(zip(tensors, types, strict=True))
         columns[name] = [_Column(tensor, kind, partial(finish, name, number)) for number, (tensor, kind) in pairs]
-    arrivals = _Arrivals([one for of in columns.values() for one in of], remote_split, move.moved, world)
+    received_columns = _ReceivedColumns([one for of in columns.values() for one in of], remote_split, move.moved, world)
     for name in list(params):
         old, of_name = params[name], columns.pop(name)
-        moved = [_put_together(one, remote_split, arrivals.next()) for one in of_name]
+        moved = [_put_together(one, remote_split, received_columns.next()) for one in of_name]
         new = torch.nn.Parameter(moved[0], requires_grad=old.requires_grad)
         params[name] = new
         if name in optimizers:
@@ -95,7 +95,7 @@ def move_rows(
             optimizer.state.pop(old, None)
             if kept.of[name].slots or kept.of[name].rest:
                 optimizer.state[new] = kept.of[name].rest | dict(zip(kept.of[name].slots, moved[1:], strict=True))
-    return 8 + arrivals.row_bytes
+    return 8 + received_columns.row_bytes
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class _Column:
         return self.width * self.kind.dtype.itemsize
 
     def rows(self, part: Regrouping, first: int = 0, end: int | None = None) -> Tensor:
-        """[rows, end - first] of a part of the new points; with their whole shape where all numbers are asked for."""
+        """Return columns [rows, end - first] of a part of the new points; for all columns, in their full shape."""
         count, end = len(part.source), self.width if end is None else end
         shape = self.kind.shape if end - first == self.width else (end - first,)
         if self.tensor is None or len(self.tensor) == 0:
@@ -181,7 +181,7 @@ class _Column:
         return rows
 
 
-class _Arrivals:
+class _ReceivedColumns:
     """Columns received from other ranks, one after the other. A column is exchanged on demand, together with as many
     later ones as the buffer holds: the same on all ranks.
 
@@ -207,7 +207,7 @@ class _Arrivals:
 
     def next(self) -> Tensor:
         """Return the received rows of the next column, [K, ...]."""
-        column, count = self._waiting.popleft(), len(self._remote_split.landing)
+        column, count = self._waiting.popleft(), len(self._remote_split.received_rows)
         parts: list[Tensor] = []
         while sum(piece.shape[1] for piece in parts) < column.row_bytes and self._moved:
             if not self._there:
@@ -215,7 +215,7 @@ class _Arrivals:
             parts.append(self._there.popleft())
         shape = (count, *column.kind.shape)
         if not parts or count == 0:
-            return torch.empty(shape, dtype=column.kind.dtype, device=self._remote_split.landing.device)
+            return torch.empty(shape, dtype=column.kind.dtype, device=self._remote_split.received_rows.device)
         return torch.cat(parts, 1).view(column.kind.dtype).view(shape)
 
     def _receive(self) -> None:
@@ -236,7 +236,7 @@ class _Arrivals:
         self._there += rows.split(widths, 1)
 
 
-def _put_together(column: _Column, remote_split: RemoteSplit, arrived: Tensor) -> Tensor:
+def _put_together(column: _Column, remote_split: RemoteSplit, received: Tensor) -> Tensor:
     """Combine the local and the received rows of a column, [T, ...]."""
     rows = column.rows(remote_split.local)
-    return rows.index_copy_(0, remote_split.landing, arrived) if len(arrived) else rows
+    return rows.index_copy_(0, remote_split.received_rows, received) if len(received) else rows

@@ -21,13 +21,13 @@ class RemoteSplit:
         local: of all T final rows of this rank, in final order. Rows from other ranks are placeholder copies of the
             first old point.
         sent: of the rows for other ranks, in sending order.
-        landing: [K] int64, the rows of `local` that other ranks send, in receiving order.
+        received_rows: [K] int64, the rows of `local` that other ranks send, in receiving order.
         send, receive: number of rows to and from each rank; 0 for this rank.
     """
 
     local: Regrouping
     sent: Regrouping
-    landing: Tensor
+    received_rows: Tensor
     send: list[int]
     receive: list[int]
 
@@ -36,7 +36,7 @@ class RemoteSplit:
         """Split the points of a rank.
 
         Args:
-            regrouping: in sending order (`PointMove.leaving`).
+            regrouping: in sending order (`PointMove.in_sending_order`).
             move: see there.
         """
         place = torch.empty_like(move.order)
@@ -50,11 +50,11 @@ class RemoteSplit:
             local = Regrouping(source, own[regrouping.fresh], own[regrouping.children], regrouping.offsets)
         else:
             fresh, children = regrouping.fresh - first, regrouping.children - first
-            stays, born_here = ((rows >= 0) & (rows < count) for rows in (fresh, children))
-            local = Regrouping(source, own[fresh[stays]], own[children[born_here]], regrouping.offsets[born_here])
-            leaving = torch.cat([regrouping.source[:first], regrouping.source[first + count :]])
-            fresh, children = regrouping.fresh[~stays], regrouping.children[~born_here]
+            fresh_here, born_here = ((rows >= 0) & (rows < count) for rows in (fresh, children))
+            local = Regrouping(source, own[fresh[fresh_here]], own[children[born_here]], regrouping.offsets[born_here])
+            sent_source = torch.cat([regrouping.source[:first], regrouping.source[first + count :]])
+            fresh, children = regrouping.fresh[~fresh_here], regrouping.children[~born_here]
             fresh, children = (rows - count * (rows >= first) for rows in (fresh, children))
-            sent = Regrouping(leaving, fresh, children, regrouping.offsets[~born_here])
+            sent = Regrouping(sent_source, fresh, children, regrouping.offsets[~born_here])
         send, receive = ([0 if other == rank else n for other, n in enumerate(of)] for of in (move.send, move.receive))
         return RemoteSplit(local, sent, others, send, receive)

@@ -1,1 +1,1 @@
-"""The 4D Gaussian: a Gaussian over space and time, for scenes that move (Yang et al. 2024)."""
+"""The 4D Gaussian: a Gaussian over space and time, for dynamic scenes (Yang et al. 2024)."""

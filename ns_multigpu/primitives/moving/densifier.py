@@ -15,8 +15,8 @@ WHOLE = 0.0
 
 
 class MovingSplitRule(SplitRule):
-    """Halves are drawn from their parent's Gaussian over space and time, and are smaller along all four axes (Yang et
-    al. 2024, section 3.3).
+    """Split rule whose halves are drawn from their parent's Gaussian over space and time. They are smaller along all
+    four axes (Yang et al. 2024, section 3.3).
 
     A point that lasts longer than the whole capture is split in space alone: drawn over its time, most halves would lie
     before the capture or after it, and fade out of all of it.

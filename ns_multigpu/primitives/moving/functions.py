@@ -70,7 +70,7 @@ class MovingGaussians(GaussianPrimitive):
         return Hits(view_ids, point_ids)
 
     def _present(self, points: Points, ids: Tensor, time: float) -> tuple[Tensor, cuda_ext.Moment, Tensor]:
-        """The points [K] int32 that are there at a time, what they are then, and bounds [K, 3] on their scales."""
+        """Return the points [K] int32 that are visible at a time, their moments, and bounds [K, 3] on their scales."""
         view_times = points.params["means"].new_tensor([time])
         moment = self.moment(points, torch.zeros_like(ids), ids, view_times)
         there = (moment.opacities >= MIN_ALPHA).nonzero()[:, 0]
@@ -121,7 +121,7 @@ class MovingGaussians(GaussianPrimitive):
     def colors(
         self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, view_times: Tensor, means: Tensor
     ) -> Tensor:
-        """The colours [M, 3] of rows whose points are at `means` [M, 3] then."""
+        """Return the colours [M, 3] of rows whose points are at `means` [M, 3] at their views' times."""
         params, place = points.params, spread(point_ids, len(points))
         if self.sh_degree is None:
             return take(params["features_dc"].sigmoid(), place)

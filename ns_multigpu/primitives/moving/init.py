@@ -17,7 +17,7 @@ capture stay so, and blur what moves: nothing splits them in time."""
 def initial_moving(
     seeds: tuple[Tensor, Tensor] | None, *, generator: torch.Generator, **options: Any
 ) -> dict[str, Tensor]:
-    """Raw parameters of the first 4D Gaussians: those of `initial_gaussians`, which stand still, at random times.
+    """Return raw parameters of the first 4D Gaussians: those of `initial_gaussians`, without motion, at random times.
 
     Args:
         seeds, generator, options: see `initial_gaussians`.

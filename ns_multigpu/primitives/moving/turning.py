@@ -1,4 +1,4 @@
-"""The four axes of 4D Gaussians."""
+"""Axes of 4D Gaussians, from their quaternions and scales."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,10 @@ from cuda_ext.reference.conditioning import product, rotations_4d
 
 @torch.no_grad()
 def turn(params: Mapping[str, Tensor]) -> Tensor:
-    """Factors [N, 4, 4] of the points' covariances over (t, x, y, z): a column for each axis, as long as its deviation.
+    """Return factors [N, 4, 4] of the points' covariances over (t, x, y, z). Each column is an axis scaled by its
+    deviation.
 
-    To the bit the same for a point whatever others there are, as `primitives.deterministic` wants it.
+    Bitwise independent of the other points, as `primitives.deterministic` requires.
 
     Args:
         params: of `MovingGaussians`: `quats`, `motions`, `scales`, `durations`.

@@ -64,7 +64,7 @@ class SurfelKernels(PartKernels):
         return bool(self.losses)
 
     def moved(self, made: Any, records: Tensor) -> tuple[Tensor, Tensor]:
-        """The centre's, as the published code counts it: see `Surfels.splat`."""
+        """Return the centres' gradients and radii as the published code counts them: see `Surfels.splat`."""
         transforms = made.transforms.detach()
         # Columns 2 and 5. A list of them would be copied to the GPU, which no graph can hold.
         by_third = self.layout.gradients_of(records)["transforms"][:, 2:6:3]

@@ -13,10 +13,10 @@ from ns_multigpu.core.types import Pixels, View
 
 
 def normal_loss(pixels: Pixels, view: View) -> Tensor:
-    """A patch's share of the mean over the image of 1 - <rendered normal, normal of the depth>, [].
+    """Return a patch's share [] of the image's mean of 1 - <rendered normal, normal of the depth>.
 
-    The depth's normal is weighed by alpha, through which no gradient goes, as in the published code. `pixels` has the
-    channel "normals" and depth; its patch has a halo of at least one pixel, unless it is the whole view.
+    The depth's normal is weighted by alpha, without a gradient to alpha, as in the published code. `pixels` has depth
+    and the channel "normals". Its patch has a halo of at least one pixel unless it is the whole view.
     """
     assert pixels.depth is not None
     x0, y0, _, _ = pixels.patch.rendered(view)
@@ -27,7 +27,7 @@ def normal_loss(pixels: Pixels, view: View) -> Tensor:
 
 
 def distortion_loss(pixels: Pixels, view: View) -> Tensor:
-    """A patch's share of the mean over the image of the distortion, []. `pixels` has that channel."""
+    """Return a patch's share [] of the image's mean distortion, from that channel of `pixels`."""
     left, top, right, bottom = pixels.patch.inner(view)
     return pixels.extra["distortion"][top:bottom, left:right].sum() / (view.width * view.height)
 

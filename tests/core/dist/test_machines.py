@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ns_multigpu.core.dist.machines import PRETEND_MACHINES, Layout, Place, layout_of
-from ns_multigpu.core.dist.rendezvous import store_of_this_life
+from ns_multigpu.core.dist.rendezvous import store_of_attempt
 from ns_multigpu.core.dist.world import World, pretended_machines
 from tests.lib.ranks import run_ranks
 
@@ -95,7 +95,7 @@ def _meet(store: dist.Store, ranks: list[int], size: int, word: str, seconds: fl
 
     def come(rank: int) -> None:
         try:
-            ours = store_of_this_life(store, rank, size, timedelta(seconds=seconds))
+            ours = store_of_attempt(store, rank, size, timedelta(seconds=seconds))
         except dist.DistStoreError as error:
             got[rank] = str(error)
             return

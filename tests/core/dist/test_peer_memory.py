@@ -131,18 +131,18 @@ def check_rows_pass(world: World) -> None:
     routes = [route(one["view_ids"], count, one["means2d"], one["radii"], patches, ranks) for one in sent]
     counts = torch.stack([counts[world.rank] for _, counts in routes])
     assert int(counts.max()) > 100 and (ranks > 1 or int(counts.max()) > capacity)
-    arrived = unpack(tables, counts.to(device), 2)
+    received = unpack(tables, counts.to(device), 2)
     for source, (there, _) in enumerate(routes):
         slots = (there[world.rank] >= 0).nonzero().squeeze(-1)[:capacity]
         first = source * capacity
         for name, column in sent[source].items():
-            found = getattr(arrived, name)[first : first + len(slots)].cpu()
+            found = getattr(received, name)[first : first + len(slots)].cpu()
             assert torch.equal(found, column[slots]), (name, source)
-        assert torch.equal(arrived.slots[first : first + len(slots)].cpu(), slots.int())
-        assert not bool(arrived.radii[first + len(slots) : first + capacity].any())
+        assert torch.equal(received.slots[first : first + len(slots)].cpu(), slots.int())
+        assert not bool(received.radii[first + len(slots) : first + capacity].any())
 
     # The gradient of a row is its record and the number of the rank that has it.
-    grads.copy_(torch.where((tables == tables) & (arrived.radii.view(ranks, capacity, 2)[..., :1] > 0), tables, 0.0))
+    grads.copy_(torch.where((tables == tables) & (received.radii.view(ranks, capacity, 2)[..., :1] > 0), tables, 0.0))
     grads[..., 12:] = world.rank + 1
     buffer.barrier()
     sums = collect(place, count.to(device), addresses + (ranks + world.rank) * segment, capacity)

@@ -12,7 +12,7 @@ from tests.cuda_ext.exchange.test_row_exchange import (
     Rows,
     addresses,
     bands,
-    check_arrived,
+    check_received,
     exchange,
     make_rows,
     numbers,
@@ -83,7 +83,7 @@ def test_rows_are_received_unchanged(ranks: int) -> None:
     rows = [make_rows(3000 + 100 * rank, 50, seed=rank).to("cuda") for rank in range(ranks)]
     done = exchange(rows, patches_of(ranks, 2), 1500)
     assert int(done.counts.sum()) > 1000
-    check_arrived(done, 2)
+    check_received(done, 2)
 
 
 def test_anywhere_on_the_image_and_off_it() -> None:
@@ -135,8 +135,8 @@ def test_a_cuda_graph_holds_it() -> None:
             place, counts = one.route(patches, 2)
             pack(one, place, where[source], 3000)
             places.append((place, counts))
-        arrived = unpack(memory[1], torch.stack([counts[1] for _, counts in places]), 2)
-        return [*arrived, collect(places[1][0], rows[1].count, where[1], 3000)]
+        received = unpack(memory[1], torch.stack([counts[1] for _, counts in places]), 2)
+        return [*received, collect(places[1][0], rows[1].count, where[1], 3000)]
 
     found = check_replays(step, lambda by: [one.means2d.add_(by) for one in rows], (0.0, 9.0, 1000.0))
     assert not bool(found[6].any())  # all moved out

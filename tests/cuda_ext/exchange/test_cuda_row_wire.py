@@ -18,7 +18,7 @@ from cuda_ext.ops.exchange.row_wire import (
 from tests.cuda_ext.exchange.test_cuda_row_exchange import assert_same_bits
 from tests.cuda_ext.exchange.test_local_rows import check_kept
 from tests.cuda_ext.exchange.test_row_exchange import Rows, bands, make_rows, numbers
-from tests.cuda_ext.exchange.test_row_wire import Layout, check_arrived, gradients, send, splats, uneven
+from tests.cuda_ext.exchange.test_row_wire import Layout, check_received, gradients, send, splats, uneven
 from tests.cuda_ext.graphs import check_replays
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +95,7 @@ def test_gradients_back(
 def test_rows_are_received_unchanged(half: bool) -> None:
     rows = [splats(make_rows(3000 + 100 * rank, 50, seed=rank), rank).to("cuda") for rank in range(4)]
     sent = send(rows, numbers(bands(4, 2), 2), uneven(4), half, True)
-    check_arrived(sent, half, True)
+    check_received(sent, half, True)
     check_kept(sent, half, True)
 
 
@@ -111,11 +111,11 @@ def test_a_cuda_graph_holds_it() -> None:
         place, counts = rows.route(patches, 2)
         stays = ([LOCAL, layout.starts[1]], layout.capacities)
         pack_wire(rows, place, wire, *stays, 0, half=True, slots=False)
-        arrived = unpack_wire(wire, *stays, counts, 0, 2, half=True, slots=False)
-        keep_rows(rows, place[0], arrived, 0, 900, slots=False)
+        received = unpack_wire(wire, *stays, counts, 0, 2, half=True, slots=False)
+        keep_rows(rows, place[0], received, 0, 900, slots=False)
         pack_gradients(grads, counts, wire, *where, 0, half=True, absgrad=True)
         sums = collect_wire(place, rows.count, wire, *where, grads[:900], 0, half=True, absgrad=True)
-        return [*arrived, sums]
+        return [*received, sums]
 
     found = check_replays(step, rows.means2d.add_, (0.0, 9.0, 1000.0))
     assert not bool(found[6].any())  # all moved out

@@ -18,16 +18,16 @@ def check_kept(sent: Sent, half: bool, slots: bool) -> None:
         wire = wire.clone()
         come.segment(wire, rank, width).fill_(9)
         where = (wire, starts, come.capacities)
-        arrived = unpack_wire(*where, sent.counts[:, rank].contiguous(), rank, 2, half=half, slots=slots)
+        received = unpack_wire(*where, sent.counts[:, rank].contiguous(), rank, 2, half=half, slots=slots)
         first = sum(come.capacities[:rank])
-        keep_rows(rows, place[rank], arrived, first, come.capacities[rank], slots=slots)
-        for name, column in arrived._asdict().items():
-            assert torch.equal(column, getattr(sent.arrived[rank], name)), name
+        keep_rows(rows, place[rank], received, first, come.capacities[rank], slots=slots)
+        for name, column in received._asdict().items():
+            assert torch.equal(column, getattr(sent.received[rank], name)), name
         untouched = torch.full_like(wire, 5)
         away = torch.where(torch.arange(len(place), device=place.device)[:, None] == rank, place, -1)
         options = {"half": half, "slots": slots}
         pack_wire(rows, away, untouched, starts, come.capacities, rank, **options)
-        grads = gradients(len(arrived.radii), 0).to(wire.device)
+        grads = gradients(len(received.radii), 0).to(wire.device)
         only = torch.where(torch.arange(len(starts), device=wire.device) == rank, sent.counts[:, rank], 0)
         # A segment may stay that is not this rank's own.
         pack_gradients(

@@ -85,7 +85,7 @@ class Exchange:
     rows: list[Rows]
     places: list[Tensor]
     counts: Tensor  # [from, to]
-    arrived: list[ReceivedRows]
+    received: list[ReceivedRows]
     capacity: int
 
 
@@ -97,8 +97,8 @@ def exchange(rows: list[Rows], patches: list[int], capacity: int, views: int = 2
     for source, (one, (place, _)) in enumerate(zip(rows, routed, strict=True)):
         pack(one, place, addresses(segments, source), capacity)
     counts = torch.stack([counts for _, counts in routed])
-    arrived = [unpack(segments[rank], counts[:, rank], views) for rank in range(ranks)]
-    return Exchange(rows, [place for place, _ in routed], counts, arrived, capacity)
+    received = [unpack(segments[rank], counts[:, rank], views) for rank in range(ranks)]
+    return Exchange(rows, [place for place, _ in routed], counts, received, capacity)
 
 
 def addresses(segments: list[Tensor], source: int) -> Tensor:
@@ -159,16 +159,16 @@ def test_rows_are_received_unchanged(ranks: int) -> None:
     rows = [make_rows(150 + 30 * rank, 20, seed=rank) for rank in range(ranks)]
     done = exchange(rows, numbers(bands(ranks, 2), 2), 260)
     assert int(done.counts.max()) <= 260 and int(done.counts.sum()) > 60
-    check_arrived(done, 2)
+    check_received(done, 2)
 
 
-def check_arrived(done: Exchange, views: int) -> None:
+def check_received(done: Exchange, views: int) -> None:
     """Each segment holds the rows that were routed there, up to its capacity, and padding."""
-    for rank, arrived in enumerate(done.arrived):
+    for rank, received in enumerate(done.received):
         for source, (rows, place) in enumerate(zip(done.rows, done.places, strict=True)):
             slots = (place[rank] >= 0).nonzero().squeeze(-1)[: done.capacity]
             segment = slice(source * done.capacity, (source + 1) * done.capacity)
-            mine = ReceivedRows(*(column[segment] for column in arrived))
+            mine = ReceivedRows(*(column[segment] for column in received))
             assert bool((mine.owners == source).all()) and mine.owners.dtype == torch.int32
             assert torch.equal(mine.slots[: len(slots)], slots.int())
             for name in ("view_ids", "means2d", "conics", "opacities", "features", "depths", "radii"):
@@ -183,7 +183,7 @@ def test_exceeded_capacity_drops_the_last_rows_and_reports() -> None:
     rows = [make_rows(200, 0, seed=rank) for rank in range(2)]
     done = exchange(rows, numbers(bands(2, 2), 2), 30)
     assert bool((done.counts > 30).any())
-    check_arrived(done, 2)
+    check_received(done, 2)
     whole = exchange(rows, numbers(bands(2, 2), 2), 200)
     assert torch.equal(done.counts, whole.counts), "counts are those of an unlimited capacity"
 
@@ -209,10 +209,10 @@ def test_returned_gradients_are_summed(ranks: int) -> None:
         found = collect(place, one.count, addresses(grads, owner), 100)
         expected = torch.zeros(159, 16)
         for rank in range(ranks):
-            arrived = done.arrived[rank]
+            received = done.received[rank]
             for line in range(owner * 100, owner * 100 + min(100, int(done.counts[owner, rank]))):
-                assert arrived.owners[line] == owner
-                expected[int(arrived.slots[line])] += grads[rank].view(-1, 16)[line]
+                assert received.owners[line] == owner
+                expected[int(received.slots[line])] += grads[rank].view(-1, 16)[line]
         assert torch.equal(found, expected) and found.shape == (159, 16)
         assert bool((found[150:] == 0).all()) and int(found.any(1).sum()) > 30
 
@@ -223,7 +223,7 @@ def test_nothing_to_send(device: str) -> None:
     patches = numbers(bands(3, 2), 2)
     place, counts = none.route(patches, 3)
     assert place.shape == (3, 0) and counts.tolist() == [0, 0, 0]
-    check_arrived(exchange([none, padding, some], patches, 40), 2)
+    check_received(exchange([none, padding, some], patches, 40), 2)
     nowhere = torch.zeros(3, dtype=torch.int64, device=device)
     pack(none, place, nowhere, 5)
     assert collect(place, none.count, nowhere, 5).shape == (0, 16)

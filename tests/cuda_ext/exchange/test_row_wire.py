@@ -66,7 +66,7 @@ class Sent:
     counts: Tensor  # [from, to]
     wires: list[Tensor]  # of each rank, what came
     incoming: list[Layout]
-    arrived: list[ReceivedRows]
+    received: list[ReceivedRows]
 
 
 def send(rows: list[Rows], patches: list[int], pairs: list[list[int]], half: bool, slots: bool) -> Sent:
@@ -85,11 +85,11 @@ def send(rows: list[Rows], patches: list[int], pairs: list[list[int]], half: boo
             words = row_words(half=half and source != rank, slots=slots)
             incoming[rank].segment(wires[rank], source, words).copy_(outgoing[source].segment(out[source], rank, words))
     counts = torch.stack([count for _, count in routed])
-    arrived = [
+    received = [
         unpack_wire(wires[r], incoming[r].starts, incoming[r].capacities, counts[:, r], r, 2, half=half, slots=slots)
         for r in range(ranks)
     ]
-    return Sent(rows, [place for place, _ in routed], counts, wires, incoming, arrived)
+    return Sent(rows, [place for place, _ in routed], counts, wires, incoming, received)
 
 
 def uneven(ranks: int) -> list[list[int]]:
@@ -105,17 +105,17 @@ def test_rows_are_received_unchanged(ranks: int, half: bool, slots: bool) -> Non
     pairs = uneven(ranks)
     sent = send(rows, numbers(bands(ranks, 2), 2), pairs, half, slots)
     assert bool((sent.counts > torch.tensor(pairs)).any()) == (ranks > 1), "some exceed the capacity"
-    check_arrived(sent, half, slots)
+    check_received(sent, half, slots)
 
 
-def check_arrived(sent: Sent, half: bool, slots: bool) -> None:
+def check_received(sent: Sent, half: bool, slots: bool) -> None:
     """Bit for bit where nothing is rounded: full, and a rank's own. Padding is zero, of the last view."""
-    for rank, arrived in enumerate(sent.arrived):
+    for rank, received in enumerate(sent.received):
         start = 0
         for source, (rows, place) in enumerate(zip(sent.rows, sent.places, strict=True)):
             capacity = sent.incoming[rank].capacities[source]
             there = (place[rank] >= 0).nonzero().squeeze(-1)[:capacity]
-            mine = ReceivedRows(*(column[start : start + capacity] for column in arrived))
+            mine = ReceivedRows(*(column[start : start + capacity] for column in received))
             start += capacity
             assert bool((mine.owners == source).all())
             assert torch.equal(mine.slots[: len(there)], there.int() if slots else torch.zeros_like(there).int())
@@ -126,13 +126,13 @@ def check_arrived(sent: Sent, half: bool, slots: bool) -> None:
                 assert bool((column[len(there) :] == rest).all()), name
                 same = torch.equal(column[: len(there)], given[there])
                 assert same or (half and source != rank and name in ROUNDED), name
-        assert start == len(arrived.view_ids)
+        assert start == len(received.view_ids)
 
 
 def test_wire_format_rounds_to_float16() -> None:
     """By half a unit in the last place of float16; a conic by as much in its factor. Some of it really is."""
     rows = [splats(make_rows(3000, 0, seed=rank), rank) for rank in range(2)]
-    full, half = (send(rows, numbers(bands(2, 2), 2), [[3000] * 2] * 2, short, False).arrived[0] for short in (0, 1))
+    full, half = (send(rows, numbers(bands(2, 2), 2), [[3000] * 2] * 2, short, False).received[0] for short in (0, 1))
     came = (full.owners == 1) & (full.radii > 0).all(-1)
     assert int(came.sum()) > 500
     opacity, wanted = half.opacities[came], full.opacities[came]
@@ -274,12 +274,12 @@ def test_nonfinite_gradients_remain_nonfinite() -> None:
 def test_nothing_to_send() -> None:
     none = [make_rows(0, 0), make_rows(0, 8), make_rows(0, 0)]
     sent = send(none, numbers(bands(3, 2), 2), [[0, 4, 0], [3, 0, 0], [0, 0, 5]], False, False)
-    assert [len(arrived.view_ids) for arrived in sent.arrived] == [3, 4, 5]
-    assert not any(bool(arrived.radii.any()) for arrived in sent.arrived)
-    grads = [torch.ones(len(arrived.view_ids), 16) for arrived in sent.arrived]
+    assert [len(received.view_ids) for received in sent.received] == [3, 4, 5]
+    assert not any(bool(received.radii.any()) for received in sent.received)
+    grads = [torch.ones(len(received.view_ids), 16) for received in sent.received]
     assert [found.shape[0] for found in return_gradients(sent, grads, False, True)] == [0, 8, 0]
     nowhere = send([make_rows(30, 0)] * 2, numbers(bands(2, 2), 2), [[0, 0], [0, 0]], True, True)
-    assert [len(arrived.view_ids) for arrived in nowhere.arrived] == [0, 0]
+    assert [len(received.view_ids) for received in nowhere.received] == [0, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)

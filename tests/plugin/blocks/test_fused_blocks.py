@@ -162,7 +162,7 @@ def test_no_refinement_is_prefetched_while_steps_are_deferred(
     asked: list[int] = []
     monkeypatch.setattr(ReplicatedDensifier, "refine_ahead", lambda *_: asked.append(1))
     if not waits:
-        monkeypatch.setattr(Training, "_may_put_off", lambda _: False)
+        monkeypatch.setattr(Training, "_may_defer", lambda _: False)
     run({f"optimizers.{name}.optimizer.eps": 1e-15 for name in ORDER})
     assert bool(asked) == (not waits)
 

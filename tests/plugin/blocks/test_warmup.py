@@ -54,7 +54,7 @@ def test_points_are_split_duplicated_pruned_and_ordered(
     monkeypatch.setattr(densifier, "reset_opa", lambda **given: resets.append(given["value"]))
     warmup._refine(model, CPU)
     assert all(made[0].changes[name] > 0 for name in ("duplicated", "split", "pruned"))
-    assert orders == {"beside", "morton"} and len(resets) == 1
+    assert orders == {"by parent", "morton"} and len(resets) == 1
     assert all(torch.equal(value, before[name]) for name, value in model.gauss_params.items()), "the model stays"
 
 

@@ -75,7 +75,7 @@ def set_up(capture: Path, out: Path, world: World = ALONE, **options: Any) -> An
 def test_disk_that_is_freed_in_time_is_used(capture: Path, tmp_path: Path, clock: Clock, capsys: Any) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(trainer.base_dir, times=2)):
-        assert save_last(trainer, 1, seconds=300, give_up=never) == trainer.base_dir
+        assert save_last(trainer, 1, seconds=300, is_cancelled=never) == trainer.base_dir
     assert steps_in(trainer.checkpoint_dir) == [1]
     said = capsys.readouterr().out
     assert said.count("is tried again for 300 s") == 1 and FULL in said and "Ctrl-C cancels" in said
@@ -87,12 +87,12 @@ def test_a_disk_that_stays_full(capture: Path, tmp_path: Path, clock: Clock, why
     assert trainer.checkpoints.write(0) == ""
     asked: list[int] = []
 
-    def give_up() -> bool:
+    def is_cancelled() -> bool:
         asked.append(1)
         return why == "cancelled" and len(asked) == 3
 
     with disk(full(trainer.base_dir)), pytest.raises(SaveFailed) as caught:
-        save_last(trainer, 1, seconds=8.0 if why == "timeout" else 60.0, give_up=give_up)
+        save_last(trainer, 1, seconds=8.0 if why == "timeout" else 60.0, is_cancelled=is_cancelled)
     assert (len(asked), clock.now) == ((4, 9.0) if why == "timeout" else (3, 6.0))
     said = str(caught.value)
     models = tmp_path / "my runs" / RUN / "nerfstudio_models"
@@ -116,13 +116,13 @@ def test_lost_work_is_reported(
     options.sh_degree, options.optimizer_state = degree, state
     monkeypatch.setattr(type(trainer.pipeline.model), "total_points", 10_000_000)
     with disk(full(tmp_path)), pytest.raises(SaveFailed, match=rf"\(10,000,000 Gaussians, {size}\)"):
-        save_last(trainer, 1, seconds=0, give_up=never)
+        save_last(trainer, 1, seconds=0, is_cancelled=never)
 
 
 def test_no_resume_command_without_a_checkpoint(capture: Path, tmp_path: Path) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(tmp_path)), pytest.raises(SaveFailed) as caught:
-        save_last(trainer, 1, seconds=0, give_up=never)
+        save_last(trainer, 1, seconds=0, is_cancelled=never)
     said = str(caught.value)
     assert "There is no earlier checkpoint." in said and said.endswith("and start again.")
     assert "ns-train" not in said
@@ -132,7 +132,7 @@ def test_fallback_folder_gets_the_checkpoint(capture: Path, tmp_path: Path, caps
     place = tmp_path / "other disk"
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=place)
     with disk(full(trainer.base_dir)):
-        assert save_last(trainer, 1, seconds=0, give_up=never) == place / RUN
+        assert save_last(trainer, 1, seconds=0, is_cancelled=never) == place / RUN
     assert steps_in(place / RUN / "nerfstudio_models") == [1] and steps_in(trainer.checkpoint_dir) == []
     assert yaml.safe_load((place / RUN / "config.yml").read_text()) == {"a": 1}, "it is a run folder"
     assert f"({FULL}): it is in {place / RUN}." in capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_fallback_folder_gets_the_checkpoint(capture: Path, tmp_path: Path, caps
 
 def test_fallback_folder_is_unused_if_not_needed(capture: Path, tmp_path: Path) -> None:
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=tmp_path / "other")
-    assert save_last(trainer, 1, seconds=0, give_up=never) == trainer.base_dir
+    assert save_last(trainer, 1, seconds=0, is_cancelled=never) == trainer.base_dir
     assert not (tmp_path / "other").exists()
 
 
@@ -148,7 +148,7 @@ def test_both_folders_are_tried_again_and_both_are_named(capture: Path, tmp_path
     other = tmp_path / "other"
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=other)
     with disk(full(tmp_path)), pytest.raises(SaveFailed, match=f"{FULL}; {other / RUN}: {FULL}"):
-        save_last(trainer, 1, seconds=0, give_up=never)
+        save_last(trainer, 1, seconds=0, is_cancelled=never)
     own, later = full(trainer.base_dir), full(other, times=2)
 
     def both(name: str) -> None:
@@ -156,7 +156,7 @@ def test_both_folders_are_tried_again_and_both_are_named(capture: Path, tmp_path
         later(name)
 
     with disk(both):
-        assert save_last(trainer, 1, seconds=300, give_up=never) == other / RUN
+        assert save_last(trainer, 1, seconds=300, is_cancelled=never) == other / RUN
 
 
 def test_a_run_ends_with_it(capture: Path, tmp_path: Path, clock: Clock, capsys: Any) -> None:
@@ -235,13 +235,13 @@ def _two(world: World, capture: Path, out: Path) -> dict[str, Any]:
         return full(*folders, **options) if world.rank == 1 else full()
 
     with disk(on_rank_1(out)), pytest.raises(SaveFailed) as caught:
-        save_last(trainer, 1, seconds=0.1, give_up=never)
+        save_last(trainer, 1, seconds=0.1, is_cancelled=never)
     report["lost"] = str(caught.value)
     with disk(on_rank_1(trainer.base_dir)):
-        report["other"] = save_last(trainer, 1, seconds=0, give_up=never) == other / RUN
+        report["other"] = save_last(trainer, 1, seconds=0, is_cancelled=never) == other / RUN
     report["there"] = steps_in(other / RUN / "nerfstudio_models")
     with disk(on_rank_1(out, times=2)):
-        report["again"] = save_last(trainer, 1, seconds=300, give_up=never) == trainer.base_dir
+        report["again"] = save_last(trainer, 1, seconds=300, is_cancelled=never) == trainer.base_dir
     report["here"] = steps_in(trainer.checkpoint_dir)
     return report
 
@@ -276,18 +276,20 @@ def test_views_are_evaluated_during_the_write(capture: Path, tmp_path: Path) -> 
         held.goes_on.set()
 
     with disk(held):
-        assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=look) == trainer.base_dir
+        assert save_last(trainer, 1, seconds=0, is_cancelled=never, while_busy=look) == trainer.base_dir
     assert there == [[]] and steps_in(trainer.checkpoint_dir) == [1]
     written: list[str] = []
     with disk(written.append):
-        assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=lambda: there.append(2)) == trainer.base_dir
+        assert (
+            save_last(trainer, 1, seconds=0, is_cancelled=never, while_busy=lambda: there.append(2)) == trainer.base_dir
+        )
     assert there == [[], 2] and not written, "it is there"
 
 
 def test_failing_disk_is_tried_again(capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(trainer.base_dir, times=1)):
-        assert save_last(trainer, 1, seconds=0, give_up=never, while_busy=lambda: None) == trainer.base_dir
+        assert save_last(trainer, 1, seconds=0, is_cancelled=never, while_busy=lambda: None) == trainer.base_dir
     said = capsys.readouterr()
     assert steps_in(trainer.checkpoint_dir) == [1] and "could not be written" not in said.out + said.err
 
@@ -316,7 +318,7 @@ def _one_fails(world: World, capture: Path, out: Path) -> tuple[list[int], str]:
     said = ""
     with disk(held):
         try:
-            save_last(trainer, 1, seconds=0, give_up=never, while_busy=look)
+            save_last(trainer, 1, seconds=0, is_cancelled=never, while_busy=look)
         except RuntimeError as error:
             said = str(error)
     return steps_in(trainer.checkpoint_dir), said
@@ -335,5 +337,5 @@ def test_failing_evaluation_keeps_the_checkpoint(capture: Path, tmp_path: Path) 
         raise KeyboardInterrupt
 
     with disk(held), pytest.raises(KeyboardInterrupt):
-        save_last(trainer, 1, seconds=0, give_up=never, while_busy=look)
+        save_last(trainer, 1, seconds=0, is_cancelled=never, while_busy=look)
     assert steps_in(trainer.checkpoint_dir) == [1]

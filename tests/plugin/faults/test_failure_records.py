@@ -10,7 +10,7 @@ from ns_multigpu.plugin.launch import launcher
 
 
 def test_a_failure_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "LAST_WORDS", 0.0)
+    monkeypatch.setattr(launcher, "EXIT_DELAY_S", 0.0)
     launcher._write_record(RuntimeError("no more"), 1, tmp_path)
     (file,) = tmp_path.glob("failure-*.json")
     record = json.loads(file.read_text("utf8"))

@@ -30,19 +30,19 @@ def test_lock_is_granted_in_order_and_requests_are_answered() -> None:
     assert until(lambda: len(lock._waiting) == 2)
     with lock, lock:  # the owner has it at once, however often
         assert said == []
-    lock.lend(lambda question: 10 * question)
+    lock.pass_on(lambda question: 10 * question)
     assert said == [("first", [10, 20])] and lock.wanted, "one at a time"
-    lock.lend(lambda question: 10 * question)
+    lock.pass_on(lambda question: 10 * question)
     first.join(5), second.join(5)
     assert said[1] == ("second", []) and not lock.wanted
-    lock.lend(lambda question: pytest.fail("no request was made"))  # returns at once
+    lock.pass_on(lambda question: pytest.fail("no request was made"))  # returns at once
 
 
 def test_request_without_the_lock_acquires_it() -> None:
     lock, said = StepLock(), list[Any]()
     thread = _thread(lambda: said.append(lock.ask("what")))
     lock.wait_until_wanted(5)
-    lock.lend(lambda question: question + "?")
+    lock.pass_on(lambda question: question + "?")
     thread.join(5)
     assert said == ["what?"]
 
@@ -59,7 +59,7 @@ def test_an_error_of_the_borrower_gives_it_back() -> None:
 
     thread = _thread(fail)
     lock.wait_until_wanted(5)
-    lock.lend(lambda question: None)
+    lock.pass_on(lambda question: None)
     thread.join(5)
     assert said == ["failed"] and not thread.is_alive()
 
@@ -79,7 +79,7 @@ def test_failure_or_close_releases_waiting_threads() -> None:
     threads = [_thread(ask) for _ in range(3)]
     assert until(lambda: len(lock._waiting) == 3)
     with pytest.raises(RuntimeError, match="out of memory"):
-        lock.lend(fail)
+        lock.pass_on(fail)
     threads.append(_thread(ask))  # too late
     for thread in threads:
         thread.join(5)
@@ -87,7 +87,7 @@ def test_failure_or_close_releases_waiting_threads() -> None:
     assert not lock.wanted
     with lock:
         pass  # the owner still has it
-    lock.lend(lambda question: None)
+    lock.pass_on(lambda question: None)
 
 
 def test_an_interruption_at_any_line_leaves_it_usable() -> None:
@@ -121,7 +121,7 @@ def test_an_interruption_at_any_line_leaves_it_usable() -> None:
 
         thread = _thread(work)
         lock.wait_until_wanted(5)
-        lock.lend(lambda question: question)
+        lock.pass_on(lambda question: question)
         thread.join(5)
         assert not thread.is_alive() and answered, lines
         assert not lock.wanted and lock._borrower is None

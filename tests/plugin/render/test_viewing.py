@@ -110,9 +110,9 @@ def _steps_until(trainer: Any, first: int, enough: Callable[[], bool]) -> int:
     raise AssertionError("a page was hardly drawn")
 
 
-def _settle(world: World, folder: Path) -> list[bool]:
-    """Return whether steps are settled ahead: for no reason, for the other rank's signal, for a page; and what came of
-    it."""
+def _agree_ahead(world: World, folder: Path) -> list[bool]:
+    """Return whether ranks agree on steps ahead, without a request, with the other rank's signal and with a page; and
+    whether they then run."""
     guards = Guards(GuardedConfig(str(folder)), world, str, lambda: "")
     strides = ViewerThrottle()
     renders = SimpleNamespace(waiting=0, strides=strides)
@@ -121,27 +121,29 @@ def _settle(world: World, folder: Path) -> list[bool]:
         pipeline=SimpleNamespace(renders=renders),
     )  # fmt: skip
     found: list[bool] = []
-    viewing.settle(trainer, 10)
-    found += [guards.has_settled(10), guards.has_settled(11)]
+    viewing.agree_ahead(trainer, 10)
+    found += [guards.has_agreed(10), guards.has_agreed(11)]
     guards.may_go_on, usual = None, guards.may_go_on  # type: ignore[assignment, method-assign]
-    found.append(not guards.has_settled(10) or viewing.may_go_on(trainer, 10))  # no collective
+    found.append(not guards.has_agreed(10) or viewing.may_go_on(trainer, 10))  # no collective
     guards.may_go_on = usual  # type: ignore[method-assign]
     if world.is_main:
         trainer.viewer_state = SimpleNamespace(render_statemachines={0: None})
-    viewing.settle(trainer, 20)
-    found.append(guards.has_settled(20))
+    viewing.agree_ahead(trainer, 20)
+    found.append(guards.has_agreed(20))
     trainer.viewer_state = None
-    viewing.settle(trainer, 30)
+    viewing.agree_ahead(trainer, 30)
     if world.rank == world.size - 1:
         guards.signals.requested = int(signal.SIGTERM)
-    viewing.settle(trainer, 40)
-    found += [guards.has_settled(30), guards.has_settled(40), viewing.may_go_on(trainer, 40)]
+    viewing.agree_ahead(trainer, 40)
+    found += [guards.has_agreed(30), guards.has_agreed(40), viewing.may_go_on(trainer, 40)]
     return found
 
 
-def test_steps_are_settled_while_the_device_works(tmp_path: Path) -> None:
-    assert run_ranks(_settle, 2, tmp_path) == [[True, False, True, False, False, False, False]] * 2
-    assert _settle(World.single(), tmp_path) == [False, False, True, False, False, False, False], "one rank: no wait"
+def test_ranks_agree_on_steps_while_the_device_works(tmp_path: Path) -> None:
+    assert run_ranks(_agree_ahead, 2, tmp_path) == [[True, False, True, False, False, False, False]] * 2
+    assert _agree_ahead(World.single(), tmp_path) == [False, False, True, False, False, False, False], (
+        "one rank: no wait"
+    )
 
 
 def _visit(world: World, capture: Path, folder: Path) -> dict[str, Any]:

@@ -88,9 +88,9 @@ def test_a_steps_rows_are_those_that_culling_keeps_and_marks_are_where_drawing_s
     assert torch.equal(rows.view_ids[: len(kept)], kept.view_ids)
     assert torch.equal(rows.point_ids[: len(kept)], kept.point_ids)
     flat = [n for v, view in enumerate(views) for n in (v, 0, 0, view.width, view.height)]
-    arrived = kernels.receive_local(rows, rows.view_ids, rows.point_ids)
-    lists = kernels.intersect(arrived, flat, 100_000)
-    marked, plain = (kernels.draw(arrived, lists, flat, mark) for mark in (True, False))
+    received = kernels.receive_local(rows, rows.view_ids, rows.point_ids)
+    lists = kernels.intersect(received, flat, 100_000)
+    marked, plain = (kernels.draw(received, lists, flat, mark) for mark in (True, False))
     whole = [Patch.whole(v, view) for v, view in enumerate(views)]
     with torch.no_grad():
         rendered = ALL.render(ALL.splat(Points(params), kept, views), whole, views, stops=True)

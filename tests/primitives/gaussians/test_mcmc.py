@@ -227,10 +227,10 @@ def test_a_model_that_grows_relocates_ahead_as_well(tries: int, images: int) -> 
 
 def test_work_begun_in_a_cancelled_block_is_repeated() -> None:
     outcomes: list[Tensor] = []
-    for given_up in (False, True):
+    for cancelled in (False, True):
         params, optimizers = model(100)
         densifier = McmcDensifier(noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.3)
-        if given_up:
+        if cancelled:
             densifier.refine_ahead(params, optimizers, {}, 10, 1, torch.tensor(False))
             densifier.refine_ahead(params, optimizers, {}, 9, 1, torch.tensor(True))  # a shorter block
         densifier.refine_when_due(params, optimizers, {}, 10, 1)

@@ -122,7 +122,7 @@ def test_children_stand_next_to_their_parents() -> None:
     """SplitRule, in their order, where the whole stood; a copy behind what it is a copy of."""
     rules = DefaultStrategy(**RULES)
     plain, reordered = model(), model()
-    for each, by in ((plain, "as listed"), (reordered, "beside")):
+    for each, by in ((plain, "as listed"), (reordered, "by parent")):
         each[0]["number"] = torch.nn.Parameter(torch.arange(float(COUNT)))
         torch.manual_seed(3)
         done = grow_and_prune(rules, *each, 200, order=by)

@@ -134,7 +134,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> composite_fragments(const at::Ten
   AT_DISPATCH_FLOATING_TYPES(received.scalar_type(), "composite_fragments", [&] {
     const scalar_t* const from = received.const_data_ptr<scalar_t>();
     scalar_t *const colors = out.mutable_data_ptr<scalar_t>(), *const covered = alpha.mutable_data_ptr<scalar_t>(),
-                    *const arrives = before.mutable_data_ptr<scalar_t>();
+                    *const lights = before.mutable_data_ptr<scalar_t>();
     for_lines(patches.lines, [&](int64_t k, int64_t y) {
       const int64_t width = sizes[2 * k], first = patches.first_pixel[k] + y * width;
       std::vector<scalar_t> through(width, scalar_t(1)), left(width, scalar_t(1));
@@ -144,7 +144,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> composite_fragments(const at::Ten
           const scalar_t* const pixel = from + (span.row + i) * (channels + 1);
           const int64_t x = span.x0 + i;
           const scalar_t light = through[x], covers = pixel[channels];
-          arrives[span.row + i] = light;
+          lights[span.row + i] = light;
           for (int64_t c = 0; c < channels; ++c) colors[(first + x) * channels + c] += light * pixel[c];
           if (light > scalar_t(0)) left[x] = light * (scalar_t(1) - std::abs(covers));
           through[x] = covers < scalar_t(0) ? scalar_t(0) : light * (scalar_t(1) - covers);
@@ -165,7 +165,7 @@ at::Tensor composite_fragments_backward(const at::Tensor& received_, const at::T
   const Patches patches(layers, sizes);
   at::Tensor gradients = at::zeros({count, channels + 1}, received.options());
   AT_DISPATCH_FLOATING_TYPES(received.scalar_type(), "composite_fragments_backward", [&] {
-    const scalar_t *const from = received.const_data_ptr<scalar_t>(), *const arrives = before.const_data_ptr<scalar_t>(),
+    const scalar_t *const from = received.const_data_ptr<scalar_t>(), *const lights = before.const_data_ptr<scalar_t>(),
                    *const v_colors = v_out.const_data_ptr<scalar_t>(), *const v_covered = v_alpha.const_data_ptr<scalar_t>();
     scalar_t* const to = gradients.mutable_data_ptr<scalar_t>();
     for_lines(patches.lines, [&](int64_t k, int64_t y) {
@@ -178,7 +178,7 @@ at::Tensor composite_fragments_backward(const at::Tensor& received_, const at::T
           const int64_t x = span.x0 + i;
           const scalar_t* const v = v_colors + (first + x) * channels;
           scalar_t* const color = behind.data() + x * channels;
-          const scalar_t covers = pixel[channels], light = arrives[span.row + i];
+          const scalar_t covers = pixel[channels], light = lights[span.row + i];
           if (covers < scalar_t(0)) {  // drawing stopped here: nothing behind counts
             rest[x] = scalar_t(1);
             std::fill(color, color + channels, scalar_t(0));
@@ -210,12 +210,12 @@ at::Tensor live_boxes(const at::Tensor& before_, at::IntArrayRef fragments, int6
   int64_t* const all = boxes.mutable_data_ptr<int64_t>();
   for (int64_t slot = 0; slot < slots; ++slot) all[5 * slot + 4] = 0;
   AT_DISPATCH_FLOATING_TYPES(before.scalar_type(), "live_boxes", [&] {
-    const scalar_t* const arrives = before.const_data_ptr<scalar_t>();
+    const scalar_t* const lights = before.const_data_ptr<scalar_t>();
     for (size_t k = 0; k < fragments.size(); k += 6) {
       const int64_t *n = fragments.data() + k, x0 = n[2], y0 = n[3], width = n[4];
       int64_t* const box = all + 5 * n[0];
       for (int64_t y = 0; y < n[5]; ++y) {
-        const scalar_t* const line = arrives + n[1] + y * width;
+        const scalar_t* const line = lights + n[1] + y * width;
         int64_t first = width, last = -1, many = 0;
         for (int64_t x = 0; x < width; ++x) {
           if (!(line[x] >= scalar_t(least))) continue;

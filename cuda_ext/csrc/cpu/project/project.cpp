@@ -118,7 +118,7 @@ void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, 
     for (int64_t l = 0; l < kLanes; ++l) {
       rx[l] = outward(std::sqrt(cutoff2[l] * variance_x[l]), extent_margin<T>());
       ry[l] = outward(std::sqrt(cutoff2[l] * variance_y[l]), extent_margin<T>());
-      alive[l] = settle_radii(camera, out[0][l], out[1][l], square[l], regular[l] != 0, alive[l] != 0, rx[l], ry[l]);
+      alive[l] = set_radii(camera, out[0][l], out[1][l], square[l], regular[l] != 0, alive[l] != 0, rx[l], ry[l]);
     }
     for (int64_t l = 0; l < count; ++l) {
       const int64_t i = row + l;

@@ -246,7 +246,7 @@ void rasterize(BoxedCall& call) {
       for (size_t i = 0; i < splats.size() && transmittance > T(0); ++i) {
         auto sight = Primitive::look(splats[i], px, py);
         if (!sight.may) continue;
-        Primitive::settle(splats[i], sight);
+        Primitive::find_alpha(splats[i], sight);
         if (Primitive::blend(splats[i], sight, transmittance, sums)) end = first + int64_t(i);
       }
       for (int d = 0; d < kSums; ++d) (d < 3 ? colored[3 * pixel + d] : more[kExtra * pixel + d - 3]) = sums[d];
@@ -294,7 +294,7 @@ void rasterize_backward(BoxedCall& call) {
       for (int64_t i = 0; first + i <= ends[pixel] && i < int64_t(splats.size()); ++i) {
         auto sight = Primitive::look(splats[i], px, py);
         if (!sight.may) continue;
-        Primitive::settle(splats[i], sight);
+        Primitive::find_alpha(splats[i], sight);
         T(&sums)[kGradients] = *reinterpret_cast<T(*)[kGradients]>(entry + kGradients * (first + i));
         if (sight.raw > T(0)) Primitive::pass(splats[i], sight, first + i == ends[pixel], walk, sums);
       }

@@ -125,14 +125,14 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (layer.back >= 0) {
       float* const gradient = v_received + (int64_t(layer.back) + offset) * (kChannels + 1);
-      const float arrives = before[row];
+      const float light = before[row];
       float along = 0.0f;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        gradient[c] = arrives * v[c];
+        gradient[c] = light * v[c];
         along += v[c] * behind[c];
       }
-      const float by_covered = arrives * (v_a * rest - along);
+      const float by_covered = light * (v_a * rest - along);
       gradient[kChannels] = covers < 0.0f ? -by_covered : by_covered;
     }
     const float through = 1.0f - fabsf(covers);

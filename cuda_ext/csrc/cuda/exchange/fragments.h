@@ -15,7 +15,7 @@ struct PixelPiece {
   int32_t corner, stride, width, height, row;
 };
 
-// A rectangle of a patch, x0 <= x < x1: its first row among what has arrived, and among gradients; negative for none.
+// A rectangle of a patch, x0 <= x < x1: its first row among the received ones, and among gradients; negative for none.
 struct PixelLayer {
   int32_t x0, y0, x1, y1, row, back;
 };

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int source = int(blockIdx.x) / blocks;
   const int64_t first = (int64_t(blockIdx.x) - int64_t(source) * blocks) * kThreads + warp * 32;  // of the warp's lines
-  const int64_t arrived = counts[source], real = arrived < capacity ? arrived : capacity;
+  const int64_t count = counts[source], real = count < capacity ? count : capacity;
   const float4* from = records + (int64_t(source) * capacity + first) * kRecordQuads;
 #pragma unroll
   for (int k = 0; k < kRecordQuads; ++k) {

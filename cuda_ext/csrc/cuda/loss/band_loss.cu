@@ -64,7 +64,7 @@ __device__ __forceinline__ double walk_windows(const BandView& view, const Walk&
                                                     first ? p.by_u : 0.0f, second ? q.by_u : 0.0f);
         memory.by_v[parity(step)][lane] = make_float2(first ? p.by_v : 0.0f, second ? q.by_v : 0.0f);
       }
-      sum.settle(step);
+      sum.fold(step);
     }
     meet();
   }
@@ -155,7 +155,7 @@ __device__ __forceinline__ double walk_pixels(const BandView& view, const Walk& 
         }
         memory.shades[parity(round)][finished] = make_float2(v[0] * background, v[1] * background);
       }
-      sum.settle(round);
+      sum.fold(round);
     }
     if (done > walk.first && shaded[0]) {  // what was finished in the round before
       const float2* shades = memory.shades[parity(round + 1)] + kChannels * shade;

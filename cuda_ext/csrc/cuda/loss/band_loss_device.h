@@ -166,7 +166,7 @@ __device__ __forceinline__ double total_of_warp(double value) {
 // A lane's sum down its walk, in two floats so that it stays near a double's: up to 32 numbers, then such sums.
 struct LongSum {
   float total = 0, recent = 0;
-  __device__ __forceinline__ void settle(int round) {
+  __device__ __forceinline__ void fold(int round) {
     if (unsigned(round) % 16 == 15) total += recent, recent = 0;
   }
   __device__ __forceinline__ double value() const { return double(total) + double(recent); }

@@ -4,7 +4,7 @@
 //   Splat, pack(row)                        a packed row
 //   overlaps(splat, box)                    whether it may count at a pixel of a box
 //   Sight, look(splat, x, y)                a splat from a pixel, and whether it may count there
-//   settle(splat, sight)                    finds alpha
+//   find_alpha(splat, sight)                finds alpha
 //   blend(splat, sight, T, sums)            forward
 //   Walk, begin(...), pass(splat, ...)      backward: sums over pixels
 //   gradients(splat, sums, row)             a row's gradients of them
@@ -59,8 +59,8 @@ struct PrimitiveTraits {
                                               int position, Pixel& upper, Pixel& lower) {
     Seen seen = see(packed, x, upper_y, lower_y);
     if (!(seen.upper() || seen.lower())) return;
-    Primitive::settle(seen.splat, seen.above);
-    Primitive::settle(seen.splat, seen.below);
+    Primitive::find_alpha(seen.splat, seen.above);
+    Primitive::find_alpha(seen.splat, seen.below);
     if (Primitive::blend(seen.splat, seen.above, upper.transmittance, upper.sums)) upper.last = position;
     if (Primitive::blend(seen.splat, seen.below, lower.transmittance, lower.sums)) lower.last = position;
   }
@@ -107,8 +107,8 @@ struct PrimitiveTraits {
     for (int c = 0; c < kGradients; ++c) sums[c] = 0.0f;
     seen.above.may = upper_counts;
     seen.below.may = lower_counts;
-    Primitive::settle(seen.splat, seen.above);
-    Primitive::settle(seen.splat, seen.below);
+    Primitive::find_alpha(seen.splat, seen.above);
+    Primitive::find_alpha(seen.splat, seen.below);
     Primitive::pass(seen.splat, seen.above, position == upper.last, upper.walk, sums);
     Primitive::pass(seen.splat, seen.below, position == lower.last, lower.walk, sums);
   }

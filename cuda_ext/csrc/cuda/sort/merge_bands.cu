@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t value = uint32_t(addresses.values[run.first + piece][position - run.starts[piece]]);
     const int owner = int(value >> kOwnerShift), last = received.owners - 1;
     const int64_t row = value & ((1u << kOwnerShift) - 1);
-    // Where not all rows fitted, some of a list have not arrived. The step is done again; until then any line will do.
+    // Where not all rows fitted, some of a list were not received. The step is retried; until then any line will do.
     const int64_t source = owner < last ? owner : last;
     const int place = received.where[source * received.rows + (row < received.rows ? row : received.rows - 1)];
     line = int32_t(source * received.segment + (place < 0 ? 0 : place < received.segment ? place : received.segment - 1));
