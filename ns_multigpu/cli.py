@@ -109,7 +109,7 @@ def export(
     Args:
         load_config: config.yml in the run's folder.
         output_path: File to write: NAME.ply, or for browsers NAME.splat, an eighth of the size and without harmonics;
-            by the program splat-transform NAME.spz, of the same size with harmonics, and NAME.sog, of half of that, and
+            or, by the program splat-transform, NAME.spz, of that size with harmonics, NAME.sog, which is smaller, or
             FOLDER/lod-meta.json, three levels of detail.
         step: Step of the checkpoint; by default the newest.
         overwrite: Replace the file if it exists.

@@ -25,8 +25,10 @@ _OLDEST = 3
 """Oldest version of the program. Version 2 writes .spz files with other axes: y and z are reversed."""
 _SHARE = "25%"
 """Share of a level's Gaussians that the next level has."""
-_MAX_HARMONICS_WITHOUT_GPU = 20_000
-"""Gaussians whose palette of harmonics takes minutes on a CPU; time grows with the square of their number."""
+_MAX_SPZ = 7_000_000
+"""Gaussians of degree 3 that the program writes as .spz. With 8 million its encoder aborts."""
+_MAX_SOG_ON_CPU = 20_000
+"""Gaussians whose palette of harmonics takes minutes on a CPU. The time grows with the square of their number."""
 
 
 def export_compressed(
@@ -71,7 +73,7 @@ def export_compressed(
     version = _run("--version")
     if (found := re.search(r"v(\d+)\.", version)) is None or int(found[1]) < _OLDEST:
         raise InputError(f"{version} is not version {_OLDEST} or newer: {_INSTALL}@latest")
-    words = ["--quiet", *(("--spz-version", "3") if output.suffix == ".spz" else _device(source, crop, rgb))]
+    words = ["--quiet", *_options(output.suffix == ".spz", source, crop, rgb)]
     actions = ["--filter-harmonics", 0] if rgb else []
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
@@ -97,13 +99,16 @@ def _run(*words: Any) -> str:
     return said
 
 
-def _device(source: PointSource, crop: OrientedBox | None, rgb: bool) -> list[str]:
-    """Return the options for SOG on this machine's GPU, or without one if its palette can be computed on the CPU."""
-    if "No GPU adapters" not in _run("--list-gpus"):
-        return []
-    if source.degree > 0 and not rgb and count_visible(source, crop) > _MAX_HARMONICS_WITHOUT_GPU:
+def _options(is_spz: bool, source: PointSource, crop: OrientedBox | None, rgb: bool) -> list[str]:
+    """Return the program's options for a format on this machine. Raise InputError if harmonics are too many for it."""
+    limit, words, reason = _MAX_SPZ, ["--spz-version", "3"], f"do not fit into {PROGRAM}'s memory"  # 3: widest read
+    if not is_spz:
+        if "No GPU adapters" not in _run("--list-gpus"):
+            return []
+        limit, words, reason = _MAX_SOG_ON_CPU, ["--gpu", "cpu"], "take hours without a GPU that Vulkan finds"
+    if source.degree > 0 and not rgb and count_visible(source, crop) > limit:
         raise InputError(
-            f"{PROGRAM} finds no GPU by Vulkan: the harmonics of more than {_MAX_HARMONICS_WITHOUT_GPU:,} Gaussians "
-            "would take hours. Write them where there is one, or leave them out by --color rgb, or write .spz."
+            f"Harmonics of more than {limit:,} Gaussians {reason}. Leave them out (--color rgb), export a box, or give "
+            f"the name of a {'.sog' if is_spz else '.spz'} file."
         )
-    return ["--gpu", "cpu"]
+    return words

@@ -166,14 +166,15 @@ def test_levels_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     fake(tmp_path, monkeypatch, f'[ "$*" = --list-gpus ] && echo No GPU adapters found. >&2 && exit\n{copy}')
     count, _ = export_compressed(path, tmp_path / "model.sog")
     assert "--quiet --gpu cpu " in log.read_text()
-    monkeypatch.setattr(compressed, "_MAX_HARMONICS_WITHOUT_GPU", count - 1)
-    with pytest.raises(InputError, match=f"of more than {count - 1} Gaussians would take hours"):
-        export_compressed(path, tmp_path / "more.sog")
-    assert not (tmp_path / "more.sog").exists()
+    for suffix, limit, reason in ((".sog", "SOG_ON_CPU", "take hours"), (".spz", "SPZ", "do not fit")):
+        monkeypatch.setattr(compressed, f"_MAX_{limit}", count - 1)
+        with pytest.raises(InputError, match=f"Harmonics of more than {count - 1} Gaussians {reason}"):
+            export_compressed(path, tmp_path / f"more{suffix}")
+        assert not (tmp_path / f"more{suffix}").exists()
     export_compressed(path, tmp_path / "plain.sog", rgb=True)
     assert "0.ply --filter-harmonics 0 " in log.read_text()
     export_compressed(path, tmp_path / "some.sog", crop=OrientedBox.from_params(*BOX))
-    export_compressed(path, tmp_path / "model.spz")
+    export_compressed(path, tmp_path / "model.spz", rgb=True)
     assert log.read_text().splitlines()[-1].startswith("--quiet --spz-version 3 ")
 
 
