@@ -23,7 +23,7 @@ from ns_multigpu.plugin.export.compressed import LEVELS, PROGRAM, export_compres
 from ns_multigpu.plugin.export.ply import export_ply, visible
 from ns_multigpu.plugin.faults.errors import InputError
 from tests.plugin.export.test_exports import BOX
-from tests.plugin.export.test_ply_export import ordinary, points, sharded
+from tests.plugin.export.test_ply_export import exported, ordinary, points, sharded
 
 COUNT = 400
 with_program = pytest.mark.skipif(
@@ -142,7 +142,7 @@ def test_sog(tmp_path: Path, name: str, rgb: bool) -> None:
 
 
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, version: str = "3.7.0") -> None:
-    """Put a program on PATH in place of the real one. It tells its version, or runs `body`."""
+    """Put a program on PATH in place of the real one. It prints its version, or runs `body`."""
     program = tmp_path / PROGRAM
     program.write_text(f'#!/bin/sh\n[ "$*" = --version ] && echo {PROGRAM} v{version} && exit\n{body}\n')
     program.chmod(0o755)
@@ -176,6 +176,17 @@ def test_levels_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     export_compressed(path, tmp_path / "some.sog", crop=OrientedBox.from_params(*BOX))
     export_compressed(path, tmp_path / "model.spz", rgb=True)
     assert log.read_text().splitlines()[-1].startswith("--quiet --spz-version 3 ")
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ordinary(tmp_path / "nerfstudio_models", points(60))
+    config, log = tmp_path / "config.yml", tmp_path / "log"
+    config.write_text("of a run")
+    fake(tmp_path, monkeypatch, f'echo "$*" >> {log}\nfor word; do last=$word; done\ntouch "$last"')
+    for name in ("a.sog", "a.spz"):
+        assert f"Wrote {tmp_path / name} (" in exported(capsys, config, name, "--color", "rgb")
+    assert log.read_text().count("--filter-harmonics 0") == 2
+    assert f"{tmp_path} is not empty" in exported(capsys, config, LEVELS)
 
 
 def test_a_box_is_for_spz_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
