@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from cuda_ext.build.native import LIBRARIES, NativeLibrary, load_library, required_compiler, torch_folders
+from cuda_ext.build.native import LIBRARIES, NativeLibrary, language, load_library, required_compiler, torch_folders
 from cuda_ext.build.toolkit import find_toolkit
 
 _CSRC = Path(__file__).parent / "csrc" / "aggregate"
 # Only dispatch: what runs on data is torch's. The macro spares half of torch's headers.
-_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-DAT_PER_OPERATOR_HEADERS")
+_FLAGS = (language(), "-O1", "-fPIC", "-DAT_PER_OPERATOR_HEADERS")
 
 
 @dataclass(frozen=True)

@@ -104,44 +104,42 @@ def export(
     obb_scale: tuple[float, float, float] | None = None,
     save_world_frame: bool = False,
 ) -> None:
-    """Write a run's Gaussians to one file: .ply as ns-export gaussian-splat, .splat or .spz.
+    """Write a run's Gaussians as .ply like ns-export gaussian-splat, .splat, .spz, .sog, or as levels of detail.
 
     Args:
         load_config: config.yml in the run's folder.
         output_path: File to write: NAME.ply, or for browsers NAME.splat, an eighth of the size and without harmonics;
-            NAME.spz, of the same size with harmonics, by the program splat-transform.
+            or, by the program splat-transform, NAME.spz, of that size with harmonics, NAME.sog, which is smaller, or
+            FOLDER/lod-meta.json, three levels of detail.
         step: Step of the checkpoint; by default the newest.
         overwrite: Replace the file if it exists.
-        color: Colours of a PLY: spherical harmonics, or plain red, green and blue.
+        color: Colours: spherical harmonics, or plain red, green and blue.
         obb_center: Centre of a crop box; points outside are omitted. Requires obb-rotation and obb-scale.
         obb_rotation: Rotation of the box: roll, pitch and yaw in radians.
         obb_scale: Size of the box along each of its axes.
         save_world_frame: Write a PLY in the capture's own coordinates, not in those of the model. Positions are double
             if float32 cannot hold them (UTM, ECEF). A box is in the model's coordinates in any case.
     """
+    from ns_multigpu.plugin.export.compressed import LEVELS, export_compressed
     from ns_multigpu.plugin.export.ply import crop_box, export_ply, report, run_checkpoint
     from ns_multigpu.plugin.export.splat import export_splat
-    from ns_multigpu.plugin.export.spz import export_spz
     from ns_multigpu.plugin.export.world_frame import WorldFrame
 
     suffix = output_path.suffix
-    if suffix not in (".ply", ".splat", ".spz"):
-        raise ValueError(f"--output-path {output_path}: give the name of a .ply, .splat or .spz file.")
-    if suffix != ".ply" and color != "sh_coeffs":
-        raise ValueError(f"--color is of .ply files: leave it out for a {suffix} file.")
+    if suffix not in (".ply", ".splat", ".spz", ".sog") and output_path.name != LEVELS:
+        names = f"a .ply, .splat, .spz or .sog file, or {LEVELS}"
+        raise ValueError(f"--output-path {output_path}: give the name of {names}.")
+    if suffix == ".splat" and color != "sh_coeffs":
+        raise ValueError("--color: a .splat file has plain colours in any case. Leave it out.")
     if suffix != ".ply" and save_world_frame:
         raise ValueError(f"--save-world-frame is of .ply files: a {suffix} file has no float64 positions.")
     crop = crop_box(obb_center, obb_rotation, obb_scale)
     checkpoint = run_checkpoint(load_config, step)
     frame = WorldFrame.of_run(load_config) if save_world_frame else None
+    write = {".ply": functools.partial(export_ply, frame=frame), ".splat": export_splat}.get(suffix, export_compressed)
     progress = functools.partial(_progress, description="Writing Gaussians")
-    if suffix != ".ply":
-        write = export_spz if suffix == ".spz" else export_splat
-        kept, total = write(checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop)
-    else:
-        kept, total = export_ply(
-            checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb", frame=frame
-        )
+    colors = {} if suffix == ".splat" else {"rgb": color == "rgb"}
+    kept, total = write(checkpoint, output_path, overwrite=overwrite, progress=progress, crop=crop, **colors)
     print(report(output_path, checkpoint, kept, total, crop))
 
 

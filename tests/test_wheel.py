@@ -115,6 +115,12 @@ for module in pkgutil.walk_packages(ns_multigpu.__path__, "ns_multigpu."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 assert ns_multigpu.cli.docs_folder().samefile({path[0]!r} + "/ns_multigpu/docs")
+from importlib.metadata import entry_points
+for group in ("nerfstudio.method_configs", "nerfstudio.dataparser_configs"):
+    for one in entry_points(group=group):
+        assert one.load() and sys.modules[one.module].__file__.startswith({path[0]!r})
+(command,) = entry_points(group="console_scripts", name="ns-multigpu")
+command.load()(["plan", "--points", "1M", "--image", "1920x1080", "--gpus", "2"])
 {render}
 print(ns_multigpu.cuda_ext.backend(), image.double().sum().item(), image.std().item() > 0.01)
 """
@@ -128,7 +134,7 @@ image, _, _ = ns_multigpu.render(means, quats, scales, torch.rand(100), torch.ra
 
 
 def test_wheel_works_without_the_repository(unpacked: Path, tmp_path: Path) -> None:
-    """Every module can be imported, and compiled operators draw what the repository's draw."""
+    """Every module can be imported, entry points load, and compiled operators draw what the repository's draw."""
     import torch
 
     import cuda_ext

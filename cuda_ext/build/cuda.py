@@ -18,6 +18,7 @@ from cuda_ext.build.native import (
     NativeLibrary,
     compiler_problem,
     grouped,
+    language,
     required_compiler,
     torch_folders,
 )
@@ -26,7 +27,7 @@ from cuda_ext.build.toolkit import Toolkit
 NAME = "cuda_operators"
 # No -march=native: the library may run on another machine (ahead-of-time builds), and its host code only launches
 # kernels.
-HOST_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-DNDEBUG", "-fvisibility=hidden")
+HOST_FLAGS = (language(), "-O2", "-fPIC", "-DNDEBUG", "-fvisibility=hidden")
 DEVICE_FLAGS = (
     "-std=c++17",
     "-O3",

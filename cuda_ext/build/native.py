@@ -36,10 +36,17 @@ REMEDY = (
     "Install one (Debian or Ubuntu: `apt install g++`; conda: `conda install gxx`), or name one in the environment "
     "variable CXX, or set NS_MULTIGPU_OPS=reference to go on with the slow pure-torch operators."
 )
+
+
+def language(version: str = torch.__version__) -> str:
+    """Return the flag of the language of torch's headers: C++20 from torch 2.14 on, C++17 before."""
+    return f"-std=c++{20 if tuple(map(int, version.split('.')[:2])) >= (2, 14) else 17}"
+
+
 # Vectorisation needs the compiler to ignore errno and floating-point traps. -ffast-math would do the same and more:
 # it flushes denormals in the whole process once the library is loaded and breaks checks for NaN, so it stays out.
 FLAGS = (
-    "-std=c++17",
+    language(),
     "-O3",
     "-march=native",
     "-fopenmp",

@@ -136,9 +136,7 @@ def export_ply(
     with whole_file(output) as part:
         # The header needs the number of points first. Opacities alone, a small part of the data, give it unless other
         # numbers are not finite. Then the header is rewritten, or the whole file if its length changes.
-        looked_at = ["opacities"] if crop is None else ["opacities", POSITION]
-        chunks = chunks_of(source.count, chunk)
-        kept = sum(int(visible(source.rows(looked_at, rows), crop).sum()) for rows in chunks)
+        kept = count_visible(source, crop, chunk)
         while (written := _write(part, source, kept, chunk, progress, crop, rgb)) != kept:
             longer, kept = len(str(written)) != len(str(kept)), written
             if not longer:
@@ -334,6 +332,12 @@ def _column(value: Tensor, parameter: Parameter, degree: int) -> Tensor:
     if HARMONICS in parameter.shape:
         return value.transpose(1, 2).flatten(1)  # channel-major, as Inria's viewers read them
     return value
+
+
+def count_visible(source: PointSource, crop: OrientedBox | None, chunk: int = CHUNK) -> int:
+    """Return how many points are `visible`."""
+    names = ["opacities"] if crop is None else ["opacities", POSITION]
+    return sum(int(visible(source.rows(names, rows), crop).sum()) for rows in chunks_of(source.count, chunk))
 
 
 def visible(points: Mapping[str, Tensor], crop: OrientedBox | None) -> Tensor:

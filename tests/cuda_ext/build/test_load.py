@@ -17,7 +17,7 @@ import torch
 import cuda_ext
 import cuda_ext.ops
 from cuda_ext.build import native as _build
-from cuda_ext.build.native import NativeBuildError, NativeLibrary
+from cuda_ext.build.native import NativeBuildError, NativeLibrary, language, torch_folders
 from cuda_ext.dispatch import load as _load
 from cuda_ext.dispatch.schema import SCHEMAS
 from tests.cuda_ext.scenes import random_scene
@@ -98,6 +98,14 @@ def test_build_runs_once_with_a_message(cache: Path, tmp_path: Path, capfd: pyte
     assert library.build() == path and path.stat().st_mtime_ns == stamp
     assert capfd.readouterr().err == ""
     assert not [entry for entry in cache.iterdir() if entry.is_dir()]  # the workshop is gone
+
+
+def test_language_is_that_of_torchs_headers() -> None:
+    assert [language(version) for version in ("2.9.1", "2.13.0+cpu", "2.14.1+cu130", "3.0.0a0")] == [
+        *2 * ["-std=c++17"], *2 * ["-std=c++20"],
+    ]  # fmt: skip
+    header = next(path for folder in torch_folders()[0] if (path := Path(folder) / "torch/all.h").is_file())
+    assert ("__cplusplus < 202002L" in header.read_text()) == (language() == "-std=c++20")
 
 
 def test_each_source_is_compiled_once_in_a_namespace_of_its_own(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "a.ply", "--color", "rgb"
     )
     assert b"property uchar red" in (tmp_path / "a.ply").read_bytes()[:600]
-    assert "give the name of a .ply, .splat or .spz" in run("a.ksplat")
-    assert "--color is of .ply files" in run("b.splat", "--color", "rgb")
+    assert "give the name of a .ply, .splat, .spz or .sog file, or lod-meta.json" in run("a.ksplat")
+    assert "a .splat file has plain colours in any case" in run("b.splat", "--color", "rgb")
     assert "A box takes all three" in run("b.ply", "--obb-center", "0", "0", "0")
     for words in (("2", "2", "0"), ("2", "-1", "2"), ("2", "nan", "2")):
         flat = run("b.ply", *box[:-3], *words)
