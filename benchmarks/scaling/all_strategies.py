@@ -230,7 +230,7 @@ PARTS: Mapping[str, Callable[[argparse.Namespace, Path], tuple[Any, Speeds]]] = 
 
 
 def table(speeds: Speeds, gpus: Sequence[int]) -> Table:
-    """A row for each speed; behind each value its ratio to one GPU's, where a higher value is better."""
+    """Return a row for each speed; behind each value its ratio to one GPU's, where a higher value is better."""
     shown = Table("what", "unit", *(f"{n} GPU{'s' if n > 1 else ''}" for n in gpus))
     for (name, unit), values in speeds.items():
         cells: list[str] = []

@@ -123,16 +123,16 @@ class Run(ABC):
 
     @abstractmethod
     def _make(self) -> Step:
-        """A step for `capacities`; `self.step` is None now."""
+        """Return a step for `capacities`; `self.step` is None now."""
 
     @abstractmethod
     def _take(self, batch: int, inputs: Tensor) -> None:
-        """Gives the device a step of one of `batches`."""
+        """Launch a step of one of `batches`."""
 
     # ---- what they share ----
 
     def settings(self) -> StepSettings:
-        """A step's, with the present capacities."""
+        """Return a step's settings, with the present capacities."""
         scene, (rows, segment, intersections) = self.city_views.scene, self.capacities
         return StepSettings(
             width=scene.width, height=scene.height, views=self.batch, ssim_lambda=SSIM_LAMBDA, rows=rows,
@@ -191,7 +191,7 @@ class Run(ABC):
         self.step = self._make()
 
     def advance(self, b: int, rates: dict[str, float] | None = None) -> None:
-        """Takes a step of a batch."""
+        """Take a step of a batch."""
         self.number += 1
         lines = [adam_scalars((rates or _STILL)[k], (0.9, 0.999), 1e-15, self.number) for k in ORDER]
         views = self.batches[b]
@@ -204,7 +204,7 @@ class Run(ABC):
         self.step.flush()
 
     def losses(self) -> list[float]:
-        """The loss of every view of the batches, in their order."""
+        """Return the loss of every view of the batches, in their order."""
         found: list[float] = []
         for b in range(len(self.batches)):
             self.advance(b)
@@ -244,7 +244,7 @@ class Run(ABC):
                 moment.zero_()
 
     def time(self, steps: int) -> dict[str, Any]:
-        """Times at least so many steps, as far as a block has them, the same number of every batch; collective.
+        """Time at least so many steps, as far as a block has them, the same number of every batch; collective.
 
         Returns:
             ms: of a step: the slowest rank's, median over a batch's steps, mean over batches; a 50th of the flush

@@ -53,7 +53,7 @@ class GsplatRun:
         self._counts = GsplatCounts(absgrad=not several, packed=several) if counting else None
 
     def drawn(self, seen: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Renders a view, goes back, and returns the loss."""
+        """Render a view, run the backward pass, and return the loss."""
         from gsplat.rendering import rasterization
 
         for p in self._params.values():
@@ -75,7 +75,7 @@ class GsplatRun:
         return result.detach()
 
     def step(self) -> Tensor:
-        """A whole step."""
+        """Take a whole step and return its loss."""
         loss = self.drawn(self._next(), self._photometric)
         for optimizer in self._optimizers:
             optimizer.step()
@@ -86,11 +86,11 @@ class GsplatRun:
         return self.drawn(self._next(), lambda image, target: (image - target).square().mean())
 
     def loss_of(self, seen: int) -> float:
-        """Of one view, for comparison."""
+        """Return the loss of one view, for comparison."""
         return float(self.drawn(seen, self._photometric))
 
     def time(self, steps: int) -> dict[str, Any]:
-        """ms of whole steps, and but for fused Adam of rendering forwards and backwards; images_per_s; memory."""
+        """Return times in ms: whole steps, and forward and backward passes without fused Adam; images_per_s; memory."""
         found: dict[str, Any] = {"ms": self._time(self.step, steps)}
         if not self._fused:
             found["forward_backward_ms"] = self._time(self.forward_backward, steps)
@@ -98,7 +98,7 @@ class GsplatRun:
         return {**found, "images_per_s": per_second, "memory": memory(self._world)}
 
     def _time(self, way: Callable[[], Any], steps: int) -> float:
-        """Milliseconds, the slowest rank's: the mean over batches of the median of each batch's steps, as ours."""
+        """Return the slowest rank's milliseconds: the mean over batches of each batch's median step, as ours."""
         for _ in range(2):
             way()
         barrier(self._world)

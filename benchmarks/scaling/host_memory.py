@@ -44,7 +44,7 @@ class Measured:
 
 
 def measure(world: World, views: int) -> Measured:
-    """One rank's part."""
+    """Measure one rank's part."""
     if world.device.type == "cuda":
         torch.zeros(1, device=world.device)  # the CUDA context is not the images'
     barrier(world)
@@ -59,7 +59,7 @@ def measure(world: World, views: int) -> Measured:
 
 
 def _memory() -> tuple[int, int]:
-    """This process's bytes: its private ones (USS), and those with its part of shared ones (PSS)."""
+    """Return this process's private bytes (USS), and those with its part of shared ones (PSS)."""
     info = psutil.Process().memory_full_info()
     return info.uss, info.pss
 
@@ -83,14 +83,14 @@ class _Peak:
             self._most = max(self._most, _memory()[1])
 
     def stop(self) -> int:
-        """Ends looking; returns bytes."""
+        """Stop sampling; return bytes."""
         self._end.set()
         self._thread.join()
         return max(self._most, _memory()[1])
 
 
 def main() -> None:
-    """Measures, prints, and says whether the memory stays within what is allowed."""
+    """Measure, print, and compare the memory with what is allowed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--views", type=int, default=2000)
     parser.add_argument("--ranks", type=int, default=4)

@@ -41,7 +41,7 @@ _BLOCK = 50
 
 
 def _bytes(moment: torch.dtype) -> int:
-    """Of a point: parameters, two moments each, statistics."""
+    """Return the bytes of a point: parameters, two moments each, statistics."""
     return 59 * (4 + 2 * moment.itemsize) + 3 * 4
 
 

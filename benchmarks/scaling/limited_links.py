@@ -56,7 +56,7 @@ _MIXED = "mixed"
 
 
 def link(text: str) -> float | None:
-    """Gbit/s; "none" for no limit, 0 ("free") for sockets without one."""
+    """Return Gbit/s; "none" means no limit, 0 ("free") sockets without one."""
     if text in ("none", "free"):
         return None if text == "none" else 0.0
     try:
@@ -178,7 +178,7 @@ def environment(more: dict[str, str]) -> Iterator[None]:
 
 
 def table(done: list[Job]) -> Table:
-    """A row for each run."""
+    """Return a table with a row for each run."""
     measured = ("images/s", "ms a step", "MB a step", "on the wire", "waits", "drawing", "level")
     shown = empty_table(None, ("Gaussians", "strategy", "link", *measured), left=(1, 2))
     for one in done:

@@ -68,12 +68,12 @@ BASELINE = Setting("random", "random", False, True, 1, False)
 
 
 def batch_of(ranks: int) -> int:
-    """Views of a step: Table 1's 16 on 16 GPUs and 64 on 32; beyond, two a GPU as in its weak scaling."""
+    """Return the views of a step: Table 1's 16 on 16 GPUs and 64 on 32; beyond, two a GPU as in its weak scaling."""
     return 16 if ranks <= 16 else max(64, 2 * ranks)
 
 
 def place(city: SeenCity, way: str, machines: int, setting: Setting) -> tuple[PlacedGroups, float]:
-    """Groups to ranks, and seconds that it took."""
+    """Place groups on ranks; return them and the seconds that it took."""
     graph = SeenGraph(city.seen[way, 1].astype(np.int64), city.points.astype(np.int64))
     start = time.perf_counter()
     found = partitioned(
@@ -91,7 +91,7 @@ def place(city: SeenCity, way: str, machines: int, setting: Setting) -> tuple[Pl
 def simulate(
     city: SeenCity, way: str, placed: PlacedGroups, setting: Setting, batch: int, steps: int
 ) -> dict[str, float]:
-    """Means over steps of points between machines and in all, busiest rank over mean, and milliseconds of a plan."""
+    """Return means over steps: points between machines and in all, busiest rank over mean, plan time in ms."""
     factor, ranks = setting.factor, placed.count
     seen = city.seen[way, factor].astype(np.int64)
     needed = SeenGraph(seen, city.points.astype(np.int64)).by_rank(placed.ranks, ranks)
@@ -116,7 +116,7 @@ def simulate(
 def _batches(
     placed: PlacedGroups, even: bool, batch: int, steps: int, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """The views of each step, of epochs in random order, or as many of each machine's as of another's."""
+    """Return the views of each step, of epochs in random order, or equally many of each machine's."""
     owners = placed.view_machines
     if not even:
         epochs = -(-steps * batch // len(owners))
@@ -128,8 +128,10 @@ def _batches(
 
 
 def by_view(city: SeenCity, way: str, placed: PlacedGroups) -> tuple[float, float]:
-    """Of the ranks of a machine that has a tenth of what a view shows or more: the most over the mean, in the mean over
-    such views and at the 95th percentile."""
+    """Return the largest share of a view's points over the mean, among a machine's ranks: mean and 95th percentile.
+
+    Counted are views of which the machine has a tenth or more.
+    """
     graph = SeenGraph(city.seen[way, 1].astype(np.int64), city.points.astype(np.int64))
     shown = graph.by_rank(placed.ranks, placed.count).reshape(city.views, placed.machines, placed.per_machine)
     totals = shown.sum(2)
@@ -141,7 +143,7 @@ def by_view(city: SeenCity, way: str, placed: PlacedGroups) -> tuple[float, floa
 def scaling(
     city: SeenCity, way: str, ranks: Sequence[int], steps: int, views: int | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each number of ranks."""
+    """Return a row for each number of ranks."""
     rows = []
     for count in ranks:
         machines, batch = count // GPUS, views or batch_of(count)
@@ -163,12 +165,12 @@ def scaling(
 
 
 def less(ours: dict[str, float], base: dict[str, float], what: str) -> float:
-    """Per cent less than the baseline."""
+    """Return by how many per cent a value is below the baseline's."""
     return 100 * (1 - ours[what] / max(base[what], 1e-9))
 
 
 def ablations(city: SeenCity, way: str, count: int, steps: int, views: int | None = None) -> list[dict[str, Any]]:
-    """A row for each part left out, and for each way to place within a machine."""
+    """Return a row for each part left out, and for each way to place within a machine."""
     full, machines, batch = Setting(), count // GPUS, views or batch_of(count)
     settings = {
         "ours": full,
@@ -197,7 +199,7 @@ _LOADS = ("less_between", "less_total", "send", "receive", "draw")
 
 
 def table(title: str, first: Sequence[str], rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows as they are printed."""
+    """Return the rows as they are printed."""
     names = {
         "less_between": "between machines, % less", "less_total": "in all, % less", "send": "busiest sender",
         "receive": "busiest receiver", "draw": "busiest drawer", "partition_s": "placing, s", "plan_ms": "a plan, ms",

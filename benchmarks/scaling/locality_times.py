@@ -21,7 +21,7 @@ from ns_multigpu.locality.rules import Access
 
 
 def large_graph_seconds(groups: int, views: int, shown: float = 0.0035, machines: int = 8) -> dict[str, Any]:
-    """Seconds that placing takes on a flat city of square groups, seen from above by views of random rectangles.
+    """Return the seconds of placing a flat city of square groups, seen from above by views of random rectangles.
 
     Args:
         groups: about how many: a square number of them is made, in the Z-order.
@@ -80,7 +80,7 @@ def placing_seconds(points: int, views: int, machines: int = 8, shown: float = 0
 
 
 def plan_times(city: SeenCity, way: str, batch: int = 64, machines: int = 8, repeats: int = 20) -> dict[str, Any]:
-    """Milliseconds of assigning `batch` views x 16 patches on machines of four GPUs, whole and without the search."""
+    """Return ms of assigning `batch` views x 16 patches on machines of four GPUs, whole and without the search."""
     graph = SeenGraph(city.seen[way, 1].astype(np.int64), city.points.astype(np.int64))
     placed = partition(graph, machines, 4)
     by_patch = SeenGraph(city.seen[way, 4].astype(np.int64), city.points.astype(np.int64))

@@ -74,13 +74,13 @@ class Figure:
         return levels * self.keys / self.ranks * PAIR_BYTES / 2 / self.merge_ms / 1e6 if levels else 0.0
 
     def plain(self) -> dict[str, float]:
-        """All of it, for JSON."""
+        """Return all fields, for JSON."""
         derived = ("merge_ms", "giga_keys_per_second", "read_gb_per_second")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 def timed(work: Callable[[], object], align: Callable[[], None], runs: int, world: World) -> float:
-    """Milliseconds that the slowest rank takes: the median of `runs`, after one that does not count."""
+    """Return the slowest rank's milliseconds: the median of `runs`, after one that does not count."""
     times: list[float] = []
     for _ in range(runs + 1):
         align()
@@ -93,7 +93,7 @@ def timed(work: Callable[[], object], align: Callable[[], None], runs: int, worl
 
 
 def check(keys: Tensor, values: Tensor, sorted_keys: Tensor, sorted_values: Tensor, world: World) -> None:
-    """Raises RuntimeError unless the ranks' pieces are sorted and have the sums of what went in."""
+    """Raise RuntimeError unless the ranks' parts are sorted and have the sums of the input."""
     ordered = len(sorted_keys) < 2 or bool((sorted_keys[1:] >= sorted_keys[:-1]).all())
     ends = [int(sorted_keys[0]), int(sorted_keys[-1])] if len(sorted_keys) else []
     # Products tie a value to its key; sums wrap around alike before and after.
@@ -107,7 +107,7 @@ def check(keys: Tensor, values: Tensor, sorted_keys: Tensor, sorted_values: Tens
 
 
 def measure(world: World, sizes: list[int], runs: int) -> list[Figure]:
-    """All sizes on one world. The buffers are as large as the largest size needs."""
+    """Measure all sizes on one world. The buffers are as large as the largest size needs."""
     cuda = world.device.type == "cuda"
     most = -(-max(sizes) // world.size)
     memory = PeerBuffer(SortBuffers.size(most, world.size), world) if cuda else None
@@ -158,7 +158,7 @@ def run_rank(sizes: list[int], runs: int, device: str, folder: str) -> None:
 
 
 def show(console: Console, figures: list[Figure]) -> None:
-    """Prints the table."""
+    """Print the table."""
     heads = ("keys, M", "GPUs", "ms", "own sort, ms", "merges, ms", "Gkeys/s", "times 1 GPU", "read, GB/s a GPU")
     table = empty_table("Sort over GPUs: random 64-bit keys, 32-bit values", heads, left=())
     alone = {figure.keys: figure.ms for figure in figures if figure.ranks == 1}

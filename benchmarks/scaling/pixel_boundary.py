@@ -93,7 +93,7 @@ class Filtered(Gaussians):
 
 
 def filtered(kind: Gaussians, space: ByCells, points: Points, views: Sequence[View]) -> Filtered:
-    """The filter of cells, points and views."""
+    """Return the filter of cells, points and views."""
     assert space.tree is not None and space.boxes is not None
     means, extents, bounds = points.params["means"], kind.extents(points), space.tree.boxes().float()
     touched = [((means + extents >= low) & (means - extents <= high)).all(1) for low, high in bounds]
@@ -120,7 +120,7 @@ def filtered(kind: Gaussians, space: ByCells, points: Points, views: Sequence[Vi
 
 
 def depths_of(box: Any, view: View) -> tuple[float, float]:
-    """The least and the largest depth of a box's corners."""
+    """Return the smallest and the largest depth of a box's corners."""
     corners = np.array([[box[k >> axis & 1, axis] for axis in range(3)] for k in range(8)])
     matrix = view.viewmat.double().numpy()
     depth = corners @ matrix[2, :3] + matrix[2, 3]
@@ -128,7 +128,7 @@ def depths_of(box: Any, view: View) -> tuple[float, float]:
 
 
 def drawn(spread: Strategy, kind: Gaussians, points: Points, view: View) -> Tensor:
-    """[h, w, 3] a view, on black."""
+    """Render a view on black, [h, w, 3]."""
     image = torch.zeros(view.height, view.width, 3)
     for one in spread.render(kind, points, [view], spread.plan([view])).pixels:
         x0, y0, x1, y1 = one.patch.inner(view)
@@ -138,12 +138,12 @@ def drawn(spread: Strategy, kind: Gaussians, points: Points, view: View) -> Tens
 
 
 def decibels(a: Tensor, b: Tensor) -> float:
-    """PSNR, at most 100."""
+    """Return the PSNR, at most 100."""
     return float(-10 * (a - b).square().mean().clamp_min(1e-10).log10())
 
 
 def rows_that_cross(spread: Strategy, kind: Gaussians, points: Points, views: Sequence[View], gpus: int) -> Any:
-    """Of so many GPUs and each view: rows, those that are sent, and bytes of these and of pixels, of all together."""
+    """Return for so many GPUs and each view: rows, those sent, and bytes of these and of pixels, over all GPUs."""
     space = spread.placement
     assert isinstance(space, ByCells) and space.tree is not None
     counts = []

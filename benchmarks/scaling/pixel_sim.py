@@ -65,7 +65,7 @@ class Scene:
 
 
 def scene_of(kind: Kind, blocks: int, views: int, points: int, altitude: float | None) -> Scene:
-    """Views of 1920x1080 of a city, and points where they show something."""
+    """Return views of 1920x1080 of a city, and points where they show something."""
     width, height = 1920, 1080
     capture = CityCapture(City(blocks, 7), kind, views, width, height, 1, altitude=altitude)
     depths = torch.stack([capture.depth(v, scale=_TRACED / width) for v in track(range(views), "tracing")])
@@ -81,7 +81,7 @@ def scene_of(kind: Kind, blocks: int, views: int, points: int, altitude: float |
 
 
 def boundary_bytes_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], points: int) -> float:
-    """Bytes, there and back, of the splats of a model that one GPU is sent and sends back gradients of: the most."""
+    """Return the most bytes of boundary splats that one GPU receives and returns gradients of."""
     tree = space.tree
     assert tree is not None
     gaussians = Gaussians(sh_degree=None)
@@ -101,7 +101,7 @@ def boundary_bytes_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View
 
 
 def space_of(scene: Scene, gpus: int, boundary_mode: Crossings) -> ByCells:
-    """A cell for each GPU, as training cuts and measures them; of rank 0."""
+    """Return a cell for each GPU, as training cuts and measures them; of rank 0."""
     world = World(0, gpus, 0, gpus, torch.device("cpu"))
     space = ByCells(world, PixelOptions(crossing=boundary_mode))
     space.shares(len(scene.means), lambda: scene.means, gpus)

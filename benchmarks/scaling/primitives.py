@@ -69,7 +69,7 @@ def command(kind: str, strategy: str, devices: int, options: argparse.Namespace,
 
 
 def measure(kind: str, strategy: str, devices: int, options: argparse.Namespace) -> Measured:
-    """Trains, and reads what the run has written.
+    """Train, and read what the run has written.
 
     Raises:
         RuntimeError: the run failed; it says what it printed.
@@ -95,7 +95,7 @@ def measure(kind: str, strategy: str, devices: int, options: argparse.Namespace)
 
 
 def sizes_table() -> Table:
-    """Bytes of a point, and of what it becomes in a view: by collectives, ids included; and of its gradients."""
+    """Return bytes of a point, of its rows as collectives send them, ids included, and of their gradients."""
     shown = Table("kind", "a point", "its row", "gradients back", "Gaian's row")
     for name, kind in PRIMITIVES.items():
         kernels = kind.make(RenderOptions(3)).kernels()
@@ -107,7 +107,7 @@ def sizes_table() -> Table:
 
 
 def runs_table(done: Sequence[Measured], device: str) -> Table:
-    """A row a kind and number of devices; of each strategy images a second (on GPUs) and bytes that a step sends."""
+    """Return a row for each primitive and number of devices: images a second (on GPUs) and bytes a step by strategy."""
     shown = Table("kind", "devices", *STRATEGIES)
     for kind, devices in dict.fromkeys((one.kind, one.devices) for one in done):
         cells = {one.strategy: one for one in done if (one.kind, one.devices) == (kind, devices)}

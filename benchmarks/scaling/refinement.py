@@ -39,7 +39,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 def model(points: int, rank: int, device: torch.device) -> tuple[Any, dict[str, torch.optim.Optimizer]]:
-    """A rank's points under Adams that have taken a step."""
+    """Return a rank's points and their Adam optimizers after one step."""
     g = torch.Generator().manual_seed(rank)
     params = torch.nn.ParameterDict(
         {n: torch.nn.Parameter(torch.randn(points, *s, generator=g).to(device)) for n, s in SHAPES.items()}
@@ -54,7 +54,7 @@ def model(points: int, rank: int, device: torch.device) -> tuple[Any, dict[str, 
 
 
 def refine(kind: str, points: int, world: World, times: int) -> dict[str, list[tuple[float, int]]]:
-    """Of each refinement, by whether it orders: milliseconds, and how often ranks meet."""
+    """Return milliseconds and number of collectives of each refinement, by whether it orders points."""
     params, optimizers = model(points, world.rank, world.device)
     held: Any = {"shard_index": ShardIndex(Sharded()), "world": world}
     grows = kind == "grows"

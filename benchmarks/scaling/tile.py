@@ -42,7 +42,7 @@ _SIZES = {"1080p": (1920, 1080), "4K": (3840, 2160), "8K": (7680, 4320)}
 
 
 def image_size(text: str) -> tuple[int, int]:
-    """1080p, 4K, 8K or WIDTHxHEIGHT."""
+    """Parse 1080p, 4K, 8K or WIDTHxHEIGHT."""
     return _SIZES[text] if text in _SIZES else parse_size(text)
 
 
@@ -77,7 +77,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Compiles what is needed here, not on every rank at once; leaves gsplat out if it cannot be had."""
+    """Compile what is needed, once for all ranks; leave gsplat out if it is missing."""
     build_native("cuda")
     if "gsplat" not in options.sections:
         return
@@ -94,7 +94,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def modes(device: str, ranks: int) -> list[Mode]:
-    """The ways of a tile step, the usual one first."""
+    """Return the modes of a tile step, the usual one first."""
     usual = Mode() if device == "cuda" or ranks == 1 else Mode(transport="collective")
     if ranks == 1:
         return [usual]

@@ -122,8 +122,10 @@ class TileRun(Run):
         return {**result, "balance": self.balance(), "exchange": {"rows_sent": rows, "bytes_sent": sizes}}
 
     def balance(self) -> dict[str, float]:
-        """The most intersections of a rank over the mean: in bands of equally many rows of tiles, in those that are
-        drawn; and how many times all intersections the ranks have with their halos. Means over batches."""
+        """Return the maximum over the mean of the ranks' intersections, with equal bands and with those that are drawn.
+
+        Also returns all ranks' intersections, halos included, over those of whole views. Means over batches.
+        """
         counts = self._assignment.work.counts
         found: dict[str, list[float]] = {"equal_rows": [], "planned": [], "with_halo": []}
         for views in self.batches:
@@ -145,8 +147,9 @@ class TileRun(Run):
         return {name: round(statistics.mean(values), 3) for name, values in found.items()}
 
     def parts(self) -> dict[str, Any]:
-        """Milliseconds by part, as medians over the batches' steps: the slowest rank's and the ranks' mean. A part of
-        the exchange ends when all have come to its barrier, so that it holds the waiting for the others.
+        """Return milliseconds by part, as medians over the batches' steps: the slowest rank's and the ranks' mean.
+
+        A part of the exchange ends at its barrier, so it includes waiting for the other ranks.
 
         `link_gb_per_s`: bytes sent in "send" and "return" over their time, the busiest rank's: a lower bound.
         """
@@ -183,7 +186,7 @@ class Parts:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Arguments of a `Step`."""
+        """Measure a part; an argument of `Step`."""
         if not self.on:
             yield
             return
@@ -198,7 +201,7 @@ class Parts:
         self._clocks = {}
 
     def stop(self) -> dict[str, float]:
-        """The median of each part of `PARTS`, milliseconds."""
+        """Return the median of each part of `PARTS` in milliseconds."""
         self.on = False
         unknown = set(self._clocks) - set(PARTS)
         if unknown:

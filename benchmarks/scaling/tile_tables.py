@@ -14,7 +14,7 @@ COUNTING = ", counting"
 
 
 def show(console: Console, results: list[Result]) -> None:
-    """Prints the most important figures, in at most 60 lines for six scenes on 1, 2 and 4 GPUs."""
+    """Print the most important figures, in at most 60 lines for six scenes on 1, 2 and 4 GPUs."""
     every = [r for r in results if "ms" in r]
     timed = [r for r in every if not r.get("counts")]
     names = list(dict.fromkeys(r["name"] for r in every))
@@ -47,7 +47,7 @@ def _find(timed: list[Result], **wanted: Any) -> Result | None:
 
 
 def _overview(every: list[Result], names: list[str], worlds: list[int]) -> Table:
-    """A scene has a row, and another of steps that count, if there are some: their ways without the word."""
+    """Return a table with a row for each scene, and one for its counting steps if they were measured."""
     plain = [r for r in every if not r.get("counts")]
     counting = [{**r, "way": r["way"].removesuffix(COUNTING)} for r in every if r.get("counts")]
     heads = ["scene", "single", *(f"tile x{n}" for n in worlds)]

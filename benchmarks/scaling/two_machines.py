@@ -96,7 +96,7 @@ class Counted:
     gaussians: int
 
     def busy(self, megabits: float) -> float:
-        """The part of a step's time in which the busier direction of the link must have been sending."""
+        """Return the fraction of a step in which the busier direction of the link must have been sending."""
         return max(self.sent) * 8 / (megabits * 1e6) / (self.step_ms / 1e3)
 
 
@@ -120,7 +120,7 @@ def command(task: Task, machine: int, output: Path) -> list[str]:
 
 
 def measure(task: Task, folder: Path) -> Counted:
-    """Makes the machines, trains, and removes them.
+    """Create the machines, train, and remove them.
 
     Raises:
         RuntimeError: there can be no machines, or the run failed or hangs; it says what it printed.
@@ -166,7 +166,7 @@ def measure(task: Task, folder: Path) -> Counted:
 
 
 def _rows(output: Path) -> list[dict[str, float]]:
-    """The rows of metrics that have been written in full."""
+    """Return the rows of metrics that have been written in full."""
     for file in output.glob("*/*/run/metrics.jsonl"):
         lines = file.read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]

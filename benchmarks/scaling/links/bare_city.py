@@ -31,14 +31,14 @@ class NoiseImages(InputDataset):
     """The same noise for each view."""
 
     def get_numpy_image(self, image_idx: int) -> npt.NDArray[np.uint8]:
-        """[height, width, 3]."""
+        """Return [height, width, 3]."""
         camera = self.cameras[image_idx]
         return noise(int(camera.width.item()), int(camera.height.item()))
 
 
 @cache
 def noise(width: int, height: int) -> npt.NDArray[np.uint8]:
-    """[height, width, 3] of any value."""
+    """Return [height, width, 3] of any value."""
     return np.random.default_rng(_SEED).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -87,7 +87,7 @@ class GrownModel(SplatModel):
     config: GrownModelConfig
 
     def initial_points(self) -> dict[str, Tensor]:
-        """All points on this rank's device: each rank makes them all, as each reads all seed points of captures."""
+        """Return all points on this rank's device. Each rank makes them all, as each reads all seed points."""
         return _points(self.config.scene, torch.cuda.current_device() if torch.cuda.is_available() else None)
 
 

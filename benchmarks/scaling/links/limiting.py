@@ -37,7 +37,7 @@ def why_none() -> str:
 
 
 def library() -> Path:
-    """The compiled library, in the folder for temporary files.
+    """Return the path of the compiled library, in the folder for temporary files.
 
     Raises:
         RuntimeError: it cannot be compiled; says what the compiler said.
@@ -58,8 +58,8 @@ def library() -> Path:
 
 
 def variables(gbit: float | None = None, *, cuda: bool) -> dict[str, str]:
-    """The environment of processes whose links are limited, and in which NCCL and gloo use them: no memory that
-    processes share, no peer access.
+    """Return the environment of processes whose links are limited. NCCL and gloo use these links in it: no memory is
+    shared by processes, and no peer access.
 
     Args:
         gbit: the rate at first, 10^9 bits a second each way; None for no limit (see `limit`).
@@ -92,12 +92,12 @@ class Passed:
 
 
 def is_limited() -> bool:
-    """Whether the library stands before this process's sockets."""
+    """Return True if the library intercepts this process's sockets."""
     return hasattr(ctypes.CDLL(None), "limited_link_rate")
 
 
 def limit(gbit: float | None) -> None:
-    """Changes this process's rate, 10^9 bits a second each way; None for no limit.
+    """Set this process's rate, 10^9 bits a second each way; None for no limit.
 
     Raises:
         RuntimeError: the library was not preloaded.

@@ -72,7 +72,7 @@ class Timed:
         self._fused, self._next, self._views = fused, 0, views
 
     def take(self, steps: int) -> None:
-        """Takes so many steps, in blocks as long as a run's."""
+        """Take so many steps, in blocks as long as a run's."""
         end = self._next + steps
         while self._next < end:
             block = self._fused.training.block(self._next, end)
@@ -80,7 +80,7 @@ class Timed:
             self._next = block.stop
 
     def time(self, steps: int, blocks: int) -> dict[str, Any]:
-        """Times blocks of so many steps.
+        """Time blocks of so many steps.
 
         Returns:
             images_per_s, ms a step, the slowest rank's: of all blocks, ms_by_block. bytes: that a rank says it sends a
@@ -128,7 +128,7 @@ class Timed:
 
 @contextmanager
 def _in(world: World) -> Iterator[None]:
-    """Trainers that are made here are of these ranks, which have met already."""
+    """Make trainers that are created here belong to these ranks, which are connected already."""
     found = World.from_env
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     try:
