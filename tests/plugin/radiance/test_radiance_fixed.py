@@ -74,6 +74,7 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
         (2, 3, {"background_color": "sky"}),
         (2, 3, {"background_color": "mean"}),
         (3, 3, {"proposals": "shared", "background_color": "last_sample"}),
+        (3, 3, {"proposals": "shared", "density": "shared"}),
         (3, 700, {"proposals": "shared", "proposal_warmup": 5, "use_single_jitter": False}),
         (3, 2000, {"samples_per": "segment", "use_single_jitter": False}),
         (2, 3, {"background_color": "white", "proposal_initial_sampler": "uniform", "use_same_proposal_network": True}),

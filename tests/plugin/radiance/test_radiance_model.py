@@ -166,6 +166,7 @@ def test_background_behind_cells(cells: int, options: dict[str, Any], background
         (4, 3, {"samples_per": "segment"}),
         (4, 3, {"background_color": "sky"}),
         (4, 3, {"proposals": "shared", "background_color": "last_sample"}),
+        (4, 2, {"density": "shared"}),
         (3, 2, {"sampling": "occupancy"}),
         (3, 2, {"spread": "ddp"}),
         (3, 2, {"spread": "ddp", "background_color": "sky"}),
@@ -322,6 +323,27 @@ def test_shared_proposals_sample_as_one_field_does() -> None:
         found.append({name: outputs[name].detach() for name in ("rgb", "accumulation")} | losses)
     for name, atol in (("accumulation", 1e-3), ("rgb", 1e-2), ("distortion", 3e-4), ("interlevel", 4e-4)):
         torch.testing.assert_close(found[1][name], found[0][name], rtol=0, atol=atol, msg=name)
+
+
+def test_cells_with_one_table_are_one_field() -> None:
+    """Cells that share a density network differ in their tables only: voxels, features and densities are those of one
+    field."""
+    one, four = (model(World.single(), cells, density="shared") for cells in (1, 4))
+    assert four.partition is not None
+    (whole,) = (cell.field for cell in one.cells.values())
+    table = whole.grid.hash_table
+    with torch.no_grad():
+        table.uniform_(-3, 3)
+    points = torch.randn(200, 3) * 2
+    owners = four.partition.of(points)
+    for number, cell in four.cells.items():
+        assert not any("layers" in name for name, _ in cell.field.named_parameters())
+        with torch.no_grad():
+            cell.field.grid.hash_table.copy_(table)
+        mine = points[owners == int(number)]
+        expected = whole.density_fn(mine[:, None])
+        assert len(mine) and float(expected.std()) > 0
+        torch.testing.assert_close(cell.field.density_fn(mine[:, None]), expected, rtol=0, atol=0)
 
 
 def _edges(groups: list[Any], segments: Any, ray: int) -> set[float]:

@@ -54,24 +54,26 @@ class CellCoordinates(SpatialDistortion):
 
 
 class Head(nn.Module):
-    """The colour head and the appearance embedding, which all cells share.
+    """The networks that all cells share: colour head, appearance embedding and, if so, the density network.
 
     Args:
         config: the model's. images: number of training images. seed, number: of the parameters.
+        density: True to share a density network.
     """
 
-    def __init__(self, config: NerfactoModelConfig, images: int, seed: int, *number: int) -> None:
+    def __init__(
+        self, config: NerfactoModelConfig, images: int, seed: int, *number: int, density: bool = False
+    ) -> None:
         super().__init__()
+        options = {**field_options(config, images), "log2_hashmap_size": 1}  # the grid itself is not kept
         with drawn("cpu", seed, _SHARED, *number):
-            # The smallest field with these parts: they do not depend on its grid.
-            field = NerfactoField(
-                torch.zeros(2, 3), **{**field_options(config, images), "num_levels": 1, "log2_hashmap_size": 1}
-            )
+            field = NerfactoField(torch.zeros(2, 3), **(options if density else {**options, "num_levels": 1}))
         self.mlp_head, self.embedding_appearance = field.mlp_head, field.embedding_appearance
+        self.density: nn.Module | None = field.mlp_base.model[1] if density else None
 
 
 class CellField(NerfactoField):
-    """nerfacto's field in one cell, with a hash grid and a density network of its own.
+    """nerfacto's field in one cell, with a hash grid of its own and, unless all cells share one, a density network.
 
     Args:
         coordinates: of the cell. shared: parts that all cells share. options: see `field_options`.
@@ -84,6 +86,10 @@ class CellField(NerfactoField):
                 delattr(self, name)
                 # Not as a submodule: each cell would save it.
                 self.__dict__[name] = getattr(shared, name)
+        if shared.density is not None:
+            self.grid, density = self.mlp_base.model[0], shared.density
+            del self.mlp_base
+            self.__dict__["mlp_base"] = lambda positions: density(self.grid(positions))
 
     def get_outputs(
         self, ray_samples: RaySamples, density_embedding: Tensor | None = None
@@ -141,23 +147,24 @@ class Cell(nn.Module):
     """All modules and parameters of one cell.
 
     Args:
-        number: the cell's. coordinates: of the cell's fields. config: the model's.
-        shared: the colour head, which all cells share.
+        number: the cell's. coordinates: of the cell. config: the model's.
+        shared: the networks that all cells share.
         images: number of training images. seed: of the parameters, together with the number.
         resolution: voxels of an occupancy grid along each axis; 0 for proposal networks instead.
         proposes: False if all cells share proposal networks.
+        voxels: coordinates of the field's hash grid; the cell's unless given.
     """
 
     def __init__(
-        self, number: int, coordinates: CellCoordinates, config: NerfactoModelConfig,
-        shared: Head, images: int, seed: int, resolution: int = 0, proposes: bool = True,
+        self, number: int, coordinates: CellCoordinates, config: NerfactoModelConfig, shared: Head, images: int,
+        seed: int, resolution: int = 0, proposes: bool = True, voxels: CellCoordinates | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.coordinates = coordinates
         # A parameter, so that it is saved and moved with the others; it has no gradient.
         self.occupancy = nn.Parameter(torch.ones(resolution**3), requires_grad=False) if resolution else None
         with drawn("cpu", seed, _CELL, number):
-            self.field = CellField(coordinates, shared, field_options(config, images))
+            self.field = CellField(voxels or coordinates, shared, field_options(config, images))
             self.proposal_networks = (
                 proposal_networks(coordinates, config) if proposes and not resolution else nn.ModuleList()
             )

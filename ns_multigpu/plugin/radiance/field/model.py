@@ -74,6 +74,9 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     """Proposal networks. cell: each cell has its own, for its segments. shared: all cells share those of one field,
     which sample whole rays on every GPU; samples are cut at faces. It gave slightly better pictures with several
     cells."""
+    density: Literal["cell", "shared"] = "cell"
+    """Density networks. cell: each cell has its own, and a hash grid over its box. shared: all cells share one, and
+    their hash grids have the voxels of one grid over all of space, so that cells differ in nothing but their tables."""
     grid_resolution: Annotated[int, _GRID] = 128
     """Voxels of a cell's occupancy grid along each axis."""
     alpha_thre: Annotated[float, _GRID] = 0.01
@@ -107,7 +110,8 @@ class NerfactoXLModel(NerfactoModel):
             instead = REMOVED_VALUES["pipeline.model.spread", config.spread]
             raise InputError(f"--pipeline.model.spread {config.spread}: {instead}.")
         self.way: type[Joint] = SPREADS[config.spread]
-        self.shared: nn.Module = Head(config, self.num_train_data, self.seed)
+        shares = config.density == "shared"
+        self.shared: nn.Module = Head(config, self.num_train_data, self.seed, density=shares)
         self.sky = Sky(self.seed) if config.background_color == "sky" else None
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
         self.cells = nn.ModuleDict()
@@ -160,7 +164,8 @@ class NerfactoXLModel(NerfactoModel):
         assert isinstance(self.shared, Head)
         coordinates = self.spread.coordinates(number)
         own = self.proposal_networks is None
-        return Cell(number, coordinates, self.config, self.shared, self.num_train_data, self.seed, grid, own)
+        voxels = None if self.shared.density is None else self.spread.all_coordinates()
+        return Cell(number, coordinates, self.config, self.shared, self.num_train_data, self.seed, grid, own, voxels)
 
     def cell(self, number: int) -> Cell:
         """Return one of this rank's cells."""

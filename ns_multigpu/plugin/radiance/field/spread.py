@@ -37,6 +37,10 @@ class Joint:
         """Return the map from world positions to the coordinates of a cell's field."""
         return CellCoordinates(self._extents[number], self.cells.domain)
 
+    def all_coordinates(self) -> CellCoordinates:
+        """Return the map from world positions to the coordinates of one field for all of space."""
+        return CellCoordinates(self._domain()[0], self.cells.domain)
+
     def take(self, rays: RayBundle) -> Segments:
         """Return the segments to render of rays [R] with `nears` and `fars`."""
         return self._clipped(rays, self._worlds)
@@ -68,7 +72,7 @@ class DataParallel(Joint):
         self._all = cells.domain.outward(self._domain()).to(device)
 
     def coordinates(self, number: int) -> CellCoordinates:
-        return CellCoordinates(self._domain()[0], self.cells.domain)
+        return self.all_coordinates()
 
     def take(self, rays: RayBundle) -> Segments:
         return round_robin(self._clipped(rays, self._all), self.cells.cells)
