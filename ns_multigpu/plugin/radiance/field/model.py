@@ -74,7 +74,7 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     """Proposal networks. cell: each cell has its own, for its segments. shared: all cells share those of one field,
     which sample whole rays on every GPU; samples are cut at faces. It gave slightly better pictures with several
     cells."""
-    density: Literal["cell", "shared"] = "cell"
+    density: Annotated[Literal["cell", "shared"], Only("pipeline.model.spread", "xl")] = "cell"
     """Density networks. cell: each cell has its own, and a hash grid over its box. shared: all cells share one, and
     their hash grids have the voxels of one grid over all of space, so that cells differ in nothing but their tables."""
     grid_resolution: Annotated[int, _GRID] = 128
