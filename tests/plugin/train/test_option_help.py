@@ -93,7 +93,9 @@ FROZEN = {
     + " ".join(f"pipeline.pixel.{name}" for name in ("cells", "imbalance", "wire", "level-steps", "crossing", "hide")),
     "splatfacto-aggregate": SPLATS,
     "nerfacto-xl": f"{GUARDS} {RUN} "
-    + " ".join(f"pipeline.model.{name}" for name in ("cells", "spread", "sampling", "samples-per", "proposals")),
+    + " ".join(
+        f"pipeline.model.{name}" for name in ("cells", "spread", "sampling", "samples-per", "proposals", "density")
+    ),
 }
 ONLY = {
     "primitive 2dgs": "densify-grad-thresh-2dgs normal-loss normal-loss-start distortion-loss distortion-loss-start",
