@@ -74,9 +74,9 @@ class AggregateRun(Run):
         super().flush()
         self._counts.learn(pending=0)
 
-    def settle(self) -> None:
-        """See `Run.settle`. Afterwards the plans are those of measured work, and their graphs are captured."""
-        super().settle()
+    def warm_up(self) -> None:
+        """See `Run.warm_up`. Afterwards the plans are those of measured work, and their graphs are captured."""
+        super().warm_up()
         for _ in range(4):
             self.losses()
 
@@ -99,7 +99,7 @@ def fused_training(
         params = {name: value.to("multigpu") for name, value in model.params.items()}
         run = AggregateRun(CityModel(params, [points], {}), views)
     del model
-    run.settle()
+    run.warm_up()
     first, count = sum(run.losses()), len(run.batches)
 
     def block() -> None:

@@ -151,7 +151,7 @@ class Run(ABC):
         self._inputs = Inputs(step.inputs)
         return step
 
-    def settle(self) -> None:
+    def warm_up(self) -> None:
         """Run every batch twice, grow capacities as needed, and keep as much memory as training would."""
         for _ in range(2):
             for b in range(len(self.batches)):
@@ -328,8 +328,8 @@ class SingleRun(Run):
         else:
             self._whole()
 
-    def settle(self) -> None:
-        super().settle()
+    def warm_up(self) -> None:
+        super().warm_up()
         if self.model.device.type == "cuda":
             self.advance(0)
             self.flush()

@@ -63,12 +63,12 @@ def _train(world: World, job: Job) -> Job:
     chosen = choose_transport(world, "auto")
     mode = Mode("peer" if chosen.peer else "collective")
     run = TileRun(model, city_views, world, 1, mode, counting=True)
-    run.settle()  # measures the capacities that steps need
+    run.warm_up()  # measures the capacities that steps need
     run.still_moments()
     for counted in run.statistics.values():
         counted.zero_()
     run.step.status()  # resets the counts
-    settled = time.perf_counter() - began
+    warmed_up = time.perf_counter() - began
     run.number = done = 0
     times: list[float] = []
     losses: list[tuple[int, float]] = []
@@ -108,7 +108,7 @@ def _train(world: World, job: Job) -> Job:
         "points": sum(model.counts), "points_by_rank": list(model.counts), "steps": done, "ms": ms, "step_ms": times,
         "flush_ms": flush, "ms_with_flush": ms + flush / _BLOCK, "mode": mode.name,
         "optimizer_state": "compact" if job["compact"] else "full",
-        "losses_by_view": by_view, "made_seconds": made, "settled_seconds": settled, "model_seconds": model.seconds,
+        "losses_by_view": by_view, "made_seconds": made, "settled_seconds": warmed_up, "model_seconds": model.seconds,
         "state_gib_by_rank": [_bytes(model.moment_dtype) * n / 2**30 for n in model.counts], "memory": memory(world),
         "memory_making": making,
         "capacities": list(run.capacities), "needed": list(run.needed), "taken_again": redone,

@@ -23,7 +23,7 @@ from rich.progress import track
 from benchmarks.lib.report import empty_table, write_report
 from benchmarks.scenes.seen_city import points_seen, viewmat_of
 from cuda_ext.ops.project.culling import cull
-from ns_multigpu.cells.balancing import leveled, loads_of
+from ns_multigpu.cells.balancing import loads_of, order_balanced
 from ns_multigpu.cells.boundary import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
@@ -132,7 +132,7 @@ def row_of(scene: Scene, gpus: int, steps: int, boundary_mode: Crossings = "ghos
         "tile": {n: share("tile", run.with_points(n)).traffic_padded for n in MODELS},
     }
     assignment = CellPixels(space)
-    for name, some in (("as drawn", order), ("leveled", leveled(order, loads, gpus))):
+    for name, some in (("as drawn", order), ("leveled", order_balanced(order, loads, gpus))):
         batches = [some[k : k + gpus] for k in range(0, len(some) - gpus + 1, gpus)][:steps]
         level, sent, naive, gathered = [], [], [], []
         boundary_bytes: dict[int, list[float]] = {n: [] for n in MODELS}

@@ -56,7 +56,7 @@ class _Worker:
             run = TileRun(model, city_views, self._world, job["batch"], mode, **counting)
         model.moments()
         run.still_moments()
-        run.settle()
+        run.warm_up()
         made["check"] = self._checked(run, city_views.scene.name, job["way"] == "single")
         made |= run.time(job["steps"])
         if isinstance(run, TileRun):

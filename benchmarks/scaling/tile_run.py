@@ -101,8 +101,8 @@ class TileRun(Run):
         super().flush()
         self._counts.learn(pending=0)
 
-    def settle(self) -> None:
-        super().settle()
+    def warm_up(self) -> None:
+        super().warm_up()
         # A step with exceeded capacities has counted too little.
         for b in range(len(self.batches)):
             self._fit(b)

@@ -28,7 +28,7 @@ def loads_of(boxes: NDArray[np.float64], views: Sequence[View]) -> NDArray[np.in
     return loads
 
 
-def leveled(order: Sequence[int], loads: NDArray[np.int64], size: int, lead: int = 0) -> list[int]:
+def order_balanced(order: Sequence[int], loads: NDArray[np.int64], size: int, lead: int = 0) -> list[int]:
     """Return the views of an epoch in an order in which the cells of each step have balanced loads.
 
     A step begins with the next view of the order. It then takes, of the views that follow, the one that keeps the

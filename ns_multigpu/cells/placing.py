@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ns_multigpu.cells.balancing import leveled, loads_of
+from ns_multigpu.cells.balancing import loads_of, order_balanced
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.assign.placement import NewPoints, Placement, PlacementResult, Shares, even_bounds, shares_of
@@ -86,7 +86,7 @@ class ByCells(Placement):
         if not self._level_steps or size < 2 or self.cells < 2 or self._first is None or not views:
             return None
         loads = loads_of(self._first, views)
-        return lambda order, begins: leveled(order, loads, size, -begins % size)
+        return lambda order, begins: order_balanced(order, loads, size, -begins % size)
 
     @property
     def kind(self) -> str:

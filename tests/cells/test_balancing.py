@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ns_multigpu.cells.balancing import leveled, loads_of
+from ns_multigpu.cells.balancing import loads_of, order_balanced
 from ns_multigpu.core.assign.view_sequence import ViewSequence
 from ns_multigpu.core.types import View
 from tests.strategies.scene import look_at
@@ -20,13 +20,13 @@ def most(order: list[int], loads: np.ndarray, size: int) -> list[int]:
 
 def test_disjoint_views_are_grouped() -> None:
     assert most(list(range(6)), SIDES, 2) == [18, 9, 18]
-    found = leveled(range(6), SIDES, 2)
+    found = order_balanced(range(6), SIDES, 2)
     assert found == [0, 2, 1, 4, 3, 5] and most(found, SIDES, 2) == [9, 9, 9]
-    assert leveled(range(6), SIDES, 2, lead=1) == [0, 1, 2, 3, 4, 5], "the first is alone, and so is the last"
-    assert leveled([2, 0, 5, 3], SIDES, 2) == [0, 2, 3, 5], "by the cell that a view shows most of"
-    assert leveled(range(6), SIDES, 1) == list(range(6)) and leveled([], SIDES, 3) == []
+    assert order_balanced(range(6), SIDES, 2, lead=1) == [0, 1, 2, 3, 4, 5], "the first is alone, and so is the last"
+    assert order_balanced([2, 0, 5, 3], SIDES, 2) == [0, 2, 3, 5], "by the cell that a view shows most of"
+    assert order_balanced(range(6), SIDES, 1) == list(range(6)) and order_balanced([], SIDES, 3) == []
     with pytest.raises(ValueError, match="at least 1"):
-        leveled(range(6), SIDES, 0)
+        order_balanced(range(6), SIDES, 0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -34,7 +34,7 @@ def test_steps_are_more_level_and_whole(size: int) -> None:
     random_ = np.random.default_rng(1)
     loads = random_.integers(0, 100, (300, 4)) * (random_.random((300, 4)) < 0.4)
     order = random_.permutation(300).tolist()
-    found = leveled(order, loads, size, lead=1)
+    found = order_balanced(order, loads, size, lead=1)
     assert sorted(found) == list(range(300)) and found[0] == order[0]
     assert np.mean(most(found[1:], loads, size)) < 0.9 * np.mean(most(order[1:], loads, size))
 

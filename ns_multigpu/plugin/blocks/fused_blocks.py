@@ -11,7 +11,7 @@ from nerfstudio.utils.writer import EventName
 from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses
+from ns_multigpu.plugin.blocks.fused_options import check_requests, fuses
 from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.blocks.training import BlockResult, Training
 from ns_multigpu.plugin.faults.guards import Guards
@@ -51,7 +51,7 @@ class FusedBlocks:
         yes, text = fuses(config, pipeline, optimizers, world)
         if text:
             CONSOLE.print(text)
-        check_wishes(pipeline, fused=yes)
+        check_requests(pipeline, fused=yes)
         made = cls(pipeline, optimizers, world, guards) if yes else None
         if made is not None:
             made.training.load_images(first)

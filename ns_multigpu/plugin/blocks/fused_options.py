@@ -72,7 +72,7 @@ def _first_rows(tensor: torch.Tensor) -> torch.Tensor:
     return torch.get_device_module(tensor.device).member_rows(tensor)[0]
 
 
-def check_wishes(pipeline: Any, *, fused: bool) -> None:
+def check_requests(pipeline: Any, *, fused: bool) -> None:
     """Check that the options for the exchange of rows apply to this run.
 
     Args:

@@ -185,8 +185,8 @@ class ImageShare:
             moves += [ImageMove(home, other, position, whole) for other in range(self._world.size) if other != home]
             if home == rank:
                 held[index] = ImagePart(whole, self.image(index, device))
-        arrived = {indices[move.position]: part for move, part in self._exchange(moves, indices, held, device)}
-        return [dict((held | arrived)[index].data) for index in indices]
+        received_parts = {indices[move.position]: part for move, part in self._exchange(moves, indices, held, device)}
+        return [dict((held | received_parts)[index].data) for index in indices]
 
     def _rows(self, index: int, device: torch.device, rows: tuple[int, int] | None = None) -> ImageData:
         """Return some rows of a locally held image; all of them by default."""
@@ -230,13 +230,13 @@ class ImageShare:
             into_bytes(held[indices[move.position]].under(move.rectangle).data, payload[start:end])
             start = end
         received = exchange_rows(payload, send, receive, world)
-        arrived: list[tuple[ImageMove, ImagePart]] = []
+        received_parts: list[tuple[ImageMove, ImagePart]] = []
         start = 0
         for move in into:
             end = start + shape(move).nbytes
-            arrived.append((move, ImagePart(move.rectangle, from_bytes(received[start:end], shape(move)))))
+            received_parts.append((move, ImagePart(move.rectangle, from_bytes(received[start:end], shape(move)))))
             start = end
-        return arrived
+        return received_parts
 
     def _say_what_is_kept(self) -> None:
         """Print a note if a rank decodes images on demand. Every rank calls it."""

@@ -26,12 +26,12 @@ struct Fiber {
 
 // Generations alternate between two places, so that no fiber waits twice.
 struct Warp {
-  unsigned arrived = 0, generation = 0;
+  unsigned waiting = 0, generation = 0;
   uint64_t values[2][32];
 };
 
 struct Block {
-  unsigned arrived = 0, generation = 0, threads;
+  unsigned waiting = 0, generation = 0, threads;
   bool votes[2] = {true, true};
 };
 
@@ -99,8 +99,8 @@ bool barrier(bool vote) {
   const unsigned generation = now.generation;
   bool& all = now.votes[generation % 2];
   all = all && vote;
-  if (++now.arrived == now.threads) {
-    now.arrived = 0;
+  if (++now.waiting == now.threads) {
+    now.waiting = 0;
     now.votes[1 - generation % 2] = true;
     ++now.generation;
     ++meetings;
@@ -114,8 +114,8 @@ const uint64_t* exchange(uint64_t value) {
   Warp& warp = warps[thread() / 32];
   const unsigned generation = warp.generation;
   warp.values[generation % 2][thread() % 32] = value;
-  if (++warp.arrived == 32) {
-    warp.arrived = 0;
+  if (++warp.waiting == 32) {
+    warp.waiting = 0;
     ++warp.generation;
     ++meetings;
   } else {

@@ -16,7 +16,7 @@ from cuda_ext.ops.optim.adam import FusedAdam
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import names
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
-from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses, next_stop, obstacle
+from ns_multigpu.plugin.blocks.fused_options import check_requests, fuses, next_stop, obstacle
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.convexes.functions import Convexes
@@ -295,12 +295,12 @@ def test_options_of_sharded_fused_steps_are_refused_without_them(name: str, valu
     for fused, sharded, why in ((True, False, "the strategy is batch"), (False, True, "these are not fused")):
         run.pipeline.model.sharded = sharded
         setattr(run.pipeline.config, name, usual[name])
-        check_wishes(run.pipeline, fused=fused)
+        check_requests(run.pipeline, fused=fused)
         setattr(run.pipeline.config, name, value)
         with pytest.raises(InputError, match=f"^{flag}: .* and {why}"):
-            check_wishes(run.pipeline, fused=fused)
+            check_requests(run.pipeline, fused=fused)
     run.pipeline.model.sharded = True
-    check_wishes(run.pipeline, fused=True)
+    check_requests(run.pipeline, fused=True)
 
 
 def test_half_a_wire_is_for_shards_fused_or_not() -> None:
@@ -308,24 +308,24 @@ def test_half_a_wire_is_for_shards_fused_or_not() -> None:
     run.pipeline.config = SimpleNamespace(tile_lists="gather", transport="collective", wire="half")
     for fused in (True, False):
         run.pipeline.model.sharded = True
-        check_wishes(run.pipeline, fused=fused)
+        check_requests(run.pipeline, fused=fused)
         run.pipeline.model.sharded = False
         with pytest.raises(InputError, match=r"^--pipeline\.wire half: .* the strategy is batch"):
-            check_wishes(run.pipeline, fused=fused)
+            check_requests(run.pipeline, fused=fused)
     run.pipeline.model.sharded, run.pipeline.strategy = True, STRATEGIES["pixel"](World.single())
     for fused in (True, False):  # it has --pipeline.pixel.wire
         with pytest.raises(InputError, match=r"^--pipeline\.wire half: .* the strategy is pixel"):
-            check_wishes(run.pipeline, fused=fused)
+            check_requests(run.pipeline, fused=fused)
 
 
 def test_half_wire_is_refused_without_exchange() -> None:
     run = make_run()
     run.pipeline.model.sharded = True
     run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", wire="half")
-    check_wishes(run.pipeline, fused=True)
+    check_requests(run.pipeline, fused=True)
     run.pipeline.config.transport = "peer"
     with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*--pipeline\.transport peer .* Leave out one"):
-        check_wishes(run.pipeline, fused=True)
+        check_requests(run.pipeline, fused=True)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

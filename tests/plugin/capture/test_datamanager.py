@@ -39,8 +39,8 @@ def _images(data: DistributedDataManager, steps: int, size: int) -> list[tuple[i
         shapes = [data.train_shapes[index] for index in batch]
         views = [View(torch.eye(4), torch.eye(3), shape.width, shape.height) for shape in shapes]
         plan = RoundRobinViews().assign(views, world.size, [data.train_share.holder(i) for i in batch])
-        arrived = data.train_share.deliver(batch, plan, world.device, views)
-        seen += [(batch[patch.view], dict(arrived[patch].data)) for patch in plan.owned[world.rank]]
+        received = data.train_share.deliver(batch, plan, world.device, views)
+        seen += [(batch[patch.view], dict(received[patch].data)) for patch in plan.owned[world.rank]]
     return seen
 
 
