@@ -188,10 +188,11 @@ def test_evaluation_in_one_process_shows_what_was_trained(
 def _train_all_modes(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
     """Of each way: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
     makers = dict[str, Callable[[Path], Any]]()
-    for way in ("ddp", "xl occupancy", "ddp occupancy", "xl sky"):
+    for way in ("ddp", "xl occupancy", "ddp occupancy", "xl sky", "xl density"):
         spread, *more = way.split()
         options = {"spread": spread, "sampling": "occupancy" if more == ["occupancy"] else "proposals"}
         options |= {"background_color": "sky"} if more == ["sky"] else {}
+        options |= {"density": "shared"} if more == ["density"] else {}
         makers[way] = partial(configured, capture, steps=8, **options)
     return resumed_from_the_middle(world, makers, out)
 
