@@ -1,7 +1,8 @@
 """Build steps that pyproject.toml cannot state.
 
-A wheel holds one top-level package: `strategies`, `cuda_ext` and `docs` of this repository lie below `ns_multigpu`,
-and the imports of its files are rewritten accordingly. An editable install serves the repository as it is.
+A wheel holds one top-level package: `strategies`, `cuda_ext`, `docs` and the pages of `benchmarks/results` lie below
+`ns_multigpu`, and the imports of its files are rewritten accordingly. An editable install serves the repository as it
+is.
 
     NS_MULTIGPU_BUILD_CUDA=1 pip install --no-build-isolation .
 
@@ -99,14 +100,15 @@ class WithLibrary(Distribution):
         return True
 
 
+pages = {f"{PACKAGE}.docs": "docs", f"{PACKAGE}.benchmarks.results": "benchmarks/results"}
 commands: dict[str, type] = {"build_py": BuildBelow, "editable_wheel": EditableTree}
 setup(
-    packages=[*packages(PACKAGE), *(f"{PACKAGE}.{name}" for name in packages(*BELOW)), f"{PACKAGE}.docs"],
-    package_dir={f"{PACKAGE}.{name}": name for name in (*BELOW, "docs")},
+    packages=[*packages(PACKAGE), *(f"{PACKAGE}.{name}" for name in packages(*BELOW)), *pages],
+    package_dir={**{f"{PACKAGE}.{name}": name for name in BELOW}, **pages},
     package_data={
         PACKAGE: ["py.typed"],
         f"{PACKAGE}.cuda_ext": [f"csrc/**/*.{suffix}" for suffix in ("cpp", "h", "cu", "cuh")],
-        f"{PACKAGE}.docs": ["**/*.md"],
+        **{name: ["**/*.md"] for name in pages},
     },
     cmdclass={**commands, "bdist_wheel": PlatformWheel} if BUILD_CUDA else commands,
     distclass=WithLibrary if BUILD_CUDA else Distribution,

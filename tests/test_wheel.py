@@ -29,7 +29,7 @@ def build(folder: Path, hook: str) -> Path:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sources")
-    for name in (*PACKAGES, "docs"):
+    for name in (*PACKAGES, "docs", "benchmarks/results"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -60,7 +60,7 @@ def test_one_top_level_name(wheel: zipfile.ZipFile) -> None:
 
 def test_all_sources_are_packaged(unpacked: Path) -> None:
     """Python files, native sources and pages: none more, none less."""
-    trees = {"": "ns_multigpu", "strategies": "strategies", "cuda_ext": "cuda_ext", "docs": "docs"}
+    trees = {"": "ns_multigpu", **{name: name for name in ("strategies", "cuda_ext", "docs", "benchmarks/results")}}
     wanted = {
         Path("ns_multigpu", below, path.relative_to(ROOT / tree))
         for below, tree in trees.items()
@@ -81,7 +81,7 @@ def test_all_imports_are_rewritten(unpacked: Path) -> None:
 
 def test_messages_name_what_is_there(unpacked: Path) -> None:
     text = "\n".join(path.read_text("utf8") for path in (unpacked / "ns_multigpu").rglob("*.py"))
-    pages = set(re.findall(r"\bdocs/[\w/-]+\.md", text))
+    pages = set(re.findall(r"\b(?:docs|benchmarks/results)/[\w/-]+\.md", text))
     assert pages and all((unpacked / "ns_multigpu" / page).is_file() for page in pages), pages
     modules = set(re.findall(r"python -m ((?:ns_multigpu|cuda_ext|strategies)[\w.]*)", text))
     assert modules == {"ns_multigpu.cuda_ext"}

@@ -16,8 +16,10 @@ _FOUND = "_removed_options"
 _ANY = None
 """In place of a default: no value changed the results."""
 _TIME = "only the time of a step depended on it"
-_ABLATION = "the strategy always uses its default; benchmarks/scaling/locality_sim.py compares the others"
-_BASELINE = "it is a baseline of benchmarks/baselines: see docs/methods/nerfacto-xl.md#baselines"
+_ABLATION = (
+    "the strategy always uses its default; the repository's benchmarks/scaling/locality_sim.py compares the others"
+)
+_BASELINE = "it is a baseline of the repository's benchmarks/baselines: see docs/methods/nerfacto-xl.md#baselines"
 
 REMOVED_OPTIONS: dict[str, tuple[str, Any]] = {
     "pipeline.exchange": ("cells exchange pixels, which was the default", "pixels"),

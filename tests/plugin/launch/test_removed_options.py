@@ -72,8 +72,8 @@ def test_run_with_defaults_resumes_and_lists_removed_options(method: str) -> Non
         ("splatfacto-locality", {"placement": "random"}, "placement random: the strategy always uses its default"),
         ("splatfacto-locality", {"balance": "false"}, "take the line `balance: False` out of config.yml"),
         ("splatfacto-batch", {"exposure": "affine"}, "exposure affine: gain corrects exposure"),
-        ("nerfacto-xl", {"spread": "mega"}, "spread mega: it is a baseline of benchmarks/baselines"),
-        ("nerfacto-xl", {"spread": "block"}, "spread block: it is a baseline of benchmarks/baselines"),
+        ("nerfacto-xl", {"spread": "mega"}, "spread mega: it is a baseline of the repository's benchmarks/baselines"),
+        ("nerfacto-xl", {"spread": "block"}, "spread block: it is a baseline of the repository's benchmarks/baselines"),
     ],
 )
 def test_a_run_that_they_changed_is_refused(method: str, changes: dict[str, str], said: str) -> None:

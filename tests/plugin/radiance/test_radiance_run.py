@@ -278,7 +278,7 @@ def test_viewer_renders_while_two_ranks_train(capture: Path, tmp_path: Path) -> 
 
 def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
     config = configured(capture, tmp_path, spread="mega")
-    with pytest.raises(InputError, match="spread mega: it is a baseline of benchmarks/baselines"):
+    with pytest.raises(InputError, match="spread mega: it is a baseline of the repository's benchmarks/baselines"):
         config.pipeline.setup(device="cpu", test_mode="val")
     config = configured(capture, tmp_path, cells=-1)
     with pytest.raises(InputError, match="cells -1"):
