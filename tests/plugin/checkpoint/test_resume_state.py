@@ -12,7 +12,7 @@ from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint.training_state import Clock
-from ns_multigpu.plugin.train import resume, splat_state
+from ns_multigpu.plugin.train import run_checkpoints, splat_state
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import differing, everything, start
 from tests.lib.training_run import write_capture
@@ -57,7 +57,7 @@ def test_unknown_views_are_measured_again(
     before.pipeline.strategy.assignment.load_state(VIEW_COSTS)
     assert before.checkpoints.save(4)
     said: list[str] = []
-    monkeypatch.setattr(resume, "_print", lambda line, _="": said.append(line))
+    monkeypatch.setattr(run_checkpoints, "_print", lambda line, _="": said.append(line))
     after = start(ALONE, tmp_path / "other", tmp_path / "after", 10, **tile, load_dir=before.checkpoint_dir, **options)
     assert after.pipeline.strategy.assignment.state() == (VIEW_COSTS if same else [])
     assert any(OTHERS in line for line in said) != same
