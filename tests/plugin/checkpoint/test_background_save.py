@@ -69,6 +69,18 @@ def test_nothing_that_training_changes_is_written(tmp_path: Path) -> None:
     assert run_ranks(_changed_meanwhile, 3, tmp_path / "nerfstudio_models") == [[]] * 3
 
 
+def test_a_save_that_must_be_complete_is_written_once_and_may_be_in_another_folder(tmp_path: Path) -> None:
+    """Another folder's checkpoint neither removes the run's own, nor counts as one of them."""
+    models, other = tmp_path / "nerfstudio_models", tmp_path / "other"
+    writer = CheckpointWriter(models, 1, ALONE, pytest.fail)
+    assert writer.write(1, lambda: content_of(1, ALONE)) == ""
+    assert writer.write(1, lambda: pytest.fail("there is one")) == ""
+    assert writer.write(2, lambda: content_of(2, ALONE), other) == "" and writer.saved_step == 1
+    assert (steps_in(models), steps_in(other)) == ([1], [2])
+    assert writer.write(3, lambda: content_of(3, ALONE)) == ""
+    assert (steps_in(models), steps_in(other)) == ([3], [2])
+
+
 def _no_capacity(world: World, models: Path) -> list[bool]:
     """Return whether the checkpoint exists when `save` returns, with memory for a copy and without."""
     writer = CheckpointWriter(models, 0, world, pytest.fail)
