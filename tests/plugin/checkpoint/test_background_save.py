@@ -73,12 +73,12 @@ def test_a_save_that_must_be_complete_is_written_once_and_may_be_in_another_fold
     """Another folder's checkpoint neither removes the run's own, nor counts as one of them."""
     models, other = tmp_path / "nerfstudio_models", tmp_path / "other"
     writer = CheckpointWriter(models, 1, ALONE, pytest.fail)
-    assert writer.write(1, lambda: content_of(1, ALONE)) == ""
-    assert writer.write(1, lambda: pytest.fail("there is one")) == ""
-    assert writer.write(2, lambda: content_of(2, ALONE), other) == "" and writer.saved_step == 1
-    assert (steps_in(models), steps_in(other)) == ([1], [2])
     assert writer.write(3, lambda: content_of(3, ALONE)) == ""
+    assert writer.write(3, lambda: pytest.fail("there is one")) == ""
+    assert writer.write(2, lambda: content_of(2, ALONE), other) == "" and writer.saved_step == 3
     assert (steps_in(models), steps_in(other)) == ([3], [2])
+    assert writer.write(4, lambda: content_of(4, ALONE)) == ""
+    assert (steps_in(models), steps_in(other)) == ([4], [2])
 
 
 def _no_capacity(world: World, models: Path) -> list[bool]:
