@@ -310,8 +310,9 @@ def _train_recorded(world: World, *args: Any, **options: Any) -> list[dict[str, 
         return _train_variants(world, *args, recorded=True, **options)
 
 
-def test_recorded_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
-    for ends in run_ranks(partial(_train_recorded, samples_per="ray"), 2, capture, tmp_path):
+@pytest.mark.parametrize("options", [{"samples_per": "ray"}, {"density": "shared"}])
+def test_recorded_steps_are_the_steps(capture: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    for ends in run_ranks(partial(_train_recorded, **options), 2, capture, tmp_path):
         _compare(ends)
 
 
@@ -341,9 +342,17 @@ def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("ranks", "samples_per"), [(1, "segment"), (2, "segment"), (2, "ray")])
-def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, ranks: int, samples_per: str) -> None:
-    for ends in run_ranks(partial(_train_variants, samples_per=samples_per), ranks, capture, tmp_path, device="cuda"):
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {"samples_per": "segment"}),
+        (2, {"samples_per": "segment"}),
+        (2, {"samples_per": "ray"}),
+        (2, {"density": "shared"}),
+    ],
+)
+def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+    for ends in run_ranks(partial(_train_variants, **options), ranks, capture, tmp_path, device="cuda"):
         _compare(ends)
 
 

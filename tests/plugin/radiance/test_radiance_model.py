@@ -167,6 +167,7 @@ def test_background_behind_cells(cells: int, options: dict[str, Any], background
         (4, 3, {"background_color": "sky"}),
         (4, 3, {"proposals": "shared", "background_color": "last_sample"}),
         (4, 2, {"density": "shared"}),
+        (3, 2, {"density": "shared", "sampling": "occupancy"}),
         (3, 2, {"sampling": "occupancy"}),
         (3, 2, {"spread": "ddp"}),
         (3, 2, {"spread": "ddp", "background_color": "sky"}),
@@ -344,6 +345,15 @@ def test_cells_with_one_table_are_one_field() -> None:
         expected = whole.density_fn(mine[:, None])
         assert len(mine) and float(expected.std()) > 0
         torch.testing.assert_close(cell.field.density_fn(mine[:, None]), expected, rtol=0, atol=0)
+
+
+def test_one_field_on_every_gpu_shares_nothing() -> None:
+    """With ddp the option has no effect, as its note says."""
+    names = [
+        [name for name, _ in model(World.single(), 2, spread="ddp", density=density).named_parameters()]
+        for density in ("cell", "shared")
+    ]
+    assert names[0] == names[1]
 
 
 def _edges(groups: list[Any], segments: Any, ray: int) -> set[float]:

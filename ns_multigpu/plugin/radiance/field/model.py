@@ -110,7 +110,7 @@ class NerfactoXLModel(NerfactoModel):
             instead = REMOVED_VALUES["pipeline.model.spread", config.spread]
             raise InputError(f"--pipeline.model.spread {config.spread}: {instead}.")
         self.way: type[Joint] = SPREADS[config.spread]
-        shares = config.density == "shared"
+        shares = config.density == "shared" and config.spread == "xl"
         self.shared: nn.Module = Head(config, self.num_train_data, self.seed, density=shares)
         self.sky = Sky(self.seed) if config.background_color == "sky" else None
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
