@@ -1,5 +1,7 @@
 """Ports and processes of this machine, and waiting for what they do."""
 
+import contextlib
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -7,10 +9,14 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens."""
+    """Return a port on which nothing listens, below those that the system hands out: a connection of another test may
+    take one of these before it is used."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        while True:
+            port = random.SystemRandom().randrange(10_000, 32_000)  # workers of pytest may share a seed
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
 
 
 def runs(pid: int) -> bool:

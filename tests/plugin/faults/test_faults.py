@@ -18,7 +18,7 @@ from ns_multigpu.core.dist.machines import PRETEND_MACHINES
 from ns_multigpu.plugin.faults.errors import WorkerFailed
 from ns_multigpu.plugin.launch.launcher import run_workers
 from tests.lib.guarded_toy import GuardedConfig
-from tests.lib.processes import free_port, runs, until
+from tests.lib.processes import runs, until
 from tests.plugin.launch.test_launch import HANG, ROOT, environment
 
 
@@ -99,7 +99,7 @@ def test_dying_worker_ends_the_others(tmp_path: Path) -> None:
     died = time.monotonic()
     output, _ = run.communicate(timeout=HANG)
     assert time.monotonic() - died < max(10.0, took)
-    assert run.returncode == 1 and gone(tmp_path)
+    assert run.returncode == 1 and gone(tmp_path), output
     last = output[output.rindex("Traceback") :]
     assert "KeyError: 'the toy is broken'" in last and "misbehave" in last, "its own traceback is the last one"
 
@@ -135,7 +135,7 @@ def test_restarts_only_what_may_get_better(tmp_path: Path, what: str, restarts: 
 
 
 def test_torchrun_restarts_too(tmp_path: Path) -> None:
-    launcher = ("--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}")
+    launcher = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
     run = start(tmp_path, 0, *launcher, faults=((1, 17, "SIGKILL"),))
     output, _ = run.communicate(timeout=HANG)
     assert run.returncode == 0, output
@@ -148,14 +148,12 @@ def test_torchrun_restarts_too(tmp_path: Path) -> None:
         (0, (), "parent", signal.SIGINT),
         (2, (), "group", signal.SIGINT),  # as a terminal does
         (2, (), "rank 1", signal.SIGTERM),
-        (0, ("--nproc-per-node=2",), "group", signal.SIGTERM),
+        (0, ("--standalone", "--nproc-per-node=2"), "group", signal.SIGTERM),
     ],
 )
 def test_a_signal_saves_and_leaves_nothing(
     tmp_path: Path, workers: int, launcher: tuple[str, ...], target: str, how: signal.Signals
 ) -> None:
-    if launcher:
-        launcher = (*launcher, f"--master-port={free_port()}")
     run = start(tmp_path, workers, *launcher, steps=10**6, pace=0.01)
     ranks = max(workers, 2 if launcher else 1)
     started(tmp_path, run, ranks)
@@ -229,8 +227,8 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
 
 
 def test_torchrun_shows_the_first_traceback_last(tmp_path: Path) -> None:
-    run = start(tmp_path, 0, "--nproc-per-node=2", f"--master-port={free_port()}", faults=((1, 17, "raise"),))
+    run = start(tmp_path, 0, "--standalone", "--nproc-per-node=2", faults=((1, 17, "raise"),))
     output, _ = run.communicate(timeout=HANG)
-    assert run.returncode == 1 and gone(tmp_path)
+    assert run.returncode == 1 and gone(tmp_path), output
     last = output[output.rindex("Root Cause") :]
     assert "rank      : 1" in last and "KeyError: 'the toy is broken'" in last and "misbehave" in last, output

@@ -66,7 +66,7 @@ def _vertices(ply: Path) -> int:
 def test_train_evaluate_export(small_fox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = ("--downscale-factor", "8")  # sparse/0 is found, by all workers
     said = _run(
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "nerfstudio.scripts.train", "splatfacto-batch", "--machine.device-type", "cpu"),
         *(
             "--data",
