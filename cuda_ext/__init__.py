@@ -10,7 +10,7 @@ from cuda_ext.dispatch.load import backend, build_native, compiler_problem, refe
 from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they say what they serve
 from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
 from cuda_ext.ops.common.clock import add_clock
-from cuda_ext.ops.common.encode_grid import encode_grid
+from cuda_ext.ops.radiance.encode_grid import encode_grid
 from cuda_ext.ops.common.input_lines import keep_line, show_patches, take_lines
 from cuda_ext.ops.densify.noise import add_noise
 from cuda_ext.ops.densify.relocation import copy_rows, draw_sources, share_out, take_rows, turn

@@ -1,4 +1,4 @@
-"""`encode_grid` and its gradient in torch's operators. See `cuda_ext.ops.common.encode_grid`."""
+"""`encode_grid` and its gradient in torch's operators. See `cuda_ext.ops.radiance.encode_grid`."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ _PRIMES = (1, 2654435761, 805459861)
 
 
 def encode_grid(positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int) -> Tensor:
-    """See `cuda_ext.ops.common.encode_grid.encode_grid`."""
+    """See `cuda_ext.ops.radiance.encode_grid.encode_grid`."""
     rows, weights, _ = _corners(positions, scalings, log2_size)
     out = table.new_zeros(len(positions), len(scalings), table.shape[1])
     for corner in range(8):

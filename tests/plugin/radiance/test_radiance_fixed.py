@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 
-from cuda_ext.reference import encode_grid as composed
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transport import launched
 from ns_multigpu.plugin.faults.errors import InputError
@@ -197,8 +196,6 @@ def test_a_step_waits_for_nothing_and_launches_the_same(
 ) -> None:
     # As on a GPU.
     monkeypatch.setattr(fast_steps, "finite_flags", lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf)))
-    for name in ("encode_grid", "encode_grid_backward"):
-        monkeypatch.setattr(composed, name, _as_a_kernel(getattr(composed, name)))
     # It writes numbers into a tensor, which takes a tensor of the host on CPUs alone.
     monkeypatch.setattr(SHEncoding, "pytorch_fwd", _as_a_kernel(SHEncoding.pytorch_fwd))
     with _trainer(capture, tmp_path, background_color=background, samples_per=samples_per) as trainer:
@@ -295,16 +292,8 @@ def _compare(ends: list[dict[str, torch.Tensor]]) -> None:
         torch.testing.assert_close(fast[name], value, rtol=2e-2, atol=5e-3, msg=name)
 
 
-class _AsOperators:
-    """Grids by one operator each way, as on a GPU: its implementation is not tested here."""
-
-    encode_grid = staticmethod(torch.ops.ns_multigpu.encode_grid)
-    encode_grid_backward = staticmethod(torch.ops.ns_multigpu.encode_grid_backward)
-
-
 def _train_recorded(world: World, *args: Any, **options: Any) -> list[dict[str, torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("cuda_ext.ops.common.encode_grid.composed", _AsOperators)
         norms = lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf))  # noqa: E731
         patched.setattr(fast_steps, "finite_flags", norms)
         return _train_variants(world, *args, recorded=True, **options)

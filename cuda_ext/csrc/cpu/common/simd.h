@@ -6,7 +6,7 @@
 #include <cstring>
 #include <utility>
 
-#include "common/exp.h"
+#include "cpu/common/exp.h"
 
 namespace nsmg {
 

@@ -3,7 +3,7 @@
 
 #include "cuda/bind/call.h"
 #include "cuda/common/clock.h"
-#include "cuda/common/encode_grid.h"
+#include "cuda/radiance/encode_grid.h"
 #include "cuda/common/input_lines.h"
 #include "cuda/optim/adam.h"
 #include "cuda/optim/step_control.h"

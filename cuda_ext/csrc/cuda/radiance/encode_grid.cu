@@ -1,36 +1,13 @@
 // One thread a position and level; a block has one level, so that its lookups share a part of the table that the cache
 // may hold. Ways back meet in atomic adds, whose order differs by run; both numbers of a row of two go in one.
-#include "cuda/common/encode_grid.h"
+#include "cuda/radiance/encode_grid.h"
+
+#include "common/hash_grid.h"
 
 namespace nsmg {
 namespace {
 
 constexpr int kThreads = 256;
-
-// The voxel of a position in a level: its corners, and where in it the position is.
-struct Voxel {
-  unsigned low[3], high[3];
-  float part[3];
-
-  __device__ Voxel(const float* position, float scaling) {
-#pragma unroll
-    for (int axis = 0; axis < 3; ++axis) {
-      const float scaled = position[axis] * scaling, floor = floorf(scaled);
-      low[axis] = unsigned(int(floor));
-      high[axis] = unsigned(int(ceilf(scaled)));
-      part[axis] = scaled - floor;
-    }
-  }
-
-  // The row of a corner: bit `axis` of `corner` says which side. The low bits of a product do not depend on the others.
-  __device__ unsigned row(int corner, unsigned mask) const {
-    const unsigned x = corner & 1 ? high[0] : low[0], y = corner & 2 ? high[1] : low[1];
-    const unsigned z = corner & 4 ? high[2] : low[2];
-    return (x ^ y * 2654435761u ^ z * 805459861u) & mask;
-  }
-
-  __device__ float along(int corner, int axis) const { return corner >> axis & 1 ? part[axis] : 1.0f - part[axis]; }
-};
 
 template <int kWidth>
 __global__ void __launch_bounds__(kThreads)
@@ -40,11 +17,11 @@ __global__ void __launch_bounds__(kThreads)
   const int level = int(blockIdx.y);
   const unsigned mask = (1u << grid.log2_size) - 1u;
   const float* table = grid.table + (int64_t(level) << grid.log2_size) * kWidth;
-  const Voxel voxel(positions + n * 3, grid.scalings[level]);
+  const Voxel<float> voxel(positions + n * 3, grid.scalings[level]);
   float sum[kWidth] = {};
 #pragma unroll
   for (int corner = 0; corner < 8; ++corner) {
-    const float weight = voxel.along(corner, 0) * voxel.along(corner, 1) * voxel.along(corner, 2);
+    const float weight = voxel.weight(corner);
     const float* row = table + int64_t(voxel.row(corner, mask)) * kWidth;
 #pragma unroll
     for (int f = 0; f < kWidth; ++f) sum[f] += weight * row[f];
@@ -81,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned mask = (1u << grid.log2_size) - 1u;
   const int64_t first = (int64_t(level) << grid.log2_size) * kWidth;
   const float scaling = grid.scalings[level];
-  const Voxel voxel(positions + n * 3, scaling);
+  const Voxel<float> voxel(positions + n * 3, scaling);
   float v[kWidth];
   bool any = false;
 #pragma unroll
@@ -94,15 +71,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int corner = 0; corner < 8; ++corner) {
     const int64_t at = first + int64_t(voxel.row(corner, mask)) * kWidth;
-    const float x = voxel.along(corner, 0), y = voxel.along(corner, 1), z = voxel.along(corner, 2);
-    add_row<kWidth>(v_table + at, v, x * y * z);
+    add_row<kWidth>(v_table + at, v, voxel.weight(corner));
     if (v_positions == nullptr) continue;
     float dot = 0.0f;
 #pragma unroll
     for (int f = 0; f < kWidth; ++f) dot += v[f] * grid.table[at + f];
-    moved[0] += (corner & 1 ? dot : -dot) * y * z;
-    moved[1] += (corner & 2 ? dot : -dot) * x * z;
-    moved[2] += (corner & 4 ? dot : -dot) * x * y;
+    voxel.add_slope(corner, dot, moved);
   }
   if (v_positions == nullptr) return;
 #pragma unroll

@@ -1,16 +1,14 @@
-"""Features of positions in a multiresolution hash grid: the public operator, its gradient and its CPU form."""
+"""Features of positions in a multiresolution hash grid: the public operator and its gradient."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import fake, serve_cpu
-from cuda_ext.dispatch.load import kernels_serve
+from cuda_ext.dispatch.library import fake
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_floats
-from cuda_ext.reference import encode_grid as composed
-
-__all__ = ["encode_grid"]
+from cuda_ext.reference import encode_grid as reference
 
 
 def encode_grid(positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int) -> Tensor:
@@ -30,29 +28,27 @@ def encode_grid(positions: Tensor, table: Tensor, scalings: Tensor, log2_size: i
 
     Raises:
         TypeError, ValueError: a tensor of the wrong shape, dtype or device.
-        NativeBuildError: the CUDA operators cannot be compiled.
+        NativeBuildError: the operators cannot be compiled.
     """
     levels = scalings.shape[0]
     rows = levels << log2_size
     check_floats(positions, positions=(positions, (-1, 3)), table=(table, (rows, -1)), scalings=(scalings, (levels,)))
-    if positions.is_cuda:
-        return _Encoded.apply(positions, table, scalings, log2_size, kernels_serve(positions))
-    return _Encoded.apply(positions, table, scalings, log2_size, False)
+    return _Encoded.apply(positions, table, scalings, log2_size, compiled_serves(positions))
 
 
 class _Encoded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int, kernels: bool) -> Tensor:
+    def forward(ctx: Any, positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int, compiled: bool) -> Tensor:
         ctx.save_for_backward(positions, table, scalings)
-        ctx.log2_size, ctx.kernels = log2_size, kernels
-        op: Any = torch.ops.ns_multigpu.encode_grid if kernels else composed.encode_grid
+        ctx.log2_size, ctx.compiled = log2_size, compiled
+        op: Any = torch.ops.ns_multigpu.encode_grid if compiled else reference.encode_grid
         return op(positions.detach(), table.detach(), scalings, log2_size)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, v_features: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
         positions, table, scalings = ctx.saved_tensors
-        op: Any = torch.ops.ns_multigpu.encode_grid_backward if ctx.kernels else composed.encode_grid_backward
+        op: Any = torch.ops.ns_multigpu.encode_grid_backward if ctx.compiled else reference.encode_grid_backward
         moves = bool(ctx.needs_input_grad[0])
         v_positions, v_table = op(positions, table, scalings, ctx.log2_size, v_features.contiguous(), moves)
         return v_positions if moves else None, v_table, None, None, None
@@ -68,6 +64,3 @@ def _encode_backward_fake(
     positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int, v_features: Tensor, moves: bool
 ) -> tuple[Tensor, Tensor]:
     return positions.new_empty(len(positions) if moves else 0, 3), torch.empty_like(table)
-
-
-serve_cpu(composed, "encode_grid", "encode_grid_backward")
