@@ -308,7 +308,7 @@ def render(
     run_tool(load_config, step, work, num_devices, device_type, data)
 
 
-def _progress(done: Iterable[int], total: int, description: str = "FilmRendering views") -> Iterable[int]:
+def _progress(done: Iterable[int], total: int, description: str = "Rendering views") -> Iterable[int]:
     from rich.progress import track
 
     return track(done, description=description, total=total)

@@ -69,9 +69,8 @@ def plan(
             scene's.
         transport: Exchange of rows in a machine by tile and locality: through peer memory (NVLink), or by collectives.
         densify: Include the memory of densification, which grows and prunes the model.
-        fused: Plan fused steps (see docs/internals/kernels.md). Unfused steps have no measured time; their memory is an
-        upper
-            bound.
+        fused: Plan fused steps (see docs/internals/kernels.md). Unfused steps have no measured time; their memory is
+            an upper bound.
         optimizer_state: Adam's moments as float32, or as bfloat16 (--pipeline.model.optimizer-state). Compact steps
             have no measured time: the time is that of full ones.
         machines: Number of machines, with equally many GPUs each.
@@ -239,7 +238,7 @@ def _memory_table(plans: dict[str, Planned], *, densify: bool) -> str:
 def _traffic_table(traffic_by_strategy: dict[str, StepTraffic], workload: Workload) -> str:
     """Return the table of traffic between machines by strategy, with the balance of `locality`."""
     lines = [
-        ["StepTraffic a step, MiB, there and back", *traffic_by_strategy],
+        ["Traffic a step, MiB, there and back", *traffic_by_strategy],
         [
             "  into a machine, from the others",
             *(f"{found.between / 2**20:,.1f}" for found in traffic_by_strategy.values()),

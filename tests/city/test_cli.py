@@ -3,6 +3,7 @@
 import inspect
 from pathlib import Path
 
+import docstring_parser
 import numpy as np
 import pytest
 import torch
@@ -158,3 +159,12 @@ def test_help_names_the_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0 and "city" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_option_is_explained_beside_it(name: str) -> None:
+    """One line of a docstring with the wrong indent moves all explanations from the options into one paragraph."""
+    documented = docstring_parser.parse(COMMANDS[name].__doc__ or "")
+    assert {param.arg_name for param in documented.params} == set(inspect.signature(COMMANDS[name]).parameters)
+    assert all(param.description for param in documented.params)
+    assert "Args:" not in (documented.description or "")

@@ -287,7 +287,7 @@ class _Artist:
         mine = [(unit, k % world.size == world.rank) for k, unit in enumerate(todo)]
         work: Iterable[tuple[int, bool]] = mine if self.together else [one for one in mine if one[1]]
         if world.is_main:
-            work = track(list(work), "FilmRendering", console=CONSOLE, transient=True)
+            work = track(list(work), "Rendering", console=CONSOLE, transient=True)
         yield from work
 
     def draw(self, shot: Shot, mine: bool, owners: bool) -> Outputs | None:
