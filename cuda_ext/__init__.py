@@ -10,7 +10,6 @@ from cuda_ext.dispatch.load import backend, build_native, compiler_problem, refe
 from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they say what they serve
 from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
 from cuda_ext.ops.common.clock import add_clock
-from cuda_ext.ops.radiance.encode_grid import encode_grid
 from cuda_ext.ops.common.input_lines import keep_line, show_patches, take_lines
 from cuda_ext.ops.densify.noise import add_noise
 from cuda_ext.ops.densify.relocation import copy_rows, draw_sources, share_out, take_rows, turn
@@ -36,6 +35,7 @@ from cuda_ext.ops.project.conditioning import Moment, condition, project_axes
 from cuda_ext.ops.project.culling import cull
 from cuda_ext.ops.project.projection import Projection, project, sh_colors
 from cuda_ext.ops.project.series import series
+from cuda_ext.ops.radiance.encode_grid import encode_grid
 from cuda_ext.ops.raster.compositing import composite
 from cuda_ext.ops.raster.list_windows import clip_lists
 from cuda_ext.ops.raster.rasterization import intersect, intersect_capacity, rasterize

@@ -10,7 +10,7 @@ import pytest
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.ranks import Ranks
-from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig
+from ns_multigpu.plugin.splats.pipeline import DistributedPipelineConfig
 from strategies import STRATEGIES
 
 FOUR = Ranks(rank=5, size=8, local_rank=1, local_size=4, machines=2)

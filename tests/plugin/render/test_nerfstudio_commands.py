@@ -11,7 +11,7 @@ from nerfstudio.scripts import exporter, render
 from nerfstudio.utils.eval_utils import eval_setup
 
 from ns_multigpu.plugin.render.camera_path import check_ns_render
-from ns_multigpu.plugin.train.pipeline_base import RunPipelineConfig
+from ns_multigpu.plugin.run.pipeline import RunPipelineConfig
 from tests.lib.trained_run import write_path, write_run
 
 

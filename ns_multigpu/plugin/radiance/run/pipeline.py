@@ -23,7 +23,7 @@ from ns_multigpu.plugin.radiance.run.saved import SavedField, field_in, read_par
 from ns_multigpu.plugin.radiance.run.team_plan import plan_for_field
 from ns_multigpu.plugin.render import team
 from ns_multigpu.plugin.render.service import RenderService
-from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
+from ns_multigpu.plugin.run.pipeline import RunPipeline, RunPipelineConfig
 from ns_multigpu.radiance.partition import Partition, few_views, partition
 
 
