@@ -157,6 +157,8 @@ class RunConfig(TrainerConfig):
         if (named := named_config()) is not None:
             self._follow(named)
             machine = self.machine
+        cuda_devices = gpu_places() if machine.device_type == "cuda" else 0
+        checks.check_devices(machine.device_type, machine.num_devices, ranks, cuda_devices)
         self.complete(self.processes * machine.num_machines if ranks is None else ranks.size)
         checks.check_lengths(self.max_num_images, self.max_num_iterations)
         checks.check_retries(self.save_retry_seconds)
@@ -166,8 +168,6 @@ class RunConfig(TrainerConfig):
         here = self.processes if ranks is None else ranks.local_size
         if machine.device_type == "cpu" and (note := checks.crowd(here, cores(), available_memory())) and speaks():
             CONSOLE.print(Text(note, "yellow"), soft_wrap=True)
-        cuda_devices = gpu_places() if machine.device_type == "cuda" else 0
-        checks.check_devices(machine.device_type, machine.num_devices, ranks, cuda_devices)
         checks.check_machines(
             machine.num_machines, machine.machine_rank, machine.num_devices, machine.dist_url, ranks, sys.argv[1:]
         )

@@ -24,7 +24,7 @@ from ns_multigpu.plugin.blocks.fused_options import next_stop
 from ns_multigpu.plugin.capture.coordinate_offset import offset_line, save_transform
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults import memory
-from ns_multigpu.plugin.faults.errors import SaveFailed
+from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
 from ns_multigpu.plugin.faults.guards import Guards
 from ns_multigpu.plugin.faults.out_of_memory import saving
 from ns_multigpu.plugin.faults.signals import STOP
@@ -251,6 +251,12 @@ class DistributedTrainer(Trainer):
     def _load_checkpoint(self) -> None:
         """Resume from the checkpoint that the flags, or a restart by the launcher, name."""
         self._start_step = self.checkpoints.resume(self._found)
+        if self._start_step > self.config.max_num_iterations:
+            seen, batch = self._start_step * self.pipeline.images_per_step, self.pipeline.images_per_step
+            raise InputError(
+                f"The checkpoint's run has seen {seen:,.0f} images, and this one is to end after "
+                f"{self.config.max_num_iterations * batch:,.0f}: give more by --max-num-images or --max-num-iterations."
+            )
 
     def _run_callbacks(self, step: int, location: TrainingCallbackLocation) -> None:
         for callback in self.callbacks:

@@ -64,14 +64,12 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
     """
     words = sys.argv[1:] if argv is None else argv
     named = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
-    if config.recipe == "splatfacto":
-        return
-    if "load_config" in named:
-        if "recipe" in named:
-            raise InputError(
-                f"--recipe {config.recipe}: a run that goes on keeps the recipe that it began with. Leave --recipe "
-                "out, or begin another run, without --load-config."
-            )
+    if "load_config" in named and "recipe" in named:
+        raise InputError(
+            f"--recipe {config.recipe}: a run that goes on keeps the recipe that it began with. Leave --recipe out, or "
+            "begin another run, without --load-config."
+        )
+    if config.recipe == "splatfacto" or "load_config" in named:
         return
     model = config.pipeline.model
     kind, default = PRIMITIVES[model.primitive], model.densifier == "default" and "pipeline.model.densifier" in named

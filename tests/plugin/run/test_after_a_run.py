@@ -129,6 +129,8 @@ def test_resume_command_resumes(run: FinishedRun, begin: Callable[..., Distribut
     finished = finish(resumed, capfd)
     assert resumed._start_step == STEPS and resumed.step == 2 * STEPS - 1
     assert box(finished)["Images"] == "6 (3 since resuming)"
+    with pytest.raises(InputError, match=r"has seen 3 images, and this one is to end after 2: give more by --max-num"):
+        begin(STEPS - 1, load_dir=config.load_dir)
 
 
 def test_dropped_quality_is_in_the_summary(begin: Callable[..., DistributedTrainer], capfd: Any) -> None:

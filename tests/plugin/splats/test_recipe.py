@@ -127,14 +127,15 @@ def test_all_rates_fall_over_the_last_part_of_the_run_and_not_before(views: int)
     assert given("--recipe", "splatfacto", *words).rate_schedule(views, 50).at(steps) == 1, "splatfacto's do not"
 
 
-def test_resumed_run_keeps_its_options() -> None:
+@pytest.mark.parametrize("recipe", ["best", "splatfacto"])
+def test_resumed_run_keeps_its_options(recipe: Any) -> None:
     config: Any = deepcopy(splatfacto_batch.config)
-    config.recipe = "best"  # as its file says
+    config.recipe = recipe  # as its file says
     before = deepcopy(config)
     apply_recipe(config, 1, ["splatfacto-batch", "--load-config", "config.yml"])
     assert config == before
-    with pytest.raises(InputError, match=r"--recipe best: .*Leave --recipe out"):
-        apply_recipe(config, 1, ["splatfacto-batch", "--load_config=config.yml", "--recipe", "best"])
+    with pytest.raises(InputError, match=rf"--recipe {recipe}: .*Leave --recipe out"):
+        apply_recipe(config, 1, ["splatfacto-batch", "--load_config=config.yml", "--recipe", recipe])
 
 
 def test_cap_is_chosen_from_the_capture_and_reported(
