@@ -60,7 +60,7 @@ class CudaLibrary(NativeLibrary):
     architectures: tuple[str, ...]
 
     files: ClassVar[str] = "files of the CUDA operators"
-    duration: ClassVar[str] = "about a minute on 2 cores for one kind of GPU"
+    duration: ClassVar[str] = "about two minutes on 2 cores for one kind of GPU"
     advice: ClassVar[str] = (
         "CUDA's compiler needs a C++ compiler that it knows (CXX names one), and the same torch that runs. "
         "NS_MULTIGPU_CUDA=gsplat goes on with gsplat 1.4.0's kernels (slower)."
