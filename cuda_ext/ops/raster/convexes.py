@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_cameras, check_floats, check_rows
-from cuda_ext.ops.raster.primitives import register, serves
+from cuda_ext.ops.raster.primitives import register
 from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches
 from cuda_ext.reference import convexes as reference
 
@@ -90,7 +91,6 @@ def project_convexes(
     Raises:
         TypeError, ValueError, IndexError: as `project`.
         NativeBuildError: the operators cannot be compiled.
-        NotImplementedError: gsplat's kernels are to serve on CUDA, and tensors are there.
     """
     points = means.shape[0]
     check_floats(
@@ -103,7 +103,7 @@ def project_convexes(
     )
     check_rows(means, view_ids, point_ids)
     sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
-    op = torch.ops.ns_multigpu.project_convexes if serves(means, "3D convexes") else reference.project_convexes
+    op = torch.ops.ns_multigpu.project_convexes if compiled_serves(means) else reference.project_convexes
     cameras = (viewmats, Ks, sizes)
     return ConvexProjection(
         *op(means, corners, deltas, sigmas, opacities, *cameras, view_ids, point_ids, near, far)
@@ -127,7 +127,6 @@ def rasterize_convexes(
 
     Raises:
         TypeError, ValueError: types, shapes, patches or tile_size are wrong; on CUDA a tile_size other than 16.
-        NotImplementedError: as `project_convexes`.
     """
     means2d, lines, sharpness, depths, opacities, _ = rows
     count = means2d.shape[0]
@@ -142,7 +141,7 @@ def rasterize_convexes(
         depths=(depths, (count,)),
     )
     _check_ints(means2d, tile_offsets=(tile_offsets, (-1,)), row_ids=(row_ids, (-1,)))
-    op = torch.ops.ns_multigpu.rasterize_convexes if serves(means2d, "3D convexes") else reference.rasterize_convexes
+    op = torch.ops.ns_multigpu.rasterize_convexes if compiled_serves(means2d) else reference.rasterize_convexes
     floats = (means2d, lines, sharpness, opacities, colors, depths)
     color, depth, alpha, *_ = op(*floats, tile_offsets, row_ids, list(patches), tile_size)
     return ConvexPixels(color, depth, alpha)

@@ -10,28 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
-from cuda_ext.dispatch.load import native_serves, reference_forced
 from cuda_ext.ops.raster.rasterization import _pixel_count, intersect, raster_state_size
-
-
-def serves(like: Tensor, title: str) -> bool:
-    """Return whether the compiled operators serve tensors like this one; else the reference does.
-
-    Args:
-        title: what messages call the primitive.
-
-    Raises:
-        NativeBuildError: the operators cannot be compiled.
-        NotImplementedError: gsplat's kernels are to serve on CUDA, and the tensor is there.
-    """
-    if like.device.type == "cuda" and not reference_forced() and _cuda.mode() == "gsplat":
-        raise NotImplementedError(
-            f"NS_MULTIGPU_CUDA=gsplat serves 3D Gaussians only. Unset it to have {title} drawn by our kernels, or "
-            "set NS_MULTIGPU_OPS=reference for the slow pure-torch operators."
-        )
-    return native_serves(like)
 
 
 def box_lists(rows: Any, view_ids: Tensor, patches: Sequence[int], tile_size: int = 16) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_cameras, check_floats, check_rows
-from cuda_ext.ops.raster.primitives import register, serves
+from cuda_ext.ops.raster.primitives import register
 from cuda_ext.ops.raster.rasterization import _check_ints, _check_patches
 from cuda_ext.reference import surfels as reference
 
@@ -86,7 +87,6 @@ def project_surfels(
     Raises:
         TypeError, ValueError, IndexError: as `project`.
         NativeBuildError: the operators cannot be compiled.
-        NotImplementedError: gsplat's kernels are to serve on CUDA, and tensors are there.
     """
     points = means.shape[0]
     check_floats(
@@ -98,7 +98,7 @@ def project_surfels(
     )
     check_rows(means, view_ids, point_ids)
     sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
-    op = torch.ops.ns_multigpu.project_surfels if serves(means, "2D Gaussians") else reference.project_surfels
+    op = torch.ops.ns_multigpu.project_surfels if compiled_serves(means) else reference.project_surfels
     cameras = (viewmats, Ks, sizes)
     return SurfelProjection(*op(means, quats, scales, opacities, *cameras, view_ids, point_ids, near, far))
 
@@ -126,7 +126,6 @@ def rasterize_surfels(
 
     Raises:
         TypeError, ValueError: types, shapes, patches or tile_size are wrong; on CUDA a tile_size other than 16.
-        NotImplementedError: as `project_surfels`.
     """
     means2d, transforms, normals, depths, opacities, _ = rows
     count = means2d.shape[0]
@@ -141,7 +140,7 @@ def rasterize_surfels(
         depths=(depths, (count,)),
     )
     _check_ints(means2d, tile_offsets=(tile_offsets, (-1,)), row_ids=(row_ids, (-1,)))
-    op = torch.ops.ns_multigpu.rasterize_surfels if serves(means2d, "2D Gaussians") else reference.rasterize_surfels
+    op = torch.ops.ns_multigpu.rasterize_surfels if compiled_serves(means2d) else reference.rasterize_surfels
     floats = (means2d, transforms, normals, opacities, colors, depths)
     color, geometry, alpha, *_ = op(*floats, tile_offsets, row_ids, list(patches), tile_size)
     return SurfelPixels(color, geometry[:, 0], geometry[:, 1:4], geometry[:, 4], geometry[:, 5], alpha)
