@@ -1,14 +1,11 @@
 """The native operators of ns_multigpu: from points to splats, tiles, pixels and loss, forward and backward.
 
 Every operator has one schema (`torch.ops.ns_multigpu.*`), a C++ twin for CPU and CUDA kernels, both compiled on first
-use, and a pure-torch reference; gsplat 1.4.0's kernels can serve on CUDA instead. Nothing is compiled at
-import; see `cuda_ext.dispatch.load`.
+use, and a pure-torch reference. Nothing is compiled at import; see `cuda_ext.dispatch.load`.
 """
 
 from cuda_ext.build.native import NativeBuildError
 from cuda_ext.dispatch.load import backend, build_native, compiler_problem, reference_forced, use_reference
-from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they say what they serve
-from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
 from cuda_ext.ops.common.clock import add_clock
 from cuda_ext.ops.common.input_lines import keep_line, show_patches, take_lines
 from cuda_ext.ops.densify.noise import add_noise

@@ -1,6 +1,6 @@
 """The one schema of the native operators.
 
-Every implementation (C++ on CPU, our own kernels or gsplat's on CUDA) registers against these strings, so the operators
+Every implementation (C++ on CPU, our kernels on CUDA) registers against these strings, so the operators
 also exist, with fake kernels and autograd, on a machine that has no compiler. Shapes and units are in the public
 wrappers in `cuda_ext.ops`.
 """

@@ -248,7 +248,7 @@ def _kernels_serve_addresses(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu":
         raise RuntimeError(
             f"Only our CUDA kernels follow addresses on {tensor.device}, and they are switched off: unset "
-            "NS_MULTIGPU_OPS=reference and NS_MULTIGPU_CUDA=gsplat, or use a strategy that needs no peer memory."
+            "NS_MULTIGPU_OPS=reference, or use a strategy that needs no peer memory."
         )
     return False
 

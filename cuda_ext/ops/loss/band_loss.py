@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.gsplat_kernels import in_gsplat_mode
 from cuda_ext.dispatch.library import LIBRARY
-from cuda_ext.dispatch.load import kernels_serve, native_serves
+from cuda_ext.dispatch.load import compiled_serves, kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_tensors
-from cuda_ext.ops.loss.loss import SSIM_HALO, l1_ssim_backward_torch, l1_ssim_torch
+from cuda_ext.ops.loss.loss import SSIM_HALO, l1_ssim_backward_torch
 from cuda_ext.ops.raster import compositing
+from cuda_ext.reference.loss import l1_ssim
 
 __all__ = ["Band", "BandLoss", "band_loss", "band_loss_into"]
 
@@ -158,8 +158,8 @@ def _band_loss_composed(
     v_rgb, l1, ssim = torch.zeros_like(rgb), rgb.new_zeros(()), rgb.new_zeros(())
     (x0, y0, x1, y1), (height, width) = inner, target.shape[:2]
     if x0 < x1 and y0 < y1:
-        native = native_serves(rgb)
-        forward = torch.ops.ns_multigpu.l1_ssim if native else l1_ssim_torch
+        native = compiled_serves(rgb)
+        forward = torch.ops.ns_multigpu.l1_ssim if native else l1_ssim
         backward = torch.ops.ns_multigpu.l1_ssim_backward if native else l1_ssim_backward_torch
         own = (slice(y0, y1), slice(x0, x1))
         # The sums are of the own pixels, the gradient of all windows that contain them.
@@ -191,13 +191,6 @@ def _band_loss_into_composed(
             beyond = torch.ones(target.shape[:2], dtype=torch.bool, device=last.device)
             beyond[inner[1] : inner[3], inner[0] : inner[2]] = False
             last[piece].masked_fill_(beyond.view(-1), -1)
-
-
-@in_gsplat_mode
-def _register_gsplat_mode(library: torch.library.Library) -> None:
-    """Register the composed forms for CUDA, where gsplat's kernels serve instead of ours."""
-    library.impl("band_loss", _band_loss_composed, "CUDA")
-    library.impl("band_loss_into", _band_loss_into_composed, "CUDA")
 
 
 LIBRARY.impl("band_loss", _band_loss_composed, "CPU")

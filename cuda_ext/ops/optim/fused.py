@@ -2,7 +2,7 @@
 parameters that have taken a step of Adam (`splat_update`), with no gradient of a parameter in memory in between.
 
 Words and shapes as in `projection.py`, but for the parameters, which are what an optimizer sees: log-scales and
-logits of the opacities. Where our CUDA kernels do not serve (on CPU, with NS_MULTIGPU_CUDA=gsplat or the reference),
+logits of the opacities. Where our CUDA kernels do not serve (on CPU, or with the reference),
 the same is put together from the other operators.
 """
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from cuda_ext.dispatch.load import backend, kernels_serve
+from cuda_ext.dispatch.load import backend, reference_forced
 from cuda_ext.ops.optim.adam import FusedAdam, is_plain
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.fused_support import unsupported_reason
@@ -55,21 +55,14 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
                 f"--fused-steps always: steps cannot be fused, for {reason}. Change that, or use --fused-steps auto."
             )
         return True, ""
-    if reason is None and not kernels_serve(_first_rows(pipeline.model.means)):
-        reason = "gsplat's kernels serve instead of ours"
+    if reason is None and reference_forced():
+        reason = "NS_MULTIGPU_OPS=reference switches our kernels off"
     return reason is None, reason or ""
 
 
 def _on_gpu(world: World) -> bool:
     device = world.device
     return device.type == "cuda" or (device.type == "multigpu" and not torch.ops.multigpu.is_host())
-
-
-def _first_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; of one on `multigpu` the first GPU's rows."""
-    if tensor.device.type != "multigpu":
-        return tensor
-    return torch.get_device_module(tensor.device).member_rows(tensor)[0]
 
 
 def check_requests(pipeline: Any, *, fused: bool) -> None:

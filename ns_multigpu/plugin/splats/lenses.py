@@ -5,7 +5,6 @@ from typing import Any
 from nerfstudio.cameras.cameras import CameraType
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
-from cuda_ext.dispatch import load
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.faults.errors import InputError
@@ -15,7 +14,7 @@ _OPTION = "--pipeline.datamanager.undistort False"
 _REMEDY = "Leave the option out: photographs are undistorted then. Panoramas cannot be."
 
 
-def check_lens_options(config: Any, world: World) -> None:
+def check_lens_options(config: Any) -> None:
     """Check that the run's options allow cameras with lenses.
 
     Args:
@@ -31,7 +30,6 @@ def check_lens_options(config: Any, world: World) -> None:
         "the loss of normals takes depth for a pinhole camera's; add --pipeline.model.normal-loss 0": (
             model.primitive == "2dgs" and model.normal_loss > 0
         ),
-        "gsplat's kernels serve, which have pinhole cameras only": load.backend(world.device.type) == "gsplat",
     }
     for reason, holds in reasons.items():
         if holds:

@@ -94,11 +94,11 @@ NO_COMPILER = "No C++ compiler. Install one."
         ),
         (
             checks.check_operators, ("cuda", "No nvcc. Install one."),
-            "training on CUDA needs cannot be built. No nvcc. Install one",
+            "training on CUDA needs cannot be used. No nvcc. Install one",
         ),
         (
             checks.check_operators, ("cpu", NO_COMPILER),
-            re.escape(f"training on CPU needs cannot be built. {NO_COMPILER}"),
+            re.escape(f"training on CPU needs cannot be used. {NO_COMPILER}"),
         ),
     ],
 )  # fmt: skip

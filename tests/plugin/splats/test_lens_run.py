@@ -164,7 +164,7 @@ def test_what_lenses_are_not_for_is_refused(changes: dict[str, Any], message: st
     values = {"primitive": "3dgs", "strategy": "tile", **given, **changes}
     config = SimpleNamespace(model=SimpleNamespace(**values), strategy=values["strategy"])
     with pytest.raises(InputError, match=f"undistort False: {message}.*Leave the option out"):
-        check_lens_options(config, World.single())
+        check_lens_options(config)
 
 
 def test_lenses_without_a_kernel_are_refused() -> None:
