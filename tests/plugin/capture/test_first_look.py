@@ -48,7 +48,7 @@ def test_a_good_capture(colmap: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("scale_factor", 0.0), ("scene_scale", -1.0), ("scale_factor", math.nan)])
-def test_scales_that_leave_no_scene(colmap: Path, name: str, value: float) -> None:
+def test_scales_of_zero_are_refused(colmap: Path, name: str, value: float) -> None:
     assert look(colmap, **{name: value}).problems == [f"--{name.replace('_', '-')} {value}: give a number above 0"]
 
 
