@@ -147,8 +147,8 @@ SCHEMAS: tuple[str, ...] = (
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor scalars, bool set_grads_to_zero) -> ()",
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.
-    "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, int first, "
-    "int end, Tensor(a!) place, Tensor(b!) counts, Tensor? in_cells=None, int[] cells=[]) -> ()",
+    "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, "
+    "Tensor(a!) place, Tensor(b!) counts, Tensor? in_cells=None, int[] cells=[]) -> ()",
     "cell_windows(Tensor viewmats, Tensor Ks, int[] axes, float[] planes, int[] paths, int[] order, int[] upward, "
     "int[] drawn, int[] patches) -> Tensor windows",
     "cells_reached(Tensor view_ids, Tensor means2d, Tensor radii, Tensor depths, Tensor viewmats, Tensor Ks, "
@@ -157,7 +157,7 @@ SCHEMAS: tuple[str, ...] = (
     "(Tensor tile_offsets, Tensor row_ids)",
     "footprint_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
     "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
-    "Tensor radii, Tensor place, Tensor destinations, int capacity, int first=0, int? end=None) -> ()",
+    "Tensor radii, Tensor place, Tensor destinations, int capacity) -> ()",
     "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "
     "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
     "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
@@ -170,8 +170,8 @@ SCHEMAS: tuple[str, ...] = (
     "int gate_column=0, int offset=0) -> ()",
     # Segments of one buffer, by rank.
     "pack_wire(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
-    "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, bool slots, "
-    "int first, int end) -> ()",
+    "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, "
+    "bool slots) -> ()",
     "unpack_wire(Tensor wire, int[] starts, int[] capacities, Tensor counts, int rank, bool half, bool slots, "
     "int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, "
     "Tensor depths, Tensor radii, Tensor owners, Tensor slots)",

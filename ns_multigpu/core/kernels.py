@@ -216,8 +216,8 @@ class Kernels(RowFormat):
         """Return the input of drawing for local rows."""
 
     @abstractmethod
-    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        """Write the records of lines first to end to lines `place` [ranks, M] of the segments."""
+    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int) -> None:
+        """Write the rows' records to lines `place` [ranks, M] of the segments."""
 
     @abstractmethod
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:

@@ -146,7 +146,7 @@ template <bool kMayMiss>
 void splat_forward(Call& call) {
   const Inputs in(call, kMayMiss);
   const SplatRows rows = culled(call, in);
-  call.run(splat_rows_launch, in.raw, in.missed, in.views, in.settings, rows, 0, in.capacity);
+  call.run(splat_rows_launch, in.raw, in.missed, in.views, in.settings, rows);
 }
 
 // ---- update ----
