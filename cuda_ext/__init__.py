@@ -27,7 +27,7 @@ from cuda_ext.ops.exchange.row_footprint import footprint_counts
 from cuda_ext.ops.loss.band_loss import Band, BandLoss, band_loss, band_loss_into
 from cuda_ext.ops.loss.loss import l1_ssim
 from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, adam_step, fused_step
-from cuda_ext.ops.optim.fused import RowGradients, SplatRows, splat_forward, splat_update
+from cuda_ext.ops.optim.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, lazy_serves, splat_flush
 from cuda_ext.ops.optim.step_control import step_gate, step_message
 from cuda_ext.ops.project.boxes import box_views, new_boxes, splat_boxes
@@ -51,7 +51,6 @@ __all__ = [
     "NativeBuildError",
     "Projection",
     "ReceivedRows",
-    "RowGradients",
     "SplatRows",
     "adam_step",
     "add_clock",

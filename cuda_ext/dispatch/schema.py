@@ -125,7 +125,7 @@ SCHEMAS: tuple[str, ...] = (
     f"Tensor steps, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     "splat_update(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor scalars, "
     "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
-    "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
+    "Tensor features, Tensor radii, Tensor records, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, "
     "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
     "Tensor(i!)? steps=None, Tensor(j!)? finite_flag=None, int[] finite_flag_views=[], Tensor(k!)? boxes=None, "

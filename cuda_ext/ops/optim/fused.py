@@ -19,6 +19,7 @@ from cuda_ext.ops.optim.fused_composed import PLAIN_COLOR, splat_forward_compose
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, check_parameters
 from cuda_ext.ops.project.boxes import check_boxes
 from cuda_ext.reference.lazy_adam import PARAMETERS
+from cuda_ext.reference.row_exchange import RECORD_FLOATS
 
 
 class SplatRows(NamedTuple):
@@ -46,16 +47,6 @@ class SplatRows(NamedTuple):
     features: Tensor
     depths: Tensor
     radii: Tensor
-
-
-class RowGradients(NamedTuple):
-    """The gradients of rows, as `rasterize_backward` returns them; `absolute` [M, 2] may be empty [0, 2]."""
-
-    means2d: Tensor
-    conics: Tensor
-    opacities: Tensor
-    features: Tensor
-    absolute: Tensor
 
 
 @torch.no_grad()
@@ -153,7 +144,7 @@ def splat_update(
     Ks: Tensor,
     sizes: Sequence[int],
     rows: SplatRows,
-    gradients: RowGradients | Tensor,
+    records: Tensor,
     degree: int | None,
     eps2d: float = 0.3,
     near: float = 0.01,
@@ -196,8 +187,8 @@ def splat_update(
         viewmats, Ks, sizes, degree, eps2d, near, far, antialiased: those of `splat_forward`.
         rows: what `splat_forward` returned; or what it returned to S callers, one after the other, each with as many of
             the views and as many lines, and view ids that count all views. `count` then holds S numbers.
-        gradients: of the rows, in tensors, or in records [M, 16] as `rasterize_backward_into` sums them up: means2d x,
-            y, conics xx, xy, yy, opacity, features 0 to 3, absolute x, y, and 4 that are not looked at.
+        records: [M, 16] the rows' gradients, as `rasterize_backward_into` sums them up: means2d x, y, conics xx, xy,
+            yy, opacity, features 0 to 3, absolute x, y, and 4 that are not looked at.
         grad2d, seen, radii_max: [N] each, or None to leave out.
         absgrad: `grad2d` counts the absolute gradients instead of those of means2d.
         opacity_weight, scale_weight: the loss also holds this times the opacity, and the sum of the scales, of the
@@ -228,12 +219,11 @@ def splat_update(
         viewmats=(viewmats, (-1, 4, 4)),
         Ks=(Ks, intrinsics_shape(Ks, views)),
         features=(rows.features, (count, -1)),
+        records=(records, (count, RECORD_FLOATS)),
     )
     check_rows(means, rows.view_ids, rows.point_ids)
     check_depth_range(near, far)
     sizes = check_ints("sizes", sizes, 2, views, "view")
-    if absgrad and isinstance(gradients, RowGradients) and gradients.absolute.shape != (count, 2):
-        raise ValueError("absgrad needs the absolute gradients [M, 2]: call rasterize_backward with absgrad.")
     missed: tuple[Tensor | None, ...] = (None, None, None)
     if lazy is not None:
         lazy.check(means)
@@ -249,12 +239,11 @@ def splat_update(
         if lazy is not None:
             raise ValueError("needles are of all points, and lazy steps leave out those that are not drawn.")
     shown = [] if finite_flag_views is None else [finite_flag_views.start, finite_flag_views.stop]
-    given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     statistics = [means.new_empty(0) if t is None else t for t in (grad2d, seen, radii_max)]
     op: Any = torch.ops.ns_multigpu.splat_update if kernels_serve(means) else splat_update_composed
     op(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
-        sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
+        sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, records, *statistics,
         _number(degree), eps2d, near, far, antialiased, absgrad, opacity_weight, scale_weight, *missed,
         finite_flag, shown, boxes, v_viewmats, needles, max_ratio, whole_step_scale,
     )  # fmt: skip

@@ -77,7 +77,7 @@ class GaussianKernels(GaussianRowKernels):
             rows = rows._replace(features=torch.nn.functional.pad(rows.features, (0, 1)))
         splat_update(
             model.params, model.exp_avgs, model.exp_avg_sqs, scalars=scalars, viewmats=cameras.viewmats, Ks=cameras.Ks,
-            sizes=cameras.sizes, rows=rows, gradients=records, degree=self.degree, eps2d=self.eps2d, near=self.near,
+            sizes=cameras.sizes, rows=rows, records=records, degree=self.degree, eps2d=self.eps2d, near=self.near,
             far=self.far, antialiased=self.antialiased, absgrad=self.absgrad, grad2d=statistics.get("grad2d"),
             seen=statistics.get("count"), radii_max=statistics.get("radii"),
             opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy,

@@ -21,10 +21,6 @@ constexpr char kRaw[] =
 constexpr char kRows[] =
     ">view_ids[C] >point_ids[C] >count[1] >means2d[C,2] >conics[C,3] >opacities[C] >features[C,F] >depths[C] "
     ">radii[C,2] C";
-constexpr char kGradients[] =
-    "- row_gradients.0[M,2] row_gradients.1[M,3] row_gradients.2[M] row_gradients.3[M,F] -";
-constexpr char kGradientsAbsolute[] =
-    "- row_gradients.0[M,2] row_gradients.1[M,3] row_gradients.2[M] row_gradients.3[M,F] row_gradients.4[M,2]";
 constexpr char kLazy[] = "last[N] table[65,6,8]!16 steps[1]";
 static_assert(kBoxFloats == 8 && kLazySteps + 1 == 65 && kUpdateTensors == 6 && kLazyFloats == 8, "the table above");
 
@@ -165,26 +161,17 @@ UpdateRows update_rows(Call& call, int64_t views) {
   TORCH_CHECK_VALUE(views % segments == 0 && rows % segments == 0, "count holds ", segments,
                     " numbers: so many equal parts cannot be made of ", views, " views and ", rows, " rows.");
   const bool sized = call.tensor("radii_max").numel() > 0;
+  call.set('M', rows);
   return {call.in<int32_t>("view_ids", {rows}),
           call.in<int32_t>("point_ids", {rows}),
           counts > 0 ? call.in<int64_t>("count", {-1}) : nullptr,
           sized ? call.floats("conics", {rows, 3}) : nullptr,
           features.const_data_ptr<float>(),
           call.in<int32_t>("radii", {rows, 2}),
+          call.read<const float*>("records[M,16]!16"),
           static_cast<int>(rows),
           static_cast<int>(features.size(1)),
           static_cast<int>(segments)};
-}
-
-UpdateGradients update_gradients(Call& call, const UpdateRows& rows, bool absgrad) {
-  const std::vector<at::Tensor> given = call.tensors("row_gradients");
-  call.set('M', rows.rows);
-  call.set('F', rows.feature_floats);
-  if (given.size() == 1) return call.read<UpdateGradients>("row_gradients.0[M,16]!16 - - - - -");
-  TORCH_CHECK_VALUE(given.size() == 5, "row_gradients must be one tensor of records, or those of means2d, conics, ",
-                    "opacities and features and the absolute ones of means2d, not ", given.size(), " tensors.");
-  if (given[4].numel() > 0 || absgrad) call.read<const float*>("row_gradients.4[M,2]");
-  return call.read<UpdateGradients>(given[4].numel() > 0 ? kGradientsAbsolute : kGradients);
 }
 
 UpdateFiniteFlag update_finite_flag(Call& call, int views) {
@@ -207,7 +194,6 @@ void splat_update(Call& call) {
   launch.settings = {checked_degree(call, params[kShRest].size(1)), call.read<float>("eps2d"), call.flag("antialiased"),
                      call.flag("absgrad"), call.read<float>("opacity_weight"), call.read<float>("scale_weight"),
                      call.read<float>("max_ratio"), call.read<float>("whole_step_scale")};
-  launch.gradients = update_gradients(call, launch.rows, launch.settings.absgrad);
   launch.statistics = {statistic(call, "grad2d", launch.points), statistic(call, "seen", launch.points),
                        statistic(call, "radii_max", launch.points)};
   launch.finite_flag = update_finite_flag(call, launch.views.count);
