@@ -35,7 +35,7 @@ _RASTERIZE_BACKWARD_INPUTS = (
 )
 _SPLAT_INPUTS = (
     "Tensor means, Tensor quats, Tensor log_scales, Tensor logits, Tensor sh_dc, Tensor sh_rest, Tensor viewmats, "
-    "Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, bool depth, int capacity"
+    "Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, int capacity"
 )
 _PROJECT_SURFELS_INPUTS = (
     "Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, "
@@ -127,7 +127,7 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
     "Tensor features, Tensor radii, Tensor records, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, "
-    "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
+    "bool depth, float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
     "Tensor(i!)? steps=None, Tensor(j!)? finite_flag=None, int[] finite_flag_views=[], Tensor(k!)? boxes=None, "
     "Tensor(l!)? v_viewmats=None, Tensor? needles=None, float max_ratio=1.0, float whole_step_scale=0.0) -> ()",
     "splat_boxes(Tensor means, Tensor log_scales, Tensor(a!) boxes) -> ()",

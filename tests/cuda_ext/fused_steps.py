@@ -53,12 +53,12 @@ def make_model(
     return Model(params, exp_avgs, exp_avg_sqs, table, scene.viewmats, scene.Ks, scene.sizes)
 
 
-def make_records(rows: SplatRows) -> Tensor:
+def make_records(rows: SplatRows, depth: bool = False) -> Tensor:
     """Random gradients [M, 16] of a size that moves parameters; of dead and padding rows too, where they must not
     count. What is not to be looked at is NaN."""
     g, nan = torch.Generator().manual_seed(0), float("nan")
-    depth = 0.3 if rows.features.shape[1] == 4 else nan
-    sizes = torch.tensor([0.01] * 2 + [0.1] * 3 + [0.3] * 4 + [depth] + [0.02] * 2 + [nan] * 4, dtype=torch.float64)
+    by_depth = 0.3 if depth else nan
+    sizes = torch.tensor([0.01] * 2 + [0.1] * 3 + [0.3] * 4 + [by_depth] + [0.02] * 2 + [nan] * 4, dtype=torch.float64)
     records = sizes * torch.randn(len(rows.point_ids), 16, generator=g, dtype=torch.float64)
     records[:, 10:12].abs_()
     return records.to(rows.means2d)

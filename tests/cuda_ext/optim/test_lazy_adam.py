@@ -184,5 +184,5 @@ def test_the_registered_operators() -> None:
     ops = torch.ops.ns_multigpu
     torch.library.opcheck(ops.splat_flush, (*lists, *state), test_utils="test_schema")
     cameras = (model.viewmats, model.Ks, model.sizes)
-    inputs = (*model.params, *cameras, 3, 0.3, 0.01, 1e9, True, True, 60, *lists[1:], *state)
+    inputs = (*model.params, *cameras, 3, 0.3, 0.01, 1e9, True, 60, *lists[1:], *state)
     torch.library.opcheck(ops.splat_forward_lazy, inputs, test_utils="test_schema")

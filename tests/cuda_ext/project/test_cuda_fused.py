@@ -34,15 +34,16 @@ def close(found: Tensor, expected: Tensor, rtol: float, name: str, floor: float 
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
 
 
-def settings_of(case: tuple[Any, ...]) -> tuple[Model, int | None, dict[str, bool]]:
+def settings_of(case: tuple[Any, ...]) -> tuple[Model, int | None, dict[str, bool], bool]:
+    """Return a model, its degree, settings of its forward pass, and whether depths have gradients."""
     points, views, degree, bases, antialiased, depth = case
     model = make_model(points, views, seed=points, rest=bases, spread=1.5)
-    return model.to("cpu", torch.float32).to("cpu", F64), degree, {"antialiased": antialiased, "depth": depth}
+    return model.to("cpu", torch.float32).to("cpu", F64), degree, {"antialiased": antialiased}, depth
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_forward(case: tuple[Any, ...]) -> None:
-    model, degree, settings = settings_of(case)
+    model, degree, settings, _ = settings_of(case)
     capacity = case[0] * case[1] + 100
     expected = model.forward(capacity, degree, **settings)
     found = model.to("cuda").forward(capacity, degree, **settings)
@@ -91,16 +92,15 @@ def test_overflow_keeps_the_first_rows_and_is_reported() -> None:
 @pytest.mark.parametrize("absgrad", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_update(case: tuple[Any, ...], absgrad: bool) -> None:
-    model, degree, settings = settings_of(case)
+    model, degree, settings, depth = settings_of(case)
     device = model.to("cuda")
-    antialiased = settings["antialiased"]
     # The same rows for both, those of the device: rims do not matter then.
     found_rows = device.forward(case[0] * case[1] + 64, degree, **settings)
     rows = to(found_rows, "cpu", F64)
-    records = make_records(rows).float()
+    records = make_records(rows, depth).float()
     ours = {k: torch.full((case[0],), 0.5, device="cuda") for k in ("grad2d", "seen", "radii_max")}
     theirs = {k: v.cpu().double() for k, v in ours.items()}
-    common = {"antialiased": antialiased, "absgrad": absgrad, "opacity_weight": 0.01, "max_ratio": 4.0}
+    common = {**settings, "absgrad": absgrad, "depth": depth, "opacity_weight": 0.01, "max_ratio": 4.0}
     common["whole_step_scale"] = float(model.params[2].exp().median())
     needles = torch.tensor([0.02], dtype=F64)
     before = device.to("cuda")
@@ -127,11 +127,11 @@ def test_update(case: tuple[Any, ...], absgrad: bool) -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_by_viewmats(case: tuple[Any, ...], lazy: bool) -> None:
-    model, degree, settings = settings_of(case)
+    model, degree, settings, depth = settings_of(case)
     device = model.to("cuda")
     rows = device.forward(case[0] * case[1] + 64, degree, **settings)
-    records = make_records(rows)
-    common = {"antialiased": settings["antialiased"]}
+    records = make_records(rows, depth)
+    common = {**settings, "depth": depth}
     expected = torch.empty_like(model.viewmats)
     missed = LazyAdam.make(case[0], "cpu", F64) if lazy else None
     model.update(to(rows, "cpu", F64), records.cpu().double(), degree, **common, lazy=missed, v_viewmats=expected)

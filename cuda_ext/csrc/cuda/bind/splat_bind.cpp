@@ -19,7 +19,7 @@ constexpr const char* kNames[kUpdateTensors] = {"means", "quats", "log_scales", 
 constexpr char kRaw[] =
     "means[N,3] quats[N,4]!16 log_scales[N,3] logits[N] sh_dc[N,3] sh_rest[N,B,3] N 3B";
 constexpr char kRows[] =
-    ">view_ids[C] >point_ids[C] >count[1] >means2d[C,2] >conics[C,3] >opacities[C] >features[C,F] >depths[C] "
+    ">view_ids[C] >point_ids[C] >count[1] >means2d[C,2] >conics[C,3] >opacities[C] >features[C,3] >depths[C] "
     ">radii[C,2] C";
 constexpr char kLazy[] = "last[N] table[65,6,8]!16 steps[1]";
 static_assert(kBoxFloats == 8 && kLazySteps + 1 == 65 && kUpdateTensors == 6 && kLazyFloats == 8, "the table above");
@@ -100,8 +100,7 @@ struct Inputs {
   Inputs(Call& call, bool may_miss) {
     raw = call.read<RawPoints>(kRaw);
     views = batch_views(call);
-    settings = {checked_degree(call, call.size('B')), call.read<float>("eps2d"), call.flag("antialiased"),
-                call.flag("depth")};
+    settings = {checked_degree(call, call.size('B')), call.read<float>("eps2d"), call.flag("antialiased")};
     capacity = call.read<int>("#capacity");
     if (!may_miss) return;
     const LazyState lazy = lazy_state(call, raw.count);
@@ -121,7 +120,6 @@ struct Inputs {
 // Capacity for the rows, with the ids and the count that culling finds.
 SplatRows culled(Call& call, const Inputs& in) {
   call.set('C', in.capacity);
-  call.set('F', in.settings.depth ? 4 : 3);
   const auto rows = call.read<SplatRows>(kRows);
   const int64_t items = int64_t{cull_blocks(in.raw.count)} * in.views.count;
   CullBuffers buffers = {};
@@ -154,9 +152,6 @@ float* statistic(Call& call, const char* name, int64_t points) {
 
 UpdateRows update_rows(Call& call, int64_t views) {
   const int64_t rows = call.count("point_ids", "rows");
-  const at::Tensor features = call.checked("features", {rows, -1}, at::kFloat);
-  TORCH_CHECK_VALUE(features.size(1) == 3 || features.size(1) == 4,
-                    "features must hold colours [M, 3] or colours and depths [M, 4], not ", features.sizes(), ".");
   const int64_t counts = call.tensor("count").numel(), segments = counts > 0 ? counts : 1;
   TORCH_CHECK_VALUE(views % segments == 0 && rows % segments == 0, "count holds ", segments,
                     " numbers: so many equal parts cannot be made of ", views, " views and ", rows, " rows.");
@@ -166,12 +161,12 @@ UpdateRows update_rows(Call& call, int64_t views) {
           call.in<int32_t>("point_ids", {rows}),
           counts > 0 ? call.in<int64_t>("count", {-1}) : nullptr,
           sized ? call.floats("conics", {rows, 3}) : nullptr,
-          features.const_data_ptr<float>(),
+          call.floats("features", {rows, 3}),
           call.in<int32_t>("radii", {rows, 2}),
           call.read<const float*>("records[M,16]!16"),
           static_cast<int>(rows),
-          static_cast<int>(features.size(1)),
-          static_cast<int>(segments)};
+          static_cast<int>(segments),
+          call.flag("depth")};
 }
 
 UpdateFiniteFlag update_finite_flag(Call& call, int views) {

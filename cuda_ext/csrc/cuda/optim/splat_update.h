@@ -19,11 +19,12 @@ struct UpdateRows {
   const int32_t *view_ids, *point_ids;
   const int64_t* counts;  // rows of each segment that are real; null: all
   const float *conics;    // [M, 3]; null where radii_max is
-  const float *features;  // [M, feature_floats]
+  const float *features;  // [M, 3]
   const int32_t* radii;   // [M, 2]
   const float* records;   // [M, 16]: gradients, as rasterize_backward_into writes them
-  int rows, feature_floats;
+  int rows;
   int segments;  // parts of equal length, each with as many of the views, one after the other
+  bool depth;    // the depth's gradient counts
 };
 
 struct UpdateStatistics {  // [N] each, or null

@@ -187,13 +187,9 @@ __global__ void __launch_bounds__(kThreads)
   rows.depths[row] = alive ? s.depth : zero;
   reinterpret_cast<int2*>(rows.radii)[row] =
       make_int2(static_cast<int>(projected.rx), static_cast<int>(projected.ry));
-  if (settings.depth) {
-    reinterpret_cast<float4*>(rows.features)[row] = make_float4(color.x, color.y, color.z, alive ? s.depth : zero);
-  } else {
-    rows.features[3 * row] = color.x;
-    rows.features[3 * row + 1] = color.y;
-    rows.features[3 * row + 2] = color.z;
-  }
+  rows.features[3 * row] = color.x;
+  rows.features[3 * row + 1] = color.y;
+  rows.features[3 * row + 2] = color.z;
 }
 
 template <int Degree>

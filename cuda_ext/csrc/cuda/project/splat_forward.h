@@ -29,7 +29,7 @@ struct MissedSteps {
 struct SplatSettings {
   int degree;  // or kPlainColor
   float eps2d;
-  bool antialiased, depth;
+  bool antialiased;
 };
 
 struct SplatRows {
