@@ -263,7 +263,7 @@ class Kernels(RowFormat):
         """Propagate the rows' gradients to the parameters, take Adam's step and update the statistics.
 
         Args:
-            scalars: [parameters, 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
+            scalars: [parameters, 8] Adam's, see `cuda_ext.ops.optim.adam.adam_scalars`.
             finite_flag: [1] written: finite if all gradients of the rows of `finite_flag_views` are (None: of all
                 rows).
             v_viewmats: [V, 4, 4] written: the gradient by the cameras' matrices, the same bits from the same rows.

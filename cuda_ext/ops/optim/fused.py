@@ -182,7 +182,7 @@ def splat_update(
     Args:
         params: the six parameters in the order of `PARAMETERS`, shapes as in `splat_forward`.
         exp_avgs, exp_avg_sqs: their moments, of the parameters' dtype, or all of them bfloat16 where that is float32.
-        scalars: [6, 8] of Adam: `AdamStep.scalars`, or lines of `adam_scalars`.
+        scalars: [6, 8] of Adam: a line of `adam_scalars` for each parameter.
         viewmats, Ks, sizes, degree, eps2d, near, far, antialiased: those of `splat_forward`.
         rows: what `splat_forward` returned; or what it returned to S callers, one after the other, each with as many of
             the views and as many lines, and view ids that count all views. `count` then holds S numbers.
