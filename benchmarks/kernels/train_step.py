@@ -40,7 +40,7 @@ from benchmarks.lib.agreement import Drawn, compare
 from benchmarks.lib.report import empty_table
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import Scene
-from cuda_ext import AdamStep, FusedAdam, adam_step, band_loss, box_views, composite, new_boxes, splat_boxes
+from cuda_ext import AdamStep, Band, FusedAdam, adam_step, band_loss_into, box_views, composite, new_boxes, splat_boxes
 from cuda_ext.ops.optim.fused import PARAMETERS
 
 GROUPS = {"auto": {"": None}, "on": {"": True}, "off": {"": False}, "both": {", no groups": False, "": True}}
@@ -147,8 +147,11 @@ def time_losses(results: Results, watch: Stopwatch, floor: float | None) -> None
         v_rgb = operators.l1_ssim_backward(rgb, scene.target, dssim, inner, v_l1, v_ssim)
         return operators.composite_backward(blended, covered, background, v_rgb.view(-1, 3))[0]
 
-    def in_one() -> Tensor:
-        return band_loss(blended, covered, background, scene.target, inner, v_l1, v_ssim).v_out
+    band = Band(scene.target, inner, background, v_l1, v_ssim, torch.empty_like(image), torch.zeros_like(v_l1))
+    v_out, v_alpha = torch.empty_like(blended), torch.empty_like(covered)
+
+    def in_one() -> None:
+        band_loss_into(blended, covered, [band], scale=1.0, v_out=v_out, v_alpha=v_alpha)
 
     results.lines += [
         Line("  loss: L1 and pytorch_msssim, with gradient", watch.median(theirs)),

@@ -53,7 +53,6 @@ _RASTERIZE_CONVEXES_INPUTS = (
     "Tensor means2d, Tensor lines, Tensor sharpness, Tensor row_opacities, Tensor colors, Tensor depths, "
     "Tensor tile_offsets, Tensor row_ids, int[] patches, int tile_size"
 )
-_BAND_INPUTS = "Tensor out, Tensor alpha, Tensor background, Tensor target, int[] inner, Tensor v_l1, Tensor v_ssim"
 _SPLAT_OUTPUTS = (
     "(Tensor view_ids, Tensor point_ids, Tensor count, Tensor means2d, Tensor conics, Tensor opacities, "
     "Tensor features, Tensor depths, Tensor radii)"
@@ -116,7 +115,6 @@ SCHEMAS: tuple[str, ...] = (
     "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",
     "l1_ssim_backward(Tensor pred, Tensor target, Tensor dssim_dpred, int[] inner, Tensor v_l1, Tensor v_ssim) -> "
     "Tensor v_pred",
-    f"band_loss({_BAND_INPUTS}, bool clamp=True) -> (Tensor rgb, Tensor l1, Tensor ssim, Tensor v_out, Tensor v_alpha)",
     "band_loss_into(Tensor out, Tensor alpha, Tensor[] backgrounds, Tensor[] targets, int[] inners, Tensor[] v_l1, "
     "Tensor[] v_ssim, float[] offsets, float scale, Tensor(a!)[] rgb, Tensor(b!)[] loss, Tensor(c!) v_out, "
     "Tensor(d!) v_alpha, Tensor(e!)? last=None, bool clamp=True) -> ()",

@@ -9,7 +9,7 @@ rank, this step and the following ones change no parameters, moments and statist
 counting). The host detects that at the next readback, grows the capacity and retries the steps. With
 `StepSettings.skips` a gradient that is not finite has the same effect; the host then skips that step.
 
-Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs (`cuda_ext.band_loss`).
+Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs (`band_loss_into`).
 Received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
 
 A lazy step defers the update of points that no rank drew (`cuda_ext.LazyAdam`). Parameters and moments are then valid
