@@ -21,10 +21,10 @@ from cuda_ext.ops.exchange.fragments import (
 from cuda_ext.ops.exchange.put_rows import put_rows
 from cuda_ext.ops.exchange.row_exchange import ReceivedRows, collect, pack, route_lines, unpack
 from cuda_ext.ops.exchange.row_footprint import footprint_counts
-from cuda_ext.ops.loss.band_loss import Band, BandLoss, band_loss, band_loss_into
+from cuda_ext.ops.loss.band_loss import Band, band_loss_into
 from cuda_ext.ops.loss.loss import l1_ssim
 from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, adam_step, fused_step
-from cuda_ext.ops.optim.fused import RowGradients, SplatRows, splat_forward, splat_update
+from cuda_ext.ops.optim.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, lazy_serves, splat_flush
 from cuda_ext.ops.optim.step_control import step_gate, step_message
 from cuda_ext.ops.project.boxes import box_views, new_boxes, splat_boxes
@@ -41,21 +41,18 @@ from cuda_ext.ops.sort.peer_sort import band_lists, intersect_keys, merge_level,
 __all__ = [
     "AdamStep",
     "Band",
-    "BandLoss",
     "FusedAdam",
     "LazyAdam",
     "Moment",
     "NativeBuildError",
     "Projection",
     "ReceivedRows",
-    "RowGradients",
     "SplatRows",
     "adam_step",
     "add_clock",
     "add_noise",
     "backend",
     "band_lists",
-    "band_loss",
     "band_loss_into",
     "box_views",
     "build_native",

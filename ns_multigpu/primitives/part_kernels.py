@@ -118,8 +118,8 @@ class PartKernels(ComposedKernels):
     def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Received:
         return self.layout.receive_local(rows, owners, slots)
 
-    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        self.layout.pack(rows, place, segments, capacity, first, end)
+    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int) -> None:
+        self.layout.pack(rows, place, segments, capacity)
 
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:
         return self.layout.unpack(records, counts, views)
