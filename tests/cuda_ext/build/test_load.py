@@ -198,7 +198,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_compiler_warns_once_and_the_reference_serves() -> None:
     problem = cuda_ext.compiler_problem()
     assert problem is not None and "c++, g++, clang++" in problem and "apt install g++" in problem
-    assert cuda_ext.backend() == "reference"
+    assert cuda_ext.backend() == "reference" and cuda_ext.backend("cuda") == "native"
     scene = random_scene(points=50)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,5 +1,6 @@
 """2D Gaussians and 3D convexes: the references by finite differences, and the C++ twins by them."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -82,10 +83,12 @@ def test_operators_keep_their_promises(kind: Any) -> None:
 def test_bad_input_is_named(kind: Any) -> None:
     scene = kind.make_scene(12, 1, grad=False)
     name, width = ("scales", 2) if kind is surfel_scene else ("corners", 18)
-    with pytest.raises(ValueError, match=rf"{name} must have the shape \[12, {width}\]"):
-        kind.project(scene._replace(**{name: torch.ones(12, 6).double()}))
-    with pytest.raises(ValueError, match=r"colors must have the shape \[12, 3\]"):
-        kind.draw(scene._replace(colors=torch.ones(12, 4).double()))
+    for served in (nullcontext(), cuda_ext.use_reference()):  # which checks nothing itself
+        with served, pytest.raises(ValueError, match=rf"{name} must have the shape \[12, {width}\]"):
+            kind.project(scene._replace(**{name: torch.ones(12, 6).double()}))
+    for served in (nullcontext(), cuda_ext.use_reference()):
+        with served, pytest.raises(ValueError, match=r"colors must have the shape \[12, 3\]"):
+            kind.draw(scene._replace(colors=torch.ones(12, 4).double()))
     rows, operators = kind.project(scene), SURFELS if kind is surfel_scene else CONVEXES
     offsets, row_ids = box_lists(rows, scene.view_ids, whole(1))
     with pytest.raises(IndexError, match="take both from intersect"):
