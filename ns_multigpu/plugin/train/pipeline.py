@@ -16,7 +16,9 @@ from torch import Tensor
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.assign.balanced_views import alike, works
 from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION
+from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.warmup import warm_up
@@ -49,7 +51,6 @@ from ns_multigpu.plugin.train.from_ply import begin_from_ply
 from ns_multigpu.plugin.train.lenses import check_lens_options, check_lenses
 from ns_multigpu.plugin.train.normal_maps import training_normals
 from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
-from ns_multigpu.plugin.train.strategy import strategy_of
 from ns_multigpu.primitives.registry import titled
 from strategies import STRATEGIES
 
@@ -148,6 +149,23 @@ class PixelPipelineConfig(DistributedPipelineConfig):
     def options(self) -> PixelOptions | None:
         """Options of the strategy `pixel`."""
         return self.pixel if self.strategy == "pixel" else None
+
+
+def strategy_of(config: DistributedPipelineConfig, world: World) -> Strategy:
+    """Return the strategy of a run, with its options if it has any.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+    make, options = STRATEGIES[config.strategy], config.options
+    if options is not None and (problem := options.problem()):
+        raise InputError(f"--pipeline.{config.strategy}.{problem}.")
+    try:
+        strategy = make(world) if options is None else make(world, options)
+    except ValueError as error:  # it does not fit these ranks
+        raise InputError(str(error)) from error
+    strategy.rows.half, strategy.rows.slots = config.wire == "half", config.tile_lists == "sort"
+    return strategy
 
 
 class DistributedPipeline(RunPipeline):
