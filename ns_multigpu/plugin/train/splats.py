@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
-from rich.text import Text
 from torch import Tensor
 
 from cuda_ext.ops.optim.adam import mean_step, shorten_step
 from ns_multigpu.core.dist.collectives import all_gather_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION, names
-from ns_multigpu.locality.picture import MOST_POINTS, PictureContent, draw
 from ns_multigpu.planning.memory import checkpoint_bytes
 from ns_multigpu.planning.work import Workload
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
@@ -23,6 +21,7 @@ from ns_multigpu.plugin.checkpoint.training_copy import Content
 from ns_multigpu.plugin.faults.out_of_memory import Attempt
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.plugin.render.partition_picture import MOST_POINTS, PictureContent, save
 from ns_multigpu.plugin.train.capacity import announce, warn_of_size_rule
 from ns_multigpu.plugin.train.last_save import warn_of_disk
 from ns_multigpu.plugin.train.objective import LogEntry, Objective, Resumed
@@ -212,9 +211,6 @@ class SplatObjective(Objective):
         return self._state.resume(opened)
 
 
-PARTITION = "partition.png"
-
-
 class PartitionPicture:
     """Drawing of the partition at the start and after each change of placement. Made on every rank.
 
@@ -264,12 +260,7 @@ class PartitionPicture:
             view_owners=view_owners,
             machines=world.machines,
         )
-        file = self._folder / PARTITION
-        try:
-            draw(picture).save(file)
-        except OSError as error:
-            CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
-        else:
+        if file := save(picture, self._folder):
             device = "GPU" if world.device.type == "cuda" else "worker"
             CONSOLE.print(f"Map of which {device} stores which Gaussians: {file}", soft_wrap=True)
 
