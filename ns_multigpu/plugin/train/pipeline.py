@@ -23,7 +23,11 @@ from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.warmup import warm_up
 from ns_multigpu.plugin.capture.checks import DIFFERENT, check_far_plane, different_points, raise_together
-from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.datamanager import (
+    DistributedDataManager,
+    DistributedDataManagerConfig,
+    let_spirals_begin,
+)
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.image_owners import image_owners_of, swapped_owners
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kind
@@ -43,7 +47,6 @@ from ns_multigpu.plugin.model.time_notes import frames_note, times_note
 from ns_multigpu.plugin.render import team
 from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderService
-from ns_multigpu.plugin.render.spiral import let_spirals_begin
 from ns_multigpu.plugin.train.capacity import choose_cap
 from ns_multigpu.plugin.train.depth_maps import training_observations
 from ns_multigpu.plugin.train.exposure_choice import choose_exposure
@@ -182,7 +185,7 @@ class DistributedPipeline(RunPipeline):
     def begin(self, config: DistributedPipelineConfig, test_mode: str) -> None:
         """See `RunPipeline.begin`."""
         if not self.trains:
-            let_spirals_begin(DistributedDataManager)
+            let_spirals_begin()
         checks.check_strategy(config.strategy, STRATEGIES)
         if self.trains:
             check_primitive(config.model, config.strategy)
