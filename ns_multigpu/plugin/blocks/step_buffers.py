@@ -1,7 +1,7 @@
 """Resources that outlive a rebuilt step: transport, tile lists, and image buffers that graphs read."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
@@ -19,6 +19,9 @@ from ns_multigpu.core.step.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.step.tile_lists import GatheredLists, SortedLists, TileLists
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.plugin.faults.errors import InputError
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 
 
 class StepBuffers:
@@ -40,7 +43,7 @@ class StepBuffers:
         pictures: [n] buffer of the images that graphs read, see `places`.
     """
 
-    def __init__(self, pipeline: Any, world: World) -> None:
+    def __init__(self, pipeline: "DistributedPipeline", world: World) -> None:
         transport, self._strategy, self._world = pipeline.config.transport, pipeline.strategy, world
         rows = self._strategy.rows
         self._transport: Transport | None = None

@@ -2,7 +2,7 @@
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,14 +28,18 @@ from ns_multigpu.plugin.train.objective import LogEntry, Objective, Resumed
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 from ns_multigpu.plugin.train.splat_state import SplatState
 
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.train.config import DistributedTrainerConfig
+
 _OF_PARAMETERS = ("scale_reg", "mcmc_opacity_reg", "mcmc_scale_reg", "tv_loss", "exposure_drift")
 """Terms of the loss that no pixel has. The logged loss lacks them: fused steps compute their gradients alone."""
 
 
 class SplatObjective(Objective):
-    """Objective of splats; `config` is a `DistributedTrainerConfig`, `pipeline` a `DistributedPipeline`."""
+    """Objective of splats."""
 
     unit = "images"
+    config: "DistributedTrainerConfig"
     pipeline: DistributedPipeline
     optimizers: BatchOptimizers
 

@@ -108,7 +108,7 @@ class RadianceObjective(Objective):
     @property
     def units_per_step(self) -> int:
         """See `Objective.units_per_step`."""
-        return self.config.pipeline.datamanager.train_num_rays_per_batch
+        return self.pipeline.config.datamanager.train_num_rays_per_batch
 
     rays_per_step = units_per_step
 
