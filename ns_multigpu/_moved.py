@@ -10,18 +10,24 @@ from typing import Any
 MOVED = {
     "ns_multigpu.plugin.city_dataparser": "ns_multigpu.plugin.capture.city_dataparser",
     "ns_multigpu.plugin.datamanager": "ns_multigpu.plugin.capture.datamanager",
-    "ns_multigpu.plugin.pipeline": "ns_multigpu.plugin.train.pipeline",
+    "ns_multigpu.plugin.pipeline": "ns_multigpu.plugin.splats.pipeline",
     "ns_multigpu.plugin.splat_model": "ns_multigpu.plugin.model.splat_model",
     "ns_multigpu.plugin.splat_options": "ns_multigpu.plugin.model.options",
-    "ns_multigpu.plugin.trainer": "ns_multigpu.plugin.train.trainer",
+    "ns_multigpu.plugin.trainer": "ns_multigpu.plugin.run.trainer",
     "ns_multigpu.plugin.radiance.config": "ns_multigpu.plugin.radiance.run.config",
     "ns_multigpu.plugin.radiance.datamanager": "ns_multigpu.plugin.radiance.data.datamanager",
     "ns_multigpu.plugin.radiance.model": "ns_multigpu.plugin.radiance.field.model",
     "ns_multigpu.plugin.radiance.pipeline": "ns_multigpu.plugin.radiance.run.pipeline",
-    "ns_multigpu.plugin.radiance.trainer": "ns_multigpu.plugin.train.trainer",
-    "ns_multigpu.plugin.trainer_config": "ns_multigpu.plugin.train.config",
+    "ns_multigpu.plugin.radiance.trainer": "ns_multigpu.plugin.run.trainer",
+    "ns_multigpu.plugin.train": "ns_multigpu.plugin.run",
+    "ns_multigpu.plugin.train.aggregate": "ns_multigpu.plugin.splats.aggregate",
+    "ns_multigpu.plugin.train.config": "ns_multigpu.plugin.splats.config",
+    "ns_multigpu.plugin.train.pipeline": "ns_multigpu.plugin.splats.pipeline",
+    "ns_multigpu.plugin.train.terminal": "ns_multigpu.plugin.run.terminal",
+    "ns_multigpu.plugin.train.trainer": "ns_multigpu.plugin.run.trainer",
+    "ns_multigpu.plugin.trainer_config": "ns_multigpu.plugin.splats.config",
 }
-"""From the old name of a module to its new one. Each old one was in a package that is still there."""
+"""From the old name of a module, or of a package that is gone, to its new one."""
 
 RENAMED = {"RadianceTrainer": "DistributedTrainer"}
 """From the old name of a class to its new one, in modules that are found by an old name."""
@@ -31,7 +37,8 @@ class _OldNames(MetaPathFinder, Loader):
     """Finder of modules by their old names, asked after all others, so that a module that exists wins."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in MOVED else None
+        is_package = any(name.startswith(f"{fullname}.") for name in MOVED)
+        return ModuleSpec(fullname, self, is_package=is_package) if fullname in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None

@@ -30,10 +30,10 @@ from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManagerConf
 from ns_multigpu.plugin.radiance.field.model import NerfactoXLModelConfig
 from ns_multigpu.plugin.radiance.run.config import RadianceTrainerConfig
 from ns_multigpu.plugin.radiance.run.pipeline import RadiancePipelineConfig
-from ns_multigpu.plugin.train.aggregate import AggregatePipelineConfig, AggregateTrainerConfig
-from ns_multigpu.plugin.train.config import DistributedTrainerConfig
-from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, LocalityPipelineConfig, PixelPipelineConfig
-from ns_multigpu.plugin.train.terminal import TerminalLog
+from ns_multigpu.plugin.run.terminal import TerminalLog
+from ns_multigpu.plugin.splats.aggregate import AggregatePipelineConfig, AggregateTrainerConfig
+from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
+from ns_multigpu.plugin.splats.pipeline import DistributedPipelineConfig, LocalityPipelineConfig, PixelPipelineConfig
 from ns_multigpu.primitives.registry import all_parameters
 
 if quick_imports.trains(sys.argv):

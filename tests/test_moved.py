@@ -56,4 +56,4 @@ def test_old_names_are_found_in_a_new_process() -> None:
     """A process that has imported nothing of ours."""
     program = "from ns_multigpu.plugin.pipeline import DistributedPipelineConfig as old; print(old.__module__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == "ns_multigpu.plugin.train.pipeline", done.stderr
+    assert done.stdout.strip() == "ns_multigpu.plugin.splats.pipeline", done.stderr

@@ -9,8 +9,7 @@ A run is one of
 - `batch-D`: D devices, a view on each; `batch-DxV`: V views on each;
 - `tile-D`: D devices, a view a step; `tile-DxV`: V views a step;
 - one of ours with `-unscaled` behind it: learning rates do not follow the batch; with `-sqrt`: they follow it in the
-  same way to the end; with `-falling`: they fall over the run, to 0.03 of what they would be; or with `-gsplat`:
-  gsplat's kernels in the place of our operators, and ordinary steps (fused ones are ours).
+  same way to the end; or with `-falling`: they fall over the run, to 0.03 of what they would be.
 
 `wall s` is from Enter to prompt; where it goes by the run's own account is in a table of its own.
 
@@ -48,7 +47,6 @@ VARIANTS = {
     "-unscaled": ["--batch-scaling", "none"],
     "-sqrt": ["--batch-scaling", "sqrt"],
     "-falling": ["--rates-at-end", "0.03", "--rates-fall-from", "0"],
-    "-gsplat": ["--fused-steps", "never"],
 }
 """Options of a run by suffix of its name."""
 
@@ -107,11 +105,9 @@ def is_peer(run: str) -> bool:
     return run in ("splatfacto", "splatfacto-ours")
 
 
-def environment(run: str, gpu: int | None, sharers: int) -> dict[str, str]:
+def environment(gpu: int | None, sharers: int) -> dict[str, str]:
     """Return the environment of a run that sees one GPU, or all, and its share of the cores."""
     result = dict(os.environ)
-    if run.endswith("-gsplat"):
-        result["NS_MULTIGPU_CUDA"] = "gsplat"
     if gpu is not None:
         result["CUDA_VISIBLE_DEVICES"] = str(gpu)
         result.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // sharers)))
@@ -123,7 +119,7 @@ def train(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: i
     output = folder / f"{run}-{seed}"
     start = time.perf_counter()
     with (folder / f"{run}-{seed}.log").open("w") as log:
-        where = environment(run, gpu, len(options.slots))
+        where = environment(gpu, len(options.slots))
         subprocess.run(command(run, seed, options, output), env=where, stdout=log, stderr=log, check=True)
     wall = time.perf_counter() - start
     summary = output / "result.json" if is_peer(run) else run_folder(output) / "training_summary.json"
@@ -158,7 +154,7 @@ def evaluate(result: dict[str, Any], options: argparse.Namespace, folder: Path, 
         words = ["-m", "nerfstudio.scripts.eval", "--load-config", str(run_folder(output) / "config.yml")]
         with (folder / f"{output.name}.log").open("a") as log:
             command = [sys.executable, *words, "--output-path", str(output / "eval.json")]
-            where = environment(result["run"], gpu, len(options.slots))
+            where = environment(gpu, len(options.slots))
             subprocess.run(command, env=where, stdout=log, stderr=log, check=True)
         scores = json.loads((output / "eval.json").read_text())["results"]
         result = result | {"psnr": scores["psnr"], "ssim": scores["ssim"]}

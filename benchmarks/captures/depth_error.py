@@ -24,7 +24,7 @@ from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.tracks import read_tracks, scene_scale
 from ns_multigpu.plugin.model.cameras import view_from_camera
-from ns_multigpu.plugin.train.depth_maps import read_maps
+from ns_multigpu.plugin.splats.depth_maps import read_maps
 
 
 def errors_of(depth: Tensor, covered: Tensor, view: View, scale: float) -> Tensor:

@@ -20,7 +20,7 @@ from nerfstudio.scripts.train import _set_random_seed
 from benchmarks.captures import splat_city, splatfacto_baseline
 from benchmarks.captures.splatfacto_baseline import correct_few, draw_view, peak_mib
 from ns_multigpu.city import City, CityCapture, write_colmap
-from ns_multigpu.plugin.train import trainer as _imported_for_the_runs  # noqa: F401
+from ns_multigpu.plugin.run import trainer as _imported_for_the_runs  # noqa: F401
 
 
 def begin(log: Path) -> None:

@@ -38,7 +38,7 @@ class OurStep:
         params: dict[str, Tensor] = {
             name: torch.nn.Parameter(p.clone()) for name, p in zip(ORDER, scene.raw(), strict=True)
         }
-        self.adam = AdamStep([FusedAdam([p], lr=RATE, eps=1e-15) for p in params.values()], with_grads=False)
+        self.adam = AdamStep([FusedAdam([p], lr=RATE, eps=1e-15) for p in params.values()])
         both = zip(self.adam.exp_avgs, self.adam.exp_avg_sqs, strict=True)
         moments: dict[str, tuple[Tensor, Tensor]] = dict(zip(ORDER, both, strict=True))
         settings = StepSettings(

@@ -68,7 +68,7 @@ class Both:
         params = make(kind, count, device)
         self.params = {name: torch.nn.Parameter(value) for name, value in params.items()}
         self.adams = [FusedAdam([value], lr=1e-5, eps=1e-15) for value in self.params.values()]
-        self.adam = AdamStep(self.adams, with_grads=False)
+        self.adam = AdamStep(self.adams)
         self.image = torch.randint(0, 256, (height, width, 3), device=device, dtype=torch.uint8)
         self.kind, self.device = kind, device
         self.flat = kind == "2dgs"
@@ -119,8 +119,7 @@ def captured_step(
         transport = OwnRows(world, kernels, capacity[0], 0, settings.words(strategy.assignment))
         step = Step(kernels, params, moments, statistics, settings, strategy, transport)
         step.viewmats[0], step.Ks[0], step.times[0] = view.viewmat, view.K, view.time
-        adam.upload()
-        step.scalars.copy_(adam.scalars)
+        step.scalars.copy_(torch.tensor(adam.count()))
         step.take(plan, [image])
         status = step.status()
         if not status.full and capacity != (count, 16 * count):

@@ -136,7 +136,7 @@ def our_step(scene: Scene) -> Callable[[], None]:
     raw[2] = raw[2][:, :2].contiguous()
     raw[3] = raw[3].view(-1, 1)
     params = dict(zip(names(SCHEMA), (value.clone() for value in raw), strict=True))
-    adam = AdamStep([FusedAdam([Parameter(p)], lr=RATE, eps=1e-15) for p in params.values()], with_grads=False)
+    adam = AdamStep([FusedAdam([Parameter(p)], lr=RATE, eps=1e-15) for p in params.values()])
     view = View(scene.viewmats[0], scene.Ks[0], scene.width, scene.height)
     statistics = {name: torch.zeros(scene.points, device=scene.device) for name in ("grad2d", "count", "radii")}
     kernels = Surfels(DEGREE).kernels(losses={"normals": WEIGHT})

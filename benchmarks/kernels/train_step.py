@@ -22,6 +22,7 @@ The first step of each is compared with today's: the image, the loss and Adam's 
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -39,7 +40,7 @@ from benchmarks.lib.agreement import Drawn, compare
 from benchmarks.lib.report import empty_table
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import Scene
-from cuda_ext import AdamStep, FusedAdam, band_loss, box_views, composite, new_boxes, splat_boxes
+from cuda_ext import AdamStep, Band, FusedAdam, adam_step, band_loss_into, box_views, composite, new_boxes, splat_boxes
 from cuda_ext.ops.optim.fused import PARAMETERS
 
 GROUPS = {"auto": {"": None}, "on": {"": True}, "off": {"": False}, "both": {", no groups": False, "": True}}
@@ -146,8 +147,11 @@ def time_losses(results: Results, watch: Stopwatch, floor: float | None) -> None
         v_rgb = operators.l1_ssim_backward(rgb, scene.target, dssim, inner, v_l1, v_ssim)
         return operators.composite_backward(blended, covered, background, v_rgb.view(-1, 3))[0]
 
-    def in_one() -> Tensor:
-        return band_loss(blended, covered, background, scene.target, inner, v_l1, v_ssim).v_out
+    band = Band(scene.target, inner, background, v_l1, v_ssim, torch.empty_like(image), torch.zeros_like(v_l1))
+    v_out, v_alpha = torch.empty_like(blended), torch.empty_like(covered)
+
+    def in_one() -> None:
+        band_loss_into(blended, covered, [band], scale=1.0, v_out=v_out, v_alpha=v_alpha)
 
     results.lines += [
         Line("  loss: L1 and pytorch_msssim, with gradient", watch.median(theirs)),
@@ -173,9 +177,11 @@ def time_updates(results: Results, watch: Stopwatch, capacities: Capacities, flo
         )
         del optimizers
     adam = AdamStep([FusedAdam([p], lr=RATE, eps=1e-15) for p in params])
-    adam.upload()
-    results.lines.append(Line("  Adam: adam_step", watch.kernels(adam.launch), floor.get("adam")))
-    del adam, params
+    grads = [p.grad for p in params if p.grad is not None]
+    scalars = torch.tensor(adam.count(), device=scene.device)
+    step = partial(adam_step, params, grads, adam.exp_avgs, adam.exp_avg_sqs, scalars)
+    results.lines.append(Line("  Adam: adam_step", watch.kernels(step), floor.get("adam")))
+    del adam, params, grads, step
     path, update = FusedPath(scene, capacities), FusedUpdate(scene)
     rows, lists, _ = path.both()
     path.check_capacity(rows, lists)

@@ -14,6 +14,7 @@ import torch
 
 from cuda_ext.build import toolkit as _toolkit
 from cuda_ext.build.native import (
+    REFERENCE,
     NativeBuildError,
     NativeLibrary,
     compiler_problem,
@@ -60,10 +61,10 @@ class CudaLibrary(NativeLibrary):
     architectures: tuple[str, ...]
 
     files: ClassVar[str] = "files of the CUDA operators"
-    duration: ClassVar[str] = "about a minute on 2 cores for one kind of GPU"
+    duration: ClassVar[str] = "about two minutes on 2 cores for one kind of GPU"
     advice: ClassVar[str] = (
         "CUDA's compiler needs a C++ compiler that it knows (CXX names one), and the same torch that runs. "
-        "NS_MULTIGPU_CUDA=gsplat goes on with gsplat 1.4.0's kernels (slower)."
+        f"Or set {REFERENCE}."
     )
 
     def depends_on(self) -> list[str]:
@@ -74,10 +75,8 @@ class CudaLibrary(NativeLibrary):
 
     def problem(self) -> str | None:
         """Return why this library cannot be compiled on this machine, with the remedy, or None."""
-        if problem := _toolkit.toolkit_problem():
+        if problem := _toolkit.toolkit_problem() or compiler_problem():
             return problem
-        if problem := compiler_problem():
-            return f"{problem} NS_MULTIGPU_CUDA=gsplat goes on with gsplat 1.4.0's kernels (slower)."
         if not self.architectures:
             return (
                 "There is no GPU in sight to compile the CUDA operators for: name its architecture, as in "
@@ -86,7 +85,7 @@ class CudaLibrary(NativeLibrary):
         if old := [a for a in self.architectures if int(re.sub(r"\D", "", a)) < _toolkit.OLDEST_ARCHITECTURE]:
             return (
                 f"The CUDA operators need a GPU of architecture sm_{_toolkit.OLDEST_ARCHITECTURE} (Ampere, 2020) or "
-                f"newer, and this one is sm_{old[0]}. NS_MULTIGPU_CUDA=gsplat goes on with gsplat 1.4.0's kernels."
+                f"newer, and this one is sm_{old[0]}. Use another, or set {REFERENCE}."
             )
         return None
 

@@ -32,9 +32,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 COMPILERS = ("c++", "g++", "clang++")
+REFERENCE = "NS_MULTIGPU_OPS=reference to go on with the slow pure-torch operators"
+"""Setting that messages offer where nothing compiles."""
 REMEDY = (
     "Install one (Debian or Ubuntu: `apt install g++`; conda: `conda install gxx`), or name one in the environment "
-    "variable CXX, or set NS_MULTIGPU_OPS=reference to go on with the slow pure-torch operators."
+    f"variable CXX, or set {REFERENCE}."
 )
 
 
@@ -143,7 +145,7 @@ class NativeLibrary:
     duration: ClassVar[str] = "about a minute on 2 cores"
     advice: ClassVar[str] = (
         "A complete GCC 9 or newer is needed (`apt install g++`), and the same torch that runs; another compiler "
-        "is named by CXX. NS_MULTIGPU_OPS=reference goes on with the slow pure-torch operators."
+        f"is named by CXX. Or set {REFERENCE}."
     )
 
     def depends_on(self) -> list[str]:

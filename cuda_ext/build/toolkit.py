@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from cuda_ext.build.native import REFERENCE
+
 OLDEST_ARCHITECTURE = 80
 OLDEST_TOOLKIT = (11, 8)  # the first that knows sm_89 and sm_90
 # What a library compiled ahead of time serves, as far as nvcc knows it; the last also as PTX, for newer GPUs.
@@ -29,8 +31,7 @@ def remedy() -> str:
     return (
         f"Install CUDA's compiler ({pip}`conda install cuda-nvcc cuda-cudart-dev cuda-cccl`, or NVIDIA's CUDA toolkit) "
         "and have nvcc on PATH or its folder in CUDA_HOME; or name a library compiled before (`python -m cuda_ext "
-        "build --cuda --output DIR`) in NS_MULTIGPU_CUDA_LIBRARY; or set NS_MULTIGPU_CUDA=gsplat to be served by "
-        "gsplat 1.4.0's kernels (slower)."
+        f"build --cuda --output DIR`) in NS_MULTIGPU_CUDA_LIBRARY; or set {REFERENCE}."
     )
 
 

@@ -1,1 +1,1 @@
-"""Dispatch of operators to the compiled libraries, gsplat's kernels, or the reference; and their schemas."""
+"""Dispatch of operators to the compiled libraries or the reference; and their schemas."""

@@ -1,48 +1,23 @@
-"""Backend of the operators on CUDA: our kernels, or gsplat 1.4.0's. The first CUDA call selects it.
+"""The operators' library for CUDA: finds or compiles it, and loads it with the first CUDA call.
 
-Environment variables:
-
-- NS_MULTIGPU_CUDA: `native` (default), our kernels; or `gsplat`, gsplat 1.4.0's kernels with torch around them: slower,
-  for machines without nvcc and for comparisons. It lacks what only our kernels do (the fused forward and update).
-- NS_MULTIGPU_CUDA_LIBRARY: a compiled library to load as it is (`python -m cuda_ext build --cuda --output DIR`). It
-  must be of these sources, this torch and these GPUs.
-
-Our kernels come from that library, else from the one that an ahead-of-time build put into this package
-(`NS_MULTIGPU_BUILD_CUDA=1 pip install --no-build-isolation .`), else they are compiled with nvcc for the GPUs in sight
-and kept in the cache folder (`cuda_ext.build.native`).
+The environment variable NS_MULTIGPU_CUDA_LIBRARY names a compiled library to load as it is (`python -m cuda_ext build
+--cuda --output DIR`). It must be of these sources, this torch and these GPUs. Without it the library is the one that an
+ahead-of-time build put into this package (`NS_MULTIGPU_BUILD_CUDA=1 pip install --no-build-isolation .`). Otherwise it
+is compiled with nvcc for the GPUs in sight and kept in the cache folder (`cuda_ext.build.native`).
 """
 
 import os
 import threading
 from pathlib import Path
-from typing import Literal, cast
 
 from cuda_ext.build import toolkit as _toolkit
 from cuda_ext.build.cuda import NAME, CudaLibrary, prebuilt_problem
-from cuda_ext.build.native import NativeBuildError, load_library
-from cuda_ext.dispatch.gsplat_kernels import serve_with_gsplat
-from cuda_ext.dispatch.library import LIBRARY
-
-Mode = Literal["native", "gsplat"]
+from cuda_ext.build.native import REFERENCE, NativeBuildError, load_library
 
 PACKAGED = Path(__file__).parents[1] / f"{NAME}.so"
 _CSRC = Path(__file__).parents[1] / "csrc"
 _lock = threading.Lock()
-_native: Mode | None = None
-
-
-def mode() -> Mode:
-    """Return the selected backend, or the one that NS_MULTIGPU_CUDA requests if no call has selected it.
-
-    Raises:
-        ValueError: the variable holds something else than native or gsplat.
-    """
-    if _native is not None:
-        return _native
-    value = os.environ.get("NS_MULTIGPU_CUDA") or "native"
-    if value not in ("native", "gsplat"):
-        raise ValueError(f"NS_MULTIGPU_CUDA is {value!r}; it must be native or gsplat.")
-    return cast(Mode, value)
+_loaded = False
 
 
 def library(architectures: tuple[str, ...] | None = None) -> CudaLibrary:
@@ -80,8 +55,13 @@ def _prebuilt(ours: CudaLibrary) -> Path | None:
     """Return the library compiled earlier that fits, or None.
 
     Raises:
-        NativeBuildError: NS_MULTIGPU_CUDA_LIBRARY names one that does not fit.
+        NativeBuildError: NS_MULTIGPU_CUDA_LIBRARY names one that does not fit, or NS_MULTIGPU_CUDA is set.
     """
+    if value := os.environ.get("NS_MULTIGPU_CUDA"):
+        raise NativeBuildError(
+            f"NS_MULTIGPU_CUDA={value}: the variable was removed, since our kernels serve on CUDA. Unset it, or set "
+            f"{REFERENCE}."
+        )
     gpus = _toolkit.visible_architectures()
     if named := _named():
         if problem := prebuilt_problem(named, ours, gpus):
@@ -97,7 +77,7 @@ def _prebuilt(ours: CudaLibrary) -> Path | None:
 
 def problem() -> str | None:
     """Return why the CUDA operators cannot run on this machine, with the remedy, or None. Nothing is compiled."""
-    if mode() == "gsplat" or _native is not None:
+    if _loaded:
         return None
     ours = library()
     try:
@@ -124,18 +104,10 @@ def load() -> None:
     """Make the operators callable on CUDA tensors, once per process.
 
     Raises:
-        NativeBuildError: our kernels cannot be compiled or loaded, or gsplat's are not there.
+        NativeBuildError: they cannot be compiled or loaded.
     """
-    global _native
-    if _native is not None:
-        return
+    global _loaded
     with _lock:
-        if _native is not None:
-            return
-        chosen = mode()
-        if chosen == "gsplat":
-            serve_with_gsplat(LIBRARY)
-        else:
-            remedy = "NS_MULTIGPU_CUDA=gsplat to be served by gsplat 1.4.0's kernels (slower)"
-            load_library(build(), "The CUDA operators", remedy)
-        _native = chosen
+        if not _loaded:
+            load_library(build(), "The CUDA operators", REFERENCE)
+            _loaded = True

@@ -1,4 +1,4 @@
-"""Decides what serves an operator: our compiled CPU or CUDA kernels, gsplat's on CUDA, or the pure-torch reference.
+"""Decides what serves an operator: our compiled CPU or CUDA kernels, or the pure-torch reference.
 
 Nothing is compiled at import. The first operator that needs compiled kernels builds them (`cuda_ext.build.native`), or
 `build_native()` does so ahead of time (`python -m cuda_ext`). The environment variable NS_MULTIGPU_OPS chooses:
@@ -7,8 +7,8 @@ Nothing is compiled at import. The first operator that needs compiled kernels bu
 - `native`: the compiled kernels or an error.
 - `reference`: always the pure-torch reference, on CUDA too.
 
-What else there is to choose on CUDA: `cuda_ext.dispatch.cuda`. For developers: NS_MULTIGPU_OPS_ONLY="cull,project"
-compiles only those files of csrc/cpu; the other operators then have no CPU kernel.
+The library for CUDA: `cuda_ext.dispatch.cuda`. For developers: NS_MULTIGPU_OPS_ONLY="cull,project" compiles only those
+files of csrc/cpu; the other operators then have no CPU kernel.
 """
 
 import os
@@ -76,7 +76,7 @@ def reference_forced() -> bool:
 def compiler_problem(device_type: str = "cpu") -> str | None:
     """Return why the operators of "cpu" or "cuda" cannot be compiled on this machine, with the remedy, or None.
 
-    None too where they are not needed: already compiled, NS_MULTIGPU_OPS=reference, or NS_MULTIGPU_CUDA=gsplat.
+    None too where they are not needed: already compiled, or NS_MULTIGPU_OPS=reference.
     Compiles nothing, so a front end can ask before training starts.
     """
     if device_type == "cuda":
@@ -86,11 +86,9 @@ def compiler_problem(device_type: str = "cpu") -> str | None:
     return _build.compiler_problem()
 
 
-def backend(device_type: str = "cpu") -> Literal["native", "gsplat", "reference"]:
+def backend(device_type: str = "cpu") -> Literal["native", "reference"]:
     """Return the backend of the operators on tensors of "cpu" or "cuda". Nothing is compiled."""
-    if device_type == "cuda":
-        return "reference" if reference_forced() else _cuda.mode()
-    if reference_forced() or (mode() == "auto" and compiler_problem() is not None):
+    if reference_forced() or (device_type != "cuda" and mode() == "auto" and compiler_problem() is not None):
         return "reference"
     return "native"
 
@@ -128,13 +126,12 @@ def load_native() -> bool:
                 )
             return False
         path = build_native()
-        remedy = "NS_MULTIGPU_OPS=reference to go on with the slow pure-torch operators"
-        _build.load_library(path, "The compiled operators", remedy)
+        _build.load_library(path, "The compiled operators", _build.REFERENCE)
         _loaded = path
     return True
 
 
-def native_serves(tensor: Tensor) -> bool:
+def compiled_serves(tensor: Tensor) -> bool:
     """Return whether an operator on `tensor`'s device goes through torch.ops.ns_multigpu (else: through the reference).
 
     Raises:
@@ -151,20 +148,9 @@ def native_serves(tensor: Tensor) -> bool:
 
 
 def kernels_serve(tensor: Tensor) -> bool:
-    """Return whether our own CUDA kernels are used. Otherwise torch's operators compute the same in several launches.
+    """Return whether our CUDA kernels are used. Otherwise torch's operators compute the same in several launches.
 
     Raises:
         NativeBuildError: they are, and cannot be compiled.
     """
-    if tensor.device.type != "cuda" or reference_forced() or _cuda.mode() != "native":
-        return False
-    return native_serves(tensor)
-
-
-def compiled_serves(tensor: Tensor) -> bool:
-    """Return whether a compiled operator is used: on a CPU the native one, on CUDA our own kernel.
-
-    Raises:
-        NativeBuildError: it is, and cannot be compiled.
-    """
-    return kernels_serve(tensor) if tensor.device.type == "cuda" else native_serves(tensor)
+    return tensor.device.type == "cuda" and compiled_serves(tensor)

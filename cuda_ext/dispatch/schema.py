@@ -1,6 +1,6 @@
 """The one schema of the native operators.
 
-Every implementation (C++ on CPU, our own kernels or gsplat's on CUDA) registers against these strings, so the operators
+Every implementation (C++ on CPU, our kernels on CUDA) registers against these strings, so the operators
 also exist, with fake kernels and autograd, on a machine that has no compiler. Shapes and units are in the public
 wrappers in `cuda_ext.ops`.
 """
@@ -35,7 +35,7 @@ _RASTERIZE_BACKWARD_INPUTS = (
 )
 _SPLAT_INPUTS = (
     "Tensor means, Tensor quats, Tensor log_scales, Tensor logits, Tensor sh_dc, Tensor sh_rest, Tensor viewmats, "
-    "Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, bool depth, int capacity"
+    "Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, int capacity"
 )
 _PROJECT_SURFELS_INPUTS = (
     "Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, "
@@ -53,7 +53,6 @@ _RASTERIZE_CONVEXES_INPUTS = (
     "Tensor means2d, Tensor lines, Tensor sharpness, Tensor row_opacities, Tensor colors, Tensor depths, "
     "Tensor tile_offsets, Tensor row_ids, int[] patches, int tile_size"
 )
-_BAND_INPUTS = "Tensor out, Tensor alpha, Tensor background, Tensor target, int[] inner, Tensor v_l1, Tensor v_ssim"
 _SPLAT_OUTPUTS = (
     "(Tensor view_ids, Tensor point_ids, Tensor count, Tensor means2d, Tensor conics, Tensor opacities, "
     "Tensor features, Tensor depths, Tensor radii)"
@@ -116,7 +115,6 @@ SCHEMAS: tuple[str, ...] = (
     "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",
     "l1_ssim_backward(Tensor pred, Tensor target, Tensor dssim_dpred, int[] inner, Tensor v_l1, Tensor v_ssim) -> "
     "Tensor v_pred",
-    f"band_loss({_BAND_INPUTS}, bool clamp=True) -> (Tensor rgb, Tensor l1, Tensor ssim, Tensor v_out, Tensor v_alpha)",
     "band_loss_into(Tensor out, Tensor alpha, Tensor[] backgrounds, Tensor[] targets, int[] inners, Tensor[] v_l1, "
     "Tensor[] v_ssim, float[] offsets, float scale, Tensor(a!)[] rgb, Tensor(b!)[] loss, Tensor(c!) v_out, "
     "Tensor(d!) v_alpha, Tensor(e!)? last=None, bool clamp=True) -> ()",
@@ -125,9 +123,9 @@ SCHEMAS: tuple[str, ...] = (
     f"Tensor steps, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     "splat_update(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor scalars, "
     "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
-    "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
+    "Tensor features, Tensor radii, Tensor records, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, "
-    "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
+    "bool depth, float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
     "Tensor(i!)? steps=None, Tensor(j!)? finite_flag=None, int[] finite_flag_views=[], Tensor(k!)? boxes=None, "
     "Tensor(l!)? v_viewmats=None, Tensor? needles=None, float max_ratio=1.0, float whole_step_scale=0.0) -> ()",
     "splat_boxes(Tensor means, Tensor log_scales, Tensor(a!) boxes) -> ()",
@@ -147,8 +145,8 @@ SCHEMAS: tuple[str, ...] = (
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor scalars, bool set_grads_to_zero) -> ()",
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.
-    "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, int first, "
-    "int end, Tensor(a!) place, Tensor(b!) counts, Tensor? in_cells=None, int[] cells=[]) -> ()",
+    "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, "
+    "Tensor(a!) place, Tensor(b!) counts, Tensor? in_cells=None, int[] cells=[]) -> ()",
     "cell_windows(Tensor viewmats, Tensor Ks, int[] axes, float[] planes, int[] paths, int[] order, int[] upward, "
     "int[] drawn, int[] patches) -> Tensor windows",
     "cells_reached(Tensor view_ids, Tensor means2d, Tensor radii, Tensor depths, Tensor viewmats, Tensor Ks, "
@@ -157,7 +155,7 @@ SCHEMAS: tuple[str, ...] = (
     "(Tensor tile_offsets, Tensor row_ids)",
     "footprint_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
     "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
-    "Tensor radii, Tensor place, Tensor destinations, int capacity, int first=0, int? end=None) -> ()",
+    "Tensor radii, Tensor place, Tensor destinations, int capacity) -> ()",
     "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "
     "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
     "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
@@ -170,8 +168,8 @@ SCHEMAS: tuple[str, ...] = (
     "int gate_column=0, int offset=0) -> ()",
     # Segments of one buffer, by rank.
     "pack_wire(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
-    "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, bool slots, "
-    "int first, int end) -> ()",
+    "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, "
+    "bool slots) -> ()",
     "unpack_wire(Tensor wire, int[] starts, int[] capacities, Tensor counts, int rank, bool half, bool slots, "
     "int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, "
     "Tensor depths, Tensor radii, Tensor owners, Tensor slots)",

@@ -30,7 +30,7 @@ def project_convexes(
     means: Tensor, corners: Tensor, deltas: Tensor, sigmas: Tensor, opacities: Tensor, viewmats: Tensor, Ks: Tensor,
     sizes: Sequence[int], view_ids: Tensor, point_ids: Tensor, near: float, far: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `cuda_ext.ops.raster.convexes.project_convexes`. Dead rows are computed on harmless stand-ins."""
+    """See `cuda_ext.ops.raster.convexes`. Dead rows are computed on harmless stand-ins."""
     view, point = view_ids.long(), point_ids.long()
     size = means.new_tensor(list(sizes)).view(-1, 2)[view]
     R, t, K = viewmats[view, :3, :3], viewmats[view, :3, 3], Ks[view]
@@ -185,6 +185,6 @@ def rasterize_convexes(
     means2d: Tensor, lines: Tensor, sharpness: Tensor, row_opacities: Tensor, colors: Tensor, depths: Tensor,
     tile_offsets: Tensor, row_ids: Tensor, patches: Sequence[int], tile_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rasterize one tile after the other, as `cuda_ext.ops.raster.convexes.rasterize_convexes`; alpha is signed."""
+    """Rasterize one tile after the other, as `cuda_ext.ops.raster.convexes`; alpha is signed."""
     table = torch.cat([means2d, lines, sharpness[:, None], row_opacities[:, None], colors, depths[:, None]], dim=1)
     return composite_tiles(table, tile_offsets, row_ids, patches, tile_size, 1, _composite)

@@ -17,13 +17,11 @@ GRADIENT_FLOATS = 12
 
 @torch.no_grad()
 def route_lines(
-    view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int, first: int,
-    end: int, place: Tensor, counts: Tensor, in_cells: Tensor | None = None, cells: Sequence[int] = (),
+    view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int,
+    place: Tensor, counts: Tensor, in_cells: Tensor | None = None, cells: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_exchange.route_lines`."""
-    real = torch.arange(first, end, device=view_ids.device) < count
-    view_ids, means2d, radii = view_ids[first:end], means2d[first:end], radii[first:end]
-    alive = real & (radii > 0).all(-1)
+    alive = (torch.arange(len(view_ids), device=view_ids.device) < count) & (radii > 0).all(-1)
     goes = torch.zeros((ranks, len(view_ids)), dtype=torch.bool, device=view_ids.device)
     for k in range(0, len(patches), 6):
         rank, view, x0, y0, x1, y1 = patches[k : k + 6]
@@ -32,27 +30,23 @@ def route_lines(
         low = torch.ceil(means2d - radii - corner - 0.5).clamp(none, size)
         high = torch.floor(means2d + radii - corner + 0.5).clamp(none, size)
         touch = (low < high).all(-1) & (view_ids == view) & alive
-        goes[rank] |= touch if in_cells is None else touch & in_cells[cells[k // 6], first:end]
-    if first == 0:
-        counts.zero_()
-    place[:, first:end] = torch.where(goes, counts[:, None] + goes.cumsum(1) - 1, -1).int()
-    counts += goes.sum(1)
+        goes[rank] |= touch if in_cells is None else touch & in_cells[cells[k // 6]]
+    place.copy_(torch.where(goes, goes.cumsum(1) - 1, -1))
+    counts.copy_(goes.sum(1))
 
 
 @torch.no_grad()
 def pack(
     view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
-    radii: Tensor, place: Tensor, destinations: Tensor, capacity: int, first: int = 0, end: int | None = None,
+    radii: Tensor, place: Tensor, destinations: Tensor, capacity: int,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_exchange.pack`."""
-    end = len(view_ids) if end is None else end
     slots = torch.arange(len(view_ids), dtype=torch.int32)
     floats = torch.cat([means2d, conics, opacities[:, None], features, depths[:, None]], dim=1)
     integers = torch.cat([radii, view_ids[:, None], slots[:, None], torch.zeros_like(radii)], dim=1)
     records = torch.cat([floats.view(torch.int32), integers], dim=1)
     for lines, address in zip(place, destinations.tolist(), strict=True):
-        here = lines[first:end]
-        rows = first + ((here >= 0) & (here < capacity)).nonzero().squeeze(-1)
+        rows = ((lines >= 0) & (lines < capacity)).nonzero().squeeze(-1)
         if len(rows) > 0:
             _records_at(address, capacity).view(torch.int32)[lines[rows].long()] = records[rows]
 

@@ -32,16 +32,15 @@ def _sent(*, absgrad: bool, depth: bool) -> list[int]:
 def pack_wire(
     view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
     radii: Tensor, place: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int,
-    half: bool, slots: bool, first: int, end: int,
+    half: bool, slots: bool,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_wire.pack_wire`."""
-    some = slice(first, end)
-    geometry = [t[some] for t in (means2d, conics, opacities, features, depths)]
-    rest = _radii_and_view(radii[some], view_ids[some])
-    ids = [torch.arange(first, end, dtype=torch.int32, device=wire.device)] if slots else []
+    geometry = (means2d, conics, opacities, features, depths)
+    rest = _radii_and_view(radii, view_ids)
+    ids = [torch.arange(len(view_ids), dtype=torch.int32, device=wire.device)] if slots else []
     whole = torch.stack([*_full_row(*geometry), *rest, *ids])
     short = torch.stack([*_half_row(*geometry, rest=rest), *ids]) if half else whole
-    for other, lines in enumerate(place[:, some].long()):
+    for other, lines in enumerate(place.long()):
         if starts[other] < 0:
             continue
         columns = whole if other == rank else short

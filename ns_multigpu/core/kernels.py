@@ -216,8 +216,8 @@ class Kernels(RowFormat):
         """Return the input of drawing for local rows."""
 
     @abstractmethod
-    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        """Write the records of lines first to end to lines `place` [ranks, M] of the segments."""
+    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int) -> None:
+        """Write the rows' records to lines `place` [ranks, M] of the segments."""
 
     @abstractmethod
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:
@@ -263,7 +263,7 @@ class Kernels(RowFormat):
         """Propagate the rows' gradients to the parameters, take Adam's step and update the statistics.
 
         Args:
-            scalars: [parameters, 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
+            scalars: [parameters, 8] Adam's, see `cuda_ext.ops.optim.adam.adam_scalars`.
             finite_flag: [1] written: finite if all gradients of the rows of `finite_flag_views` are (None: of all
                 rows).
             v_viewmats: [V, 4, 4] written: the gradient by the cameras' matrices, the same bits from the same rows.

@@ -44,8 +44,8 @@ class RowWire(ABC):
     gradient_words: int
 
     @abstractmethod
-    def pack(self, rows: Any, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
-        """Write lines first to end of the rows to the lines `place` [ranks, M] of the other ranks' segments.
+    def pack(self, rows: Any, place: Tensor, wire: Tensor, to: WireSegments) -> None:
+        """Write the rows to the lines `place` [ranks, M] of the other ranks' segments.
 
         Args:
             wire: [words] int32.

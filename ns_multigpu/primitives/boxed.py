@@ -1,19 +1,20 @@
 """Primitives whose rows are bounded on the screen by a box alone, and which have their own raster operators."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.raster.primitives import box_lists
+from cuda_ext.ops.raster.primitives import BoxedOperators, box_lists
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.canvas import Canvas, clip_lists
 from ns_multigpu.primitives.gaussians.functions import sizes_of
 from ns_multigpu.primitives.part_kernels import MADE
+from ns_multigpu.primitives.radius_clip import clip_rows
 from ns_multigpu.primitives.record_parts import RecordParts
 from ns_multigpu.primitives.shading import row_colors
 
@@ -24,8 +25,7 @@ class BoxedPrimitive(Primitive):
 
     Attributes:
         layout: columns of rows.
-        row_type: projected rows: the columns of `layout` without colours, and `radii`.
-        rasterize: composites them; arguments as `cuda_ext.ops.raster.surfels.rasterize_surfels`'s.
+        operators: of its rows.
         sh_degree: harmonics in use now, 0 to 3; None for plain colours.
         depth: render expected depth as well: of the depths of centres.
         near, far: depths of centres beyond which nothing is drawn.
@@ -39,14 +39,39 @@ class BoxedPrimitive(Primitive):
     radius_clip: float = 0.0
 
     layout: ClassVar[RecordParts]
-    row_type: ClassVar[type[Any]]
-    rasterize: ClassVar[Callable[..., Any]]
+    operators: ClassVar[BoxedOperators[Any, Any]]
 
     @abstractmethod
+    def columns(self, points: Points) -> tuple[Tensor, ...]:
+        """Return the points' columns as `operators` project them."""
+
+    @abstractmethod
+    def overlapping(self, points: Points, viewmat: Tensor, K: Tensor, size: Sequence[int]) -> Tensor:
+        """Return a mask [N] of the points that may be visible in a complete view.
+
+        Args:
+            viewmat: [4, 4]. K: [3, 3], or [7, 3] with a lens. size: width and height, pixels.
+        """
+
+    @torch.no_grad()
+    def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
+        """See `Primitive.cull`: the points `overlapping` each view."""
+        nothing = torch.empty(0, dtype=torch.int32, device=points.params["means"].device)
+        found = [(nothing, nothing)]
+        for v in wanted:
+            mask = self.overlapping(points, views[v].viewmat, views[v].K, sizes_of([views[v]]))
+            ids = mask.nonzero()[:, 0].int()
+            found.append((torch.full_like(ids, v), ids))
+        view_ids, point_ids = (torch.cat(column) for column in zip(*found, strict=True))
+        return Hits(view_ids, point_ids)
+
     def project(
         self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
     ) -> Any:
-        """Return the screen geometry of rows, a `row_type`."""
+        """Return the screen geometry of rows, see `BoxedOperators.project`."""
+        cameras = (viewmats, Ks, sizes)
+        rows = self.operators.project(self.columns(points), *cameras, view_ids, point_ids, self.near, self.far)
+        return clip_rows(rows, self.radius_clip)
 
     def moved(self, rows: Any, probe: Tensor) -> Any:
         """Return the rows moved on the screen by the probe [M, 2], pixels."""
@@ -72,9 +97,9 @@ class BoxedPrimitive(Primitive):
     ) -> list[Pixels]:  # fmt: skip
         """See `Primitive.render`."""
         rows, canvas = {MADE.get(name, name): value for name, value in splats.rows.items()}, Canvas(patches, views)
-        drawn = self.row_type(*(rows[name] for name in self.row_type._fields))
+        drawn = self.operators.rows(*(rows[name] for name in (*self.operators.projected, "radii")))
         lists = clip_lists(box_lists(drawn, splats.hits.view_ids, canvas.flat, TILE), drawn.depths, windows)
-        pixels = type(self).rasterize(drawn, rows["colors"], *lists, canvas.flat, TILE)
+        pixels = self.operators.rasterize(drawn, rows["colors"], *lists, canvas.flat, TILE)
         depths = canvas.cut(pixels.depths) if self.depth else None
         extra = self.extra(pixels, canvas, views)
         return canvas.pixels(canvas.cut(pixels.colors), pixels.alphas, depths, marked=True, stops=stops, extra=extra)

@@ -21,7 +21,7 @@ MADE = {"opacities": "row_opacities", "features": "colors"}
 
 
 class Composited(NamedTuple):
-    """Inputs and outputs of `rasterize_<operator>`, which the way back needs.
+    """Inputs and outputs of `rasterize_<name>`, which the way back needs.
 
     Attributes:
         extra: [P] or [P, n] further numbers of pixels; the first is the depth.
@@ -54,7 +54,6 @@ class PartKernels(ComposedKernels):
         kind: the primitive.
         depth: whether `draw` blends depths too, as a fourth number of the colour.
         title: name of the points in messages.
-        operator: the end of the operators' names.
         layout: of the rows; its columns are the operators' inputs, in their order.
         keeps_last: whether `last` is needed whole after the image's loss, which wipes out what it does not need.
     """
@@ -64,7 +63,6 @@ class PartKernels(ComposedKernels):
 
     supports_half = False
     title: ClassVar[str]
-    operator: ClassVar[str]
     layout: ClassVar[RecordParts]
 
     @property
@@ -92,7 +90,7 @@ class PartKernels(ComposedKernels):
     def draw(self, received: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         inputs = tuple(getattr(received, name) for name in self.layout.widths)
         flat = list(patches)
-        rasterize = getattr(torch.ops.ns_multigpu, f"rasterize_{self.operator}")
+        rasterize = getattr(torch.ops.ns_multigpu, f"rasterize_{self.kind.operators.name}")
         color, extra, alpha, last, state = rasterize(*inputs, *lists[:2], flat, TILE)
         kept = last.clone() if self.keeps_last else last
         rest = Composited(inputs, lists[:2], flat, color, extra, alpha, kept, state)
@@ -109,7 +107,7 @@ class PartKernels(ComposedKernels):
             v_extra = v_extra.clone()
             (v_extra if v_extra.dim() == 1 else v_extra[:, 0]).add_(v_depth)
         v_covered = v_alpha if rest.v_covered is None else v_alpha + rest.v_covered
-        backward = getattr(torch.ops.ns_multigpu, f"rasterize_{self.operator}_backward")
+        backward = getattr(torch.ops.ns_multigpu, f"rasterize_{self.kind.operators.name}_backward")
         found = backward(
             *rest.inputs, *rest.lists, rest.patches, TILE, rest.color, rest.extra, rest.alpha, rest.last, rest.state,
             v_color, v_extra, v_covered,
@@ -120,8 +118,8 @@ class PartKernels(ComposedKernels):
     def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Received:
         return self.layout.receive_local(rows, owners, slots)
 
-    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        self.layout.pack(rows, place, segments, capacity, first, end)
+    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int) -> None:
+        self.layout.pack(rows, place, segments, capacity)
 
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:
         return self.layout.unpack(records, counts, views)

@@ -134,11 +134,11 @@ class RecordParts:
         runs = [records[:, start:end] for start, end in self._runs]
         return self._columns(self._returned, runs)
 
-    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
+    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int) -> None:
         """See `Kernels.pack`."""
         for k, part in enumerate(self.split(rows)):
             lines = self._lines(place, capacity, k)
-            pack(part, lines, segments, self.parts * capacity, first, end)
+            pack(part, lines, segments, self.parts * capacity)
 
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:
         """See `Kernels.unpack`."""
@@ -198,13 +198,11 @@ class PartsWire(RowWire):
         last = self.layout.parts - 1
         return [k == last and self.layout.absolute for k in range(self.layout.parts)]
 
-    def pack(self, rows: Rows, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
+    def pack(self, rows: Rows, place: Tensor, wire: Tensor, to: WireSegments) -> None:
         for k, part in enumerate(self.layout.split(rows)):
             there = _behind(to, k * self._words)
-            pack_wire(
-                part, place, wire, there.starts, there.capacities, there.rank,
-                half=False, slots=self.slots, first=first, end=end,
-            )  # fmt: skip
+            where = (place, wire, there.starts, there.capacities, there.rank)
+            pack_wire(part, *where, half=False, slots=self.slots)
 
     def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> Received:
         segments = [_behind(come, k * self._words) for k in range(self.layout.parts)]

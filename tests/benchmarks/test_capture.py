@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.captures import capture
-from benchmarks.captures.capture import command, environment, main
+from benchmarks.captures.capture import command, main
 
 OPTIONS = Namespace(images=70, device="cpu", also_at=0, options="", dataparser=["colmap", "--data", "fox"])
 
@@ -26,15 +26,8 @@ def test_each_run_has_the_options_of_its_name() -> None:
     assert "--batch-scaling sqrt" in words("batch-4x2-sqrt")
     assert "--rates-at-end 0.03 --rates-fall-from 0" in words("tile-1-falling")
     assert "splatfacto-tile" in words("tile-2x3") and "--pipeline.views-per-step 3" in words("tile-2x3")
-    for run in ("splatfacto", "splatfacto-ours", "batch-1", "tile-1-gsplat"):
+    for run in ("splatfacto", "splatfacto-ours", "batch-1", "tile-1-falling"):
         assert "--pipeline.datamanager.train-cameras-sampling-seed 7" in words(run) or "--seed 7" in words(run)
-
-
-def test_gsplat_kernels_are_requested_for_runs_with_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NS_MULTIGPU_CUDA", raising=False)
-    assert "--fused-steps never" in words("batch-1-gsplat")
-    assert environment("batch-1-gsplat", 0, 1)["NS_MULTIGPU_CUDA"] == "gsplat"
-    assert "NS_MULTIGPU_CUDA" not in environment("batch-1", 0, 1)
 
 
 @pytest.mark.parametrize("run", ["batch", "pixel-2", "batch-2-ours", "splatfacto-gsplat"])

@@ -162,7 +162,7 @@ def test_help_names_the_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_option_is_explained_beside_it(name: str) -> None:
+def test_each_option_has_an_explanation(name: str) -> None:
     """One line of a docstring with the wrong indent moves all explanations from the options into one paragraph."""
     documented = docstring_parser.parse(COMMANDS[name].__doc__ or "")
     assert {param.arg_name for param in documented.params} == set(inspect.signature(COMMANDS[name]).parameters)

@@ -5,12 +5,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, fused_step
+from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, adam_step, fused_step
 
 SHAPES = [(1,), (3,), (1001, 3), (257, 4), (5000,), (130, 15, 3), (4096,), (0, 3)]
 """Tails of every length; more and less than a block's stretch."""
 
-Kind = Literal["torch", "alone", "together", "halves"]
+Kind = Literal["torch", "alone", "together", "counted"]
 
 
 def make_params(device: str, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -27,15 +27,16 @@ def run_steps(kind: Kind, device: str, dtype: torch.dtype = torch.float32) -> li
     g = torch.Generator().manual_seed(1)
     for p in params:
         p.grad = torch.zeros_like(p)
-    split_step = AdamStep(optimizers) if kind == "halves" else None
+    counted = AdamStep(optimizers) if kind == "counted" else None
     for step in range(5):
         for p in params:
             gradient = torch.randn(p.shape, generator=g, dtype=torch.float64) * 10.0 ** (step - 3)
             gradient[gradient.abs() < 0.3 * 10.0 ** (step - 3)] = 0.0
             p.grad.copy_(gradient)  # type: ignore[union-attr]
-        if split_step is not None:
-            split_step.upload()
-            split_step.launch()
+        if counted is not None:
+            grads = [p.grad for p in params if p.grad is not None]
+            scalars = torch.tensor(counted.count(), dtype=dtype, device=device)
+            adam_step(params, grads, counted.exp_avgs, counted.exp_avg_sqs, scalars)
         elif kind == "together":
             fused_step(optimizers)
         else:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from cuda_ext.ops.raster.convexes import project_convexes, rasterize_convexes
+from cuda_ext.ops.raster.convexes import CONVEXES
 from tests.cuda_ext.surface_scene import draw_scene, gradients_of, project_scene, scene_of
 
 
@@ -50,6 +50,6 @@ def points_at(means: torch.Tensor, g: torch.Generator) -> list[torch.Tensor]:
 
 
 make_scene = partial(scene_of, Scene, points_at)
-project = partial(project_scene, project_convexes)
-draw = partial(draw_scene, project, rasterize_convexes)
+project = partial(project_scene, CONVEXES.project)
+draw = partial(draw_scene, project, CONVEXES.rasterize)
 gradients = partial(gradients_of, draw)

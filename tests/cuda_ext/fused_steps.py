@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.optim.adam import adam_scalars
-from cuda_ext.ops.optim.fused import RowGradients, SplatRows, splat_forward, splat_update
+from cuda_ext.ops.optim.fused import SplatRows, splat_forward, splat_update
 from tests.cuda_ext.scenes import lens_scene, random_scene
 
 RATES = (1.6e-2, 1e-2, 5e-2, 5e-2, 2.5e-2, 1e-2)
@@ -33,11 +33,9 @@ class Model:
     def forward(self, capacity: int, degree: int | None = 3, **settings: Any) -> SplatRows:
         return splat_forward(*self.params, self.viewmats, self.Ks, self.sizes, degree, capacity, **settings)
 
-    def update(
-        self, rows: SplatRows, gradients: RowGradients | Tensor, degree: int | None = 3, **settings: Any
-    ) -> None:
+    def update(self, rows: SplatRows, records: Tensor, degree: int | None = 3, **settings: Any) -> None:
         moments = (self.exp_avgs, self.exp_avg_sqs, self.scalars)
-        splat_update(self.params, *moments, self.viewmats, self.Ks, self.sizes, rows, gradients, degree, **settings)
+        splat_update(self.params, *moments, self.viewmats, self.Ks, self.sizes, rows, records, degree, **settings)
 
 
 def make_model(
@@ -55,24 +53,15 @@ def make_model(
     return Model(params, exp_avgs, exp_avg_sqs, table, scene.viewmats, scene.Ks, scene.sizes)
 
 
-def make_gradients(rows: SplatRows) -> RowGradients:
-    """Random gradients of a size that moves parameters; of dead and padding rows too, where they must not count."""
-    g = torch.Generator().manual_seed(0)
-
-    def random(like: Tensor, size: float) -> Tensor:
-        return (size * torch.randn(like.shape, generator=g, dtype=torch.float64)).to(like)
-
-    scales = ((rows.means2d, 0.01), (rows.conics, 0.1), (rows.opacities, 0.3), (rows.features, 0.3))
-    return RowGradients(*(random(*kind) for kind in scales), random(rows.means2d, 0.02).abs())
-
-
-def as_records(gradients: RowGradients) -> Tensor:
-    """Return the same as records [M, 16]; what is not to be looked at is NaN."""
-    count, width = gradients.features.shape
-    records = gradients.means2d.new_full((count, 16), float("nan"))
-    records[:, 0:2], records[:, 2:5], records[:, 5] = gradients.means2d, gradients.conics, gradients.opacities
-    records[:, 6 : 6 + width], records[:, 10:12] = gradients.features, gradients.absolute
-    return records
+def make_records(rows: SplatRows, depth: bool = False) -> Tensor:
+    """Random gradients [M, 16] of a size that moves parameters; of dead and padding rows too, where they must not
+    count. What is not to be looked at is NaN."""
+    g, nan = torch.Generator().manual_seed(0), float("nan")
+    by_depth = 0.3 if depth else nan
+    sizes = torch.tensor([0.01] * 2 + [0.1] * 3 + [0.3] * 4 + [by_depth] + [0.02] * 2 + [nan] * 4, dtype=torch.float64)
+    records = sizes * torch.randn(len(rows.point_ids), 16, generator=g, dtype=torch.float64)
+    records[:, 10:12].abs_()
+    return records.to(rows.means2d)
 
 
 def to(rows: Any, device: str, dtype: torch.dtype = torch.float32) -> Any:

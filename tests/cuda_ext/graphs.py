@@ -12,7 +12,7 @@ import cuda_ext
 T = TypeVar("T")
 OUR_KERNELS = [
     pytest.mark.gpu,
-    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
+    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_OPS says so"),
 ]
 """Marks of tests that are skipped without a GPU, or where other operators serve on it."""
 

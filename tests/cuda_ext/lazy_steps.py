@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.optim.adam import adam_scalars
-from cuda_ext.ops.optim.fused import RowGradients, SplatRows
+from cuda_ext.ops.optim.fused import SplatRows
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, splat_flush
 from cuda_ext.ops.project.boxes import box_views, new_boxes, splat_boxes
 from tests.cuda_ext.fused_steps import Model, make_model
@@ -89,9 +89,8 @@ class StepRun:
         self._drawn[1] += len(model.params[0])
         if self.lazy is not None and len(drawn):
             self.longest_gap = max(self.longest_gap, int((self.lazy.steps - self.lazy.last[drawn].int()).max()))
-        gradients = row_gradients(self.rows, step)
         model.update(
-            self.rows, gradients, self.degree, lazy=self.lazy, boxes=self.boxes, opacity_weight=0.02,
+            self.rows, row_records(self.rows, step), self.degree, lazy=self.lazy, boxes=self.boxes, opacity_weight=0.02,
             scale_weight=0.03, whole_step_scale=WHOLE_STEP_SCALE, **self.settings, **self.statistics,
         )  # fmt: skip
 
@@ -117,7 +116,7 @@ def in_graphs(plain: StepRun, graphed: StepRun, warm: StepRun) -> None:
     `graphed` by replaying a step and a flush, each captured once. All three start alike; `warm` is used up."""
     device = plain.model.params[0].device
     scalars = torch.zeros(6, 8, device=device)
-    gradients = row_gradients(plain.forward(0), 0)
+    records = row_records(plain.forward(0), 0)
     cameras: list[Tensor] = []
     for step in range(7):
         plain._turn(step)
@@ -129,7 +128,7 @@ def in_graphs(plain: StepRun, graphed: StepRun, warm: StepRun) -> None:
         model = one.model
         missed = {"exp_avgs": model.exp_avgs, "exp_avg_sqs": model.exp_avg_sqs, "lazy": one.lazy}
         rows = model.forward(CAPACITY, **missed, boxes=one.boxes)
-        model.update(rows, gradients, lazy=one.lazy, boxes=one.boxes)
+        model.update(rows, records, lazy=one.lazy, boxes=one.boxes)
 
     take(warm)
     warm.flush()
@@ -161,16 +160,18 @@ def assert_same_bits(one: StepRun, other: StepRun) -> None:
             assert torch.equal(a, b)
 
 
-def row_gradients(rows: SplatRows, step: int) -> RowGradients:
-    """Gradients that depend on the view and point of a row and on the step, not on where the row lies."""
+def row_records(rows: SplatRows, step: int) -> Tensor:
+    """Gradients [M, 16] that depend on the view and point of a row and on the step, not on where the row lies. What is
+    not to be looked at is NaN."""
     key = (rows.view_ids * 1000 + rows.point_ids).to(torch.float64)[:, None]
 
     def waves(width: int, size: float, phase: float) -> Tensor:
         columns = torch.arange(width, device=key.device, dtype=torch.float64)
         return (size * torch.sin(key * 1.7 + columns * 2.3 + step * 0.61 + phase)).to(rows.means2d.dtype)
 
-    opacities, features = waves(1, 0.3, 2.0)[:, 0], waves(rows.features.shape[1], 0.3, 3.0)
-    return RowGradients(waves(2, 0.01, 0.0), waves(3, 0.1, 1.0), opacities, features, waves(2, 0.02, 4.0).abs())
+    none, colors = rows.means2d.new_full((len(key), 4), torch.nan), waves(3, 0.3, 3.0)
+    geometry, absolute = (waves(2, 0.01, 0.0), waves(3, 0.1, 1.0), waves(1, 0.3, 2.0)), waves(2, 0.02, 4.0).abs()
+    return torch.cat([*geometry, colors, none[:, :1], absolute, none], dim=1)
 
 
 def distances(one: StepRun, other: StepRun) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def scene_of(
 def project_scene(project: Callable[..., Any], scene: Any) -> Any:
     """Return the rows of a scene."""
     cameras = (scene.viewmats, scene.Ks, [WIDTH, HEIGHT] * len(scene.viewmats))
-    return project(*scene[:-5], *cameras, scene.view_ids, scene.point_ids, near=0.2)
+    return project(scene[:-5], *cameras, scene.view_ids, scene.point_ids, near=0.2)
 
 
 def draw_scene(

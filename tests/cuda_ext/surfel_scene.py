@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from cuda_ext.ops.raster.surfels import project_surfels, rasterize_surfels
+from cuda_ext.ops.raster.surfels import SURFELS
 from tests.cuda_ext.surface_scene import draw_scene, gradients_of, project_scene, scene_of
 
 
@@ -45,6 +45,6 @@ def points_at(means: torch.Tensor, g: torch.Generator) -> list[torch.Tensor]:
 
 
 make_scene = partial(scene_of, Scene, points_at)
-project = partial(project_scene, project_surfels)
-draw = partial(draw_scene, project, rasterize_surfels)
+project = partial(project_scene, SURFELS.project)
+draw = partial(draw_scene, project, SURFELS.rasterize)
 gradients = partial(gradients_of, draw)

@@ -11,7 +11,7 @@ from nerfstudio.configs.method_configs import all_methods
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 from tests.lib import training_run
 from tests.lib.captures import transforms
 from tests.strategies.scene import make_points

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import background as background_save
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from tests.lib.training_run import set_up, small_config
 
 MCMC = {"densifier": "mcmc", "max_gaussians": 80, "mcmc_min_opacity": 0.095, "noise_lr": 5e3}

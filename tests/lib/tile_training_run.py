@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_objects
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from ns_multigpu.primitives.morton import interleaved_order
 from tests.lib.training_run import follow
 

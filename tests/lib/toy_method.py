@@ -4,8 +4,8 @@ from nerfstudio.plugins.types import MethodSpecification
 
 from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
-from ns_multigpu.plugin.train.config import DistributedTrainerConfig
-from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig
+from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
+from ns_multigpu.plugin.splats.pipeline import DistributedPipelineConfig
 from tests.lib.toy import ToyTrainer
 
 _pipeline = DistributedPipelineConfig(datamanager=DistributedDataManagerConfig(dataparser=CityDataParserConfig()))

@@ -8,10 +8,10 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint.atomic_save import save
 from ns_multigpu.plugin.checkpoint.sharded_state import split_state, without_points
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools import rendering
 from ns_multigpu.plugin.tools.models import load_model
 from ns_multigpu.plugin.tools.rendering import FilmRendering
-from ns_multigpu.plugin.train.config import read_config
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import make_pipeline, write_capture
 from tests.lib.training_run import small_config

@@ -24,7 +24,7 @@ from ns_multigpu.core.dist.collectives import all_gather_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import names
 from ns_multigpu.plugin.capture.split_lists import ListedNerfstudio
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from ns_multigpu.primitives.registry import PRIMITIVES
 from tests.lib.captures import transforms
 

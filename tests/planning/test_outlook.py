@@ -10,7 +10,7 @@ from ns_multigpu.planning import rates
 from ns_multigpu.planning.outlook import described, outlook
 from ns_multigpu.planning.pace import pace
 from ns_multigpu.planning.work import VISIBLE, Workload
-from ns_multigpu.plugin.train.capacity import Capacity, expectations, visible_fraction
+from ns_multigpu.plugin.splats.capacity import Capacity, expectations, visible_fraction
 
 RUN = Workload(1000, 1920, 1080, views=1, gpus=2)
 SMALL = replace(RUN, width=640, height=480)

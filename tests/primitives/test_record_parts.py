@@ -62,8 +62,7 @@ def test_there_and_back_through_memory(name: str, device: str) -> None:
     kind, place = CASES[name], make_place(device)
     rows, layout = kind.make_rows(device), kind.layout
     segments = [torch.zeros(1, CAPACITY, layout.record_floats, device=device) for _ in range(2)]
-    for first, end in ((0, 4), (4, LINES)):
-        layout.pack(rows, place, addresses(segments, 0), CAPACITY, first, end)
+    layout.pack(rows, place, addresses(segments, 0), CAPACITY)
     received = layout.unpack(torch.cat(segments), torch.tensor([5, REAL], device=device), 2)
     for rank, sent in enumerate((range(0, REAL, 2), range(CAPACITY))):
         lines = slice(rank * CAPACITY, rank * CAPACITY + len(sent))

@@ -18,7 +18,7 @@ from ns_multigpu.city.capture import Kind
 from ns_multigpu.core.dist.collectives import barrier
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 
 STRATEGIES = ("batch", "tile", "locality", "pixel")
 _STILL = 1e-12

@@ -33,7 +33,7 @@ def add_clock(total: Tensor, sign: int) -> None:
     if total.device.type != "cpu" and not kernels_serve(total):
         raise RuntimeError(
             f"Only our CUDA kernels read the clock on {total.device}, and they are switched off: unset "
-            "NS_MULTIGPU_OPS=reference and NS_MULTIGPU_CUDA=gsplat."
+            "NS_MULTIGPU_OPS=reference."
         )
     torch.ops.ns_multigpu.add_clock(total, sign)
 

@@ -115,7 +115,7 @@ def _check_kernels(tensor: Tensor) -> None:
     if tensor.device.type != "cpu" and not kernels_serve(tensor):
         raise RuntimeError(
             f"Only our CUDA kernels take lines on {tensor.device}, and they are switched off: unset "
-            "NS_MULTIGPU_OPS=reference and NS_MULTIGPU_CUDA=gsplat."
+            "NS_MULTIGPU_OPS=reference."
         )
 
 

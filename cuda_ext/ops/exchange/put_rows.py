@@ -67,7 +67,7 @@ def put_rows(
     if arrays[0].device.type != "cpu" and not kernels_serve(arrays[0]):
         raise RuntimeError(
             f"Only our CUDA kernels follow addresses on {arrays[0].device}, and they are switched off: unset "
-            "NS_MULTIGPU_OPS=reference and NS_MULTIGPU_CUDA=gsplat, or use --pipeline.transport collective."
+            "NS_MULTIGPU_OPS=reference, or use --pipeline.transport collective."
         )
     torch.ops.ns_multigpu.put_rows(
         [array.detach() for array in arrays], list(taken), count, destinations, gate, gate_column, offset

@@ -73,8 +73,6 @@ def route_lines(
     means2d: Tensor,
     radii: Tensor,
     patches: Sequence[int],
-    first: int,
-    end: int,
     place: Tensor,
     counts: Tensor,
     in_cells: Tensor | None = None,
@@ -82,28 +80,23 @@ def route_lines(
 ) -> None:
     """Find the ranks whose patches each row overlaps, and its position among the rows sent to each rank.
 
-    A call handles lines first to end only, so that rows can be sent before all of them are projected. Parts are handled
-    in the order of the lines, from 0 to M.
-
     A row overlaps a patch of its view if the box of `radii` around its mean contains a pixel centre of the patch, as in
     `intersect`. Rows keep their order, so that the result is the same on every run.
 
     Args:
-        view_ids: [M] int32. Of it, as of `means2d` and `radii`, only lines first to end are looked at.
+        view_ids: [M] int32.
         count: [1] int64; the lines from there on are padding and go nowhere. May exceed M.
         means2d: [M, 2] pixels.
         radii: [M, 2] int32 half extents in pixels; a row where they are not positive goes nowhere.
         patches: 6 integers a patch (rank, view, x0, y0, x1, y1): the rectangles rendered, halo included, in any order.
-        first, end: 0 <= first <= end <= M.
-        place: [ranks, M] int32, 1 to `MOST_RANKS` ranks. Columns first to end are written: the number of rows before
-            this one that go to the rank, or -1 if this one does not.
-        counts: [ranks] int64. Where first is not 0, how many rows before it go to each rank; written with how many
-            before end do.
+        place: [ranks, M] int32, 1 to `MOST_RANKS` ranks, written: the number of rows before this one that go to the
+            rank, or -1 if this one does not.
+        counts: [ranks] int64, written: how many rows go to each rank.
         in_cells, cells: [cells, M] bool which rows are in each cell, and of each patch the cell whose rows go there;
             None to send all rows that overlap a patch.
 
     Raises:
-        TypeError, ValueError: types, shapes, patches, lines or ranks are wrong.
+        TypeError, ValueError: types, shapes, patches or ranks are wrong.
         NativeBuildError: the operators cannot be compiled.
     """
     rows, ranks = means2d.shape[0], counts.shape[0]
@@ -112,18 +105,17 @@ def route_lines(
     check_tensors(torch.int32, means2d.device, **integers)
     check_tensors(torch.int64, means2d.device, count=(count, (1,)), counts=(counts, (ranks,)))
     _check_ranks(ranks)
-    check_lines(first, end, rows)
     numbers = _checked_patches(patches, ranks)
     if in_cells is not None:
         check_tensors(torch.bool, means2d.device, in_cells=(in_cells, (-1, rows)))
         if len(cells) != len(numbers) // 6 or not all(0 <= cell < len(in_cells) for cell in cells):
             raise ValueError(f"cells must be one of 0 to {len(in_cells) - 1} for each of {len(numbers) // 6} patches.")
     op: Any = torch.ops.ns_multigpu.route_lines if kernels_serve(means2d) else composed.route_lines
-    op(view_ids, count, means2d.detach(), radii, numbers, ranks, first, end, place, counts, in_cells, list(cells))
+    op(view_ids, count, means2d.detach(), radii, numbers, ranks, place, counts, in_cells, list(cells))
 
 
 @torch.no_grad()
-def pack(rows: Any, place: Tensor, destinations: Tensor, capacity: int, first: int = 0, end: int | None = None) -> None:
+def pack(rows: Any, place: Tensor, destinations: Tensor, capacity: int) -> None:
     """Write each row's record to line `place[r, row]` of the segment at `destinations[r]`, for each rank r.
 
     Rows whose place is -1, or not below the capacity, are omitted; the counts of `route_lines` include them.
@@ -134,10 +126,9 @@ def pack(rows: Any, place: Tensor, destinations: Tensor, capacity: int, first: i
         place: [ranks, M] int32, from `route_lines`; no two rows of a rank with one place.
         destinations: [ranks] int64, addresses of segments of `capacity` records, multiples of 16.
         capacity: records that a segment holds.
-        first, end: of the lines whose rows are written; all unless given. Only those of the arrays are looked at.
 
     Raises:
-        TypeError, ValueError: types, shapes, lines or capacity are wrong.
+        TypeError, ValueError: types, shapes or capacity are wrong.
         RuntimeError: on CUDA without our kernels: nothing else writes to an address there.
         NativeBuildError: the operators cannot be compiled.
     """
@@ -148,9 +139,7 @@ def pack(rows: Any, place: Tensor, destinations: Tensor, capacity: int, first: i
     _check_ranks(ranks)
     _check_capacity(capacity)
     op: Any = torch.ops.ns_multigpu.pack if _kernels_serve_addresses(columns.means2d) else composed.pack
-    end = count if end is None else end
-    check_lines(first, end, count)
-    op(*columns, place, destinations, capacity, first, end)
+    op(*columns, place, destinations, capacity)
 
 
 @torch.no_grad()
@@ -248,7 +237,7 @@ def _kernels_serve_addresses(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu":
         raise RuntimeError(
             f"Only our CUDA kernels follow addresses on {tensor.device}, and they are switched off: unset "
-            "NS_MULTIGPU_OPS=reference and NS_MULTIGPU_CUDA=gsplat, or use a strategy that needs no peer memory."
+            "NS_MULTIGPU_OPS=reference, or use a strategy that needs no peer memory."
         )
     return False
 
@@ -285,12 +274,6 @@ def _check_ranks(ranks: int) -> None:
 def _check_capacity(capacity: int) -> None:
     if not 0 <= capacity < 2**31:
         raise ValueError(f"capacity must lie in 0..2^31 - 1, got {capacity}.")
-
-
-def check_lines(first: int, end: int, rows: int) -> None:
-    """Raise ValueError unless lines `first` to `end` are among `rows`."""
-    if not 0 <= first <= end <= rows:
-        raise ValueError(f"lines {first} to {end}: need 0 <= first <= end <= {rows}, which is all of them.")
 
 
 serve_cpu(composed, "route_lines", "pack", "unpack", "collect", "add_records")

@@ -32,7 +32,7 @@ from torch import Tensor
 from cuda_ext.dispatch.library import serve_cpu
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.common.checks import check_tensors
-from cuda_ext.ops.exchange.row_exchange import ReceivedRows, check_lines, columns_of
+from cuda_ext.ops.exchange.row_exchange import ReceivedRows, columns_of
 from cuda_ext.reference import row_wire as composed
 from cuda_ext.reference.row_exchange import RECORD_FLOATS
 from cuda_ext.reference.row_wire import gradient_words, row_words
@@ -70,8 +70,6 @@ def pack_wire(
     *,
     half: bool,
     slots: bool,
-    first: int = 0,
-    end: int | None = None,
 ) -> None:
     """Write each row to line `place[r, row]` of the segment to rank r, for each rank.
 
@@ -84,21 +82,18 @@ def pack_wire(
         starts: [ranks] the first word of each segment, or `LOCAL`. capacities: [ranks] rows of each.
         rank: this one, whose segment is not rounded.
         half: see above. slots: send each row's line.
-        first, end: of the lines whose rows are written; all unless given.
 
     Raises:
-        TypeError, ValueError: types, shapes, lines or segments are wrong.
+        TypeError, ValueError: types, shapes or segments are wrong.
         NativeBuildError: the operators cannot be compiled.
     """
     columns, ranks = columns_of(rows), place.shape[0]
-    count = len(columns.means2d)
-    end = count if end is None else end
-    check_tensors(torch.int32, columns.means2d.device, place=(place, (ranks, count)), wire=(wire, (-1,)))
-    check_lines(first, end, count)
+    places = (place, (ranks, len(columns.means2d)))
+    check_tensors(torch.int32, columns.means2d.device, place=places, wire=(wire, (-1,)))
     words = [row_words(half=half and other != rank, slots=slots) for other in range(ranks)]
     _check_segments(wire, starts, capacities, rank, ranks, words)
     op: Any = torch.ops.ns_multigpu.pack_wire if kernels_serve(columns.means2d) else composed.pack_wire
-    op(*columns, place, wire, list(starts), list(capacities), rank, half, slots, first, end)
+    op(*columns, place, wire, list(starts), list(capacities), rank, half, slots)
 
 
 @torch.no_grad()

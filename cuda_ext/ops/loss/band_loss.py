@@ -11,68 +11,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.gsplat_kernels import in_gsplat_mode
 from cuda_ext.dispatch.library import LIBRARY
-from cuda_ext.dispatch.load import kernels_serve, native_serves
+from cuda_ext.dispatch.load import compiled_serves, kernels_serve
 from cuda_ext.ops.common.checks import check_floats, check_tensors
-from cuda_ext.ops.loss.loss import SSIM_HALO, l1_ssim_backward_torch, l1_ssim_torch
+from cuda_ext.ops.loss.loss import SSIM_HALO, l1_ssim_backward_torch
 from cuda_ext.ops.raster import compositing
+from cuda_ext.reference.loss import l1_ssim
 
-__all__ = ["Band", "BandLoss", "band_loss", "band_loss_into"]
-
-
-class BandLoss(NamedTuple):
-    """Loss sums, image and gradients of a rectangle.
-
-    Attributes:
-        rgb: [h,w,3] all of it over the background, clamped to [0, 1] if asked for.
-        l1, ssim: [] sums over its own pixels, and over the windows centred there, as `cuda_ext.l1_ssim` has them.
-        v_out, v_alpha: [h w,3], [h w] the gradient of the view's loss by what was blended; zero beyond its own pixels.
-    """
-
-    rgb: Tensor
-    l1: Tensor
-    ssim: Tensor
-    v_out: Tensor
-    v_alpha: Tensor
-
-
-@torch.no_grad()
-def band_loss(
-    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor,
-    clamp: bool = True,
-) -> BandLoss:  # fmt: skip
-    """Return L1 and SSIM of a rectangle's own pixels, and the gradient of the whole view's loss by them.
-
-    The loss is a function of two sums over the view, those of `cuda_ext.l1_ssim`. Rectangles may tile a view by their
-    own pixels, with halos of ten pixels except at the view's border. The sums over all rectangles are then the view's,
-    and each pixel's gradient is that of the view's loss. Windows centred in the halo contribute to it. Where `inner`
-    touches an edge of the rectangle, that edge is the view's border. Not differentiable: the gradients are results.
-
-    Args:
-        out: [h w,3] blended colours, row by row. alpha: [h w] how much of each pixel they cover.
-        background: [3].
-        target: [h,w,3] the image there, uint8, or of out's type and in [0, 1].
-        inner: (x0, y0, x1, y1) its own pixels, in pixels of the rectangle; may be empty.
-        v_l1, v_ssim: [] the loss's gradient by the view's two sums.
-        clamp: colours to [0, 1]; those beyond have no gradient then.
-
-    Raises:
-        TypeError, ValueError: a tensor of the wrong shape, dtype or device, or `inner` beyond the rectangle.
-        NativeBuildError: the operators cannot be compiled.
-    """
-    _check(out, alpha, background, target, inner, v_l1, v_ssim)
-    operator = torch.ops.ns_multigpu.band_loss if kernels_serve(out) else _band_loss_composed
-    return BandLoss(*operator(out, alpha, background, target, inner, v_l1, v_ssim, clamp))
+__all__ = ["Band", "band_loss_into"]
 
 
 class Band(NamedTuple):
     """A rectangle among those of `band_loss_into`.
 
     Attributes:
-        target, inner, background, v_l1, v_ssim: as `band_loss`'s.
-        rgb: as `BandLoss`'s; written. It must be contiguous.
-        loss: [] to which `offset + scale * (v_l1 * l1 + v_ssim * ssim)` is added. offset: see there.
+        target: [h,w,3] the image there, uint8, or of out's type and in [0, 1].
+        inner: (x0, y0, x1, y1) its own pixels, in pixels of the rectangle; may be empty.
+        background: [3].
+        v_l1, v_ssim: [] the loss's gradient by the view's two sums.
+        rgb: [h,w,3] written: all of it over the background, clamped to [0, 1] if asked for. It must be contiguous.
+        loss: [] to which `offset + scale * (v_l1 * l1 + v_ssim * ssim)` is added, of the sums over its own pixels, and
+            over the windows centred there. offset: see there.
     """
 
     target: Tensor
@@ -90,17 +49,26 @@ def band_loss_into(
     out: Tensor, alpha: Tensor, bands: Sequence[Band], *, scale: float, v_out: Tensor, v_alpha: Tensor,
     last: Tensor | None = None, clamp: bool = True,
 ) -> None:  # fmt: skip
-    """Compute `band_loss` of several rectangles at once, and write the results in place.
+    """Write L1 and SSIM of rectangles' own pixels, and the gradients of whole views' losses by them.
+
+    The loss of a view is a function of two sums over it, those of `cuda_ext.l1_ssim`. Rectangles may tile a view by
+    their own pixels, with halos of ten pixels except at the view's border. The sums over all rectangles are then the
+    view's, and each pixel's gradient is that of the view's loss. Windows centred in the halo contribute to it. Where
+    `inner` touches an edge of the rectangle, that edge is the view's border. Not differentiable: the gradients are
+    results.
 
     Args:
-        out: [P,3], alpha: [P] as `band_loss`'s, of one rectangle after the other.
+        out: [P,3] blended colours, row by row, of one rectangle after the other. alpha: [P] how much of each pixel they
+            cover.
         bands: the rectangles. Losses are added in their order. scale: see `Band.loss`.
-        v_out, v_alpha: [P,3], [P] as `BandLoss`'s; written, all of them. They must be contiguous, as must `last`.
+        v_out, v_alpha: [P,3], [P] written: the gradient of the view's loss by what was blended; zero beyond own pixels.
+            They must be contiguous, as must `last`.
         last: [P] int32, `rasterize`'s: set to -1 beyond the own pixels, where backward then skips pixels.
-        clamp: as `band_loss`'s.
+        clamp: colours to [0, 1]; those beyond have no gradient then.
 
     Raises:
-        TypeError, ValueError, NativeBuildError: as `band_loss`.
+        TypeError, ValueError: a tensor of the wrong shape, dtype or device, or `inner` beyond its rectangle.
+        NativeBuildError: the operators cannot be compiled.
     """
     first, pixels = 0, len(alpha)
     for band in bands:
@@ -130,7 +98,7 @@ def _check(
     out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
 ) -> None:
     if target.dim() != 3 or target.shape[2] != 3:
-        raise ValueError(f"band_loss: target must be [h,w,3], not {list(target.shape)}.")
+        raise ValueError(f"band_loss_into: target must be [h,w,3], not {list(target.shape)}.")
     height, width = target.shape[:2]
     pixels = height * width
     check_floats(
@@ -144,22 +112,22 @@ def _check(
     check_tensors(torch.uint8 if target.dtype == torch.uint8 else out.dtype, out.device, target=(target, (-1, -1, 3)))
     if len(inner) != 4 or not (0 <= inner[0] <= inner[2] <= width and 0 <= inner[1] <= inner[3] <= height):
         raise ValueError(
-            f"band_loss: inner (x0, y0, x1, y1) must lie in the {width}x{height} rectangle, got {tuple(inner)}."
+            f"band_loss_into: inner (x0, y0, x1, y1) must lie in the {width}x{height} rectangle, got {tuple(inner)}."
         )
 
 
-def _band_loss_composed(
+def _composed(
     out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor,
-    clamp: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return `band_loss` out of the other operators."""
+    clamp: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return a rectangle's image, loss, and gradients by colours and alpha out of the other operators."""
     blended = compositing.composite if clamp else compositing.blend
     rgb = blended(out, alpha, background).view(target.shape)
     v_rgb, l1, ssim = torch.zeros_like(rgb), rgb.new_zeros(()), rgb.new_zeros(())
     (x0, y0, x1, y1), (height, width) = inner, target.shape[:2]
     if x0 < x1 and y0 < y1:
-        native = native_serves(rgb)
-        forward = torch.ops.ns_multigpu.l1_ssim if native else l1_ssim_torch
+        native = compiled_serves(rgb)
+        forward = torch.ops.ns_multigpu.l1_ssim if native else l1_ssim
         backward = torch.ops.ns_multigpu.l1_ssim_backward if native else l1_ssim_backward_torch
         own = (slice(y0, y1), slice(x0, x1))
         # The sums are of the own pixels, the gradient of all windows that contain them.
@@ -168,7 +136,8 @@ def _band_loss_composed(
         wide = (max(x0 - halo, 0), max(y0 - halo, 0), min(x1 + halo, width), min(y1 + halo, height))
         dssim = forward(rgb, target, wide)[2]
         v_rgb[own] = backward(rgb, target, dssim, wide, v_l1, v_ssim)[own]
-    return rgb, l1, ssim, *compositing.composite_backward_torch(out, alpha, background, v_rgb.view(-1, 3), clamp)
+    gradients = compositing.composite_backward_torch(out, alpha, background, v_rgb.view(-1, 3), clamp)
+    return rgb, v_l1 * l1 + v_ssim * ssim, *gradients
 
 
 def _band_loss_into_composed(
@@ -180,25 +149,14 @@ def _band_loss_into_composed(
     for k, target in enumerate(targets):
         piece, inner = slice(first, first + target.shape[:2].numel()), inners[4 * k : 4 * k + 4]
         first = piece.stop
-        found = BandLoss(
-            *_band_loss_composed(out[piece], alpha[piece], backgrounds[k], target, inner, v_l1[k], v_ssim[k], clamp)
-        )
-        rgb[k].copy_(found.rgb)
-        v_out[piece] = found.v_out
-        v_alpha[piece] = found.v_alpha
-        loss[k].add_(offsets[k] + scale * (v_l1[k] * found.l1 + v_ssim[k] * found.ssim))
+        view = (out[piece], alpha[piece], backgrounds[k], target, inner, v_l1[k], v_ssim[k])
+        shown, lost, v_out[piece], v_alpha[piece] = _composed(*view, clamp)
+        rgb[k].copy_(shown)
+        loss[k].add_(offsets[k] + scale * lost)
         if last is not None:
             beyond = torch.ones(target.shape[:2], dtype=torch.bool, device=last.device)
             beyond[inner[1] : inner[3], inner[0] : inner[2]] = False
             last[piece].masked_fill_(beyond.view(-1), -1)
 
 
-@in_gsplat_mode
-def _register_gsplat_mode(library: torch.library.Library) -> None:
-    """Register the composed forms for CUDA, where gsplat's kernels serve instead of ours."""
-    library.impl("band_loss", _band_loss_composed, "CUDA")
-    library.impl("band_loss_into", _band_loss_into_composed, "CUDA")
-
-
-LIBRARY.impl("band_loss", _band_loss_composed, "CPU")
 LIBRARY.impl("band_loss_into", _band_loss_into_composed, "CPU")

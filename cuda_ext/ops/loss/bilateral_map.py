@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
-from cuda_ext.dispatch.load import native_serves, reference_forced
+from cuda_ext.dispatch.load import kernels_serve
 
 __all__ = ["MOST_LEVELS", "bilateral_map", "bilateral_variation_backward"]
 
@@ -52,7 +51,7 @@ def bilateral_map(grid: Tensor, rgb: Tensor, rectangle: Sequence[int], size: tup
             f"{MOST_LEVELS} levels of gray, not {grid.shape[1]}."
         )
     place = [x0, y0, width, height]
-    if _native(rgb):
+    if kernels_serve(rgb):
         return torch.ops.ns_multigpu.bilateral_map(grid.contiguous(), rgb.contiguous(), place)
     return _map_torch(grid, rgb, place)
 
@@ -62,7 +61,7 @@ def bilateral_variation_backward(grids: Tensor, weight: float) -> Tensor:
 
     The variation is the mean squares of differences along levels, rows and columns, summed over these axes.
     """
-    if _native(grids):
+    if kernels_serve(grids):
         return torch.ops.ns_multigpu.bilateral_variation_backward(grids.contiguous(), weight)
     found = torch.zeros_like(grids)
     for axis in (2, 3, 4):
@@ -71,10 +70,6 @@ def bilateral_variation_backward(grids: Tensor, weight: float) -> Tensor:
         found.narrow(axis, 1, differences.shape[axis]).add_(differences)
         found.narrow(axis, 0, differences.shape[axis]).sub_(differences)
     return found
-
-
-def _native(given: Tensor) -> bool:
-    return given.is_cuda and not reference_forced() and _cuda.mode() == "native" and native_serves(given)
 
 
 def _map_torch(grid: Tensor, rgb: Tensor, place: Sequence[int]) -> Tensor:

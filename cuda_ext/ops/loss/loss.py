@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from cuda_ext.dispatch.gsplat_kernels import in_gsplat_mode
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
-from cuda_ext.dispatch.load import native_serves
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.reference import loss as reference
 
 __all__ = ["SSIM_HALO", "l1_ssim"]
@@ -38,7 +36,7 @@ def l1_ssim(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[Tensor,
         TypeError, ValueError: a wrong type, shape or inner rectangle, or an image narrower than the window.
     """
     _check(pred, target, inner)
-    operator = torch.ops.ns_multigpu.l1_ssim if native_serves(pred) else reference.l1_ssim
+    operator = torch.ops.ns_multigpu.l1_ssim if compiled_serves(pred) else reference.l1_ssim
     l1_sum, ssim_sum, gradient = operator(pred, target, inner)
     return l1_sum, ssim_sum, gradient.detach()
 
@@ -67,34 +65,6 @@ def _check(pred: Tensor, target: Tensor, inner: Sequence[int]) -> None:
             )
 
 
-def l1_ssim_torch(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `l1_ssim` in a fixed number of torch calls, the gradient written out: the loss used with gsplat's
-    kernels."""
-    target = reference.as_floats(target, pred)
-    x0, y0, x1, y1 = inner
-    l1_sum = (pred[y0:y1, x0:x1] - target[y0:y1, x0:x1]).abs().sum()
-    gradient = torch.zeros_like(pred, memory_format=torch.contiguous_format)
-    x0, y0, x1, y1 = reference.centres(inner, pred.shape[0], pred.shape[1])
-    if x1 == x0 or y1 == y0:
-        return l1_sum, torch.zeros_like(l1_sum), gradient
-    halo = reference.HALF
-    window = (slice(y0 - halo, y1 + halo), slice(x0 - halo, x1 + halo))
-    x, y = pred[window].permute(2, 0, 1), target[window].permute(2, 0, 1)
-    mu_x, mu_y, xx, yy, xy = reference.gaussian_filter(torch.cat([x, y, x * x, y * y, x * y])).split(3)
-    inv_mean = 1 / (mu_x**2 + mu_y**2 + reference.C1)
-    inv_var = 1 / (xx - mu_x**2 + yy - mu_y**2 + reference.C2)
-    luminance = (2 * mu_x * mu_y + reference.C1) * inv_mean
-    contrast = (2 * (xy - mu_x * mu_y) + reference.C2) * inv_var
-    ssim = luminance * contrast
-    d_xx, d_xy = -ssim * inv_var, 2 * luminance * inv_var
-    d_mu = 2 * contrast * inv_mean * (mu_y - mu_x * luminance) - mu_y * d_xy - 2 * mu_x * d_xx
-    # The adjoint of a "valid" filter with a symmetric window is the same filter over zero padding.
-    spread = reference.gaussian_filter(F.pad(torch.cat([d_mu, d_xx, d_xy]), (2 * halo,) * 4))
-    g_mu, g_xx, g_xy = spread.split(3)
-    gradient[window] = (g_mu + 2 * x * g_xx + y * g_xy).permute(1, 2, 0)
-    return l1_sum, ssim.sum(), gradient
-
-
 def l1_ssim_backward_torch(
     pred: Tensor, target: Tensor, dssim_dpred: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
 ) -> Tensor:
@@ -105,13 +75,6 @@ def l1_ssim_backward_torch(
     sign = (pred[inside] - reference.as_floats(target[inside], pred)).sign_()
     v_pred[inside].addcmul_(sign, v_l1)
     return v_pred
-
-
-@in_gsplat_mode
-def _register_gsplat_mode(library: torch.library.Library) -> None:
-    """Register the torch forms for CUDA, where gsplat's kernels serve instead of ours."""
-    library.impl("l1_ssim", l1_ssim_torch, "CUDA")
-    library.impl("l1_ssim_backward", l1_ssim_backward_torch, "CUDA")
 
 
 @fake("l1_ssim")

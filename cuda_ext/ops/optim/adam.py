@@ -19,7 +19,6 @@ from cuda_ext.ops.optim.ring import ScalarRing
 
 SCALARS = 8
 """Numbers a parameter: see `adam_scalars`."""
-_RING_NAME = "Adam's scalars (see AdamStep.upload)"
 
 
 def adam_scalars(rate: float, betas: tuple[float, float], eps: float, step: float) -> tuple[float, ...]:
@@ -172,40 +171,33 @@ def fused_step(optimizers: Sequence[torch.optim.Optimizer], set_grads_to_zero: b
 
 
 class AdamStep:
-    """The step of several optimizers in two halves, of which the second can be captured in a CUDA graph.
+    """Parameters, moments and counters of several optimizers whose steps a kernel takes, as in a CUDA graph.
 
-    `upload()`, outside of the graph, counts the step and copies its numbers to `scalars`, whose address is constant.
-    `launch()` steps from there. It must be rebuilt when densification has replaced parameters or moments, as the graph
-    is.
+    `count` counts a step and returns its numbers, which the kernel reads on the device. It must be rebuilt when
+    densification has replaced parameters or moments, as the graph is.
 
     Attributes:
         params, exp_avgs, exp_avg_sqs: what is stepped, in the order of the optimizers, on one device.
-        scalars: [n, 8], a line each; `splat_update` takes them too.
 
     Args:
-        optimizers: of `FusedAdam`s.
-        with_grads: whether gradients exist now (`launch` needs them); if not, every parameter takes part.
+        optimizers: of `FusedAdam`s; all their parameters take part.
 
     Raises:
         ValueError: options that the kernel does not know, several devices, or nothing to step.
     """
 
-    def __init__(self, optimizers: Sequence[FusedAdam], *, with_grads: bool = True) -> None:
+    def __init__(self, optimizers: Sequence[FusedAdam]) -> None:
         if not all(is_plain(optimizer) for optimizer in optimizers):
             raise ValueError("AdamStep knows no weight decay, amsgrad, maximize, capturable, differentiable or fused.")
-        entries = [entry for o in optimizers for entry in _entries(o, with_grads)]
+        entries = [entry for o in optimizers for entry in _entries(o, with_grads=False)]
         self._optimizers = list(optimizers)
         self._groups = [group for group, _, _ in entries]
         self._states = [state for _, _, state in entries]
         self.params = [param for _, param, _ in entries]
         self.exp_avgs = [state["exp_avg"] for state in self._states]
         self.exp_avg_sqs = [state["exp_avg_sq"] for state in self._states]
-        self.grads = [param.grad for param in self.params] if with_grads else None
         if len({(p.device, p.dtype) for p in self.params}) != 1:
             raise ValueError("AdamStep needs parameters, all on one device and of one dtype.")
-        first = self.params[0]
-        self._ring = ScalarRing(first.device, SCALARS, what=_RING_NAME)
-        self.scalars = torch.zeros(len(self.params), SCALARS, dtype=first.dtype, device=first.device)
         # All counters in one tensor, of which each state has its own as a view: one addition, and one look.
         self._counters = torch.tensor([float(state["step"]) for state in self._states])
         self._counts = self._counters.numpy()  # the same memory: quicker to count in
@@ -213,7 +205,8 @@ class AdamStep:
             state["step"] = counter
 
     def count(self) -> list[tuple[float, ...]]:
-        """Count a step and return its lines of numbers; rates and betas are read from the optimizers now."""
+        """Count a step and return its `adam_scalars`, a line for each parameter; rates and betas are read from the
+        optimizers now."""
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
         self._counts += 1
@@ -236,21 +229,6 @@ class AdamStep:
         self.exp_avgs[place] = self._states[place]["exp_avg"] = exp_avg
         self.exp_avg_sqs[place] = self._states[place]["exp_avg_sq"] = exp_avg_sq
 
-    def upload(self) -> None:
-        """Count a step and copy its scalars to the device."""
-        self._ring.upload(self.count(), self.scalars.dtype, into=self.scalars)
-
-    def launch(self, set_grads_to_zero: bool = False) -> None:
-        """Step with the scalars uploaded last.
-
-        Raises:
-            ValueError: it was made without gradients.
-        """
-        if self.grads is None:
-            raise ValueError("This AdamStep was made without gradients.")
-        grads = [g for g in self.grads if g is not None]
-        adam_step(self.params, grads, self.exp_avgs, self.exp_avg_sqs, self.scalars, set_grads_to_zero)
-
 
 _rings: dict[tuple[torch.device, int], ScalarRing] = {}
 
@@ -258,7 +236,7 @@ _rings: dict[tuple[torch.device, int], ScalarRing] = {}
 def _ring(device: torch.device) -> ScalarRing:
     """Return the ring of a device's current stream."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _rings.setdefault((device, stream), ScalarRing(device, SCALARS, what=_RING_NAME))
+    return _rings.setdefault((device, stream), ScalarRing(device, SCALARS, what="Adam's scalars"))
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:

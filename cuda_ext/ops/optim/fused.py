@@ -2,7 +2,7 @@
 parameters that have taken a step of Adam (`splat_update`), with no gradient of a parameter in memory in between.
 
 Words and shapes as in `projection.py`, but for the parameters, which are what an optimizer sees: log-scales and
-logits of the opacities. Where our CUDA kernels do not serve (on CPU, with NS_MULTIGPU_CUDA=gsplat or the reference),
+logits of the opacities. Where our CUDA kernels do not serve (on CPU, or with the reference),
 the same is put together from the other operators.
 """
 
@@ -19,6 +19,7 @@ from cuda_ext.ops.optim.fused_composed import PLAIN_COLOR, splat_forward_compose
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, check_parameters
 from cuda_ext.ops.project.boxes import check_boxes
 from cuda_ext.reference.lazy_adam import PARAMETERS
+from cuda_ext.reference.row_exchange import RECORD_FLOATS
 
 
 class SplatRows(NamedTuple):
@@ -32,7 +33,7 @@ class SplatRows(NamedTuple):
         means2d: [M, 2] pixels; zero, as all that follows, where a row is dead or padding.
         conics: [M, 3] inverse covariance (xx, xy, yy) in 1/pixels^2.
         opacities: [M], with the antialiasing compensation if asked for.
-        features: [M, 3] RGB, or [M, 4] RGB and depth.
+        features: [M, 3] RGB.
         depths: [M] world units.
         radii: [M, 2] int32 half extents in pixels; not positive where a row is not drawn: see `Projection`.
     """
@@ -46,16 +47,6 @@ class SplatRows(NamedTuple):
     features: Tensor
     depths: Tensor
     radii: Tensor
-
-
-class RowGradients(NamedTuple):
-    """The gradients of rows, as `rasterize_backward` returns them; `absolute` [M, 2] may be empty [0, 2]."""
-
-    means2d: Tensor
-    conics: Tensor
-    opacities: Tensor
-    features: Tensor
-    absolute: Tensor
 
 
 @torch.no_grad()
@@ -75,7 +66,6 @@ def splat_forward(
     near: float = 0.01,
     far: float = 1e10,
     antialiased: bool = False,
-    depth: bool = False,
     exp_avgs: Sequence[Tensor] = (),
     exp_avg_sqs: Sequence[Tensor] = (),
     lazy: LazyAdam | None = None,
@@ -96,7 +86,6 @@ def splat_forward(
         degree: 0 to 3, the harmonics in use; None for plain colours, of which `sh_dc` are the logits.
         capacity: lines of the result.
         eps2d, near, far, antialiased: see `project`.
-        depth: add the depth to the features.
         exp_avgs, exp_avg_sqs, lazy: the parameters' moments (see `splat_update`), and the deferred steps. Rows
             are then those of the points where these steps lead them; nothing is written. On CUDA more rows than
             necessary may come out, dead ones, for where a point may have come to is known only within bounds; those
@@ -136,7 +125,7 @@ def splat_forward(
         missed = (*moments, lazy.last, lazy.table, lazy.steps)
     if boxes is not None:
         check_boxes(means, boxes)
-    inputs = (*parameters, *cameras, _number(degree), eps2d, near, far, antialiased, depth, capacity)
+    inputs = (*parameters, *cameras, _number(degree), eps2d, near, far, antialiased, capacity)
     op: Any = ops.splat_forward if lazy is None else ops.splat_forward_lazy
     if not kernels_serve(means):
         op = splat_forward_composed
@@ -153,7 +142,7 @@ def splat_update(
     Ks: Tensor,
     sizes: Sequence[int],
     rows: SplatRows,
-    gradients: RowGradients | Tensor,
+    records: Tensor,
     degree: int | None,
     eps2d: float = 0.3,
     near: float = 0.01,
@@ -163,6 +152,7 @@ def splat_update(
     seen: Tensor | None = None,
     radii_max: Tensor | None = None,
     absgrad: bool = False,
+    depth: bool = False,
     opacity_weight: float = 0.0,
     scale_weight: float = 0.0,
     lazy: LazyAdam | None = None,
@@ -192,14 +182,15 @@ def splat_update(
     Args:
         params: the six parameters in the order of `PARAMETERS`, shapes as in `splat_forward`.
         exp_avgs, exp_avg_sqs: their moments, of the parameters' dtype, or all of them bfloat16 where that is float32.
-        scalars: [6, 8] of Adam: `AdamStep.scalars`, or lines of `adam_scalars`.
+        scalars: [6, 8] of Adam: a line of `adam_scalars` for each parameter.
         viewmats, Ks, sizes, degree, eps2d, near, far, antialiased: those of `splat_forward`.
         rows: what `splat_forward` returned; or what it returned to S callers, one after the other, each with as many of
             the views and as many lines, and view ids that count all views. `count` then holds S numbers.
-        gradients: of the rows, in tensors, or in records [M, 16] as `rasterize_backward_into` sums them up: means2d x,
-            y, conics xx, xy, yy, opacity, features 0 to 3, absolute x, y, and 4 that are not looked at.
+        records: [M, 16] the rows' gradients, as `rasterize_backward_into` sums them up: means2d x, y, conics xx, xy,
+            yy, opacity, red, green, blue, depth, absolute x, y, and 4 that are not looked at.
         grad2d, seen, radii_max: [N] each, or None to leave out.
         absgrad: `grad2d` counts the absolute gradients instead of those of means2d.
+        depth: whether the depth's gradient counts.
         opacity_weight, scale_weight: the loss also holds this times the opacity, and the sum of the scales, of the
             point of each row that is drawn (MCMC's regularisation).
         lazy: defer the steps of points that are not drawn (see `lazy_adam.py`, also for which options of Adam):
@@ -227,13 +218,12 @@ def splat_update(
         scalars=(scalars, (len(PARAMETERS), SCALARS)),
         viewmats=(viewmats, (-1, 4, 4)),
         Ks=(Ks, intrinsics_shape(Ks, views)),
-        features=(rows.features, (count, -1)),
+        features=(rows.features, (count, 3)),
+        records=(records, (count, RECORD_FLOATS)),
     )
     check_rows(means, rows.view_ids, rows.point_ids)
     check_depth_range(near, far)
     sizes = check_ints("sizes", sizes, 2, views, "view")
-    if absgrad and isinstance(gradients, RowGradients) and gradients.absolute.shape != (count, 2):
-        raise ValueError("absgrad needs the absolute gradients [M, 2]: call rasterize_backward with absgrad.")
     missed: tuple[Tensor | None, ...] = (None, None, None)
     if lazy is not None:
         lazy.check(means)
@@ -249,13 +239,12 @@ def splat_update(
         if lazy is not None:
             raise ValueError("needles are of all points, and lazy steps leave out those that are not drawn.")
     shown = [] if finite_flag_views is None else [finite_flag_views.start, finite_flag_views.stop]
-    given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     statistics = [means.new_empty(0) if t is None else t for t in (grad2d, seen, radii_max)]
     op: Any = torch.ops.ns_multigpu.splat_update if kernels_serve(means) else splat_update_composed
     op(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
-        sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
-        _number(degree), eps2d, near, far, antialiased, absgrad, opacity_weight, scale_weight, *missed,
+        sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, records, *statistics,
+        _number(degree), eps2d, near, far, antialiased, absgrad, depth, opacity_weight, scale_weight, *missed,
         finite_flag, shown, boxes, v_viewmats, needles, max_ratio, whole_step_scale,
     )  # fmt: skip
 

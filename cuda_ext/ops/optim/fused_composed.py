@@ -55,7 +55,7 @@ def _colors(
 @torch.no_grad()
 def splat_forward_composed(
     means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
-    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
+    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool,
     capacity: int, exp_avgs: Sequence[Tensor] = (), exp_avg_sqs: Sequence[Tensor] = (), last: Tensor | None = None,
     table: Tensor | None = None, steps: Tensor | None = None, *, boxes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -91,8 +91,6 @@ def splat_forward_composed(
     )
     colors = _colors(degree, means, viewmats, sh_dc, sh_rest, *rows)
     features = torch.where((radii > 0).all(-1, keepdim=True), colors, 0.0)
-    if depth:
-        features = torch.cat([features, depths[:, None]], dim=-1)
     columns = [_padded(column, capacity) for column in (means2d, conics, opacities, features, depths, radii)]
     return (*ids, count, *columns)
 
@@ -117,8 +115,8 @@ def _present(
 def splat_update_composed(
     params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], scalars: Tensor, viewmats: Tensor,
     Ks: Tensor, sizes: list[int], view_ids: Tensor, point_ids: Tensor, count: Tensor, conics: Tensor,
-    features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
-    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
+    features: Tensor, radii: Tensor, records: Tensor, grad2d: Tensor, seen: Tensor, radii_max: Tensor,
+    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, depth: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
     steps: Tensor | None = None, finite_flag: Tensor | None = None, finite_flag_views: Sequence[int] = (),
     boxes: Tensor | None = None, v_viewmats: Tensor | None = None, needles: Tensor | None = None,
@@ -129,13 +127,12 @@ def splat_update_composed(
         real = _real(point_ids, count)
         first, end = finite_flag_views or (0, len(viewmats))
         real = real[(view_ids[real] >= first) & (view_ids[real] < end) & (radii[real] > 0).all(-1)]
-        given = _given(row_gradients, real, features.shape[1])
-        finite = torch.stack([gradient.isfinite().all() for gradient in given]).all()
+        finite = records[real].isfinite()[:, [*range(9 + depth), 10, 11]].all()
         finite_flag.fill_(float("nan")).masked_fill_(finite, 0.0)
     with as_floats(exp_avgs, exp_avg_sqs, lambda: step_salts(scalars, viewmats)) as (firsts, seconds):
         _update(
             params, firsts, seconds, scalars, viewmats, Ks, sizes, view_ids, point_ids, count, conics, features, radii,
-            row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad,
+            records, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad, depth,
             opacity_weight, scale_weight, last, table, steps, v_viewmats, needles, max_ratio, whole_step_scale,
         )  # fmt: skip
     if boxes is not None:
@@ -145,8 +142,8 @@ def splat_update_composed(
 def _update(
     params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], scalars: Tensor, viewmats: Tensor,
     Ks: Tensor, sizes: list[int], view_ids: Tensor, point_ids: Tensor, count: Tensor, conics: Tensor,
-    features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
-    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
+    features: Tensor, radii: Tensor, records: Tensor, grad2d: Tensor, seen: Tensor, radii_max: Tensor,
+    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, depth: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None, table: Tensor | None, steps: Tensor | None,
     v_viewmats: Tensor | None, needles: Tensor | None, max_ratio: float, whole_step_scale: float,
 ) -> None:  # fmt: skip
@@ -159,9 +156,9 @@ def _update(
         if int(steps) >= MOST_STEPS and not stands_still(scalars):
             raise ValueError(f"{MOST_STEPS} steps have been deferred: call splat_flush before the next.")
         write_caught_up(params, exp_avgs, exp_avg_sqs, drawn, last, table)
-    v_means2d, v_conics, v_opacities, v_features, v_absolute = _given(row_gradients, real, features.shape[1])
-    v_depths = v_features[:, 3] if features.shape[1] == 4 else torch.zeros_like(v_opacities)
-    v_colors = torch.where(alive[:, None] & (features[:, :3] > 0), v_features[:, :3], 0.0)
+    v_means2d, v_conics, v_opacities, v_colors, v_depths, v_absolute, _ = records[real].split([2, 3, 1, 3, 1, 2, 4], 1)
+    v_depths = v_depths if depth else torch.zeros_like(v_depths)
+    v_colors = torch.where(alive[:, None] & (features > 0), v_colors, 0.0)
 
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (*params, viewmats)]
@@ -171,7 +168,7 @@ def _update(
         out = project(means, quats, scales, opacities, *cameras, eps2d, near, far, antialiased)
         colors = _colors(degree, means, poses, sh_dc, sh_rest, view_ids, point_ids)
         outputs = [out.means2d, out.conics, out.depths, out.row_opacities, colors]
-        incoming = [v_means2d, v_conics, v_depths, v_opacities, v_colors]
+        incoming = [v_means2d, v_conics, v_depths[:, 0], v_opacities[:, 0], v_colors]
         weighted = point_ids[alive].long()
         outputs += [opacities[weighted].sum(), scales[weighted].sum()]
         incoming += [means.new_tensor(opacity_weight), means.new_tensor(scale_weight)]
@@ -206,14 +203,6 @@ def _real(point_ids: Tensor, count: Tensor) -> Tensor:
         places = torch.arange(len(point_ids) // count.numel(), device=point_ids.device)
         real = real & (places < count[:, None]).reshape(-1)
     return real.nonzero().squeeze(-1)
-
-
-def _given(row_gradients: list[Tensor], real: Tensor, width: int) -> list[Tensor]:
-    """Return the gradients of means2d, conics, opacities and features, and the absolute ones, of the `real` lines."""
-    if len(row_gradients) == 1:
-        record = row_gradients[0][real]
-        return [record[:, 0:2], record[:, 2:5], record[:, 5], record[:, 6 : 6 + width], record[:, 10:12]]
-    return [gradient[real] if len(gradient) else gradient for gradient in row_gradients]
 
 
 def _count(

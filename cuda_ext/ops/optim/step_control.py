@@ -3,7 +3,7 @@
 A rank counts its rows and intersections during the step. All ranks publish their counts (`step_message`) and make the
 same decision (`step_gate`): if any rank exceeds a capacity, parameters do not change. Either is one launch on CUDA,
 reads nothing back and can be captured in a CUDA graph. Where our CUDA kernels do not serve (on CPU, with
-NS_MULTIGPU_CUDA=gsplat or the reference), the same is put together from some twenty of torch's operators.
+the reference), the same is put together from some twenty of torch's operators.
 """
 
 from collections.abc import Sequence

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, fake
-from cuda_ext.dispatch.load import native_serves
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_cameras, check_floats, check_rows
 from cuda_ext.ops.project.projection import Projection
 from cuda_ext.reference import conditioning as reference
@@ -84,7 +83,7 @@ def condition(
         view_times=(view_times, (-1,)),
     )
     check_rows(means, view_ids, point_ids)
-    op = torch.ops.ns_multigpu.condition if _native(means) else reference.condition
+    op = torch.ops.ns_multigpu.condition if compiled_serves(means) else reference.condition
     return Moment(*op(means, times, left, motions, scales, opacities, view_times, view_ids, point_ids))
 
 
@@ -128,13 +127,8 @@ def project_axes(
     )
     check_rows(means, view_ids, view_ids)
     sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
-    op = torch.ops.ns_multigpu.project_axes if _native(means) else projection_reference.project_axes
+    op = torch.ops.ns_multigpu.project_axes if compiled_serves(means) else projection_reference.project_axes
     return Projection(*op(means, axes, opacities, viewmats, Ks, sizes, view_ids, eps2d, near, far, antialiased))
-
-
-def _native(tensor: Tensor) -> bool:
-    """Return whether compiled operators serve: gsplat has none for these."""
-    return native_serves(tensor) and not (tensor.is_cuda and _cuda.mode() == "gsplat")
 
 
 @fake("condition")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import fake
-from cuda_ext.dispatch.load import native_serves
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_cameras, check_floats, check_ints
 from cuda_ext.reference import projection as reference
 
@@ -61,7 +61,7 @@ def cull(
     )
     sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
     rects = check_ints("rects", rects, 4, views, "view")
-    op = torch.ops.ns_multigpu.cull if native_serves(means) else reference.cull
+    op = torch.ops.ns_multigpu.cull if compiled_serves(means) else reference.cull
     with torch.no_grad():
         return op(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, fake
-from cuda_ext.dispatch.load import native_serves
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_cameras, check_floats, check_rows
 from cuda_ext.reference import projection as reference
 
@@ -102,7 +102,7 @@ def project(
     )
     check_rows(means, view_ids, point_ids)
     sizes = check_cameras(means, viewmats, Ks, sizes, near, far)
-    op = torch.ops.ns_multigpu.project if native_serves(means) else reference.project
+    op = torch.ops.ns_multigpu.project if compiled_serves(means) else reference.project
     cameras = (viewmats, Ks, sizes)
     return Projection(
         *op(means, quats, scales, opacities, *cameras, view_ids, point_ids, eps2d, near, far, antialiased)
@@ -153,7 +153,7 @@ def sh_colors(
     bases = (degree + 1) ** 2 - 1
     if sh_rest.shape[1] < bases:
         raise ValueError(f"sh_rest must hold at least {bases} bases for degree {degree}, not {sh_rest.shape[1]}.")
-    op = torch.ops.ns_multigpu.sh_colors if native_serves(means) else reference.sh_colors
+    op = torch.ops.ns_multigpu.sh_colors if compiled_serves(means) else reference.sh_colors
     return op(degree, means, camera_centers, sh_dc, sh_rest, view_ids, point_ids)
 
 

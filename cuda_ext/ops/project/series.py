@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, fake
-from cuda_ext.dispatch.load import native_serves
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_floats, check_rows
 from cuda_ext.reference import series as reference
 
@@ -38,9 +37,7 @@ def series(base: Tensor, terms: Tensor, weights: Tensor, view_ids: Tensor, point
         weights=(weights, (point_ids.shape[0], terms.shape[1] if terms.dim() > 1 else -1)),
     )
     check_rows(base, view_ids, point_ids)
-    # gsplat has no such operator.
-    native = native_serves(base) and not (base.is_cuda and _cuda.mode() == "gsplat")
-    op = torch.ops.ns_multigpu.series if native else reference.series
+    op = torch.ops.ns_multigpu.series if compiled_serves(base) else reference.series
     return op(base, terms, weights, view_ids, point_ids, views)  # type: ignore[no-any-return]
 
 

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch import cuda as _cuda
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
-from cuda_ext.dispatch.load import native_serves, reference_forced
+from cuda_ext.dispatch.load import kernels_serve
 
 __all__ = ["composite"]
 
@@ -34,7 +33,7 @@ def composite(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
             "composite: need out [S,D], D >= 3, alpha [S] and background [3], got "
             f"{tuple(out.shape)}, {tuple(alpha.shape)} and {tuple(background.shape)}."
         )
-    if out.is_cuda and not reference_forced() and _cuda.mode() == "native" and native_serves(out):
+    if kernels_serve(out):
         return torch.ops.ns_multigpu.composite(out, alpha, background)
     return _composite_torch(out, alpha, background)
 

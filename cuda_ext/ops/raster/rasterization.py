@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
-from cuda_ext.dispatch.load import backend, native_serves
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.common.checks import check_floats, check_tensors
 from cuda_ext.reference import rasterization as reference
 
@@ -56,7 +56,7 @@ def intersect(
     """
     _check_rows(means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size)
     arguments = (means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size)
-    return torch.ops.ns_multigpu.intersect(*arguments) if native_serves(means2d) else reference.intersect(*arguments)
+    return torch.ops.ns_multigpu.intersect(*arguments) if compiled_serves(means2d) else reference.intersect(*arguments)
 
 
 def intersect_capacity(
@@ -89,7 +89,7 @@ def intersect_capacity(
     if not 0 <= capacity < 2**31:
         raise ValueError(f"intersect_capacity: capacity must lie in 0..2^31 - 1, got {capacity}.")
     arguments = (means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size, capacity)
-    if native_serves(means2d):
+    if compiled_serves(means2d):
         return torch.ops.ns_multigpu.intersect_capacity(*arguments)
     return reference.intersect_capacity(*arguments)
 
@@ -126,7 +126,7 @@ def rasterize(
         absgrad_probe: [M,2] zeros that require a gradient, or None. It changes nothing but receives, as its gradient,
             the sum over pixels of |d loss / d means2d| (AbsGS, Ye et al. 2024, equation 6).
         mark_stops: alpha is negative where the pixel was closed before a splat: what lies behind was not looked at.
-            (The first splat closes none, so that no such alpha is 0.) gsplat's kernels mark nothing.
+            (The first splat closes none, so that no such alpha is 0.)
 
     Returns:
         out [S,D], alpha [S] (one minus the final transmittance) and last [S] int32 (the position in row_ids of the last
@@ -156,7 +156,7 @@ def rasterize(
         )
     arguments = (means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe,
                  mark_stops)  # fmt: skip
-    if native_serves(means2d):
+    if compiled_serves(means2d):
         out, alpha, last, _ = torch.ops.ns_multigpu.rasterize(*arguments)
         return out, alpha, last
     return reference.rasterize(*arguments)
@@ -217,7 +217,7 @@ def raster_state_size(
         like: [M, ...] a column of rows. quads: float4 of a packed row.
         sums: numbers of a pixel besides its transmittance; 0 for the kernels of any tile size and number of channels.
     """
-    if like.device.type != "cuda" or backend("cuda") != "native":
+    if like.device.type != "cuda":
         return 0
     rows, listed, tiles = len(like), row_ids.shape[0], _tile_count(patches, tile_size)
     slots, checkpoints = (listed // 256 + tiles, listed // 256) if sums else (0, 0)

@@ -142,9 +142,9 @@ class ColumnWire(RowWire):
             return -(-sum(2 * numbers + 1 for numbers in self.layout.gradients) // 4)
         return self.layout.record_floats * self.layout.dtype.itemsize // 4
 
-    def pack(self, rows: ColumnRows, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
-        words = self._write({name: column[first:end] for name, column in rows.columns.items()})
-        for other, lines in enumerate(place[:, first:end]):
+    def pack(self, rows: ColumnRows, place: Tensor, wire: Tensor, to: WireSegments) -> None:
+        words = self._write(rows.columns)
+        for other, lines in enumerate(place):
             if to.starts[other] != LOCAL:
                 self._segment(wire, to, other, words.shape[1]).copy_(words[_rows_at(lines, to.capacities[other])])
 

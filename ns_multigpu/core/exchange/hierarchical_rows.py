@@ -119,8 +119,8 @@ class HierarchicalRows(RecordTransport):
     def send(self, rows: Rows, place: Tensor) -> None:
         inside, across = place.split([self.world.local_size, self.world.machines])
         self._local_place = inside[self.world.local_rank]
-        self._within.pack(rows, inside, self._intra_node.memory, self._own_out, 0, self.rows)
-        self._between.pack(rows, across, self._wire, self._out_segments, 0, self.rows)
+        self._within.pack(rows, inside, self._intra_node.memory, self._own_out)
+        self._between.pack(rows, across, self._wire, self._out_segments)
 
     def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
         world, memory = self.world, self._intra_node.memory
@@ -140,11 +140,11 @@ class HierarchicalRows(RecordTransport):
             if k == own:
                 continue
             some = self._between.lines(incoming, ends[k], ends[k + 1])
-            size, count = ends[k + 1] - ends[k], self._in_counts[k : k + 1]
-            route_lines(some.view_ids, count, some.means2d, some.radii, mine, 0, size, place, self._forward_counts[k])
+            count = self._in_counts[k : k + 1]
+            route_lines(some.view_ids, count, some.means2d, some.radii, mine, place, self._forward_counts[k])
             starts = tuple(starts[k] for starts, _ in self._to)
             to = WireSegments(starts, tuple(rows[k] for _, rows in self._to), world.local_rank)
-            self._within.pack(some, place, memory, to, 0, size)
+            self._within.pack(some, place, memory, to)
             local.append((k, some, place[world.local_rank]))
         forwarded = self._forward_counts.clone()
         forwarded[own] = 0  # these are counted as its own rows

@@ -44,7 +44,7 @@ class RowOperators:
             numbers = [n for to, patch in some for n in (to, patch.view, *patch.rendered(views[patch.view]))]
             cells = [] if overlaps is None else [patch.cell for _, patch in some]
             lines, sums = place[first : first + MOST_RANKS], counts[first : first + MOST_RANKS]
-            route_lines(*where, numbers, 0, place.shape[1], lines, sums, overlaps, cells)
+            route_lines(*where, numbers, lines, sums, overlaps, cells)
 
     def count(self, rows: Rows, views: Sequence[View], drawn: PatchDestinations, destinations: int) -> Tensor:
         """Return how many rows are sent to each destination, [destinations] int64. Nothing is read back."""

@@ -76,7 +76,7 @@ class CollectiveRows(RecordTransport):
 
     def send(self, rows: Rows, place: Tensor) -> None:
         self._local_place = place[self.world.rank]
-        self._format.pack(rows, place, self._wire, self._out_segments, 0, self.rows)
+        self._format.pack(rows, place, self._wire, self._out_segments)
 
     def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
         wire = self._format
@@ -154,7 +154,7 @@ class PeerRows(Transport):
         self._their_messages = [view(r, self._messages_at + 8 * rank * words, (words,), torch.int64) for r in everyone]
 
     def send(self, rows: Rows, place: Tensor) -> None:
-        self.kernels.pack(rows, place, self._segments, self.capacity, 0, self.rows)
+        self.kernels.pack(rows, place, self._segments, self.capacity)
         self._table.zero_()
 
     def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:

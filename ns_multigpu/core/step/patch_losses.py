@@ -151,7 +151,7 @@ class PatchLosses:
     def _add_depths(self, drawn: OwnedPixels, own: Sequence[Patch], views: Sequence[View]) -> tuple[Tensor, Tensor]:
         """Add the losses of the patches' depths; return the gradients by blended depth [P] and by alpha [P].
 
-        A pixel's gradient is the whole view's, as `band_loss`'s: neighbours of the patch need send none.
+        A pixel's gradient is the whole view's, as `band_loss_into`'s: neighbours of the patch need send none.
         """
         by_depth, by_alpha = torch.zeros_like(drawn.alpha), torch.zeros_like(drawn.alpha)
         start = 0

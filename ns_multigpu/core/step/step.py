@@ -9,7 +9,7 @@ rank, this step and the following ones change no parameters, moments and statist
 counting). The host detects that at the next readback, grows the capacity and retries the steps. With
 `StepSettings.skips` a gradient that is not finite has the same effect; the host then skips that step.
 
-Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs (`cuda_ext.band_loss`).
+Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs (`band_loss_into`).
 Received rows are ordered by owner and row, so that splats of equal depth blend as in `single`.
 
 A lazy step defers the update of points that no rank drew (`cuda_ext.LazyAdam`). Parameters and moments are then valid
@@ -80,8 +80,8 @@ class Step:
         inputs: one vector that holds the next five, in this order.
         viewmats: [B, 4, 4] the batch's world-to-camera matrices, uncorrected. Ks: [B, 3 or 7, 3] its intrinsics.
         backgrounds: [B, 3]. times: [B] the views', see `View.time`.
-        scalars: [parameters (+ 1 of gains or grids, + 1 of poses), 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
-            With any of these the views' indices follow the times, [B].
+        scalars: [parameters (+ 1 of gains or grids, + 1 of poses), 8] Adam's, see `adam_scalars` in
+            `cuda_ext.ops.optim.adam`. With any of these the views' indices follow the times, [B].
         report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
             B), and the finite flag: NaN or infinity if the step was taken and a gradient of a row drawn or received
             here was not finite. With `settings.skips` it is NaN on all ranks if the step is skipped.

@@ -19,8 +19,8 @@ from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.config import DistributedTrainerConfig
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 Measured: TypeAlias = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 """(loss, loss terms, metrics) of one step: this rank's shares, each []."""

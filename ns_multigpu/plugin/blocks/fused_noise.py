@@ -11,7 +11,7 @@ from ns_multigpu.core.schema import POSITION
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 
 class StepNoise:

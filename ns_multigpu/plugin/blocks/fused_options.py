@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuda_ext.dispatch.load import backend, kernels_serve
+from cuda_ext.dispatch.load import backend, reference_forced
 from cuda_ext.ops.optim.adam import FusedAdam, is_plain
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.fused_support import unsupported_reason
@@ -15,8 +15,9 @@ from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.primitives.registry import FIRST, titled
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.config import DistributedTrainerConfig, RunConfig
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.run.config import RunConfig
+    from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 _MOST_VIEWS, _MOST_LENS_VIEWS = 128, 96
 
@@ -64,21 +65,14 @@ def _decided(
                 f"--fused-steps always: steps cannot be fused, for {reason}. Change that, or use --fused-steps auto."
             )
         return True, ""
-    if reason is None and not kernels_serve(_first_rows(pipeline.model.means)):
-        reason = "gsplat's kernels serve instead of ours"
+    if reason is None and reference_forced():
+        reason = "NS_MULTIGPU_OPS=reference switches our kernels off"
     return reason is None, reason or ""
 
 
 def _on_gpu(world: World) -> bool:
     device = world.device
     return device.type == "cuda" or (device.type == "multigpu" and not torch.ops.multigpu.is_host())
-
-
-def _first_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; of one on `multigpu` the first GPU's rows."""
-    if tensor.device.type != "multigpu":
-        return tensor
-    return torch.get_device_module(tensor.device).member_rows(tensor)[0]
 
 
 def check_requests(pipeline: "DistributedPipeline", *, fused: bool) -> None:

@@ -93,7 +93,7 @@ def go_back(
         names: names of the parameters' optimizers.
     """
     groups = [optimizers.optimizers[name] for name in names]
-    adam = AdamStep(groups, with_grads=False)
+    adam = AdamStep(groups)
     if lazy is not None and points.params:  # without points, no step was made that could defer any
         moments = [[points.moments[name][i] for name in ORDER] for i in (0, 1)]
         splat_flush(_flat([points.params[name] for name in ORDER]), _flat(moments[0]), _flat(moments[1]), lazy)

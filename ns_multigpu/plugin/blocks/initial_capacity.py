@@ -23,7 +23,7 @@ from ns_multigpu.plugin.blocks.step_capacities import Capacities
 from ns_multigpu.plugin.faults.out_of_memory import check_memory
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 _MOST_AT_FIRST = 1 << 22
 """Points of a run's first step up to which it has capacity to draw all; a step that needs more is retried with more."""

@@ -24,7 +24,7 @@ from ns_multigpu.plugin.blocks.step_inputs import StepInputs
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 
 class InputQueue:

@@ -10,7 +10,7 @@ from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 
 class Refining:

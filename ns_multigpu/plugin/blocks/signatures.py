@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ns_multigpu.plugin.model import surfaces
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 Signature: TypeAlias = tuple[int | None, int, bool, tuple[tuple[str, float], ...]]
 """(`SplatModel.degree`, downscale factor of images, whether statistics are counted, weights of further losses)."""

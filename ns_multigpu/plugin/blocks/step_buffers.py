@@ -21,7 +21,7 @@ from ns_multigpu.core.types import Patch, View
 from ns_multigpu.plugin.faults.errors import InputError
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 
 class StepBuffers:

@@ -24,7 +24,7 @@ from ns_multigpu.plugin.model.batch_scaling import next_rates
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 TOGETHER = 8
 """Maximum number of steps drawn at once, and run at once if one graph can hold them."""

@@ -51,7 +51,7 @@ from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 MOST_STEPS = 64
 """Maximum number of steps of a block: a signal, or the viewer, may have to wait for so many."""
@@ -406,7 +406,7 @@ class Training:
         if counts:
             model.densifier.statistics(model.gauss_params, model.densifier_state)
         groups = [self._optimizers.optimizers[name] for name in self._names]
-        self._adam = AdamStep([self._optimizers.optimizers[name] for name in self._stepped], with_grads=False)
+        self._adam = AdamStep([self._optimizers.optimizers[name] for name in self._stepped])
         if not self._points.has_capacity(model.most_points):
             self._release_step()  # free the old storage for the larger one
         is_kept = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)

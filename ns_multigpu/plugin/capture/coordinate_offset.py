@@ -120,10 +120,10 @@ def save_transform(outputs: DataparserOutputs, folder: Path) -> Offset:
 
 def offset_line(offset: Offset) -> str:
     """Return the line about an offset that a run prints at its start."""
-    numbers = " ".join(f"{value:.12g}" for value in offset)
+    numbers = " ".join(f"{value + 0.0:.12g}" for value in offset)  # no -0
     return (
-        f"Offset {numbers} subtracted from the capture's coordinates, which float32 cannot hold. Exports with "
-        "--save-world-frame are in the capture's coordinates."
+        f"Offset {numbers} subtracted from the capture's coordinates: its cameras are far from the origin, where "
+        "float32 is coarse. Exports with --save-world-frame are in the capture's coordinates."
     )
 
 

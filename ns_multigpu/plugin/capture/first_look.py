@@ -6,6 +6,7 @@ reported before processes start and before a run folder exists.
 
 import dataclasses
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -111,6 +112,9 @@ def first_look(
         found.problems.append(f"--data {data}: it is a file, and a capture is a folder.{_other_format(data)}")
         return found
     parser = dataclasses.replace(parser, data=data)
+    for name in ("scale_factor", "scene_scale"):
+        if not 0 < (value := getattr(parser, name, 1.0)) < math.inf:
+            found.problems.append(f"--{name.replace('_', '-')} {value}: give a number above 0")
     if isinstance(parser, ColmapDataParserConfig):
         images = _of_colmap(parser, found)
     else:
@@ -530,8 +534,8 @@ def _look_for_twins(names: Sequence[str], held_out: Iterable[str], found: Findin
     twins = [name for name, count in Counter(names).items() if count > 1]
     if not twins:
         return
-    both = " It is trained with and held out: its score will be too good" if set(twins) & set(held_out) else ""
-    found.notes.append(f"Listed more than once: {_some(twins)}.{both}")
+    both = ". It is trained with and held out: its score will be too good" if set(twins) & set(held_out) else ""
+    found.notes.append(f"Listed more than once: {_some(twins)}{both}")
 
 
 def _look_at_images(images: Sequence[_Image], found: Findings) -> None:

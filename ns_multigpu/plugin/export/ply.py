@@ -159,10 +159,14 @@ def run_checkpoint(config: Path, step: int | None) -> Path:
         InputError: no checkpoint is found.
     """
     if not config.is_file():
-        raise InputError(f"--load-config {config}: there is no such file. Give the config.yml of a run.")
+        what = "it is a folder" if config.is_dir() else "there is no such file"
+        raise InputError(f"--load-config {config}: {what}. Give the config.yml of a run.")
     models = config.parent / "nerfstudio_models"
     if not checkpoints_in(models):
-        settings = yaml.load(config.read_text(), Loader=yaml.Loader)  # as nerfstudio's commands do
+        try:
+            settings = yaml.load(config.read_text("utf8"), Loader=yaml.Loader)  # as nerfstudio's commands do
+        except (UnicodeDecodeError, yaml.YAMLError):
+            settings = None
         if not hasattr(settings, "get_checkpoint_dir"):
             raise InputError(f"--load-config {config}: this is not the config.yml of a run.")
         next_to = config.parent / settings.relative_model_dir

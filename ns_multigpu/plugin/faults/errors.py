@@ -137,9 +137,17 @@ def show_uncaught() -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. On success it is renamed to `path`, on failure removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Yield the path of an empty temporary file. On success it is renamed to `path`, on failure removed.
+
+    Raises:
+        InputError: its folder cannot be made or written.
+    """
     part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}. Choose another place.") from error
     try:
         yield part
         part.replace(path)

@@ -334,9 +334,7 @@ def check_operators(device_type: str, problem: str | None) -> None:
         InputError: they are missing. Without them training would take days, so it must be requested.
     """
     if problem is not None:
-        raise InputError(
-            f"The native operators that training on {device_type.upper()} needs cannot be built. {problem}"
-        )
+        raise InputError(f"The native operators that training on {device_type.upper()} needs cannot be used. {problem}")
 
 
 def prepare_operators(device_type: Literal["cpu", "cuda", "mps"]) -> None:

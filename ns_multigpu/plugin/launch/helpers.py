@@ -39,7 +39,7 @@ class Helpers:
 
     def __init__(self, count: int, device_type: Literal["cpu", "cuda"]) -> None:
         self._count, self._ending = count, False
-        preload(["ns_multigpu.plugin.train.config"])
+        preload(["ns_multigpu.plugin.run.config"])
         self._ranks = RankProcesses(help_rank_0, (device_type,), count + 1, first=1)
         atexit.register(self.end)
         threading.Thread(target=self._watch, name="helpers", daemon=True).start()

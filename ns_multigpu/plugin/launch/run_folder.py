@@ -67,7 +67,7 @@ def note_name(folder: Path, name: str, starts: Sequence[Start]) -> None:
         starts: what the ranks say.
 
     Raises:
-        OSError: it cannot be written.
+        InputError: it cannot be written.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return

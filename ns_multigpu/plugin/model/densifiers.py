@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ANY_NUMBER = 1 << 40
 """Placeholder cap without effect: one that suits the capture is chosen once the capture is known
-(`train/capacity.py`)."""
+(`splats/capacity.py`)."""
 
 
 def make_densifier(

@@ -69,6 +69,8 @@ def check_primitive(options: "SplatModelConfig", strategy: str) -> None:
                 f"--pipeline.model.{name.replace('_', '-')} {value} is not for {kind.title} "
                 f"(--pipeline.model.primitive {options.primitive}): {why}."
             )
+    if not 0 <= options.sh_degree <= 3:
+        raise InputError(f"--pipeline.model.sh-degree {options.sh_degree}: give 0 to 3.")
     if options.far_plane is not None and not options.far_plane > NEAR:
         raise InputError(
             f"--pipeline.model.far-plane {options.far_plane}: give a depth above that of the near plane, {NEAR}."

@@ -61,7 +61,7 @@ def read_camera_path(path: Path) -> dict[str, Any]:
 
 
 def check_camera_path(path: Path, path_json: dict[str, Any], types: Sequence[str] | None) -> tuple[int, int]:
-    """Check a path's content; return its width and height.
+    """Check a path's content, and make its crop's numbers floats; return its width and height.
 
     Args:
         types: types of cameras that can be drawn; None for all.
@@ -106,6 +106,7 @@ def _check_crop(path: Path, crop: Any) -> None:
         values = crop.get(name, [0, 0, 0] if name == "crop_rot" else None)
         if not isinstance(values, list) or len(values) != 3 or not all(map(_is_finite, values)):
             raise InputError(f"{_name(path)}: the crop's {name} is {values!r}. Give three numbers, such as [0, 0, 0].")
+        crop[name] = [float(value) for value in values]  # nerfstudio fails on whole numbers
     colour = crop.get("crop_bg_color")
     if not isinstance(colour, dict) or not all(_is_finite(colour.get(name)) for name in "rgb"):
         raise InputError(

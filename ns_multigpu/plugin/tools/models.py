@@ -26,10 +26,10 @@ from ns_multigpu.plugin.launch.launcher import run_workers, use_own_share_of_cor
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
 from ns_multigpu.plugin.render.team import RENDER_MEMORY, Devices, asked_for, free_memory
+from ns_multigpu.plugin.run.config import RunConfig, read_config
+from ns_multigpu.plugin.run.pipeline import RunPipeline, RunPipelineConfig
 from ns_multigpu.plugin.tools.meshing import Meshing
 from ns_multigpu.plugin.tools.rendering import FilmRendering
-from ns_multigpu.plugin.train.config import RunConfig, read_config
-from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
 
 _LONGEST_PAUSE = timedelta(days=30)
 """Timeout of the control group: rank 0 may write a long video between two images. A worker that dies is detected at

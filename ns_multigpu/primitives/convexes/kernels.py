@@ -37,7 +37,6 @@ class ConvexKernels(PartKernels):
 
     parameters = names(SCHEMA)
     title = "3D convexes"
-    operator = "convexes"
     layout = CONVEX_PARTS
     record_floats = CONVEX_PARTS.record_floats
     at_once = 1 << 19

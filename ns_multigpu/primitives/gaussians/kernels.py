@@ -73,13 +73,11 @@ class GaussianKernels(GaussianRowKernels):
         finite_flag_views: range | None, v_viewmats: Tensor | None = None,
     ) -> None:  # fmt: skip
         statistics = model.statistics
-        if self.depth:  # a fourth number of features says that gradients have one of the depth
-            rows = rows._replace(features=torch.nn.functional.pad(rows.features, (0, 1)))
         splat_update(
             model.params, model.exp_avgs, model.exp_avg_sqs, scalars=scalars, viewmats=cameras.viewmats, Ks=cameras.Ks,
-            sizes=cameras.sizes, rows=rows, gradients=records, degree=self.degree, eps2d=self.eps2d, near=self.near,
+            sizes=cameras.sizes, rows=rows, records=records, degree=self.degree, eps2d=self.eps2d, near=self.near,
             far=self.far, antialiased=self.antialiased, absgrad=self.absgrad, grad2d=statistics.get("grad2d"),
-            seen=statistics.get("count"), radii_max=statistics.get("radii"),
+            seen=statistics.get("count"), radii_max=statistics.get("radii"), depth=self.depth,
             opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy,
             finite_flag=finite_flag, finite_flag_views=finite_flag_views, boxes=model.boxes,
             v_viewmats=v_viewmats, needles=self.needles, max_ratio=self.max_ratio,

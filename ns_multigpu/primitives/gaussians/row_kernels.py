@@ -30,8 +30,8 @@ class GaussianRowKernels(Kernels):
         geometry = (rows.means2d, rows.conics, rows.opacities)
         return ReceivedRows(rows.view_ids, *geometry, rows.features, rows.depths, rows.radii, owners, slots)
 
-    def pack(self, rows: SplatRows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        pack(rows, place, segments, capacity, first, end)
+    def pack(self, rows: SplatRows, place: Tensor, segments: Tensor, capacity: int) -> None:
+        pack(rows, place, segments, capacity)
 
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> ReceivedRows:
         return unpack(records, counts, views)

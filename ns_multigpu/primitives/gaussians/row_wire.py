@@ -39,9 +39,9 @@ class GaussianRowWire(RowWire):
     def gradient_words(self) -> int:
         return gradient_words(half=self.half, absgrad=self.absgrad, depth=self.depth)
 
-    def pack(self, rows: SplatRows, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
+    def pack(self, rows: SplatRows, place: Tensor, wire: Tensor, to: WireSegments) -> None:
         where = (place, wire, to.starts, to.capacities, to.rank)
-        pack_wire(rows, *where, half=self.half, slots=self.slots, first=first, end=end)
+        pack_wire(rows, *where, half=self.half, slots=self.slots)
 
     def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> ReceivedRows:
         where = (wire, come.starts, come.capacities, counts, come.rank, views)

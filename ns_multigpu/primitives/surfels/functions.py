@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.raster.surfels import SurfelPixels, SurfelProjection, project_surfels, rasterize_surfels
+from cuda_ext.ops.raster.surfels import SURFELS, SurfelPixels, SurfelProjection
 from cuda_ext.reference.projection import in_lens, is_lens
 from cuda_ext.reference.surfels import surfel_radii
-from ns_multigpu.core.types import Hits, Points, Splats, View
+from ns_multigpu.core.types import Points, Splats, View
 from ns_multigpu.primitives.boxed import BoxedPrimitive
 from ns_multigpu.primitives.canvas import Canvas
 from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.functions import CUTOFF, extents_of
-from ns_multigpu.primitives.radius_clip import clip_rows
 from ns_multigpu.primitives.surfels.kernels import SURFEL_PARTS, SurfelKernels
 from ns_multigpu.primitives.surfels.schema import CHANNELS, SCHEMA
 
@@ -41,8 +40,7 @@ class Surfels(BoxedPrimitive):
 
     schema = SCHEMA
     layout = SURFEL_PARTS
-    row_type = SurfelProjection
-    rasterize = rasterize_surfels
+    operators = SURFELS
     shown = {"normals": 3}  # noqa: RUF012 - a class's, and never changed
     median = True
 
@@ -63,28 +61,13 @@ class Surfels(BoxedPrimitive):
         return extents_of(points, lambda some: rotations(some["quats"])[:, :, :2] * some["scales"].exp()[:, None, :])
 
     @torch.no_grad()
-    def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
-        """See `Primitive.cull`: points that may be visible in their complete view, see `overlapping`."""
-        means = points.params["means"]
-        found = [torch.empty(0, dtype=torch.int64, device=means.device)]
-        counts: list[int] = []
-        for v in wanted:
-            view = views[v]
-            found.append(self.overlapping(points, view.viewmat, view.K, (view.width, view.height)).nonzero()[:, 0])
-            counts.append(len(found[-1]))
-        repeats = torch.tensor(counts, dtype=torch.int64, device=means.device)
-        view_ids = torch.tensor(list(wanted), dtype=torch.int32, device=means.device).repeat_interleave(repeats)
-        return Hits(view_ids, torch.cat(found).int())
-
-    @torch.no_grad()
     def overlapping(self, points: Points, viewmat: Tensor, K: Tensor, size: Sequence[int]) -> Tensor:
-        """Return a mask [N] of the points whose sphere, with the filter's disc, may overlap the frustum of a view.
+        """See `BoxedPrimitive.overlapping`: points whose sphere, with the filter's disc, may overlap the frustum.
+
+        With a lens they are those in its cone.
 
         Points next to the camera or across its plane have no bounded box on the screen, and would be tested in every
         tile.
-
-        Args:
-            viewmat: [4, 4]. K: [3, 3], or [7, 3] with a lens: then those in its cone. size: width and height, pixels.
         """
         means = points.params["means"].detach()
         half_extents = self.activated(points, "scales").detach().amax(-1) * CUTOFF
@@ -131,17 +114,10 @@ class Surfels(BoxedPrimitive):
         refuse_options(options, SurfelKernels.title)
         return SurfelKernels(self, bool(options.get("depth")), losses)
 
-    def project(
-        self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
-    ) -> SurfelProjection:
-        """Return the screen geometry of rows; see `cuda_ext.ops.raster.surfels.project_surfels`."""
-        params = points.params
-        rows = project_surfels(
-            params["means"], params["quats"], self.activated(points, "scales"),
-            self.activated(points, "opacities").reshape(-1), viewmats, Ks, sizes=sizes, view_ids=view_ids,
-            point_ids=point_ids, near=self.near, far=self.far,
-        )  # fmt: skip
-        return clip_rows(rows, self.radius_clip)
+    def columns(self, points: Points) -> tuple[Tensor, ...]:
+        """See `BoxedPrimitive.columns`."""
+        scales, opacities = self.activated(points, "scales"), self.activated(points, "opacities")
+        return points.params["means"], points.params["quats"], scales, opacities.reshape(-1)
 
 
 def screen_radii(splats: Splats) -> Tensor:

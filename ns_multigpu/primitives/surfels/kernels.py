@@ -45,7 +45,6 @@ class SurfelKernels(PartKernels):
 
     parameters = names(SCHEMA)
     title = "2D Gaussians"
-    operator = "surfels"
     layout = SURFEL_PARTS
     record_floats = SURFEL_PARTS.record_floats
 

@@ -40,7 +40,7 @@ def exchanged(wire: ColumnWire, rows: ColumnRows, place: Tensor) -> ColumnRows:
     """Return what this rank receives if every rank sends to it what it sends to that rank, and its own rows."""
     there = segments(wire.row_words)
     memory = torch.full((wire.row_words * (SIZES[0] + SIZES[2]),), -7, dtype=torch.int32)
-    wire.pack(rows, place, memory, there, 0, place.shape[1])
+    wire.pack(rows, place, memory, there)
     received: ColumnRows = wire.unpack(memory, there, torch.tensor(SIZES), 3)
     wire.keep(rows, place[RANK], received, there, RANK)
     return received
@@ -72,7 +72,7 @@ def test_no_rows_and_a_single_one(half: bool) -> None:
         columns = columns_of(rows, torch.float32)
         wire, none = wire_of(columns, half=half), torch.zeros(0, dtype=torch.int32)
         place, there = torch.zeros(1, rows, dtype=torch.int32), WireSegments((LOCAL,), (rows,), 0)
-        wire.pack(ColumnRows(columns), place, none, there, 0, rows)
+        wire.pack(ColumnRows(columns), place, none, there)
         received = wire.unpack(none, there, torch.tensor([rows]), 1)
         wire.keep(ColumnRows(columns), place[0], received, there, 0)
         for name, column in columns.items():
@@ -114,7 +114,7 @@ def test_numbers_of_any_size_keep_their_bits() -> None:
     there, place = WireSegments((0, LOCAL), (4000, 0), 1), torch.arange(4000, dtype=torch.int32).expand(2, -1).clone()
     place[1] = -1
     memory = torch.zeros(4000 * wire.row_words, dtype=torch.int32)
-    wire.pack(ColumnRows(columns), place, memory, there, 0, 4000)
+    wire.pack(ColumnRows(columns), place, memory, there)
     received = wire.unpack(memory, there, torch.tensor([4000, 0]), 1).columns
     back = torch.cat([received[name] for name in GEOMETRY], dim=1)
     assert torch.equal(back[:, :2], rows[:, :2]) and torch.equal(back[:, 9], rows[:, 9])

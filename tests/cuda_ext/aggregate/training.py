@@ -19,7 +19,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.forward import Forward
 from ns_multigpu.plugin.blocks.device_steps import DeviceStep
 from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, start
 from tests.plugin.blocks.tried_steps import start_with_small_capacity
 

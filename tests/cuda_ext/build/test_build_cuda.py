@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -35,7 +36,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("OPS", "CUDA", "CUDA_LIBRARY"):
         monkeypatch.delenv(f"NS_MULTIGPU_{name}", raising=False)
     monkeypatch.setenv("NS_MULTIGPU_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_cuda, "_native", None)
+    monkeypatch.setattr(_cuda, "_loaded", False)
     monkeypatch.setattr(_cuda, "PACKAGED", tmp_path / "no.so")
     monkeypatch.setattr(_toolkit, "visible_architectures", lambda: ("90",))
     return tmp_path / "cache"
@@ -65,23 +66,32 @@ def written(path: Path, info: str) -> Path:
 def test_no_nvcc_names_both_remedies() -> None:
     problem = cuda_ext.compiler_problem("cuda")
     assert problem is not None and cuda_ext.backend("cuda") == "native"
-    for part in ("no nvcc", "CUDA_HOME", 'pip install "nvidia-cuda-nvcc==13.0.*"', "NS_MULTIGPU_CUDA=gsplat", "slower"):
+    for part in ("no nvcc", "CUDA_HOME", 'pip install "nvidia-cuda-nvcc==13.0.*"', "NS_MULTIGPU_OPS=reference", "slow"):
         assert part in problem
-    with pytest.raises(NativeBuildError, match="NS_MULTIGPU_CUDA=gsplat"):
+    with pytest.raises(NativeBuildError, match="NS_MULTIGPU_OPS=reference"):
         cuda_ext.build_native("cuda")
-    with pytest.raises(NativeBuildError, match="NS_MULTIGPU_CUDA=gsplat"):
+    with pytest.raises(NativeBuildError, match="NS_MULTIGPU_OPS=reference"):
         _cuda.load()
 
 
 @pytest.mark.usefixtures("no_nvcc")
-def test_gsplat_and_the_reference_need_no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_CUDA", "gsplat")
-    assert cuda_ext.compiler_problem("cuda") is None and cuda_ext.backend("cuda") == "gsplat"
-    monkeypatch.setenv("NS_MULTIGPU_CUDA", "fast")
-    with pytest.raises(ValueError, match="'fast'; it must be native or gsplat"):
-        cuda_ext.backend("cuda")
+def test_the_reference_needs_no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NS_MULTIGPU_OPS", "reference")
     assert cuda_ext.compiler_problem("cuda") is None and cuda_ext.backend("cuda") == "reference"
+
+
+@pytest.mark.parametrize("value", ["gsplat", "native"])
+def test_the_removed_variable_is_named_with_the_remedy(
+    value: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NS_MULTIGPU_CUDA_LIBRARY", str(written(tmp_path / "good.so", _cuda.library().info())))
+    assert cuda_ext.compiler_problem("cuda") is None
+    monkeypatch.setenv("NS_MULTIGPU_CUDA", value)
+    said = f"NS_MULTIGPU_CUDA={value}: .* Unset it, or set NS_MULTIGPU_OPS=reference"
+    assert re.match(said, str(cuda_ext.compiler_problem("cuda")))
+    for act in (_cuda.build, _cuda.load):
+        with pytest.raises(NativeBuildError, match=said):
+            act()
 
 
 def test_fake_tensors_compile_nothing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +162,7 @@ def test_a_prebuilt_library_must_fit(fresh: Path, tmp_path: Path, monkeypatch: p
     assert "cannot be read" in str(cuda_ext.compiler_problem("cuda"))
     monkeypatch.setenv("NS_MULTIGPU_CUDA_LIBRARY", str(good))
     assert cuda_ext.compiler_problem("cuda") is None and cuda_ext.build_native("cuda") == good
-    with pytest.raises(NativeBuildError, match=r"do not load.*NS_MULTIGPU_CUDA=gsplat"):
+    with pytest.raises(NativeBuildError, match=r"do not load.*NS_MULTIGPU_OPS=reference"):
         _cuda.load()
 
 

@@ -36,8 +36,7 @@ void pose_gradients(const Arguments* a) {
   launch.compact = a->compact != 0;
   launch.points = a->points;
   launch.rest_floats = a->rest_floats;
-  launch.rows = {nullptr, a->point_ids, nullptr, nullptr, a->features, a->radii, a->rows, 3, 1};
-  launch.gradients.records = a->records;
+  launch.rows = {nullptr, a->point_ids, nullptr, nullptr, a->features, a->radii, a->records, a->rows, 1, false};
   launch.settings = {a->degree, 0.3f, true, false, 0.0f, 0.0f};
   launch.starts = a->starts;
   launch.lazy = {a->last, a->table, nullptr};

@@ -56,8 +56,7 @@ def test_rows_there(real: int, padding: int, ranks: int, capacity: int, half: bo
     wires = [torch.full((layout.words,), 7, dtype=torch.int32, device=device) for device in ("cpu", "cuda")]
     for wire, one in zip(wires, (rows, rows.to("cuda")), strict=True):
         where = (place.to(wire.device), wire, layout.starts, capacities, ranks - 1)
-        for first, end in ((0, len(rows) // 3), (len(rows) // 3, len(rows))):
-            pack_wire(one, *where, half=half, slots=slots, first=first, end=end)
+        pack_wire(one, *where, half=half, slots=slots)
     assert_same_bits(wires[1], wires[0])
     columns = [
         unpack_wire(wire, layout.starts, capacities, counts.to(wire.device), ranks - 1, 2, half=half, slots=slots)
@@ -127,6 +126,6 @@ def test_wrong_arguments_are_named() -> None:
     wire = torch.zeros(144, dtype=torch.int32, device="cuda")
     op = torch.ops.ns_multigpu.pack_wire
     with pytest.raises(ValueError, match="in place"):
-        op(*rows.packed(), place, wire.repeat(2)[::2], [0], [12], 0, False, False, 0, 12)
+        op(*rows.packed(), place, wire.repeat(2)[::2], [0], [12], 0, False, False)
     with pytest.raises(TypeError, match="wire"):
         pack_wire(rows, place, wire.cpu(), [0], [12], 0, half=False, slots=False)

@@ -244,6 +244,8 @@ def test_columns_of_unequal_lengths_are_named() -> None:
 def test_opcheck(device: str) -> None:
     rows, patches = make_rows(20, 4).to(device), numbers(bands(2, 2), 2)
     place, counts = rows.route(patches, 2)
+    inputs = (rows.view_ids, rows.count, rows.means2d, rows.radii, patches, 2, place, counts)
+    torch.library.opcheck(OPS.route_lines.default, inputs)
     segments = [torch.zeros(1, 24, 16, device=device) for _ in range(2)]
     torch.library.opcheck(OPS.pack.default, (*rows.packed(), place, addresses(segments, 0), 24))
     assert bool(segments[0].any())

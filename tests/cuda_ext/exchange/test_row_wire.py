@@ -318,7 +318,7 @@ def test_opcheck() -> None:
     rows = splats(make_rows(20, 4))
     place, counts = rows.route(numbers(bands(2, 2), 2), 2)
     starts, capacities, wire = [0, 400], [20, 24], torch.zeros(800, dtype=torch.int32)
-    given = (*rows.packed(), place, wire, starts, capacities, 0, True, True, 0, 24)
+    given = (*rows.packed(), place, wire, starts, capacities, 0, True, True)
     torch.library.opcheck(OPS.pack_wire.default, given, test_utils="test_schema")
     OPS.pack_wire(*given)
     came = (wire, starts, capacities, counts, 0, True, True, 2)

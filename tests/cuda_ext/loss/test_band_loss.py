@@ -1,4 +1,4 @@
-"""`band_loss`: the loss of a whole view and its gradient by what was blended, from one rectangle or from many."""
+"""`band_loss_into`: the loss of a whole view and its gradient by what was blended, from one rectangle or from many."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,12 +9,21 @@ import torch
 from pytorch_msssim import SSIM
 from torch import Tensor
 
-from cuda_ext import Band, BandLoss, band_loss, band_loss_into, composite, l1_ssim
+from cuda_ext import Band, band_loss_into, composite, l1_ssim
 from tests.lib.ranks import DEVICES
 
 OPS = torch.ops.ns_multigpu
 Rectangle = tuple[int, int, int, int]
 BACKGROUND = (0.2, 0.1, 0.9)
+
+
+class Losses(NamedTuple):
+    """Results of a rectangle: rgb [h,w,3], loss [], v_out [h w,3], v_alpha [h w]."""
+
+    rgb: Tensor
+    loss: Tensor
+    v_out: Tensor
+    v_alpha: Tensor
 
 
 class Rendering(NamedTuple):
@@ -34,9 +43,12 @@ class Rendering(NamedTuple):
         alpha = self.alpha.view(h, w)[y0:y1, x0:x1].reshape(-1)
         return self._replace(out=out, alpha=alpha, target=self.target[y0:y1, x0:x1].contiguous())
 
-    def run(self, inner: Rectangle | None = None) -> BandLoss:
+    def run(self, inner: Rectangle | None = None) -> Losses:
         h, w = self.target.shape[:2]
-        return band_loss(*self[:4], inner or (0, 0, w, h), self.v_l1, self.v_ssim, self.clamp)
+        results = results_of(self)
+        results.loss.zero_()
+        into(self, inner or (0, 0, w, h), results)
+        return results
 
 
 def rendering(
@@ -54,12 +66,12 @@ def rendering(
     shown = (smooth + torch.randn(smooth.shape, generator=g, device=device) * 0.15).view(-1, 3).to(dtype)
     behind = torch.tensor(background, dtype=dtype, device=device)
     target = (smooth * 255).to(torch.uint8)
-    v = [torch.tensor(value, dtype=dtype, device=device) for value in (0.8, -0.3)]
+    v = [torch.tensor(value, dtype=dtype, device=device) for value in (0.8, 0.3)]
     image = target if byte_target else (target.to(dtype) / 255).roll(1, 0)
     return Rendering(shown - (1 - alpha)[:, None] * behind, alpha, behind, image, *v)
 
 
-def expected(r: Rendering) -> BandLoss:
+def expected(r: Rendering) -> Losses:
     """Of a whole view, in float64 by autograd and pytorch_msssim's formula, from the very numbers of `r`."""
     h, w = r.target.shape[:2]
     out, alpha = r.out.double().requires_grad_(), r.alpha.double().requires_grad_()
@@ -72,8 +84,8 @@ def expected(r: Rendering) -> BandLoss:
         tap = torch.arange(-5, 6, dtype=torch.float64).square().div(-2 * 1.5**2).exp()  # theirs are float32's
         module.win = (tap / tap.sum()).expand(3, 1, 1, 11).to(out.device)
         ssim = module(*(x.permute(2, 0, 1)[None] for x in (rgb, target))) * (3 * (h - 10) * (w - 10))
-    grads = torch.autograd.grad(r.v_l1.double() * l1 + r.v_ssim.double() * ssim, (out, alpha))
-    return BandLoss(rgb.detach(), l1.detach(), ssim.detach(), *grads)
+    loss = r.v_l1.double() * l1 + r.v_ssim.double() * ssim
+    return Losses(rgb.detach(), loss.detach(), *torch.autograd.grad(loss, (out, alpha)))
 
 
 def assert_near(actual: Tensor, wanted: Tensor, relative: float) -> None:
@@ -85,10 +97,10 @@ def assert_near(actual: Tensor, wanted: Tensor, relative: float) -> None:
 
 
 def assert_bands_add_up(
-    r: Rendering, wanted: BandLoss, cuts_x: tuple[int, ...], cuts_y: tuple[int, ...], halo: int, relative: float
+    r: Rendering, wanted: Losses, cuts_x: tuple[int, ...], cuts_y: tuple[int, ...], halo: int, relative: float
 ) -> None:
     h, w = r.target.shape[:2]
-    sums = torch.zeros(2, dtype=torch.float64, device=r.out.device)
+    loss = torch.zeros((), dtype=torch.float64, device=r.out.device)
     v_out, v_alpha = torch.zeros_like(r.out).view(h, w, 3), torch.zeros_like(r.alpha).view(h, w)
     for x0, x1 in pairwise(cuts_x):
         for y0, y1 in pairwise(cuts_y):
@@ -96,7 +108,7 @@ def assert_bands_add_up(
             part = (slice(top, bottom), slice(left, right))
             found = r.cut(left, top, right, bottom).run((x0 - left, y0 - top, x1 - left, y1 - top))
             assert_near(found.rgb, wanted.rgb[part], min(relative, 1e-6))
-            sums += torch.stack([found.l1, found.ssim])
+            loss += found.loss
             # Every pixel's gradient comes from the rectangle that owns it, so other rectangles must add zero.
             v_out[part] += found.v_out.view(bottom - top, right - left, 3)
             v_alpha[part] += found.v_alpha.view(bottom - top, right - left)
@@ -104,7 +116,7 @@ def assert_bands_add_up(
             beyond[y0 - top : y1 - top, x0 - left : x1 - left] = False
             beyond = beyond.view(-1)
             assert not found.v_out[beyond].any() and not found.v_alpha[beyond].any()
-    torch.testing.assert_close(sums, torch.stack([wanted.l1, wanted.ssim]), rtol=max(relative / 10, 1e-10), atol=1e-9)
+    torch.testing.assert_close(loss, wanted.loss, rtol=max(relative / 10, 1e-10), atol=1e-9)
     assert_near(v_out.view(-1, 3), wanted.v_out, relative)
     assert_near(v_alpha.view(-1), wanted.v_alpha, relative)
 
@@ -116,7 +128,6 @@ def assert_bands_add_up(
 def test_of_a_whole_view(height: int, width: int, dtype: torch.dtype, relative: float, byte_target: bool) -> None:
     r = rendering(height, width, dtype, byte_target=byte_target)
     found, wanted = r.run(), expected(r)
-    assert found.rgb.dtype == found.l1.dtype == dtype
     for got, want in zip(found, wanted, strict=True):
         assert got.shape == want.shape
         assert_near(got, want, relative)
@@ -142,7 +153,7 @@ def test_halo_needs_ten_pixels() -> None:
     for halo, right in ((10, True), (9, False), (5, False)):
         found = r.cut(0, 0, 30, 20 + halo).run((0, 0, 30, 20))
         rest = r.cut(0, 20 - halo, 30, 40).run((0, halo, 30, 20 + halo))
-        torch.testing.assert_close(found.ssim + rest.ssim, wanted.ssim, rtol=1e-10, atol=0)
+        torch.testing.assert_close(found.loss + rest.loss, wanted.loss, rtol=1e-10, atol=0)
         assert torch.allclose(found.v_out[: 20 * 30], wanted.v_out[: 20 * 30], rtol=1e-9, atol=1e-12) == right
 
 
@@ -159,8 +170,7 @@ def test_rectangle_without_own_pixels_is_composited_only(inner: Rectangle) -> No
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_empty_rectangle(device: str) -> None:
     found = rendering(0, 5, torch.float32, device=device).run()
-    assert [tuple(t.shape) for t in found] == [(0, 5, 3), (), (), (0, 3), (0,)]
-    assert found.l1 == 0 and found.ssim == 0
+    assert [tuple(t.shape) for t in found] == [(0, 5, 3), (), (0, 3), (0,)] and found.loss == 0
 
 
 @pytest.mark.usefixtures("native")
@@ -169,8 +179,8 @@ def test_is_what_the_other_operators_give() -> None:
     leaves = (r.out.clone().requires_grad_(), r.alpha.clone().requires_grad_())
     rgb = composite(*leaves, r.background).view(33, 41, 3)
     l1, ssim, _ = l1_ssim(rgb, r.target, (0, 0, 41, 33))
-    grads = torch.autograd.grad(r.v_l1 * l1 + r.v_ssim * ssim, leaves)
-    for got, want in zip(r.run(), (rgb, l1, ssim, *grads), strict=True):
+    loss = r.v_l1 * l1 + r.v_ssim * ssim
+    for got, want in zip(r.run(), (rgb, loss, *torch.autograd.grad(loss, leaves)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
@@ -181,31 +191,30 @@ def test_clamped_colours_have_no_gradient() -> None:
     found = r.run()
     assert found.v_out[100, 0] == 0 and found.v_out[100, 1] == 0 and found.v_out[200, 2] == 0
     assert found.rgb.view(-1, 3)[100].tolist() == [0, 1, 1] and found.rgb.view(-1, 3)[200, 2].isnan()
-    assert found.l1.isnan() and found.ssim.isnan()  # what has gone wrong shows
+    assert found.loss.isnan()  # what has gone wrong shows
     assert bool(found.v_out[r.out.isnan().roll(1, 0)].isnan().all())
     clean = r._replace(out=r.out.nan_to_num(0.5)).run()
     assert clean.v_out[100, 2] != 0 and clean.v_out[200, 0] != 0 and bool(clean.v_out.isfinite().all())
 
 
-def results_of(r: Rendering) -> dict[str, Tensor]:
-    """Return buffers for `into`."""
-    return {
-        "rgb": torch.empty_like(r.target, dtype=r.out.dtype), "loss": torch.full_like(r.v_l1, 2),
-        "v_out": torch.empty_like(r.out), "v_alpha": torch.empty_like(r.alpha),
-    }  # fmt: skip
+def results_of(r: Rendering) -> Losses:
+    """Return buffers for `into`, with a loss to add to."""
+    shapes = (r.target.shape, r.out.shape, r.alpha.shape)
+    rgb, v_out, v_alpha = (torch.empty(shape, dtype=r.out.dtype, device=r.out.device) for shape in shapes)
+    return Losses(rgb, torch.full_like(r.v_l1, 2), v_out, v_alpha)
 
 
 def into(
-    r: Rendering, inner: Rectangle, results: dict[str, Tensor], last: Tensor | None = None, offset: float = 0.0,
-    scale: float = 1.0,
-) -> None:  # fmt: skip
+    r: Rendering, inner: Rectangle, results: Losses, last: Tensor | None = None, offset: float = 0.0, scale: float = 1.0
+) -> None:
     """Write `band_loss_into`'s results of one rectangle."""
-    band = Band(r.target, inner, r.background, r.v_l1, r.v_ssim, results["rgb"], results["loss"], offset)
-    v_out, v_alpha = results["v_out"], results["v_alpha"]
+    rgb, loss, v_out, v_alpha = results
+    band = Band(r.target, inner, r.background, r.v_l1, r.v_ssim, rgb, loss, offset)
     band_loss_into(r.out, r.alpha, [band], scale=scale, v_out=v_out, v_alpha=v_alpha, last=last, clamp=r.clamp)
 
 
-def assert_into_is_the_same(r: Rendering, inner: Rectangle) -> None:
+def assert_losses_are_scaled_and_added(r: Rendering, inner: Rectangle) -> None:
+    """And `last` is marked beyond the own pixels."""
     h, w = r.target.shape[:2]
     results = results_of(r)
     last = torch.arange(h * w, dtype=torch.int32, device=r.out.device)
@@ -213,9 +222,8 @@ def assert_into_is_the_same(r: Rendering, inner: Rectangle) -> None:
     for _ in range(2):
         into(r, inner, results, last, 0.25, 4.0)
     for name in ("rgb", "v_out", "v_alpha"):
-        assert torch.equal(results[name], getattr(wanted, name))
-    share = 0.25 + 4.0 * (r.v_l1 * wanted.l1 + r.v_ssim * wanted.ssim)
-    torch.testing.assert_close(results["loss"], 2 + 2 * share, rtol=1e-5, atol=0)
+        assert torch.equal(getattr(results, name), getattr(wanted, name))
+    torch.testing.assert_close(results.loss, 2 + 2 * (0.25 + 4.0 * wanted.loss), rtol=1e-5, atol=0)
     own = torch.zeros(h, w, dtype=torch.bool, device=last.device)
     own[inner[1] : inner[3], inner[0] : inner[2]] = True
     assert torch.equal(last, torch.where(own.view(-1), torch.arange(h * w, device=last.device), -1).int())
@@ -228,7 +236,7 @@ def assert_many_at_once(renderings: Sequence[Rendering]) -> None:
     out, alpha = (torch.cat([r[k] for r in renderings]) for k in range(2))
     v_out, v_alpha, last = torch.empty_like(out), torch.empty_like(alpha), torch.zeros_like(alpha, dtype=torch.int32)
     bands = [
-        Band(r.target, i, r.background, r.v_l1, r.v_ssim, found["rgb"], results[min(k, 1)]["loss"], 0.5 * k)
+        Band(r.target, i, r.background, r.v_l1, r.v_ssim, found.rgb, results[min(k, 1)].loss, 0.5 * k)
         for k, (r, i, found) in enumerate(zip(renderings, inners, results, strict=True))
     ]
     band_loss_into(out, alpha, bands, scale=2.0, v_out=v_out, v_alpha=v_alpha, last=last)
@@ -236,17 +244,17 @@ def assert_many_at_once(renderings: Sequence[Rendering]) -> None:
     for k, (r, inner, found) in enumerate(zip(renderings, inners, results, strict=True)):
         wanted, piece = r.run(inner), slice(start, start + len(r.out))
         start = piece.stop
-        losses[min(k, 1)] += 0.5 * k + 2.0 * float(r.v_l1 * wanted.l1 + r.v_ssim * wanted.ssim)
+        losses[min(k, 1)] += 0.5 * k + 2.0 * float(wanted.loss)
         assert_near(v_out[piece], wanted.v_out, 1e-6)
         assert_near(v_alpha[piece], wanted.v_alpha, 1e-6)
-        assert torch.equal(found["rgb"], wanted.rgb)
+        assert torch.equal(found.rgb, wanted.rgb)
         width, height = inner[2] - inner[0], inner[3] - inner[1]
         assert (
             int((last[piece] == 0).sum()) == width * height
             and int((last[piece] == -1).sum()) == len(r.out) - width * height
         )
-    for loss, wanted_loss in zip((results[0], results[1]), losses, strict=True):
-        assert float(loss["loss"]) == pytest.approx(wanted_loss, rel=1e-5)
+    for loss, wanted_loss in zip((results[0].loss, results[1].loss), losses, strict=True):
+        assert float(loss) == pytest.approx(wanted_loss, rel=1e-5)
 
 
 def test_many_at_once() -> None:
@@ -260,7 +268,7 @@ def test_colours_that_are_not_clamped() -> None:
     assert found.rgb.min() < 0 and found.rgb.max() > 1 and found.v_out.all()
     for got, want in zip(found, wanted, strict=True):
         assert_near(got, want, 1e-10)
-    assert_into_is_the_same(r, (4, 0, 53, 40))
+    assert_losses_are_scaled_and_added(r, (4, 0, 53, 40))
 
 
 @pytest.mark.usefixtures("native")
@@ -268,7 +276,7 @@ def test_colours_that_are_not_clamped() -> None:
 @pytest.mark.parametrize("inner", [(0, 0, 141, 133), (0, 12, 141, 20), (4, 0, 141, 133), (7, 7, 7, 7)])
 def test_into_given_tensors(inner: Rectangle, device: str) -> None:
     r = rendering(133, 141, torch.float32, device=device)
-    assert_into_is_the_same(r, inner)
+    assert_losses_are_scaled_and_added(r, inner)
     into(r, inner, results_of(r))
 
 
@@ -277,9 +285,7 @@ def test_into_given_tensors(inner: Rectangle, device: str) -> None:
 def test_opcheck(device: str) -> None:
     r = rendering(20, 22, torch.float32, device=device)
     r.run()  # makes sure that the operators are loaded
-    given = (*r[:4], [2, 0, 22, 18], r.v_l1, r.v_ssim)
-    torch.library.opcheck(OPS.band_loss.default, given, test_utils="test_schema")
-    rgb, loss, v_out, v_alpha = results_of(r).values()
+    rgb, loss, v_out, v_alpha = results_of(r)
     last = torch.zeros(20 * 22, dtype=torch.int32, device=device)
     many = (r.out, r.alpha, [r.background], [r.target], [2, 0, 22, 18], [r.v_l1], [r.v_ssim], [0.5], 2.0)
     torch.library.opcheck(OPS.band_loss_into.default, (*many, [rgb], [loss], v_out, v_alpha, last))

@@ -20,8 +20,8 @@ def test_fused_update_equals_separate_updates() -> None:
     assert_same(run_steps("together", "cpu"), run_steps("alone", "cpu"), rtol=0)
 
 
-def test_two_parts_equal_one_update() -> None:
-    assert_same(run_steps("halves", "cpu"), run_steps("alone", "cpu"), rtol=0)
+def test_counted_steps_equal_separate_updates() -> None:
+    assert_same(run_steps("counted", "cpu"), run_steps("alone", "cpu"), rtol=0)
 
 
 def test_state_converts_in_both_directions() -> None:
@@ -123,10 +123,6 @@ def test_upload_within_a_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     ):
         with pytest.raises(RuntimeError, match=f"^{name} cannot be uploaded within a CUDA graph"):
             ring.upload([[1.0, 2.0]], torch.float32)
-    step = AdamStep([FusedAdam([torch.nn.Parameter(torch.ones(3))])], with_grads=False)
-    step._ring._device = gpu
-    with pytest.raises(RuntimeError, match=r"^Adam's scalars \(see AdamStep\.upload\) cannot"):
-        step.upload()
 
 
 def test_opcheck() -> None:

@@ -16,7 +16,7 @@ from cuda_ext.ops.optim.compact_adam import CompactAdam
 from cuda_ext.ops.optim.lazy_adam import splat_flush
 from cuda_ext.reference.compact import as_floats, compacted, flush_salts, step_salts
 from tests.cuda_ext.compact_moments import BF16, a_block, compact, errors, spacing, still_gradients_scalars
-from tests.cuda_ext.fused_steps import make_gradients, make_model
+from tests.cuda_ext.fused_steps import make_model, make_records
 from tests.cuda_ext.lazy_steps import RATES, StepRun, fresh_model, step_scalars
 
 native = pytest.mark.usefixtures("native")
@@ -217,7 +217,7 @@ def test_the_place_of_a_point_does_not_matter() -> None:
         splat_flush(model.params, model.exp_avgs, model.exp_avg_sqs, lazy)
         model.scalars = still_gradients_scalars(50)
         rows = model.forward(0)
-        model.update(rows, make_gradients(rows))
+        model.update(rows, make_records(rows))
     for kind in ("params", "exp_avgs", "exp_avg_sqs"):
         assert all(torch.equal(a[order], b) for a, b in zip(getattr(one, kind), getattr(other, kind), strict=True))
 
@@ -229,7 +229,7 @@ def test_disabled_step_changes_nothing() -> None:
     before = [t.clone() for t in held]
     model.scalars = torch.tensor([0.0, 1, 1, 1, 1, 1, 0, 0]).repeat(6, 1)
     rows = model.forward(100)
-    model.update(rows, make_gradients(rows))
+    model.update(rows, make_records(rows))
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 

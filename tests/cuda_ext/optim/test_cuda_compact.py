@@ -9,7 +9,7 @@ from torch import Tensor
 from cuda_ext.ops.optim.fused import PARAMETERS
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, splat_flush
 from tests.cuda_ext.compact_moments import BF16, a_block, compact, errors, spacing, still_gradients_scalars
-from tests.cuda_ext.fused_steps import Model, as_records, make_gradients, make_model, to
+from tests.cuda_ext.fused_steps import Model, make_model, make_records, to
 from tests.cuda_ext.lazy_steps import (
     CAPACITY,
     RATES,
@@ -18,7 +18,7 @@ from tests.cuda_ext.lazy_steps import (
     differences,
     fresh_model,
     in_graphs,
-    row_gradients,
+    row_records,
     step_scalars,
 )
 
@@ -54,20 +54,19 @@ def rounded_as_they_must_be(found: Tensor, exact: Tensor, tolerance: float, name
         assert (apart.abs() > 0.05).float().mean() > 0.1, f"{name}: not rounded at all"
 
 
-@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("absgrad", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_update(case: tuple[Any, ...], records: bool) -> None:
+def test_update(case: tuple[Any, ...], absgrad: bool) -> None:
     points, views, degree, bases, antialiased = case
     ours = compact(make_model(points, views, seed=points, rest=bases, spread=1.5), DEVICE)
     exact = ours.to("cpu", F64)
     before = ours.to("cpu", F64)
-    settings = {"antialiased": antialiased, "absgrad": records}
+    settings = {"antialiased": antialiased, "absgrad": absgrad}
     found_rows = ours.forward(points * views + 64, degree, antialiased=antialiased)
     rows = to(found_rows, "cpu", F64)
-    gradients = to(to(make_gradients(rows), "cpu"), "cpu", F64)
-    exact.update(rows, gradients, degree, **settings)
-    given: Any = to(gradients, DEVICE)
-    ours.update(found_rows, as_records(given) if records else given, degree, **settings)
+    records = make_records(rows).float()
+    exact.update(rows, records.double(), degree, **settings)
+    ours.update(found_rows, records.to(DEVICE), degree, **settings)
     drawn = torch.zeros(points, dtype=torch.bool)
     drawn[rows.point_ids[rows.radii[:, 0] > 0].unique().long()] = True
     assert drawn.any() and not drawn.all()
@@ -92,7 +91,7 @@ def test_a_step_without_gradients_has_the_bits_of_the_reference(case: tuple[Any,
         for model in (ours, theirs):
             model.scalars = still_gradients_scalars(step).to(model.params[0].device)
             rows = model.forward(0, degree)
-            model.update(rows, make_gradients(rows), degree)
+            model.update(rows, make_records(rows), degree)
         same_bits(ours, theirs)
 
 
@@ -133,7 +132,7 @@ def test_a_lazy_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
     ours.model.scalars, theirs.model.scalars = step_scalars(9, torch.float32).to(DEVICE), step_scalars(9)
     same = to(rows, "cpu", F64)
     for one, its in ((ours, rows), (theirs, same)):
-        one.model.update(its, row_gradients(its, 9), degree, lazy=one.lazy, antialiased=antialiased)
+        one.model.update(its, row_records(its, 9), degree, lazy=one.lazy, antialiased=antialiased)
     assert torch.equal(ours.lazy.last.cpu(), theirs.lazy.last) and int(ours.lazy.steps) == 10
     drawn = torch.zeros(points, dtype=torch.bool)
     drawn[same.point_ids[same.radii[:, 0] > 0].unique().long()] = True

@@ -7,14 +7,14 @@ import torch
 
 from cuda_ext.ops.optim.fused import SplatRows
 from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam
-from tests.cuda_ext.fused_steps import make_gradients, to
+from tests.cuda_ext.fused_steps import make_records, to
 from tests.cuda_ext.lazy_steps import (
     StepRun,
     assert_same_bits,
     differences,
     fresh_model,
     in_graphs,
-    row_gradients,
+    row_records,
     step_scalars,
 )
 
@@ -81,7 +81,7 @@ def test_a_step_is_what_the_cpu_composes(case: tuple[Any, ...]) -> None:
     ours.model.scalars, theirs.model.scalars = step_scalars(9, torch.float32).cuda(), step_scalars(9)
     same = to(rows, "cpu", torch.float64)
     for one, its in ((ours, rows), (theirs, same)):
-        one.model.update(its, row_gradients(its, 9), one.degree, lazy=one.lazy, **one.settings)
+        one.model.update(its, row_records(its, 9), one.degree, lazy=one.lazy, **one.settings)
     assert torch.equal(ours.lazy.last.cpu(), theirs.lazy.last) and int(ours.lazy.steps) == 10
     torch.testing.assert_close(ours.lazy.table.cpu().double(), theirs.lazy.table, rtol=1e-5, atol=1e-9)
     assert_near(ours, theirs, 1e-2)
@@ -118,7 +118,7 @@ def test_at_most_64_deferred_steps_and_no_disabled_one() -> None:
     before = [t.clone() for t in held]
     one.model.scalars = torch.tensor([0.0, 1, 1, 1, 1, 1, 0, 0], device="cuda").repeat(6, 1)
     none = one.rows._replace(count=torch.zeros_like(one.rows.count))
-    one.model.update(none, make_gradients(none), one.degree, lazy=one.lazy)
+    one.model.update(none, make_records(none), one.degree, lazy=one.lazy)
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
@@ -142,7 +142,7 @@ def test_flush_of_more_than_2_to_the_31_bytes() -> None:
     model = type(small)(
         params, moments, squares, step_scalars(5, torch.float32).cuda(), small.viewmats, small.Ks, [9, 9]
     )
-    model.update(rows, make_gradients(rows), lazy=lazy)
+    model.update(rows, make_records(rows), lazy=lazy)
     assert (params[5] == 0).all() and int(lazy.steps) == 1
     torch.ops.ns_multigpu.splat_flush(params, moments, squares, lazy.last, lazy.table, lazy.steps)
     first = params[5][0, 0, 0]

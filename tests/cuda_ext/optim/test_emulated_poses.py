@@ -11,8 +11,8 @@ from cuda_ext.ops.optim.fused import SplatRows
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.ops.optim.poses import Mode, correct_views, correction_gradients
 from tests.cuda_ext.emulated import POSES, compiled
-from tests.cuda_ext.fused_steps import Model, as_records, to
-from tests.cuda_ext.lazy_steps import StepRun, fresh_model, row_gradients
+from tests.cuda_ext.fused_steps import Model, to
+from tests.cuda_ext.lazy_steps import StepRun, fresh_model, row_records
 from tests.strategies.scene import make_corrections, make_views
 
 
@@ -93,14 +93,14 @@ def test_gradients_are_autograds(
     for step in range(9):
         run.step(step)
     rows = run.forward(9)
-    gradients = row_gradients(rows, 9)
+    records = row_records(rows, 9)
     here = StepRun(in_float(model, model.exp_avgs[0].dtype if compact else torch.float32), lazy, degree)
     if run.lazy is not None:
         here.lazy = LazyAdam(run.lazy.last.clone(), run.lazy.table.float(), run.lazy.steps)
         assert int(run.lazy.last.min()) < 5, "some points have missed steps"
-    found = by_kernel(library, here, to(rows, "cpu"), as_records(to(gradients, "cpu")))
+    found = by_kernel(library, here, to(rows, "cpu"), records.float())
     expected = torch.empty_like(model.viewmats)
-    model.update(rows, gradients, degree, antialiased=True, lazy=run.lazy, v_viewmats=expected)
+    model.update(rows, records, degree, antialiased=True, lazy=run.lazy, v_viewmats=expected)
     assert int(rows.count) > 600, "a thread has several rows"
     assert float(expected[:, :3].abs().min()) > 0
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5 * float(expected.abs().max()))

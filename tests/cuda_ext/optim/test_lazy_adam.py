@@ -7,7 +7,7 @@ from torch import Tensor
 from cuda_ext.ops.optim.adam import adam_step_torch
 from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam, lazy_serves, splat_flush
 from cuda_ext.reference import lazy_adam as reference
-from tests.cuda_ext.fused_steps import make_gradients, make_model
+from tests.cuda_ext.fused_steps import make_model, make_records
 from tests.cuda_ext.lazy_steps import CAPACITY, StepRun, differences, distances, fresh_model, step_scalars
 
 F64 = torch.float64
@@ -141,7 +141,7 @@ def test_cancelled_step_leaves_state_unchanged() -> None:
     before = [t.clone() for t in held]
     run.model.scalars = torch.tensor([0.0, 1, 1, 1, 1, 1, 0, 0], dtype=F64).repeat(6, 1)
     rows = run.forward(3)
-    run.model.update(rows._replace(count=torch.zeros(1, dtype=torch.int64)), make_gradients(rows), lazy=run.lazy)
+    run.model.update(rows._replace(count=torch.zeros(1, dtype=torch.int64)), make_records(rows), lazy=run.lazy)
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
 
 
@@ -159,14 +159,14 @@ def test_points_never_drawn_and_none_at_all() -> None:
     for model in (make_model(0), make_model(20, 0)):
         lazy = LazyAdam.make(len(model.params[0]), "cpu", F64)
         before = model.to("cpu", F64)
-        gradients = make_gradients(model.forward(5))
+        records = make_records(model.forward(5))
         for _ in range(2):
             rows = model.forward(5, exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=lazy)
-            model.update(rows, gradients, lazy=lazy)
+            model.update(rows, records, lazy=lazy)
         assert all(torch.equal(p, q) for p, q in zip(model.params, before.params, strict=True))
         splat_flush(model.params, model.exp_avgs, model.exp_avg_sqs, lazy)
         for _ in range(2):
-            before.update(before.forward(5), gradients)
+            before.update(before.forward(5), records)
         for p, q in zip(model.params, before.params, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
 
@@ -184,5 +184,5 @@ def test_the_registered_operators() -> None:
     ops = torch.ops.ns_multigpu
     torch.library.opcheck(ops.splat_flush, (*lists, *state), test_utils="test_schema")
     cameras = (model.viewmats, model.Ks, model.sizes)
-    inputs = (*model.params, *cameras, 3, 0.3, 0.01, 1e9, True, True, 60, *lists[1:], *state)
+    inputs = (*model.params, *cameras, 3, 0.3, 0.01, 1e9, True, 60, *lists[1:], *state)
     torch.library.opcheck(ops.splat_forward_lazy, inputs, test_utils="test_schema")

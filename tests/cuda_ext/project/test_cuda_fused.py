@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.optim.fused import PARAMETERS, RowGradients, SplatRows, splat_update
+from cuda_ext.ops.optim.fused import PARAMETERS, SplatRows, splat_update
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
-from tests.cuda_ext.fused_steps import Model, as_records, make_gradients, make_model, to
+from tests.cuda_ext.fused_steps import Model, make_model, make_records, to
 from tests.cuda_ext.graphs import captured
 
 pytestmark = pytest.mark.gpu
@@ -34,15 +34,16 @@ def close(found: Tensor, expected: Tensor, rtol: float, name: str, floor: float 
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
 
 
-def settings_of(case: tuple[Any, ...]) -> tuple[Model, int | None, dict[str, bool]]:
+def settings_of(case: tuple[Any, ...]) -> tuple[Model, int | None, dict[str, bool], bool]:
+    """Return a model, its degree, settings of its forward pass, and whether depths have gradients."""
     points, views, degree, bases, antialiased, depth = case
     model = make_model(points, views, seed=points, rest=bases, spread=1.5)
-    return model.to("cpu", torch.float32).to("cpu", F64), degree, {"antialiased": antialiased, "depth": depth}
+    return model.to("cpu", torch.float32).to("cpu", F64), degree, {"antialiased": antialiased}, depth
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_forward(case: tuple[Any, ...]) -> None:
-    model, degree, settings = settings_of(case)
+    model, degree, settings, _ = settings_of(case)
     capacity = case[0] * case[1] + 100
     expected = model.forward(capacity, degree, **settings)
     found = model.to("cuda").forward(capacity, degree, **settings)
@@ -88,27 +89,23 @@ def test_overflow_keeps_the_first_rows_and_is_reported() -> None:
         assert torch.equal(a, b[:333])
 
 
-@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("absgrad", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_update(case: tuple[Any, ...], records: bool) -> None:
-    model, degree, settings = settings_of(case)
+def test_update(case: tuple[Any, ...], absgrad: bool) -> None:
+    model, degree, settings, depth = settings_of(case)
     device = model.to("cuda")
-    antialiased = settings["antialiased"]
     # The same rows for both, those of the device: rims do not matter then.
     found_rows = device.forward(case[0] * case[1] + 64, degree, **settings)
     rows = to(found_rows, "cpu", F64)
-    gradients = make_gradients(rows)
-    gradients = to(to(gradients, "cpu"), "cpu", F64)
+    records = make_records(rows, depth).float()
     ours = {k: torch.full((case[0],), 0.5, device="cuda") for k in ("grad2d", "seen", "radii_max")}
     theirs = {k: v.cpu().double() for k, v in ours.items()}
-    common = {"antialiased": antialiased, "absgrad": records, "opacity_weight": 0.01, "max_ratio": 4.0}
+    common = {**settings, "absgrad": absgrad, "depth": depth, "opacity_weight": 0.01, "max_ratio": 4.0}
     common["whole_step_scale"] = float(model.params[2].exp().median())
     needles = torch.tensor([0.02], dtype=F64)
     before = device.to("cuda")
-    model.update(rows, gradients, degree, needles=needles, **common, **theirs)
-    given: Any = to(gradients, "cuda")
-    given = as_records(given) if records else given
-    device.update(found_rows, given, degree, needles=needles.float().cuda(), **common, **ours)
+    model.update(rows, records.double(), degree, needles=needles, **common, **theirs)
+    device.update(found_rows, records.cuda(), degree, needles=needles.float().cuda(), **common, **ours)
     for i, name in enumerate(PARAMETERS):
         if model.params[i].numel() == 0:
             continue
@@ -130,15 +127,14 @@ def test_update(case: tuple[Any, ...], records: bool) -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_by_viewmats(case: tuple[Any, ...], lazy: bool) -> None:
-    model, degree, settings = settings_of(case)
+    model, degree, settings, depth = settings_of(case)
     device = model.to("cuda")
     rows = device.forward(case[0] * case[1] + 64, degree, **settings)
-    records = as_records(make_gradients(rows))
-    common = {"antialiased": settings["antialiased"]}
+    records = make_records(rows, depth)
+    common = {**settings, "depth": depth}
     expected = torch.empty_like(model.viewmats)
-    given = to(make_gradients(rows), "cpu", F64)
     missed = LazyAdam.make(case[0], "cpu", F64) if lazy else None
-    model.update(to(rows, "cpu", F64), given, degree, **common, lazy=missed, v_viewmats=expected)
+    model.update(to(rows, "cpu", F64), records.cpu().double(), degree, **common, lazy=missed, v_viewmats=expected)
     found = []
     for _ in range(2):
         fresh, missed = device.to("cuda"), LazyAdam.make(case[0], "cuda") if lazy else None
@@ -154,7 +150,7 @@ def test_statistics_may_be_left_out_and_rows_be_none() -> None:
     model = make_model(100, 2).to("cuda")
     rows = model.forward(0)
     before = [p.clone() for p in model.params]
-    model.update(rows, make_gradients(rows))
+    model.update(rows, make_records(rows))
     assert all((p != q).all() for p, q in zip(model.params, before, strict=True))  # Adam's momentum
 
 
@@ -163,7 +159,7 @@ def test_update_twice_is_the_same() -> None:
     for _ in range(2):
         model = make_model(3000, 3).to("cuda")
         rows = model.forward(9000)
-        model.update(rows, make_gradients(rows))
+        model.update(rows, make_records(rows))
         results.append(model)
     for kind in ("params", "exp_avgs", "exp_avg_sqs"):
         assert all(torch.equal(a, b) for a, b in zip(*(getattr(m, kind) for m in results), strict=True))
@@ -172,11 +168,11 @@ def test_update_twice_is_the_same() -> None:
 def test_a_whole_step_in_a_graph() -> None:
     model = make_model(2000, 2).to("cuda")
     plain = model.to("cuda")
-    gradients = make_gradients(plain.forward(4000))
+    records = make_records(plain.forward(4000))
 
     def step(m: Model) -> SplatRows:
         rows = m.forward(4000)
-        m.update(rows, gradients)
+        m.update(rows, records)
         return rows
 
     step(plain)  # as `captured` takes one before its graph
@@ -191,10 +187,10 @@ def test_a_whole_step_in_a_graph() -> None:
 def test_neither_waits_for_the_device() -> None:
     model = make_model(2000, 2).to("cuda")
     rows = model.forward(4000)
-    gradients = make_gradients(rows)
+    records = make_records(rows)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model.update(model.forward(4000), gradients)
+        model.update(model.forward(4000), records)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -206,9 +202,9 @@ def test_points_that_are_not_drawn_get_no_gradient() -> None:
     model.params[3][2] = -9.0
     rows = model.forward(4)
     assert (rows.radii <= 0).all() and rows.count.tolist() == [1]
-    gradients = RowGradients(*(torch.full_like(g, torch.nan) for g in make_gradients(rows)))
+    records = torch.full_like(make_records(rows), torch.nan)
     expected = [0.9 * m for m in model.exp_avgs]
-    model.update(rows, gradients)
+    model.update(rows, records)
     for m, e in zip(model.exp_avgs, expected, strict=True):
         torch.testing.assert_close(m, e, rtol=1e-6, atol=1e-8)
 
@@ -227,9 +223,9 @@ def test_more_than_2_to_the_31_bytes() -> None:
     model.viewmats[:] = torch.eye(4, device="cuda")
     rows = model.forward(100)
     assert rows.point_ids[:40].tolist() == list(range(count - 40, count)) and int(rows.count) == 40
-    gradients = RowGradients(*(torch.ones_like(g) for g in make_gradients(rows)))
+    records = torch.ones_like(make_records(rows))
     splat_update(
-        params, moments, squares, model.scalars, model.viewmats, model.Ks, model.sizes, rows, gradients, degree=3
+        params, moments, squares, model.scalars, model.viewmats, model.Ks, model.sizes, rows, records, degree=3
     )
     assert (moments[5][-40:, :, 0] != 0).any() and (moments[5][:-40] == 0).all()
     assert (params[4][-40:] < 0).all() and (params[4][:-40] == 0).all()

@@ -6,7 +6,7 @@ import torch
 import cuda_ext
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.ops.project.boxes import box_views, new_boxes, splat_boxes
-from tests.cuda_ext.fused_steps import make_gradients, make_model, to
+from tests.cuda_ext.fused_steps import make_model, make_records, to
 from tests.cuda_ext.graphs import OUR_KERNELS
 from tests.cuda_ext.project.test_cuda_projection import close
 from tests.cuda_ext.projections import PROJECT_INPUTS, projected
@@ -83,11 +83,11 @@ def test_fused(lazy: bool, degree: int | None) -> None:
     close("features", found.features[ours], expected.features[theirs], 1e-4)
 
     same = to(found, "cpu", F64)
-    gradients = to(to(make_gradients(same), "cpu"), "cpu", F64)
+    records = make_records(same).float()
     by_poses = [torch.zeros(3, 4, 4, dtype=F64), torch.zeros(3, 4, 4, device="cuda")]
     deferring = {name: {"lazy": deferred[name]} if lazy else {} for name in deferred}
-    model.update(same, gradients, degree, v_viewmats=by_poses[0], **deferring["cpu"])
-    device.update(found, to(gradients, "cuda"), degree, v_viewmats=by_poses[1], **deferring["cuda"])
+    model.update(same, records.double(), degree, v_viewmats=by_poses[0], **deferring["cpu"])
+    device.update(found, records.cuda(), degree, v_viewmats=by_poses[1], **deferring["cuda"])
     close("v_viewmats", by_poses[1], by_poses[0], 1e-3)
     for got, want in zip((*device.exp_avgs, *device.params), (*model.exp_avgs, *model.params), strict=True):
         close("parameters and moments", got, want, 1e-3)

@@ -10,7 +10,7 @@ from tests.cuda_ext.scenes import one_point
 
 pytestmark = [
     pytest.mark.usefixtures("native"),
-    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
+    pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_OPS says so"),
 ]
 
 EDGE_CASES: dict[str, dict[str, list]] = {

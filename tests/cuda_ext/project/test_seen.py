@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cuda_ext.ops.optim.adam import adam_scalars
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
-from tests.cuda_ext.fused_steps import Model, make_gradients
+from tests.cuda_ext.fused_steps import Model, make_records
 from tests.lib.ranks import DEVICES
 
 FOCAL, WIDTH, HEIGHT, DEPTH, SCALE = 100.0, 64, 48, 5.0, 0.2
@@ -48,7 +48,7 @@ def test_squares_that_touch_the_view_are_counted(way: str, device: str) -> None:
 
     before = model.params[3].clone()
     statistics = {k: torch.full_like(model.params[0][:, 0], 0.125) for k in ("grad2d", "seen", "radii_max")}
-    model.update(rows, make_gradients(rows), 1, lazy=lazy, **statistics)
+    model.update(rows, make_records(rows), 1, lazy=lazy, **statistics)
     grad2d, seen, radii_max = (statistics[k].cpu() - 0.125 for k in ("grad2d", "seen", "radii_max"))
     torch.testing.assert_close(seen, torch.where(outside | drawn, 2.0, 0.0).to(seen.dtype), rtol=0, atol=0)
     assert bool((grad2d[drawn] > 0).all()) and not bool(grad2d[~drawn].any())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.spatial import ConvexHull
 
-from cuda_ext.ops.raster.convexes import CORNERS, rasterize_convexes
+from cuda_ext.ops.raster.convexes import CONVEXES, CORNERS
 from cuda_ext.reference.convexes import hull_lines
 from tests.cuda_ext.convex_scene import make_scene, project
 from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, whole
@@ -94,7 +94,7 @@ def test_alpha_is_the_papers_indicator() -> None:
         expected = torch.where(expected >= 1 / 255, expected, 0.0)
         tiles = -(-WIDTH // 16) * -(-HEIGHT // 16)
         lists = (torch.arange(tiles + 1).int(), torch.full((tiles,), k).int())
-        alpha = rasterize_convexes(rows, scene.colors, *lists, whole(1)).alphas
+        alpha = CONVEXES.rasterize(rows, scene.colors, *lists, whole(1)).alphas
         torch.testing.assert_close(alpha, expected, rtol=1e-7, atol=1e-9)
         # Nothing shows outside of its radii.
         away = torch.maximum(

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import cuda_ext
-from cuda_ext.ops.raster.convexes import rasterize_convexes
+from cuda_ext.ops.raster.convexes import CONVEXES
 from cuda_ext.ops.raster.primitives import box_lists
-from cuda_ext.ops.raster.surfels import rasterize_surfels
+from cuda_ext.ops.raster.surfels import SURFELS
 from tests.cuda_ext import convex_scene, surfel_scene
 from tests.cuda_ext.scenes import lens_in_turn
 from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, whole
@@ -86,7 +86,7 @@ def test_bad_input_is_named(kind: Any) -> None:
         kind.project(scene._replace(**{name: torch.ones(12, 6).double()}))
     with pytest.raises(ValueError, match=r"colors must have the shape \[12, 3\]"):
         kind.draw(scene._replace(colors=torch.ones(12, 4).double()))
-    rows, rasterize = kind.project(scene), rasterize_surfels if kind is surfel_scene else rasterize_convexes
+    rows, operators = kind.project(scene), SURFELS if kind is surfel_scene else CONVEXES
     offsets, row_ids = box_lists(rows, scene.view_ids, whole(1))
     with pytest.raises(IndexError, match="take both from intersect"):
-        rasterize(rows, scene.colors, offsets, row_ids + 100, whole(1))
+        operators.rasterize(rows, scene.colors, offsets, row_ids + 100, whole(1))

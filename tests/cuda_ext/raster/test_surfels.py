@@ -4,7 +4,7 @@ import torch
 from gsplat.cuda._torch_impl_2dgs import _fully_fused_projection_2dgs
 
 from cuda_ext.ops.raster.primitives import box_lists
-from cuda_ext.ops.raster.surfels import rasterize_surfels
+from cuda_ext.ops.raster.surfels import SURFELS
 from cuda_ext.reference.surfels import surfel_radii
 from tests.cuda_ext.surface_scene import HEIGHT, WIDTH, whole
 from tests.cuda_ext.surfel_scene import draw, make_scene, project
@@ -74,7 +74,7 @@ def test_nothing_shows_outside_of_its_radii() -> None:
         # Every tile has it: what is drawn is what its alpha says.
         tiles = -(-WIDTH // 16) * -(-HEIGHT // 16)
         lists = (torch.arange(tiles + 1).int(), torch.full((tiles,), k).int())
-        alpha = rasterize_surfels(rows, scene.colors, *lists, patches).alphas.view(HEIGHT, WIDTH)
+        alpha = SURFELS.rasterize(rows, scene.colors, *lists, patches).alphas.view(HEIGHT, WIDTH)
         away = torch.maximum(
             (x - rows.means2d[k, 0]).abs() - rows.radii[k, 0], (y - rows.means2d[k, 1]).abs() - rows.radii[k, 1]
         )
@@ -92,7 +92,7 @@ def test_distortion_and_median_equal_their_definitions() -> None:
     single = torch.eye(30).double()  # colour by colour: the weights of single splats
     weights = torch.stack(
         [
-            rasterize_surfels(rows, single[:, k : k + 1].expand(-1, 3).contiguous(), *lists, whole(1)).colors[:, 0]
+            SURFELS.rasterize(rows, single[:, k : k + 1].expand(-1, 3).contiguous(), *lists, whole(1)).colors[:, 0]
             for k in order
         ]
     )

@@ -19,8 +19,8 @@ from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.faults.numerics import NumericGuard
 from ns_multigpu.plugin.faults.signals import NonFiniteError
 from ns_multigpu.plugin.model.splat_model import SplatModel
-from ns_multigpu.plugin.train import progress, terminal
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run import progress, terminal
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.schema import ORDER

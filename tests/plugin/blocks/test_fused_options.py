@@ -137,26 +137,25 @@ def test_poses_are_optimized_in_fused_steps() -> None:
     assert obstacle(run.config, run.pipeline, run.optimizers) is None
 
 
-def test_mcmc_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: True)
+def test_mcmc_is_fused() -> None:
     for wish in ("always", "auto"):
         run = make_run(wish)
         run.pipeline.model.densifier = McmcDensifier()
         assert asked(run, GPU) == (True, "Steps are fused.")
 
 
-def test_compact_optimizer_state_is_refused_wherever_steps_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: False)
+def test_compact_optimizer_state_is_refused_wherever_steps_are_not_fused() -> None:
     cases = [
         ("never", World.single(), "--fused-steps never"),
         ("never", GPU, "--fused-steps never"),
         ("auto", World.single(), "on a CPU they are only with --fused-steps always"),
-        ("auto", GPU, "gsplat's kernels serve instead of ours"),
+        ("auto", GPU, "NS_MULTIGPU_OPS=reference switches our kernels off"),
     ]
     for fused_steps, world, reason in cases:
         run = make_run(fused_steps)
         run.pipeline.model.config.optimizer_state = "compact"
-        with pytest.raises(InputError, match=f"optimizer-state compact: .*steps are not fused: {reason}"):
+        refusal = pytest.raises(InputError, match=f"optimizer-state compact: .*steps are not fused: {reason}")
+        with cuda_ext.use_reference(), refusal:
             asked(run, world)
     run = make_run("always")
     run.pipeline.model.config.optimizer_state = "compact"
@@ -191,14 +190,12 @@ def test_rows_that_cross_the_wire_whole() -> None:
     assert asked(run) == (True, "Steps are fused.")
 
 
-def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    serves = True
-    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: serves)
+def test_on_a_gpu_they_are_fused_where_nothing_forbids_it() -> None:
     run = make_run("auto")
     assert asked(run, GPU) == (True, "Steps are fused.")
-    serves = False
-    assert asked(run, GPU) == (False, "Steps are not fused: gsplat's kernels serve instead of ours.")
-    serves = True
+    with cuda_ext.use_reference():
+        expected = (False, "Steps are not fused: NS_MULTIGPU_OPS=reference switches our kernels off.")
+        assert asked(run, GPU) == expected
     _one_clipped(run)
     assert asked(run, GPU) == (False, "Steps are not fused: gradients are clipped.")
 

@@ -20,7 +20,7 @@ from tests.lib.tile_training_run import MODEL, Outcome, furthest, train_model
 from tests.lib.training_run import add_maps, facing_normals, sky_mask, write_capture
 from tests.plugin.blocks.test_fused_mcmc import STILL
 from tests.plugin.blocks.tried_steps import start_with_small_capacity, take_from_graphs
-from tests.plugin.train.test_options import COMMON
+from tests.plugin.splats.test_options import COMMON
 
 # Half the resolution up to image 20, and refinements. Adam's eps keeps gradients of rounding errors small.
 OPTIONS: dict[str, Any] = {

@@ -51,7 +51,7 @@ class Model:
         self.state |= {name: torch.zeros(count, device=self.device) for name in ("grad2d", "count")}
 
     def held(self, points: PointStorage, most: int | None = None) -> tuple[bool, AdamStep]:
-        adam = AdamStep(self.optimizers, with_grads=False)
+        adam = AdamStep(self.optimizers)
         return points.hold(self.params, adam, self.state, most), adam
 
     def take(self, kept: Tensor) -> None:
@@ -246,11 +246,11 @@ def test_large_models_get_no_spare_storage(monkeypatch: pytest.MonkeyPatch) -> N
 def test_growth_beyond_storage_never_doubles_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exceeded storage is freed first, and then each tensor after its values were copied."""
     model, points = Model(200), PointStorage()
-    AdamStep(model.optimizers, with_grads=False)
+    AdamStep(model.optimizers)
     model.held(points)
     too_small = [StorageWeakRef(x.untyped_storage()) for x in points._all()]
     model.take(torch.arange(500) % 200)
-    before, adam = model.values(), AdamStep(model.optimizers, with_grads=False)
+    before, adam = model.values(), AdamStep(model.optimizers)
     each = [
         StorageWeakRef(x.untyped_storage())
         for place, name in enumerate(ORDER)

@@ -32,7 +32,7 @@ from ns_multigpu.plugin.capture.first_look import first_look
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.launch.agreement import options_of
 from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManagerConfig
-from ns_multigpu.plugin.train.config import RunConfig
+from ns_multigpu.plugin.run.config import RunConfig
 from tests.lib.captures import edit
 from tests.lib.reconstruction import Scene, make_scene, moved, write_images, write_model, write_transforms
 

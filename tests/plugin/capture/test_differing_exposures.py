@@ -15,8 +15,8 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.capture.differing_exposures import MANY, Exposures, compared, differ, measured
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.train import exposure_choice
-from ns_multigpu.plugin.train.exposure_choice import exposures_of
+from ns_multigpu.plugin.splats import exposure_choice
+from ns_multigpu.plugin.splats.exposure_choice import exposures_of
 from tests.lib.captures import manager, read_by, write_capture
 from tests.lib.ranks import run_ranks
 

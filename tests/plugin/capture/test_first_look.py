@@ -1,6 +1,7 @@
 """Messages about a capture before any worker starts."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def transforms(tmp_path: Path) -> Path:
 def test_a_good_capture(colmap: Path) -> None:
     found = look(colmap)
     assert found.problems == found.notes == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale_factor", 0.0), ("scene_scale", -1.0), ("scale_factor", math.nan)])
+def test_scales_of_zero_are_refused(colmap: Path, name: str, value: float) -> None:
+    assert look(colmap, **{name: value}).problems == [f"--{name.replace('_', '-')} {value}: give a number above 0"]
 
 
 @pytest.mark.parametrize("auto", [True, False])
@@ -187,8 +193,10 @@ def test_a_frame_that_is_listed_twice(tmp_path: Path, twin: int) -> None:
     write_binary(tmp_path / "sparse/0", [*images, Shot(50, 1, images[twin].name)])
     found = look(tmp_path)
     assert found.problems == [f"{images[twin].name}: listed with 2 different poses"]
-    assert found.notes[0].startswith(f"Listed more than once: {images[twin].name}")
-    assert ("too good" in found.notes[0]) == (twin == 0), "the first view is held out, its twin is trained with"
+    assert found.notes[0].split(". ")[0] == f"Listed more than once: {images[twin].name}"
+    assert ("too good" in found.notes[0]) == (twin == 0) and "jpg.." not in found.notes[0], (
+        "the first view is held out, its twin is trained with"
+    )
 
 
 def test_alpha_in_some_images_only(colmap: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 from tests.lib.ranks import run_ranks
 from tests.lib.training_run import follow, write_capture
 

@@ -13,7 +13,7 @@ from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 from torch import Tensor
 from torchvision.io import decode_image
 
-from ns_multigpu.plugin.train.late_images import LateImages, quick_checksums, write_images_late
+from ns_multigpu.plugin.run.late_images import LateImages, quick_checksums, write_images_late
 
 
 class Slow:

@@ -130,7 +130,7 @@ class Config:
         return self.config.get_base_dir()
 
     def setup(self, *, local_rank: int, world_size: int) -> Any:
-        from ns_multigpu.plugin.train.trainer import DistributedTrainer
+        from ns_multigpu.plugin.run.trainer import DistributedTrainer
 
         trainer = DistributedTrainer(self.config, local_rank=local_rank, world_size=world_size)
         usual, train, folder = trainer._may_go_on, checkpoint_storage.write_bytes, self.get_base_dir()

@@ -19,8 +19,8 @@ from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, checkpoints_i
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.faults.signals import Interrupted
 from ns_multigpu.plugin.launch.run_parts import RunParts
-from ns_multigpu.plugin.train import last_save
-from ns_multigpu.plugin.train.last_save import in_short, save_last
+from ns_multigpu.plugin.run import last_save
+from ns_multigpu.plugin.run.last_save import in_short, save_last
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
 from tests.lib.saving import ALONE, disk, no_space, steps_in

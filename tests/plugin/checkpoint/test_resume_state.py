@@ -12,7 +12,8 @@ from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint.training_state import Clock
-from ns_multigpu.plugin.train import run_checkpoints, splat_state
+from ns_multigpu.plugin.run import checkpoints
+from ns_multigpu.plugin.splats import state
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import differing, everything, start
 from tests.lib.training_run import write_capture
@@ -57,7 +58,7 @@ def test_unknown_views_are_measured_again(
     before.pipeline.strategy.assignment.load_state(VIEW_COSTS)
     assert before.checkpoints.save(4)
     said: list[str] = []
-    monkeypatch.setattr(run_checkpoints, "_print", lambda line, _="": said.append(line))
+    monkeypatch.setattr(checkpoints, "_print", lambda line, _="": said.append(line))
     after = start(ALONE, tmp_path / "other", tmp_path / "after", 10, **tile, load_dir=before.checkpoint_dir, **options)
     assert after.pipeline.strategy.assignment.state() == (VIEW_COSTS if same else [])
     assert any(OTHERS in line for line in said) != same
@@ -66,8 +67,8 @@ def test_unknown_views_are_measured_again(
 
 
 def test_a_resumed_run_says_what_it_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splat_state, "_clock", lambda _: Clock(1000, 4))
-    monkeypatch.setattr(splat_state, "_views", lambda _: 3)
+    monkeypatch.setattr(state, "_clock", lambda _: Clock(1000, 4))
+    monkeypatch.setattr(state, "_views", lambda _: 3)
     model = SimpleNamespace(total_points=1500, config=SimpleNamespace(optimizer_state="full"))
     model.densifier = SimpleNamespace(kind="default")
     made: Any = (None, World.single(), SimpleNamespace(model=model, datamanager=None), None)
@@ -75,7 +76,7 @@ def test_a_resumed_run_says_what_it_resumes(monkeypatch: pytest.MonkeyPatch) -> 
 
     def report(values: dict[str, Any], batch: int) -> list[str]:
         opened: Any = SimpleNamespace(path="a.ckpt", values=values)
-        return splat_state.SplatState(*made)._report(opened, Clock(4000 // batch, batch))
+        return state.SplatState(*made)._report(opened, Clock(4000 // batch, batch))
 
     first, origin = report(values, 2)
     assert first == "Resuming at step 2,000 from a.ckpt: 4,000 images seen, 1,500 Gaussians, 2 images per step."

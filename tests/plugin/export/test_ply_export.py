@@ -190,7 +190,12 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Gaussians of step-" in export("--step", "5", "--overwrite") and output.read_bytes() != first
     with pytest.raises(InputError, match=r"no such step; there are 5, 12"):
         run_checkpoint(config, 7)
-    with pytest.raises(InputError, match="there is no such file"):
-        run_checkpoint(run / "nothing.yml", None)
+    for wrong, why in ((run / "nothing.yml", "there is no such file"), (run, "it is a folder")):
+        with pytest.raises(InputError, match=why):
+            run_checkpoint(wrong, None)
+    with pytest.raises(InputError, match=r"/proc/x.ply cannot be written: .*Choose another place"):
+        export_ply(run_checkpoint(config, 5), Path("/proc/x.ply"))
+    with pytest.raises(InputError, match=r"this is not the config.yml of a run"):
+        run_checkpoint(next((run / "nerfstudio_models").glob("*.ckpt")), None)
     states_folder(run / "nerfstudio_models").rename(tmp_path / "lost")
     assert "Move or copy a run with its whole folder" in export("--overwrite")

@@ -8,7 +8,7 @@ import torch
 
 import ns_multigpu.plugin.faults.out_of_memory as out_of_memory
 import ns_multigpu.plugin.model.splat_model as splat_model
-import ns_multigpu.plugin.train.trainer as trainer_module
+import ns_multigpu.plugin.run.trainer as trainer_module
 from ns_multigpu.core.dist.buckets import GradientBuckets
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.patch_losses import PatchLosses

@@ -10,7 +10,7 @@ import pytest
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.ranks import Ranks
-from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig
+from ns_multigpu.plugin.splats.pipeline import DistributedPipelineConfig
 from strategies import STRATEGIES
 
 FOUR = Ranks(rank=5, size=8, local_rank=1, local_size=4, machines=2)
@@ -94,11 +94,11 @@ NO_COMPILER = "No C++ compiler. Install one."
         ),
         (
             checks.check_operators, ("cuda", "No nvcc. Install one."),
-            "training on CUDA needs cannot be built. No nvcc. Install one",
+            "training on CUDA needs cannot be used. No nvcc. Install one",
         ),
         (
             checks.check_operators, ("cpu", NO_COMPILER),
-            re.escape(f"training on CPU needs cannot be built. {NO_COMPILER}"),
+            re.escape(f"training on CPU needs cannot be used. {NO_COMPILER}"),
         ),
     ],
 )  # fmt: skip

@@ -20,7 +20,8 @@ from ns_multigpu.plugin.launch.commands import (
     train_command,
     with_options,
 )
-from ns_multigpu.plugin.train.config import DistributedTrainerConfig, read_config
+from ns_multigpu.plugin.run.config import read_config
+from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
 
 ONE_MACHINE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
 TWO_MACHINES = {

@@ -61,7 +61,7 @@ def test_only_workers_start_the_driver(tmp_path: Path) -> None:
     code = f"import sys; sys.argv = ['ns-train', *{[*words, 'nerfstudio-data', '--data', str(capture)]!r}]\n"
     code += "from nerfstudio.scripts.train import entrypoint; entrypoint()"
     env = environment(
-        LD_LIBRARY_PATH=str(tmp_path), DRIVER_CALLS=str(calls), NS_MULTIGPU_OPS="auto", NS_MULTIGPU_CUDA="native",
+        LD_LIBRARY_PATH=str(tmp_path), DRIVER_CALLS=str(calls), NS_MULTIGPU_OPS="auto",
         NS_MULTIGPU_CUDA_LIBRARY=str(kernels), CUDA_VISIBLE_DEVICES="0,1",
     )  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.STDOUT, stdout=-1)

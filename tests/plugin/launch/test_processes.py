@@ -138,7 +138,7 @@ def _look(server: int) -> None:
     loaded = sys.modules.keys()
     assert os.getppid() == server, "it is not forked from the server that `ns-train` has started"
     missing = {
-        "ns_multigpu.plugin.train.trainer",
+        "ns_multigpu.plugin.run.trainer",
         "torch._dynamo",
         "ns_multigpu.plugin.checkpoint.saved_tensors",
     } - loaded

@@ -20,7 +20,8 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.signals import STOPPING_SIGNALS
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun, remove_unused
-from ns_multigpu.plugin.train.config import DistributedTrainerConfig, read_config
+from ns_multigpu.plugin.run.config import read_config
+from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
 from tests.lib import colmap_files
 from tests.lib.captures import write_capture
 from tests.lib.saving import steps_in, write

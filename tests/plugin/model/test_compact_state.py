@@ -45,7 +45,7 @@ def make_optimizers(compact: bool) -> tuple[dict[str, torch.nn.Parameter], Batch
 
 def fill_moments(optimizers: BatchOptimizers) -> None:
     """As steps would."""
-    steps = AdamStep([optimizers.optimizers[name] for name in ORDER], with_grads=False)  # pyright: ignore
+    steps = AdamStep([optimizers.optimizers[name] for name in ORDER])  # pyright: ignore
     g = torch.Generator().manual_seed(2)
     for moment in (*steps.exp_avgs, *steps.exp_avg_sqs):
         moment.copy_(torch.rand(moment.shape, generator=g))

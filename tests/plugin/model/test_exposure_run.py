@@ -16,7 +16,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.render import evaluation
-from ns_multigpu.plugin.train import exposure_choice
+from ns_multigpu.plugin.splats import exposure_choice
 from tests.lib.resuming import differing, everything, middle_of, start, went_on
 from tests.lib.training_run import TRAIN, write_capture
 

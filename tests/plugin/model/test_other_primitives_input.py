@@ -10,7 +10,7 @@ import torch
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.train import pipeline
+from ns_multigpu.plugin.splats import pipeline
 from tests.lib import training_run
 from tests.lib.resuming import start
 from tests.lib.training_run import save_nothing, write_capture

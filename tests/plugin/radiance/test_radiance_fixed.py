@@ -26,7 +26,7 @@ from ns_multigpu.plugin.radiance.field import shape_buckets
 from ns_multigpu.plugin.radiance.run import fast_steps
 from ns_multigpu.plugin.radiance.run.fast_steps import FastSteps, make_capturable
 from ns_multigpu.plugin.radiance.run.step_graphs import GraphsByKind
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.slots import Slots
 from tests.lib.radiance_scene import model, moved_cameras, rays, truth

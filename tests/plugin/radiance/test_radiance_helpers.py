@@ -20,8 +20,8 @@ from ns_multigpu.plugin.launch.helpers import obey
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.radiance.run.team_plan import plan_for_field, ranks_for
 from ns_multigpu.plugin.render.team import Devices
+from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools.models import load_model
-from ns_multigpu.plugin.train.config import read_config
 from tests.lib.radiance_scene import rays
 from tests.lib.ranks import run_ranks
 from tests.plugin.radiance.test_radiance_run import CELLS

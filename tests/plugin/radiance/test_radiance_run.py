@@ -17,7 +17,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.methods import nerfacto_xl
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from tests.lib.radiance_scene import GRIDS, SMALL
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import part_of

@@ -12,8 +12,8 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import background
 from ns_multigpu.plugin.checkpoint.training_state import put_generators
 from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
-from ns_multigpu.plugin.train.config import read_config
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run.config import read_config
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from tests.lib.saving import disk, steps_in
 from tests.plugin.checkpoint.test_last_save import full
 from tests.plugin.radiance.test_radiance_run import RAYS, configured, trained

@@ -12,13 +12,13 @@ from PIL import Image
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools import rendering
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.meshing import Meshing
 from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
 from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Spiral
-from ns_multigpu.plugin.train.config import read_config
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import write_capture
 from tests.lib.trained_run import write_path

@@ -11,7 +11,7 @@ import pytest
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange import exchanged_rows, halo, transports
 from ns_multigpu.plugin.render import pictures
-from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from tests.lib.ranks import run_ranks
 from tests.lib.training_run import follow, write_capture
 

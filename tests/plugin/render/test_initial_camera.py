@@ -20,8 +20,8 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.render.initial_camera import initial_camera
 from ns_multigpu.plugin.render.viewer import PageRenderer
+from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools.models import load_model
-from ns_multigpu.plugin.train.config import read_config
 from tests.lib.processes import free_port
 from tests.lib.rendering import make_pipeline, write_capture
 from tests.plugin.radiance.test_radiance_tools import write_run

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from nerfstudio.scripts import exporter, render
+from nerfstudio.scripts.render import get_crop_from_json
 from nerfstudio.utils.eval_utils import eval_setup
 
-from ns_multigpu.plugin.render.camera_path import check_ns_render
-from ns_multigpu.plugin.train.pipeline_base import RunPipelineConfig
+from ns_multigpu.plugin.render.camera_path import check_camera_path, check_ns_render, read_camera_path
+from ns_multigpu.plugin.run.pipeline import RunPipelineConfig
 from tests.lib.trained_run import write_path, write_run
 
 
@@ -58,6 +59,13 @@ def test_ns_render_refuses_invalid_paths(
     words = ("camera-path", "--load-config", run, "--camera-path-filename", path, "--output-path", tmp_path / "a.mp4")
     assert said(monkeypatch, render, *words).startswith(f"ns-render: --camera-path-filename {path}: {reason}")
     assert not (tmp_path / "a.mp4").exists()
+
+
+def test_crops_in_whole_numbers_are_taken(tmp_path: Path) -> None:
+    path = write_path(tmp_path / "path.json", 2, crop={**CROP, "crop_rot": [0, 0, 0]})
+    content = read_camera_path(path)
+    check_camera_path(path, content, None)
+    get_crop_from_json(content)  # nerfstudio's
 
 
 def test_ns_render_names_the_command_for_panoramas(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,11 @@ from ns_multigpu.plugin.capture.moved import DATA
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.render.team import RENDER_MEMORY
+from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
 from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Spiral
-from ns_multigpu.plugin.train.config import read_config
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import POINTS
 from tests.lib.trained_run import write_path, write_run

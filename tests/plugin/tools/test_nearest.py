@@ -11,12 +11,12 @@ from PIL import Image
 from scipy.spatial.transform import Rotation
 
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.models import load_model
 from ns_multigpu.plugin.tools.nearest import fitted, nearest_views, width_next_to
 from ns_multigpu.plugin.tools.rendering import FilmRendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Interpolated
-from ns_multigpu.plugin.train.config import read_config
 from tests.lib.ranks import run_ranks
 from tests.lib.trained_run import render_run, write_path, write_run
 

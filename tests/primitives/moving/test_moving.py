@@ -208,11 +208,16 @@ def test_options_unsupported_by_moving_points_are_refused() -> None:
         "sky_loss": 0.0,
         "far_plane": None,
         "radius_clip": 0.0,
+        "sh_degree": 3,
     }
     check_primitive(SimpleNamespace(primitive="4dgs", densifier="default", **usual), "tile")  # type: ignore[arg-type]
     wanted: Any = SimpleNamespace(primitive="4dgs", densifier="mcmc", **usual)
     with pytest.raises(InputError, match=r"--pipeline.model.densifier mcmc is not for 4D Gaussians \(.*4dgs\): MCMC's"):
         check_primitive(wanted, "tile")
+    for degree in (-1, 4):
+        wanted.densifier, wanted.sh_degree = "default", degree
+        with pytest.raises(InputError, match=f"--pipeline.model.sh-degree {degree}: give 0 to 3"):
+            check_primitive(wanted, "tile")
 
 
 def cameras(times: list[float] | None) -> Cameras:

@@ -14,10 +14,10 @@
 namespace nsmg {
 namespace exchange_bind {
 
-constexpr char kRoutedRows[] = "view_ids[M] count[1] means2d[M,2]@8 radii[M,2]@8 M first end in_cells[?,M]";
-constexpr char kCountedRows[] = "view_ids[M] count[1] means2d[M,2] radii[M,2] M - M -";
+constexpr char kRoutedRows[] = "view_ids[M] count[1] means2d[M,2]@8 radii[M,2]@8 M in_cells[?,M]";
+constexpr char kCountedRows[] = "view_ids[M] count[1] means2d[M,2] radii[M,2] M -";
 constexpr char kPackedRows[] =
-    "means2d[M,2]@8 conics[M,3] opacities[M] features[M,3] depths[M] radii[M,2]@8 view_ids[M] M - M";
+    "means2d[M,2]@8 conics[M,3] opacities[M] features[M,3] depths[M] radii[M,2]@8 view_ids[M] M";
 constexpr char kUnpackedRows[] =
     ">means2d[L,2] >conics[L,3] >opacities[L] >features[L,3] >depths[L] >radii[L,2] >view_ids[L] >owners[L] >slots[L]";
 constexpr char kKeptRows[] =
@@ -51,22 +51,13 @@ void route_lines(Call& call) {
   const std::vector<RankPatch> patches = rank_patches(call.integers("patches"), call.integers("cells"));
   auto* place = call.read<int32_t*>("place[R,M]");
   auto* counts = call.read<int64_t*>("counts[R]");
-  auto* block_counts = call.scratch<int32_t>(int64_t{ranks} * route_blocks(lines.end - lines.first));
+  auto* block_counts = call.scratch<int32_t>(int64_t{ranks} * route_blocks(lines.count));
   call.run(route_launch, lines, patches.data(), cuda_count(int64_t(patches.size()), "patches"),
            call.scratch_for(patches), ranks, block_counts, place, counts);
 }
 
-// All rows, or those from `first` to `end` where the operator takes these.
-PackRows pack_rows(Call& call) {
-  auto lines = call.read<PackRows>(kPackedRows);
-  if (!call.knows("first")) return lines;
-  lines.first = int(call.integer("first"));
-  lines.end = call.has("end") ? int(call.integer("end")) : lines.count;
-  return lines;
-}
-
 void pack(Call& call) {
-  const PackRows lines = pack_rows(call);
+  const auto lines = call.read<PackRows>(kPackedRows);
   const auto* place = call.read<const int32_t*>("place[R,M]");
   const auto* destinations = call.read<const int64_t*>("destinations[R]");
   call.run(pack_launch, lines, place, destinations, call.read<int>("R"), call.read<int>("#capacity"));
@@ -118,7 +109,7 @@ WireSegments segments_of(Call& call) {
 }
 
 void pack_wire(Call& call) {
-  const PackRows lines = pack_rows(call);
+  const auto lines = call.read<PackRows>(kPackedRows);
   const WireSegments to = segments_of(call);
   const auto* place = call.in<int32_t>("place", {to.ranks, lines.count});
   call.run(pack_wire_launch, lines, place, to, call.flag("slots"), call.read<uint32_t*>("wire[?]"));
@@ -136,7 +127,7 @@ void unpack_wire(Call& call) {
 void keep_rows(Call& call) {
   const auto to = call.read<UnpackedRows>(kKeptRows);
   const int64_t start = call.integer("start"), capacity = call.integer("capacity");
-  const PackRows lines = pack_rows(call);
+  const auto lines = call.read<PackRows>(kPackedRows);
   call.run(keep_rows_launch, lines, call.read<const int32_t*>("place[M]"), to, start,
            cuda_count(capacity, "rows of a segment"), call.flag("slots"));
 }

@@ -15,7 +15,6 @@ constexpr char kComposite[] = "out[P,C] alpha[P] background[3] P C >rgb[P,3]";
 constexpr char kCompositeBackward[] =
     "out[P,C] alpha[P] background[3] v_rgb[P,3] P C >v_out[P,C] >v_alpha[P]";
 constexpr char kVariation[] = "grids[N,12,L,R,C] N L R C weight >v_grids[N,12,L,R,C]";
-constexpr char kBandLoss[] = ">rgb[H,W,3] >v_out[P,3] >v_alpha[P] - >l1[] >ssim[] - - -";
 
 template <auto kLaunch, const char* kItems>
 void composited(Call& call) {
@@ -129,25 +128,6 @@ Pixels blended_pixels(Call& call) {
   return {call.floats("out", {count, 3}), call.floats("alpha", {count}), count};
 }
 
-void launch_bands(Call& call, Band* bands, int count) {
-  int64_t sums = 0;
-  call.check(band_loss_plan(bands, count, &sums));
-  call.run(band_loss_launch, static_cast<const Band*>(bands), count, call.scratch<double>(sums));
-}
-
-void band_loss(Call& call) {
-  const at::Tensor target = photograph(call, call.tensor("target"), {-1, -1, 3});
-  Pixels pixels = blended_pixels(call);
-  Band band{};
-  band.view = band_view(call, pixels, target, call.integers("inner"), call.floats("background", {3}),
-                        call.floats("v_l1", {}), call.floats("v_ssim", {}));
-  call.set('H', target.size(0));
-  call.set('W', target.size(1));
-  call.set('P', pixels.count);
-  band.results = call.read<BandResults>(kBandLoss);
-  launch_bands(call, &band, 1);
-}
-
 void band_loss_into(Call& call) {
   const auto backgrounds = call.tensors("backgrounds"), targets = call.tensors("targets"), rgb = call.tensors("rgb");
   const auto v_l1 = call.tensors("v_l1"), v_ssim = call.tensors("v_ssim"), loss = call.tensors("loss");
@@ -173,14 +153,17 @@ void band_loss_into(Call& call) {
                         v_out + 3 * first,
                         v_alpha + first,
                         last == nullptr ? nullptr : last + first,
-                        nullptr,
-                        nullptr,
                         call.written<float>(loss[k], "loss", {}),
                         float(offsets[k]),
                         scale};
   }
-  for (size_t k = 0; k < bands.size(); k += kMostBands)
-    launch_bands(call, bands.data() + k, int(std::min<size_t>(kMostBands, bands.size() - k)));
+  for (size_t k = 0; k < bands.size(); k += kMostBands) {
+    Band* some = bands.data() + k;
+    const int count = int(std::min<size_t>(kMostBands, bands.size() - k));
+    int64_t sums = 0;
+    call.check(band_loss_plan(some, count, &sums));
+    call.run(band_loss_launch, static_cast<const Band*>(some), count, call.scratch<double>(sums));
+  }
 }
 
 }  // namespace loss_bind
@@ -196,6 +179,5 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("bilateral_variation_backward", bound<variation_backward>());
   m.impl("l1_ssim", bound<l1_ssim>());
   m.impl("l1_ssim_backward", bound<l1_ssim_backward>());
-  m.impl("band_loss", bound<band_loss>());
   m.impl("band_loss_into", bound<band_loss_into>());
 }

@@ -19,12 +19,8 @@ constexpr const char* kNames[kUpdateTensors] = {"means", "quats", "log_scales", 
 constexpr char kRaw[] =
     "means[N,3] quats[N,4]!16 log_scales[N,3] logits[N] sh_dc[N,3] sh_rest[N,B,3] N 3B";
 constexpr char kRows[] =
-    ">view_ids[C] >point_ids[C] >count[1] >means2d[C,2] >conics[C,3] >opacities[C] >features[C,F] >depths[C] "
+    ">view_ids[C] >point_ids[C] >count[1] >means2d[C,2] >conics[C,3] >opacities[C] >features[C,3] >depths[C] "
     ">radii[C,2] C";
-constexpr char kGradients[] =
-    "- row_gradients.0[M,2] row_gradients.1[M,3] row_gradients.2[M] row_gradients.3[M,F] -";
-constexpr char kGradientsAbsolute[] =
-    "- row_gradients.0[M,2] row_gradients.1[M,3] row_gradients.2[M] row_gradients.3[M,F] row_gradients.4[M,2]";
 constexpr char kLazy[] = "last[N] table[65,6,8]!16 steps[1]";
 static_assert(kBoxFloats == 8 && kLazySteps + 1 == 65 && kUpdateTensors == 6 && kLazyFloats == 8, "the table above");
 
@@ -104,8 +100,7 @@ struct Inputs {
   Inputs(Call& call, bool may_miss) {
     raw = call.read<RawPoints>(kRaw);
     views = batch_views(call);
-    settings = {checked_degree(call, call.size('B')), call.read<float>("eps2d"), call.flag("antialiased"),
-                call.flag("depth")};
+    settings = {checked_degree(call, call.size('B')), call.read<float>("eps2d"), call.flag("antialiased")};
     capacity = call.read<int>("#capacity");
     if (!may_miss) return;
     const LazyState lazy = lazy_state(call, raw.count);
@@ -125,7 +120,6 @@ struct Inputs {
 // Capacity for the rows, with the ids and the count that culling finds.
 SplatRows culled(Call& call, const Inputs& in) {
   call.set('C', in.capacity);
-  call.set('F', in.settings.depth ? 4 : 3);
   const auto rows = call.read<SplatRows>(kRows);
   const int64_t items = int64_t{cull_blocks(in.raw.count)} * in.views.count;
   CullBuffers buffers = {};
@@ -146,7 +140,7 @@ template <bool kMayMiss>
 void splat_forward(Call& call) {
   const Inputs in(call, kMayMiss);
   const SplatRows rows = culled(call, in);
-  call.run(splat_rows_launch, in.raw, in.missed, in.views, in.settings, rows, 0, in.capacity);
+  call.run(splat_rows_launch, in.raw, in.missed, in.views, in.settings, rows);
 }
 
 // ---- update ----
@@ -158,33 +152,21 @@ float* statistic(Call& call, const char* name, int64_t points) {
 
 UpdateRows update_rows(Call& call, int64_t views) {
   const int64_t rows = call.count("point_ids", "rows");
-  const at::Tensor features = call.checked("features", {rows, -1}, at::kFloat);
-  TORCH_CHECK_VALUE(features.size(1) == 3 || features.size(1) == 4,
-                    "features must hold colours [M, 3] or colours and depths [M, 4], not ", features.sizes(), ".");
   const int64_t counts = call.tensor("count").numel(), segments = counts > 0 ? counts : 1;
   TORCH_CHECK_VALUE(views % segments == 0 && rows % segments == 0, "count holds ", segments,
                     " numbers: so many equal parts cannot be made of ", views, " views and ", rows, " rows.");
   const bool sized = call.tensor("radii_max").numel() > 0;
+  call.set('M', rows);
   return {call.in<int32_t>("view_ids", {rows}),
           call.in<int32_t>("point_ids", {rows}),
           counts > 0 ? call.in<int64_t>("count", {-1}) : nullptr,
           sized ? call.floats("conics", {rows, 3}) : nullptr,
-          features.const_data_ptr<float>(),
+          call.floats("features", {rows, 3}),
           call.in<int32_t>("radii", {rows, 2}),
+          call.read<const float*>("records[M,16]!16"),
           static_cast<int>(rows),
-          static_cast<int>(features.size(1)),
-          static_cast<int>(segments)};
-}
-
-UpdateGradients update_gradients(Call& call, const UpdateRows& rows, bool absgrad) {
-  const std::vector<at::Tensor> given = call.tensors("row_gradients");
-  call.set('M', rows.rows);
-  call.set('F', rows.feature_floats);
-  if (given.size() == 1) return call.read<UpdateGradients>("row_gradients.0[M,16]!16 - - - - -");
-  TORCH_CHECK_VALUE(given.size() == 5, "row_gradients must be one tensor of records, or those of means2d, conics, ",
-                    "opacities and features and the absolute ones of means2d, not ", given.size(), " tensors.");
-  if (given[4].numel() > 0 || absgrad) call.read<const float*>("row_gradients.4[M,2]");
-  return call.read<UpdateGradients>(given[4].numel() > 0 ? kGradientsAbsolute : kGradients);
+          static_cast<int>(segments),
+          call.flag("depth")};
 }
 
 UpdateFiniteFlag update_finite_flag(Call& call, int views) {
@@ -207,7 +189,6 @@ void splat_update(Call& call) {
   launch.settings = {checked_degree(call, params[kShRest].size(1)), call.read<float>("eps2d"), call.flag("antialiased"),
                      call.flag("absgrad"), call.read<float>("opacity_weight"), call.read<float>("scale_weight"),
                      call.read<float>("max_ratio"), call.read<float>("whole_step_scale")};
-  launch.gradients = update_gradients(call, launch.rows, launch.settings.absgrad);
   launch.statistics = {statistic(call, "grad2d", launch.points), statistic(call, "seen", launch.points),
                        statistic(call, "radii_max", launch.points)};
   launch.finite_flag = update_finite_flag(call, launch.views.count);

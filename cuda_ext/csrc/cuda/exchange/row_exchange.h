@@ -22,13 +22,13 @@ struct RankPatch {
   int32_t cell = 0;  // cell whose rows are sent there: see RouteRows::in_cells
 };
 
-// What routing looks at: lines first to end of `count`, of which all before *real are rows.
+// What routing looks at: `count` lines, of which all before *real are rows.
 struct RouteRows {
   const int32_t* view_ids;
   const int64_t* real;
   const float* means2d;
   const int32_t* radii;
-  int count, first, end;
+  int count;
   const bool* in_cells = nullptr;  // [cells, count] which rows are in each cell; null where all go
 };
 
@@ -37,16 +37,15 @@ inline constexpr int kRouteRows = 1024;
 
 inline int route_blocks(int rows) { return static_cast<int>((int64_t{rows} + kRouteRows - 1) / kRouteRows); }
 
-// Device memory: `patches`, `host_patches` long, and `block_counts`, ranks * route_blocks(end - first) long. Patches
-// are copied by value, so the host's may go at once; they must ascend by view. place [ranks, count]; counts [ranks]: of
-// the rows before `first`, unless that is 0, then of those before `end`.
+// Device memory: `patches`, `host_patches` long, and `block_counts`, ranks * route_blocks(count) long. Patches are
+// copied by value, so the host's may go at once; they must ascend by view. place [ranks, count]; counts [ranks].
 cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
                          int ranks, int32_t* block_counts, int32_t* place, int64_t* counts, cudaStream_t stream);
 
-struct PackRows {  // lines first to end of `count`
+struct PackRows {
   const float *means2d, *conics, *opacities, *features, *depths;
   const int32_t *radii, *view_ids;
-  int count, first, end;
+  int count;
 };
 
 // place [ranks, count]; destinations [ranks] in device memory, each aligned to 16 bytes.

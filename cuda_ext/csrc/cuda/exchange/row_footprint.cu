@@ -41,8 +41,8 @@ cudaError_t footprint_launch(const RouteRows& rows, const RankPatch* host_patche
   if (patch_count == 0) return cudaSuccess;
   upload_patches(host_patches, patch_count, patches, stream);
   cudaError_t status = cudaMemsetAsync(counts, 0, size_t(patch_count) * sizeof(int64_t), stream);
-  if (status != cudaSuccess || rows.end == 0) return status;
-  const int blocks = (rows.end + kThreads * kRows - 1) / (kThreads * kRows);
+  if (status != cudaSuccess || rows.count == 0) return status;
+  const int blocks = (rows.count + kThreads * kRows - 1) / (kThreads * kRows);
   const size_t shared = patch_count <= kShared ? size_t(patch_count) * sizeof(int) : 0;
   footprint_kernel<<<blocks, kThreads, shared, stream>>>(rows, patches, patch_count,
                                                      reinterpret_cast<unsigned long long*>(counts));

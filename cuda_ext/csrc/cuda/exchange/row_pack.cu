@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float4 staged[kWarps][32 * kStride];
   __shared__ int2 listed[kWarps][32];  // of the rows that go to one rank: which of the 32, and its line there
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t row = rows.first + int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  const bool inside = row < rows.end;
+  const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const bool inside = row < rows.count;
   uint32_t mask = 0;  // a bit for each rank that the row goes to
 #pragma unroll 4
   for (int rank = 0; rank < ranks; ++rank) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t pack_launch(const PackRows& rows, const int32_t* place, const int64_t* destinations, int ranks,
                         int capacity, cudaStream_t stream) {
-  const int blocks = int((int64_t{rows.end} - rows.first + kThreads - 1) / kThreads);
+  const int blocks = int((int64_t{rows.count} + kThreads - 1) / kThreads);
   if (blocks == 0) return cudaSuccess;
   pack_kernel<<<blocks, kThreads, 0, stream>>>(rows, place, destinations, ranks, capacity);
   return cudaGetLastError();

@@ -64,7 +64,7 @@ __device__ __forceinline__ void patches_reached(const RouteRows& rows, const Ran
 
 __device__ __forceinline__ int64_t real_rows(const RouteRows& rows) {
   const int64_t real = *rows.real;
-  return real < rows.end ? real : rows.end;
+  return real < rows.count ? real : rows.count;
 }
 
 }  // namespace nsmg

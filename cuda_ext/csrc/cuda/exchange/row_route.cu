@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
                  int32_t* block_counts) {
   __shared__ int sums[kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first = rows.first + int64_t(blockIdx.x) * kRouteRows + warp * (32 * kSteps);
+  const int64_t first = int64_t(blockIdx.x) * kRouteRows + warp * (32 * kSteps);
   const int64_t real = real_rows(rows);
   int mine = 0;
   for (int step = 0; step < kSteps; ++step) {
@@ -68,14 +68,13 @@ __device__ __forceinline__ int warp_through(int value, int lane) {
   return value;
 }
 
-// A block a rank: its counts become what stands before them, and their sum goes to counts[rank]; with `more` both go on
-// from what is there.
+// A block a rank: its counts become what stands before them, and their sum goes to counts[rank].
 __global__ void __launch_bounds__(kScanThreads)
-    scan_kernel(int32_t* block_counts, int blocks, bool more, int64_t* counts) {
+    scan_kernel(int32_t* block_counts, int blocks, int64_t* counts) {
   __shared__ int sums[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int32_t* values = block_counts + int64_t(blockIdx.x) * blocks;
-  int carry = more ? int(counts[blockIdx.x]) : 0;
+  int carry = 0;
   for (int base = 0; base < blocks; base += kScanThreads) {
     const int k = base + int(threadIdx.x);
     const int value = k < blocks ? values[k] : 0;
@@ -99,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
     place_kernel(RouteRows rows, int ranks, int blocks, const int32_t* block_starts, int32_t* place) {
   __shared__ int sums[kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first = rows.first + int64_t(blockIdx.x) * kRouteRows + warp * (32 * kSteps);
+  const int64_t first = int64_t(blockIdx.x) * kRouteRows + warp * (32 * kSteps);
   const int64_t real = real_rows(rows);
   uint32_t masks[kSteps];
 #pragma unroll
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
       const bool goes = (masks[step] >> rank & 1u) != 0;
       const unsigned going = __ballot_sync(kAll, goes);
       const int from = __shfl_sync(kAll, start, rank);
-      if (row < rows.end) place[int64_t(rank) * rows.count + row] = goes ? from + __popc(going & below) : -1;
+      if (row < rows.count) place[int64_t(rank) * rows.count + row] = goes ? from + __popc(going & below) : -1;
       if (lane == rank) start += __popc(going);
     }
   }
@@ -135,13 +134,13 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
                          int ranks, int32_t* block_counts, int32_t* place, int64_t* counts, cudaStream_t stream) {
-  const int blocks = route_blocks(rows.end - rows.first);
+  const int blocks = route_blocks(rows.count);
   upload_patches(host_patches, patch_count, patches, stream);
   if (blocks > 0) {
     auto* masks = reinterpret_cast<uint32_t*>(place);
     touch_kernel<<<blocks, kThreads, 0, stream>>>(rows, patches, patch_count, ranks, blocks, masks, block_counts);
   }
-  scan_kernel<<<ranks, kScanThreads, 0, stream>>>(block_counts, blocks, rows.first > 0, counts);
+  scan_kernel<<<ranks, kScanThreads, 0, stream>>>(block_counts, blocks, counts);
   if (blocks > 0) place_kernel<<<blocks, kThreads, 0, stream>>>(rows, ranks, blocks, block_counts, place);
   return cudaGetLastError();
 }

@@ -34,8 +34,8 @@ __device__ __forceinline__ RowNumbers load_row(const PackRows& rows, int64_t row
 __global__ void __launch_bounds__(kThreads)
     pack_wire_kernel(PackRows rows, const int32_t* place, const __grid_constant__ WireSegments to, bool slots,
                      uint32_t* wire) {
-  const int64_t row = rows.first + int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (row >= rows.end) return;
+  const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= rows.count) return;
   bool loaded = false;
   RowNumbers numbers;
   for (int rank = 0; rank < to.ranks; ++rank) {
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t pack_wire_launch(const PackRows& rows, const int32_t* place, const WireSegments& to, bool slots,
                              uint32_t* wire, cudaStream_t stream) {
-  const int blocks = blocks_of(int64_t{rows.end} - rows.first);
+  const int blocks = blocks_of(int64_t{rows.count});
   if (blocks == 0) return cudaSuccess;
   pack_wire_kernel<<<blocks, kThreads, 0, stream>>>(rows, place, to, slots, wire);
   return cudaGetLastError();

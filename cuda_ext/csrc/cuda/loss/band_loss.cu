@@ -257,10 +257,7 @@ __global__ void __launch_bounds__(kThreads)
     const BandResults& results = bands.band[k].results;
     const BandView& view = bands.band[k].view;
     const double l1 = of_warps[k][0][0], ssim = of_warps[k][1][0];
-    if (results.l1 != nullptr) *results.l1 = float(l1);
-    if (results.ssim != nullptr) *results.ssim = float(ssim);
-    if (results.loss != nullptr)
-      *results.loss += float(results.offset + results.scale * (*view.v_l1 * l1 + *view.v_ssim * ssim));
+    *results.loss += float(results.offset + results.scale * (*view.v_l1 * l1 + *view.v_ssim * ssim));
   }
 }
 

@@ -26,12 +26,11 @@ struct BandView {
 };
 
 // rgb, v_out [height width, 3], v_alpha [height width]; last [height width], set to -1 outside the inner rectangle,
-// where it is not null. To l1 and ssim go the sums, to loss is added offset + scale (v_l1 l1 + v_ssim ssim), where they
-// are not null.
+// where it is not null. To loss is added offset + scale (v_l1 l1 + v_ssim ssim), of the two sums.
 struct BandResults {
   float *rgb, *v_out, *v_alpha;
   int32_t* last;
-  float *l1, *ssim, *loss;
+  float* loss;
   float offset, scale;
 };
 

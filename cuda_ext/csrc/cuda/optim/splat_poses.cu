@@ -41,7 +41,7 @@ template <int Degree, typename C>
 __device__ __forceinline__ void add_row(const UpdateLaunch& launch, const ViewSetup<C>& view, int64_t row,
                                         float (&pose)[16]) {
   const int64_t id = launch.rows.point_ids[row];
-  const RowGradient g = load_gradient(launch.gradients, launch.rows, row);
+  const RowGradient g = load_gradient(launch.rows, row);
   const Numbers quats(launch, kQuats, id);
   const Quat<float> quat = {quats[4 * id], quats[4 * id + 1], quats[4 * id + 2], quats[4 * id + 3]};
   const Vec3<float> mean = Numbers(launch, kMeans, id).vector(id);

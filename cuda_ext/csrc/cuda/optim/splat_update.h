@@ -19,17 +19,12 @@ struct UpdateRows {
   const int32_t *view_ids, *point_ids;
   const int64_t* counts;  // rows of each segment that are real; null: all
   const float *conics;    // [M, 3]; null where radii_max is
-  const float *features;  // [M, feature_floats]
+  const float *features;  // [M, 3]
   const int32_t* radii;   // [M, 2]
-  int rows, feature_floats;
+  const float* records;   // [M, 16]: gradients, as rasterize_backward_into writes them
+  int rows;
   int segments;  // parts of equal length, each with as many of the views, one after the other
-};
-
-// Gradients of rows: either `records` [M, 16] as rasterize_backward_into writes them, or a tensor for each kind.
-struct UpdateGradients {
-  const float* records;
-  const float *means2d, *conics, *opacities, *features;
-  const float* absolute;  // [M, 2], null unless asked for
+  bool depth;    // the depth's gradient counts
 };
 
 struct UpdateStatistics {  // [N] each, or null
@@ -58,7 +53,6 @@ struct UpdateLaunch {
   const float* scalars;  // [kUpdateTensors, 8]
   int points, rest_floats;
   UpdateRows rows;
-  UpdateGradients gradients;
   UpdateStatistics statistics;
   UpdateFiniteFlag finite_flag;
   UpdateSettings settings;

@@ -117,7 +117,7 @@ struct Lane {
     const Vec3<float> by_scale = {settings.scale_weight, settings.scale_weight, settings.scale_weight};
     for_rows([&](int v, int64_t row) {
       const ViewSetup<C>& view = views[v];
-      const RowGradient g = load_gradient(launch.gradients, launch.rows, row);
+      const RowGradient g = load_gradient(launch.rows, row);
       if (!(g.probe == 0.0f)) publish(v);
       const PointGradient<float> p =
           splat_vjp(view.camera, point, settings.eps2d, settings.antialiased, g.splat);
@@ -146,7 +146,7 @@ struct Lane {
   __device__ __forceinline__ void outer_products(const Vec3<float>& mean) const {
     for (int i = 0; i < launch.rest_floats; ++i) rest[i] = 0.0f;
     for_rows([&](int v, int64_t row) {
-      const Vec3<float> color = load_gradient(launch.gradients, launch.rows, row).color;
+      const Vec3<float> color = load_gradient(launch.rows, row).color;
       float b[sh_bases(Degree)];
       sh_basis<Degree>(direction(views[v].center, mean).unit, b);
 #pragma unroll

@@ -28,36 +28,21 @@ __device__ __forceinline__ float probe_of(Floats... numbers) {
 }
 
 // The gradient of a row; where its colour was clamped at black, the colour's is zero.
-__device__ __forceinline__ RowGradient load_gradient(const UpdateGradients& g, const UpdateRows& rows, int64_t row) {
+__device__ __forceinline__ RowGradient load_gradient(const UpdateRows& rows, int64_t row) {
   RowGradient out;
-  const float* feature = rows.features + rows.feature_floats * row;
-  float depth;
-  if (g.records != nullptr) {
-    const float4* record = reinterpret_cast<const float4*>(g.records) + 4 * row;
-    const float4 a = record[0], b = record[1], c = record[2];
-    out.splat = {a.x, a.y, a.z, a.w, b.x, 0.0f, b.y};
-    out.color = {b.z, b.w, c.x};
-    depth = c.y;
-    out.absolute_x = c.z;
-    out.absolute_y = c.w;
-  } else {
-    const float2 at = reinterpret_cast<const float2*>(g.means2d)[row];
-    const Vec3<float> conic = load3(g.conics, row);
-    const float* v = g.features + rows.feature_floats * row;
-    out.splat = {at.x, at.y, conic.x, conic.y, conic.z, 0.0f, g.opacities[row]};
-    out.color = {v[0], v[1], v[2]};
-    depth = rows.feature_floats > 3 ? v[3] : 0.0f;
-    const float2 absolute = g.absolute != nullptr ? reinterpret_cast<const float2*>(g.absolute)[row] : at;
-    out.absolute_x = absolute.x;
-    out.absolute_y = absolute.y;
-  }
-  out.splat.depth = rows.feature_floats > 3 ? depth : 0.0f;
+  const Vec3<float> color = load3(rows.features, row);
+  const float4* record = reinterpret_cast<const float4*>(rows.records) + 4 * row;
+  const float4 a = record[0], b = record[1], c = record[2];
+  out.splat = {a.x, a.y, a.z, a.w, b.x, rows.depth ? c.y : 0.0f, b.y};
+  out.color = {b.z, b.w, c.x};
+  out.absolute_x = c.z;
+  out.absolute_y = c.w;
   out.probe = probe_of(out.splat.x, out.splat.y, out.splat.conic_a, out.splat.conic_b, out.splat.conic_c,
                        out.splat.depth, out.splat.opacity, out.color.x, out.color.y, out.color.z, out.absolute_x,
                        out.absolute_y);
-  out.color.x = feature[0] > 0.0f ? out.color.x : 0.0f;
-  out.color.y = feature[1] > 0.0f ? out.color.y : 0.0f;
-  out.color.z = feature[2] > 0.0f ? out.color.z : 0.0f;
+  out.color.x = color.x > 0.0f ? out.color.x : 0.0f;
+  out.color.y = color.y > 0.0f ? out.color.y : 0.0f;
+  out.color.z = color.z > 0.0f ? out.color.z : 0.0f;
   return out;
 }
 

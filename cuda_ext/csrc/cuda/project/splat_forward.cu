@@ -115,13 +115,12 @@ __device__ __forceinline__ void stage(const CaughtUp<Moment>& source, int drawn,
 template <int Degree, bool Lazy, typename Moment, typename C>
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ RawPoints points, const __grid_constant__ MissedSteps missed,
-                const __grid_constant__ Views views, const SplatSettings settings, const SplatRows rows, int first,
-                int end) {
+                const __grid_constant__ Views views, const SplatSettings settings, const SplatRows rows) {
   extern __shared__ float4 storage[];
   auto* setups = reinterpret_cast<ViewSetup<C>*>(storage);
   load_views(setups, views);
-  const int64_t row = first + int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t count = smaller<int64_t>(*rows.count, end);
+  const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t count = smaller<int64_t>(*rows.count, rows.capacity);
   const bool real = row < count;
   const int view = real ? rows.view_ids[row] : 0;
   const int64_t id = real ? rows.point_ids[row] : 0;
@@ -174,7 +173,7 @@ __global__ void __launch_bounds__(kThreads)
     color = settings.degree == kPlainColor ? sigmoid(dc) : shown(ShConstants<float>::k0 * dc);
   }
 
-  if (row >= end) return;
+  if (row >= rows.capacity) return;
   if (!real) {
     rows.view_ids[row] = larger(views.count - 1, 0);
     rows.point_ids[row] = -1;
@@ -188,19 +187,15 @@ __global__ void __launch_bounds__(kThreads)
   rows.depths[row] = alive ? s.depth : zero;
   reinterpret_cast<int2*>(rows.radii)[row] =
       make_int2(static_cast<int>(projected.rx), static_cast<int>(projected.ry));
-  if (settings.depth) {
-    reinterpret_cast<float4*>(rows.features)[row] = make_float4(color.x, color.y, color.z, alive ? s.depth : zero);
-  } else {
-    rows.features[3 * row] = color.x;
-    rows.features[3 * row + 1] = color.y;
-    rows.features[3 * row + 2] = color.z;
-  }
+  rows.features[3 * row] = color.x;
+  rows.features[3 * row + 1] = color.y;
+  rows.features[3 * row + 2] = color.z;
 }
 
 template <int Degree>
 cudaError_t launch(const RawPoints& points, const MissedSteps& missed, const Views& views,
-                   const SplatSettings& settings, const SplatRows& rows, int first, int end, cudaStream_t stream) {
-  const int blocks = (end - first + kThreads - 1) / kThreads;
+                   const SplatSettings& settings, const SplatRows& rows, cudaStream_t stream) {
+  const int blocks = (rows.capacity + kThreads - 1) / kThreads;
   return with_camera(views.intrinsics_rows, [&](auto kind) {
     using C = typename decltype(kind)::type;
     const size_t shared = shared_bytes<C>(Degree, views.count);
@@ -208,7 +203,7 @@ cudaError_t launch(const RawPoints& points, const MissedSteps& missed, const Vie
       using Moment = decltype(moment);
       const auto kernel =
           missed.last == nullptr ? rows_kernel<Degree, false, float, C> : rows_kernel<Degree, true, Moment, C>;
-      kernel<<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows, first, end);
+      kernel<<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows);
       return cudaGetLastError();
     });
   });
@@ -217,19 +212,18 @@ cudaError_t launch(const RawPoints& points, const MissedSteps& missed, const Vie
 }  // namespace
 
 cudaError_t splat_rows_launch(const RawPoints& points, const MissedSteps& missed, const Views& views,
-                              const SplatSettings& settings, const SplatRows& rows, int first, int end,
-                              cudaStream_t stream) {
-  if (first >= end) return cudaSuccess;
+                              const SplatSettings& settings, const SplatRows& rows, cudaStream_t stream) {
+  if (rows.capacity == 0) return cudaSuccess;
   switch (settings.degree) {
     case kPlainColor:
     case 0:
-      return launch<0>(points, missed, views, settings, rows, first, end, stream);
+      return launch<0>(points, missed, views, settings, rows, stream);
     case 1:
-      return launch<1>(points, missed, views, settings, rows, first, end, stream);
+      return launch<1>(points, missed, views, settings, rows, stream);
     case 2:
-      return launch<2>(points, missed, views, settings, rows, first, end, stream);
+      return launch<2>(points, missed, views, settings, rows, stream);
     default:
-      return launch<3>(points, missed, views, settings, rows, first, end, stream);
+      return launch<3>(points, missed, views, settings, rows, stream);
   }
 }
 

@@ -29,7 +29,7 @@ struct MissedSteps {
 struct SplatSettings {
   int degree;  // or kPlainColor
   float eps2d;
-  bool antialiased, depth;
+  bool antialiased;
 };
 
 struct SplatRows {
@@ -64,9 +64,8 @@ cudaError_t cull_scan_bytes(int64_t items, size_t* bytes, cudaStream_t stream);
 cudaError_t splat_cull_launch(const RawPoints& points, const MissedSteps& missed, const Views& views, float eps2d,
                               const CullBuffers& buffers, const SplatRows& rows, cudaStream_t stream);
 
-// Fills the rest of lines first to end from view_ids, point_ids and count; padding rows get zeros.
+// Fills the rest of all lines from view_ids, point_ids and count; padding rows get zeros.
 cudaError_t splat_rows_launch(const RawPoints& points, const MissedSteps& missed, const Views& views,
-                              const SplatSettings& settings, const SplatRows& rows, int first, int end,
-                              cudaStream_t stream);
+                              const SplatSettings& settings, const SplatRows& rows, cudaStream_t stream);
 
 }  // namespace nsmg

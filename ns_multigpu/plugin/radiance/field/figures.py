@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ns_multigpu.plugin.blocks.fused_blocks import Measured
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.train.objective import LogEntry, Row
+from ns_multigpu.plugin.run.objective import LogEntry, Row
 from ns_multigpu.radiance.exchange import balance, bytes_a_ray
 from ns_multigpu.radiance.segments import Segments
 from ns_multigpu.radiance.slots import Slots

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.radiance.run.objective import RadianceObjective
-from ns_multigpu.plugin.train.config import RunConfig
-from ns_multigpu.plugin.train.objective import Objective
+from ns_multigpu.plugin.run.config import RunConfig
+from ns_multigpu.plugin.run.objective import Objective
 
 
 @dataclass

@@ -17,7 +17,7 @@ from ns_multigpu.plugin.checkpoint.training_state import move_schedulers
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.run.pipeline import RadiancePipeline
 from ns_multigpu.plugin.radiance.run.saved import MODEL
-from ns_multigpu.plugin.train.objective import Resumed
+from ns_multigpu.plugin.run.objective import Resumed
 
 _MOMENTS = "optimizers/"
 

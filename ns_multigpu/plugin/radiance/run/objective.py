@@ -18,7 +18,7 @@ from ns_multigpu.plugin.radiance.run.fast_steps import FastSteps, obstacle
 from ns_multigpu.plugin.radiance.run.field_state import field_content, resume_field
 from ns_multigpu.plugin.radiance.run.pipeline import RadiancePipeline
 from ns_multigpu.plugin.radiance.run.step_graphs import GraphsByKind
-from ns_multigpu.plugin.train.objective import LogEntry, Objective, Resumed
+from ns_multigpu.plugin.run.objective import LogEntry, Objective, Resumed
 from ns_multigpu.radiance.exchange import sum_gradients
 
 

@@ -23,7 +23,7 @@ from ns_multigpu.plugin.render import team
 from ns_multigpu.plugin.render.partition_picture import MOST_POINTS, save
 from ns_multigpu.plugin.render.partition_picture import PictureContent as Picture
 from ns_multigpu.plugin.render.service import RenderService
-from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
+from ns_multigpu.plugin.run.pipeline import RunPipeline, RunPipelineConfig
 from ns_multigpu.radiance.partition import Partition, few_views, partition
 
 

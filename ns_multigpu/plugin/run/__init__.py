@@ -1,0 +1,1 @@
+"""The run shell: one trainer, pipeline and configuration for whatever a run trains."""

@@ -1,1 +1,0 @@
-"""The training loop, its pipeline and configuration; resuming from a checkpoint."""
