@@ -62,6 +62,7 @@ class TileRun(Run):
         super().__init__(model, city_views, world, batch, mode.lazy, **options)
         self.mode = mode
         self._strategy = tile(world)
+        self._strategy.rows.slots = mode.lists == "sort"
         assert isinstance(self._strategy.assignment, TileRanges)
         self._assignment = self._strategy.assignment
         self._counts = DelayedReadback(self._assignment.learn)
@@ -78,8 +79,8 @@ class TileRun(Run):
         settings = self.settings()
         legs, peer = (self._strategy.rows, self._strategy.gradients), self.mode.transport == "peer"
         shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment))
-        sorts = self.mode.lists == "sort"
-        self._transport = make_transport(*legs, self.world, self.kernels, *shape, peer=peer, slots=sorts)
+        self._transport = make_transport(*legs, self.world, self.kernels, *shape, peer=peer)
+        sorts = self._strategy.rows.slots
         lists = SortedLists(settings, self.world, self._transport.lines, peer=peer) if sorts else None
         if self._graphs is not None:
             self._graphs.forget()

@@ -101,17 +101,16 @@ def sum_gradients_in_parts(shared: Iterable[Tensor], world: World) -> Parts[None
         param.grad = part.view_as(param).clone()
 
 
-def bytes_a_ray(rays: int, segments: int, samples: int, width: int, value_bytes: int = 4) -> tuple[float, float]:
+def bytes_a_ray(rays: int, segments: int, samples: int, width: int) -> tuple[float, float]:
     """Return the average bytes sent per ray: for all samples (section 4.2), and for segments (section 4.3).
 
     Args:
         rays: number of rays. segments, samples: totals of all rays in all cells. width: numbers per segment.
-        value_bytes: bytes per number.
 
     Returns:
         bytes of samples, each with density, colour, and two ends; and bytes of segments.
     """
-    return samples * 6 * value_bytes / max(rays, 1), segments * width * value_bytes / max(rays, 1)
+    return samples * 6 * 4 / max(rays, 1), segments * width * 4 / max(rays, 1)
 
 
 def balance(counts: Sequence[int]) -> float:

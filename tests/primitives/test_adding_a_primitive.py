@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core.dist.collectives import all_gather_rows, sum_all
+from ns_multigpu.core.dist.collectives import add_up, all_gather_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.schema import floats, names
@@ -96,7 +96,7 @@ def learn(world: World, strategy: str) -> list[float]:
         loss.backward()
         spread.gradients.end_backward()
         adam.step()
-        losses.append(float(sum_all(loss.detach().reshape(1), world)))
+        losses.append(float(add_up(loss.detach().reshape(1), world)))
     return losses
 
 

@@ -16,7 +16,7 @@ from nerfstudio.cameras.camera_optimizers import CameraOptimizer
 
 from cuda_ext.ops.loss.bilateral_map import bilateral_map
 from cuda_ext.ops.optim.adam import mean_step
-from ns_multigpu.core.dist.collectives import all_gather_rows, sum_all
+from ns_multigpu.core.dist.collectives import add_up, all_gather_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.step.bilateral_grids import VARIATION_WEIGHT, variation
@@ -228,10 +228,10 @@ def take_step(
         gradients = {name: all_gather_rows(grad, world)[0][order] for name, grad in gradients.items()}
     statistics = _statistics(drawn, rendering.splats, batch, places, torch.zeros(2, points, device=world.device))
     return {
-        "loss": sum_all(loss.detach().reshape(1), world).cpu(),
+        "loss": add_up(loss.detach().reshape(1), world).cpu(),
         "images": images,
         "depths": depths,
-        "statistics": sum_all(statistics, world).cpu(),
+        "statistics": add_up(statistics, world).cpu(),
         "gradients": {name: grad.cpu() for name, grad in gradients.items()},
         "poses": {name: _gradient(of).cpu() for name, of in [*enumerate(poses), *trainable.items()]},
     }

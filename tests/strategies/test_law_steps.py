@@ -199,10 +199,10 @@ def made(
     kernels = replace(kind, depth=False).kernels(**more)
     assert kernels is not None
     words = settings.words(spread.assignment)
+    spread.rows.half, spread.rows.slots = bool(half), by_sort
     peer = world.device.type == "cuda" and world.size > 1 and half is None
     transport = make_transport(
         spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer,
-        half=bool(half), slots=by_sort,
     )  # fmt: skip
     lists = SortedLists(settings, world, transport.lines, peer=False) if by_sort else None
     counted = statistics if world.is_main or not spread.gradients.summed else {}

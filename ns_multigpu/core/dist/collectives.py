@@ -1,8 +1,8 @@
-"""Differentiable collectives. The backward pass of each is its mirror: it sends gradients in the reverse direction.
+"""Collectives over the ranks of a world, without autograd. In a world of one rank each is the identity.
 
-The loss of the job is the *sum* of the ranks' losses, and a rank's gradient is that of the sum. In a world of one rank
-each collective is the identity. All accept empty tensors, and rows whose number differs by rank.
+All accept empty tensors. Numbers of rows may differ by rank.
 """
+
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,16 +13,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore[reportPrivateImportUsage]
 
 from ns_multigpu.core.dist.world import World
-
-
-def sum_all(x: Tensor, world: World) -> Tensor:
-    """Return the sum of `x` over all ranks (same shape everywhere). Backward: the sum of the gradients."""
-    return x if world.group is None else _SumAll.apply(x, world)  # type: ignore[no-any-return]
-
-
-def broadcast(x: Tensor, source: int, world: World) -> Tensor:
-    """Return rank `source`'s `x` on every rank (same shape everywhere). Backward: the gradients' sum, at the source."""
-    return x if world.group is None else _Broadcast.apply(x, source, world)  # type: ignore[no-any-return]
 
 
 def exchange_counts(counts: Sequence[int], world: World) -> list[int]:
@@ -50,24 +40,30 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], world:
         receive: rows from each rank (see `exchange_counts`).
 
     Returns:
-        [sum(receive), ...] rows, those from rank 0 first. Backward: each row's gradient returns to where it came from.
+        [sum(receive), ...] rows, those from rank 0 first. Trailing sizes of zero are allowed.
 
     Raises:
         ValueError: the counts do not fit `x` or the world.
     """
-    _check_rows("exchange_rows", x, send, receive, world)
+    if len(send) != world.size or len(receive) != world.size or sum(send) != x.shape[0]:
+        raise ValueError(
+            f"exchange_rows: {x.shape[0]} rows, counts {list(send)} out and {list(receive)} in, {world.size} ranks"
+        )
     if world.group is None:
         return x
-    return _ExchangeRows.apply(x, list(send), list(receive), world)  # type: ignore[no-any-return]
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    _count_parts(send, x.nbytes // max(x.shape[0], 1), world)
+    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=world.group)
+    return out
 
 
 def all_gather_rows(x: Tensor, world: World) -> tuple[Tensor, list[int]]:
-    """Return all ranks' rows, rank 0's first, and the number of rows of each rank. Backward: each row's gradients are
-    summed at its own rank."""
+    """Return all ranks' rows, rank 0's first, and the number of rows of each rank."""
     if world.group is None:
         return x, [x.shape[0]]
     counts = [row[0] for row in all_gather_ints([x.shape[0]], world)]
-    return _AllGatherRows.apply(x, counts, world), counts
+    copies = x.repeat(world.size, *([1] * (x.dim() - 1)))
+    return exchange_rows(copies, [x.shape[0]] * world.size, counts, world), counts
 
 
 def all_gather_ints(values: Sequence[int], world: World) -> list[list[int]]:
@@ -170,7 +166,7 @@ def barrier(world: World) -> None:
 
 
 def sum_in_place(x: Tensor, world: World, *, async_op: bool = False) -> Any:
-    """Sum `x` over all ranks into itself, without autograd; with `async_op` return the work to wait for, or None."""
+    """Sum `x` over all ranks into itself; with `async_op` return the work to wait for, or None."""
     if world.group is None or x.numel() == 0:
         return None
     _count_ring(2 * (world.size - 1) * x.nbytes // world.size, world)
@@ -178,14 +174,14 @@ def sum_in_place(x: Tensor, world: World, *, async_op: bool = False) -> Any:
 
 
 def max_in_place(x: Tensor, world: World) -> None:
-    """Replace `x` by its elementwise maximum over all ranks, without autograd."""
+    """Replace `x` by its elementwise maximum over all ranks."""
     if world.group is not None and x.numel():
         _count_ring(2 * (world.size - 1) * x.nbytes // world.size, world)
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=world.group)
 
 
 def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
-    """Write every rank's `x` (same shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting."""
+    """Write every rank's `x` (same shape everywhere) into `out` [ranks, *x.shape], without waiting."""
     if world.members is not None:
         world.members.gather(out, x)
     elif world.group is None:
@@ -237,7 +233,7 @@ def all_gather_together(outs: Sequence[Tensor], xs: Sequence[Tensor], world: Wor
 
 
 def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
-    """Send line r of `x` [ranks, ...] to rank r and receive into `out`, without autograd or waiting."""
+    """Send line r of `x` [ranks, ...] to rank r and receive into `out`, without waiting."""
     if world.group is None:
         out.copy_(x)
         return
@@ -246,7 +242,7 @@ def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
 
 
 def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], world: World) -> None:
-    """All-to-all of parts that have a size of their own for each pair, without autograd or waiting.
+    """All-to-all of parts that have a size of their own for each pair, without waiting.
 
     Args:
         out: [sum(receive)] written; contiguous, what came from rank 0 first. x: [sum(send)], that for rank 0 first.
@@ -279,78 +275,3 @@ def _count_parts(send: Sequence[int], size: int, world: World) -> None:
     here = world.ranks_of(world.machine)
     inside = sum(send[here.start : here.stop])
     world.traffic.add(size * (sum(send) - send[world.rank]), size * (sum(send) - inside))
-
-
-def _check_rows(name: str, x: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> None:
-    if len(send) != world.size or len(receive) != world.size or sum(send) != x.shape[0]:
-        raise ValueError(
-            f"{name}: {x.shape[0]} rows, counts {list(send)} out and {list(receive)} in, {world.size} ranks"
-        )
-
-
-def _all_to_all(x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
-    """Exchange rows: [sum(send), ...] to [sum(receive), ...]. Trailing sizes of zero are allowed."""
-    out = x.new_empty((sum(receive), *x.shape[1:]))
-    row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
-    _count_parts(send, row_bytes, world)
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=world.group)
-    return out
-
-
-class _SumAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        out = x.detach().clone(memory_format=torch.contiguous_format)
-        sum_in_place(out, world)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        out = grads[0].clone(memory_format=torch.contiguous_format)
-        sum_in_place(out, ctx.world)
-        return out, None
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: int, world: World) -> Tensor:
-        ctx.source, ctx.world = source, world
-        out = x.detach().clone(memory_format=torch.contiguous_format)
-        if out.numel():
-            if world.rank == source:
-                _count_parts([1] * world.size, out.nbytes, world)
-            dist.broadcast(out, source, group=world.group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        out = grads[0].clone(memory_format=torch.contiguous_format)
-        sum_in_place(out, ctx.world)
-        return out if ctx.world.rank == ctx.source else torch.zeros_like(out), None, None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
-        ctx.send, ctx.receive, ctx.world = send, receive, world
-        return _all_to_all(x.detach(), send, receive, world)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.world), None, None, None
-
-
-class _AllGatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int], world: World) -> Tensor:
-        ctx.counts, ctx.world = counts, world
-        send = [x.shape[0]] * world.size
-        return _all_to_all(x.detach().repeat(world.size, *([1] * (x.dim() - 1))), send, counts, world)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        own = ctx.counts[ctx.world.rank]
-        back = _all_to_all(grads[0], ctx.counts, [own] * ctx.world.size, ctx.world)
-        # Summed in the order of the ranks: the same bits on every run.
-        return back.reshape(ctx.world.size, own, *back.shape[1:]).sum(0), None, None

@@ -51,15 +51,12 @@ class ExchangedRows(RowLeg):
     Args:
         counts: counters of exchanged rows; None for none.
         hierarchical: over several machines send a row to each machine once, not to each rank that needs it (`RowLeg`).
-        half: if there are gradients, round what is sent to float16 (`ColumnWire`); if hierarchical, between machines.
     """
 
     is_exchanged = True
 
-    def __init__(
-        self, counts: RowCounts | None = None, *, hierarchical: bool | None = None, half: bool = False
-    ) -> None:
-        self._counts, self.hierarchical, self.half = counts, hierarchical, half
+    def __init__(self, counts: RowCounts | None = None, *, hierarchical: bool | None = None) -> None:
+        self._counts, self.hierarchical = counts, hierarchical
 
     def operators(self) -> RowOperators:
         return RowOperators()

@@ -55,6 +55,11 @@ class RowLeg(Leg):
     hierarchical: bool | None = False
     """True if a row is sent once to each other machine and forwarded there (see `Hierarchy`). None: in fused steps, if
     the ranks of each machine share peer memory."""
+    half: bool = False
+    """True to round what collectives send in training to float16 where possible (`RowWire`, `ColumnWire`); with
+    `hierarchical` between machines only."""
+    slots: bool = False
+    """True if fused steps send a row's line with it, for lists sorted over all ranks (`SortedLists`)."""
 
     def operators(self) -> RowOperators:
         """Return the operators that route rows.

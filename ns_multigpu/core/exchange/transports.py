@@ -186,22 +186,21 @@ class PeerRows(Transport):
 
 def make_transport(
     rows_leg: RowLeg, gradient_leg: GradientLeg, world: World, kernels: Kernels, rows: int, capacity: int | Pairs,
-    words: int, *, peer: bool, half: bool = False, slots: bool = False,
+    words: int, *, peer: bool,
 ) -> Transport:  # fmt: skip
     """Return the transport that implements these legs.
 
     Args:
         rows, capacity, words: see `Transport`.
         peer: True if the ranks of a machine share peer memory; with replicas, if all ranks do.
-        half, slots: see `CollectiveRows`.
     """
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
-    if rows_leg.is_exchanged and is_hierarchical(rows_leg, world, peer=peer) and not slots:
-        return HierarchicalRows(*shape, half=half, peer=peer)
+    if rows_leg.is_exchanged and is_hierarchical(rows_leg, world, peer=peer):
+        return HierarchicalRows(*shape, half=rows_leg.half, peer=peer)
     if rows_leg.is_exchanged:
-        return PeerRows(*shape) if peer else CollectiveRows(*shape, half=half, slots=slots)
+        return PeerRows(*shape) if peer else CollectiveRows(*shape, half=rows_leg.half, slots=rows_leg.slots)
     return gradient_leg.operators(*shape, peer=peer)
 
 
@@ -212,7 +211,7 @@ def is_hierarchical(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:
         peer: True if the ranks of a machine share peer memory.
     """
     wanted = peer if rows_leg.hierarchical is None else rows_leg.hierarchical
-    return wanted and Hierarchy.of(world) is not None
+    return wanted and not rows_leg.slots and Hierarchy.of(world) is not None
 
 
 def _but(numbers: list[int], rank: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from nerfstudio.utils import writer
@@ -16,6 +16,11 @@ from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.blocks.training import BlockResult, Training
 from ns_multigpu.plugin.faults.guards import Guards
 from ns_multigpu.plugin.launch.run_parts import run_parts
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 Measured: TypeAlias = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 """(loss, loss terms, metrics) of one step: this rank's shares, each []."""
@@ -34,15 +39,18 @@ class FusedBlocks:
         training: runs the steps.
     """
 
-    def __init__(self, pipeline: Any, optimizers: Any, world: World, guards: Guards) -> None:
+    def __init__(
+        self, pipeline: "DistributedPipeline", optimizers: BatchOptimizers, world: World, guards: Guards
+    ) -> None:
         self._pipeline, self._guards = pipeline, guards
         self.training = Training(pipeline, optimizers, world, guards.computed, skips=guards.numbers.skips)
         self._pace, self._seconds, self._begun = Pace(), 0.0, False
 
     @classmethod
     def if_asked_for(
-        cls, config: Any, pipeline: Any, optimizers: Any, world: World, guards: Guards, first: int
-    ) -> "FusedBlocks | None":
+        cls, config: "DistributedTrainerConfig", pipeline: "DistributedPipeline", optimizers: BatchOptimizers,
+        world: World, guards: Guards, first: int,
+    ) -> "FusedBlocks | None":  # fmt: skip
         """Return the runner of this run's steps from `first` on, or None if steps are not fused; print the choice.
 
         Raises:

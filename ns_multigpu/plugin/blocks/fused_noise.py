@@ -5,9 +5,13 @@ multiplied by the step's `taken` flag. If a refinement follows a step, noise fol
 training.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ns_multigpu.core.schema import POSITION
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 
 class StepNoise:
@@ -20,7 +24,7 @@ class StepNoise:
         active: True if the densifier adds noise.
     """
 
-    def __init__(self, pipeline: Any, optimizers: Any) -> None:
+    def __init__(self, pipeline: "DistributedPipeline", optimizers: BatchOptimizers) -> None:
         self._pipeline, self._optimizers, self._model = pipeline, optimizers, pipeline.model
         self.active = self._model.densifier.noisy
         self._rate = 0.0

@@ -1,7 +1,7 @@
 """Conditions for fused steps, and the ends of their blocks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,12 +11,20 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.fused_support import unsupported_reason
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model import view_parameters
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.primitives.registry import FIRST, titled
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.run.config import RunConfig
+    from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 _MOST_VIEWS, _MOST_LENS_VIEWS = 128, 96
 
 
-def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
+def fuses(
+    config: "DistributedTrainerConfig", pipeline: "DistributedPipeline", optimizers: BatchOptimizers, world: World
+) -> tuple[bool, str]:
     """Return whether this run's steps are fused, the same on every rank, and a message about it.
 
     Args:
@@ -40,7 +48,9 @@ def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bo
     return False, f"Steps are not fused: {reason}." if speaks else ""
 
 
-def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
+def _decided(
+    config: "DistributedTrainerConfig", pipeline: "DistributedPipeline", optimizers: BatchOptimizers, world: World
+) -> tuple[bool, str]:
     """Return whether steps are fused, and the reason if they are not."""
     if config.fused_steps == "never":
         return False, "--fused-steps never"
@@ -65,7 +75,7 @@ def _on_gpu(world: World) -> bool:
     return device.type == "cuda" or (device.type == "multigpu" and not torch.ops.multigpu.is_host())
 
 
-def check_requests(pipeline: Any, *, fused: bool) -> None:
+def check_requests(pipeline: "DistributedPipeline", *, fused: bool) -> None:
     """Check that the options for the exchange of rows apply to this run.
 
     Args:
@@ -98,7 +108,9 @@ def check_requests(pipeline: Any, *, fused: bool) -> None:
             )
 
 
-def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
+def obstacle(
+    config: "DistributedTrainerConfig", pipeline: "DistributedPipeline", optimizers: BatchOptimizers
+) -> str | None:
     """Return the option or property of the capture that prevents fused steps; None if there is none."""
     model, options = pipeline.model, pipeline.model.config
     kernels = model.primitive(depth=False).kernels()
@@ -136,11 +148,11 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     return next((reason() for failed, reason in tests if failed), None)
 
 
-def next_stop(config: Any, step: int, steps: int, *, evaluates: bool) -> int:
+def next_stop(config: "RunConfig", step: int, steps: int, *, evaluates: bool) -> int:
     """Return the step before which a block that begins with `step` must end.
 
     Args:
-        config: a `DistributedTrainerConfig`.
+        config: a `RunConfig`.
         steps: the run's number of steps.
         evaluates: whether there are held-out views.
     """

@@ -9,7 +9,7 @@ model changes only in the launch that ends the step, which allocates nothing.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,11 @@ from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_capacities import Capacities
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.out_of_memory import Counts, StepCancelled, StepOutOfMemory, forget_frames
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.primitives.gaussians.schema import ORDER
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.blocks.training import Training
 
 
 @dataclass
@@ -40,7 +44,7 @@ class CompletedSteps:
     done: int = 0
     skipped: int = 0
 
-    def recount(self, adam: AdamStep, optimizers: Any) -> None:
+    def recount(self, adam: AdamStep, optimizers: BatchOptimizers) -> None:
         """Set the counters of optimizers and schedules to those after the completed steps.
 
         Args:
@@ -55,7 +59,9 @@ class CompletedSteps:
 
 
 @contextlib.contextmanager
-def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) -> Iterator[CompletedSteps]:
+def last_whole_step(
+    training: "Training", steps: range, optimizers: BatchOptimizers, world: World
+) -> Iterator[CompletedSteps]:
     """Enclose the steps of a block; the enclosed code updates the number of completed steps.
 
     Args:
@@ -78,7 +84,9 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
         raise StepCancelled(steps[0] + taken.done - 1, error if not agreed or error.here else None) from None
 
 
-def go_back(points: PointStorage, names: Sequence[str], optimizers: Any, lazy: Any, taken: CompletedSteps) -> None:
+def go_back(
+    points: PointStorage, names: Sequence[str], optimizers: BatchOptimizers, lazy: Any, taken: CompletedSteps
+) -> None:
     """Apply deferred steps of points, and set the counters to those after the completed steps.
 
     Args:

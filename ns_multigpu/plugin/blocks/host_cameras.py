@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from ns_multigpu.core.types import View, sizes_of
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from ns_multigpu.plugin.model.cameras import Intrinsics, intrinsics_of, view_at, world_to_camera
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
@@ -18,7 +19,7 @@ class HostCameras:
         data: a `DistributedDataManager`.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: DistributedDataManager) -> None:
         self._data = data
         self._intrinsics: list[Intrinsics] = []
         self._viewmats: dict[int, Tensor] = {}

@@ -5,7 +5,7 @@ first step: points are projected for the batches of the coming block, without dr
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +22,9 @@ from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import Capacities
 from ns_multigpu.plugin.faults.out_of_memory import check_memory
 
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
+
 _MOST_AT_FIRST = 1 << 22
 """Points of a run's first step up to which it has capacity to draw all; a step that needs more is retried with more."""
 _MOST_TO_SEND = 1 << 20
@@ -35,7 +38,7 @@ class InitialCapacity:
         pipeline: a `DistributedPipeline`, ready to train. buffers: buffers of its steps.
     """
 
-    def __init__(self, pipeline: Any, world: World, buffers: StepBuffers) -> None:
+    def __init__(self, pipeline: "DistributedPipeline", world: World, buffers: StepBuffers) -> None:
         self._pipeline, self._world, self._buffers = pipeline, world, buffers
         self._placings = -1
 
@@ -87,9 +90,8 @@ class InitialCapacity:
         model, batch = self._pipeline.model, self._pipeline.batch_size
         if not self._is_exchanged:
             views = self._pipeline.strategy.assignment.most_views(batch, self._world.size)
-            points = max(model.shard_counts) if model.sharded else model.num_points  # the same on every rank
-            return first_capacities(min(points, _MOST_AT_FIRST), pixels, views, is_exchanged=False)
-        rows = min(max(model.shard_counts) * batch, _MOST_TO_SEND)
+            return first_capacities(min(model.most_points, _MOST_AT_FIRST), pixels, views, is_exchanged=False)
+        rows = min(model.most_points * batch, _MOST_TO_SEND)
         return first_capacities(-(-rows // batch), pixels, batch, is_exchanged=True)
 
 

@@ -7,7 +7,7 @@ selects images that are kept on the GPU. Each step writes its report to a line o
 
 import functools
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_inputs import StepInputs
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
+
 
 class InputQueue:
     """Input queue of one rank's steps, block by block.
@@ -37,7 +40,7 @@ class InputQueue:
         images: images of all views.
     """
 
-    def __init__(self, pipeline: Any, world: World, places: int) -> None:
+    def __init__(self, pipeline: "DistributedPipeline", world: World, places: int) -> None:
         self._pipeline, self._model, self._world, self._places = pipeline, pipeline.model, world, places
         self.images = DeviceImages(pipeline.datamanager, world)
         self._at = torch.zeros(1, dtype=torch.int64, device=world.device)

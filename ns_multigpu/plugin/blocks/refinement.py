@@ -4,9 +4,13 @@ If it needs no host decision, it is launched before the block's steps are known 
 they are not. Otherwise the device would idle while the host launches some hundred operators one by one.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 
 class Refining:
@@ -16,7 +20,7 @@ class Refining:
         pipeline: a `DistributedPipeline`, ready to train. optimizers: its `BatchOptimizers`. noise: noise of its steps.
     """
 
-    def __init__(self, pipeline: Any, optimizers: Any, noise: StepNoise) -> None:
+    def __init__(self, pipeline: "DistributedPipeline", optimizers: BatchOptimizers, noise: StepNoise) -> None:
         self._pipeline, self._optimizers, self._noise, self._model = pipeline, optimizers, noise, pipeline.model
         self._done: int | None = None  # the step after which `ahead` last launched a refinement
 

@@ -1,8 +1,11 @@
 """Scheduled properties of a fused step: those that change with the number of images seen."""
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ns_multigpu.plugin.model import surfaces
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 Signature: TypeAlias = tuple[int | None, int, bool, tuple[tuple[str, float], ...]]
 """(`SplatModel.degree`, downscale factor of images, whether statistics are counted, weights of further losses)."""
@@ -15,7 +18,7 @@ class Signatures:
         pipeline: a `DistributedPipeline`, ready to train.
     """
 
-    def __init__(self, pipeline: Any) -> None:
+    def __init__(self, pipeline: "DistributedPipeline") -> None:
         self._pipeline, self._model = pipeline, pipeline.model
         self._found: dict[int, Signature] = {}
 

@@ -1,7 +1,7 @@
 """Resources that outlive a rebuilt step: transport, tile lists, and image buffers that graphs read."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
@@ -20,12 +20,15 @@ from ns_multigpu.core.step.tile_lists import GatheredLists, SortedLists, TileLis
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.plugin.faults.errors import InputError
 
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
+
 
 class StepBuffers:
     """Buffers of one rank's steps. Those of other sizes are freed before new ones are made, to reuse their memory.
 
     Args:
-        pipeline: a `DistributedPipeline`; its options `transport`, `tile_lists` and `wire` are used.
+        pipeline: a `DistributedPipeline`; its strategy and its option `transport` are used.
         world: the ranks.
 
     Raises:
@@ -40,41 +43,41 @@ class StepBuffers:
         pictures: [n] buffer of the images that graphs read, see `places`.
     """
 
-    def __init__(self, pipeline: Any, world: World) -> None:
-        options, self._strategy, self._world = pipeline.config, pipeline.strategy, world
+    def __init__(self, pipeline: "DistributedPipeline", world: World) -> None:
+        transport, self._strategy, self._world = pipeline.config.transport, pipeline.strategy, world
+        rows = self._strategy.rows
         self._transport: Transport | None = None
         self._shape: tuple[Any, ...] = ()
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
         self.pictures, self._channels = torch.zeros(0), 3
-        self.peer, self._peer_reachable, self._by_sort = False, False, options.tile_lists == "sort"
+        self.peer, self._peer_reachable, self._by_sort = False, False, rows.slots
         self.uses_peer_replicas = False
         self.hierarchy: Hierarchy | None = None
-        self._half = options.wire == "half"
         self.one_for_all = self._by_sort
         self.captures = self._can_capture()
-        if self._by_sort and self._strategy.assignment.learns is not Feedback.WORK and self._strategy.rows.is_exchanged:
+        if self._by_sort and self._strategy.assignment.learns is not Feedback.WORK and rows.is_exchanged:
             raise InputError(
                 f"--pipeline.tile-lists sort: sorted lists want bands of rows of tiles, and {self._strategy.name} cuts "
                 "views into patches. Use --pipeline.tile-lists gather."
             )
-        if not self._strategy.rows.is_exchanged and not (self._strategy.gradients.summed and world.size > 1):
+        if not rows.is_exchanged and not (self._strategy.gradients.summed and world.size > 1):
             return
         try:
-            can_forward_rows = is_hierarchical(self._strategy.rows, world, peer=True) and not self._by_sort
-            choice = choose_transport(world, options.transport, relayed=can_forward_rows)
+            can_forward_rows = is_hierarchical(rows, world, peer=True)
+            choice = choose_transport(world, transport, relayed=can_forward_rows)
         except RuntimeError as error:
-            raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
-        if not self._strategy.rows.is_exchanged:
+            raise InputError(f"--pipeline.transport {transport}: {error}") from error
+        if not rows.is_exchanged:
             self.uses_peer_replicas = choice.name == "peer"
             return
         self.peer, self._peer_reachable = choice.name == "peer", choice.peer
-        if can_forward_rows and is_hierarchical(self._strategy.rows, world, peer=choice.peer):
+        if can_forward_rows and is_hierarchical(rows, world, peer=choice.peer):
             self.hierarchy = Hierarchy.of(world)
         self.one_for_all = self.peer or self._by_sort
         self._strategy.assignment.fast_links = choice.peer and world.size > 1
         self.captures = self._can_capture()
-        if self._half and self.peer and world.size > 1:
+        if rows.half and self.peer and world.size > 1:
             raise InputError(
                 "--pipeline.wire half: it is for collectives; splats are exchanged through peer memory here. Leave it "
                 "out, or add --pipeline.transport collective."
@@ -100,7 +103,7 @@ class StepBuffers:
         self._shape = shape
         self._transport = make_transport(
             self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
-            peer=self._peer_reachable or self.uses_peer_replicas, half=self._half, slots=self._by_sort,
+            peer=self._peer_reachable or self.uses_peer_replicas,
         )  # fmt: skip
         return self._transport
 

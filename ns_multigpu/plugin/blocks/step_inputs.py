@@ -7,7 +7,7 @@ device, and values shared with earlier steps are cached.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,10 @@ from ns_multigpu.core.types import Sizes, View, sizes_of
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.model import view_parameters
 from ns_multigpu.plugin.model.batch_scaling import next_rates
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 TOGETHER = 8
 """Maximum number of steps drawn at once, and run at once if one graph can hold them."""
@@ -58,7 +62,9 @@ class StepInputsMaker:
         rank: this rank. cameras: cameras of the training views.
     """
 
-    def __init__(self, pipeline: Any, optimizers: Any, rank: int, cameras: HostCameras) -> None:
+    def __init__(
+        self, pipeline: "DistributedPipeline", optimizers: BatchOptimizers, rank: int, cameras: HostCameras
+    ) -> None:
         self._pipeline, self._optimizers, self._rank, self._cameras = pipeline, optimizers, rank, cameras
         self._draws = torch.Generator()
         self._prefetched = 0  # end of the steps whose plans were prefetched

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,7 +47,11 @@ from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import LEAST_INTERSECTIONS, LEAST_ROWS, StepCapacities
 from ns_multigpu.plugin.blocks.step_inputs import StepInputs, StepInputsMaker
 from ns_multigpu.plugin.model import surfaces, view_parameters
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 MOST_STEPS = 64
 """Maximum number of steps of a block: a signal, or the viewer, may have to wait for so many."""
@@ -85,12 +89,14 @@ class Training:
     """
 
     def __init__(
-        self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None], *, skips: bool = False
-    ) -> None:
+        self, pipeline: "DistributedPipeline", optimizers: BatchOptimizers, world: World,
+        computed: Callable[[], None], *, skips: bool = False,
+    ) -> None:  # fmt: skip
         self._all_gpus, self._device = DeviceSteps.of(world.device), world.device  # of results
         world = world if self._all_gpus is None else self._all_gpus.world
         self._pipeline, self._optimizers, self._world = pipeline, optimizers, world
-        self._model, self._skips = pipeline.model, skips
+        self._model: Any = pipeline.model
+        self._skips = skips
         self._queue = InputQueue(pipeline, world, MOST_STEPS)
         self._camera, self._observed = HostCameras(pipeline.datamanager), pipeline.observed
         self._inputs_maker = StepInputsMaker(pipeline, optimizers, world.rank, self._camera)

@@ -18,11 +18,12 @@ from ns_multigpu.core.step.patch_losses import share_of_mse
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.plugin.faults.numerics import finite_flags
 from ns_multigpu.plugin.model.densifiers import make_densifier
+from ns_multigpu.plugin.model.splat_model import SplatModel
 
 _POINTS = 96
 
 
-def warm_up(model: Any, world: World) -> Callable[[], object]:
+def warm_up(model: SplatModel, world: World) -> Callable[[], object]:
     """Start the warm-up in a thread, on a few points of the model's primitive; the model and other ranks are not
     involved.
 
@@ -40,14 +41,14 @@ def warm_up(model: Any, world: World) -> Callable[[], object]:
     return done.result
 
 
-def _on_device(model: Any, device: torch.device) -> None:
+def _on_device(model: SplatModel, device: torch.device) -> None:
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), torch.no_grad():
         _refine(model, device)
         _look(device)
         torch.cuda.current_stream().synchronize()  # its memory is used next by another stream
 
 
-def _refine(model: Any, device: torch.device) -> None:
+def _refine(model: SplatModel, device: torch.device) -> None:
     """Refine a throwaway model."""
     options = model.config
     alone = World.single(str(device))

@@ -1,6 +1,7 @@
 """Nerfstudio's full-image datamanager for several ranks: one sequence of views, images distributed over the ranks."""
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.data.datamanagers.base_datamanager import VanillaDataManager
 from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
 from nerfstudio.data.datasets.base_dataset import InputDataset
 from nerfstudio.utils.rich_utils import CONSOLE
@@ -386,6 +388,15 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     def fixed_indices_eval_dataloader(self) -> Sequence[tuple[Cameras, dict[str, Any]]]:  # pyright: ignore
         """Return the held-out views that this rank holds (all if the world has one rank). Each is read on demand."""
         return _OwnViews(self, self.eval_share)
+
+
+def let_spirals_begin() -> None:
+    """Let a running `ns-render spiral` accept our datamanager. It takes three of nerfstudio's, none of full images, and
+    needs the first camera alone."""
+    for name in ("nerfstudio.scripts.render", "__main__"):
+        script: Any = sys.modules.get(name)
+        if hasattr(script, "SpiralRender") and getattr(script, "VanillaDataManager", None) is VanillaDataManager:
+            script.VanillaDataManager = (VanillaDataManager, DistributedDataManager)
 
 
 class _FirstCamera:

@@ -3,7 +3,7 @@
 A method's options are those of its dataclasses. Some have an effect only with one value of another option: those of one
 primitive, of MCMC, of one strategy. They are marked with `Only` in their declaration. `--help` omits them unless the
 command line gives that value, as in `ns-train splatfacto-batch --help --pipeline.model.primitive 2dgs`. A command line
-without `--help` may name all of them; `without_effect` names those that do nothing.
+without `--help` may name all of them; `without_effect` names those of the model that do nothing.
 """
 
 from collections.abc import Sequence
@@ -68,19 +68,20 @@ def show_what_applies(config: Any, words: Sequence[str]) -> None:
 
 
 def without_effect(config: Any, words: Sequence[str]) -> list[str]:
-    """Return a line for each option that a command line gives and that the run's other options leave without effect.
+    """Return a line for each option of the model that a command line gives and other options leave without effect.
+
+    Of the pipeline's options, those for the exchange are refused instead (`check_requests`).
 
     Args:
         config: the run's `RunConfig`, complete.
         words: the command line.
     """
-    lines: list[str] = []
-    for prefix, part in (("pipeline.", config.pipeline), ("pipeline.model.", config.pipeline.model)):
-        unmet = {prefix + name: mark for kind in type(part).__mro__ for name, mark in _unmet(kind, config, {}).items()}
-        for name in given(words).keys() & unmet.keys():
-            mark = unmet[name]
+    lines, named = list[str](), given(words)
+    for name, mark in (one for kind in type(config.pipeline.model).__mro__ for one in _unmet(kind, config, {}).items()):
+        option = f"pipeline.model.{name}"
+        if option in named:
             needed = f"--{mark.option} {' or '.join(mark.values)}".replace("_", "-").rstrip()
-            lines.append(f"Note: --{name.replace('_', '-')} has no effect in this run: it needs {needed}.")
+            lines.append(f"Note: --{option.replace('_', '-')} has no effect in this run: it needs {needed}.")
     return sorted(lines)
 
 

@@ -19,8 +19,8 @@ from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.step.forward import CapacityExceeded, Forward
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Pixels, Points, View
-from ns_multigpu.locality.palette import rank_colors
 from ns_multigpu.plugin.model.cameras import in_box, view_from_camera
+from ns_multigpu.plugin.render.palette import rank_colors
 from ns_multigpu.plugin.render.service import RANK, Outputs, RenderRequest
 from strategies import STRATEGIES
 

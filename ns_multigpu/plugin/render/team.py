@@ -46,42 +46,6 @@ class Size:
     whole: bool
 
 
-def size_for(
-    points: int, point_bytes: int, kind: Literal["cpu", "cuda"], devices: int, memory: float | None, asked: int | None
-) -> Size:
-    """Return the number of processes for a model.
-
-    Args:
-        points: of the model.
-        point_bytes: bytes per point.
-        kind: type of the devices.
-        devices: number of devices.
-        memory: bytes of one device that the model may take; None for no limit.
-        asked: number requested by the user; None if not given.
-
-    Raises:
-        InputError: the model does not fit the devices.
-    """
-    needed = points * point_bytes
-    least = 1 if memory is None else max(1, math.ceil(needed / memory))
-    if asked is not None:
-        ranks = min(asked, devices) if kind == "cuda" else asked
-    elif least > 1:
-        ranks = devices if kind == "cuda" else 1
-    else:
-        ranks = devices if kind == "cuda" and points >= GAINS_FROM else 1
-    ranks = max(1, ranks)
-    if least > ranks:
-        one = ("GPU", "GPUs") if kind == "cuda" else ("process", "processes")
-        raise InputError(
-            f"{points:,} Gaussians take {needed / 1e9:.3g} GB, and {ranks} {one[ranks > 1]} of which "
-            f"each may hold {(memory or 0) / 1e9:.3g} GB cannot hold them: {least} are needed. Take more: "
-            f"--num-devices, or {RENDER_RANKS} with nerfstudio's commands; CUDA_VISIBLE_DEVICES may hide some. "
-            f"{RENDER_MEMORY} says how much of a device's memory may be taken."
-        )
-    return Size(ranks, least == 1)
-
-
 def free_memory() -> float:
     """Return the bytes that a model may take on each GPU, from the GPU with the least free memory."""
     return FILLED * min(torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count()))
@@ -133,10 +97,34 @@ class Devices:
             return Devices("cpu", 0, None if memory is None else memory * 1e9, asked)
         return Devices("cuda", gpu_places(), free_memory() if memory is None else memory * 1e9, asked)
 
+    def limited(self, wanted: int) -> int:
+        """Return the number of processes if `wanted` are: at least one, and at most one for each GPU."""
+        return max(1, min(wanted, self.count) if self.kind == "cuda" else wanted)
+
     def named(self, count: int) -> str:
         """Return `count` devices in words."""
         one, more = ("GPU", "GPUs") if self.kind == "cuda" else ("process", "processes")
         return f"{count} {one if count == 1 else more}"
+
+
+def size_for(points: int, point_bytes: int, devices: Devices) -> Size:
+    """Return the number of processes for a model of so many points, of so many bytes each.
+
+    Raises:
+        InputError: the model does not fit the devices.
+    """
+    needed, memory = points * point_bytes, devices.memory
+    least = 1 if memory is None else max(1, math.ceil(needed / memory))
+    gains = devices.kind == "cuda" and (least > 1 or points >= GAINS_FROM)
+    ranks = devices.limited(devices.asked or (devices.count if gains else 1))
+    if least > ranks:
+        raise InputError(
+            f"{points:,} Gaussians take {needed / 1e9:.3g} GB, and {devices.named(ranks)} of which "
+            f"each may hold {(memory or 0) / 1e9:.3g} GB cannot hold them: {least} are needed. Take more: "
+            f"--num-devices, or {RENDER_RANKS} with nerfstudio's commands; CUDA_VISIBLE_DEVICES may hide some. "
+            f"{RENDER_MEMORY} says how much of a device's memory may be taken."
+        )
+    return Size(ranks, least == 1)
 
 
 @dataclass(frozen=True)
@@ -162,7 +150,7 @@ def plan_for_points(state: Mapping[str, Any], checkpoint: Path, devices: Devices
         return None
     points = next(iter(shapes.values()))[0]
     point_bytes = 4 * sum(math.prod(shape[1:]) for shape in shapes.values())
-    size = size_for(points, point_bytes, devices.kind, devices.count, devices.memory, devices.asked)
+    size = size_for(points, point_bytes, devices)
     how = "each holds all of them" if size.whole else "each holds a part"
     line = f"{points:,} Gaussians on {devices.named(size.ranks)}: {how}."
     return TeamPlan(size.ranks, line, {"strategy": "batch" if size.whole else "tile"})

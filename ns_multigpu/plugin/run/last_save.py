@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
@@ -20,13 +20,16 @@ from ns_multigpu.plugin.launch.commands import resume_command
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.run.checkpoints import RunCheckpoints
 
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.run.trainer import DistributedTrainer
+
 _PAUSE = 3.0
 """Seconds between two attempts."""
 _COPIED = ("config.yml", "dataparser_transforms.json", "metrics.jsonl")
 
 
 def save_last(
-    trainer: Any,
+    trainer: "DistributedTrainer",
     step: int,
     *,
     seconds: float,
@@ -71,7 +74,7 @@ def fallback_folder(folder: Path, place: Path) -> Path:
     return place.joinpath(*folder.parts[-3:])
 
 
-def _saved(trainer: Any, step: int, seconds: float, is_cancelled: Callable[[], bool]) -> Path:
+def _saved(trainer: "DistributedTrainer", step: int, seconds: float, is_cancelled: Callable[[], bool]) -> Path:
     """Save as `save_last` does: wait for a save that has begun, and retry."""
     checkpoints: RunCheckpoints = trainer.checkpoints
     config, world, folder = trainer.config, trainer.world, trainer.base_dir
@@ -110,7 +113,7 @@ def _complete(folder: Path, fallback: Path) -> None:
             shutil.copy(folder / name, fallback / name)
 
 
-def _lost(trainer: Any, step: int, problem: str) -> str:
+def _lost(trainer: "DistributedTrainer", step: int, problem: str) -> str:
     models = trainer.checkpoint_dir
     lost, needed = trainer.objective.lost(step + 1)
     kept = checkpoints_in(models)

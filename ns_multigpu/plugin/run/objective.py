@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nerfstudio.engine.optimizers import Optimizers
 from torch import Tensor
@@ -19,6 +19,10 @@ from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
 from ns_multigpu.plugin.checkpoint.atomic_save import Opened
 from ns_multigpu.plugin.checkpoint.training_copy import Content
 from ns_multigpu.plugin.faults.guards import Guards
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.run.config import RunConfig
+    from ns_multigpu.plugin.run.pipeline import RunPipeline
 
 Row = dict[str, Any]
 
@@ -77,7 +81,7 @@ class Objective(ABC):
     unit: ClassVar[str]
     """Plural name of the unit counted for the user; a step sees `units_per_step` of them."""
 
-    def __init__(self, config: Any, pipeline: Any, world: World, guards: Guards) -> None:
+    def __init__(self, config: "RunConfig", pipeline: "RunPipeline", world: World, guards: Guards) -> None:
         self.config, self.pipeline, self.world, self.guards = config, pipeline, world, guards
         self.blocks: FusedBlocks | None = None
         self.optimizers: Any = self.build_optimizers()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nerfstudio.utils import writer
 from nerfstudio.utils.decorators import check_main_thread
@@ -18,6 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ns_multigpu.plugin.launch.commands import commands_afterwards
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.run.trainer import DistributedTrainer
 
 _BETWEEN_LINES, _BETWEEN_ROWS = 5.0, 1.0
 """Minimum seconds between two lines without a terminal, and between two rows of the table on one."""
@@ -195,7 +198,7 @@ def print_metrics(metrics: Mapping[str, float], views: int) -> None:
     CONSOLE.print(table)
 
 
-def say_how_it_went(trainer: Any, folder: Path, held_out: Any) -> None:
+def say_how_it_went(trainer: "DistributedTrainer", folder: Path, held_out: Any) -> None:
     """Print the summary of a run and commands for next actions.
 
     Args:

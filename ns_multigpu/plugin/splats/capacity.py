@@ -1,7 +1,7 @@
 """Model size of a run: what memory holds, the densification cap, and a warning about pruning by size."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,12 @@ from ns_multigpu.plugin.capture.seed_points import CaptureViews, seen_points
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import free_bytes
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.primitives.gaussians.cap import chosen_cap
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 
 _SOME = 1000
 """Number of points and of views, about, that a visible fraction is measured with."""
@@ -45,7 +50,7 @@ class Capacity:
     on_gpu: bool
 
 
-def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Capacity:
+def measure(pipeline: "DistributedPipeline", optimizers: BatchOptimizers, world: World, *, fused: bool) -> Capacity:
     """Return the largest model that fits the devices' free memory by the planning model. Every rank calls it.
 
     Args:
@@ -79,7 +84,7 @@ def usable_memory(world: World, model: int) -> int | None:
     return None if available is None else available // world.host_size + model
 
 
-def _model_bytes(model: Any, optimizers: Any) -> int:
+def _model_bytes(model: SplatModel, optimizers: BatchOptimizers) -> int:
     points = {id(param): param for param in model.gauss_params.values()}
     tensors = list(points.values())
     tensors += [param.grad for param in points.values() if param.grad is not None]
@@ -91,7 +96,7 @@ def _model_bytes(model: Any, optimizers: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.device == model.device)
 
 
-def choose_cap(model: Any, cameras: Any) -> None:
+def choose_cap(model: SplatModel, cameras: Any) -> None:
     """Set the cap to a number of Gaussians that suits the capture, the same on every rank, for MCMC without a given
     cap.
 
@@ -117,7 +122,7 @@ def cap_of(found: Capacity, wanted: int | None) -> int | None:
     return wanted if wanted is not None else found.fits if found.on_gpu else None
 
 
-def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Capacity:
+def announce(pipeline: "DistributedPipeline", optimizers: BatchOptimizers, world: World, *, fused: bool) -> Capacity:
     """Cap the default densifier and print, on rank 0, the number of points, what fits, and the cap.
 
     Every rank calls it, before the first step, with the same arguments as `measure`.
@@ -132,12 +137,13 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
             "1 or more, or leave it out."
         )
     found, model = measure(pipeline, optimizers, world, fused=fused), pipeline.model
+    densifier: Any = model.densifier
     why = None
     if model.chosen_cap is not None:
         chosen = model.chosen_cap.within(found.fits if found.on_gpu else None, found.now)
-        model.densifier.cap_max, why = chosen.points, chosen.why
+        densifier.cap_max, why = chosen.points, chosen.why
     cap = cap_of(found, options.max_gaussians)
-    cap = pipeline.model.densifier.limit(cap, _Reported(cap, world))
+    cap = densifier.limit(cap, _Reported(cap, world))
     if world.is_main:
         text, worrying = describe(found, pipeline.strategy.name, cap, why)
         CONSOLE.print(Text(text, "bold yellow" if worrying else ""), soft_wrap=True)
@@ -207,7 +213,7 @@ large."""
 
 
 @torch.no_grad()
-def warn_of_size_rule(model: Any, world: World, images: int) -> None:
+def warn_of_size_rule(model: SplatModel, world: World, images: int) -> None:
     """Print a warning, on rank 0, if pruning by size would remove a large part of the model. Every rank calls it.
 
     From its first reset of opacities (image 3,000), splatfacto prunes Gaussians larger than `cull-scale-thresh`. The
@@ -218,7 +224,7 @@ def warn_of_size_rule(model: Any, world: World, images: int) -> None:
     Args:
         model: a `SplatModel`. images: number of images that the run sees in all.
     """
-    rules = model.densifier
+    rules: Any = model.densifier
     limit = getattr(rules, "prune_scale3d", None)  # MCMC prunes nothing by size
     if limit is None or min(images, rules.refine_stop_iter) <= rules.reset_every:
         return

@@ -1,7 +1,5 @@
 """Choice of `--pipeline.model.exposure` at the start of a run, and its message."""
 
-from typing import Any
-
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
@@ -9,17 +7,19 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import broadcast_object
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from ns_multigpu.plugin.capture.differing_exposures import Exposures, differ, measured
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.model.splat_model import SplatModel
 
 LOOKED_AT = 128
 """Maximum number of compared photographs, evenly spread over the capture."""
 
 
-def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
+def choose_exposure(model: SplatModel, datamanager: DistributedDataManager, world: World) -> None:
     """Decide, before training, whether the model has gains, and print the choice. Every rank calls it.
 
     Raises:
@@ -46,7 +46,9 @@ def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
     run_parts().done("exposure of the photographs")
 
 
-def exposures_of(datamanager: Any, seed_points: tuple[Tensor, Tensor] | None, world: World) -> Exposures | None:
+def exposures_of(
+    datamanager: DistributedDataManager, seed_points: tuple[Tensor, Tensor] | None, world: World
+) -> Exposures | None:
     """Return the training photographs' exposures, the same on every rank. Every rank calls it; rank 0
     reads.
 

@@ -2,19 +2,17 @@
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
-from rich.text import Text
 from torch import Tensor
 
 from cuda_ext.ops.optim.adam import mean_step, shorten_step
 from ns_multigpu.core.dist.collectives import all_gather_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION, names
-from ns_multigpu.locality.picture import MOST_POINTS, PictureContent, draw
 from ns_multigpu.planning.memory import checkpoint_bytes
 from ns_multigpu.planning.work import Workload
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
@@ -23,20 +21,25 @@ from ns_multigpu.plugin.checkpoint.training_copy import Content
 from ns_multigpu.plugin.faults.out_of_memory import Attempt
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.plugin.render.partition_picture import MOST_POINTS, PictureContent, save
 from ns_multigpu.plugin.run.last_save import warn_of_disk
 from ns_multigpu.plugin.run.objective import LogEntry, Objective, Resumed
 from ns_multigpu.plugin.splats.capacity import announce, warn_of_size_rule
 from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 from ns_multigpu.plugin.splats.state import SplatState
 
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
+
 _OF_PARAMETERS = ("scale_reg", "mcmc_opacity_reg", "mcmc_scale_reg", "tv_loss", "exposure_drift")
 """Terms of the loss that no pixel has. The logged loss lacks them: fused steps compute their gradients alone."""
 
 
 class SplatObjective(Objective):
-    """Objective of splats; `config` is a `DistributedTrainerConfig`, `pipeline` a `DistributedPipeline`."""
+    """Objective of splats."""
 
     unit = "images"
+    config: "DistributedTrainerConfig"
     pipeline: DistributedPipeline
     optimizers: BatchOptimizers
 
@@ -212,9 +215,6 @@ class SplatObjective(Objective):
         return self._state.resume(opened)
 
 
-PARTITION = "partition.png"
-
-
 class PartitionPicture:
     """Drawing of the partition at the start and after each change of placement. Made on every rank.
 
@@ -264,12 +264,7 @@ class PartitionPicture:
             view_owners=view_owners,
             machines=world.machines,
         )
-        file = self._folder / PARTITION
-        try:
-            draw(picture).save(file)
-        except OSError as error:
-            CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
-        else:
+        if file := save(picture, self._folder):
             device = "GPU" if world.device.type == "cuda" else "worker"
             CONSOLE.print(f"Map of which {device} stores which Gaussians: {file}", soft_wrap=True)
 

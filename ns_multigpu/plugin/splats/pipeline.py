@@ -16,12 +16,18 @@ from torch import Tensor
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.assign.balanced_views import alike, works
 from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION
+from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.warmup import warm_up
 from ns_multigpu.plugin.capture.checks import DIFFERENT, check_far_plane, different_points, raise_together
-from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.datamanager import (
+    DistributedDataManager,
+    DistributedDataManagerConfig,
+    let_spirals_begin,
+)
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.image_owners import image_owners_of, swapped_owners
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kind
@@ -41,7 +47,6 @@ from ns_multigpu.plugin.model.time_notes import frames_note, times_note
 from ns_multigpu.plugin.render import team
 from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderService
-from ns_multigpu.plugin.render.spiral import let_spirals_begin
 from ns_multigpu.plugin.run.pipeline import RunPipeline, RunPipelineConfig
 from ns_multigpu.plugin.splats.capacity import choose_cap
 from ns_multigpu.plugin.splats.depth_maps import training_observations
@@ -49,7 +54,6 @@ from ns_multigpu.plugin.splats.exposure_choice import choose_exposure
 from ns_multigpu.plugin.splats.from_ply import begin_from_ply
 from ns_multigpu.plugin.splats.lenses import check_lens_options, check_lenses
 from ns_multigpu.plugin.splats.normal_maps import training_normals
-from ns_multigpu.plugin.splats.strategy import strategy_of
 from ns_multigpu.primitives.registry import titled
 from strategies import STRATEGIES
 
@@ -150,6 +154,23 @@ class PixelPipelineConfig(DistributedPipelineConfig):
         return self.pixel if self.strategy == "pixel" else None
 
 
+def strategy_of(config: DistributedPipelineConfig, world: World) -> Strategy:
+    """Return the strategy of a run, with its options if it has any.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+    make, options = STRATEGIES[config.strategy], config.options
+    if options is not None and (problem := options.problem()):
+        raise InputError(f"--pipeline.{config.strategy}.{problem}.")
+    try:
+        strategy = make(world) if options is None else make(world, options)
+    except ValueError as error:  # it does not fit these ranks
+        raise InputError(str(error)) from error
+    strategy.rows.half, strategy.rows.slots = config.wire == "half", config.tile_lists == "sort"
+    return strategy
+
+
 class DistributedPipeline(RunPipeline):
     """Datamanager, model and strategy of one rank.
 
@@ -164,7 +185,7 @@ class DistributedPipeline(RunPipeline):
     def begin(self, config: DistributedPipelineConfig, test_mode: str) -> None:
         """See `RunPipeline.begin`."""
         if not self.trains:
-            let_spirals_begin(DistributedDataManager)
+            let_spirals_begin()
         checks.check_strategy(config.strategy, STRATEGIES)
         if self.trains:
             check_primitive(config.model, config.strategy)

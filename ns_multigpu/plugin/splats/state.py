@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.schema import HARMONICS, degree_of
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from ns_multigpu.plugin.checkpoint import training_state as state
 from ns_multigpu.plugin.checkpoint.atomic_save import Opened, together
 from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, named
@@ -26,6 +27,9 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.run.objective import Resumed
 from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.splats.config import DistributedTrainerConfig
 
 _OPTIONS = {
     "camera_optimizer": "--pipeline.model.camera-optimizer.mode",
@@ -45,7 +49,10 @@ class SplatState:
         pipeline, optimizers: saved and loaded; optimizers are already scaled for the batch.
     """
 
-    def __init__(self, config: Any, world: World, pipeline: DistributedPipeline, optimizers: BatchOptimizers) -> None:
+    def __init__(
+        self, config: "DistributedTrainerConfig", world: World, pipeline: DistributedPipeline,
+        optimizers: BatchOptimizers,
+    ) -> None:  # fmt: skip
         self._config, self._world = config, world
         self._pipeline, self._optimizers = pipeline, optimizers
 
@@ -227,7 +234,7 @@ def _plain_optimizers(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     return moments, {group: int(table["last_epoch"]) for group, table in content.get("schedulers", {}).items()}
 
 
-def _views(datamanager: Any) -> list[Any]:
+def _views(datamanager: DistributedDataManager) -> list[Any]:
     """Return the properties that determine the order of the views."""
     config = datamanager.config
     return [

@@ -14,7 +14,6 @@ from torch import Tensor
 from ns_multigpu.core.dist.collectives import all_gather_objects, exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.index_map import Regrouping
-from ns_multigpu.primitives.gaussians.split_remote import RemoteSplit
 from ns_multigpu.primitives.sharded_order import PointMove
 
 _WIDTH = 64
@@ -66,7 +65,7 @@ def move_rows(
     Returns:
         bytes per point, its key included.
     """
-    remote_split = RemoteSplit.of(regrouping, move, world.rank)
+    remote_split = _RemoteSplit.of(regrouping, move, world.rank)
 
     def finish(name: str, number: int, rows: Tensor, part: Regrouping) -> None:
         if number > 0:
@@ -181,6 +180,55 @@ class _Column:
         return rows
 
 
+@dataclass(frozen=True)
+class _RemoteSplit:
+    """Regrouping split by the owner of the new points. Between two refinements few points change owners.
+
+    Local ones are gathered once, directly into their final rows; only the others are packed and exchanged.
+
+    Attributes:
+        local: of all T final rows of this rank, in final order. Rows from other ranks are placeholder copies of the
+            first old point.
+        sent: of the rows for other ranks, in sending order.
+        received_rows: [K] int64, the rows of `local` that other ranks send, in receiving order.
+        send, receive: number of rows to and from each rank; 0 for this rank.
+    """
+
+    local: Regrouping
+    sent: Regrouping
+    received_rows: Tensor
+    send: list[int]
+    receive: list[int]
+
+    @staticmethod
+    def of(regrouping: Regrouping, move: PointMove, rank: int) -> "_RemoteSplit":
+        """Split the points of a rank.
+
+        Args:
+            regrouping: in sending order (`PointMove.in_sending_order`).
+            move: see there.
+        """
+        place = torch.empty_like(move.order)
+        place.scatter_(0, move.order, torch.arange(len(place), device=place.device))
+        first, count, before = sum(move.send[:rank]), move.send[rank], sum(move.receive[:rank])
+        own, others = place[before : before + count], torch.cat([place[:before], place[before + count :]])
+        source = torch.zeros_like(place).scatter_(0, own, regrouping.source[first : first + count])
+        none = regrouping.source[:0]
+        sent = Regrouping(none, none, none, regrouping.offsets[:0])
+        if move.moved == 0:
+            local = Regrouping(source, own[regrouping.fresh], own[regrouping.children], regrouping.offsets)
+        else:
+            fresh, children = regrouping.fresh - first, regrouping.children - first
+            fresh_here, born_here = ((rows >= 0) & (rows < count) for rows in (fresh, children))
+            local = Regrouping(source, own[fresh[fresh_here]], own[children[born_here]], regrouping.offsets[born_here])
+            sent_source = torch.cat([regrouping.source[:first], regrouping.source[first + count :]])
+            fresh, children = regrouping.fresh[~fresh_here], regrouping.children[~born_here]
+            fresh, children = (rows - count * (rows >= first) for rows in (fresh, children))
+            sent = Regrouping(sent_source, fresh, children, regrouping.offsets[~born_here])
+        send, receive = ([0 if other == rank else n for other, n in enumerate(of)] for of in (move.send, move.receive))
+        return _RemoteSplit(local, sent, others, send, receive)
+
+
 class _ReceivedColumns:
     """Columns received from other ranks, one after the other. A column is exchanged on demand, together with as many
     later ones as the buffer holds: the same on all ranks.
@@ -192,7 +240,7 @@ class _ReceivedColumns:
         row_bytes: of all columns.
     """
 
-    def __init__(self, columns: list[_Column], remote_split: RemoteSplit, moved: int, world: World) -> None:
+    def __init__(self, columns: list[_Column], remote_split: _RemoteSplit, moved: int, world: World) -> None:
         self._remote_split, self._moved, self._world = remote_split, moved, world
         self.row_bytes = sum(one.row_bytes for one in columns)
         self._waiting = deque(columns)
@@ -236,7 +284,7 @@ class _ReceivedColumns:
         self._there += rows.split(widths, 1)
 
 
-def _put_together(column: _Column, remote_split: RemoteSplit, received: Tensor) -> Tensor:
+def _put_together(column: _Column, remote_split: _RemoteSplit, received: Tensor) -> Tensor:
     """Combine the local and the received rows of a column, [T, ...]."""
     rows = column.rows(remote_split.local)
     return rows.index_copy_(0, remote_split.received_rows, received) if len(received) else rows

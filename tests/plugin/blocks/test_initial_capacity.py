@@ -67,8 +67,7 @@ def counted(machines: int, world: World, forwarding: bool) -> dict[str, Any]:
 
 
 def _run(spread: Any, points: int) -> Any:
-    model = SimpleNamespace(shard_counts=[points], num_points=points, sharded=True)
-    return SimpleNamespace(strategy=spread, batch_size=VIEWS, model=model)
+    return SimpleNamespace(strategy=spread, batch_size=VIEWS, model=SimpleNamespace(most_points=points))
 
 
 def _buffers(world: World, forwarding: Hierarchy | None, one_for_all: bool = False) -> Any:

@@ -29,12 +29,14 @@ from strategies import STRATEGIES
 SETTINGS = StepSettings(32, 48, views=4, ssim_lambda=0.2, rows=64, segment=32, intersections=256)
 
 
-def make_buffers(strategy: str, world: World | None = None, **options: Any) -> StepBuffers:
+def make_buffers(
+    strategy: str, world: World | None = None, *, transport: str = "collective", half: bool = False, sort: bool = False
+) -> StepBuffers:
     """Of a rank that never meets another; the first of two without a `world`."""
     world = world or replace(World.single(), size=2)
-    config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
-    vars(config).update(options)
-    return StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
+    spread = STRATEGIES[strategy](world)
+    spread.rows.half, spread.rows.slots = half, sort
+    return StepBuffers(SimpleNamespace(config=SimpleNamespace(transport=transport), strategy=spread), world)
 
 
 class OwnMemory:
@@ -182,16 +184,16 @@ def test_capacity_suffices_for_the_patches_of_locality() -> None:
 
 def test_lists_by_a_sort_want_bands() -> None:
     with pytest.raises(InputError, match="locality cuts views into patches"):
-        make_buffers("locality", tile_lists="sort")
+        make_buffers("locality", sort=True)
 
 
 def test_steps_that_graphs_cannot_capture_are_launched() -> None:
     assert not make_buffers("tile").captures, "on a CPU"
     gpu = replace(World.single(), device=torch.device("cuda", 0))
     for name in STRATEGIES:
-        for lists in ("gather",) if name in ("locality", "pixel") else ("gather", "sort"):
+        for sort in (False,) if name in ("locality", "pixel") else (False, True):
             # No graph is worth it whose plan does not come again.
-            assert make_buffers(name, gpu, tile_lists=lists).captures == (lists == "gather" and name != "pixel")
+            assert make_buffers(name, gpu, sort=sort).captures == (not sort and name != "pixel")
 
 
 @pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])
@@ -202,9 +204,9 @@ def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pyt
     world = replace(World.single(), size=ranks)
     if peer and ranks > 1:
         with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*or add --pipeline\.transport collective"):
-            make_buffers("tile", world, transport="auto", wire="half")
+            make_buffers("tile", world, transport="auto", half=True)
         return
-    made = make_buffers("tile", world, transport="auto", wire="half").transport(SETTINGS, GaussianKernels(degree=0))
+    made = make_buffers("tile", world, transport="auto", half=True).transport(SETTINGS, GaussianKernels(degree=0))
     assert (made.half if isinstance(made, CollectiveRows) else None) == (True if ranks > 1 else None)
 
 
@@ -212,11 +214,11 @@ def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pyt
     ("strategy", "peer_access", "options", "forwarded"),
     [
         ("tile", True, {}, True), ("tile", False, {}, False), ("locality", False, {}, True),
-        ("tile", True, {"tile_lists": "sort"}, False), ("batch", True, {}, False),
+        ("tile", True, {"sort": True}, False), ("batch", True, {}, False),
     ],
 )  # fmt: skip
 def test_rows_of_locality_are_forwarded(
-    strategy: str, peer_access: bool, options: dict[str, str], forwarded: bool, monkeypatch: pytest.MonkeyPatch
+    strategy: str, peer_access: bool, options: dict[str, Any], forwarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of `locality`; and others where there is peer memory to do it with: it changes the order of sums."""
     names = {True: "mixed", False: "collective"}
@@ -224,7 +226,7 @@ def test_rows_of_locality_are_forwarded(
         step_buffers, "choose_transport", lambda *_, relayed: TransportChoice(names[peer_access and relayed], "said so")
     )
     world = replace(World.single(), size=4, local_size=2)
-    buffers = make_buffers(strategy, world, **{"transport": "auto", **options})
+    buffers = make_buffers(strategy, world, transport="auto", **options)
     assert buffers.hierarchy == (Hierarchy(2, 2) if forwarded else None)
     if forwarded or strategy == "tile":
         numbers = 8 if forwarded else 4
@@ -243,10 +245,10 @@ def test_half_wire_between_machines_works_with_peer_memory(half: bool, monkeypat
 
     monkeypatch.setattr(step_buffers, "choose_transport", choose)
     monkeypatch.setattr(
-        step_buffers, "make_transport", lambda *_, **options: SimpleNamespace(**options, is_exchanged=True)
+        step_buffers, "make_transport", lambda rows, *_, peer: SimpleNamespace(peer=peer, half=rows.half)
     )
     world = replace(World.single(), size=4, local_size=2, rank=1, local_rank=1)
-    buffers = make_buffers("locality", world, transport="auto", wire="half" if half else "full")
+    buffers = make_buffers("locality", world, transport="auto", half=half)
     hierarchy = Hierarchy(2, 2)
     assert wanted == [True] and buffers.hierarchy == hierarchy
     assert not buffers.peer and not buffers.one_for_all, "each pair has its own capacity"

@@ -12,7 +12,7 @@ from nerfstudio.scripts import render
 from nerfstudio.scripts.eval import ComputePSNR
 
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.render.team import GAINS_FROM, RENDER_MEMORY, RENDER_RANKS, Size, asked_for, size_for
+from ns_multigpu.plugin.render.team import GAINS_FROM, RENDER_MEMORY, RENDER_RANKS, Devices, Size, asked_for, size_for
 from tests.lib.trained_run import write_path, write_run
 from tests.lib.with_helpers import done, helpers_of, killed, same_images, start, with_ffmpeg
 
@@ -79,15 +79,15 @@ def test_a_helper_dies_while_it_starts(run: Path) -> None:
 
 def test_number_of_processes_for_a_model() -> None:
     gb = 1e9
-    assert size_for(1000, 236, "cuda", 4, 10 * gb, None) == Size(1, True), "a small model gains nothing"
-    assert size_for(GAINS_FROM, 236, "cuda", 4, 10 * gb, None) == Size(4, True)
-    assert size_for(GAINS_FROM, 236, "cuda", 4, 10 * gb, 2) == Size(2, True)
-    assert size_for(1000, 236, "cuda", 4, 10 * gb, 8) == Size(4, True), "no more than there are"
-    assert size_for(100_000_000, 236, "cuda", 4, 10 * gb, None) == Size(4, False)
-    assert size_for(10**8, 236, "cpu", 0, None, None) == Size(1, True)
-    assert size_for(90, 236, "cpu", 0, 12500.0, 2) == Size(2, False)
+    assert size_for(1000, 236, Devices("cuda", 4, 10 * gb, None)) == Size(1, True), "a small model gains nothing"
+    assert size_for(GAINS_FROM, 236, Devices("cuda", 4, 10 * gb, None)) == Size(4, True)
+    assert size_for(GAINS_FROM, 236, Devices("cuda", 4, 10 * gb, 2)) == Size(2, True)
+    assert size_for(1000, 236, Devices("cuda", 4, 10 * gb, 8)) == Size(4, True), "no more than there are"
+    assert size_for(100_000_000, 236, Devices("cuda", 4, 10 * gb, None)) == Size(4, False)
+    assert size_for(10**8, 236, Devices("cpu", 0, None, None)) == Size(1, True)
+    assert size_for(90, 236, Devices("cpu", 0, 12500.0, 2)) == Size(2, False)
     with pytest.raises(InputError, match=r"100,000,000 Gaussians take 23.6 GB, and 2 GPUs .* 3 are needed"):
-        size_for(100_000_000, 236, "cuda", 2, 10 * gb, None)
+        size_for(100_000_000, 236, Devices("cuda", 2, 10 * gb, None))
 
 
 @pytest.mark.parametrize("text", ["many", "0", "", "nan"])

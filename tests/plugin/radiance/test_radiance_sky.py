@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.radiance.field.backgrounds import mean_colour
-from ns_multigpu.plugin.radiance.field.sky import Sky
+from ns_multigpu.plugin.radiance.field.backgrounds import Sky, mean_colour
 from tests.lib.radiance_scene import model
 
 

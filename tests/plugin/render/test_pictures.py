@@ -13,8 +13,8 @@ from ns_multigpu.core.exchange.pair_capacities import pairs_of
 from ns_multigpu.core.step import forward
 from ns_multigpu.core.step.forward import CapacityExceeded, Forward, cut
 from ns_multigpu.core.types import View
-from ns_multigpu.locality.palette import rank_colors
 from ns_multigpu.plugin.render import pictures
+from ns_multigpu.plugin.render.palette import rank_colors
 from tests.lib.ranks import on_gpus, run_ranks
 from tests.lib.rendering import camera, make_pipeline
 

@@ -9,7 +9,7 @@ import torch
 
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.locality.palette import rank_colors
+from ns_multigpu.plugin.render.palette import rank_colors
 from ns_multigpu.plugin.splats.pipeline import DistributedPipeline
 from strategies import STRATEGIES
 from strategies.pixel import pixel

@@ -9,7 +9,7 @@ import torch
 from nerfstudio.data.scene_box import OrientedBox
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.locality.palette import rank_colors
+from ns_multigpu.plugin.render.palette import rank_colors
 from tests.lib.ranks import on_gpus, run_ranks
 from tests.lib.rendering import POINTS, camera, make_pipeline
 

@@ -188,6 +188,7 @@ def test_without_help_all_options_are_taken() -> None:
         ("--pipeline.model.noise-lr 1e5 --pipeline.model.densifier mcmc", None),
         ("--pipeline.model.depth-maps off --pipeline.model.depth-loss 0.1", None),
         ("--pipeline.model.sh-degree 2 --pipeline.transport peer --max-num-images 9", None),
+        ("--pipeline.wire half --pipeline.tile-lists sort", None),  # refused
     ],
 )
 def test_given_options_without_effect_are_named(words: str, needed: str | None) -> None:

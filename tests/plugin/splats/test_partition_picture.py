@@ -15,11 +15,12 @@ from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
-from ns_multigpu.locality.palette import machine_color, rank_colors
 from ns_multigpu.locality.placing import ByViews
 from ns_multigpu.locality.rules import Access
+from ns_multigpu.plugin.render.palette import machine_color, rank_colors
+from ns_multigpu.plugin.render.partition_picture import PARTITION
 from ns_multigpu.plugin.splats import objective
-from ns_multigpu.plugin.splats.objective import PARTITION, PartitionPicture
+from ns_multigpu.plugin.splats.objective import PartitionPicture
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import make_pipeline
 from tests.lib.training_run import follow

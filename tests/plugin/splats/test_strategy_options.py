@@ -10,7 +10,7 @@ import pytest
 from ns_multigpu import methods
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.splats import strategy
+from ns_multigpu.plugin.splats.pipeline import strategy_of
 
 PAIR = replace(World.single(), size=2)
 
@@ -34,7 +34,15 @@ def test_an_option_out_of_range_is_named(name: str, option: str, value: Any, sai
     config = options_of(name)
     setattr(config.options, option, value)
     with pytest.raises(InputError, match=rf"^--pipeline\.{name}\.{option.replace('_', '-')} {said}"):
-        strategy.strategy_of(config, PAIR)
+        strategy_of(config, PAIR)
+
+
+def test_exchange_options_are_the_row_legs() -> None:
+    config = options_of("tile")
+    for wire, lists in (("full", "gather"), ("half", "gather"), ("full", "sort")):
+        config.wire, config.tile_lists = wire, lists
+        rows = strategy_of(config, PAIR).rows
+        assert (rows.half, rows.slots) == (wire == "half", lists == "sort")
 
 
 def test_it_is_named_before_anything_is_read(tmp_path: Path) -> None:
@@ -56,12 +64,12 @@ def test_only_their_strategy_has_them(name: str) -> None:
 def test_requested_parts_are_made() -> None:
     config = options_of("pixel")
     config.pixel.cells, config.pixel.wire, config.pixel.hide = 3, "half", True
-    made: Any = strategy.strategy_of(config, PAIR)
+    made: Any = strategy_of(config, PAIR)
     assert made.placement.cells == 3 and made.pixels.half and made.pixels.feedback == made.assignment.learn
 
 
 def test_boundary_splats_are_exchanged_unless_switched_off() -> None:
     config = options_of("pixel")
-    assert strategy.strategy_of(config, PAIR).rows.is_exchanged
+    assert strategy_of(config, PAIR).rows.is_exchanged
     config.pixel.crossing = "none"
-    assert not strategy.strategy_of(config, PAIR).rows.is_exchanged
+    assert not strategy_of(config, PAIR).rows.is_exchanged

@@ -1,11 +1,16 @@
-"""Background colours: those of nerfstudio's `RGBRenderer`, and a ray's mean. Each is copied to a device once."""
+"""Background colours behind all cells: those of nerfstudio's `RGBRenderer`, a ray's mean, and a learned sky."""
 
 from typing import Any
 
 import torch
+from nerfstudio.field_components.encodings import SHEncoding
+from nerfstudio.field_components.mlp import MLP
 from nerfstudio.model_components import renderers
 from nerfstudio.utils import colors
-from torch import Tensor
+from torch import Tensor, nn
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.radiance.field.draws import drawn
 
 _LEARNED = ("last_sample", "random", "sky", "mean")
 """Names of backgrounds that are no fixed colour; behind true pixels they count as black."""
@@ -13,7 +18,13 @@ _LEARNED = ("last_sample", "random", "sky", "mean")
 _LEAST_OPAQUE = 0.02
 """Minimum opacity in the division for a ray's mean colour: nearly empty rays stay dark, with small gradients."""
 
+_SKY = 5
+"""First seed number of the sky's parameters."""
+_LEVELS, _WIDTH = 3, 32
+"""Degrees of direction harmonics, and neurons. Few, so that detail is learned in space."""
+
 _SENT: dict[tuple[str, torch.device], Tensor] = {}
+"""Each colour is copied to a device once."""
 
 
 def chosen(option: Any, like: Tensor) -> Any:
@@ -59,3 +70,32 @@ def mean_colour(colour: Tensor, through: Tensor) -> Tensor:
     by their visible part only.
     """
     return colour / (1 - through).clamp_min(_LEAST_OPAQUE)
+
+
+class Sky(nn.Module):
+    """Background colour of each direction: a small network of its spherical harmonics, which all cells share.
+
+    It depends on directions only, so that no cell can overfit it to one view, as it can its own last samples.
+
+    Args:
+        seed: the run's seed, of its parameters.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.encoding = SHEncoding(levels=_LEVELS, implementation="torch")
+        with drawn("cpu", seed, _SKY):
+            self.network = MLP(
+                self.encoding.get_out_dim(), num_layers=2, layer_width=_WIDTH, out_dim=3,
+                out_activation=nn.Sigmoid(), implementation="torch",
+            )  # fmt: skip
+
+    def behind(self, directions: Tensor, world: World) -> Tensor:
+        """Evaluate `forward` with a gradient on rank 0 only: every rank has the loss of all rays, and gradients are
+        summed."""
+        colours = self(directions)
+        return colours if world.is_main else colours.detach()
+
+    def forward(self, directions: Tensor) -> Tensor:
+        """Return the colours [R, 3], from 0 to 1, of unit directions [R, 3]."""
+        return self.network(self.encoding(directions))

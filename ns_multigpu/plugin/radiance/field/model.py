@@ -22,14 +22,13 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.option_help import Only
 from ns_multigpu.plugin.launch.removed_options import REMOVED_VALUES
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
-from ns_multigpu.plugin.radiance.field.backgrounds import blended, chosen, mean_colour
+from ns_multigpu.plugin.radiance.field.backgrounds import Sky, blended, chosen, mean_colour
 from ns_multigpu.plugin.radiance.field.draws import background
 from ns_multigpu.plugin.radiance.field.fields import Cell, Head, shared_proposals
 from ns_multigpu.plugin.radiance.field.figures import Figures
 from ns_multigpu.plugin.radiance.field.fixed import FixedShapes, why_not
 from ns_multigpu.plugin.radiance.field.marching import OccupancySampling
 from ns_multigpu.plugin.radiance.field.sampling import CellSegments, Group, ProposalSampling, in_order, median_depth
-from ns_multigpu.plugin.radiance.field.sky import Sky
 from ns_multigpu.plugin.radiance.field.spread import SPREADS, Joint, Spread
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.radiance.contraction import Domain

@@ -102,18 +102,13 @@ class RadianceObjective(Objective):
 
     def follow_placement(self, folder: Path) -> None:
         """See `Objective.follow_placement`: cells never move. A full disk only prints a warning."""
-        if not self.world.is_main:
-            return
-        file = folder / "partition.png"
-        try:
-            self.pipeline.partition_picture(file)
-        except OSError as error:
-            CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
+        if self.world.is_main:
+            self.pipeline.partition_picture(folder)
 
     @property
     def units_per_step(self) -> int:
         """See `Objective.units_per_step`."""
-        return self.config.pipeline.datamanager.train_num_rays_per_batch
+        return self.pipeline.config.datamanager.train_num_rays_per_batch
 
     rays_per_step = units_per_step
 

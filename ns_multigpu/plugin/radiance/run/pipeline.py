@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ns_multigpu.core.assign.placement import even_bounds
 from ns_multigpu.core.dist.collectives import broadcast_object
-from ns_multigpu.locality.picture import MOST_POINTS, draw
-from ns_multigpu.locality.picture import PictureContent as Picture
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManager, RadianceDataManagerConfig
@@ -22,6 +20,8 @@ from ns_multigpu.plugin.radiance.run.pictures import FieldPictures
 from ns_multigpu.plugin.radiance.run.saved import SavedField, field_in, read_parameters
 from ns_multigpu.plugin.radiance.run.team_plan import plan_for_field
 from ns_multigpu.plugin.render import team
+from ns_multigpu.plugin.render.partition_picture import MOST_POINTS, save
+from ns_multigpu.plugin.render.partition_picture import PictureContent as Picture
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.run.pipeline import RunPipeline, RunPipelineConfig
 from ns_multigpu.radiance.partition import Partition, few_views, partition
@@ -168,12 +168,8 @@ class RadiancePipeline(RunPipeline):
             CONSOLE.print(f"[yellow]{text}[/yellow]", soft_wrap=True)
         return cells
 
-    def partition_picture(self, file: Path) -> None:
-        """Draw the rank that owns each part of space, by the points of the partition; nothing after a resume.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+    def partition_picture(self, folder: Path) -> None:
+        """Draw the rank that owns each part of space, by the points of the partition; nothing after a resume."""
         if self.cut_by is None or self.model.partition is None:
             return
         points, cameras = (self.model.domain.inward(x.double()) for x in (self.cut_by, self.camera_centres()))
@@ -185,8 +181,7 @@ class RadiancePipeline(RunPipeline):
         )
         counts = torch.bincount(owners, minlength=self.world.size).tolist()
         none = np.zeros(0, dtype=np.int64)
-        seen = Picture(points.numpy(), owners.numpy(), counts, cameras.numpy(), none, self.world.machines)
-        draw(seen).save(file)
+        save(Picture(points.numpy(), owners.numpy(), counts, cameras.numpy(), none, self.world.machines), folder)
 
     def camera_centres(self) -> Tensor:
         """Return the positions of the training cameras, [V, 3] on the host."""

@@ -44,7 +44,7 @@ def ranks_for(cells: Sequence[int], shared: int, devices: Devices) -> int:
         return shared + max(sum(cells[cell] for cell in cells_of(rank, count, ranks)) for rank in range(ranks))
 
     wanted = devices.asked or (devices.count if devices.kind == "cuda" else 1)
-    ranks = max(1, min(wanted, count, devices.count if devices.kind == "cuda" else wanted))
+    ranks = devices.limited(min(wanted, count))
     if memory is not None and most_held(ranks) > memory:
         least = next((more for more in range(ranks, count + 1) if most_held(more) <= memory), None)
         remedy = (

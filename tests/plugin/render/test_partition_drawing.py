@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ns_multigpu.locality.palette import machine_color, rank_colors
-from ns_multigpu.locality.picture import PictureContent, draw, window
+from ns_multigpu.plugin.render.palette import machine_color, rank_colors
+from ns_multigpu.plugin.render.partition_picture import PictureContent, draw, window
 
 RANDOM = np.random.default_rng(4)
 WEST, EAST = (-10.0, 0.0), (10.0, 4.0)

@@ -3,16 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
+from nerfstudio.utils.rich_utils import CONSOLE
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
+from rich.text import Text
 
-from ns_multigpu.locality.palette import machine_color, rank_colors
+from ns_multigpu.plugin.render.palette import machine_color, rank_colors
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+PARTITION = "partition.png"
 MOST_POINTS = 200_000
 """Points that are worth drawing: of more, a sample."""
 SIZE = 1000, 800
@@ -111,6 +115,17 @@ def window(seen: PictureContent, size: tuple[int, int] = SIZE) -> Window:
     scale = float((available / extent).min()) * 0.98
     spare = (available - (high - low) * scale) / 2
     return Window(low, scale, _EDGE + spare[0], size[1] - _EDGE - spare[1])
+
+
+def save(seen: PictureContent, folder: Path) -> Path | None:
+    """Draw a picture into a run's folder and return the file. If the disk fails, print a message and return None."""
+    file = folder / PARTITION
+    try:
+        draw(seen).save(file)
+    except OSError as error:
+        CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
+        return None
+    return file
 
 
 def draw(seen: PictureContent, size: tuple[int, int] = SIZE) -> Image.Image:
