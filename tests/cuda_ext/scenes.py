@@ -127,7 +127,7 @@ def one_point(dtype: torch.dtype = torch.float64, **changes: list[float]) -> Sce
     return Scene(**{k: torch.tensor(v, dtype=dtype) for k, v in (values | changes).items()}, sizes=[100, 80])
 
 
-OPENCV = (-0.25, 0.08, -0.01, 0.02, 0.01, 0.0, 3e-3, -2e-3)
+OPENCV = (-0.25, 0.08, -0.01, 0.02, 0.01, 0.005, 3e-3, -2e-3)
 """k1 to k6, p1 and p2 of a wide lens."""
 OPENCV_FISHEYE = (0.05, -0.01, 2e-3, -4e-4)
 

@@ -13,6 +13,9 @@ from PIL import Image
 from scipy.spatial.transform import Rotation
 
 WIDTH, HEIGHT, FOCAL = 48, 36, 40.0
+LENS = (-0.12, 0.03, 0.004, -0.006)
+EIGHT = (*LENS, 0.01, 0.2, -0.06, 0.04)
+"""Coefficients in OpenCV's order: k1, k2, p1, p2, and k3 to k6."""
 Table = NDArray[np.float64]
 
 
@@ -23,13 +26,13 @@ class Scene:
     Attributes:
         poses: [n, 4, 4] world-to-camera, OpenCV's axes.
         points: [P, 3], and of each the images whose numbers are in its track: from 1 on, some twice.
-        lens: k1, k2, p1, p2.
+        lens: k1, k2, p1, p2, or these and k3, k4, k5, k6.
     """
 
     poses: Table
     points: Table
     tracks: list[list[int]]
-    lens: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    lens: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     names: list[str] = field(default_factory=list[str])
 
     @property
@@ -81,7 +84,7 @@ def write_model(folder: Path, scene: Scene, *, text: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     K, end = scene.intrinsics, "txt" if text else "bin"
     params = np.array([K[0, 0], K[1, 1], K[0, 2], K[1, 2], *scene.lens])
-    cameras = {1: colmap.Camera(1, "OPENCV", WIDTH, HEIGHT, params)}
+    cameras = {1: colmap.Camera(1, "OPENCV" if len(scene.lens) == 4 else "FULL_OPENCV", WIDTH, HEIGHT, params)}
     images, points, found = {}, {}, {row: [] for row in range(len(scene.points))}
     for i, pose in enumerate(scene.poses):
         rows = [row for row, track in enumerate(scene.tracks) for n in track if n == i + 1]
@@ -119,9 +122,9 @@ def write_transforms(folder: Path, scene: Scene, applied: Table | None, model: P
     for name, pose in zip(scene.names, scene.poses, strict=True):
         matrix = np.concatenate([turned, [[0, 0, 0, 1]]]) @ np.linalg.inv(pose) @ np.diag([1.0, -1, -1, 1])
         frames.append({"file_path": f"images/{name}", "transform_matrix": matrix.tolist()})
-    K, (k1, k2, p1, p2) = scene.intrinsics, scene.lens
+    K = scene.intrinsics
     meta: dict[str, Any] = {"w": WIDTH, "h": HEIGHT, "fl_x": K[0, 0], "fl_y": K[1, 1], "cx": K[0, 2], "cy": K[1, 2]}
-    meta |= {"k1": k1, "k2": k2, "p1": p1, "p2": p2, "frames": frames}
+    meta |= {**dict(zip(("k1", "k2", "p1", "p2", "k3", "k4", "k5", "k6"), scene.lens, strict=False)), "frames": frames}
     if applied is not None:
         meta["applied_transform"] = applied.tolist()
     write_images(folder / "images", scene)

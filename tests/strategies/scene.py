@@ -49,7 +49,7 @@ def through_lenses(views: list[View]) -> list[View]:
             around = [[size[0] / 6, 0.0, size[0] / 2], [0.0, size[1] / 3, size[1] / 2], [0.0, 0.0, 1.0]]
             K = panorama_intrinsics(K.new_tensor(around))
         else:
-            coefficients = (0.05, -0.02, 3e-3, -1e-3) if i % 3 else (-0.2, 0.05, -0.01, 0.02, 0.0, 0.01, 3e-3, -2e-3)
+            coefficients = (0.05, -0.02, 3e-3, -1e-3) if i % 3 else (-0.2, 0.05, -0.01, 0.02, 0.01, 0.01, 3e-3, -2e-3)
             K = lens_intrinsics(K, size, coefficients, fisheye=i % 3 == 1)
         result.append(replace(view, K=K.to(view.K)))
     return result

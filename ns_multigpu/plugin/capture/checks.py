@@ -20,6 +20,7 @@ from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_obje
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import SSIM_HALO, View
 from ns_multigpu.plugin.capture.image_files import FRAME_FILES
+from ns_multigpu.plugin.capture.opencv_cameras import DISTORTIONS, OpenCVCameras
 from ns_multigpu.plugin.capture.split_lists import missing_list
 from ns_multigpu.plugin.faults.errors import InputError
 
@@ -35,8 +36,8 @@ _ROUNDING = 1e-4
 _SIMILAR = 0.05
 """Relative tolerance between focal lengths that are given twice."""
 
-_NUMBERS, _DISTORTIONS = ("fl_x", "fl_y", "cx", "cy", "w", "h"), ("k1", "k2", "k3", "p1", "p2")
-"""Intrinsics of a transforms.json. Of distortions, one for all frames replaces all of the frames'."""
+_NUMBERS = ("fl_x", "fl_y", "cx", "cy", "w", "h")
+"""Intrinsics of a transforms.json besides `DISTORTIONS`."""
 
 _FULL, _NAMED, _MOST_LINES = 3, 8, 30
 """Number of problems of one kind that are printed in full, of those that are named instead, and of lines."""
@@ -170,12 +171,13 @@ def _model_problems(cameras: Cameras, names: Sequence[str], undistort: bool) -> 
             lines.append(f"{name}: camera model {kind.name} cannot be splatted; {usable} can")
         elif kind is CameraType.FISHEYE624 and "fisheye_crop_radius" not in (cameras.metadata or {}):
             lines.append(f"{name}: camera model FISHEYE624 needs a fisheye_crop_radius")
-    if cameras.distortion_params is not None:
+    if cameras.distortion_params is not None and not isinstance(cameras, OpenCVCameras):
         fourth = (cameras.camera_type.flatten() == CameraType.PERSPECTIVE.value) & (
             cameras.distortion_params[:, 3] != 0
         )
         lines += [
-            f"{names[i]}: distortion parameter k4 of a perspective camera is not supported; undistort the images"
+            f"{names[i]}: distortion parameter k4 of a perspective camera is read from COLMAP's model and from "
+            "transforms.json only; undistort the images"
             for i in fourth.nonzero().flatten().tolist()
         ]
     return lines
@@ -250,16 +252,17 @@ def transforms_problems(data: Path) -> list[str]:
     if not all(isinstance(frame, dict) for frame in meta["frames"]):
         return [f"{path}: its list of frames holds something else than frames"]
     lines = [f"{path}: {line}" for line in _partial_problems(meta, meta["frames"])]
-    if meta.get("camera_model", "PINHOLE") not in CAMERA_MODEL_TO_TYPE:
+    model = CAMERA_MODEL_TO_TYPE.get(meta.get("camera_model", "PINHOLE"))
+    if model is None:
         lines.append(
             f"{path}: camera model {meta['camera_model']} is unknown; {', '.join(CAMERA_MODEL_TO_TYPE)} are known"
         )
-    lines += _number_problems(str(path), meta)
+    lines += _number_problems(str(path), meta, model)
     if missing := missing_list(lambda name: f"{name}_filenames" in meta, "{}_filenames"):
         lines.append(f"{path}: it has {missing}")
     for number, frame in enumerate(meta["frames"]):
         name = frame.get("file_path", f"frame {number}")
-        lines += _number_problems(name, frame)
+        lines += _number_problems(name, frame, model)
         if "file_path" not in frame:
             lines.append(f"{name}: it has no file_path")
         matrix = frame.get("transform_matrix")
@@ -299,10 +302,10 @@ def _partial_problems(meta: dict[str, Any], frames: Sequence[dict[str, Any]]) ->
     return lines
 
 
-def _number_problems(name: str, entry: dict[str, Any]) -> list[str]:
+def _number_problems(name: str, entry: dict[str, Any], model: CameraType | None) -> list[str]:
     """Check the intrinsics of a transforms.json or of one of its frames."""
     lines: list[str] = []
-    for key in (*_NUMBERS, *_DISTORTIONS, "k4", "k5", "k6"):
+    for key in (*_NUMBERS, *DISTORTIONS):
         if key not in entry:
             continue
         try:
@@ -313,8 +316,8 @@ def _number_problems(name: str, entry: dict[str, Any]) -> list[str]:
             continue
         if not math.isfinite(value) or (key.startswith("fl_") and value <= 0):
             lines.append(f"{name}: its {key} is {value:g}")
-        elif key in ("k5", "k6") and value != 0:
-            lines.append(f"{name}: distortion parameter {key} is not supported; undistort the images")
+        elif key in ("k5", "k6") and value != 0 and model is not CameraType.PERSPECTIVE:
+            lines.append(f"{name}: its {key} is {value:g}, and lenses of the camera_model have none: remove it")
     return lines
 
 
@@ -328,8 +331,8 @@ def transforms_notes(meta: dict[str, Any]) -> list[str]:
                 f"camera_angle_x would be fl_x = {focal:.1f}, and fl_x is {float(meta['fl_x']):.1f}, which is used"
             )
     values = {key: float(meta[key]) for key in _NUMBERS if key in meta}
-    if any(key in meta for key in _DISTORTIONS):
-        values |= {key: float(meta.get(key, 0)) for key in _DISTORTIONS}
+    if any(key in meta for key in DISTORTIONS):
+        values |= {key: float(meta.get(key, 0)) for key in DISTORTIONS}
     other: defaultdict[str, int] = defaultdict(int)
     for frame in meta["frames"]:
         for key, value in values.items():

@@ -25,7 +25,7 @@ _NAMES = (
     "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "THIN_PRISM_FISHEYE",
 )  # fmt: skip
 _FISHEYE = ("OPENCV_FISHEYE", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE")
-READABLE = (*_NAMES[:5], *_FISHEYE)
+READABLE = (*_NAMES[:5], "FULL_OPENCV", *_FISHEYE)
 """Camera models that can be read."""
 _UNDISTORT = (
     "Convert the capture: colmap image_undistorter --image_path images --input_path sparse/0 --output_path FOLDER"

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
+import cv2
 import numpy as np
 import torch
 from nerfstudio.cameras.cameras import Cameras, CameraType
@@ -23,6 +24,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_files import COPY_AGAIN, is_damaged_jpeg, read_sky
 from ns_multigpu.plugin.capture.image_store import ImageData
+from ns_multigpu.plugin.capture.opencv_cameras import OpenCVCameras
 
 ImageType = Literal["uint8", "float32"]
 
@@ -113,7 +115,7 @@ class ImageReader:
         size, found = (int(camera.width.item()), int(camera.height.item())), (image.shape[1], image.shape[0])
         if size != found:
             raise ValueError(f"the image has {found[0]}x{found[1]} pixels, its camera {size[0]}x{size[1]}")
-        _, image, mask = _undistort_image(camera, _parameters(camera), data, image, _matrix(camera))
+        _, image, mask = _undistorted(camera, data, image)
         kept["image"] = torch.from_numpy(np.ascontiguousarray(image))
         if mask is not None:
             kept["mask"] = _apart(mask.contiguous())
@@ -156,7 +158,7 @@ class ImageReader:
     def _pinhole(self, index: int) -> Pinhole:
         camera = self._lenses[index].reshape(())
         blank = np.zeros((int(camera.height.item()), int(camera.width.item())), np.uint8)
-        K, image, _ = _undistort_image(camera, _parameters(camera), {}, blank, _matrix(camera))
+        K, image, _ = _undistorted(camera, {}, blank)
         height, width = image.shape[:2]
         return float(K[0, 0]), float(K[1, 1]), float(K[0, 2]), float(K[1, 2]), width, height
 
@@ -200,9 +202,24 @@ def _keys(cameras: Cameras) -> list[tuple[float, ...]]:
     return [tuple(row) for row in torch.cat([column.double() for column in columns], dim=-1).tolist()]
 
 
-def _parameters(camera: Cameras) -> np.ndarray:
-    return np.zeros(6) if camera.distortion_params is None else camera.distortion_params.numpy().copy()
+def _undistorted(
+    camera: Cameras, data: ImageData, image: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any], Tensor | None]:
+    """Return nerfstudio's matrix [3, 3], image and mask without distortion; it knows no `OpenCVCameras`."""
+    params, K = camera.distortion_params, camera.get_intrinsics_matrices().numpy().copy()
+    given = np.zeros(6) if params is None else params.numpy().copy()
+    if not isinstance(camera, OpenCVCameras):
+        return _undistort_image(camera, given, data, image, K)
+    given = given[[0, 1, 4, 5, 2, 3, 6, 7]]
+    K[:2, 2] -= 0.5  # OpenCV's pixels have whole numbers at their centres
+    new, (x, y, width, height) = cv2.getOptimalNewCameraMatrix(K, given, image.shape[1::-1], 0)
 
+    def flat(pixels: NDArray[Any]) -> NDArray[Any]:
+        """Return pixels without distortion, cut to those that all have a value."""
+        return cv2.undistort(pixels, K, given, None, new)[y : y + height, x : x + width]
 
-def _matrix(camera: Cameras) -> np.ndarray:
-    return camera.get_intrinsics_matrices().numpy().copy()
+    image, mask = flat(image), data.get("mask")
+    if mask is not None:
+        mask = torch.from_numpy(flat(mask.numpy().astype(np.uint8) * 255)).bool().reshape(height, width, -1)
+    new[:2, 2] += [0.5 - x, 0.5 - y]
+    return new, image, mask

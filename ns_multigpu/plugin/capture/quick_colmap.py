@@ -1,5 +1,5 @@
 """nerfstudio's COLMAP parser that reads a model once for both splits, and seed points fast. It has lists of
-`listed_split`, an offset, and k4 of fisheye lenses.
+`listed_split`, an offset, and k4, k5 and k6 of lenses.
 
 nerfstudio creates an object per point, for the training and the held-out views: 13 us a point. The result here is
 bitwise the same, but points at one position are merged.
@@ -13,15 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from nerfstudio.data.dataparsers import colmap_dataparser
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser, ColmapDataParserConfig
 from nerfstudio.data.utils import colmap_parsing_utils
+from nerfstudio.process_data.colmap_utils import parse_colmap_camera_params
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ns_multigpu.plugin.capture.colmap import Damaged, gather, names_in_text, point_starts
 from ns_multigpu.plugin.capture.coordinate_offset import Offset, offset_for, replaced, shifted
 from ns_multigpu.plugin.capture.image_files import FRAME_FILES, add_frame_files
+from ns_multigpu.plugin.capture.opencv_cameras import opencv_cameras
 from ns_multigpu.plugin.capture.seed_points import merged
 from ns_multigpu.plugin.capture.split_lists import listed_split
 
@@ -42,8 +45,8 @@ class QuickColmap(ColmapDataParser):
 
     _read: tuple[Path, bytes, float, dict[str, Tensor]] | None = None
     _model: tuple[Path, dict[str, Any]] | None = None
-    _fourth: Tensor
-    """[views] k4 of each view of the model, and then of the split."""
+    _last: Tensor
+    """[views, 3] k4, k5, k6 of each view of the model, and then of the split."""
 
     def __init__(self, config: ColmapDataParserConfig, offset: Offset | None = None) -> None:
         super().__init__(config)
@@ -53,7 +56,8 @@ class QuickColmap(ColmapDataParser):
         outputs = super()._generate_dataparser_outputs(split, **kwargs)
         parameters = outputs.cameras.distortion_params
         assert parameters is not None
-        parameters[:, _K4] = self._fourth
+        parameters[:, _K4] = self._last[:, 0]
+        outputs.cameras = opencv_cameras(outputs.cameras, self._last[:, 1:])
         data, images = self.config.data, self.config.data / self.config.images_path
         factor = self._downscale_factor or 1
         images = images if factor == 1 else images.with_name(f"{images.name}_{factor}")
@@ -68,12 +72,13 @@ class QuickColmap(ColmapDataParser):
 
     def _get_all_images_and_cameras(self, recon_dir: Path) -> dict[str, Any]:
         """Read the model as nerfstudio does, less the offset. Names end with their line: its text reader stops at a
-        space. It refuses any k4, as it also would that of a perspective lens.
+        space. It refuses any k4, k5 or k6.
         """
         if self._model is None or self._model[0] != recon_dir:
-            self._model = recon_dir, super()._get_all_images_and_cameras(recon_dir)
+            with replaced(colmap_dataparser, "parse_colmap_camera_params", _camera):
+                self._model = recon_dir, super()._get_all_images_and_cameras(recon_dir)
         found = copy.deepcopy(self._model[1])  # frames are changed
-        self._fourth = torch.tensor([float(frame.pop("k4", 0)) for frame in found["frames"]])
+        self._last = torch.tensor([[frame.pop(key, 0.0) for key in ("k4", "k5", "k6")] for frame in found["frames"]])
         axes = np.array(found.get("applied_transform", np.eye(4)), np.float64)[:3, :3]
         positions = np.array([frame["transform_matrix"][:3, 3] for frame in found["frames"]], np.float64)
         self.offset = offset_for(positions @ axes, self._given_offset)
@@ -95,7 +100,7 @@ class QuickColmap(ColmapDataParser):
     def _get_image_indices(self, image_filenames: list[Path], split: str) -> Any:
         listed = listed_split(split, lambda name: (self.config.data / f"{name}_list.txt").exists())
         indices = super()._get_image_indices(image_filenames, listed)
-        self._fourth = self._fourth[torch.as_tensor(indices, dtype=torch.long)]
+        self._last = self._last[torch.as_tensor(indices, dtype=torch.long)]
         return indices
 
     def _load_3D_points(self, colmap_path: Path, transform_matrix: Tensor, scale_factor: float) -> dict[str, Tensor]:
@@ -116,6 +121,14 @@ class QuickColmap(ColmapDataParser):
                     stack.enter_context(replaced(colmap_parsing_utils, name, reader))
                 found = merged(super()._load_3D_points(colmap_path, transform_matrix, scale_factor))
         return dict(found)
+
+
+def _camera(camera: Any) -> dict[str, Any]:
+    """Return a camera's intrinsics as nerfstudio does, also of FULL_OPENCV: OPENCV's parameters and four more."""
+    if camera.model != "FULL_OPENCV":
+        return parse_colmap_camera_params(camera)
+    more = zip(("k3", "k4", "k5", "k6"), map(float, camera.params[8:]), strict=True)
+    return {**parse_colmap_camera_params(camera._replace(model="OPENCV")), **dict(more)}
 
 
 def _less(offset: NDArray[np.float64], reader: Callable[[Path], dict[int, Any]]) -> Callable[[Path], dict[int, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from nerfstudio.data.dataparsers import nerfstudio_dataparser
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
@@ -15,6 +16,7 @@ from nerfstudio.utils.io import load_from_json
 
 from ns_multigpu.plugin.capture.coordinate_offset import Offset, offset_for, replaced, shifted
 from ns_multigpu.plugin.capture.image_files import FRAME_FILES, add_frame_files
+from ns_multigpu.plugin.capture.opencv_cameras import DISTORTIONS, opencv_cameras
 
 _HELD_OUT = {"val": ("val", "validation", "test"), "test": ("test", "val", "validation")}
 """Lists of a split's views, in order of preference."""
@@ -39,8 +41,8 @@ def missing_list(is_listed: Callable[[str], bool], file: str) -> str | None:
 
 
 class ListedNerfstudio(Nerfstudio):
-    """nerfstudio's parser of transforms.json that reads the list of `listed_split`, subtracts an offset, and names
-    `FRAME_FILES`.
+    """nerfstudio's parser of transforms.json that reads the list of `listed_split` and OpenCV's k4, k5 and k6,
+    subtracts an offset, and names `FRAME_FILES`.
 
     Args:
         config: nerfstudio's.
@@ -66,16 +68,21 @@ class ListedNerfstudio(Nerfstudio):
             if "applied_transform" in meta:  # nerfstudio would round its translation
                 rotation, moved = np.split(np.array(meta["applied_transform"]), [3], axis=1)
                 meta["applied_transform"] = np.pad(rotation, ((0, 0), (0, 1))).tolist()
+        one_lens = any(key in meta for key in (*DISTORTIONS, "distortion_params"))
+        if one_lens:
+            meta.setdefault("k1", 0.0)  # k4 alone would not count for nerfstudio
         with replaced(nerfstudio_dataparser, "load_from_json", lambda _: meta):
             listed = listed_split(split, lambda name: f"{name}_filenames" in meta)
             outputs = super()._generate_dataparser_outputs(listed)
-        frames = {
-            self._get_fname(Path(frame["file_path"]), folder): {
-                key: folder / str(frame[key]) for key in FRAME_FILES if key in frame
-            }
-            for frame in meta["frames"]
+        frames: dict[Path, Any] = {self._get_fname(Path(frame["file_path"]), folder): frame for frame in meta["frames"]}
+        files = {
+            file: {key: folder / str(frame[key]) for key in FRAME_FILES if key in frame}
+            for file, frame in frames.items()
         }
-        add_frame_files(outputs, frames)
+        add_frame_files(outputs, files)
+        lenses = [meta if one_lens else frames[file] for file in outputs.image_filenames]
+        more = torch.tensor([[float(lens.get(key, 0)) for key in ("k5", "k6")] for lens in lenses])
+        outputs.cameras = opencv_cameras(outputs.cameras, more.view(-1, 2))
         # nerfstudio may have set an applied_transform.
         rotation = np.array(meta.get("applied_transform", np.eye(4)))[:3, :3]
         return shifted(outputs, self.offset, rotation, moved.reshape(3))

@@ -81,12 +81,12 @@ def _lenses(cameras: Cameras, kinds: list[int], columns: list[list[float]]) -> l
 def _lens(
     kind: int, params: tuple[float, ...], fx: float, fy: float, cx: float, cy: float, width: int, height: int
 ) -> tuple[float, ...]:
-    """Return the 12 numbers of a lens, from nerfstudio's k1, k2, k3, k4, p1, p2 or a fisheye's k1, k2, k3, k4."""
+    """Return the 12 numbers of a lens, from k1, k2, k3, k4, p1, p2 and, if it has them, k5, k6; a fisheye has four."""
     K = torch.tensor([[fx, 0.0, cx], [0.0, fy, cy], [0.0, 0.0, 1.0]])
     if kind == CameraType.EQUIRECTANGULAR.value:
         return tuple(panorama_intrinsics(K)[3:].flatten().tolist())
     fisheye = kind == CameraType.FISHEYE.value
-    given = params[:4] if fisheye else (*params[:4], 0.0, 0.0, *params[4:])
+    given = params[:4] if fisheye else (*params[:4], *(params[6:] or (0.0, 0.0)), *params[4:6])
     return tuple(lens_intrinsics(K, (width, height), given, fisheye=fisheye)[3:].flatten().tolist())
 
 

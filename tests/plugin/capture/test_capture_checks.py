@@ -18,6 +18,7 @@ from ns_multigpu.plugin.capture.checks import (
     listed,
 )
 from ns_multigpu.plugin.capture.image_files import missing_file, read_header
+from ns_multigpu.plugin.capture.opencv_cameras import opencv_cameras
 from ns_multigpu.plugin.capture.parsing import unreadable
 from ns_multigpu.plugin.faults.errors import InputError
 from tests.lib.captures import manager, transforms, write_capture
@@ -93,8 +94,10 @@ def test_camera_models_that_cannot_be_splatted_are_named(kind: CameraType) -> No
 
 
 def test_distortions_that_nerfstudio_cannot_take_out() -> None:
-    lines = camera_problems(_cameras(distortion_params=torch.tensor([0, 0, 0, 0.1, 0, 0]).repeat(4, 1)), NAMES)
+    cameras = _cameras(distortion_params=torch.tensor([0, 0, 0, 0.1, 0, 0]).repeat(4, 1))
+    lines = camera_problems(cameras, NAMES)
     assert len(lines) == 4 and "k4 of a perspective camera" in lines[0]
+    assert camera_problems(opencv_cameras(cameras, torch.zeros(4, 2)), NAMES) == []
     lines = camera_problems(_cameras(distortion_params=torch.full((4, 6), math.nan)), NAMES)
     assert any("a distortion parameter is NaN" in line for line in lines)
     lines = camera_problems(_cameras(camera_type=CameraType.FISHEYE624), NAMES)

@@ -79,9 +79,9 @@ def test_a_model_without_points(tmp_path: Path) -> None:
 
 
 def test_invalid_values_are_named(tmp_path: Path) -> None:
-    write_binary(tmp_path, [*shots(3), Shot(9, 77, "lost.jpg")], model=6)
+    write_binary(tmp_path, [*shots(3), Shot(9, 77, "lost.jpg")], model=10)
     problems = look_at(tmp_path).problems
-    assert any("FULL_OPENCV" in line and "colmap image_undistorter" in line for line in problems)
+    assert any("model THIN_PRISM_FISHEYE" in line and "colmap image_undistorter" in line for line in problems)
     assert any("lost.jpg: its camera 77 is not in cameras.bin" in line for line in problems)
     data = bytearray((tmp_path / "images.bin").read_bytes())
     data[12:20] = struct.pack("<d", float("inf"))

@@ -21,10 +21,10 @@ from ns_multigpu.plugin.model.surfaces import check_primitive, of_depth
 from ns_multigpu.plugin.splats.normal_maps import in_front, read_normals, training_normals
 from tests.lib.captures import read_by, transforms
 from tests.lib.ranks import run_ranks
-from tests.lib.reconstruction import HEIGHT, WIDTH, make_scene, write_images, write_model
+from tests.lib.reconstruction import HEIGHT, LENS, WIDTH, make_scene, write_images, write_model
 from tests.lib.resuming import start
 from tests.lib.training_run import TinyDataParserConfig, add_maps, facing_normals, write_capture
-from tests.plugin.splats.test_depth_maps import LENS, parser_of
+from tests.plugin.splats.test_depth_maps import parser_of
 
 WEIGHT = 0.3
 

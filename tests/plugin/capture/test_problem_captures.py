@@ -81,7 +81,10 @@ COLUMNS = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 2, 3, 1]]
         (_whole(frames=[]), "transforms.json: it has no list of frames"),
         (_whole(w="24.0"), 'its w is "24.0", and must be a whole number'),
         (_whole(fl_y=None), "its fl_y is null, and must be a number"),
-        (_whole(k6=0.1), "distortion parameter k6 is not supported; undistort the images"),
+        (
+            _whole(k6=0.1, camera_model="OPENCV_FISHEYE"),
+            "its k6 is 0.1, and lenses of the camera_model have none: remove it",
+        ),
         (_whole(camera_model="FOV"), "camera model FOV is unknown; SIMPLE_PINHOLE, PINHOLE"),
         (_frame(h="tall"), 'photo_03.png: its h is "tall", and must be a whole number'),
         (_frame(transform_matrix=[[1, 2], [3]]), "its transform_matrix is not a table of 4 x 4 numbers"),

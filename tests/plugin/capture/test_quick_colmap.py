@@ -15,6 +15,7 @@ from nerfstudio.data.utils import colmap_parsing_utils as colmap
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture import quick_colmap
 from ns_multigpu.plugin.capture.colmap import Damaged
+from ns_multigpu.plugin.capture.opencv_cameras import OpenCVCameras
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
 from tests.lib.colmap_files import Shot, write_text
@@ -80,7 +81,7 @@ def test_views_are_read_once_and_given_as_they_were(tmp_path: Path, monkeypatch:
     for _ in range(2):
         found = ours._get_all_images_and_cameras(tmp_path)
         assert found == {"frames": [{"transform_matrix": pytest.approx(np.eye(4)), "file_path": "a.png"}]}
-        assert ours._fourth.tolist() == [0.5]
+        assert ours._last.tolist() == [[0.5, 0, 0]]
         found["frames"][0]["transform_matrix"][:] = 7
     ours._get_all_images_and_cameras(tmp_path / "other")
     assert read == [tmp_path, tmp_path / "other"]
@@ -121,19 +122,34 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, cut: int) -> Non
         quick_colmap.read_points(file)
 
 
-def test_each_view_of_a_split_has_its_own_k4(tmp_path: Path) -> None:
+FISHEYES = {1: "OPENCV_FISHEYE 40 30 30 31 20 15 .1 .02 .003 .0004", 2: "OPENCV_FISHEYE 40 30 30 31 20 15 .2 0 0 -.5"}
+EIGHTS = {
+    1: "FULL_OPENCV 40 30 30 31 20 15 .1 .2 .03 .04 .5 .6 .7 .8",
+    2: "FULL_OPENCV 40 30 30 31 20 15 0 0 0 0 0 0 0 -.5",
+}
+
+
+@pytest.mark.parametrize(
+    ("models", "lenses"),
+    [
+        (FISHEYES, ([0.1, 0.02, 0.003, 0.0004, 0, 0], [0.2, 0, 0, -0.5, 0, 0])),
+        (EIGHTS, ([0.1, 0.2, 0.5, 0.6, 0.03, 0.04, 0.7, 0.8], [0, 0, 0, 0, 0, 0, 0, -0.5])),
+    ],
+    ids=["fisheye", "eight"],
+)
+def test_each_view_of_a_split_has_its_own_lens(tmp_path: Path, models: dict[int, str], lenses: Any) -> None:
     write_text(tmp_path / "sparse/0", [Shot(20 - number, 1 + number % 2, f"{number:02d}.jpg") for number in range(10)])
-    lenses = {1: (0.1, 0.02, 0.003, 0.0004), 2: (0.2, 0.0, 0.0, -0.5)}
-    lines = [f"{k} OPENCV_FISHEYE 40 30 30 31 20 15 {' '.join(map(str, lens))}" for k, lens in lenses.items()]
-    (tmp_path / "sparse/0/cameras.txt").write_text("\n".join(lines))
+    (tmp_path / "sparse/0/cameras.txt").write_text("\n".join(f"{k} {model}" for k, model in models.items()))
     kind: Any = QuickColmap
     parser = ColmapDataParserConfig(kind, data=tmp_path, colmap_path=Path("sparse/0"), downscale_factor=1).setup()
     views = 0
     for split in ("train", "val"):
         outputs = parser.get_dataparser_outputs(split)
-        assert bool((outputs.cameras.camera_type == CameraType.FISHEYE.value).all())
+        kind = CameraType.FISHEYE if models is FISHEYES else CameraType.PERSPECTIVE
+        assert bool((outputs.cameras.camera_type == kind.value).all())
+        assert isinstance(outputs.cameras, OpenCVCameras) == (models is EIGHTS)
         for path, found in zip(outputs.image_filenames, outputs.cameras.distortion_params, strict=True):
-            assert found.tolist() == pytest.approx([*lenses[1 + int(path.stem) % 2], 0, 0])
+            assert found.tolist() == pytest.approx(lenses[int(path.stem) % 2])
             views += 1
     assert views == 10
 

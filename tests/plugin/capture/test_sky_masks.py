@@ -19,11 +19,11 @@ from ns_multigpu.plugin.splats.depth_maps import read_maps
 from ns_multigpu.plugin.splats.normal_maps import training_normals
 from tests.lib.captures import read_by, transforms
 from tests.lib.ranks import run_ranks
-from tests.lib.reconstruction import HEIGHT, WIDTH, make_scene, write_images, write_model
+from tests.lib.reconstruction import EIGHT, HEIGHT, LENS, WIDTH, make_scene, write_images, write_model
 from tests.lib.resuming import differing, everything, start, went_on
 from tests.lib.training_run import TinyDataParserConfig, add_maps, facing_normals, sky_mask, write_capture
 from tests.plugin.capture.test_normal_maps import spoil
-from tests.plugin.splats.test_depth_maps import LENS, parser_of
+from tests.plugin.splats.test_depth_maps import parser_of
 
 WEIGHT, OPTION = 0.3, "--pipeline.model.sky-loss"
 
@@ -56,8 +56,9 @@ def test_photographs_have_two_masks(capture: Path) -> None:
         np.testing.assert_array_equal(found, np.stack([mask & ~there, mask & there], axis=-1))
 
 
-def test_masks_of_a_folder_are_undistorted_with_their_photographs(tmp_path: Path) -> None:
-    scene = make_scene(lens=LENS)
+@pytest.mark.parametrize("lens", [LENS, EIGHT], ids=["four", "eight"])
+def test_masks_of_a_folder_are_undistorted_with_their_photographs(tmp_path: Path, lens: Any) -> None:
+    scene = make_scene(lens=lens)
     write_model(tmp_path / "sparse/0", scene)
     write_images(tmp_path / "images", scene)
     for name in scene.names:  # the photograph is white where the sky is

@@ -21,9 +21,18 @@ from ns_multigpu.plugin.capture.tracks import images_of, scene_scale, training_t
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from tests.lib.captures import read_by
-from tests.lib.reconstruction import WIDTH, Scene, make_scene, moved, write_images, write_model, write_transforms
+from tests.lib.reconstruction import (
+    EIGHT,
+    LENS,
+    WIDTH,
+    Scene,
+    make_scene,
+    moved,
+    write_images,
+    write_model,
+    write_transforms,
+)
 
-LENS = (-0.12, 0.03, 0.004, -0.006)
 FLIPPED = np.array([[0.0, 0, -1, 0.5], [-1, 0, 0, 0], [0, 1, 0, -2]])
 ORIGIN, UTM = (0.0, 0.0, 0.0), (512345.0, 5412345.0, 312.0)
 HELD_OUT = 4
@@ -69,9 +78,12 @@ def check_views(data: DistributedDataManager, scene: Scene, factor: int) -> None
 
 
 @pytest.mark.parametrize("place", [ORIGIN, UTM], ids=["origin", "utm"])
-@pytest.mark.parametrize(("text", "factor", "method"), [(False, 1, "up"), (True, 2, "none")])
-def test_a_capture_of_colmaps(tmp_path: Path, text: bool, factor: int, method: Any, place: Any) -> None:
-    scene = moved(make_scene(lens=LENS), place)
+@pytest.mark.parametrize(
+    ("text", "factor", "method", "lens"),
+    [(False, 1, "up", LENS), (True, 2, "none", LENS), (False, 2, "none", EIGHT), (True, 1, "up", EIGHT)],
+)
+def test_a_capture_of_colmaps(tmp_path: Path, text: bool, factor: int, method: Any, lens: Any, place: Any) -> None:
+    scene = moved(make_scene(lens=lens), place)
     write_model(tmp_path / "sparse/0", scene, text=text)
     write_images(tmp_path / ("images" if factor == 1 else f"images_{factor}"), scene, factor)
     data = read_by(of_colmap(tmp_path, downscale_factor=factor, orientation_method=method))
@@ -80,9 +92,11 @@ def test_a_capture_of_colmaps(tmp_path: Path, text: bool, factor: int, method: A
 
 
 @pytest.mark.parametrize("place", [ORIGIN, UTM], ids=["origin", "utm"])
-@pytest.mark.parametrize("applied", [None, FLIPPED], ids=["unsaid", "flipped"])
-def test_a_capture_of_nerfstudios_with_colmaps_model(tmp_path: Path, applied: Any, place: Any) -> None:
-    scene = moved(make_scene(lens=LENS, seed=8), place)
+@pytest.mark.parametrize(
+    ("applied", "lens"), [(None, LENS), (FLIPPED, LENS), (FLIPPED, EIGHT)], ids=["unsaid", "flipped", "eight"]
+)
+def test_a_capture_of_nerfstudios_with_colmaps_model(tmp_path: Path, applied: Any, lens: Any, place: Any) -> None:
+    scene = moved(make_scene(lens=lens, seed=8), place)
     write_transforms(tmp_path, scene, applied, Path("colmap/sparse/0"))
     check_views(read_by(of_nerfstudio(tmp_path)), scene, 1)
 

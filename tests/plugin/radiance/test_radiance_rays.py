@@ -90,6 +90,7 @@ CAPTURES: dict[str, Any] = {
     "sizes and masks": lambda folder: different_sizes(write_capture(folder, masks=True)),
     "alpha": lambda folder: transparent(write_capture(folder)),
     "lens": lambda folder: write_capture(folder, k1=0.2),  # rays bend, and images stay as they are
+    "eight": lambda folder: write_capture(folder, k1=0.2, k4=0.1, k6=0.05),
 }
 
 

@@ -32,20 +32,19 @@ from ns_multigpu.plugin.splats.depth_maps import (
 )
 from tests.lib.captures import read_by
 from tests.lib.ranks import run_ranks
-from tests.lib.reconstruction import HEIGHT, WIDTH, Scene, add_model, make_scene, write_images, write_model
+from tests.lib.reconstruction import EIGHT, HEIGHT, LENS, WIDTH, Scene, add_model, make_scene, write_images, write_model
 from tests.lib.resuming import start
 from tests.lib.training_run import TinyDataParserConfig, add_maps, write_capture
 
-LENS = (-0.12, 0.03, 0.004, -0.006)
 UNIT = 2e-3
 WEIGHT = 0.3
 KINDS = ("depth", "masks")
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
+def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Scene:
     """Return a capture of COLMAP's with a random map for each view, of half the photograph's size, and masks."""
-    scene = make_scene(lens=LENS)
+    scene = make_scene(lens=getattr(request, "param", LENS))
     write_model(tmp_path / "sparse/0", scene)
     write_images(tmp_path / "images", scene)
     random = np.random.default_rng(0)
@@ -64,6 +63,7 @@ def parser_of(folder: Path, **options: Any) -> ColmapDataParserConfig:
     return ColmapDataParserConfig(data=folder, colmap_path=Path("sparse/0"), eval_interval=4, **options)
 
 
+@pytest.mark.parametrize("scene", [LENS, EIGHT], ids=["four", "eight"], indirect=True)
 def test_points_lie_on_their_pixels_rays_at_the_maps_depth(scene: Scene, tmp_path: Path) -> None:
     """For a map of another size, through a lens, with holes and a mask of a third size."""
     outputs = read_by(parser_of(tmp_path, masks_path=Path("masks"))).train_dataparser_outputs

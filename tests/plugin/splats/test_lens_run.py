@@ -12,6 +12,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.image_points import image_points
 from ns_multigpu.core.types import Patch
 from ns_multigpu.plugin.capture.image_reading import through_lenses
+from ns_multigpu.plugin.capture.opencv_cameras import opencv_cameras
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.cameras import view_from_camera, views_of
 from ns_multigpu.plugin.render.panorama import panorama
@@ -36,7 +37,7 @@ def test_fused_steps_learn_what_others_do(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny")
     with transforms(tmp_path / "tiny") as meta:
         for frame in meta["frames"]:
-            frame |= {"k1": 0.2, "k2": -0.05, "p1": 0.01}
+            frame |= {"k1": 0.2, "k2": -0.05, "p1": 0.01, "k3": 0.01, "k4": 0.05, "k5": -0.02, "k6": 0.01}
     found: dict[str, Any] = {}
     for name, options in (
         ("fused", {UNDISTORT: False, "fused_steps": "always"}), ("ordinary", {UNDISTORT: False}), ("undistorted", {}),
@@ -80,11 +81,20 @@ def test_panoramas_are_trained_on_in_fused_steps(tmp_path: Path, primitive: str,
         assert apart <= 1e-3 * found["never"][name].abs().max(), name
 
 
-@pytest.mark.parametrize("kind", [CameraType.PERSPECTIVE, CameraType.FISHEYE])
-def test_nerfstudios_parameters_are_put_in_their_places(kind: CameraType) -> None:
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (CameraType.PERSPECTIVE, [0.1, -0.02, 0.01, 0.0, 0.004, -0.003]),
+        (CameraType.PERSPECTIVE, [0.1, -0.02, 0.01, 0.2, 0.004, -0.003, 0.1, -0.03]),
+        (CameraType.FISHEYE, [0.1, -0.02, 0.01, 0.003, 0.0, 0.0]),
+    ],
+    ids=["perspective", "eight", "fisheye"],
+)
+def test_nerfstudios_parameters_are_put_in_their_places(kind: CameraType, params: list[float]) -> None:
     """nerfstudio's rays through the pixels where points lie point at the points."""
-    cameras = cameras_of(kind, [0.1, -0.02, 0.01, 0.0, 0.004, -0.003] if kind == CameraType.PERSPECTIVE
-                         else [0.1, -0.02, 0.01, 0.003, 0.0, 0.0])  # fmt: skip
+    cameras = cameras_of(kind, params[:6])
+    if len(params) == 8:
+        cameras = opencv_cameras(cameras, torch.tensor([params[6:]]))
     view = view_from_camera(cameras, cameras.camera_to_worlds[0], 0)
     assert view.K.shape == (7, 3) and view.K[3, 0] == (kind == CameraType.FISHEYE)
     half = view_from_camera(cameras, cameras.camera_to_worlds[0], 0, 2)

@@ -9,6 +9,8 @@ from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.cameras.rays import RayBundle
 from torch import Tensor, nn
 
+from ns_multigpu.plugin.capture.opencv_cameras import undistorted
+
 _LEAST = 4 * torch.finfo(torch.float64).eps
 """Minimum length that a direction is divided by."""
 
@@ -53,7 +55,8 @@ class PinholeRays(nn.Module):
         x, y = (x - cx) / fx, (y - cy) / fy
         places = torch.stack([torch.stack([x, y], 1), torch.stack([right, y], 1), torch.stack([x, below], 1)])
         if self.lens is not None:
-            places = radial_and_tangential_undistort(places, self.lens[view])
+            undistort = undistorted if self.lens.shape[1] == 8 else radial_and_tangential_undistort
+            places = undistort(places, self.lens[view])
         local = torch.stack([places[..., 0], -places[..., 1], torch.full_like(places[..., 0], -1.0)], 2)
         pose = self.poses[view]
         world = torch.sum(local[..., None, :] * pose[:, :3, :3], dim=-1)
