@@ -169,7 +169,7 @@ class DistributedPipeline(RunPipeline):
         if self.trains:
             check_primitive(config.model, config.strategy)
             if not config.datamanager.undistort:
-                check_lens_options(config, self.world)
+                check_lens_options(self.world)
         if config.model.load_ply is not None:
             config.model.sh_degree_interval = 1  # the file's colours have all harmonics
         checks.check_views_per_rank(config.views_per_rank)
