@@ -15,6 +15,7 @@ Importing this module registers the device, and the module itself as `torch.mult
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from cuda_ext.aggregate import load
 from ns_multigpu.core.dist.members import Members
 from ns_multigpu.core.exchange.transports import make_transport
 from ns_multigpu.core.kernels import Kernels
+from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.step.member_steps import MemberSteps
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import StepSettings
@@ -205,23 +207,32 @@ def member_rows(tensor: Tensor) -> list[Tensor]:
     return [view[member * rows : (member + 1) * rows] for member, view in enumerate(views)]
 
 
+def _member_records(record: Any) -> list[Any]:
+    """Return a dataclass as each member addresses the tensors in it: see `member_views`."""
+    of_all = {name: member_views(value) for name, value in vars(record).items() if isinstance(value, Tensor)}
+    return [replace(record, **{name: of[rank] for name, of in of_all.items()}) for rank in range(len(devices()))]
+
+
 def fused_steps(
     members: Members, strategies: Sequence[Strategy], kernels: Kernels, params: Mapping[str, Tensor],
     moments: Mapping[str, tuple[Tensor, Tensor]], statistics: Mapping[str, Tensor], settings: StepSettings,
-    options: Sequence[Mapping[str, Any]],
+    options: Sequence[Mapping[str, Any]], observed: Mapping[str, Observations],
 ) -> MemberSteps:  # fmt: skip
     """Return fused steps of a model on this device: each member takes the step of its rows.
 
     Args:
         members: of `devices`. strategies: of each member's world, such as `tile`.
         kernels, params, moments, statistics, settings: see `Step`; tensors of this device, with equally many rows.
+        observed: see `Step`; tensors of this device, which all members read.
         options: of each member's `Step`, such as `lazy` of its rows.
     """
     of_params = {name: member_rows(value) for name, value in params.items()}
     of_moments = {name: tuple(map(member_rows, both)) for name, both in moments.items()}
     of_statistics = {name: member_rows(value) for name, value in statistics.items()}
-    steps: list[Step] = []
+    steps, of_kernels = list[Step](), _member_records(kernels)
+    seen = {name: _member_records(one) for name, one in observed.items()}
     for rank, strategy in enumerate(strategies):
+        own, of_rank = of_kernels[rank], {name: of[rank] for name, of in seen.items()}
         tensors = (
             {name: rows[rank] for name, rows in of_params.items()},
             {name: (first[rank], second[rank]) for name, (first, second) in of_moments.items()},
@@ -229,6 +240,6 @@ def fused_steps(
         )
         with members.on(rank):
             sizes = settings.rows, settings.segment, settings.words(strategy.assignment)
-            transport = make_transport(strategy.rows, strategy.gradients, strategy.world, kernels, *sizes, peer=True)
-            steps.append(Step(kernels, *tensors, settings, strategy, transport, **options[rank]))
+            transport = make_transport(strategy.rows, strategy.gradients, strategy.world, own, *sizes, peer=True)
+            steps.append(Step(own, *tensors, settings, strategy, transport, observed=of_rank, **options[rank]))
     return MemberSteps(steps, members)

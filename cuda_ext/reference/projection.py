@@ -14,6 +14,8 @@ KIND_PERSPECTIVE, KIND_FISHEYE, KIND_PANORAMA = 0, 1, 2
 """Kinds of lenses: see `cuda_ext.ops.project.lens`."""
 POLE = 0.01
 """Angle in radians around the poles of a panorama where no mean is drawn."""
+_NEWTON_STEPS, _LEAST_SLOPE = 10, 0.05
+"""Of `lens_rays`: the slope falls to 0 where a lens folds back."""
 
 
 def rotation_matrices(quats: Tensor) -> Tensor:
@@ -48,6 +50,19 @@ def is_lens(Ks: Tensor) -> bool:
     return Ks.shape[1] > 3
 
 
+def _polynomial(x: Tensor, *k: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Return 1 + k1 x + k2 x^2 + .. and its derivative."""
+    value, slope = torch.zeros_like(x), torch.zeros_like(x)
+    for factor in (*reversed(k), 1.0):
+        slope, value = slope * x + value, value * x + factor
+    return value, slope
+
+
+def _axis(like: Tensor) -> Tensor:
+    """Return (0, 0, 1). Unlike `new_tensor`, it can be captured in a CUDA graph."""
+    return torch.eye(3, dtype=like.dtype, device=like.device)[2]
+
+
 def lens_map(lenses: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Map points in camera space through lenses; cuda_ext/csrc/common/lens.h has the formulas.
 
@@ -65,31 +80,23 @@ def lens_map(lenses: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     around, turning, level = _panorama_map(seen, is_panorama)
     ray = torch.where((kind != KIND_PERSPECTIVE)[:, None], seen, 1.0).norm(dim=-1)
     # What the other ways compute has harmless stand-ins.
-    seen = torch.where(is_panorama[:, None], seen.new_tensor([0.0, 0.0, 1.0]), seen)
+    seen = torch.where(is_panorama[:, None], _axis(seen), seen)
     flat, z = seen[:, :2], seen[:, 2]
     rho2 = flat.square().sum(-1)
     near = ~is_fisheye | ((z > 0) & (rho2 < 2.5e-3 * z.square()))
     front = torch.where(near & (z > 0), z, 1.0)
     t = torch.where(near, rho2, 0.0) / front.square()
-
-    def polynomial(x: Tensor, *k: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Return 1 + k1 x + k2 x^2 + .. and its derivative."""
-        value, slope = torch.zeros_like(x), torch.zeros_like(x)
-        for factor in (*reversed(k), 1.0):
-            slope, value = slope * x + value, value * x + factor
-        return value, slope
-
     # Perspective, or near a fisheye's axis: s = g(t) / z, g with its derivative by t.
-    (above, by_above), (below, by_below) = polynomial(t, k1, k2, k3), polynomial(t, k4, k5, k6)
-    ratio, by_ratio = polynomial(t, -1 / 3, 1 / 5, -1 / 7, 1 / 9)
-    bent, by_bent = polynomial(t * ratio.square(), k1, k2, k3, k4)
+    (above, by_above), (below, by_below) = _polynomial(t, k1, k2, k3), _polynomial(t, k4, k5, k6)
+    ratio, by_ratio = _polynomial(t, -1 / 3, 1 / 5, -1 / 7, 1 / 9)
+    bent, by_bent = _polynomial(t * ratio.square(), k1, k2, k3, k4)
     by_bent = by_bent * (ratio.square() + 2 * t * ratio * by_ratio)
     g = torch.where(is_fisheye, ratio * bent, above / below)
     by_g = torch.where(is_fisheye, by_ratio * bent + ratio * by_bent, (by_above - g * by_below) / below)
     # A fisheye: s = theta (1 + ..) / rho.
     rho, ahead = torch.where(near, 1.0, rho2).sqrt(), torch.where(near, 1.0, z)
     theta = torch.atan2(rho, ahead)
-    bent, by_bent = polynomial(theta.square(), k1, k2, k3, k4)
+    bent, by_bent = _polynomial(theta.square(), k1, k2, k3, k4)
     p, ray2 = bent + 2 * theta.square() * by_bent, rho.square() + ahead.square()
     s = torch.where(near, g / front, theta * bent / rho)
     a = torch.where(near, 2 * by_g / front**3, (p * ahead / ray2 - theta * bent / rho) / rho.square())
@@ -111,10 +118,46 @@ def lens_map(lenses: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     return torch.where(is_panorama[:, None], around, image), J, depth, drawn
 
 
+def lens_rays(lens: Tensor, image: Tensor) -> Tensor:
+    """Return the rays [.., 3] in camera space, to depth 1, that a lens maps to positions: the inverse of `lens_map`.
+
+    Nothing is read back. A ray is 0 where the lens draws none, and within `POLE` of a panorama's poles.
+
+    Args:
+        lens: [4, 3] rows behind the matrix. image: [.., 2] in focal lengths.
+    """
+    kind, angle, slope2 = lens[0]
+    is_fisheye, (k1, k2, k3), (k4, k5, k6), (p1, p2, _) = kind == KIND_FISHEYE, *lens[1:]
+    none = torch.zeros_like(k4)
+    above, below = (k1, k2, k3, torch.where(is_fisheye, k4, none)), (torch.where(is_fisheye, none, k4), k5, k6)
+    last = torch.where(is_fisheye, angle, slope2.sqrt())
+    # Newton's steps on the tangent of the angle from the axis, or a fisheye's angle. The tangential part is subtracted.
+    radius, flat = image.norm(dim=-1).minimum(last), image
+    way = flat
+    for _ in range(_NEWTON_STEPS):
+        x, y = flat.unbind(-1)
+        bent = [2 * p1 * x * y + p2 * (3 * x * x + y * y), p1 * (x * x + 3 * y * y) + 2 * p2 * x * y]
+        radial, t = image - torch.stack(bent, -1), radius.square()
+        wanted = radial.norm(dim=-1)
+        way = radial / wanted.clamp(min=torch.finfo(wanted.dtype).tiny)[..., None]
+        (top, by_top), (divisor, by_divisor) = _polynomial(t, *above), _polynomial(t, *below)
+        g = top / divisor
+        slope = g + 2 * t * (by_top - g * by_divisor) / divisor
+        radius = (radius - (radius * g - wanted) / slope.clamp(min=_LEAST_SLOPE)).clamp(min=0).minimum(last)
+        flat = radius[..., None] * way
+    sine, ahead = torch.where(is_fisheye, radius.sin(), radius), torch.where(is_fisheye, radius.cos(), 1.0)
+    drawn, is_panorama, (around, up) = radius < last, kind == KIND_PANORAMA, image.unbind(-1)
+    level = up.cos()
+    drawn = torch.where(is_panorama, level > POLE, drawn)[..., None]
+    globe = torch.stack([around.sin() * level, up.sin(), around.cos() * level], -1)
+    rays = torch.cat([sine[..., None] * way, ahead[..., None]], -1)
+    return torch.where(drawn, torch.where(is_panorama, globe, rays), 0.0)
+
+
 def _panorama_map(seen: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return longitude and latitude [M, 2] of points, their Jacobians [M, 2, 3], and the distances from the vertical
     axis [M]. Rows without a panorama have harmless values."""
-    x, y, z = torch.where(there[:, None], seen, seen.new_tensor([0.0, 0.0, 1.0])).unbind(-1)
+    x, y, z = torch.where(there[:, None], seen, _axis(seen)).unbind(-1)
     level2 = x * x + z * z
     level, ray2, none = level2.sqrt(), level2 + y * y, torch.zeros_like(x)
     by_longitude = torch.stack([z / level2, none, -x / level2], -1)

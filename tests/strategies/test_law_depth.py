@@ -20,6 +20,9 @@ CASES = [
     ("4D gaussians", "batch", 2, "depth"), ("convex", "tile", 2, "depth"),
     *((name, strategy, 2, "normals") for name in ("gaussians", "2dgs") for strategy in ("batch", "tile", "locality")),
     ("gaussians", "pixel", 2, "normals"), ("convex", "tile", 3, "normals"), ("4D gaussians", "tile", 2, "normals"),
+    *(("gaussians", strategy, 2, "depth normals lenses") for strategy in ("batch", "tile", "locality", "pixel")),
+    ("2dgs", "tile", 3, "depth normals lenses"), ("2dgs", "pixel", 2, "depth lenses"),
+    ("4D gaussians", "batch", 2, "depth lenses"), ("convex", "locality", 2, "normals lenses"),
 ]  # fmt: skip
 STEPS = [
     ("gaussians", "single", 1, "captured", "depth"), ("gaussians", "locality", 2, "step", "depth"),
@@ -31,7 +34,11 @@ STEPS = [
     ("gaussians", "single", 1, "step", "normals"), ("gaussians", "tile", 3, "captured", "depth normals"),
     *(("2dgs", strategy, 2, "captured", "normals") for strategy in ("batch", "locality")),
     ("2dgs", "tile", 3, "step", "normals"), ("convex", "batch", 2, "step", "normals"),
-    ("4D gaussians", "tile", 2, "step", "normals"),
+    ("4D gaussians", "tile", 2, "step", "normals"), ("gaussians", "single", 1, "step", "depth normals lenses"),
+    *(("gaussians", strategy, 2, "captured", "depth normals lenses") for strategy in ("batch", "locality", "pixel")),
+    (ABSGRAD, "tile", 3, "several", "normals lenses"), ("2dgs", "tile", 2, "captured", "depth normals lenses"),
+    ("2dgs", "batch", 2, "step", "depth normals lenses"), ("2dgs", "pixel", 2, "step", "depth lenses"),
+    ("4D gaussians", "tile", 2, "captured", "depth lenses"), ("convex", "batch", 2, "captured", "normals lenses"),
 ]  # fmt: skip
 
 
@@ -43,7 +50,7 @@ def kind_of(name: str, maps: str, count: int, dtype: torch.dtype, device: Any = 
 
 def observed(maps: str) -> Any:
     """Return options of `take_step` and `take_one`."""
-    return {"observes": "depth" in maps, "directs": "normals" in maps}
+    return {"observes": "depth" in maps, "directs": "normals" in maps, "lenses": "lenses" in maps}
 
 
 def fused_options(name: str, maps: str) -> Any:
@@ -60,7 +67,7 @@ def step(
     world: World, name: str, strategy: str, views: int, points: int, dtype: torch.dtype, maps: str, counts: bool = True
 ) -> Outcome:
     kind = kind_of(name, maps, points, dtype, world.device)
-    options = observed(maps if counts else "")
+    options = observed(maps if counts else maps.replace("depth", "").replace("normals", ""))
     return take_step(STRATEGIES[strategy](world), name, views, points, dtype, kind=kind, **options)
 
 

@@ -2,10 +2,11 @@
 
 The formula is gsplat 1.4.0's (`examples/simple_trainer_2dgs.py`, `depth_loss`): the mean over keypoints of the absolute
 difference of disparities, times the scene's size. As there, a keypoint is the point's projection, not the detected
-image feature. It so follows the view's resolution, its undistorted camera and its pose.
+image feature. It so follows the view's resolution, its camera and its pose. Through a lens, the observed depth is of
+the kind that is drawn: along the axis, or the distance for fisheyes and panoramas (`core.image_points`).
 
 gsplat interpolates depths between pixel centres and takes the disparity of the result. Here, disparities are
-interpolated: that is exact over a plane, and stays bounded next to a hole.
+interpolated: that is exact over a plane that a pinhole camera sees, and stays bounded next to a hole.
 """
 
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.image_points import image_of
 from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.types import Patch, Pixels, View
 
@@ -22,8 +24,8 @@ class Keypoints(NamedTuple):
 
     Attributes:
         places: [K, 2] x and y in pixels of the view; 0 of what is not `inside`.
-        depths: [K] z-depth, world units; 1 of what is not `inside`.
-        inside: [K] bool, which are points in front of the camera and within the image.
+        depths: [K] as they are drawn, world units; 1 of what is not `inside`.
+        inside: [K] bool, which are points that the camera draws, within the image.
     """
 
     places: Tensor
@@ -37,16 +39,13 @@ def keypoints(view: View, observed: Observations | None = None) -> Keypoints:
     same."""
     observed = observed or view.observations
     assert observed is not None
-    viewmat, K = view.viewmat, view.K.to(view.viewmat.dtype)
-    points = observed.points.to(viewmat.dtype).index_select(0, observed.ids.clamp(min=0).long())
-    seen = points
+    viewmat = view.viewmat
+    seen = observed.points.to(viewmat.dtype).index_select(0, observed.ids.clamp(min=0).long())
     if observed.normals is None:
         # Not a product of matrices: that may be of lower precision on a GPU.
-        seen = (points[:, None] * viewmat[:3, :3]).sum(-1) + viewmat[:3, 3]
-    ahead = (observed.ids >= 0) & (seen[:, 2] > 0)
-    depths = torch.where(ahead, seen[:, 2], 1.0)
-    x = K[0, 0] * seen[:, 0] / depths + K[0, 2]
-    y = K[1, 1] * seen[:, 1] / depths + K[1, 2]
+        seen = (seen[:, None] * viewmat[:3, :3]).sum(-1) + viewmat[:3, 3]
+    x, y, depths = image_of(view.K.to(viewmat.dtype), seen)
+    ahead = (observed.ids >= 0) & (depths > 0)
     inside = ahead & (x >= 0) & (x < view.width) & (y >= 0) & (y < view.height)
     places = torch.where(inside[:, None], torch.stack([x, y], dim=-1), 0.0)
     return Keypoints(places, torch.where(inside, depths, 1.0), inside)

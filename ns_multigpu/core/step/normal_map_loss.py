@@ -8,6 +8,8 @@ is the normal of the drawn depth, times alpha, which needs no additional renderi
 import torch
 from torch import Tensor
 
+from cuda_ext.reference.projection import is_lens
+from ns_multigpu.core.image_points import pixel_rays
 from ns_multigpu.core.step.depth_loss import in_patch, keypoints
 from ns_multigpu.core.types import Pixels, View
 
@@ -16,28 +18,24 @@ def normals_of_depth(depth: Tensor, view: View, corner: tuple[int, int]) -> Tens
     """Return the normals of the surface that a depth image is of, by differences over two pixels.
 
     Args:
-        depth: [h, w, 1] z-depth of a rectangle of the view, world units.
+        depth: [h, w, 1] drawn depth of a rectangle of the view, world units; see `core.image_points`.
         corner: (x0, y0), where the rectangle begins, in pixels of the view.
 
     Returns:
-        [h, w, 3] unit normals in world space, towards the camera; zero on the rectangle's border.
+        [h, w, 3] unit normals in world space, towards the camera; zero on the rectangle's border, and next to pixels
+        that the lens does not draw.
     """
     height, width = depth.shape[:2]
     x = torch.arange(width, device=depth.device, dtype=depth.dtype) + (corner[0] + 0.5)
     y = torch.arange(height, device=depth.device, dtype=depth.dtype) + (corner[1] + 0.5)
-    K = view.K.to(depth.dtype)
-    rays = torch.stack(
-        [
-            ((x - K[0, 2]) / K[0, 0]).expand(height, width),
-            ((y - K[1, 2]) / K[1, 1])[:, None].expand(height, width),
-            torch.ones_like(depth[..., 0]),
-        ],
-        dim=-1,
-    )
+    rays = pixel_rays(view.K.to(depth.dtype), x, y)
     points = depth * rays
     down = points[2:, 1:-1] - points[:-2, 1:-1]
     across = points[1:-1, 2:] - points[1:-1, :-2]
     normals = torch.nn.functional.normalize(torch.linalg.cross(down, across), dim=-1)
+    if is_lens(view.K[None]):
+        drawn = rays.any(-1, keepdim=True)
+        normals = normals * (drawn[2:, 1:-1] & drawn[:-2, 1:-1] & drawn[1:-1, 2:] & drawn[1:-1, :-2])
     padded = torch.nn.functional.pad(normals.permute(2, 0, 1), (1, 1, 1, 1)).permute(1, 2, 0)
     return padded @ view.viewmat[:3, :3].to(depth.dtype)
 

@@ -132,10 +132,6 @@ def obstacle(
             options.use_scale_regularization and options.primitive != FIRST,
             lambda: f"scales of {titled(options.primitive)} are regularised",
         ),
-        (
-            model.means.device.type == "multigpu" and bool(pipeline.observed or options.use_scale_regularization),
-            lambda: "on one device of all GPUs they have no loss of depth, no normal maps and no scale regularisation",
-        ),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
         (
             _MOST_VIEWS >= pipeline.batch_size > _MOST_LENS_VIEWS and not pipeline.config.datamanager.undistort,

@@ -6,6 +6,7 @@ So maps are not resampled: their size may differ from the photograph's, and lens
 """
 
 import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import cv2
 import numpy as np
 import torch
+from nerfstudio.cameras.cameras import CameraType
 from nerfstudio.data.dataparsers.base_dataparser import DataparserOutputs
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
@@ -64,27 +66,36 @@ class MapSamples:
     Attributes:
         values: [n] the file's values, above 0; of normal maps [n, 3].
         pose: [3, 4] the camera's, OpenGL's axes, world units.
-        rays: [n, 3] from its position to z-depth 1 through each pixel's centre.
-        spacing: mean distance between neighbouring rays at z-depth 1.
+        rays: [n, 3] from its position to depth 1 through each pixel's centre.
+        spacing: mean distance between neighbouring places.
+        panorama: whether depths are distances; otherwise they are along the axis, also a fisheye's.
     """
 
     values: Floats
     pose: Floats
     rays: Floats
     spacing: float
+    panorama: bool = False
 
     @property
     def places(self) -> Floats:
-        """Positions [n, 2] of the rays in the plane at z-depth 1, along the camera's axes."""
-        return self.rays @ self.pose[:, :2]
+        """Positions [n, 2] of the rays in the plane at z-depth 1, along the camera's axes; of a panorama longitudes and
+        latitudes."""
+        return self._place(self.rays @ self.pose[:, :3])
+
+    def _place(self, seen: Floats) -> Floats:
+        x, y, z = seen.T
+        if self.panorama:
+            return np.stack([np.arctan2(x, -z), np.arctan2(y, np.hypot(x, z))], axis=1)
+        return np.stack([x, y], axis=1) / -z[:, None]
 
     def project(self, points: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
-        """Return the places [k, 2], z-depths [k] and rows [k] of those points [m, 3] that lie in front of the
-        camera."""
+        """Return the places [k, 2], depths [k] and rows [k] of those points [m, 3] that lie in front of the camera, or
+        anywhere around a panorama's."""
         seen = (points - self.pose[:, 3]) @ self.pose[:, :3]
-        rows = np.flatnonzero(seen[:, 2] < 0)
-        seen = seen[rows]
-        return -seen[:, :2] / seen[:, 2:], -seen[:, 2], rows
+        depths = np.linalg.norm(seen, axis=1) if self.panorama else -seen[:, 2]
+        rows = np.flatnonzero(depths > 0)
+        return self._place(seen[rows]), depths[rows], rows
 
     def nearest(self, places: Floats) -> tuple[Floats, NDArray[np.int64]]:
         """Return the distance of each place [k, 2] to the nearest sample, and that sample's row."""
@@ -338,12 +349,16 @@ class MapReader:
         coords = torch.from_numpy(at * [size[1], size[0]]).float()
         found = camera.generate_rays(torch.zeros(len(at), 1, dtype=torch.long), coords=coords)
         pose, directions = camera.camera_to_worlds[0].double(), found.directions.double()
-        cosines = directions @ -pose[:, 2]
+        panorama = int(camera.camera_type.item()) == CameraType.EQUIRECTANGULAR.value
+        cosines = directions.norm(dim=1) if panorama else directions @ -pose[:, 2]
         kept &= (cosines > 0.01).numpy()
         rays = (directions / cosines[:, None]).numpy()[kept]
-        area = size[0] / float(camera.fx) * size[1] / float(camera.fy)
+        # nerfstudio's focal lengths of a panorama are pixels per half turn.
+        side = (math.pi if panorama else 1.0) * (
+            size[0] / float(camera.fx) * size[1] / float(camera.fy) / len(at)
+        ) ** 0.5
         own = values[rows, columns][kept].astype(np.float64)
-        return MapSamples(own, pose.numpy(), rays, (area / len(at)) ** 0.5)
+        return MapSamples(own, pose.numpy(), rays, side, panorama)
 
     def _unmasked(self, index: int, at: Floats) -> NDArray[np.bool_]:
         """Return which positions [n, 2], y and x as parts of the photograph's size, its masks keep."""

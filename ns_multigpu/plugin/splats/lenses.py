@@ -1,39 +1,14 @@
 """Checks of a run that trains on photographs with their lens distortion (`--pipeline.datamanager.undistort False`)."""
 
-from typing import Any
-
 from nerfstudio.cameras.cameras import CameraType
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
-from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.cameras import intrinsics_of
 
 _OPTION = "--pipeline.datamanager.undistort False"
 _REMEDY = "Leave the option out: photographs are undistorted then. Panoramas cannot be."
-
-
-def check_lens_options(config: Any) -> None:
-    """Check that the run's options allow cameras with lenses.
-
-    Args:
-        config: a `DistributedPipelineConfig` without undistortion.
-
-    Raises:
-        InputError: an option does not; the message says which.
-    """
-    model = config.model
-    reasons = {
-        "the loss of depth compares with depths of pinhole cameras": model.depth_loss > 0,
-        "normal maps are compared with normals in pinhole cameras": model.normal_map_loss > 0,
-        "the loss of normals takes depth for a pinhole camera's; add --pipeline.model.normal-loss 0": (
-            model.primitive == "2dgs" and model.normal_loss > 0
-        ),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise InputError(f"{_OPTION}: {reason}. {_REMEDY}")
 
 
 def check_lenses(datasets: list[InputDataset], world: World) -> None:

@@ -177,9 +177,8 @@ def in_front(at: Floats, depths: Floats, places: Floats) -> NDArray[np.bool_]:
 
 
 def directed(samples: MapSamples) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the directions [n, 3] of a map's pixels in OpenCV's axes of its camera, to z-depth 1, and its unit
+    """Return the directions [n, 3] of a map's pixels in OpenCV's axes of its camera, to depth 1, and its unit
     normals [n, 3] as in the file."""
-    places = samples.places
-    rays = np.stack([places[:, 0], -places[:, 1], np.ones(len(places))], axis=1)
+    rays = samples.rays @ samples.pose[:, :3] * AXES["OpenGL"]
     normals = samples.values / np.linalg.norm(samples.values, axis=1, keepdims=True)
     return rays.astype(np.float32), normals.astype(np.float32)

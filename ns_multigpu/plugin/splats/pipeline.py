@@ -52,7 +52,7 @@ from ns_multigpu.plugin.splats.capacity import choose_cap
 from ns_multigpu.plugin.splats.depth_maps import training_observations
 from ns_multigpu.plugin.splats.exposure_choice import choose_exposure
 from ns_multigpu.plugin.splats.from_ply import begin_from_ply
-from ns_multigpu.plugin.splats.lenses import check_lens_options, check_lenses
+from ns_multigpu.plugin.splats.lenses import check_lenses
 from ns_multigpu.plugin.splats.normal_maps import training_normals
 from ns_multigpu.primitives.registry import titled
 from strategies import STRATEGIES
@@ -189,8 +189,6 @@ class DistributedPipeline(RunPipeline):
         checks.check_strategy(config.strategy, STRATEGIES)
         if self.trains:
             check_primitive(config.model, config.strategy)
-            if not config.datamanager.undistort:
-                check_lens_options(config)
         if config.model.load_ply is not None:
             config.model.sh_degree_interval = 1  # the file's colours have all harmonics
         checks.check_views_per_rank(config.views_per_rank)

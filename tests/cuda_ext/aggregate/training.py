@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nerfstudio.configs.method_configs import all_methods
@@ -21,6 +22,7 @@ from ns_multigpu.plugin.blocks.device_steps import DeviceStep
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, start
+from tests.lib.training_run import add_maps, facing_normals, write_capture
 from tests.plugin.blocks.tried_steps import start_with_small_capacity
 
 STEPS, SAVED = 20, 9
@@ -94,13 +96,20 @@ def test_the_model_of_single_and_its_checkpoints(
     torch.testing.assert_close(picture.cpu(), picture_alone.cpu(), atol=0.1 if GPUS else 1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("densifier", ["splits", "mcmc", "splits, compact"])
+@pytest.mark.parametrize("densifier", ["splits", "mcmc", "splits, compact", "splits, maps"])
 def test_fused_steps_train_the_model_of_single(use: Use, capture: Path, tmp_path: Path, densifier: str) -> None:
     """All members take the steps, and each device goes on from the other's checkpoint to the same end."""
-    name, _, compact = densifier.partition(", ")
+    name, _, more = densifier.partition(", ")
+    compact = more == "compact"
     options: dict[str, Any] = {**DENSIFIERS[name], "fused_steps": "always"}
     if compact:
-        options["optimizer_state"] = compact
+        options["optimizer_state"] = "compact"
+    if more == "maps":
+        capture = tmp_path / "maps"
+        write_capture(capture, wide=False)
+        add_maps(capture, "depth_file_path", lambda number: np.full((12, 14), 1800 + 50 * number, np.uint16))
+        add_maps(capture, "normal_file_path", facing_normals)
+        options |= {"depth_loss": 0.1, "normal_map_loss": 0.1, "use_scale_regularization": True, "max_gauss_ratio": 1.1}
     if densifier == "mcmc":  # noise without relocation, whose draws another rounding of a sum would change
         options |= {
             "max_gaussians": 60,

@@ -4,9 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nerfstudio.cameras.cameras import Cameras, CameraType
+from numpy.typing import NDArray
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.image_points import image_points
@@ -16,10 +18,18 @@ from ns_multigpu.plugin.capture.opencv_cameras import opencv_cameras
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.cameras import view_from_camera, views_of
 from ns_multigpu.plugin.render.panorama import panorama
-from ns_multigpu.plugin.splats.lenses import check_lens_options, check_lenses
+from ns_multigpu.plugin.splats.depth_maps import MapReader, read_maps
+from ns_multigpu.plugin.splats.lenses import check_lenses
+from ns_multigpu.plugin.splats.normal_maps import training_normals
 from ns_multigpu.primitives.gaussians.schema import ORDER
-from tests.lib.captures import transforms
-from tests.lib.training_run import follow, sums_over_points, write_capture
+from tests.lib.captures import read_by, transforms
+from tests.lib.training_run import (
+    TinyDataParserConfig,
+    add_maps,
+    follow,
+    sums_over_points,
+    write_capture,
+)
 from tests.strategies.test_law import points_of
 
 UNDISTORT = "pipeline.datamanager.undistort"
@@ -56,19 +66,66 @@ def test_fused_steps_learn_what_others_do(tmp_path: Path) -> None:
     assert (found["fused"]["means"] - found["undistorted"]["means"]).abs().max() > 1e-3
 
 
+def rays_around() -> tuple[Any, Any]:
+    """Return longitudes and latitudes downwards [168, 2] of pixels of 12 x 14 panoramas, and their rays [168, 3]."""
+    rows, columns = (part.reshape(-1) for part in np.mgrid[:12, :14])
+    longitudes, latitudes = 2 * np.pi * ((columns + 0.5) / 14 - 0.5), np.pi * ((rows + 0.5) / 12 - 0.5)
+    level = np.cos(latitudes)
+    rays = np.stack([np.sin(longitudes) * level, np.sin(latitudes), np.cos(longitudes) * level], axis=1)
+    return np.stack([longitudes, latitudes], axis=1), rays
+
+
+def normals_around(number: int) -> NDArray[np.uint8]:
+    normals = np.random.default_rng(number).normal(0, 0.3, (168, 3)) - rays_around()[1]
+    normals /= np.linalg.norm(normals, axis=1, keepdims=True)
+    return np.round(255 * (normals + 1) / 2).astype(np.uint8).reshape(12, 14, 3)
+
+
+def distances(number: int) -> NDArray[np.uint16]:
+    return np.random.default_rng(number).integers(1500, 2500, (12, 14), dtype=np.uint16)
+
+
+def write_panoramas(folder: Path) -> None:
+    """Write a capture of panoramas with maps of distances and of normals."""
+    write_capture(folder, wide=False)
+    add_maps(folder, "depth_file_path", distances)
+    add_maps(folder, "normal_file_path", normals_around)
+    with transforms(folder) as meta:
+        meta["camera_model"] = "EQUIRECTANGULAR"
+        for frame in meta["frames"]:
+            width, height = frame["w"], frame["h"]
+            frame |= {"fl_x": width / 2, "fl_y": height, "cx": width / 2, "cy": height / 2}
+
+
+def test_maps_of_panoramas_are_of_distances_and_look_around(tmp_path: Path) -> None:
+    write_panoramas(tmp_path / "tiny")
+    outputs = read_by(TinyDataParserConfig(data=tmp_path / "tiny")).train_dataparser_outputs
+    found, directed = read_maps(outputs, "metric", World.single()), training_normals(outputs, World.single())
+    samples, _ = MapReader(outputs, outputs.metadata["depth_filenames"]).read_part(World.single())
+    angles, rays = rays_around()
+    assert found.counts == directed.counts == [168] * len(found.counts)
+    for number, pose in enumerate(outputs.cameras.camera_to_worlds.double().numpy()):
+        own, depths = slice(168 * number, 168 * (number + 1)), distances(number).reshape(-1) * 1e-3
+        points = pose[:, 3] + (rays * [1.0, -1.0, -1.0]) @ pose[:, :3].T * depths[:, None] * outputs.dataparser_scale
+        np.testing.assert_allclose(found.points[own], points, atol=1e-5)
+        np.testing.assert_allclose(directed.points[own], rays, atol=1e-5)
+        places, away, kept = samples[number].project(points)
+        assert len(kept) == 168 and np.array_equal(samples[number].nearest(places)[1], kept)
+        np.testing.assert_allclose(places, angles * [1, -1], atol=1e-5)
+        np.testing.assert_allclose(away, depths * outputs.dataparser_scale, rtol=1e-5)
+        assert samples[number].spacing == pytest.approx((2 * np.pi / 14 * np.pi / 12) ** 0.5)
+
+
 @pytest.mark.parametrize(
     ("primitive", "strategy"),
     [("3dgs", "batch"), ("2dgs", "tile"), ("4dgs", "locality"), ("convex", "batch"), ("3dgs", "pixel")],
 )
 def test_panoramas_are_trained_on_in_fused_steps(tmp_path: Path, primitive: str, strategy: str) -> None:
-    write_capture(tmp_path / "tiny", wide=False)
-    with transforms(tmp_path / "tiny") as meta:
-        meta["camera_model"] = "EQUIRECTANGULAR"
-        for frame in meta["frames"]:
-            width, height = frame["w"], frame["h"]
-            frame |= {"fl_x": width / 2, "fl_y": height, "cx": width / 2, "cy": height / 2}
+    """With losses of depth and of normals."""
+    write_panoramas(tmp_path / "tiny")
     found: dict[str, Any] = {}
-    options = {**CALM, UNDISTORT: False, "pipeline.model.primitive": primitive, "pipeline.model.normal_loss": 0.0}
+    options = {**CALM, UNDISTORT: False, "pipeline.model.primitive": primitive, "pipeline.model.normal_loss_start": 0}
+    options |= {f"pipeline.model.{name}_loss": 0.1 for name in ("depth", "normal_map", "normal")}
     for name in ("always", "never"):
         given = {**options, "fused_steps": name}
         method = f"splatfacto-{strategy}"
@@ -159,22 +216,6 @@ def test_all_cameras_of_a_capture_have_lenses_or_none_has() -> None:
     none.distortion_params = None
     lens = views_of(through_lenses(none))[0]
     assert len(lens.K) == 7 and lens.K[3, 0] == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"primitive": "2dgs"}, "the loss of normals takes depth for a pinhole camera's; add .* 0"),
-        ({"depth_loss": 0.1}, "the loss of depth"),
-        ({"normal_map_loss": 0.1}, "normal maps"),
-    ],
-)
-def test_what_lenses_are_not_for_is_refused(changes: dict[str, Any], message: str) -> None:
-    given = {"depth_loss": 0.0, "normal_map_loss": 0.0, "normal_loss": 0.1}
-    values = {"primitive": "3dgs", "strategy": "tile", **given, **changes}
-    config = SimpleNamespace(model=SimpleNamespace(**values), strategy=values["strategy"])
-    with pytest.raises(InputError, match=f"undistort False: {message}.*Leave the option out"):
-        check_lens_options(config)
 
 
 def test_lenses_without_a_kernel_are_refused() -> None:
