@@ -10,6 +10,7 @@ model without harmonics pass through a sigmoid, whose last bit in torch depends 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -163,10 +164,9 @@ def run_checkpoint(config: Path, step: int | None) -> Path:
         raise InputError(f"--load-config {config}: {what}. Give the config.yml of a run.")
     models = config.parent / "nerfstudio_models"
     if not checkpoints_in(models):
-        try:
+        settings: Any = None
+        with suppress(UnicodeDecodeError, yaml.YAMLError):
             settings = yaml.load(config.read_text("utf8"), Loader=yaml.Loader)  # as nerfstudio's commands do
-        except (UnicodeDecodeError, yaml.YAMLError):
-            settings = None
         if not hasattr(settings, "get_checkpoint_dir"):
             raise InputError(f"--load-config {config}: this is not the config.yml of a run.")
         next_to = config.parent / settings.relative_model_dir
