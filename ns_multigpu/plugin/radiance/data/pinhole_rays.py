@@ -17,7 +17,7 @@ _LEAST = 4 * torch.finfo(torch.float64).eps
 
 class PinholeRays(nn.Module):
     """Ray generator of perspective cameras. On a CPU, rays are bit-identical to nerfstudio's, except for their
-    metadata.
+    metadata; those of `OpenCVCameras` are equal to rounding.
 
     Args:
         cameras: [V] cameras.
