@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ns_multigpu.core.types import Splats, View
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier, densification_info
 
 _OPTIONS: dict[str, Any] = {"refine_scale2d_stop_iter": 4000}
 _STEP = 1

@@ -28,9 +28,9 @@ from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.collectives import barrier
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.processes import RankProcesses
+from ns_multigpu.primitives.densify.sharded_densifier import ShardedDensifier
+from ns_multigpu.primitives.densify.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
-from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
-from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 
 SHAPES = {one.name: one.sized(3) for one in SCHEMA}
 MEETINGS = ("all_gather_into_tensor", "all_to_all_single", "all_gather", "all_reduce", "all_gather_object")

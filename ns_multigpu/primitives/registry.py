@@ -17,9 +17,9 @@ from ns_multigpu.primitives.convexes.densifier import ConvexParts
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
 from ns_multigpu.primitives.convexes.init import initial_convexes
+from ns_multigpu.primitives.densify.regroup import GAUSSIAN_SPLIT, SplitRule
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
-from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_SPLIT, SplitRule
 from ns_multigpu.primitives.moving.densifier import MovingSplitRule
 from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.moving.init import initial_moving

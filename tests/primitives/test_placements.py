@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ns_multigpu.core.assign.placement import AllHere, Placement, Replicated, Sharded
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
-from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
+from ns_multigpu.primitives.densify.sharded_densifier import ShardedDensifier
+from ns_multigpu.primitives.densify.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import plan_move
 from tests.lib.placements import TOYS, HalfSpaces, Wrong
 from tests.lib.ranks import on_gpus, run_ranks
-from tests.primitives.gaussians import test_sharded_densifier, test_sharded_mcmc
+from tests.primitives.densify import test_sharded_densifier, test_sharded_mcmc
 from tests.primitives.shards import assert_same, by_place, shard_index_of
 
 DENSIFIERS: dict[str, ModuleType] = {"densifier": test_sharded_densifier, "mcmc": test_sharded_mcmc}

@@ -14,9 +14,9 @@ from ns_multigpu.core.assign.splitters import find_splitters, imbalance
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator
-from ns_multigpu.primitives.gaussians import sharded_rows
-from ns_multigpu.primitives.gaussians.index_map import Regrouping
-from ns_multigpu.primitives.gaussians.sharded_rows import OptimizerStates, move_rows
+from ns_multigpu.primitives.densify import sharded_rows
+from ns_multigpu.primitives.densify.index_map import Regrouping
+from ns_multigpu.primitives.densify.sharded_rows import OptimizerStates, move_rows
 from ns_multigpu.primitives.sharded_order import PointMove, Reordering, Survey, common_grid, order_keys, plan_move
 from tests.lib.placements import HalfSpaces
 from tests.lib.ranks import run_ranks

@@ -26,7 +26,7 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier, densification_info
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER

@@ -29,7 +29,7 @@ from ns_multigpu.core.types import Patch, Pixels, Points, View
 from ns_multigpu.plugin.model.cameras import world_to_camera
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
-from ns_multigpu.primitives.gaussians.densifier import densification_info
+from ns_multigpu.primitives.densify.densifier import densification_info
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.surfels.functions import Surfels

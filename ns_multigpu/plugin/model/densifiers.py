@@ -8,10 +8,10 @@ from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.densifier import Densifier
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
-from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
-from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.mcmc import McmcDensifier
+from ns_multigpu.primitives.densify.sharded_densifier import ShardedDensifier
+from ns_multigpu.primitives.densify.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.registry import PRIMITIVES
 
 if TYPE_CHECKING:

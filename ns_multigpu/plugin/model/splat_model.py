@@ -35,8 +35,8 @@ from ns_multigpu.plugin.model.cameras import in_box, view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
-from ns_multigpu.primitives.gaussians.cap import ChosenCap
-from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
+from ns_multigpu.primitives.densify.cap import ChosenCap
+from ns_multigpu.primitives.densify.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussians.init import SH_C0
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.registry import PRIMITIVES, Kind

@@ -22,7 +22,7 @@ from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import free_bytes
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.model.splat_model import SplatModel
-from ns_multigpu.primitives.gaussians.cap import chosen_cap
+from ns_multigpu.primitives.densify.cap import chosen_cap
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.splats.pipeline import DistributedPipeline

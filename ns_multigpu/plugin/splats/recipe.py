@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.gaussians.cap import per_seed
+from ns_multigpu.primitives.densify.cap import per_seed
 from ns_multigpu.primitives.registry import PRIMITIVES
 
 Recipe = Literal["splatfacto", "best"]

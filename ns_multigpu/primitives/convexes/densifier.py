@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from cuda_ext.ops.raster.convexes import CORNERS
+from ns_multigpu.primitives.densify.regroup import SplitRule
 from ns_multigpu.primitives.deterministic import logit, sigmoid
-from ns_multigpu.primitives.gaussians.regroup import SplitRule
 
 SMALLER = 0.63
 """A child's corners, in units of its parent's (the published code's)."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ns_multigpu.primitives.gaussians.regroup import SHRINK, SplitRule
+from ns_multigpu.primitives.densify.regroup import SHRINK, SplitRule
 from ns_multigpu.primitives.moving.turning import turn
 
 WHOLE = 0.0

@@ -10,7 +10,7 @@ import cuda_ext
 from cuda_ext.ops.optim.fused import PARAMETERS, SplatRows
 from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from ns_multigpu.core.types import Hits, Points, Splats
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier, densification_info
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.shading import row_colors
 from tests.cuda_ext.fused_steps import RATES, Model, make_model, make_records

@@ -21,7 +21,7 @@ from ns_multigpu.plugin.faults.signals import NonFiniteError
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.run import progress, terminal
 from ns_multigpu.plugin.run.trainer import DistributedTrainer
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.training_run import follow, write_capture

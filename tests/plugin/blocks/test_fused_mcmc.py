@@ -12,7 +12,7 @@ from ns_multigpu.plugin.blocks import point_storage
 from ns_multigpu.plugin.blocks.initial_capacity import InitialCapacity
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.blocks.training import Training
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
+from ns_multigpu.primitives.densify.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
 from tests.lib.tile_training_run import MODEL, Outcome, furthest, train_model

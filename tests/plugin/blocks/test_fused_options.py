@@ -20,9 +20,9 @@ from ns_multigpu.plugin.blocks.fused_options import check_requests, fuses, next_
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.convexes.functions import Convexes
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.functions import Gaussians
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.registry import PRIMITIVES
 from strategies import STRATEGIES

@@ -20,8 +20,8 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.checkpoint.storage import save_file
-from ns_multigpu.primitives.gaussians.gathering import gather_points, zeros_there
-from ns_multigpu.primitives.gaussians.index_map import IndexMap
+from ns_multigpu.primitives.densify.gathering import gather_points, zeros_there
+from ns_multigpu.primitives.densify.index_map import IndexMap
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER, SCHEMA
 from strategies import STRATEGIES

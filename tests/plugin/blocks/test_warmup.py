@@ -14,7 +14,7 @@ from ns_multigpu.plugin.blocks import warmup
 from ns_multigpu.plugin.blocks.warmup import warm_up
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
-from ns_multigpu.primitives.gaussians import densifier
+from ns_multigpu.primitives.densify import densifier
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 
 CPU = torch.device("cpu")

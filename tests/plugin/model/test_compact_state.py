@@ -15,7 +15,7 @@ from ns_multigpu.plugin.checkpoint.training_state import put_optimizers, take_op
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.batch_scaling import RateSchedule
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import everything, start

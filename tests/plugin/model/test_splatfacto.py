@@ -24,7 +24,7 @@ from torch import Tensor
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.methods import splatfacto_batch
 from ns_multigpu.plugin.run.trainer import DistributedTrainer
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
 from tests.lib.stock_splatfacto import STATISTICS, StockRun, follow_stock
 from tests.lib.training_run import follow, write_capture
 

@@ -12,9 +12,9 @@ import ns_multigpu.plugin.splats.capacity as capacity
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.planning.work import Workload
 from ns_multigpu.plugin.splats.capacity import Capacity, cap_of, describe
-from ns_multigpu.primitives.gaussians.cap import allowed_growth
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.gaussians.regroup import decide
+from ns_multigpu.primitives.densify.cap import allowed_growth
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.regroup import decide
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
 from tests.lib.training_run import save_nothing

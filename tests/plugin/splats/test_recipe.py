@@ -16,7 +16,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.splats import capacity
 from ns_multigpu.plugin.splats.recipe import apply_recipe, best, recipe_lines
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
+from ns_multigpu.primitives.densify.mcmc import McmcDensifier
 from ns_multigpu.primitives.registry import PRIMITIVES
 from tests.lib.resuming import start
 from tests.lib.training_run import HELD_OUT, POINTS, save_nothing
@@ -144,8 +144,8 @@ def test_cap_is_chosen_from_the_capture_and_reported(
     """Pixels decide here: 8 views of 28 x 24; the model grows up to that, and no further."""
     said: list[str] = []
     monkeypatch.setattr(capacity, "CONSOLE", SimpleNamespace(print=lambda text, **_: said.append(str(text))))
-    monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.PIXELS_EACH", 80)
-    monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.LEAST_PER_SEED", 1)
+    monkeypatch.setattr("ns_multigpu.primitives.densify.cap.PIXELS_EACH", 80)
+    monkeypatch.setattr("ns_multigpu.primitives.densify.cap.LEAST_PER_SEED", 1)
     trainer = start(
         World.single(), capture, tmp_path / "run", 24,
         densifier="mcmc", max_gaussians=None, mcmc_min_opacity=1e-6, refine_every=2, warmup_length=1,
@@ -164,7 +164,7 @@ def test_cap_is_chosen_from_the_capture_and_reported(
 def test_the_cap_counts_as_many_for_each_seed_point_as_asked(
     tmp_path: Path, capture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.PIXELS_EACH", 1)
+    monkeypatch.setattr("ns_multigpu.primitives.densify.cap.PIXELS_EACH", 1)
     asked = {"densifier": "mcmc", "max_gaussians": None}
     model = start(World.single(), capture, tmp_path / "a", 1, **asked, gs_per_seed=3).pipeline.model
     assert model.config.max_gaussians == 3 * POINTS and "3 for each of" in model.chosen_cap.why

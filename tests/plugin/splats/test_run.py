@@ -16,7 +16,7 @@ from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.model.batch_scaling import RateSchedule, ScalingRule
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.model.splat_model import SplatModel
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
 from tests.lib.ranks import run_ranks
 from tests.lib.training_run import follow, write_capture
 

@@ -14,7 +14,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.splats.capacity import MANY, warn_of_size_rule
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import start
 from tests.lib.training_run import save_nothing, write_capture

@@ -17,8 +17,8 @@ from ns_multigpu.primitives.convexes import functions
 from ns_multigpu.primitives.convexes.densifier import FAINTER, SHARPER, SMALLER, ConvexParts, arms
 from ns_multigpu.primitives.convexes.functions import Convexes, screen_radii
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, initial_convexes
-from ns_multigpu.primitives.gaussians.densifier import densification_info
-from ns_multigpu.primitives.gaussians.regroup import grow_and_prune
+from ns_multigpu.primitives.densify.densifier import densification_info
+from ns_multigpu.primitives.densify.regroup import grow_and_prune
 from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 from tests.strategies.scene import make_convexes, make_views
 

@@ -15,11 +15,11 @@ from ns_multigpu.core.types import Patch, Points, Splats, View
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.model.time_notes import frames_note, times_note
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.regroup import SHRINK
 from ns_multigpu.primitives.deterministic import rotations
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.functions import CUTOFF, Gaussians
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
-from ns_multigpu.primitives.gaussians.regroup import SHRINK
 from ns_multigpu.primitives.moving.densifier import MovingSplitRule
 from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.moving.init import initial_moving

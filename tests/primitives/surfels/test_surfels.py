@@ -12,9 +12,9 @@ from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, View
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
+from ns_multigpu.primitives.densify.densifier import densification_info
+from ns_multigpu.primitives.densify.regroup import Fates, regroup
 from ns_multigpu.primitives.deterministic import rotations
-from ns_multigpu.primitives.gaussians.densifier import densification_info
-from ns_multigpu.primitives.gaussians.regroup import Fates, regroup
 from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 from ns_multigpu.primitives.surfels.functions import Surfels, screen_radii
 from ns_multigpu.primitives.surfels.losses import normal_loss

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.random import keyed_generator
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, pick
+from ns_multigpu.primitives.densify.mcmc import McmcDensifier, pick
 
 
 def test_picks() -> None:

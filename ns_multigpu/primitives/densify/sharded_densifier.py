@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import gather_on_device
 from ns_multigpu.core.random import keyed_generator
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.gaussians.gathering import zeros_there
-from ns_multigpu.primitives.gaussians.regroup import Fates, decide, edit_children, regroup
-from ns_multigpu.primitives.gaussians.reshard import Resharding, ShardedPoints
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.gathering import zeros_there
+from ns_multigpu.primitives.densify.regroup import Fates, decide, edit_children, regroup
+from ns_multigpu.primitives.densify.reshard import Resharding, ShardedPoints
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from ns_multigpu.primitives.gaussians.index_map import IndexMap, Regrouping
+from ns_multigpu.primitives.densify.index_map import IndexMap, Regrouping
 
 _TOGETHER = 1 << 20
 """Maximum number of points whose parameters and moments are gathered at once."""

@@ -11,10 +11,10 @@ from torch import Tensor
 import cuda_ext
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import seed_from
-from ns_multigpu.primitives.gaussians import gathering
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info, due, dues
+from ns_multigpu.primitives.densify import gathering
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier, densification_info, due, dues
+from ns_multigpu.primitives.densify.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 

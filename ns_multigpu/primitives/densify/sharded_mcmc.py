@@ -18,8 +18,7 @@ from torch import Tensor
 from cuda_ext.reference.relocation import draws, numbered
 from ns_multigpu.core.dist.collectives import exchange_rows, gather_on_device, sum_in_place
 from ns_multigpu.core.random import keyed_generator, seed_from
-from ns_multigpu.primitives.deterministic import sigmoid
-from ns_multigpu.primitives.gaussians.mcmc import (
+from ns_multigpu.primitives.densify.mcmc import (
     McmcDensifier,
     all_moments,
     counted,
@@ -27,7 +26,8 @@ from ns_multigpu.primitives.gaussians.mcmc import (
     move_copies,
     quanta,
 )
-from ns_multigpu.primitives.gaussians.reshard import Resharding, ShardedPoints
+from ns_multigpu.primitives.densify.reshard import Resharding, ShardedPoints
+from ns_multigpu.primitives.deterministic import sigmoid
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.primitives.gaussians import gathering
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.gaussians.gathering import Gathering, gather_points, zeros_there
-from ns_multigpu.primitives.gaussians.index_map import IndexMap
-from tests.primitives.gaussians.test_densifier import COUNT, RULES, model, rows_of
+from ns_multigpu.primitives.densify import gathering
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.gathering import Gathering, gather_points, zeros_there
+from ns_multigpu.primitives.densify.index_map import IndexMap
+from tests.primitives.densify.test_densifier import COUNT, RULES, model, rows_of
 
 STATE = ("grad2d", "count", "radii")
 

@@ -10,8 +10,8 @@ from ns_multigpu.core.assign.placement import Sharded
 from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
+from ns_multigpu.primitives.densify.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.densify.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.morton import MortonGrid, census, interleaved_codes
 from ns_multigpu.primitives.sharded_order import Reordering
 from tests.lib.ranks import on_gpus, run_ranks

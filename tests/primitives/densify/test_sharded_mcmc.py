@@ -9,8 +9,8 @@ from ns_multigpu.core.assign.placement import Sharded
 from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
-from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
+from ns_multigpu.primitives.densify.mcmc import McmcDensifier
+from ns_multigpu.primitives.densify.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import Reordering
 from tests.lib.ranks import on_gpus, run_ranks
 from tests.primitives.shards import assert_same, bounds_of, lines, shard, take_step, together, whole_model

@@ -20,10 +20,10 @@ from cuda_ext.reference.relocation import numbered
 from ns_multigpu.core.dist.collectives import sum_in_place
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator, seed_from
+from ns_multigpu.primitives.densify.densifier import add_gradients, dues
+from ns_multigpu.primitives.densify.gathering import gather_points, moments_of, zeros_there
+from ns_multigpu.primitives.densify.index_map import IndexMap, Regrouping
 from ns_multigpu.primitives.deterministic import sigmoid
-from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
-from ns_multigpu.primitives.gaussians.gathering import gather_points, moments_of, zeros_there
-from ns_multigpu.primitives.gaussians.index_map import IndexMap, Regrouping
 from ns_multigpu.primitives.morton import interleaved_order
 
 GROWTH = 1.05

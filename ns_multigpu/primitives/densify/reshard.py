@@ -17,9 +17,9 @@ from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.assign.splitters import imbalance
 from ns_multigpu.core.dist.collectives import all_gather_ints_on_device
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.primitives.gaussians.gathering import gather_points
-from ns_multigpu.primitives.gaussians.index_map import IndexMap
-from ns_multigpu.primitives.gaussians.sharded_rows import Edit, OptimizerStates, move_rows
+from ns_multigpu.primitives.densify.gathering import gather_points
+from ns_multigpu.primitives.densify.index_map import IndexMap
+from ns_multigpu.primitives.densify.sharded_rows import Edit, OptimizerStates, move_rows
 from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, order_keys, plan_move
 
 

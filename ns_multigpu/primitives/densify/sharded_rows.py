@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import all_gather_objects, exchange_rows
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.primitives.gaussians.index_map import Regrouping
+from ns_multigpu.primitives.densify.index_map import Regrouping
 from ns_multigpu.primitives.sharded_order import PointMove
 
 _WIDTH = 64

@@ -17,10 +17,10 @@ from ns_multigpu.core.dist.collectives import max_in_place, sum_in_place
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import Splats, View
-from ns_multigpu.primitives.gaussians.cap import allowed_growth
+from ns_multigpu.primitives.densify.cap import allowed_growth
+from ns_multigpu.primitives.densify.gathering import Gathering
+from ns_multigpu.primitives.densify.regroup import GAUSSIAN_SPLIT, Decided, Fates, SplitRule, grow_and_prune
 from ns_multigpu.primitives.gaussians.functions import screen_radii
-from ns_multigpu.primitives.gaussians.gathering import Gathering
-from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_SPLIT, Decided, Fates, SplitRule, grow_and_prune
 
 
 def dues(period: int, first: int, count: int) -> range:

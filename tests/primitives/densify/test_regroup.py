@@ -8,7 +8,7 @@ from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ns_multigpu.primitives.gaussians.regroup import Fates, grow_and_prune
+from ns_multigpu.primitives.densify.regroup import Fates, grow_and_prune
 from ns_multigpu.primitives.morton import interleaved_order
 
 COUNT = 400

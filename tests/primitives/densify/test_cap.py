@@ -1,6 +1,6 @@
 """Number of Gaussians chosen for a capture."""
 
-from ns_multigpu.primitives.gaussians.cap import (
+from ns_multigpu.primitives.densify.cap import (
     FULL_SEEDS,
     LEAST_PER_SEED,
     LONG,

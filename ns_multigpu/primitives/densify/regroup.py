@@ -20,9 +20,9 @@ from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
 import cuda_ext
+from ns_multigpu.primitives.densify.gathering import Gathering, gather_points, zeros_there
+from ns_multigpu.primitives.densify.index_map import IndexMap, Regrouping
 from ns_multigpu.primitives.deterministic import logit, sigmoid
-from ns_multigpu.primitives.gaussians.gathering import Gathering, gather_points, zeros_there
-from ns_multigpu.primitives.gaussians.index_map import IndexMap, Regrouping
 from ns_multigpu.primitives.morton import interleaved_order
 
 SHRINK = 1.6
