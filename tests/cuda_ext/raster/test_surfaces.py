@@ -83,11 +83,11 @@ def test_operators_keep_their_promises(kind: Any) -> None:
 def test_bad_input_is_named(kind: Any) -> None:
     scene = kind.make_scene(12, 1, grad=False)
     name, width = ("scales", 2) if kind is surfel_scene else ("corners", 18)
-    for served in (nullcontext(), cuda_ext.use_reference()):  # which checks nothing itself
-        with served, pytest.raises(ValueError, match=rf"{name} must have the shape \[12, {width}\]"):
+    for backend in (nullcontext(), cuda_ext.use_reference()):  # which checks nothing itself
+        with backend, pytest.raises(ValueError, match=rf"{name} must have the shape \[12, {width}\]"):
             kind.project(scene._replace(**{name: torch.ones(12, 6).double()}))
-    for served in (nullcontext(), cuda_ext.use_reference()):
-        with served, pytest.raises(ValueError, match=r"colors must have the shape \[12, 3\]"):
+    for backend in (nullcontext(), cuda_ext.use_reference()):
+        with backend, pytest.raises(ValueError, match=r"colors must have the shape \[12, 3\]"):
             kind.draw(scene._replace(colors=torch.ones(12, 4).double()))
     rows, operators = kind.project(scene), SURFELS if kind is surfel_scene else CONVEXES
     offsets, row_ids = box_lists(rows, scene.view_ids, whole(1))
