@@ -94,13 +94,29 @@ def test_process_exits_quickly_with_its_status(how: str, said: list[str]) -> Non
     assert (done.returncode, first, sorted(others)) == (3, "at exit", said), done.stderr
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no run change how this process meets errors and signals, and ends."""
+    for name in ("show_uncaught", "stop_before_training"):
+        monkeypatch.setattr(train_config, name, lambda: None)
+    monkeypatch.setattr(quick_imports, "end_quickly", lambda: None)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_run_ends_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     called = list[str]()
     monkeypatch.setattr(quick_imports, "end_quickly", lambda: called.append("it is"))
-    for name in ("show_uncaught", "stop_before_training"):  # they change how this process meets errors and signals
-        monkeypatch.setattr(train_config, name, lambda: None)
     config = copy.deepcopy(splatfacto_batch.config)
     config.max_num_images = -1
     with pytest.raises(InputError):
         config.set_timestamp()
     assert called
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_without_workers_is_refused() -> None:
+    """Before options that follow from their number."""
+    config = copy.deepcopy(splatfacto_batch.config)
+    config.machine.device_type, config.machine.num_devices = "cpu", 0
+    with pytest.raises(InputError, match=r"--machine.num-devices 0: at least one worker"):
+        config.set_timestamp()
