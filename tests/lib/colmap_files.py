@@ -23,7 +23,7 @@ def shots(count: int = 10) -> list[Shot]:
     return [Shot(number + 1, 1, f"shot {number:02d}.jpg") for number in range(count)]
 
 
-def write_binary(folder: Path, images: list[Shot], *, model: int = 1, points: int = 20) -> Path:
+def write_binary(folder: Path, images: list[Shot], *, model: int = 1, points: int = 20, colors: int = 200) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     focal = {0: (30.0, 20.0, 15.0), 1: (30.0, 31.0, 20.0, 15.0)}.get(model, (30.0, 31.0, 20.0, 15.0) + (0.0,) * 8)
     (folder / "cameras.bin").write_bytes(struct.pack(f"<QiiQQ{len(focal)}d", 1, 1, model, *SIZE, *focal))
@@ -37,12 +37,12 @@ def write_binary(folder: Path, images: list[Shot], *, model: int = 1, points: in
     rng, rows = np.random.default_rng(3), [struct.pack("<Q", points)]
     for number in range(points):
         track = b"".join(struct.pack("<ii", 1, 0) for _ in range(number % 4))
-        rows.append(struct.pack("<Q3d3BdQ", number, *rng.random(3), 10, 20, 30, 0.5, number % 4) + track)
+        rows.append(struct.pack("<Q3d3BdQ", number, *rng.random(3), 10, 20, number % colors, 0.5, number % 4) + track)
     (folder / "points3D.bin").write_bytes(b"".join(rows))
     return folder
 
 
-def write_text(folder: Path, images: list[Shot], points: int = 20) -> Path:
+def write_text(folder: Path, images: list[Shot], points: int = 20, colors: int = 200) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cameras.txt").write_text(f"# cameras\n1 PINHOLE {SIZE[0]} {SIZE[1]} 30 31 20 15\n")
     lines = ["# images"]
@@ -54,7 +54,7 @@ def write_text(folder: Path, images: list[Shot], points: int = 20) -> Path:
         ]
     (folder / "images.txt").write_text("\n".join(lines) + "\n")
     rng = np.random.default_rng(3)
-    rows = [" ".join(map(str, [n, *rng.random(3), 1, 2, 3, 0.5, *([1, 0] * (n % 3))])) for n in range(points)]
+    rows = [" ".join(map(str, [n, *rng.random(3), 1, 2, n % colors, 0.5, *([1, 0] * (n % 3))])) for n in range(points)]
     (folder / "points3D.txt").write_text("# points\n" + "\n".join(rows) + "\n")
     return folder
 

@@ -32,6 +32,8 @@ _UNDISTORT = (
 )
 
 _IMAGE, _POINT = struct.Struct("<i7di"), struct.Struct("<Q3d3BdQ")
+_PLACE_AND_COLOR = np.dtype([("xyz", "<f8", 3), ("rgb", "u1", 3)])
+"""What follows the id in `_POINT`."""
 _CAMERA, _COUNT = struct.Struct("<iiQQ"), struct.Struct("<Q")
 _KEYPOINT, _TRACK = 24, 8
 _ONE_FOCAL = ("SIMPLE_PINHOLE", "SIMPLE_RADIAL", "RADIAL", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE")
@@ -65,7 +67,7 @@ class Reconstruction:
         poses: of each view, world to camera: quaternion w, x, y, z and translation.
         lenses: fx, fy, cx, cy of each view, pixels.
         points: number of seed points; None if there is no file of them.
-        xyz: [points, 3] positions of the seed points.
+        xyz, rgb: [points, 3] positions and colours, 0 to 255, of the seed points.
         observations: total length of all tracks: the number of (point, view) observations.
         problems: a line each.
     """
@@ -75,6 +77,7 @@ class Reconstruction:
     lenses: list[tuple[float, ...]] = field(default_factory=list[tuple[float, ...]])
     points: int | None = None
     xyz: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 3)))
+    rgb: NDArray[np.integer[Any]] = field(default_factory=lambda: np.zeros((0, 3), np.uint8))
     observations: int = 0
     problems: list[str] = field(default_factory=list[str])
 
@@ -145,7 +148,8 @@ def look_at(folder: Path) -> Reconstruction:
     points = next((path for path in (folder / "points3D.bin", folder / "points3D.txt") if path.exists()), None)
     if points is not None:
         with _reported(found, points) as path:
-            found.xyz, found.observations = (_points_binary if path.suffix == ".bin" else _points_text)(path)
+            read = _points_binary if path.suffix == ".bin" else _points_text
+            found.xyz, found.rgb, found.observations = read(path)
             found.points = len(found.xyz)
     return found
 
@@ -264,12 +268,16 @@ def _images_binary(path: Path) -> dict[int, _Picture]:
     return images
 
 
-def _points_binary(path: Path) -> tuple[NDArray[np.float64], int]:
-    """Return the positions of the points [n, 3] and the total length of all tracks."""
+def _points_binary(path: Path) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]], int]:
+    """Return the positions and colours of the points [n, 3] and the total length of all tracks."""
     with _bytes_of(path) as data:
         starts = point_starts(data)
-        xyz = gather(data, np.array(starts)[:-1] + _COUNT.size, np.dtype((np.float64, 3)))
-    return xyz, (starts[-1] - _COUNT.size - len(xyz) * _POINT.size) // _TRACK
+        points = gather(data, np.array(starts)[:-1] + _COUNT.size, _PLACE_AND_COLOR)
+    return (
+        np.ascontiguousarray(points["xyz"]),
+        points["rgb"],
+        (starts[-1] - _COUNT.size - len(points) * _POINT.size) // _TRACK,
+    )
 
 
 def gather(data: bytes | mmap.mmap, starts: NDArray[np.int64], kind: np.dtype[Any]) -> NDArray[Any]:
@@ -347,14 +355,15 @@ def _images_text(path: Path) -> dict[int, _Picture]:
     return images
 
 
-def _points_text(path: Path) -> tuple[NDArray[np.float64], int]:
+def _points_text(path: Path) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]], int]:
     """Return the same as `_points_binary` for points3D.txt."""
-    xyz, observations = array("d"), 0
+    xyz, rgb, observations = array("d"), array("i"), 0
     for words in _lines(path):
         if not words:
             continue
         if len(words) < 8 or len(words) % 2:
             raise Damaged(f"it is truncated: this line is no point: {' '.join(words)[:60]!r}")
         xyz.extend(map(float, words[1:4]))
+        rgb.extend(map(int, words[4:7]))
         observations += (len(words) - 8) // 2
-    return np.array(xyz).reshape(-1, 3), observations
+    return np.array(xyz).reshape(-1, 3), np.array(rgb).reshape(-1, 3), observations

@@ -200,6 +200,8 @@ def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
     if parser.load_3D_points:
         file = next((parser.data / parser.colmap_path).glob("points3D.*"))
         _look_at_seed_points(file, model.xyz, views, found)
+        if len(model.rgb) > 1:
+            _look_at_colours(file, model.rgb, ". `colmap color_extractor` takes them from the photographs", found)
     _look_at_places(views, model.xyz, found)
     images: list[_Image] = []
     for view in model.views:
@@ -438,9 +440,7 @@ def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
     if len(xyz) == 0:
         found.problems.append(f"{file}: it has no points. Take ply_file_path out to begin with random Gaussians")
         return
-    if len(rgb) == 0 or (rgb == rgb[0]).all():
-        colours = "no colours (red, green, blue)" if len(rgb) == 0 else f"one colour, {rgb[0].tolist()}"
-        found.notes.append(f"{file}: its points have {colours}; training has to find them")
+    _look_at_colours(file, rgb, "", found)
     frames = meta["frames"]
 
     def numbers(*keys: str) -> Any:
@@ -454,6 +454,13 @@ def _look_at_seed_file(path: Path, meta: Any, found: Findings) -> None:
 
 
 # ---- seed points, views and images ----
+
+
+def _look_at_colours(file: Path, rgb: NDArray[Any], remedy: str, found: Findings) -> None:
+    """Note seed points without colours [n, 3], or with one."""
+    if len(rgb) == 0 or (rgb == rgb[0]).all():
+        colours = "no colours (red, green, blue)" if len(rgb) == 0 else f"one colour, {rgb[0].tolist()}"
+        found.notes.append(f"{file}: its points have {colours}; training has to find them{remedy}")
 
 
 def _look_at_centres(rows: NDArray[np.float64], found: Findings) -> None:

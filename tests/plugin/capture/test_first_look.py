@@ -136,6 +136,17 @@ def test_a_larger_reconstruction_is_noted(colmap: Path, write: Any) -> None:
     assert "sparse/0 holds 10 views and sparse/1 holds 12" in note and note.endswith("--colmap-path sparse/1")
 
 
+@pytest.mark.parametrize("write", [write_binary, write_text])
+def test_seed_points_of_one_colour_are_noted(colmap: Path, write: Any) -> None:
+    for file in (colmap / "sparse/0").iterdir():
+        file.unlink()
+    write(colmap / "sparse/0", shots(10), colors=1)
+    (note,) = look(colmap).notes
+    assert "its points have one colour, [" in note and note.endswith(
+        "`colmap color_extractor` takes them from the photographs"
+    )
+
+
 @pytest.mark.parametrize(("photographs", "noted"), [(20, False), (21, True)])
 def test_photographs_that_colmap_could_not_place(colmap: Path, photographs: int, noted: bool) -> None:
     write_images(colmap / "images", shots(photographs))
