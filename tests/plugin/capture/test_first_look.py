@@ -136,13 +136,13 @@ def test_a_larger_reconstruction_is_noted(colmap: Path, write: Any) -> None:
     assert "sparse/0 holds 10 views and sparse/1 holds 12" in note and note.endswith("--colmap-path sparse/1")
 
 
-@pytest.mark.parametrize("write", [write_binary, write_text])
-def test_seed_points_of_one_colour_are_noted(colmap: Path, write: Any) -> None:
+@pytest.mark.parametrize(("write", "colour"), [(write_binary, "[10, 20, 0]"), (write_text, "[1, 2, 0]")])
+def test_seed_points_of_one_colour_are_noted(colmap: Path, write: Any, colour: str) -> None:
     for file in (colmap / "sparse/0").iterdir():
         file.unlink()
     write(colmap / "sparse/0", shots(10), colors=1)
     (note,) = look(colmap).notes
-    assert "its points have one colour, [" in note and note.endswith(
+    assert f"its points have one colour, {colour}; " in note and note.endswith(
         "`colmap color_extractor` takes them from the photographs"
     )
 
