@@ -4,7 +4,7 @@
 
 The chain is a training step: cull, project, spherical harmonics of degree 3, tile intersection, rasterization of
 colour and depth with absgrad, L1 + SSIM. "chain" runs it as one graph, forward and backward;
-the lines above it time each operator alone.
+the lines above it time each operator alone. `encode_grid`, of radiance fields, is no part of it.
 """
 
 import argparse
@@ -21,9 +21,11 @@ from torch import Tensor
 
 from benchmarks.lib.report import empty_table, write_report
 from benchmarks.scenes.cloud import Scene, make_scene
-from cuda_ext import build_native, cull, intersect, l1_ssim, project, rasterize, sh_colors, use_reference
+from cuda_ext import build_native, cull, encode_grid, intersect, l1_ssim, project, rasterize, sh_colors, use_reference
 
 POINTS, SIZE = 100_000, (640, 480)
+SAMPLES, LEVELS, LOG2_SIZE = 512 * 48, 16, 17
+"""Positions in a hash grid: those of 512 rays of `nerfacto-xl`. Levels, and rows of each."""
 DIRECTIONS = ("forward", "backward")
 
 
@@ -119,6 +121,14 @@ def measure(scene: Scene, timer: Timer) -> tuple[int, int]:
         [out.detach()[:, :3].reshape(height, width, 3)],
         lambda image: l1_ssim(image, scene.target, (0, 0, width, height)),
         lambda sums: sums[:2],
+    )
+    g = torch.Generator().manual_seed(2)
+    scalings = torch.floor(16 * 1.38 ** torch.arange(LEVELS))
+    timer.both(
+        "encode_grid",
+        [torch.rand(SAMPLES, 3, generator=g), torch.rand(LEVELS << LOG2_SIZE, 2, generator=g)],
+        lambda positions, grid: encode_grid(positions, grid, scalings, LOG2_SIZE),
+        lambda encoded: [encoded],
     )
     return timer.time("chain", "forward", lambda: run_chain(scene))
 
