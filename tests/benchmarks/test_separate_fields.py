@@ -16,8 +16,8 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.radiance.partition import Partition
 from tests.lib.radiance_scene import fog, model, rays
 from tests.lib.ranks import run_ranks
-from tests.plugin.radiance.test_radiance_model import compare, step_of
-from tests.plugin.radiance.test_radiance_run import (
+from tests.plugin.radiance.field.test_radiance_model import compare, step_of
+from tests.plugin.radiance.run.test_radiance_run import (
     configured,
     near,
     opened,

@@ -24,7 +24,7 @@ from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools.models import load_model
 from tests.lib.processes import free_port
 from tests.lib.rendering import make_pipeline, write_capture
-from tests.plugin.radiance.test_radiance_tools import write_run
+from tests.plugin.radiance.run.test_radiance_tools import write_run
 from tests.plugin.render.test_viewer import Visitor
 
 UP = torch.tensor([0.3, -0.1, 1.0], dtype=torch.float64)

@@ -22,8 +22,8 @@ from tests.lib.ranks import run_ranks
 from tests.lib.reconstruction import EIGHT, HEIGHT, LENS, WIDTH, make_scene, write_images, write_model
 from tests.lib.resuming import differing, everything, start, went_on
 from tests.lib.training_run import TinyDataParserConfig, add_maps, facing_normals, sky_mask, write_capture
-from tests.plugin.capture.test_normal_maps import spoil
 from tests.plugin.splats.test_depth_maps import parser_of
+from tests.plugin.splats.test_normal_maps import spoil
 
 WEIGHT, OPTION = 0.3, "--pipeline.model.sky-loss"
 

@@ -32,7 +32,7 @@ from ns_multigpu.radiance.slots import Slots
 from tests.lib.radiance_scene import model, moved_cameras, rays, truth
 from tests.lib.ranks import run_ranks
 from tests.lib.recorded import RecordedPool
-from tests.plugin.radiance.test_radiance_run import configured
+from tests.plugin.radiance.run.test_radiance_run import configured
 
 
 def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, Any]) -> dict[str, Any]:

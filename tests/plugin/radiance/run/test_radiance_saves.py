@@ -16,7 +16,7 @@ from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from tests.lib.saving import disk, steps_in
 from tests.plugin.checkpoint.test_last_save import full
-from tests.plugin.radiance.test_radiance_run import RAYS, configured, trained
+from tests.plugin.radiance.run.test_radiance_run import RAYS, configured, trained
 
 RUN = Path("run", "nerfacto-xl", "now")
 

@@ -24,8 +24,8 @@ from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools.models import load_model
 from tests.lib.radiance_scene import rays
 from tests.lib.ranks import run_ranks
-from tests.plugin.radiance.test_radiance_run import CELLS
-from tests.plugin.radiance.test_radiance_tools import write_run
+from tests.plugin.radiance.run.test_radiance_run import CELLS
+from tests.plugin.radiance.run.test_radiance_tools import write_run
 
 GB = 10**9
 

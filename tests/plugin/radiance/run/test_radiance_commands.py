@@ -13,7 +13,7 @@ from ns_multigpu import cli
 from ns_multigpu.plugin.render.team import RENDER_RANKS
 from tests.lib.training_run import write_capture
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 pytestmark = pytest.mark.slow
 

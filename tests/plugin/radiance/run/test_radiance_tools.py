@@ -22,7 +22,7 @@ from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Spiral
 from tests.lib.ranks import run_ranks
 from tests.lib.rendering import write_capture
 from tests.lib.trained_run import write_path
-from tests.plugin.radiance.test_radiance_run import CELLS, configured, trained
+from tests.plugin.radiance.run.test_radiance_run import CELLS, configured, trained
 
 
 def write_run(folder: Path, **options: Any) -> Path:
