@@ -33,7 +33,7 @@ _UNDISTORT = (
 
 _IMAGE, _POINT = struct.Struct("<i7di"), struct.Struct("<Q3d3BdQ")
 _PLACE_AND_COLOR = np.dtype([("xyz", "<f8", 3), ("rgb", "u1", 3)])
-"""What follows the id in `_POINT`."""
+"""Fields of `_POINT` after the id."""
 _CAMERA, _COUNT = struct.Struct("<iiQQ"), struct.Struct("<Q")
 _KEYPOINT, _TRACK = 24, 8
 _ONE_FOCAL = ("SIMPLE_PINHOLE", "SIMPLE_RADIAL", "RADIAL", "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE")
