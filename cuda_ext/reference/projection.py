@@ -124,11 +124,10 @@ def lens_rays(lens: Tensor, image: Tensor) -> Tensor:
     Nothing is read back. A ray is 0 where the lens draws none, and within `POLE` of a panorama's poles.
 
     Args:
-        lens: [4, 3] rows behind the matrix. image: [.., 2] in focal lengths.
+        lens: [4, 3] rows behind the matrix, or [.., 4, 3] of each position. image: [.., 2] in focal lengths.
     """
-    kind, angle, slope2 = lens[0]
-    is_fisheye, (k1, k2, k3), (k4, k5, k6), (p1, p2, _) = kind == KIND_FISHEYE, *lens[1:]
-    none = torch.zeros_like(k4)
+    (kind, angle, slope2), (k1, k2, k3), (k4, k5, k6), (p1, p2, _) = (row.unbind(-1) for row in lens.unbind(-2))
+    is_fisheye, none = kind == KIND_FISHEYE, torch.zeros_like(k4)
     above, below = (k1, k2, k3, torch.where(is_fisheye, k4, none)), (torch.where(is_fisheye, none, k4), k5, k6)
     last = torch.where(is_fisheye, angle, slope2.sqrt())
     # Newton's steps on the tangent of the angle from the axis, or a fisheye's angle. The tangential part is subtracted.
@@ -151,7 +150,7 @@ def lens_rays(lens: Tensor, image: Tensor) -> Tensor:
     drawn = torch.where(is_panorama, level > POLE, drawn)[..., None]
     globe = torch.stack([around.sin() * level, up.sin(), around.cos() * level], -1)
     rays = torch.cat([sine[..., None] * way, ahead[..., None]], -1)
-    return torch.where(drawn, torch.where(is_panorama, globe, rays), 0.0)
+    return torch.where(drawn, torch.where(is_panorama[..., None], globe, rays), 0.0)
 
 
 def _panorama_map(seen: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor]:

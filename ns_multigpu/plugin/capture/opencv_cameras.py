@@ -1,5 +1,6 @@
 """Perspective cameras with OpenCV's lens of eight coefficients. nerfstudio's cameras hold six."""
 
+import math
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -9,10 +10,10 @@ from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.cameras.rays import RayBundle
 from torch import Tensor
 
+from cuda_ext.reference.projection import lens_rays
+
 DISTORTIONS = ("k1", "k2", "k3", "k4", "k5", "k6", "p1", "p2")
 """Coefficients in a transforms.json. One for all frames replaces all of the frames'."""
-_STEPS, _LEAST = 10, 1e-3
-"""Newton steps of `undistorted`, and the least determinant to step by; nerfstudio's."""
 
 
 @dataclass(init=False)
@@ -72,17 +73,6 @@ def undistorted(places: Tensor, params: Tensor) -> Tensor:
         params: [..., 8] as those of `OpenCVCameras`.
     """
     k1, k2, k3, k4, p1, p2, k5, k6 = params.unbind(-1)
-    x, y = places.unbind(-1)
-    for _ in range(_STEPS):
-        r = x * x + y * y
-        below = 1 + r * (k4 + r * (k5 + r * k6))
-        d = (1 + r * (k1 + r * (k2 + r * k3))) / below
-        by_r = 2 * (k1 + r * (2 * k2 + 3 * r * k3) - d * (k4 + r * (2 * k5 + 3 * r * k6))) / below
-        right = d * x + 2 * p1 * x * y + p2 * (r + 2 * x * x) - places[..., 0]
-        down = d * y + 2 * p2 * x * y + p1 * (r + 2 * y * y) - places[..., 1]
-        mixed = by_r * x * y + 2 * (p1 * x + p2 * y)
-        right_x, down_y = d + by_r * x * x + 2 * p1 * y + 6 * p2 * x, d + by_r * y * y + 2 * p2 * x + 6 * p1 * y
-        determinant = right_x * down_y - mixed * mixed
-        scale = torch.where(determinant.abs() > _LEAST, 1 / determinant, 0.0)
-        x, y = x - scale * (right * down_y - down * mixed), y - scale * (down * right_x - right * mixed)
-    return torch.stack([x, y], dim=-1)
+    none, no_limit = torch.zeros_like(k1), torch.full_like(k1, math.inf)
+    lens = torch.stack([none, no_limit, no_limit, k1, k2, k3, k4, k5, k6, p1, p2, none], dim=-1)
+    return lens_rays(lens.unflatten(-1, (4, 3)), places)[..., :2]
