@@ -322,3 +322,21 @@ def test_the_launcher_abandons_a_run_that_its_workers_refuse(tmp_path: Path, pro
     with pytest.raises(InputError, match="no such toy"):
         WorkerLauncher(ToyConfig(str(tmp_path)), 2, lambda: abandoned.append(1)).train()
     assert abandoned == [1]
+
+
+# ---- the capture's tracks ----
+
+
+@pytest.mark.parametrize("depth_loss", [0.0, 0.1])
+def test_a_capture_without_tracks_is_refused_where_they_are_needed(
+    tmp_path: Path, process: pytest.MonkeyPatch, depth_loss: float
+) -> None:
+    process.setattr(sys, "argv", ["ns-train", "splatfacto-batch", "colmap"])
+    config = asked(colmap_files.write_capture(tmp_path / "capture", points=1), tmp_path / "out")
+    config.pipeline.datamanager.dataparser = ColmapDataParserConfig()
+    config.pipeline.model.depth_loss = depth_loss
+    if depth_loss == 0:
+        config.set_timestamp()
+        return
+    with pytest.raises(InputError, match=r"--pipeline.model.depth-loss"):
+        config.set_timestamp()
