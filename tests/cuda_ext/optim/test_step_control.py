@@ -214,14 +214,15 @@ def test_finite_flag() -> None:
     dead = next(k for k in range(200) if rows.radii[k, 0] <= 0)
 
     def flag_value(
-        at: int, number: int, value: float, views: range | None = None, count: Tensor | None = None
-    ) -> float:
-        records = make_records(rows)
+        at: int, number: int, value: float, views: range | None = None, count: Tensor | None = None,
+        depth: bool = False,
+    ) -> float:  # fmt: skip
+        records = make_records(rows, depth)
         records[at, number] = value
         finite_flag = torch.full((1,), 7.0, dtype=F64)
         counted = rows if count is None else rows._replace(count=count)
         one = model.to("cpu", F64)
-        one.update(counted, records, finite_flag=finite_flag, finite_flag_views=views)
+        one.update(counted, records, finite_flag=finite_flag, finite_flag_views=views, depth=depth)
         return float(finite_flag)
 
     for number in (1, 4, 5, 8, 11):
@@ -229,6 +230,9 @@ def test_finite_flag() -> None:
             assert flag_value(line, number, value) != 0.0
             assert flag_value(dead, number, value) == 0.0
         assert flag_value(line, number, 1e30) == 0.0
+    for depth in (False, True):
+        assert (flag_value(line, 9, float("nan"), depth=depth) != 0.0) == depth
+        assert flag_value(line, 12, float("nan"), depth=depth) == 0.0
     assert flag_value(line, 0, float("nan"), range(view, view + 1)) != 0.0
     assert flag_value(line, 0, float("nan"), range(view + 1, 3)) == 0.0
     assert flag_value(line, 0, float("nan"), range(view)) == 0.0
