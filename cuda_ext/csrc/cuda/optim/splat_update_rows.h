@@ -46,7 +46,8 @@ __device__ __forceinline__ RowGradient load_gradient(const UpdateRows& rows, int
   return out;
 }
 
-// The radius in pixels of the 3-sigma circle around a splat, from its conic: see primitives/gaussians.py:screen_radii.
+// The radius in pixels of the 3-sigma circle around a splat, from its conic: see `screen_radii` in
+// ns_multigpu/primitives/gaussians/functions.py.
 __device__ __forceinline__ float screen_radius(const Vec3<float>& conic) {
   const float middle = 0.5f * (conic.x + conic.z), determinant = conic.x * conic.z - conic.y * conic.y;
   const float apart = larger(middle * middle - determinant, 0.01f * determinant * determinant);
