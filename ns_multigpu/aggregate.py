@@ -26,7 +26,6 @@ from cuda_ext.aggregate import load
 from ns_multigpu.core.dist.members import Members
 from ns_multigpu.core.exchange.transports import make_transport
 from ns_multigpu.core.kernels import Kernels
-from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.step.member_steps import MemberSteps
 from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import StepSettings
@@ -216,23 +215,20 @@ def _member_records(record: Any) -> list[Any]:
 def fused_steps(
     members: Members, strategies: Sequence[Strategy], kernels: Kernels, params: Mapping[str, Tensor],
     moments: Mapping[str, tuple[Tensor, Tensor]], statistics: Mapping[str, Tensor], settings: StepSettings,
-    options: Sequence[Mapping[str, Any]], observed: Mapping[str, Observations],
+    options: Sequence[Mapping[str, Any]],
 ) -> MemberSteps:  # fmt: skip
     """Return fused steps of a model on this device: each member takes the step of its rows.
 
     Args:
         members: of `devices`. strategies: of each member's world, such as `tile`.
         kernels, params, moments, statistics, settings: see `Step`; tensors of this device, with equally many rows.
-        observed: see `Step`; tensors of this device, which all members read.
         options: of each member's `Step`, such as `lazy` of its rows.
     """
     of_params = {name: member_rows(value) for name, value in params.items()}
     of_moments = {name: tuple(map(member_rows, both)) for name, both in moments.items()}
     of_statistics = {name: member_rows(value) for name, value in statistics.items()}
     steps, of_kernels = list[Step](), _member_records(kernels)
-    seen = {name: _member_records(one) for name, one in observed.items()}
-    for rank, strategy in enumerate(strategies):
-        own, of_rank = of_kernels[rank], {name: of[rank] for name, of in seen.items()}
+    for rank, (strategy, own) in enumerate(zip(strategies, of_kernels, strict=True)):
         tensors = (
             {name: rows[rank] for name, rows in of_params.items()},
             {name: (first[rank], second[rank]) for name, (first, second) in of_moments.items()},
@@ -241,5 +237,5 @@ def fused_steps(
         with members.on(rank):
             sizes = settings.rows, settings.segment, settings.words(strategy.assignment)
             transport = make_transport(strategy.rows, strategy.gradients, strategy.world, own, *sizes, peer=True)
-            steps.append(Step(own, *tensors, settings, strategy, transport, observed=of_rank, **options[rank]))
+            steps.append(Step(own, *tensors, settings, strategy, transport, **options[rank]))
     return MemberSteps(steps, members)

@@ -50,7 +50,7 @@ class AggregateRun(Run):
             graphs.forget()
         step = self._aggregate.fused_steps(
             self._members, self._strategies, self.kernels, self.model.params, self.model.moments(), self.statistics,
-            self.settings(), self._options, {},
+            self.settings(), self._options,
         )  # fmt: skip
         self._inputs = Inputs(step.inputs)
         return step

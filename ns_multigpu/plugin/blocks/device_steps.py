@@ -16,7 +16,6 @@ from ns_multigpu.core.dist.members import Members
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transport import Parts
 from ns_multigpu.core.kernels import Kernels
-from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.step.delayed_readback import DelayedReadback
 from ns_multigpu.core.step.member_steps import MemberSteps
 from ns_multigpu.core.step.step_settings import Status, StepSettings, with_halos
@@ -59,7 +58,7 @@ class DeviceStep:
 
     Args:
         made: resources.
-        kernels, params, moments, statistics, settings, observed: see `Step`; tensors on `multigpu`.
+        kernels, params, moments, statistics, settings: see `Step`; tensors on `multigpu`.
         kind: type of the photographs.
         of_views: returns a rank's parameters of views, each placed by the given function.
 
@@ -71,7 +70,6 @@ class DeviceStep:
         self, made: DeviceSteps, kernels: Kernels, params: Mapping[str, Tensor],
         moments: Mapping[str, tuple[Tensor, Tensor]], statistics: Mapping[str, Tensor], settings: StepSettings,
         kind: torch.dtype, of_views: Callable[[World, Callable[[Tensor], Tensor]], OfViews],
-        observed: Mapping[str, Observations],
     ) -> None:  # fmt: skip
         self._made, self._settings, ranks = made, settings, made.members.worlds
         for graphs in made.graphs:
@@ -81,7 +79,7 @@ class DeviceStep:
         options = [of_views(world, partial(self._replicated, world.rank)) for world in ranks]
         settings = replace(settings, segment=settings.rows)  # enough for all rows to go one way
         self._steps: MemberSteps = made.aggregate.fused_steps(
-            made.members, made.strategies, kernels, params, moments, statistics, settings, options, observed
+            made.members, made.strategies, kernels, params, moments, statistics, settings, options
         )
         self.inputs, self.report = self._steps.inputs, self._steps.report
         self.measured_work = self._steps.measured_work

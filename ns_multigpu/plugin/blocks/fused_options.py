@@ -132,6 +132,11 @@ def obstacle(
             options.use_scale_regularization and options.primitive != FIRST,
             lambda: f"scales of {titled(options.primitive)} are regularised",
         ),
+        (
+            # torch's engine differentiates tensors of one type of accelerator in a process, which is multigpu there.
+            model.means.device.type == "multigpu" and bool(pipeline.observed or options.sky_loss),
+            lambda: "on one device of all GPUs they have no losses of depth, of normals and of the sky",
+        ),
         (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
         (
             _MOST_VIEWS >= pipeline.batch_size > _MOST_LENS_VIEWS and not pipeline.config.datamanager.undistort,

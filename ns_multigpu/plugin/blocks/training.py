@@ -348,10 +348,9 @@ class Training:
         # If every rank sees every row, rank 0 counts for all, so that the sum over ranks remains correct.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
         tensors = kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}
-        observed = {observed.name: observed.batch for observed in self._observed}
         if self._all_gpus is not None:
             place_views = partial(view_parameters.in_steps, self._model, moments, views)
-            return DeviceStep(self._all_gpus, *tensors, settings, kind, place_views, observed)
+            return DeviceStep(self._all_gpus, *tensors, settings, kind, place_views)
         transport = self._buffers.transport(settings, kernels)
         self._buffers.make_pictures(settings, kind)
         return Step(
@@ -359,7 +358,7 @@ class Training:
             self._measure,
             # Noise moves all points after each step: rebuilding group boxes would cost as much as culling saves.
             group_culling=False if self._noise.active else None,
-            observed=observed,
+            observed={observed.name: observed.batch for observed in self._observed},
             **of_views,
         )  # fmt: skip
 
