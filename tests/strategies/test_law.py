@@ -305,12 +305,12 @@ def check(outcomes: list[Outcome], expected: Outcome, dtype: torch.dtype) -> Non
             torch.testing.assert_close(seen[view], image, **close)
     for outcome in outcomes:
         torch.testing.assert_close(outcome["loss"], expected["loss"], **close)
-        torch.testing.assert_close(outcome["statistics"], expected["statistics"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outcome["statistics"], expected["statistics"], rtol=3e-4, atol=2e-5)
         for group in ("gradients", "poses"):
             for name, gradient in expected[group].items():
                 scale = float(gradient.abs().max()) if gradient.numel() else 1.0
                 torch.testing.assert_close(
-                    outcome[group][name], gradient, rtol=close["rtol"], atol=close["atol"] * max(scale, 1e-3) * 10
+                    outcome[group][name], gradient, rtol=close["rtol"], atol=close["atol"] * max(scale, 1e-3) * 20
                 )
 
 
