@@ -12,9 +12,9 @@ from ns_multigpu.radiance.contraction import Domain
 _MARGIN = 1e-6
 """Minimum distance of a plane from its box's faces, relative to the extent: every cell has volume."""
 VIEWS_A_CELL = 75
-"""Training views per cell below which a run warns. With one background for all, two cells were 2.2 to 3.9 dB behind one
-on held-out views with 22 a cell, and 2.2 behind to 0.6 ahead with 56 (benchmarks/results/nerfacto-xl.md). Nothing above
-70 has been measured so."""
+"""Training views per cell below which a run warns. With one background for all, two cells were level with one on
+held-out views, or up to 0.9 dB behind, with 22 to 70 a cell (benchmarks/results/nerfacto-xl.md). Nothing above has been
+measured so."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,6 @@ def few_views(views: int, cells: int) -> str | None:
     if cells < 2 or views >= VIEWS_A_CELL * cells:
         return None
     return (
-        f"{views} training views for {cells} cells. Below {VIEWS_A_CELL} per cell, one cell on one GPU "
-        "(--machine.num-devices 1) mostly gave a better PSNR of held-out views."
+        f"{views} training views for {cells} cells. Below {VIEWS_A_CELL} per cell, several cells gave no better "
+        "PSNR of held-out views than one on one GPU (--machine.num-devices 1)."
     )

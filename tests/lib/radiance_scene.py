@@ -66,11 +66,11 @@ def moved_cameras(made: Any) -> None:
 
 
 def fog(cells: int, **options: Any) -> Any:
-    """Return a model of the same fog everywhere: its cells' parameters are 0, so that their first density is left."""
+    """Return a model of the same fog everywhere: parameters behind densities are 0, so that their first one is left."""
     made: Any = model(World.single(), cells, average_init_density=1.0, far_plane=0.9, **options)
     with torch.no_grad():
         for name, param in made.named_parameters():
-            if name.startswith("cells."):
+            if name.startswith(("cells.", "shared.density.")):
                 param.zero_()
     return made.eval()
 

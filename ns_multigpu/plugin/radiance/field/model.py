@@ -57,8 +57,8 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
 
     _target: type = field(default_factory=lambda: NerfactoXLModel)
     cells: int = 0
-    """Number of cells that space is split into, each with its own hash grid, density and proposal networks; 0 for one
-    per GPU. A resumed run keeps the checkpoint's number."""
+    """Number of cells that space is split into, each with its own hash grid and proposal networks; 0 for one per GPU. A
+    resumed run keeps the checkpoint's number."""
     spread: Spread = "xl"
     """Distribution of the field. xl: cells trained together as one field, as in NeRF-XL. ddp: one field on every GPU,
     with the rays distributed round-robin into as many parts as cells."""
@@ -73,9 +73,9 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     """Proposal networks. cell: each cell has its own, for its segments. shared: all cells share those of one field,
     which sample whole rays on every GPU; samples are cut at faces. It gave slightly better pictures with several
     cells."""
-    density: Annotated[Literal["cell", "shared"], Only("pipeline.model.spread", "xl")] = "cell"
-    """Density networks. cell: each cell has its own, and a hash grid over its box. shared: all cells share one, and
-    their hash grids have the voxels of one grid over all of space, so that cells differ in nothing but their tables."""
+    density: Annotated[Literal["cell", "shared"], Only("pipeline.model.spread", "xl")] = "shared"
+    """Density networks. shared: all cells share one, and their hash grids have the voxels of one grid over all of
+    space. cell: each cell has its own, and a hash grid over its box, as in NeRF-XL; held-out views were worse."""
     grid_resolution: Annotated[int, _GRID] = 128
     """Voxels of a cell's occupancy grid along each axis."""
     alpha_thre: Annotated[float, _GRID] = 0.01
@@ -88,6 +88,10 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     implementation: tyro.conf.Suppress[Literal["torch"]] = "torch"
     """Networks run in torch, and hash grids in an operator of ours: CUDA graphs need it, cells begin differently."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not supported
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load a config.yml; cells of one that is older than the option have density networks of their own."""
+        vars(self).update({"density": "cell"} | state)
 
 
 class NerfactoXLModel(NerfactoModel):

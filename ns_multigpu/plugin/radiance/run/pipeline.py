@@ -196,11 +196,13 @@ class RadiancePipeline(RunPipeline):
     def load_own(self, loaded_state: dict[str, Any], step: int) -> None:
         """See `RunPipeline.load_own`: loads the shared parameters and those of this rank's cells."""
         saved = SavedField.from_state(loaded_state)
-        if saved.spread != self.config.model.spread:
-            raise InputError(
-                f"The checkpoint is of a run with --pipeline.model.spread {saved.spread}, and this has "
-                f"{self.config.model.spread}. Give {saved.spread}."
-            )
+        own = {"spread": self.config.model.spread, "density": "cell" if self.model.shared.density is None else "shared"}
+        for option, of_this in own.items():
+            if (saved_as := getattr(saved, option)) != of_this:
+                raise InputError(
+                    f"The checkpoint is of a run with --pipeline.model.{option} {saved_as}, and this has {of_this}. "
+                    f"Give {saved_as}."
+                )
         if saved.partition.cells < self.world.size:
             raise InputError(
                 f"The checkpoint has {saved.partition.cells} cells, and each of the {self.world.size} workers wants "

@@ -50,6 +50,11 @@ class SavedField:
     seed: int
     spread: str = "xl"
 
+    @property
+    def density(self) -> str:
+        """The model's option of that name: shared, if all cells share a density network."""
+        return "shared" if any(name.startswith("shared.density.") for name in self.shared) else "cell"
+
     def state(self) -> dict[str, Any]:
         """Return the `pipeline` entry of a .ckpt. The state folder has the cells' parameters; its name is added once it
         exists."""

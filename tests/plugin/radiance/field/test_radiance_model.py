@@ -21,7 +21,7 @@ from tests.lib.ranks import run_ranks
 
 def _nerfacto(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any]:
     """Return nerfstudio's own model, and ours with one cell that has its parameters."""
-    ours = model(World.single(), 1, **options)
+    ours = model(World.single(), 1, density="cell", **options)
     # Its weights would be downloaded, and are not looked at.
     monkeypatch.setattr(
         "torchmetrics.image.lpip.LearnedPerceptualImagePatchSimilarity", lambda **_: torch.nn.Identity()
@@ -49,6 +49,14 @@ def test_one_cell_is_nerfacto(options: dict[str, Any], monkeypatch: pytest.Monke
     for name in ("rgb", "accumulation", "depth", "expected_depth"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
     assert float(expected["accumulation"].min()) < 0.7 < float(expected["accumulation"].max())
+
+
+def test_a_config_older_than_shared_density_networks() -> None:
+    """Its cells have networks of their own."""
+    config = NerfactoXLModelConfig()
+    state = {name: value for name, value in vars(config).items() if name != "density"}
+    config.__setstate__(state)
+    assert config.density == "cell" and NerfactoXLModelConfig().density == "shared"
 
 
 def test_fields_run_in_torch() -> None:
@@ -166,8 +174,8 @@ def test_background_behind_cells(cells: int, options: dict[str, Any], background
         (4, 3, {"samples_per": "segment"}),
         (4, 3, {"background_color": "sky"}),
         (4, 3, {"proposals": "shared", "background_color": "last_sample"}),
-        (4, 2, {"density": "shared"}),
-        (3, 2, {"density": "shared", "sampling": "occupancy"}),
+        (4, 2, {"density": "cell"}),
+        (3, 2, {"density": "cell", "sampling": "occupancy"}),
         (3, 2, {"sampling": "occupancy"}),
         (3, 2, {"spread": "ddp"}),
         (3, 2, {"spread": "ddp", "background_color": "sky"}),
@@ -226,7 +234,9 @@ def test_data_parallel_is_one_field() -> None:
     for name, value in one["pixels"].items():
         assert torch.equal(three["pixels"][name], value), name
     assert three["samples"] == one["samples"] == 48 * 8
-    together = step_of(World.single(), 1, {})  # what is drawn at random depends on shares; one share is one cell
+    together = step_of(
+        World.single(), 1, {"density": "cell"}
+    )  # what is drawn at random depends on shares; one share is one cell
     torch.testing.assert_close(one["rgb_loss"], together["rgb_loss"], rtol=0, atol=0)
 
 

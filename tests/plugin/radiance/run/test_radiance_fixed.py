@@ -73,7 +73,7 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
         (2, 3, {"background_color": "sky"}),
         (2, 3, {"background_color": "mean"}),
         (3, 3, {"proposals": "shared", "background_color": "last_sample"}),
-        (3, 3, {"proposals": "shared", "density": "shared"}),
+        (3, 3, {"proposals": "shared", "density": "cell"}),
         (3, 700, {"proposals": "shared", "proposal_warmup": 5, "use_single_jitter": False}),
         (3, 2000, {"samples_per": "segment", "use_single_jitter": False}),
         (2, 3, {"background_color": "white", "proposal_initial_sampler": "uniform", "use_same_proposal_network": True}),
@@ -299,7 +299,7 @@ def _train_recorded(world: World, *args: Any, **options: Any) -> list[dict[str, 
         return _train_variants(world, *args, recorded=True, **options)
 
 
-@pytest.mark.parametrize("options", [{"samples_per": "ray"}, {"density": "shared"}])
+@pytest.mark.parametrize("options", [{"samples_per": "ray"}, {"density": "cell"}])
 def test_recorded_steps_are_the_steps(capture: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     for ends in run_ranks(partial(_train_recorded, **options), 2, capture, tmp_path):
         _compare(ends)
@@ -337,7 +337,7 @@ def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
         (1, {"samples_per": "segment"}),
         (2, {"samples_per": "segment"}),
         (2, {"samples_per": "ray"}),
-        (2, {"density": "shared"}),
+        (2, {"density": "cell"}),
     ],
 )
 def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
