@@ -31,6 +31,8 @@ from tests.strategies.scene import make_image, make_normals, make_observations, 
 
 GPUS = bool(os.environ.get("NS_MULTIGPU_TEST_GPUS"))
 POINTS, VIEWS, STEPS, RATE = 151, 3, 5, 0.01
+FAR, CLIP = 3.3, 3.0
+"""World units and pixels: each leaves out a part of what views see."""
 LOOSER = 10 if GPUS else 1  # exponentials of GPUs round otherwise
 Use = Callable[..., None]
 
@@ -40,7 +42,8 @@ class Model:
 
     Args:
         device: where they are. members: of the steps. lazy: defer the steps of points that are not drawn.
-        more: with losses of depth and of normal maps, and needles. settings: of steps other than the usual ones.
+        more: with losses of depth and of normal maps, needles, a far plane and a radius clip. settings: of steps other
+            than the usual ones.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class Model:
         wanted |= {"depth_weight": 0.2, "normal_weight": 0.15} if more else {}
         of_steps = StepSettings(*of_views, VIEWS, 0.2, **wanted)
         needles = {"needles": torch.tensor([0.002], device=device), "max_ratio": 1.2, "depth": True} if more else {}
-        kernels = Gaussians(sh_degree=3).kernels(**needles)
+        limits = {"far": FAR, "radius_clip": CLIP} if more else {}
+        kernels = Gaussians(sh_degree=3, **limits).kernels(**needles)
         make_all = {"observations": make_observations, "normals": make_normals} if more else {}
         observed = {name: make_one(VIEWS, torch.float32, device) for name, make_one in make_all.items()}
         assert kernels is not None
@@ -159,7 +163,7 @@ def test_steps_equal_single(use: Use, members: int, mode: str, lazy: bool) -> No
 
 @pytest.mark.parametrize("mode", ["step", "captured"])
 @pytest.mark.parametrize("members", [1, 3])
-def test_losses_of_depth_and_normals_and_of_needles_equal_single(use: Use, members: int, mode: str) -> None:
+def test_losses_of_depth_normals_and_needles_and_limits_equal_single(use: Use, members: int, mode: str) -> None:
     use(members, small_bytes=64)
     found = Model("multigpu", Members(aggregate.devices()), more=True)
     if mode == "captured":
